@@ -1,0 +1,1 @@
+"""The machine: configuration -> cases -> launch -> worker -> record -> tables and figures."""

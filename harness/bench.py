@@ -1,0 +1,296 @@
+"""Measuring one case on one rank: clocks, memory, compilation, and the vote between ranks.
+
+A task's ``run`` receives a :class:`Bench`, tells it which stage it is in, and hands it a step
+to repeat; the bench warms up, times, and collects an :class:`Outcome`.
+
+Time on CUDA comes from events recorded around each phase, without a synchronisation in
+between, so that timing does not add gaps; a whole training step is timed by the host clock
+around a synchronised step as well (CS336 assignment 2, section 1.1.3). On a CPU both are the
+host's perf_counter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._dynamo.callback import CallbackTrigger, callback_handler
+
+from harness import devices
+from harness.record import STATUSES
+
+# Several times the L2 cache of any GPU so far (H200: 60 MB), so that no call finds its
+# inputs cached by the call before it.
+FLUSH_BYTES = 256 * 2**20
+
+
+class PeerFailed(Exception):
+    """Another rank of this case failed; its own outcome says how."""
+
+
+class WrongResult(Exception):
+    """The numeric check failed; the message says by how much."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Outcome:
+    """What one rank observed of one case; becomes part of a record."""
+
+    rank: int
+    status: str = "ok"
+    error: dict[str, Any] | None = None
+    clocks: dict[str, str] = field(default_factory=dict)
+    samples_ms: dict[str, list[float]] = field(default_factory=dict)
+    memory: dict[str, Any] = field(default_factory=dict)
+    check: dict[str, Any] | None = None
+    compilation: dict[str, Any] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)
+    device_state: dict[str, Any] = field(default_factory=dict)
+
+
+class PhaseTimer:
+    """Times named phases of a step; see :meth:`phase`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_cuda = device.type == "cuda"
+        self._marks: list[tuple[str, Any, Any]] = []
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Everything inside, on the device's stream, is one sample of phase ``name``."""
+        if self._on_cuda:
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            start.record()
+            yield
+            end.record()
+            self._marks.append((name, start, end))
+        else:
+            started = time.perf_counter()
+            yield
+            self._marks.append((name, started, time.perf_counter()))
+
+    def collect(self) -> dict[str, list[float]]:
+        """Milliseconds of every sample by phase, in order. Call after a synchronisation."""
+        samples: dict[str, list[float]] = {}
+        for name, start, end in self._marks:
+            elapsed = start.elapsed_time(end) if self._on_cuda else (end - start) * 1e3
+            samples.setdefault(name, []).append(elapsed)
+        self._marks.clear()
+        return samples
+
+
+class CompileWatch:
+    """Counts torch.compile's compilations and the time they take, from Dynamo's callbacks."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.count = 0
+        self._started = 0.0
+
+    def start(self, event: Any) -> None:
+        self._started = time.perf_counter()
+        if event.callback_trigger in (CallbackTrigger.DYNAMO, CallbackTrigger.LAZY_BACKWARD):
+            self.count += 1
+
+    def end(self, event: Any) -> None:
+        self.seconds += time.perf_counter() - self._started
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        callback_handler.register_start_callback(self.start)
+        callback_handler.register_end_callback(self.end)
+        try:
+            yield
+        finally:
+            callback_handler.remove_start_callback(self.start)
+            callback_handler.remove_end_callback(self.end)
+
+
+class Bench:
+    """One rank's tools for measuring one case."""
+
+    def __init__(
+        self,
+        *,
+        device: torch.device,
+        rank: int = 0,
+        world_size: int = 1,
+        vote_group: dist.ProcessGroup | None = None,
+        on_stage: Callable[[str], None] = lambda stage: None,
+        rounds: int = 1,
+        round_index: int = 0,
+    ) -> None:
+        self.device = device
+        self.rank = rank
+        self.world_size = world_size
+        self.outcome = Outcome(rank=rank)
+        self.current_stage = "start"
+        self.compile_watch = CompileWatch()
+        self._vote_group = vote_group
+        self._on_stage = on_stage
+        self._rounds = rounds
+        self._round_index = round_index
+        self._baseline_rss = devices.resident_bytes()
+
+    def stage(self, name: str) -> None:
+        """Say what happens next: shown as progress, and named in an error."""
+        self.current_stage = name
+        self._on_stage(name)
+
+    def vote(self, status: str = "ok") -> None:
+        """Agree with the other ranks before a stage that needs them all.
+
+        Raises PeerFailed if any rank votes worse than ok, RuntimeError if one does not answer.
+        """
+        if self.world_size == 1:
+            return
+        code = torch.tensor([STATUSES.index(status)])
+        dist.all_reduce(code, op=dist.ReduceOp.MAX, group=self._vote_group)
+        worst = STATUSES[int(code)]
+        if worst != "ok":
+            raise PeerFailed(f"another rank voted {worst}")
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def barrier(self) -> None:
+        """All ranks start the next pass together."""
+        if self.world_size > 1:
+            dist.barrier(group=self._vote_group)
+
+    def share(self, passes: int) -> int:
+        """This round's part of ``passes``, when measuring is split into interleaved rounds."""
+        whole, rest = divmod(passes, self._rounds)
+        return whole + (self._round_index < rest)
+
+    def reset_memory(self) -> None:
+        """Forget peaks so far; what is allocated now stays counted."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            devices.reset_peak_resident()
+
+    def note_memory(self) -> None:
+        """Record the peaks since :meth:`reset_memory`."""
+        if self.device.type == "cuda":
+            self.outcome.memory |= {
+                "source": "cuda",
+                "peak_allocated_bytes": torch.cuda.max_memory_allocated(self.device),
+                "peak_reserved_bytes": torch.cuda.max_memory_reserved(self.device),
+            }
+        else:
+            peak = max(0, devices.peak_resident_bytes() - self._baseline_rss)
+            self.outcome.memory |= {
+                "source": "rss",
+                "peak_rss_bytes": peak,
+                "baseline_rss_bytes": self._baseline_rss,
+            }
+
+    def allocated_bytes(self) -> int:
+        """Bytes that tensors hold on a CUDA device now; 0 on a CPU, which keeps no count."""
+        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+
+    def note_before_backward(
+        self,
+        forward: Callable[[], torch.Tensor],
+        *,
+        inputs: tuple[torch.Tensor, ...],
+        baseline: int,
+    ) -> None:
+        """Record the bytes in use between ``forward`` and its backward pass.
+
+        On CUDA what the allocator holds beyond ``baseline``; on a CPU the sizes of the inputs,
+        the output and the tensors that autograd saves, each storage counted once.
+        """
+        if self.device.type == "cuda":
+            output = forward()
+            self.synchronize()
+            in_use = self.allocated_bytes() - baseline
+        else:
+            storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in inputs}
+
+            def pack(x: torch.Tensor) -> torch.Tensor:
+                storages[x.untyped_storage().data_ptr()] = x.untyped_storage()
+                return x
+
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+                output = forward()
+            storages[output.untyped_storage().data_ptr()] = output.untyped_storage()
+            in_use = sum(storage.nbytes() for storage in storages.values())
+        self.outcome.memory["before_backward_bytes"] = in_use
+
+    def measure(
+        self,
+        step: Callable[[PhaseTimer], None],
+        *,
+        warmup: int,
+        passes: int,
+        whole_step: str | None = None,
+        flush_cache: bool = False,
+    ) -> None:
+        """Repeat ``step`` ``warmup`` times untimed, then ``passes`` times timed.
+
+        ``whole_step`` names a further phase: the whole step by the host clock, synchronised at
+        its end. ``flush_cache`` empties the GPU's L2 before every pass, outside the timing;
+        without ``whole_step`` passes are queued back to back and synchronised once, so that
+        launch latency hides behind the flush.
+        """
+        timer = PhaseTimer(self.device)
+        scratch = None
+        if flush_cache and self.device.type == "cuda":
+            scratch = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=self.device)
+
+        passes = self.share(passes)
+        self.stage("warm-up")
+        for index in range(warmup):
+            self.barrier()
+            started = time.perf_counter()
+            step(timer)
+            self.synchronize()
+            if index == 0:
+                self.outcome.compilation.setdefault("first_pass_s", time.perf_counter() - started)
+        timer.collect()
+        self.vote()
+
+        self.stage("measuring")
+        compiled_before = self.compile_watch.count
+        state_before = devices.gpu_state(self.device)
+        self.reset_memory()
+        whole: list[float] = []
+        for _ in range(passes):
+            if scratch is not None:
+                scratch.zero_()
+            self.barrier()
+            started = time.perf_counter()
+            step(timer)
+            if whole_step is not None:
+                self.synchronize()
+                whole.append((time.perf_counter() - started) * 1e3)
+        self.synchronize()
+
+        self.note_memory()
+        self.outcome.device_state.setdefault("before", state_before)
+        self.outcome.device_state["after"] = devices.gpu_state(self.device)
+        recompilations = self.compile_watch.count - compiled_before
+        self.outcome.compilation["recompilations"] = (
+            self.outcome.compilation.get("recompilations", 0) + recompilations
+        )
+        # Without warm-up the first measured pass is where things compile: say so, by design.
+        phase_clock = "cuda_event" if self.device.type == "cuda" else "host"
+        for name, samples in timer.collect().items():
+            self.outcome.clocks[name] = phase_clock
+            self.outcome.samples_ms[name] = samples
+        if whole_step is not None:
+            self.outcome.clocks[whole_step] = "host"
+            self.outcome.samples_ms[whole_step] = whole

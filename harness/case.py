@@ -1,0 +1,198 @@
+"""A case: one point of a sweep, typed, validated and named, before anything runs.
+
+A case says what to measure and not where, how often or by whom; that is the run's business
+(:mod:`harness.compose`). Two commands that mean the same measurement make the same case, so
+its id finds the record that an earlier command wrote.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from harness.task import TASKS, Task
+from kernels import BACKENDS, AttentionBackend, AttentionProblem
+from kernels.registry import Registry
+from models.config import ModelConfig
+from parallel import STRATEGIES, Strategy
+
+DTYPES = ("float32", "bfloat16", "float16")
+COMPILE_SCOPES = ("none", "model", "block")
+COMPILE_MODES = (
+    "default",
+    "reduce-overhead",
+    "max-autotune",
+    "max-autotune-no-cudagraphs",
+)
+DEVICES = ("cpu", "cuda")
+
+
+def require_choice(key: str, value: str, choices: Sequence[str]) -> None:
+    """Raise ValueError that lists the choices unless ``value`` is one of them."""
+    if value not in choices:
+        raise ValueError(f"{key}={value}: must be one of {', '.join(choices)}")
+
+
+def require_at_least(key: str, value: float, least: float) -> None:
+    """Raise ValueError unless ``value`` is at least ``least``."""
+    if value < least:
+        raise ValueError(f"{key}={value}: must be at least {least}")
+
+
+@dataclass(kw_only=True, slots=True)
+class Precision:
+    """Number formats of a training step; values live in ``conf/precision/*.yaml``."""
+
+    name: str
+    parameters: str = "float32"
+    """dtype of parameters, gradients and optimizer state."""
+    autocast: str | None = None
+    """dtype that torch.autocast casts matmuls to; None runs in the parameters' dtype."""
+    tf32: bool = False
+    """Let float32 matmuls run in TF32 on CUDA: about three decimal digits, much faster."""
+    grad_scaler: bool = False
+    """Scale the loss so that small float16 gradients do not become zero."""
+
+    def __post_init__(self) -> None:
+        require_choice("precision.parameters", self.parameters, DTYPES)
+        if self.autocast is not None:
+            require_choice("precision.autocast", self.autocast, DTYPES[1:])
+        if self.grad_scaler and self.compute != "float16":
+            raise ValueError(
+                f"precision.grad_scaler=true: only float16 gradients need scaling, "
+                f"and this precision computes in {self.compute}"
+            )
+
+    @property
+    def compute(self) -> str:
+        """dtype that matmuls and attention see."""
+        return self.autocast or self.parameters
+
+    @property
+    def peak(self) -> str:
+        """Which of the hardware's peak rates bounds the matmuls: a dtype, or ``tf32``."""
+        return "tf32" if self.compute == "float32" and self.tf32 else self.compute
+
+
+@dataclass(kw_only=True, slots=True)
+class Compile:
+    """What torch.compile is applied to; values live in ``conf/compile/*.yaml``."""
+
+    scope: str = "none"
+    """``none``, the whole ``model``, or each transformer ``block`` on its own."""
+    mode: str = "default"
+    """torch.compile's mode; reduce-overhead brings CUDA graphs."""
+
+    def __post_init__(self) -> None:
+        require_choice("compile.scope", self.scope, COMPILE_SCOPES)
+        require_choice("compile.mode", self.mode, COMPILE_MODES)
+        if self.scope == "none" and self.mode != "default":
+            raise ValueError(
+                f"compile.mode={self.mode}: compiles nothing unless compile=model or compile=block"
+            )
+
+
+@dataclass(kw_only=True, slots=True)
+class Case:
+    """What to measure. ``model`` and ``compile`` are None where the task has no use for them."""
+
+    task: Task
+    attention: AttentionBackend
+    precision: Precision
+    parallel: Strategy
+    seq_len: int
+    batch_size: int
+    seed: int
+    device: str
+    model: ModelConfig | None = None
+    compile: Compile | None = None
+
+    def __post_init__(self) -> None:
+        require_at_least("seq_len", self.seq_len, 1)
+        require_at_least("batch_size", self.batch_size, 1)
+        require_at_least("seed", self.seed, 0)
+        require_choice("device", self.device, DEVICES)
+        if "model" not in self.task.uses:
+            self.model = None
+        if "compile" not in self.task.uses:
+            self.compile = None
+        self.task.validate(self)
+
+    @property
+    def world_size(self) -> int:
+        return self.parallel.world_size
+
+    @property
+    def attention_problem(self) -> AttentionProblem:
+        return self.task.attention_problem(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values; :meth:`from_dict` inverts it."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Case:
+        """Rebuild a case from a record or from a worker's input."""
+        fields = dict(values)
+        for key, registry in _REGISTRIES.items():
+            fields[key] = registry[fields[key]["name"]].target(**fields[key])
+        fields["precision"] = Precision(**fields["precision"])
+        if fields["model"] is not None:
+            fields["model"] = ModelConfig(**fields["model"])
+        if fields["compile"] is not None:
+            fields["compile"] = Compile(**fields["compile"])
+        return cls(**fields)
+
+    @property
+    def id(self) -> str:
+        """A slug that a person can read and a hash of everything that defines the case."""
+        canonical = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+        digest = hashlib.sha256(canonical.encode()).hexdigest()[:10]
+        return f"{self.slug}-{digest}"
+
+    @property
+    def slug(self) -> str:
+        parts = [self.task.name, getattr(self.task, "mode", None)]
+        parts += [self.model.name if self.model else None, label(self.attention)]
+        parts += [self.precision.name, f"b{self.batch_size}", f"s{self.seq_len}"]
+        if self.compile is not None and self.compile.scope != "none":
+            parts.append(f"compile_{self.compile.scope}")
+        if self.world_size > 1:
+            parts.append(f"{self.parallel.name}{self.world_size}")
+        parts.append(self.device)
+        text = "-".join(part for part in parts if part)
+        return re.sub(r"[^A-Za-z0-9._-]+", "_", text)[:120]
+
+    @property
+    def title(self) -> str:
+        """The case in a few words, for progress lines."""
+        words = [self.model.name if self.model else None, label(self.attention)]
+        words += [self.precision.name, getattr(self.task, "mode", None)]
+        if self.compile is not None and self.compile.scope != "none":
+            words.append(f"compile={self.compile.scope}")
+        words.append(f"batch {self.batch_size} x seq {self.seq_len}")
+        if self.world_size > 1:
+            words.append(f"{self.parallel.name} on {self.world_size} ranks")
+        return " ".join(word for word in words if word)
+
+
+_REGISTRIES: dict[str, Registry[Any]] = {
+    "task": TASKS,
+    "attention": BACKENDS,
+    "parallel": STRATEGIES,
+}
+
+
+def label(choice: AttentionBackend | Strategy) -> str:
+    """The choice's name, with the options that differ from what its registration presets."""
+    registry = BACKENDS if isinstance(choice, AttentionBackend) else STRATEGIES
+    entry = registry[choice.name]
+    preset = asdict(entry.target(name=choice.name, **entry.preset))
+    changed = {key: value for key, value in asdict(choice).items() if value != preset[key]}
+    if not changed:
+        return choice.name
+    return f"{choice.name}({', '.join(f'{key}={value}' for key, value in changed.items())})"

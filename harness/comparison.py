@@ -1,0 +1,84 @@
+"""Candidates against their baseline, among cases equal in everything else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pandas as pd
+
+from harness.points import POINTS
+from harness.stats import median_ratios, verdict
+from harness.table import point_groups
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Axis:
+    """One choice that candidates differ in."""
+
+    choice: str
+    columns: tuple[str, ...]
+    """All columns that the choice decides."""
+    baseline: str
+    """What the others are compared with."""
+    needs_baseline: bool
+    """Whether nothing else may stand in where the baseline did not finish."""
+
+
+AXES = {
+    "attention": Axis(
+        choice="attention", columns=("attention",), baseline="naive", needs_baseline=False
+    ),
+    "compile_scope": Axis(
+        choice="compile_scope",
+        columns=("compile_scope", "compile_mode"),
+        baseline="none",
+        needs_baseline=True,
+    ),
+    "precision": Axis(
+        choice="precision", columns=("precision",), baseline="fp32", needs_baseline=True
+    ),
+}
+
+_PHASES = {"step", "forward", "forward_backward"}
+
+
+def comparable(frame: pd.DataFrame) -> pd.DataFrame:
+    """Rows worth comparing: whole steps, and for attention alone its forward and both passes."""
+    rows = frame[frame["phase"].isin(_PHASES)]
+    part_of_step = (rows["task"] != "attention") & (rows["phase"] != "step")
+    return rows[~part_of_step].reset_index(drop=True)
+
+
+def compare(frame: pd.DataFrame, axis: Axis) -> pd.DataFrame:
+    """The candidates of every group, with baseline, ratio, its interval and the verdict.
+
+    The ratio is the baseline's median over the candidate's, so more than 1 is faster. Empty
+    where nothing differs in the choice alone.
+    """
+    names = sorted(frame[axis.choice].unique(), key=POINTS[axis.choice].rank)
+    pair = pd.DataFrame({"point": point_groups(frame, axis.columns), "phase": frame["phase"]})
+    rows = frame.assign(
+        group=pair.groupby(["point", "phase"]).ngroup(),
+        place=frame[axis.choice].map({name: index for index, name in enumerate(names)}),
+    )
+    usable = rows[rows["status"] == "ok"]
+    if axis.needs_baseline:
+        usable = usable[usable[axis.choice] == axis.baseline]
+    first = usable.sort_values(["group", "place"], kind="stable").drop_duplicates("group")
+    first = first.set_index("group")
+    rows = rows[rows["group"].isin(first.index)]
+    baseline = first.loc[rows["group"]]
+    rows = rows.assign(
+        baseline=baseline[axis.choice].to_numpy(),
+        baseline_id=baseline["case_id"].to_numpy(),
+        baseline_ms=baseline["median_ms"].to_numpy(),
+        baseline_samples=baseline["samples_ms"].to_numpy(),
+    )
+    rows = rows[rows["case_id"] != rows["baseline_id"]]
+    ratio, low, high = median_ratios(rows["baseline_samples"].tolist(), rows["samples_ms"].tolist())
+    words = [
+        None if mid != mid else verdict(mid, start, end)
+        for mid, start, end in zip(ratio, low, high, strict=True)
+    ]
+    verdicts = pd.Series(words, index=rows.index, dtype=object)
+    return rows.assign(ratio=ratio, ratio_low=low, ratio_high=high, verdict=verdicts)

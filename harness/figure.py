@@ -1,0 +1,189 @@
+"""What a figure is, and the look that all figures share.
+
+A figure is one file in ``harness/figures`` whose ``build(frame)`` returns a captioned
+matplotlib figure. A backend has the same colour and marker in every figure; the colours are
+those of Okabe and Ito (Color Universal Design, 2008) and Paul Tol's muted scheme, which people
+with colour-blindness can tell apart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib as mpl
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+
+from harness.points import POINTS, caption_of, redundant_points
+from kernels.registry import Registry
+
+COLOURS = {
+    "naive": "#555555",
+    "compiled": "#AA4499",
+    "sdpa": "#88CCEE",
+    "sdpa_math": "#DDCC77",
+    "sdpa_flash": "#0072B2",
+    "sdpa_efficient": "#56B4E9",
+    "sdpa_cudnn": "#E69F00",
+    "flex": "#009E73",
+    "triton": "#D55E00",
+    "flash2": "#332288",
+    "flash3": "#882255",
+    "flash4": "#CC79A7",
+    "fp32": "#555555",
+    "tf32": "#E69F00",
+    "bf16": "#0072B2",
+    "bf16_pure": "#56B4E9",
+    "fp16": "#D55E00",
+    "block": "#009E73",
+    "model": "#0072B2",
+}
+
+_FALLBACK_COLOURS = ("#44AA99", "#999933", "#CC6677", "#117733", "#661100", "#6699CC", "#888888")
+
+_MARKERS = "osD^vPX<>p*h"
+
+STYLE: dict[str, Any] = {
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 10,
+    "axes.labelsize": 9,
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "grid.color": "#DDDDDD",
+    "grid.linewidth": 0.6,
+    "legend.fontsize": 8,
+    "legend.frameon": False,
+    "lines.linewidth": 1.5,
+    "lines.markersize": 4.5,
+    "savefig.dpi": 150,
+    # Element ids of an SVG are random without a salt.
+    "svg.hashsalt": "attnbench",
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+}
+
+
+@dataclass(kw_only=True, slots=True)
+class CaptionedFigure:
+    """A drawn figure and the words under it."""
+
+    name: str = ""
+    caption: str
+    figure: Figure
+
+
+FigureBuilder = Callable[[pd.DataFrame], CaptionedFigure | None]
+
+FIGURES: Registry[FigureBuilder] = Registry("figure", packages=("harness.figures",))
+
+figure = FIGURES.register
+
+
+def draw(name: str, frame: pd.DataFrame) -> tuple[str, bytes, bytes] | None:
+    """Caption, PNG and SVG of the figure ``name``; None where the frame has nothing for it.
+
+    The bytes depend on the frame alone.
+    """
+    if frame.empty:
+        return None
+    builder = FIGURES[name].target
+    with mpl.rc_context(STYLE):
+        built = builder(frame)
+        if built is None:
+            return None
+        png, svg = io.BytesIO(), io.BytesIO()
+        built.figure.savefig(png, format="png", metadata={"Software": None})
+        built.figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
+    return built.caption, png.getvalue(), svg.getvalue()
+
+
+def colour(name: str) -> str:
+    """The colour of a backend, a precision or another choice, the same everywhere."""
+    return COLOURS.get(name) or _FALLBACK_COLOURS[_digest(name) % len(_FALLBACK_COLOURS)]
+
+
+def marker(name: str) -> str:
+    """The marker of a backend, so that lines differ by more than colour."""
+    names = list(COLOURS)
+    place = names.index(name) if name in COLOURS else _digest(name)
+    return _MARKERS[place % len(_MARKERS)]
+
+
+def _digest(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
+
+
+def panel_key(rows: pd.DataFrame, across: Iterable[str]) -> tuple[list[str], str]:
+    """Point columns that vary beyond ``across``, and the sentence on those that do not."""
+    ignored = {*across, "memory_source", "device"} | redundant_points(rows)
+    names = [name for name in POINTS if name not in ignored]
+    varying = [name for name in names if POINTS[name].varies(rows[name])]
+    return varying, caption_of(rows, [name for name in names if name not in varying])
+
+
+def describe(row: pd.Series, names: Iterable[str]) -> str:
+    """The values of ``names`` in a row, in words."""
+    words = (POINTS[name].describe(row[name]) for name in names if row[name] == row[name])
+    return ", ".join(word for word in words if word)
+
+
+def mixed_with_white(tint: str, share: float) -> tuple[float, ...]:
+    """A lighter ``tint``: opaque, so that the grid does not shine through."""
+    return tuple(1 - share * (1 - channel) for channel in to_rgb(tint))
+
+
+def label_line_ends(
+    axes: Axes, ends: list[tuple[float, float, str, str]], height_in: float
+) -> None:
+    """Write each name at the right end of its line, moved apart until none overlap.
+
+    Args:
+        ends: x and y of the last point, name, and colour of each line.
+        height_in: height of the axes in inches, to know how tall a letter is.
+    """
+    low, high = (axes.transData.transform((1, y))[1] for y in axes.get_ylim())
+    gap = (high - low) * 0.14 / height_in
+    for x in sorted({end[0] for end in ends}):
+        here = sorted((end for end in ends if end[0] == x), key=lambda end: (end[1], end[2]))
+        heights = [axes.transData.transform(end[:2])[1] for end in here]
+        for (_, _, name, tint), height in zip(here, _spread(heights, gap), strict=True):
+            y = axes.transData.inverted().transform((0, height))[1]
+            axes.annotate(
+                name,
+                (x, y),
+                xytext=(6, 0),
+                textcoords="offset points",
+                color=tint,
+                fontsize=8,
+                va="center",
+                annotation_clip=False,
+            )
+
+
+def _spread(heights: list[float], gap: float) -> list[float]:
+    """Ascending heights moved apart to at least ``gap``, each cluster about its own middle."""
+    clusters: list[list[float]] = []
+    for height in heights:
+        clusters.append([height])
+        while len(clusters) > 1 and _overlap(clusters[-2], clusters[-1], gap):
+            last = clusters.pop()
+            clusters[-1] += last
+    return [
+        sum(cluster) / len(cluster) + (place - (len(cluster) - 1) / 2) * gap
+        for cluster in clusters
+        for place in range(len(cluster))
+    ]
+
+
+def _overlap(below: list[float], above: list[float], gap: float) -> bool:
+    distance = sum(above) / len(above) - sum(below) / len(below)
+    return distance < gap * (len(below) + len(above)) / 2

@@ -1,0 +1,43 @@
+"""How the time of attention grows with sequence length, by backend."""
+
+from __future__ import annotations
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from harness.figure import CaptionedFigure, describe, figure, panel_key
+from harness.figures._lines_over_seq_len import MAX_ROWS, draw_lines
+from harness.points import sort_by_points
+from harness.table import per_case
+
+CAPTION = (
+    "Median time of the attention call over sequence length, both axes logarithmic; a cross "
+    "marks where memory ran out."
+)
+
+ROW_HEIGHT_IN = 3.1
+
+
+@figure("attention_scaling")
+def build(frame: pd.DataFrame) -> CaptionedFigure | None:
+    frame = frame[frame["task"] == "attention"]
+    if frame["seq_len"].nunique() < 2:
+        return None
+    rows = per_case(frame, phases=("forward", "backward"))
+    phases = [phase for phase in ("forward", "backward") if rows[f"{phase}_status"].notna().any()]
+    varying, common = panel_key(rows, ["attention", "seq_len"])
+    rows = sort_by_points(rows, [*varying, "attention", "seq_len"])
+    groups = list(rows.groupby(varying, dropna=False, sort=False)) if varying else [((), rows)]
+    if len(groups) > MAX_ROWS:
+        common = f"The first {MAX_ROWS} of {len(groups)} points. {common}"
+        groups = groups[:MAX_ROWS]
+    figure = Figure(figsize=(4.6 * len(phases), ROW_HEIGHT_IN * len(groups)), layout="constrained")
+    axes = figure.subplots(len(groups), len(phases), squeeze=False, sharex=True)
+    for line, (_, group) in zip(axes, groups, strict=True):
+        words = describe(group.iloc[0], varying)
+        for axis, phase in zip(line, phases, strict=True):
+            draw_lines(axis, group, f"{phase}_median_ms", height_in=ROW_HEIGHT_IN - 0.8)
+            axis.set_title(", ".join(word for word in (phase, words) if word), pad=14)
+            axis.set_xlabel("sequence length (tokens)")
+        line[0].set_ylabel("median time (ms)")
+    return CaptionedFigure(caption=f"{CAPTION} {common}".strip(), figure=figure)

@@ -1,0 +1,76 @@
+"""How numbers and words look in a cell: three significant digits, statuses in words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+Format = Callable[[Any], str]
+
+STATUS_WORDS = {
+    "oom": "OOM",
+    "unsupported": "unsupported",
+    "wrong": "wrong result",
+    "timeout": "timeout",
+    "failed": "failed",
+}
+
+ABSENT = "–"  # noqa: RUF001 - an en dash is what a table shows where a number does not apply
+DAGGER = "†"
+DOUBLE_DAGGER = "‡"
+PLUS_MINUS = "±"
+TIMES = "×"  # noqa: RUF001 - the multiplication sign
+
+
+def is_missing(value: Any) -> bool:
+    return value is None or value != value
+
+
+def number(value: float) -> str:
+    """Three significant digits, without an exponent where that reads well: 0.123, 12.3, 1,230."""
+    if math.isinf(value):
+        return str(value)
+    if value == 0:
+        return "0"
+    rounded = float(f"{value:.2e}")
+    if abs(rounded) < 1e-4:
+        return f"{value:.2e}"
+    return f"{rounded:,.{decimals(rounded)}f}"
+
+
+def decimals(value: float) -> int:
+    """Digits after the point that give ``value`` three significant ones."""
+    return max(0, 2 - math.floor(math.log10(abs(value)))) if value else 0
+
+
+def with_spread(value: float, spread: float) -> str:
+    """``12.3 ± 0.4``: the spread to as many decimals as the value."""
+    if is_missing(spread) or not value:
+        return number(value)
+    return f"{number(value)} {PLUS_MINUS} {spread:,.{decimals(value)}f}"
+
+
+def integer(value: float) -> str:
+    return f"{int(value):,}"
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.1f}"
+
+
+def scientific(value: float) -> str:
+    return f"{value:.1e}"
+
+
+def factor(value: float) -> str:
+    """A ratio, to two decimals while it is small: 0.98×, 12.3×."""  # noqa: RUF002
+    return f"{value:.2f}{TIMES}" if abs(value) < 9.995 else f"{number(value)}{TIMES}"
+
+
+def text(value: Any) -> str:
+    return str(value)
+
+
+def yes_no(value: Any) -> str:
+    return "yes" if value else "no"

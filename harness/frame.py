@@ -1,0 +1,244 @@
+"""From records to a tidy frame: one row per case and phase, every derived number computed here.
+
+Records keep samples and byte counts; medians, rates and utilisation exist only in this frame
+and in what is built from it. A case that did not finish well keeps its rows, with the reason
+and without any timing, so that no table can show a wrong result as a speed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from harness.case import label
+from harness.hardware import find_hardware
+from harness.record import Record
+from harness.stats import slowest_rank, summarise
+from kernels import BACKENDS
+from parallel import STRATEGIES
+
+GIB = 2**30
+MIB = 2**20
+
+THROTTLE_REASONS = frozenset(
+    {
+        "hw_slowdown",
+        "hw_thermal_slowdown",
+        "sw_thermal_slowdown",
+        "hw_power_brake_slowdown",
+        "sw_power_cap",
+    }
+)
+
+_FALLBACK_PHASE = {"train_step": "step"}
+
+_PHASE_ORDER = ("forward", "backward", "optimizer", "forward_backward", "step")
+
+
+def build_frame(records: Iterable[Record]) -> pd.DataFrame:
+    """One row per case and phase, in the order of the records; units are in the column names."""
+    records = list(records)
+    names = _Names(records)
+    cases = pd.DataFrame([_case_row(record, names) for record in records], columns=CASE_COLUMNS)
+    _place_strays(cases)
+    phases = pd.DataFrame(
+        [row for index, record in enumerate(records) for row in _phase_rows(index, record)],
+        columns=["case_index", "phase", "clock", "samples_ms", "work_flops", "work_tokens"],
+    )
+    frame = cases.take(phases.pop("case_index").to_numpy(dtype=int)).reset_index(drop=True)
+    frame = pd.concat([frame, phases], axis=1)
+    frame["num_samples"] = frame["samples_ms"].map(len).astype(int)
+    statistics = pd.DataFrame(summarise(frame["samples_ms"].tolist()))
+    frame = pd.concat([frame, statistics], axis=1)
+    seconds = frame["median_ms"] / 1e3
+    frame["tokens_per_s"] = frame["work_tokens"].astype(float) * frame["world_size"] / seconds
+    flops = frame["work_flops"].astype(float)
+    # An optimizer step is bound by memory and has no FLOPs worth counting: no rate, not zero.
+    frame["tflops"] = flops.where(flops > 0) / seconds / 1e12
+    frame["mfu"] = frame["tflops"] / frame["peak_tflops"]
+    return frame
+
+
+def _place_strays(cases: pd.DataFrame) -> None:
+    """Name the device of cases that died before they could, where there is only one it can be."""
+    for device, names in cases.groupby("device")["device_name"]:
+        if names.nunique() == 1:
+            cases.loc[cases["device"] == device, "device_name"] = names.dropna().iloc[0]
+
+
+CASE_COLUMNS = [
+    *("case_id", "task", "mode", "model", "attention", "precision", "compute", "tf32"),
+    *("compile_scope", "compile_mode", "strategy", "world_size", "seq_len", "batch_size"),
+    *("num_heads", "num_kv_heads", "head_dim", "causal", "warmup_steps", "measure_steps"),
+    *("seed", "device", "device_name", "status", "reason", "memory_source"),
+    *("peak_memory_gib", "peak_allocated_gib", "peak_reserved_gib", "peak_rss_gib"),
+    *("before_backward_mib", "predicted_memory_gib"),
+    *("compile_s", "first_pass_s", "recompilations", "throttled", "loss", "check_error"),
+    *("peak_tflops", "wall_s", "attempt"),
+]
+
+
+def _case_row(record: Record, names: _Names) -> tuple[Any, ...]:
+    case, environment = record.case, record.environment
+    task, compiled, notes = case["task"], case["compile"] or {}, record.notes
+    precision = case["precision"]
+    compute = precision["autocast"] or precision["parameters"]
+    num_heads, num_kv_heads, head_dim = _heads(task, case["model"])
+    device_name = environment.get("device_name")
+    if device_name is None and case["device"] == "cpu":
+        device_name = environment.get("cpu_model")
+    hardware = find_hardware(device_name) if case["device"] == "cuda" else None
+    peak = "tf32" if compute == "float32" and precision["tf32"] else compute
+    allocated, reserved, resident = (
+        _largest(record.memory, f"peak_{kind}_bytes", GIB)
+        for kind in ("allocated", "reserved", "rss")
+    )
+    predicted = notes.get("predicted_memory") or (
+        record.memory[0].get("predicted") if record.memory else None
+    )
+    errors = (record.check or {}).get("errors") or {}
+    return (
+        *(record.case_id, task["name"], task.get("mode")),
+        *(names.model(case["model"]), names.attention(case["attention"])),
+        *(names.precision(precision), compute, bool(precision["tf32"])),
+        *(compiled.get("scope", "none"), compiled.get("mode", "default")),
+        *(names.strategy(case["parallel"]), names.world_size(record)),
+        *(case["seq_len"], case["batch_size"], num_heads, num_kv_heads, head_dim),
+        *(task.get("causal", True), task.get("warmup_steps"), task.get("measure_steps")),
+        *(case["seed"], case["device"], device_name, record.status),
+        (record.error or {}).get("message"),
+        record.memory[0].get("source") if record.memory else None,
+        *(resident if np.isnan(allocated) else allocated, allocated, reserved, resident),
+        _largest(record.memory, "before_backward_bytes", MIB),
+        sum(predicted.values()) / GIB if predicted else np.nan,
+        record.compilation.get("compile_s"),
+        record.compilation.get("first_pass_s"),
+        record.compilation.get("recompilations"),
+        _throttled(record.device_state),
+        notes.get("loss"),
+        max(errors.values()) if errors else np.nan,
+        hardware.peak_tflops.get(peak, np.nan) if hardware else np.nan,
+        *(record.wall_s, record.attempt),
+    )
+
+
+def _phase_rows(index: int, record: Record) -> list[tuple[Any, ...]]:
+    found = dict.fromkeys([*record.work, *record.phases])
+    names = [name for name in _PHASE_ORDER if name in found]
+    names += [name for name in found if name not in _PHASE_ORDER]
+    if not names:
+        names = [_FALLBACK_PHASE.get(record.case["task"]["name"], "forward")]
+    rows = []
+    for name in names:
+        phase = record.phases.get(name) if record.status == "ok" else None
+        work = record.work.get(name) or {}
+        samples = slowest_rank(phase.samples_ms) if phase and phase.samples_ms else []
+        clock = phase.clock if phase else None
+        rows.append((index, name, clock, samples, work.get("flops"), work.get("tokens")))
+    return rows
+
+
+def _heads(
+    task: dict[str, Any], model: dict[str, Any] | None
+) -> tuple[int | None, int | None, int | None]:
+    """Query heads, key-value heads and head_dim, of the task or else of the model."""
+    source = task if "head_dim" in task else model or {}
+    num_heads = source.get("num_heads")
+    head_dim = source.get("head_dim")
+    if head_dim is None and num_heads:
+        head_dim = source["d_model"] // num_heads
+    return num_heads, source.get("num_kv_heads") or num_heads, head_dim
+
+
+def _largest(ranks: list[dict[str, Any]], key: str, unit: int) -> float:
+    """Largest value over ranks, since the fullest device decides what fits."""
+    values = [rank[key] for rank in ranks if rank.get(key) is not None]
+    return max(values) / unit if values else np.nan
+
+
+def _throttled(device_state: list[dict[str, Any]]) -> bool:
+    for rank in device_state:
+        for moment in ("before", "after"):
+            reasons = (rank.get(moment) or {}).get("throttle_reasons") or ()
+            if not THROTTLE_REASONS.isdisjoint(reasons):
+                return True
+    return False
+
+
+class _Names:
+    """What the tables call a model, a backend, a precision, a strategy.
+
+    The configured name alone where it is unambiguous among the records; where one name covers
+    several configurations, the fields that differ are appended.
+    """
+
+    def __init__(self, records: list[Record]) -> None:
+        self._attention: dict[str, str] = {}
+        self._world_size: dict[str, int] = {}
+        self._model = _distinct_names(record.case["model"] for record in records)
+        self._precision = _distinct_names(record.case["precision"] for record in records)
+        self._strategy = _distinct_names(_without_dp(record.case["parallel"]) for record in records)
+
+    def model(self, values: dict[str, Any] | None) -> str | None:
+        return self._model[_key(values)] if values else None
+
+    def precision(self, values: dict[str, Any]) -> str:
+        return self._precision[_key(values)]
+
+    def strategy(self, values: dict[str, Any]) -> str:
+        return self._strategy[_key(_without_dp(values))]
+
+    def attention(self, values: dict[str, Any]) -> str:
+        key = _key(values)
+        if key not in self._attention:
+            self._attention[key] = _attention_label(values)
+        return self._attention[key]
+
+    def world_size(self, record: Record) -> int:
+        values = record.case["parallel"]
+        key = _key(values)
+        if key not in self._world_size:
+            try:
+                self._world_size[key] = STRATEGIES[values["name"]].target(**values).world_size
+            except (ValueError, TypeError):
+                # A strategy that this version no longer has: its ranks are in what it wrote.
+                self._world_size[key] = max(len(record.memory), values.get("dp", 1))
+        return self._world_size[key]
+
+
+def _attention_label(values: dict[str, Any]) -> str:
+    try:
+        return label(BACKENDS[values["name"]].target(**values))
+    except (ValueError, TypeError):
+        options = [f"{key}={value}" for key, value in values.items() if key != "name"]
+        return f"{values['name']}({', '.join(options)})" if options else values["name"]
+
+
+def _key(values: dict[str, Any]) -> str:
+    return json.dumps(values, sort_keys=True)
+
+
+def _without_dp(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key != "dp"}
+
+
+def _distinct_names(choices: Iterable[dict[str, Any] | None]) -> dict[str, str]:
+    distinct = {_key(values): values for values in choices if values}
+    by_name: dict[str, list[dict[str, Any]]] = {}
+    for values in distinct.values():
+        by_name.setdefault(values["name"], []).append(values)
+    names = {}
+    for key, values in distinct.items():
+        peers = by_name[values["name"]]
+        differing = [
+            field
+            for field in sorted(values)
+            if any(peer.get(field) != values[field] for peer in peers)
+        ]
+        options = ", ".join(f"{field}={values[field]}" for field in differing)
+        names[key] = f"{values['name']}({options})" if options else values["name"]
+    return names

@@ -1,0 +1,168 @@
+"""The columns that say what was measured: their headers, their words and their order.
+
+Models come in order of size and backends with the naive one first, in every table and figure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from harness import format as fmt
+
+MODEL_ORDER = ("tiny", "small", "medium", "large", "xl", "2.7B", "llama3_8b", "leaderboard")
+"""Table 1 of the CS336 text, between a size for laptops and two beyond it."""
+
+ATTENTION_ORDER = ("naive", "compiled")
+"""The baseline and its compiled form; the others follow by name."""
+
+PRECISION_ORDER = ("fp32", "tf32", "bf16", "bf16_pure", "fp16")
+
+COMPILE_ORDER = ("none", "block", "model")
+
+
+def _always(value: Any) -> str:
+    return str(value)
+
+
+def _rank_in(order: tuple[str, ...]) -> Callable[[Any], Any]:
+    """Sort key: the listed names first, in their order, with their variants behind them."""
+    places = {name: place for place, name in enumerate(order)}
+
+    def rank(value: Any) -> tuple[int, str]:
+        name = "" if fmt.is_missing(value) else str(value)
+        return places.get(name.split("(")[0], len(places)), name
+
+    return rank
+
+
+attention_rank = _rank_in(ATTENTION_ORDER)
+model_rank = _rank_in(MODEL_ORDER)
+precision_rank = _rank_in(PRECISION_ORDER)
+compile_rank = _rank_in(COMPILE_ORDER)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Point:
+    """One column that names the measured point."""
+
+    header: str
+    describe: Callable[[Any], str]
+    """The value in words, for captions; empty where it goes without saying."""
+    format: fmt.Format = fmt.text
+    rank: Callable[[Any], Any] | None = None
+    """Sort key, where the values' own order is not the right one."""
+    optional: bool = False
+    """Unknown for cases that never started, which does not make it vary."""
+
+    def varies(self, values: pd.Series) -> bool:
+        return values.nunique(dropna=self.optional) > 1
+
+
+POINTS: dict[str, Point] = {
+    "task": Point(header="task", describe=lambda value: ""),
+    "model": Point(header="model", describe=lambda value: f"model {value}", rank=model_rank),
+    "attention": Point(
+        header="attention", describe=lambda value: f"attention {value}", rank=attention_rank
+    ),
+    "head_dim": Point(
+        header="head_dim", describe=lambda value: f"head_dim {int(value)}", format=fmt.integer
+    ),
+    "num_heads": Point(
+        header="heads", describe=lambda value: f"{int(value)} heads", format=fmt.integer
+    ),
+    "num_kv_heads": Point(
+        header="KV heads", describe=lambda value: f"{int(value)} KV heads", format=fmt.integer
+    ),
+    "causal": Point(
+        header="causal",
+        describe=lambda value: "causal" if value else "not causal",
+        format=fmt.yes_no,
+    ),
+    "seq_len": Point(
+        header="seq_len",
+        describe=lambda value: f"sequence length {fmt.integer(value)}",
+        format=fmt.integer,
+    ),
+    "batch_size": Point(
+        header="batch", describe=lambda value: f"batch {fmt.integer(value)}", format=fmt.integer
+    ),
+    "precision": Point(header="precision", describe=_always, rank=precision_rank),
+    "compile_scope": Point(
+        header="compile",
+        describe=lambda value: "" if value == "none" else f"compiled by {value}",
+        rank=compile_rank,
+    ),
+    "compile_mode": Point(
+        header="compile mode",
+        describe=lambda value: "" if value == "default" else f"compile mode {value}",
+    ),
+    "strategy": Point(
+        header="parallel", describe=lambda value: "" if value == "none" else f"parallel {value}"
+    ),
+    "world_size": Point(
+        header="ranks",
+        describe=lambda value: "" if value == 1 else f"{value} ranks",
+        format=fmt.integer,
+    ),
+    "mode": Point(header="mode", describe=lambda value: f"mode {value}"),
+    "warmup_steps": Point(
+        header="warm-up steps",
+        describe=lambda value: f"{int(value)} warm-up steps",
+        format=fmt.integer,
+    ),
+    "measure_steps": Point(
+        header="measured steps",
+        describe=lambda value: f"{int(value)} measured steps",
+        format=fmt.integer,
+    ),
+    "seed": Point(header="seed", describe=lambda value: "", format=fmt.integer),
+    "device": Point(header="device", describe=_always),
+    "device_name": Point(header="device name", describe=_always, optional=True),
+    "memory_source": Point(
+        header="memory source",
+        describe=lambda value: {"rss": "memory is the resident set of the process"}.get(value, ""),
+        optional=True,
+    ),
+}
+
+SHAPE_POINTS = ("head_dim", "num_heads", "num_kv_heads", "causal")
+"""Given by the model in a training step, and by the task when attention is measured alone."""
+
+
+OBSERVED = ("memory_source",)
+"""Known only after the measurement, so that cases are matched without it."""
+
+
+def redundant_points(rows: pd.DataFrame) -> set[str]:
+    """Points that follow from others in these rows, and need not be shown."""
+    if not (rows["task"] == "attention").any():
+        return set(SHAPE_POINTS)
+    return {"num_kv_heads"} if rows["num_kv_heads"].equals(rows["num_heads"]) else set()
+
+
+def caption_of(rows: pd.DataFrame, names: Iterable[str]) -> str:
+    """One sentence on what all rows have in common: ``All rows: bf16, batch 4, cpu.``"""
+    words = []
+    for name in names:
+        values = rows[name].dropna()
+        if len(values) and (word := POINTS[name].describe(values.iloc[0])):
+            words.append(word)
+    return f"All rows: {', '.join(words)}." if words else ""
+
+
+def sort_by_points(rows: pd.DataFrame, names: Iterable[str]) -> pd.DataFrame:
+    """Rows in the fixed order of each named column; stable, and missing values last."""
+    names = list(names)
+    keys = pd.DataFrame(index=rows.index)
+    for name in names:
+        rank = POINTS[name].rank
+        if rank is None:
+            keys[name] = rows[name]
+        else:
+            distinct = sorted(rows[name].dropna().unique(), key=rank)
+            keys[name] = rows[name].map({value: place for place, value in enumerate(distinct)})
+    return rows.loc[keys.sort_values(names, kind="stable").index].reset_index(drop=True)

@@ -1,0 +1,224 @@
+"""Records: one write-once JSON file per measured case, and the folder that holds them.
+
+A record keeps what was observed, sample by sample and rank by rank, and nothing derived:
+medians, rates and ratios are computed when a table is built. A record file is complete or
+absent (it is written aside and linked into place), is never rewritten, and is never deleted;
+a case measured again gets the next attempt number, and the newest readable attempt counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 1
+
+STATUSES = ("ok", "oom", "unsupported", "wrong", "timeout", "failed")
+"""From best to worst; the ranks of one case agree on the worst that any of them saw."""
+
+GOOD = frozenset({"ok", "oom", "unsupported"})
+"""Results that stand: ``retry=true`` measures the others again."""
+
+
+class RecordError(ValueError):
+    """A record file that cannot be read; the message is one line that names the file."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Phase:
+    """Samples of one timed phase, in the order they were taken."""
+
+    clock: str
+    """``host`` (perf_counter around a synchronised region) or ``cuda_event``."""
+    samples_ms: list[list[float]]
+    """One list per rank."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Record:
+    """What was observed of one case. See ``results/README.md`` for the JSON."""
+
+    case_id: str
+    case: dict[str, Any]
+    status: str
+    error: dict[str, Any] | None = None
+    """``message`` in one line, and where known ``traceback``, ``rank``, ``stage``."""
+    phases: dict[str, Phase] = field(default_factory=dict)
+    rounds: list[int] = field(default_factory=list)
+    """Measured passes per interleaved round; a single entry when not interleaved."""
+    memory: list[dict[str, Any]] = field(default_factory=list)
+    """One mapping per rank, of byte counts and their ``source``."""
+    work: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """flops, bytes, tokens per phase by formula."""
+    check: dict[str, Any] | None = None
+    """Relative errors against float64 and their tolerance."""
+    compilation: dict[str, Any] = field(default_factory=dict)
+    """first_pass_s, compile_s, and recompilations inside the measured window."""
+    notes: dict[str, Any] = field(default_factory=dict)
+    """Further observations of the task, such as the loss."""
+    device_state: list[dict[str, Any]] = field(default_factory=list)
+    """Clocks, power and throttle reasons per rank, before and after."""
+    environment: dict[str, Any] = field(default_factory=dict)
+    started_at: str = ""
+    wall_s: float = 0.0
+    attempt: int = 1
+    schema: int = SCHEMA
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Record:
+        """Raises ValueError, KeyError or TypeError where the text is not a whole record."""
+        values = json.loads(text)
+        if values["schema"] != SCHEMA:
+            raise ValueError(f"schema {values['schema']}, this version reads {SCHEMA}")
+        known = {item.name for item in fields(cls)}
+        if set(values) != known or values["status"] not in STATUSES:
+            raise ValueError("not a record of this schema")
+        values["phases"] = {name: Phase(**phase) for name, phase in values["phases"].items()}
+        return cls(**values)
+
+
+_FILE_NAME = re.compile(r"(?P<case_id>.+?)(?:\.(?P<attempt>\d+))?\.json")
+
+
+class RecordStore:
+    """The records of one results folder.
+
+    Several processes may share the folder: a case is claimed before it is measured, with a
+    lock that the operating system drops when its holder dies.
+    """
+
+    def __init__(self, results: Path) -> None:
+        self.results = results
+        self.folder = results / "records"
+        self._claims_fd: int | None = None
+
+    def create(self) -> None:
+        """Make the folder; OSError if it cannot be written."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=self.folder):
+            pass
+
+    def path(self, case_id: str, attempt: int) -> Path:
+        suffix = "" if attempt == 1 else f".{attempt}"
+        return self.folder / f"{case_id}{suffix}.json"
+
+    def attempts(self, case_id: str) -> list[int]:
+        """Attempt numbers that have a file, readable or not."""
+        found = []
+        for path in self.folder.glob(f"{glob_escape(case_id)}*.json"):
+            match = _FILE_NAME.fullmatch(path.name)
+            if match and match["case_id"] == case_id:
+                found.append(int(match["attempt"] or 1))
+        return sorted(found)
+
+    def read(self, path: Path) -> Record:
+        try:
+            return Record.from_json(path.read_text(encoding="utf-8"))
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise RecordError(f"{path}: not a readable record ({reason})") from error
+
+    def load(self) -> tuple[dict[str, Record], list[str]]:
+        """The newest readable attempt of every case, and one line per unreadable file."""
+        newest: dict[str, tuple[int, Record]] = {}
+        problems: list[str] = []
+        with contextlib.suppress(FileNotFoundError):
+            for entry in sorted(os.scandir(self.folder), key=lambda item: item.name):
+                match = _FILE_NAME.fullmatch(entry.name)
+                if not match:
+                    continue
+                try:
+                    record = self.read(Path(entry.path))
+                except RecordError as error:
+                    problems.append(str(error))
+                    continue
+                attempt = int(match["attempt"] or 1)
+                if record.case_id not in newest or newest[record.case_id][0] < attempt:
+                    newest[record.case_id] = (attempt, record)
+        return {case_id: record for case_id, (_, record) in newest.items()}, problems
+
+    def find(self, case_id: str) -> Record | None:
+        """The newest readable record of one case."""
+        for attempt in reversed(self.attempts(case_id)):
+            with contextlib.suppress(RecordError):
+                return self.read(self.path(case_id, attempt))
+        return None
+
+    def write(self, record: Record) -> Path:
+        """Write the record under the next free attempt number; atomic, never overwrites.
+
+        Raises OSError that names a file where the record was saved instead, if the results
+        folder cannot take it.
+        """
+        taken = self.attempts(record.case_id)
+        record.attempt = (taken[-1] + 1) if taken else 1
+        try:
+            return self._link(record)
+        except OSError as error:
+            rescue = Path(tempfile.gettempdir()) / f"attnbench-{record.case_id}.json"
+            try:
+                rescue.write_text(record.to_json(), encoding="utf-8")
+            except OSError:
+                saved = "and no other place took it either"
+            else:
+                saved = f"it is kept as {rescue}; move it there once there is room"
+            raise OSError(
+                f"{self.folder}: cannot write the record of {record.case_id} "
+                f"({error.strerror}); {saved}"
+            ) from error
+
+    def _link(self, record: Record) -> Path:
+        fd, name = tempfile.mkstemp(dir=self.folder, suffix=".tmp")
+        try:
+            with os.fdopen(fd, "w", encoding="utf-8") as file:
+                file.write(record.to_json())
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(name, 0o644)
+            while True:
+                path = self.path(record.case_id, record.attempt)
+                try:
+                    os.link(name, path)
+                    return path
+                except FileExistsError:
+                    record.attempt += 1
+                    Path(name).write_text(record.to_json(), encoding="utf-8")
+        finally:
+            os.unlink(name)
+
+    @contextlib.contextmanager
+    def claim(self, case_id: str, *, wait: bool) -> Iterator[bool]:
+        """Hold the right to measure a case; yields False if another process holds it.
+
+        With ``wait`` it waits for the other process and then yields True.
+        """
+        if self._claims_fd is None:
+            self._claims_fd = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        # One byte of one file per case: byte-range locks need no file per case, and work on
+        # the network file systems that clusters share.
+        offset = int(case_id.rsplit("-", 1)[-1], 16) if "-" in case_id else 0
+        mode = fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB
+        try:
+            fcntl.lockf(self._claims_fd, mode, 1, offset)
+        except (BlockingIOError, PermissionError):
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            fcntl.lockf(self._claims_fd, fcntl.LOCK_UN, 1, offset)
+
+
+def glob_escape(text: str) -> str:
+    return re.sub(r"([*?[])", r"[\1]", text)

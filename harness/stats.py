@@ -1,0 +1,140 @@
+"""Statistics of latency samples: robust summaries, and whether two medians really differ.
+
+Latencies have a hard floor and a long tail, so the median and the interquartile range are
+reported first; mean and sample standard deviation stand beside them because many published
+tables use them. Samples of several ranks become one series by the maximum over ranks in each
+iteration: the group is as slow as its slowest member.
+
+The ratio of two medians comes with a percentile bootstrap interval (Efron and Tibshirani, An
+Introduction to the Bootstrap, chapter 13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+RESAMPLES = 2000
+CONFIDENCE = 0.95
+SEED = 336
+SAME_WITHIN = 0.01
+"""Medians closer than this are called the same, however narrow the interval."""
+
+STATISTICS = ("median_ms", "iqr_ms", "mean_ms", "std_ms", "min_ms")
+
+
+def slowest_rank(samples_ms: Sequence[Sequence[float]]) -> list[float]:
+    """Per iteration the maximum over ranks, as far as every rank has samples."""
+    if len(samples_ms) == 1:
+        return list(samples_ms[0])
+    return [max(iteration) for iteration in zip(*samples_ms, strict=False)]
+
+
+def median(samples: Sequence[float]) -> float:
+    return float(np.median(samples))
+
+
+def quartiles(samples: Sequence[float]) -> tuple[float, float]:
+    """First and third quartile, interpolated linearly between samples."""
+    low, high = np.quantile(samples, [0.25, 0.75])
+    return float(low), float(high)
+
+
+def mean(samples: Sequence[float]) -> float:
+    return float(np.mean(samples))
+
+
+def sample_std(samples: Sequence[float]) -> float:
+    """Standard deviation with n - 1 in the denominator; NaN for a single sample."""
+    return float(np.std(samples, ddof=1)) if len(samples) > 1 else float("nan")
+
+
+def summarise(series: Sequence[Sequence[float]]) -> dict[str, Floats]:
+    """The :data:`STATISTICS` of many series at once; NaN where a series is empty.
+
+    Series of one length are stacked, so that thousands of them cost a few numpy calls.
+    """
+    result = {name: np.full(len(series), np.nan) for name in STATISTICS}
+    for rows, stacked in _by_length(series):
+        first, middle, third = np.quantile(stacked, [0.25, 0.5, 0.75], axis=1)
+        result["median_ms"][rows] = middle
+        result["iqr_ms"][rows] = third - first
+        result["mean_ms"][rows] = stacked.mean(axis=1)
+        result["min_ms"][rows] = stacked.min(axis=1)
+        if stacked.shape[1] > 1:
+            result["std_ms"][rows] = stacked.std(axis=1, ddof=1)
+    return result
+
+
+def median_ratios(
+    numerators: Sequence[Sequence[float]], denominators: Sequence[Sequence[float]]
+) -> tuple[Floats, Floats, Floats]:
+    """Ratios of medians, and the ends of their bootstrap intervals, pair by pair.
+
+    Both sides are resampled independently. Deterministic: equal samples give equal intervals.
+    """
+    pairs = list(zip(numerators, denominators, strict=True))
+    ratio, low, high = (np.full(len(pairs), np.nan) for _ in range(3))
+    tail = (1 - CONFIDENCE) / 2
+    shapes: dict[tuple[int, int], list[int]] = {}
+    for index, (above, below) in enumerate(pairs):
+        if len(above) and len(below):
+            shapes.setdefault((len(above), len(below)), []).append(index)
+    for (above_size, below_size), members in shapes.items():
+        for start in range(0, len(members), 500):
+            rows = members[start : start + 500]
+            top = np.sort(np.array([pairs[row][0] for row in rows], dtype=float), axis=1)
+            bottom = np.sort(np.array([pairs[row][1] for row in rows], dtype=float), axis=1)
+            ratio[rows] = np.median(top, axis=1) / np.median(bottom, axis=1)
+            resampled = _resampled_medians(top, above_size, 0)
+            resampled /= _resampled_medians(bottom, below_size, 1)
+            low[rows], high[rows] = np.quantile(resampled, [tail, 1 - tail], axis=1)
+    return ratio, low, high
+
+
+def median_ratio(
+    numerator: Sequence[float], denominator: Sequence[float]
+) -> tuple[float, float, float]:
+    """One ratio of medians with the ends of its bootstrap interval."""
+    ratio, low, high = median_ratios([numerator], [denominator])
+    return float(ratio[0]), float(low[0]), float(high[0])
+
+
+def verdict(ratio: float, low: float, high: float) -> str:
+    """FASTER, SLOWER or SAME, for a speed-up: time of the baseline over time of the candidate."""
+    if low <= 1 <= high or abs(ratio - 1) <= SAME_WITHIN:
+        return "SAME"
+    return "FASTER" if ratio > 1 else "SLOWER"
+
+
+def _resampled_medians(ordered: Floats, size: int, stream: int) -> Floats:
+    lower, upper = _median_positions(size, stream)
+    return (ordered[:, lower] + ordered[:, upper]) / 2
+
+
+@lru_cache(maxsize=256)
+def _median_positions(size: int, stream: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Where, in ordered samples, the two middle values of each resample lie.
+
+    Resampling positions of the ordered samples and ordering those is the same as resampling
+    the samples; the draws then serve every series of this length.
+    """
+    random = np.random.default_rng([SEED, size, stream])
+    positions = np.sort(random.integers(0, size, (RESAMPLES, size)), axis=1)
+    return positions[:, (size - 1) // 2], positions[:, size // 2]
+
+
+def _by_length(series: Sequence[Sequence[float]]) -> list[tuple[list[int], Floats]]:
+    lengths: dict[int, list[int]] = {}
+    for index, samples in enumerate(series):
+        if len(samples):
+            lengths.setdefault(len(samples), []).append(index)
+    return [
+        (rows, np.array([series[row] for row in rows], dtype=float)) for rows in lengths.values()
+    ]

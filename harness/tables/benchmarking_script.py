@@ -1,0 +1,54 @@
+"""CS336 problem benchmarking_script: mean and spread of every phase of a step, per model."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from harness import format as fmt
+from harness.table import Column, Table, make_table, per_case, table
+
+CAPTION = (
+    "Mean ± sample standard deviation, and median, of the phases of a training step. TFLOP/s "
+    "per device by the model's FLOP formula; MFU divides it by the dense peak of the precision."
+)
+
+PHASES = ("forward", "backward", "optimizer", "step")
+
+
+@table("benchmarking_script")
+def build(frame: pd.DataFrame) -> Table | None:
+    steps = frame[frame["task"] == "train_step"]
+    if steps.empty:
+        return None
+    rows = per_case(
+        steps,
+        phases=PHASES,
+        values=("mean_ms", "std_ms", "median_ms", "tokens_per_s", "tflops", "mfu"),
+    )
+    metrics = []
+    for phase in PHASES:
+        metrics += [
+            Column(
+                key=f"{phase}_mean_ms",
+                header="mean (ms)",
+                group=phase,
+                format=fmt.number,
+                spread=f"{phase}_std_ms",
+                status=f"{phase}_status",
+                mark="mark",
+            ),
+            Column(key=f"{phase}_median_ms", header="median (ms)", group=phase, format=fmt.number),
+        ]
+    return make_table(
+        caption=CAPTION,
+        rows=rows,
+        lead=["model", "attention", "precision", "mode"],
+        keep=["model"],
+        metrics=[
+            *metrics,
+            Column(key="step_tokens_per_s", header="tokens/s", format=fmt.number),
+            Column(key="step_tflops", header="TFLOP/s", format=fmt.number, detail=True),
+            Column(key="step_mfu", header="MFU (%)", format=fmt.percent),
+            Column(key="peak_memory_gib", header="peak memory (GiB)", format=fmt.number),
+        ],
+    )

@@ -1,0 +1,59 @@
+"""Which of two is faster, and whether the measurement can tell.
+
+Among cases equal in everything but the attention backend (or what torch.compile is applied
+to), each is compared with the baseline: naive attention (or no compilation). Where naive did
+not finish, the next backend in the tables' order stands in, and the row names it.
+"""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from harness import format as fmt
+from harness.comparison import AXES, comparable, compare
+from harness.table import Column, Table, make_table, marks_of, table
+
+CAPTION = (
+    "Each candidate against its baseline. Ratio: median time of the baseline over that of the "
+    "candidate, with a 95% bootstrap interval (2,000 resamples); SAME where the interval holds 1 "
+    "or the ratio is within 1% of it."
+)
+
+
+@table("comparison")
+def build(frame: pd.DataFrame) -> Table | None:
+    candidates = comparable(frame)
+    by_attention = compare(candidates, AXES["attention"])
+    by_compile = compare(candidates, AXES["compile_scope"]).assign(baseline="uncompiled")
+    parts = [part for part in (by_attention, by_compile) if not part.empty]
+    if not parts:
+        return None
+    rows = pd.concat(parts, ignore_index=True)
+    rows["mark"] = marks_of(rows)
+    rows["interval"] = [
+        None if low != low else f"{low:.2f} to {high:.2f}"
+        for low, high in zip(rows["ratio_low"], rows["ratio_high"], strict=True)
+    ]
+    phase = [Column(key="phase", header="phase")] if rows["phase"].nunique() > 1 else []
+    return make_table(
+        caption=CAPTION,
+        rows=rows,
+        lead=["model", "head_dim", "seq_len", "attention", "compile_scope"],
+        keep=["attention"] if by_compile.empty else ["compile_scope"],
+        order=["task", "model", "precision", "batch_size", "head_dim", "seq_len", "attention"],
+        metrics=[
+            *phase,
+            Column(
+                key="median_ms",
+                header="median (ms)",
+                format=fmt.number,
+                status="status",
+                mark="mark",
+            ),
+            Column(key="baseline", header="baseline"),
+            Column(key="baseline_ms", header="baseline (ms)", format=fmt.number),
+            Column(key="ratio", header="ratio", format=fmt.factor),
+            Column(key="interval", header="95% interval"),
+            Column(key="verdict", header="verdict", status="status"),
+        ],
+    )

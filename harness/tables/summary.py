@@ -1,0 +1,44 @@
+"""The quickstart's answer: what a training step costs with each attention backend."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from harness import format as fmt
+from harness.table import Column, Table, make_table, per_case, speedup_over, table, time_column
+
+CAPTION = (
+    "Median time of the phases of a training step; speed-up of the whole step over naive "
+    "attention at the same point."
+)
+
+
+@table("summary")
+def build(frame: pd.DataFrame) -> Table | None:
+    steps = frame[frame["task"] == "train_step"]
+    if steps.empty:
+        return None
+    rows = per_case(
+        steps,
+        phases=("forward", "backward", "optimizer", "step"),
+        values=("median_ms", "tokens_per_s"),
+    )
+    rows["speedup"] = speedup_over(
+        rows, "step_median_ms", ["attention"], rows["attention"] == "naive"
+    )
+    return make_table(
+        caption=CAPTION,
+        rows=rows,
+        lead=["model", "attention"],
+        keep=["attention"],
+        order=["model", "mode", "precision", "batch_size", "seq_len", "attention"],
+        metrics=[
+            time_column("forward", "forward (ms)"),
+            time_column("backward", "backward (ms)"),
+            time_column("optimizer", "optimizer (ms)"),
+            time_column("step", "step (ms)"),
+            Column(key="step_tokens_per_s", header="tokens/s", format=fmt.number, detail=True),
+            Column(key="peak_memory_gib", header="peak memory (GiB)", format=fmt.number),
+            Column(key="speedup", header="speed-up", format=fmt.factor),
+        ],
+    )

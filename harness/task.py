@@ -1,0 +1,64 @@
+"""What a task is: one kind of measurement, with its options as fields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from kernels import AttentionProblem
+from kernels.registry import Registry
+
+if TYPE_CHECKING:
+    from harness.bench import Bench
+    from harness.case import Case
+
+TASKS: Registry[type[Task]] = Registry("task", packages=("harness.tasks",))
+
+task = TASKS.register
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Work:
+    """What one pass of a phase must do, by formula, on one rank."""
+
+    flops: float
+    bytes: float | None = None
+    """The fewest bytes moved through device memory; None where no formula is kept."""
+    tokens: int | None = None
+    """Tokens that pass through, where tokens per second means something."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Task:
+    """One kind of measurement. A subclass is one choice of ``task=``; its fields are options.
+
+    Everything but :meth:`run` is pure arithmetic on the case and needs no torch.
+    """
+
+    name: str
+
+    uses: ClassVar[frozenset[str]] = frozenset()
+    """Optional parts of a case that this task reads: of ``model`` and ``compile``."""
+
+    def validate(self, case: Case) -> None:
+        """Raise ValueError, naming the full key, if the case makes no sense for this task."""
+
+    def attention_problem(self, case: Case) -> AttentionProblem:
+        """The attention call that the case makes."""
+        raise NotImplementedError
+
+    def work(self, case: Case) -> dict[str, Work]:
+        """Work of each phase, by the names that :meth:`run` records."""
+        raise NotImplementedError
+
+    def predicted_memory(self, case: Case) -> dict[str, float]:
+        """Predicted peak bytes on one rank by category; their sum is the total."""
+        raise NotImplementedError
+
+    def num_passes(self) -> int:
+        """Warm-up and measured passes together, for predicting the time."""
+        raise NotImplementedError
+
+    def run(self, case: Case, bench: Bench) -> None:
+        """Set up, check, warm up and measure on this rank, telling ``bench`` each result."""
+        raise NotImplementedError

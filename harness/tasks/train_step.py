@@ -1,0 +1,181 @@
+"""One training step of the transformer: forward, backward, optimizer, timed apart.
+
+The CS336 text's benchmarking_script problem. The forward phase includes the loss; the whole
+step is timed by the host clock, synchronised at its end, and so includes launch overhead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from harness.case import Case, require_at_least, require_choice
+from harness.task import Task, Work, task
+from kernels import AttentionProblem
+from models import accounting
+from models.config import ModelConfig
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from harness.bench import Bench, PhaseTimer
+
+MODES = ("forward", "forward_backward", "train_step")
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@task("train_step")
+@dataclass(kw_only=True, slots=True)
+class TrainStep(Task):
+    """A step of AdamW on random tokens. Phases: forward, backward, optimizer, and step."""
+
+    mode: str = "train_step"
+    """``forward`` without gradients, ``forward_backward``, or the whole ``train_step``."""
+    warmup_steps: int = 5
+    """Untimed steps before measuring."""
+    measure_steps: int = 10
+    """Timed steps."""
+
+    uses: ClassVar[frozenset[str]] = frozenset({"model", "compile"})
+
+    def validate(self, case: Case) -> None:
+        require_choice("task.mode", self.mode, MODES)
+        require_at_least("task.warmup_steps", self.warmup_steps, 0)
+        require_at_least("task.measure_steps", self.measure_steps, 1)
+
+    def num_passes(self) -> int:
+        return self.warmup_steps + self.measure_steps
+
+    def attention_problem(self, case: Case) -> AttentionProblem:
+        model = _model(case)
+        return AttentionProblem(
+            batch_size=case.batch_size,
+            num_heads=model.num_heads,
+            num_kv_heads=model.kv_heads,
+            q_len=case.seq_len,
+            kv_len=case.seq_len,
+            head_dim=model.head_dim,
+            dtype=case.precision.compute,
+            device=case.device,
+            causal=True,
+            needs_grad=self.mode != "forward",
+        )
+
+    def work(self, case: Case) -> dict[str, Work]:
+        forward = accounting.forward_flops(_model(case), case.batch_size, case.seq_len)
+        backward = accounting.backward_flops(_model(case), case.batch_size, case.seq_len)
+        tokens = case.batch_size * case.seq_len
+        phases = {"forward": Work(flops=forward, tokens=tokens)}
+        total = forward
+        if self.mode != "forward":
+            phases["backward"] = Work(flops=backward)
+            total += backward
+        if self.mode == "train_step":
+            phases["optimizer"] = Work(flops=0.0)
+        phases["step"] = Work(flops=total, tokens=tokens)
+        return phases
+
+    def predicted_memory(self, case: Case) -> dict[str, float]:
+        precision = case.precision
+        prediction = accounting.predict_memory(
+            _model(case),
+            batch_size=case.batch_size,
+            seq_len=case.seq_len,
+            mode=self.mode,
+            attention_saves_scores=case.attention.keeps_scores(self.attention_problem(case)),
+            param_bytes=_DTYPE_BYTES[precision.parameters],
+            activation_bytes=_DTYPE_BYTES[precision.compute],
+            autocast=precision.autocast is not None,
+        )
+        return {
+            "parameters": prediction.parameters,
+            "gradients": prediction.gradients,
+            "optimizer_state": prediction.optimizer_state,
+            "activations": prediction.activations,
+        }
+
+    def run(self, case: Case, bench: Bench) -> None:
+        import torch
+
+        from harness.bench import WrongResult
+        from harness.check import autocast, check_attention
+        from models.transformer import cross_entropy
+
+        check_attention(case, bench, sequence_major=True)
+        bench.vote()
+
+        bench.stage("set-up")
+        trains = self.mode != "forward"
+        bench.reset_memory()
+        torch.manual_seed(case.seed)
+        module = _build_model(case, bench.device)
+        bench.vote()
+        model = case.parallel.wrap(module)
+        optimizer = None
+        if self.mode == "train_step":
+            optimizer = case.parallel.optimizer(
+                model.parameters(), torch.optim.AdamW, lr=1e-4, fused=True
+            )
+        scaler = torch.amp.GradScaler(case.device, enabled=case.precision.grad_scaler)
+        torch.manual_seed(case.seed + 1 + bench.rank)
+        vocab_size = _model(case).vocab_size
+        shape = (case.batch_size, case.seq_len)
+        tokens = torch.randint(vocab_size, shape, device=bench.device)
+        targets = torch.randint(vocab_size, shape, device=bench.device)
+        positions = torch.arange(case.seq_len, device=bench.device)
+        uses_cuda_graphs = case.compile is not None and case.compile.mode in (
+            "reduce-overhead",
+            "max-autotune",
+        )
+        last_loss: torch.Tensor | None = None
+
+        def step(timer: PhaseTimer) -> None:
+            nonlocal last_loss
+            if uses_cuda_graphs:
+                torch.compiler.cudagraph_mark_step_begin()
+            with timer.phase("forward"), torch.set_grad_enabled(trains), autocast(case):
+                loss = cross_entropy(model(tokens, positions), targets)
+            last_loss = loss.detach()
+            if trains:
+                with timer.phase("backward"):
+                    scaler.scale(loss).backward()
+                    case.parallel.after_backward()
+            if optimizer is not None:
+                with timer.phase("optimizer"):
+                    scaler.step(optimizer)
+                    scaler.update()
+            model.zero_grad(set_to_none=True)
+
+        bench.measure(
+            step, warmup=self.warmup_steps, passes=self.measure_steps, whole_step="step"
+        )
+        assert last_loss is not None
+        loss = float(last_loss)
+        bench.outcome.notes["loss"] = loss
+        if not abs(loss) < float("inf"):
+            raise WrongResult(f"the loss of the last step is {loss}")
+
+
+def _model(case: Case) -> ModelConfig:
+    assert case.model is not None, "train_step uses a model"
+    return case.model
+
+
+def _build_model(case: Case, device: torch.device) -> nn.Module:
+    """The transformer on its device, compiled as the case asks."""
+    import torch
+
+    from models.transformer import Transformer
+
+    dtype = getattr(torch, case.precision.parameters)
+    model = Transformer(_model(case), case.attention, device=device, dtype=dtype)
+    assert case.compile is not None, "train_step uses compile"
+    mode = None if case.compile.mode == "default" else case.compile.mode
+    if case.compile.scope == "model":
+        model.compile(mode=mode, dynamic=False)
+    elif case.compile.scope == "block":
+        for block in model.blocks:
+            block.compile(mode=mode, dynamic=False)
+    return model

@@ -1,0 +1,72 @@
+"""FLOPs and bytes of one attention call, by formula.
+
+One matmul of M x K by K x N is 2MKN FLOPs. The forward pass is two matmuls over the
+query-key pairs that the mask keeps, the backward pass five with recomputation of the scores
+(FlashAttention-2, section 3.1), so backward is 2.5 times forward.
+"""
+
+from __future__ import annotations
+
+from kernels.backend import AttentionProblem
+
+BACKWARD_OVER_FORWARD = 2.5
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def attended_pairs(q_len: int, kv_len: int, causal: bool) -> float:
+    """Query-key pairs of one head; a causal mask, aligned bottom right, halves the square."""
+    if not causal:
+        return q_len * kv_len
+    if kv_len >= q_len:
+        return q_len * (2 * kv_len - q_len) / 2
+    return kv_len * kv_len / 2
+
+
+def forward_flops(problem: AttentionProblem) -> float:
+    """4 B H S^2 D, halved when causal."""
+    pairs = attended_pairs(problem.q_len, problem.kv_len, problem.causal)
+    return 4 * problem.batch_size * problem.num_heads * pairs * problem.head_dim
+
+
+def backward_flops(problem: AttentionProblem) -> float:
+    """2.5 times the forward pass."""
+    return BACKWARD_OVER_FORWARD * forward_flops(problem)
+
+
+def forward_bytes(problem: AttentionProblem) -> float:
+    """The fewest bytes the forward pass moves: q, k, v read once, o and lse written once."""
+    size = _BYTES[problem.dtype]
+    q_elements = problem.batch_size * problem.num_heads * problem.q_len * problem.head_dim
+    kv_elements = problem.batch_size * problem.num_kv_heads * problem.kv_len * problem.head_dim
+    lse_bytes = 4 * problem.batch_size * problem.num_heads * problem.q_len
+    return size * (2 * q_elements + 2 * kv_elements) + lse_bytes
+
+
+def backward_bytes(problem: AttentionProblem) -> float:
+    """q, k, v, o, do and lse read once, dq, dk, dv written once."""
+    size = _BYTES[problem.dtype]
+    q_elements = problem.batch_size * problem.num_heads * problem.q_len * problem.head_dim
+    kv_elements = problem.batch_size * problem.num_kv_heads * problem.kv_len * problem.head_dim
+    lse_bytes = 4 * problem.batch_size * problem.num_heads * problem.q_len
+    return size * (4 * q_elements + 4 * kv_elements) + lse_bytes
+
+
+def memory(problem: AttentionProblem, *, keeps_scores: bool) -> dict[str, float]:
+    """Bytes in use between forward and backward, by category.
+
+    q, k, v and o stay for the backward pass, and either the probabilities (with the mask, of
+    one byte per pair) or the log-sum-exp of every row.
+    """
+    size = _BYTES[problem.dtype]
+    q_elements = problem.batch_size * problem.num_heads * problem.q_len * problem.head_dim
+    kv_elements = problem.batch_size * problem.num_kv_heads * problem.kv_len * problem.head_dim
+    rows = problem.batch_size * problem.num_heads * problem.q_len
+    values = {"inputs": size * (q_elements + 2.0 * kv_elements), "output": float(size * q_elements)}
+    if keeps_scores:
+        values["probabilities"] = float(size * rows * problem.kv_len)
+        if problem.causal:
+            values["mask"] = float(problem.q_len * problem.kv_len)
+    else:
+        values["lse"] = 4.0 * rows
+    return values

@@ -1,0 +1,54 @@
+"""PyTorch's FlexAttention with a causal block mask, compiled to one Triton kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from kernels.backend import AttentionBackend, AttentionProblem, attention_backend
+from kernels.toolchain import why_not_compile
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@attention_backend("flex")
+@dataclass(kw_only=True, slots=True)
+class Flex(AttentionBackend):
+    """torch.nn.attention.flex_attention; blocks that the mask empties are skipped."""
+
+    gives_lse: ClassVar[bool] = False
+
+    def supports(self, problem: AttentionProblem) -> str | None:
+        if problem.causal and problem.kv_len < problem.q_len:
+            return "with fewer keys than queries, a causal mask leaves rows without any key"
+        if problem.device == "cpu" and problem.needs_grad:
+            return "FlexAttention has no backward pass on a CPU"
+        return why_not_compile(problem.device)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
+        mask = _causal_block_mask(q.shape[-2], k.shape[-2], q.device.type) if causal else None
+        grouped = q.shape[1] != k.shape[1]
+        return _compiled_flex_attention()(q, k, v, block_mask=mask, scale=scale, enable_gqa=grouped)
+
+
+@cache
+def _compiled_flex_attention() -> Callable[..., Tensor]:
+    import torch
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
+
+
+@lru_cache(maxsize=8)
+def _causal_block_mask(q_len: int, kv_len: int, device: str) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    offset = kv_len - q_len
+
+    def visible(batch: Tensor, head: Tensor, q_index: Tensor, kv_index: Tensor) -> Tensor:
+        return kv_index <= q_index + offset
+
+    return create_block_mask(visible, None, None, q_len, kv_len, device=device)

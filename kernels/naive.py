@@ -1,0 +1,94 @@
+"""Attention by its definition: softmax(q k^T * scale) v, with the S x S scores in memory.
+
+The reference that the texts start from (CS336 assignment 2, equation 1). Every pass writes
+and reads the score matrix, so its time is bound by memory bandwidth and its memory grows with
+the square of the sequence: the cost that the other backends exist to avoid.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kernels.backend import AttentionBackend, AttentionProblem, attention_backend
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@attention_backend("naive")
+@dataclass(kw_only=True, slots=True)
+class Naive(AttentionBackend):
+    """Explicit softmax; autograd keeps the probabilities for the backward pass."""
+
+    def supports(self, problem: AttentionProblem) -> str | None:
+        if problem.causal and problem.kv_len < problem.q_len:
+            return "with fewer keys than queries, a causal mask leaves rows without any key"
+        return None
+
+    def keeps_scores(self, problem: AttentionProblem) -> bool:
+        return problem.needs_grad
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
+        return explicit_softmax_attention(q, k, v, causal, scale)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        group_size = q.shape[1] // k.shape[1]
+        scores = masked_scores(q, _expand_heads(k, group_size), causal, scale).float()
+        lse = scores.logsumexp(dim=-1)
+        probabilities = (scores - lse.unsqueeze(-1)).exp()
+        return probabilities.to(v.dtype) @ _expand_heads(v, group_size), lse
+
+    def backward(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Recomputes the probabilities from lse (CS336 assignment 2, equations 13 to 19)."""
+        group_size = q.shape[1] // k.shape[1]
+        keys, values = _expand_heads(k, group_size), _expand_heads(v, group_size)
+        scores = masked_scores(q, keys, causal, scale).float()
+        probabilities = (scores - lse.unsqueeze(-1)).exp()
+        dv = probabilities.to(do.dtype).mT @ do
+        dp = (do @ values.mT).float()
+        row_dots = (do.float() * o.float()).sum(dim=-1, keepdim=True)
+        ds = (probabilities * (dp - row_dots) * scale).to(q.dtype)
+        dk = ds.mT @ q
+        return ds @ keys, _sum_groups(dk, group_size), _sum_groups(dv, group_size)
+
+
+def explicit_softmax_attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+) -> Tensor:
+    """q [B, H, S, D], k and v [B, H_kv, S_k, D] -> o [B, H, S, D]; a pure function of tensors."""
+    group_size = q.shape[1] // k.shape[1]
+    scores = masked_scores(q, _expand_heads(k, group_size), causal, scale)
+    # Under autocast softmax gives float32; the second matmul needs one dtype on both sides.
+    return scores.softmax(dim=-1).to(v.dtype) @ _expand_heads(v, group_size)
+
+
+def masked_scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+    """Scaled scores [B, H, S, S_k], minus infinity where a causal mask hides the key."""
+    scores = (q @ k.mT) * scale
+    if causal:
+        q_len, kv_len = scores.shape[-2:]
+        visible = scores.new_ones(q_len, kv_len, dtype=bool).tril(diagonal=kv_len - q_len)
+        scores = scores.masked_fill(~visible, float("-inf"))
+    return scores
+
+
+def _expand_heads(x: Tensor, group_size: int) -> Tensor:
+    return x if group_size == 1 else x.repeat_interleave(group_size, dim=1)
+
+
+def _sum_groups(dx: Tensor, group_size: int) -> Tensor:
+    return dx if group_size == 1 else dx.unflatten(1, (-1, group_size)).sum(dim=2)

@@ -1,0 +1,255 @@
+"""Parameters, FLOPs and memory of one training step of the transformer, by formula.
+
+What the measurements are divided by (MFU) and compared with (peak memory), and what
+``plan=true`` prints before anything runs; hence arithmetic alone, without torch.
+
+One matmul of M x K by K x N is 2MKN FLOPs. Model FLOPs never count recomputation, so the
+backward pass, two matmuls for each one of the forward pass, is twice the forward pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, assert_never
+
+from kernels.accounting import attended_pairs
+from models.config import ModelConfig
+
+BACKWARD_OVER_FORWARD = 2
+
+Mode = Literal["forward", "forward_backward", "train_step"]
+
+_FLOAT32_BYTES = 4
+_INT64_BYTES = 8
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ParameterCount:
+    """Parameters of the whole model by what they do."""
+
+    embedding: int
+    attention: int
+    feed_forward: int
+    norms: int
+    head: int
+
+    @property
+    def total(self) -> int:
+        return self.embedding + self.linear + self.norms
+
+    @property
+    def linear(self) -> int:
+        """Weights that multiply every token: all but the embedding and the norms."""
+        return self.attention + self.feed_forward + self.head
+
+
+def count_parameters(config: ModelConfig) -> ParameterCount:
+    """The parameters of :class:`models.transformer.Transformer`, by part."""
+    d_kv = config.kv_heads * config.head_dim
+    return ParameterCount(
+        embedding=config.vocab_size * config.d_model,
+        attention=config.num_layers * config.d_model * (2 * config.d_model + 2 * d_kv),
+        feed_forward=config.num_layers * 3 * config.d_model * config.d_ff,
+        norms=(2 * config.num_layers + 1) * config.d_model,
+        head=config.vocab_size * config.d_model,
+    )
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """All parameters; the output head is not tied to the embedding."""
+    return count_parameters(config).total
+
+
+def matmul_flops_per_token(config: ModelConfig) -> float:
+    """Forward FLOPs of the linear layers, head included: 2 a weight; the embedding is a lookup."""
+    return 2 * count_parameters(config).linear
+
+
+def forward_flops(
+    config: ModelConfig, batch_size: int, seq_len: int, *, causal: bool = True
+) -> float:
+    """Linear layers and attention, 4 B H S^2 D a block, halved when causal."""
+    pairs = attended_pairs(seq_len, seq_len, causal)
+    attention = 4 * batch_size * config.num_heads * pairs * config.head_dim
+    return batch_size * seq_len * matmul_flops_per_token(config) + config.num_layers * attention
+
+
+def backward_flops(
+    config: ModelConfig, batch_size: int, seq_len: int, *, causal: bool = True
+) -> float:
+    """Twice the forward pass."""
+    return BACKWARD_OVER_FORWARD * forward_flops(config, batch_size, seq_len, causal=causal)
+
+
+def train_step_flops(
+    config: ModelConfig, batch_size: int, seq_len: int, *, causal: bool = True
+) -> float:
+    """Forward and backward; the optimizer's are a few per parameter and not counted."""
+    return (1 + BACKWARD_OVER_FORWARD) * forward_flops(config, batch_size, seq_len, causal=causal)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class MemoryPrediction:
+    """Bytes on one device, by what they hold, each at its own largest."""
+
+    parameters: float
+    gradients: float
+    optimizer_state: float
+    activations: float
+    """What autograd saved, with the loss's gradients; without a backward pass, the working set."""
+
+    @property
+    def total(self) -> float:
+        """Bytes at the peak, which is less than the sum of the parts.
+
+        The backward pass frees activations, last block first, while it fills gradients, so
+        that only the larger of the two counts. This holds where each step starts without
+        gradients, as after ``zero_grad(set_to_none=True)``.
+        """
+        return self.parameters + self.optimizer_state + max(self.gradients, self.activations)
+
+
+def predict_memory(
+    config: ModelConfig,
+    *,
+    batch_size: int,
+    seq_len: int,
+    mode: Mode,
+    attention_saves_scores: bool,
+    param_bytes: int,
+    activation_bytes: int,
+    autocast: bool = False,
+) -> MemoryPrediction:
+    """Memory of one step of the uncompiled model on one device, without parallelism.
+
+    Args:
+        mode: ``forward`` without autograd, ``forward_backward``, or ``train_step`` with AdamW,
+            whose two moments have the parameters' dtype.
+        attention_saves_scores: whether attention keeps its S x S probabilities for the
+            backward pass, as explicit softmax does, or the log-sum-exp alone.
+        param_bytes: per element of parameters, and so of gradients and the residual stream.
+        activation_bytes: per element of what linear layers and attention give.
+        autocast: whether torch.autocast casts float32 parameters down for each matmul.
+
+    What autograd saves, for T = B S tokens, r = param_bytes, a = activation_bytes; copies that
+    share storage count once. RMSNorm and softmax cross-entropy are PyTorch's fused ones on
+    CUDA; on the CPU each RMSNorm keeps its normalised input besides, T E r.
+
+    ========================  ================================================================
+    each block                bytes
+    ========================  ================================================================
+    inputs of 2 RMSNorms      2 T E r
+    inputs of q, k, v         T E a, shared; under autocast each casts its own, 3 T E a
+    inputs of w1, w3          T E a, shared; under autocast 2 T E a
+    q, k, v                   T (H + 2 G) D a; with explicit scores k and v repeated, 3 T H D a
+    probabilities             B H S^2 a and a bool mask S^2; autocast's softmax is in float32,
+                              kept beside its low-precision copy, B H S^2 (4 + a)
+    or log-sum-exp            4 T H
+    o, the input of o_proj    T E a
+    w1, w3, silu, product     4 T F a
+    ========================  ================================================================
+
+    Beside the blocks: inputs of the last norm and of the head, T E (r + a); tokens and targets,
+    16 T; log-softmax of the logits, 4 T V; under autocast a low-precision copy of every linear
+    weight, kept until autocast exits. The backward pass begins with the peak: the gradients of
+    the log-softmax and of the logits are 8 T V more.
+    """
+    step = _Step(
+        config=config,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        saves_scores=attention_saves_scores,
+        residual_bytes=param_bytes,
+        activation_bytes=activation_bytes,
+        autocast=autocast,
+    )
+    parameters = num_parameters(config) * param_bytes
+    gradients, optimizer_state = parameters, 0
+    match mode:
+        case "forward":
+            gradients, activations = 0, step.working_set()
+        case "forward_backward":
+            activations = step.saved() + step.loss_gradients()
+        case "train_step":
+            activations = step.saved() + step.loss_gradients()
+            optimizer_state = 2 * parameters
+        case _:
+            assert_never(mode)
+    return MemoryPrediction(
+        parameters=parameters,
+        gradients=gradients,
+        optimizer_state=optimizer_state,
+        activations=step.weight_copies() + activations,
+    )
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class _Step:
+    """The terms of :func:`predict_memory`, in bytes."""
+
+    config: ModelConfig
+    batch_size: int
+    seq_len: int
+    saves_scores: bool
+    residual_bytes: int
+    activation_bytes: int
+    autocast: bool
+
+    @property
+    def tokens(self) -> int:
+        return self.batch_size * self.seq_len
+
+    @property
+    def scores(self) -> int:
+        """Elements of one block's score matrices."""
+        return self.batch_size * self.config.num_heads * self.seq_len**2
+
+    def weight_copies(self) -> int:
+        linear = count_parameters(self.config).linear
+        return linear * self.activation_bytes if self.autocast else 0
+
+    def loss_gradients(self) -> int:
+        return 2 * _FLOAT32_BYTES * self.tokens * self.config.vocab_size
+
+    def saved(self) -> int:
+        config = self.config
+        outside_blocks = self.tokens * (
+            config.d_model * (self.residual_bytes + self.activation_bytes)
+            + 2 * _INT64_BYTES
+            + config.vocab_size * _FLOAT32_BYTES
+        )
+        block = self._saved_by_projections() + self._saved_by_attention()
+        return outside_blocks + config.num_layers * block
+
+    def _saved_by_projections(self) -> int:
+        config = self.config
+        num_inputs = 5 if self.autocast else 2
+        residual = 2 * config.d_model * self.residual_bytes
+        low_precision = (num_inputs * config.d_model + 4 * config.d_ff) * self.activation_bytes
+        return self.tokens * (residual + low_precision)
+
+    def _saved_by_attention(self) -> int:
+        config = self.config
+        kv_heads = config.num_heads if self.saves_scores else config.kv_heads
+        qkvo_bytes = 2 * (config.num_heads + kv_heads) * config.head_dim * self.activation_bytes
+        if not self.saves_scores:
+            return self.tokens * (qkvo_bytes + config.num_heads * _FLOAT32_BYTES)
+        score_bytes = self.activation_bytes + (_FLOAT32_BYTES if self.autocast else 0)
+        return self.tokens * qkvo_bytes + self.scores * score_bytes + self.seq_len**2
+
+    def working_set(self) -> int:
+        """The most that a forward pass without autograd holds at once.
+
+        That is the residual stream, a norm's output, and the largest of three: q and k before
+        and after RoPE, v, and the softmax's input and output; silu, w3 and their product; the
+        logits.
+        """
+        config, low = self.config, self.activation_bytes
+        stream_and_norm = 2 * self.tokens * config.d_model * self.residual_bytes
+        heads = 2 * config.num_heads + 3 * config.kv_heads
+        attention = self.tokens * heads * config.head_dim * low
+        if self.saves_scores:
+            attention += self.scores * (low + 2 * _FLOAT32_BYTES if self.autocast else 2 * low)
+        feed_forward = 3 * self.tokens * config.d_ff * low
+        logits = self.tokens * config.vocab_size * low
+        return stream_and_norm + max(attention, feed_forward, logits)

@@ -1,0 +1,58 @@
+"""The sizes of a decoder-only transformer; values live in ``conf/model/*.yaml``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelConfig:
+    """Shape of the transformer; sizes small to 2.7B are Table 1 of the CS336 text."""
+
+    name: str
+    """What the tables call this size."""
+    vocab_size: int
+    """Entries of the embedding and of the untied output head."""
+    d_model: int
+    """Width of the residual stream."""
+    d_ff: int
+    """Inner width of the SwiGLU feed-forward layer."""
+    num_layers: int
+    """Number of transformer blocks."""
+    num_heads: int
+    """Query heads; each has head_dim = d_model / num_heads."""
+    num_kv_heads: int | None = None
+    """Key and value heads for grouped queries; None means one per query head."""
+    rope_theta: float = 10000.0
+    """Base of the rotary embedding's frequencies."""
+    norm_eps: float = 1e-5
+    """Added to the mean square inside RMSNorm."""
+
+    def __post_init__(self) -> None:
+        sizes = ("vocab_size", "d_model", "d_ff", "num_layers", "num_heads", "num_kv_heads")
+        for field in sizes:
+            value = getattr(self, field)
+            if value is not None and value < 1:
+                raise ValueError(f"model.{field}={value}: must be at least 1")
+        if self.d_model % self.num_heads:
+            raise ValueError(
+                f"model.num_heads={self.num_heads}: must divide model.d_model={self.d_model}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(
+                f"model.num_heads={self.num_heads}: gives head_dim {self.head_dim}, "
+                "which rotary embedding needs to be even"
+            )
+        if self.num_heads % self.kv_heads:
+            raise ValueError(
+                f"model.num_kv_heads={self.num_kv_heads}: must divide "
+                f"model.num_heads={self.num_heads}"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.num_heads
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads

@@ -1,0 +1,220 @@
+"""The decoder-only transformer that attention backends and parallel strategies are plugged into.
+
+Pre-norm blocks of causal self-attention and SwiGLU, with RMSNorm and rotary position
+embedding (RoPE), no biases and an untied output head: the language model of CS336 assignments
+1 and 2, with grouped queries besides. It knows neither where its tokens sit in the sequence
+nor how attention is computed: positions are an argument, so that a layout may hand each rank
+any tokens in any order, and attention is an object with :meth:`Attention.attend`.
+
+Shape suffixes of tensors:
+
+    B  batch            S  tokens held here         V  vocab_size
+    E  d_model          F  d_ff                     D  head_dim, E = H * D
+    H  query heads      G  key and value heads      P  pairs of rotated features, D / 2
+"""
+
+# ruff: noqa: N803 (arguments carry shape suffixes)
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.config import ModelConfig
+
+
+class Attention(Protocol):
+    """How a block attends; every backend of ``kernels`` is one, and so is a ring of devices."""
+
+    def attend(
+        self, q_BHSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, /, *, causal: bool, scale: float
+    ) -> Tensor:
+        """softmax(scale q k^T) v, o_BHSD; query head h reads key head h // (H / G)."""
+        ...
+
+
+def _init_truncated_normal(weight: Tensor, std: float) -> None:
+    """Fill with N(0, std^2) truncated at 3 std, as CS336 assignment 1 (section 3.4.1) asks.
+
+    Drawn in float32 whatever the dtype, so that one seed gives one model in every precision.
+    """
+    sample = torch.empty_like(weight, dtype=torch.float32)
+    nn.init.trunc_normal_(sample, std=std, a=-3 * std, b=3 * std)
+    with torch.no_grad():
+        weight.copy_(sample)
+
+
+class Linear(nn.Linear):
+    """Bias-free linear layer, initialised once and in place: std sqrt(2 / (d_in + d_out))."""
+
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(d_in, d_out, bias=False, device=device, dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        _init_truncated_normal(
+            self.weight, std=math.sqrt(2 / (self.in_features + self.out_features))
+        )
+
+
+class Embedding(nn.Embedding):
+    """Token embedding, initialised with std 1."""
+
+    def reset_parameters(self) -> None:
+        _init_truncated_normal(self.weight, std=1.0)
+
+
+def rotary_table(
+    positions_S: Tensor, head_dim: int, theta: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """cos and sin of position * theta^(-2i / D), i < P: [S, 1, P], the 1 standing for heads.
+
+    Equation 8 of CS336 assignment 1, after RoFormer (Su et al. 2021). Positions [B, S] give
+    [B, S, 1, P].
+    """
+    exponents_P = torch.arange(0, head_dim, 2, device=positions_S.device, dtype=dtype) / head_dim
+    angles = positions_S[..., None, None].to(dtype) * theta**-exponents_P
+    return angles.cos(), angles.sin()
+
+
+def rotate(x_BSHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate each adjacent pair of features by its angle, in the table's dtype; keeps x's dtype."""
+    even_BSHP, odd_BSHP = x_BSHD.unflatten(-1, (-1, 2)).unbind(-1)
+    rotated = (even_BSHP * cos - odd_BSHP * sin, even_BSHP * sin + odd_BSHP * cos)
+    return torch.stack([part.to(x_BSHD.dtype) for part in rotated], dim=-1).flatten(-2)
+
+
+class SelfAttention(nn.Module):
+    """Projections and RoPE around an :class:`Attention`.
+
+    Head counts are read off the projections' outputs, so that tensor parallelism may shard them.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: Attention,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.attention = attention
+        d_q, d_kv = config.d_model, config.kv_heads * config.head_dim
+        self.q_proj = Linear(config.d_model, d_q, device=device, dtype=dtype)
+        self.k_proj = Linear(config.d_model, d_kv, device=device, dtype=dtype)
+        self.v_proj = Linear(config.d_model, d_kv, device=device, dtype=dtype)
+        self.o_proj = Linear(d_q, config.d_model, device=device, dtype=dtype)
+
+    def forward(self, x_BSE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q_BSHD = self.q_proj(x_BSE).unflatten(-1, (-1, self.head_dim))
+        k_BSGD = self.k_proj(x_BSE).unflatten(-1, (-1, self.head_dim))
+        v_BSGD = self.v_proj(x_BSE).unflatten(-1, (-1, self.head_dim))
+        o_BHSD = self.attention.attend(
+            rotate(q_BSHD, cos, sin).transpose(1, 2),
+            rotate(k_BSGD, cos, sin).transpose(1, 2),
+            v_BSGD.transpose(1, 2),
+            causal=True,
+            scale=self.head_dim**-0.5,
+        )
+        return self.o_proj(o_BHSD.transpose(1, 2).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer 2020): w2(silu(w1 x) * w3 x)."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.w1 = Linear(config.d_model, config.d_ff, device=device, dtype=dtype)
+        self.w2 = Linear(config.d_ff, config.d_model, device=device, dtype=dtype)
+        self.w3 = Linear(config.d_model, config.d_ff, device=device, dtype=dtype)
+
+    def forward(self, x_BSE: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x_BSE)) * self.w3(x_BSE))
+
+
+class Block(nn.Module):
+    """x + attention(norm x), then x + feed_forward(norm x)."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: Attention,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        width, eps = config.d_model, config.norm_eps
+        self.attention_norm = nn.RMSNorm(width, eps, device=device, dtype=dtype)
+        self.attention = SelfAttention(config, attention, device=device, dtype=dtype)
+        self.feed_forward_norm = nn.RMSNorm(width, eps, device=device, dtype=dtype)
+        self.feed_forward = FeedForward(config, device=device, dtype=dtype)
+
+    def forward(self, x_BSE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x_BSE = x_BSE + self.attention(self.attention_norm(x_BSE), cos, sin)
+        return x_BSE + self.feed_forward(self.feed_forward_norm(x_BSE))
+
+
+class Transformer(nn.Module):
+    """Tokens and their positions in, logits out.
+
+    Args:
+        config: the size.
+        attention: how every block attends.
+        device: where parameters are created and initialised; ``meta`` leaves them without data.
+        dtype: of the parameters; None is torch's default.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: Attention,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = Embedding(config.vocab_size, config.d_model, device=device, dtype=dtype)
+        self.blocks = nn.ModuleList(
+            Block(config, attention, device=device, dtype=dtype) for _ in range(config.num_layers)
+        )
+        self.final_norm = nn.RMSNorm(config.d_model, config.norm_eps, device=device, dtype=dtype)
+        self.head = Linear(config.d_model, config.vocab_size, device=device, dtype=dtype)
+
+    def forward(self, tokens_BS: Tensor, positions_S: Tensor) -> Tensor:
+        """logits_BSV of int64 tokens_BS standing at integer positions, [S] or [B, S]."""
+        x_BSE = self.embedding(tokens_BS)
+        cos, sin = rotary_table(
+            positions_S,
+            self.config.head_dim,
+            self.config.rope_theta,
+            torch.promote_types(x_BSE.dtype, torch.float32),
+        )
+        for block in self.blocks:
+            x_BSE = block(x_BSE, cos, sin)
+        return self.head(self.final_norm(x_BSE))
+
+
+def cross_entropy(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
+    """Mean negative log-likelihood of the targets in nats, computed in float32 or wider."""
+    wide = torch.promote_types(logits_BSV.dtype, torch.float32)
+    return F.cross_entropy(logits_BSV.flatten(0, 1).to(wide), targets_BS.flatten())

@@ -1,0 +1,33 @@
+"""PyTorch's DistributedDataParallel, the peer that every own strategy is measured against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from parallel.strategy import Strategy, strategy
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@strategy("ddp_torch")
+@dataclass(kw_only=True, slots=True)
+class TorchDDP(Strategy):
+    """Bucketed gradient all-reduce that overlaps with the backward pass (Li et al., 2020)."""
+
+    dp: int = 2
+    bucket_size_mb: int = 25
+    """Gradients are all-reduced in buckets of about this many MiB; 25 is PyTorch's default."""
+
+    def __post_init__(self) -> None:
+        Strategy.__post_init__(self)
+        if self.bucket_size_mb < 1:
+            raise ValueError(f"parallel.bucket_size_mb={self.bucket_size_mb}: must be at least 1")
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        from torch.nn.parallel import DistributedDataParallel
+
+        return DistributedDataParallel(
+            model, bucket_cap_mb=self.bucket_size_mb, gradient_as_bucket_view=True
+        )

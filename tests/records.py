@@ -1,0 +1,160 @@
+"""Synthetic records for tests and benchmarks: one call, one record, with the usual defaults."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.record import Phase, Record
+
+MODELS = {
+    "tiny": (128, 512, 2, 4),
+    "small": (768, 3072, 12, 12),
+    "medium": (1024, 4096, 24, 16),
+    "large": (1280, 5120, 36, 20),
+}
+
+ATTENTION_OPTIONS = {
+    f"sdpa_{kernel}": {"kernel": kernel} for kernel in ("flash", "efficient", "cudnn", "math")
+}
+
+PRECISIONS = {
+    "fp32": {"parameters": "float32", "autocast": None, "tf32": False},
+    "tf32": {"parameters": "float32", "autocast": None, "tf32": True},
+    "bf16": {"parameters": "float32", "autocast": "bfloat16", "tf32": False},
+}
+
+ENVIRONMENT = {
+    "python": "3.12.3",
+    "torch": "2.13.0",
+    "triton": "3.7.0",
+    "cuda": "13.0",
+    "driver": "580.1",
+    "platform": "Linux-6.8-x86_64",
+    "cpu_model": "Example CPU",
+    "num_cpus": 16,
+    "num_threads": 8,
+    "device_name": "NVIDIA H200",
+    "device_memory_bytes": 150 * 2**30,
+    "git_revision": "0123abc",
+    "attnbench": "0.1.0",
+}
+
+Samples = dict[str, Sequence[Sequence[float]]]
+
+
+def make_record(
+    *,
+    samples_ms: Samples | None = None,
+    task: str = "train_step",
+    mode: str = "train_step",
+    model: str = "small",
+    attention: str = "naive",
+    precision: str = "bf16",
+    compile_scope: str = "none",
+    seq_len: int = 512,
+    batch_size: int = 4,
+    head_dim: int = 64,
+    warmup_steps: int = 5,
+    measure_steps: int = 10,
+    seed: int = 0,
+    dp: int = 1,
+    device: str = "cuda",
+    status: str = "ok",
+    message: str = "",
+    flops: float = 1e12,
+    environment: dict[str, Any] | None = None,
+    **fields: Any,
+) -> Record:
+    """A record of one case; ``samples_ms`` maps each phase to a list per rank."""
+    trains = task == "train_step"
+    options: dict[str, Any] = {"warmup_steps": warmup_steps, "measure_steps": measure_steps}
+    if not trains:
+        options |= {"num_heads": 16, "num_kv_heads": None, "head_dim": head_dim, "causal": True}
+    d_model, d_ff, num_layers, num_heads = MODELS[model]
+    case = {
+        "task": {"name": task, "mode": mode, **options},
+        "model": {
+            "name": model,
+            "vocab_size": 10000,
+            "d_model": d_model,
+            "d_ff": d_ff,
+            "num_layers": num_layers,
+            "num_heads": num_heads,
+            "num_kv_heads": None,
+            "rope_theta": 10000.0,
+            "norm_eps": 1e-5,
+        }
+        if trains
+        else None,
+        "attention": {"name": attention, **ATTENTION_OPTIONS.get(attention, {})},
+        "precision": {"name": precision, **PRECISIONS[precision], "grad_scaler": False},
+        "compile": {"scope": compile_scope, "mode": "default"} if trains else None,
+        "parallel": {"name": "none" if dp == 1 else "ddp_torch", "dp": dp},
+        "seq_len": seq_len,
+        "batch_size": batch_size,
+        "seed": seed,
+        "device": device,
+    }
+    phases = samples_ms or {}
+    names = list(phases) or (
+        ["forward", "backward", "optimizer", "step"]
+        if trains
+        else ["forward", "backward", "forward_backward"]
+    )
+    digest = hashlib.sha256(json.dumps(case, sort_keys=True).encode()).hexdigest()[:10]
+    tokens = batch_size * seq_len
+    values: dict[str, Any] = {
+        "work": {name: {"flops": flops, "bytes": None, "tokens": tokens} for name in names},
+        "memory": [
+            {"source": "cuda", "peak_allocated_bytes": 2 * 2**30, "peak_reserved_bytes": 3 * 2**30}
+        ]
+        * dp,
+        "environment": dict(ENVIRONMENT) if environment is None else environment,
+        "started_at": "2026-01-02T03:04:05+00:00",
+        "wall_s": 1.5,
+    }
+    return Record(
+        case_id=f"{task}-{model}-{attention}-{precision}-s{seq_len}-{digest}",
+        case=case,
+        status=status,
+        error={"message": message} if message else None,
+        phases={
+            name: Phase(
+                clock="host" if name == "step" else "cuda_event",
+                samples_ms=[list(rank) for rank in ranks],
+            )
+            for name, ranks in phases.items()
+        },
+        **{**values, **fields},
+    )
+
+
+def write_plan(
+    results: Path,
+    label: str,
+    records: Iterable[Record],
+    *,
+    tables: Sequence[str],
+    figures: Sequence[str] = (),
+    missing: Sequence[str] = (),
+) -> None:
+    """A sweep's plan.json over the records, with ``missing`` ids that have none."""
+    folder = results / "sweeps" / label
+    folder.mkdir(parents=True, exist_ok=True)
+    plan = {
+        "schema": 1,
+        "label": label,
+        "name": label,
+        "title": "A sweep of examples",
+        "about": "What the examples show.",
+        "command": f"attnbench sweeps={label}",
+        "scale": "full",
+        "tables": list(tables),
+        "figures": list(figures),
+        "case_ids": [*(record.case_id for record in records), *missing],
+    }
+    (folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
