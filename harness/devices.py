@@ -106,9 +106,7 @@ def gpu_state(device: torch.device) -> dict[str, Any]:
             handle, pynvml.NVML_TEMPERATURE_GPU
         )
         mask = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
-        state["throttle_reasons"] = [
-            name for bit, name in _THROTTLE_REASONS.items() if mask & bit
-        ]
+        state["throttle_reasons"] = [name for bit, name in _THROTTLE_REASONS.items() if mask & bit]
     return state
 
 

@@ -33,15 +33,17 @@ def number(value: float) -> str:
         return str(value)
     if value == 0:
         return "0"
-    rounded = float(f"{value:.2e}")
-    if abs(rounded) < 1e-4:
-        return f"{value:.2e}"
-    return f"{rounded:,.{decimals(rounded)}f}"
+    digits = f"{value:.2e}"
+    exponent = int(digits[digits.index("e") + 1 :])
+    if exponent < -4:
+        return digits
+    return f"{float(digits):,.{max(0, 2 - exponent)}f}"
 
 
 def decimals(value: float) -> int:
     """Digits after the point that give ``value`` three significant ones."""
-    return max(0, 2 - math.floor(math.log10(abs(value)))) if value else 0
+    digits = f"{value:.2e}"
+    return max(0, 2 - int(digits[digits.index("e") + 1 :])) if value else 0
 
 
 def with_spread(value: float, spread: float) -> str:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+
+FOLDER = Path(__file__).resolve().parents[1] / "conf" / "hardware"
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -36,13 +38,11 @@ def find_hardware(device_name: str | None) -> Hardware | None:
 
 @cache
 def _by_device_name() -> dict[str, Hardware]:
-    folder = files("conf").joinpath("hardware")
     found: dict[str, Hardware] = {}
-    for file in sorted(folder.iterdir(), key=lambda item: item.name):
-        if file.name.endswith(".yaml"):
-            values: Any = OmegaConf.to_container(OmegaConf.create(file.read_text("utf-8")))
-            hardware = Hardware(**{**values, "match": tuple(values["match"])})
-            found.update(dict.fromkeys(map(_normalised, hardware.match), hardware))
+    for path in sorted(FOLDER.glob("*.yaml")):
+        values: Any = OmegaConf.to_container(OmegaConf.load(path))
+        hardware = Hardware(**{**values, "match": tuple(values["match"])})
+        found.update(dict.fromkeys(map(_normalised, hardware.match), hardware))
     return found
 
 

@@ -83,9 +83,8 @@ def to_latex(table: Table) -> str:
 
 def _width_mm(table: Table) -> int:
     """Generous estimate of the width of a longtable with its margins."""
-    widths = [len(column.header) for column in table.columns]
-    for row in table.cells():
-        widths = [max(width, len(cell)) for width, cell in zip(widths, row, strict=True)]
+    headers = [column.header for column in table.columns]
+    widths = [max(map(len, texts)) for texts in zip(headers, *table.cells(), strict=True)]
     return 30 + round(sum(1.5 * width + 2.2 for width in widths))
 
 

@@ -108,7 +108,7 @@ def to_csv(table: Table) -> str:
     rows = table.rows
     keys = [name for name in ("case_id", *POINTS) if name in rows]
     for column in table.columns:
-        keys += [key for key in (column.key, column.spread) if key]
+        keys += column.raw or [key for key in (column.key, column.spread) if key]
         if column.status and "status" not in rows:
             keys.append(column.status)
     keys += [name for name in ("status", "throttled", "recompilations") if name in rows]

@@ -37,6 +37,8 @@ class Column:
     """Key of the status that is spelled out where the value is missing."""
     mark: str | None = None
     """Key of the symbols of footnotes that belong to the value."""
+    raw: tuple[str, ...] = ()
+    """Keys that a CSV gives in place of the text that ``key`` holds."""
     point: bool = False
     """Says what was measured, rather than a result."""
     detail: bool = False

@@ -52,7 +52,7 @@ class Task:
         raise NotImplementedError
 
     def predicted_memory(self, case: Case) -> dict[str, float]:
-        """Predicted peak bytes on one rank by category; their sum is the total."""
+        """Predicted peak bytes on one rank by category; their sum is the peak."""
         raise NotImplementedError
 
     def num_passes(self) -> int:

@@ -31,7 +31,5 @@ class AttentionFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> Any:  # type: ignore[override]
         q, k, v, o, lse = ctx.saved_tensors
-        dq, dk, dv = ctx.backend.backward(
-            do, q, k, v, o, lse, causal=ctx.causal, scale=ctx.scale
-        )
+        dq, dk, dv = ctx.backend.backward(do, q, k, v, o, lse, causal=ctx.causal, scale=ctx.scale)
         return dq, dk, dv, None, None, None

@@ -13,12 +13,16 @@ underscore, which :meth:`Registry.discover` leaves alone. A test holds them to i
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+
+PLUGINS_VARIABLE = "ATTNBENCH_PLUGINS"
+"""Modules outside this project that register choices too, separated by commas."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -56,10 +60,13 @@ class Registry(Generic[T]):
         return decorate
 
     def discover(self) -> None:
-        """Import every public module of the packages, once."""
+        """Import every public module of the packages, and of the user's plugins, once."""
         if self._discovered:
             return
         self._discovered = True
+        plugins = [name for name in os.environ.get(PLUGINS_VARIABLE, "").split(",") if name]
+        for plugin in plugins:
+            importlib.import_module(plugin)
         for package_name in self._packages:
             package = importlib.import_module(package_name)
             for module in pkgutil.iter_modules(package.__path__):
@@ -79,5 +86,6 @@ class Registry(Generic[T]):
     def __getitem__(self, name: str) -> Entry[T]:
         self.discover()
         if name not in self._entries:
-            raise ValueError(f"{self.group}={name}: no such choice; one of {', '.join(self.names())}")
+            choices = ", ".join(self.names())
+            raise ValueError(f"{self.group}={name}: no such choice; one of {choices}")
         return self._entries[name]

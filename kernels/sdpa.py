@@ -71,7 +71,11 @@ class Sdpa(AttentionBackend):
             x = torch.empty(shape, device="cuda", dtype=dtype, requires_grad=problem.needs_grad)
             return x.transpose(1, 2)
 
-        q, k, v = tensor(problem.num_heads), tensor(problem.num_kv_heads), tensor(problem.num_kv_heads)
+        q, k, v = (
+            tensor(problem.num_heads),
+            tensor(problem.num_kv_heads),
+            tensor(problem.num_kv_heads),
+        )
         grouped = problem.num_heads != problem.num_kv_heads
         params = cuda.SDPAParams(q, k, v, None, 0.0, problem.causal, grouped)
         with warnings.catch_warnings(record=True) as caught:
@@ -83,12 +87,14 @@ class Sdpa(AttentionBackend):
         return reasons[-1] if reasons else f"PyTorch's {self.kernel} attention refuses it"
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
-        import torch.nn.functional as F  # noqa: N812
+        import torch.nn.functional as F
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        arguments: dict[str, Any] = dict(
-            is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        arguments: dict[str, Any] = {
+            "is_causal": causal,
+            "scale": scale,
+            "enable_gqa": q.shape[1] != k.shape[1],
+        }
         kernel = SDPA_KERNELS[self.kernel]
         if kernel is None:
             return F.scaled_dot_product_attention(q, k, v, **arguments)

@@ -124,7 +124,8 @@ def predict_memory(
 
     Args:
         mode: ``forward`` without autograd, ``forward_backward``, or ``train_step`` with AdamW,
-            whose two moments have the parameters' dtype.
+            whose two moments have the parameters' dtype. It is meant fused: ``foreach``,
+            PyTorch's default, holds one more copy of the parameters while it steps.
         attention_saves_scores: whether attention keeps its S x S probabilities for the
             backward pass, as explicit softmax does, or the log-sum-exp alone.
         param_bytes: per element of parameters, and so of gradients and the residual stream.

@@ -13,8 +13,6 @@ Shape suffixes of tensors:
     H  query heads      G  key and value heads      P  pairs of rotated features, D / 2
 """
 
-# ruff: noqa: N803 (arguments carry shape suffixes)
-
 from __future__ import annotations
 
 import math

@@ -1,0 +1,74 @@
+"""The command ``attnbench``: compose, plan, launch, record, render.
+
+Flags (``--help``, ``--cfg job``, ``--info``) are Hydra's own. A command without flags is
+composed by :mod:`harness.compose`, so that every error is one line and every command a sweep.
+Exit codes: 0 all cases have a result, 1 some failed, 2 the command is wrong, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import FrameType
+
+USAGE = 2
+INTERRUPTED = 130
+
+
+def main() -> None:
+    """Console script."""
+    arguments = [item for item in sys.argv[1:] if item not in ("-m", "--multirun")]
+    if any(item.startswith("-") for item in arguments):
+        _hydra_flags()
+        return
+    sys.exit(run(arguments))
+
+
+def _hydra_flags() -> None:
+    import hydra
+
+    from harness.config import CONF, fill_config_store
+
+    fill_config_store()
+
+    def nothing_to_run(config: object) -> None:
+        print("attnbench: leave the flag out to run cases", file=sys.stderr)
+
+    hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")(nothing_to_run)()
+
+
+def run(arguments: list[str]) -> int:
+    """Run a command line without flags; returns the exit code."""
+    from harness.compose import compose_request
+
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        request = compose_request(arguments)
+    except ValueError as error:
+        return _complain(str(error))
+    from harness.session import run_request
+
+    try:
+        return run_request(request)
+    except KeyboardInterrupt:
+        print(
+            "\nattnbench: stopped; the same command goes on where this one ended", file=sys.stderr
+        )
+        sys.stdout.flush()
+        return INTERRUPTED
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _complain(message: str) -> int:
+    """One line on standard error."""
+    print(f"attnbench: {' '.join(message.split())}", file=sys.stderr)
+    return USAGE
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
+    main()

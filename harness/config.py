@@ -1,0 +1,95 @@
+"""The schema of the command line: the type of every key, checked by Hydra and OmegaConf."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from harness.case import Compile, Precision
+from models.config import ModelConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+CONF = ROOT / "conf"
+SWEEPS = ROOT / "sweeps"
+
+GROUPS = ("task", "model", "attention", "precision", "compile", "parallel", "launcher")
+"""Keys that choose an implementation or a file; every other key is a value."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Config:
+    """Every key that can be typed. Groups filled by registries are typed by what is chosen."""
+
+    task: Any
+    model: ModelConfig
+    attention: Any
+    precision: Precision
+    compile: Compile
+    parallel: Any
+    launcher: Any
+    seq_len: int = 256
+    batch_size: int = 4
+    seed: int = 0
+    device: str = "auto"
+    results: str = "results/local"
+    timeout_s: float = 600.0
+    isolate: bool = False
+    retry: bool = False
+    plan: bool = False
+    interleave: int = 1
+    scale: str = "auto"
+
+
+CASE_VALUES = ("seq_len", "batch_size", "seed")
+RUN_KEYS = (
+    "device",
+    "results",
+    "timeout_s",
+    "isolate",
+    "retry",
+    "plan",
+    "interleave",
+    "scale",
+)
+"""Keys that say how to run and not what to measure; they take one value, not a sweep."""
+
+
+@cache
+def registered_choices() -> dict[str, dict[str, Any]]:
+    """The choices that code registers: by group and name, a structured config of each."""
+    from harness.launcher import LAUNCHERS
+    from harness.task import TASKS
+    from kernels import BACKENDS
+    from parallel import STRATEGIES
+
+    registries: list[Any] = [TASKS, BACKENDS, STRATEGIES, LAUNCHERS]
+    return {
+        registry.group: {
+            entry.name: entry.target(name=entry.name, **entry.preset) for entry in registry
+        }
+        for registry in registries
+    }
+
+
+def choices(group: str) -> list[str]:
+    """Names that can be chosen for a group, from its registry or from its folder of YAML."""
+    if group in registered_choices():
+        return list(registered_choices()[group])
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+@cache
+def fill_config_store() -> None:
+    """Tell Hydra of the schema and of every registered choice."""
+    from hydra.core.config_store import ConfigStore
+
+    store = ConfigStore.instance()
+    store.store(name="schema", node=Config)
+    for group, nodes in registered_choices().items():
+        for name, node in nodes.items():
+            store.store(group=group, name=name, node=node)
+    for path in SWEEPS.glob("*.yaml"):
+        # Named sweeps are read by harness.sweep; here they only show up in --help.
+        store.store(group="sweeps", name=path.stem, node={})

@@ -1,0 +1,80 @@
+"""What a command is going to do: which cases are left, how long they take, what they need."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import dataclass, field
+
+from harness.case import Case
+from harness.compose import Request
+from harness.hardware import find_hardware
+from harness.record import Record
+from harness.runner import is_final
+
+# Guesses that only the time left is made from; they are scaled by what cases really take.
+SETUP_S = 0.6
+COMPILE_S = {"cpu": 12.0, "cuda": 8.0}
+EFFICIENCY = 0.35
+CPU_FLOPS_PER_CORE = 40e9
+FALLBACK_GPU_FLOPS = 100e12
+
+
+@dataclass(kw_only=True, slots=True)
+class Plan:
+    """The cases of a request, split by whether a record of them stands already."""
+
+    todo: list[Case] = field(default_factory=list)
+    done: list[Record] = field(default_factory=list)
+
+
+def make_plan(request: Request, records: dict[str, Record]) -> Plan:
+    """Compare a request with the records that exist."""
+    plan = Plan()
+    for case in request.cases:
+        record = records.get(case.id)
+        if record is not None and is_final(record, retry=request.options.retry):
+            plan.done.append(record)
+        else:
+            plan.todo.append(case)
+    return plan
+
+
+def predicted_seconds(case: Case, device_name: str = "") -> float:
+    """A rough guess of a case's time, from its FLOPs and whether something is compiled."""
+    work = case.task.work(case)
+    flops = work["step"].flops if "step" in work else sum(item.flops for item in work.values())
+    rate = CPU_FLOPS_PER_CORE * (os.cpu_count() or 1)
+    if case.device == "cuda":
+        hardware = find_hardware(device_name)
+        peak = hardware.peak_tflops.get(case.precision.peak) if hardware else None
+        rate = EFFICIENCY * peak * 1e12 if peak else FALLBACK_GPU_FLOPS
+    seconds = SETUP_S + case.task.num_passes() * flops / rate
+    compiles = case.attention.name in ("compiled", "flex")
+    if compiles or (case.compile is not None and case.compile.scope != "none"):
+        seconds += COMPILE_S[case.device]
+    return seconds
+
+
+def write_plan(request: Request) -> None:
+    """Write the plan beside the tables that will be made from it, for `attnbench-report`."""
+    folder = request.options.results / "sweeps" / request.label
+    folder.mkdir(parents=True, exist_ok=True)
+    values = {
+        "schema": 1,
+        "label": request.label,
+        "name": request.sweep.name,
+        "title": request.sweep.title,
+        "about": request.sweep.about,
+        "command": request.command,
+        "scale": request.scale,
+        "tables": request.sweep.tables,
+        "figures": request.sweep.figures,
+        "case_ids": [case.id for case in request.cases],
+    }
+    fd, name = tempfile.mkstemp(dir=folder, suffix=".tmp")
+    with os.fdopen(fd, "w", encoding="utf-8") as file:
+        file.write(json.dumps(values, indent=1) + "\n")
+    os.chmod(name, 0o644)
+    os.replace(name, folder / "plan.json")

@@ -1,0 +1,272 @@
+"""Runs a list of cases on this host's warm workers and records each.
+
+The local launcher runs a whole sweep through it; a task of a cluster's job array runs its
+share. Cases of one world size share a worker group. With ``interleave=R`` the measured passes
+of cases that differ in nothing but their attention are split into R rounds, A B A B, so that a
+drifting clock or a noisy neighbour meets all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+from harness.case import Case
+from harness.record import GOOD, STATUSES, Phase, Record, RecordStore
+from harness.workers import Reply, WorkerGroup
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class RunOptions:
+    """How to run cases; nothing here changes what is measured."""
+
+    results: Path
+    timeout_s: float = 600.0
+    isolate: bool = False
+    retry: bool = False
+    interleave: int = 1
+    vote_timeout_s: float = 30.0
+
+
+class Progress(Protocol):
+    """Who is told how a run goes on."""
+
+    def started(self, case: Case) -> None: ...
+
+    def stage(self, name: str) -> None: ...
+
+    def finished(self, record: Record, *, measured_now: bool) -> None: ...
+
+
+class Runner:
+    """Owns the worker group of the moment and replaces it when it breaks."""
+
+    def __init__(self, options: RunOptions, store: RecordStore, progress: Progress) -> None:
+        self.options = options
+        self.store = store
+        self.progress = progress
+        self._group: WorkerGroup | None = None
+
+    def run(self, cases: Iterable[Case]) -> None:
+        """Measure every case that has no good record yet; on any exception no worker stays."""
+        pending = (
+            comparison_groups(cases) if self.options.interleave > 1 else [[case] for case in cases]
+        )
+        # Warm workers are kept per world size, so cases of one size run together.
+        pending.sort(key=lambda group: group[0].world_size)
+        try:
+            deferred = [group for group in pending if not self._run_claimed(group, wait=False)]
+            for group in deferred:
+                self._run_claimed(group, wait=True)
+        finally:
+            self._close_group()
+
+    def _run_claimed(self, group: list[Case], *, wait: bool) -> bool:
+        """Measure a group unless another process is at it; True when nothing is left to do."""
+        with contextlib.ExitStack() as claims:
+            mine = []
+            for case in group:
+                if claims.enter_context(self.store.claim(case.id, wait=wait)):
+                    record = self.store.find(case.id) if wait else None
+                    if record is not None and is_final(record, retry=False):
+                        self.progress.finished(record, measured_now=False)
+                    else:
+                        mine.append(case)
+            if len(mine) < len(group) and not wait:
+                return False
+            self._measure_group(mine)
+            return True
+
+    def _measure_group(self, group: list[Case]) -> None:
+        rounds = self.options.interleave
+        runs = [_Run(case) for case in group]
+        for round_index in range(rounds):
+            for run in runs:
+                if run.ended:
+                    continue
+                self.progress.started(run.case)
+                self._measure_round(run, rounds, round_index)
+                if run.ended or round_index == rounds - 1:
+                    record = run.to_record(rounds)
+                    self.store.write(record)
+                    self.progress.finished(record, measured_now=True)
+
+    def _measure_round(self, run: _Run, rounds: int, round_index: int) -> None:
+        case = run.case
+        group = self._group_for(case)
+        run.environment = group.environments[0]
+        started = time.monotonic()
+        reply = group.run(
+            case,
+            rounds=rounds,
+            round_index=round_index,
+            timeout_s=self.options.timeout_s,
+            on_stage=self.progress.stage,
+        )
+        run.wall_s += time.monotonic() - started
+        log_tail = "" if reply.healthy else group.log_tail()
+        if not reply.healthy or self.options.isolate:
+            self._close_group()
+        run.add(reply, log_tail)
+
+    def _group_for(self, case: Case) -> WorkerGroup:
+        fits = (
+            self._group is not None
+            and self._group.world_size == case.world_size
+            and self._group.device == case.device
+        )
+        if not fits:
+            self._close_group()
+            self.progress.stage("starting workers")
+            self._group = WorkerGroup(
+                device=case.device,
+                world_size=case.world_size,
+                logs=self.options.results / "logs",
+                vote_timeout_s=self.options.vote_timeout_s,
+                timeout_s=self.options.timeout_s,
+            )
+        assert self._group is not None
+        return self._group
+
+    def _close_group(self) -> None:
+        if self._group is not None:
+            group, self._group = self._group, None
+            group.close()
+
+
+class _Run:
+    """One case on its way to a record, round by round."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.ended = False
+        self.environment: dict[str, Any] = {}
+        self.wall_s = 0.0
+        self._started_at = datetime.now(UTC).isoformat(timespec="seconds")
+        self._rounds: list[list[dict[str, Any]]] = []
+        self._status = "ok"
+        self._error: dict[str, Any] | None = None
+
+    def add(self, reply: Reply, log_tail: str) -> None:
+        """Take in one round; a round that is not ok ends the case."""
+        outcomes = sorted(reply.outcomes, key=lambda outcome: outcome["rank"])
+        self._rounds.append(outcomes)
+        statuses = [outcome["status"] for outcome in outcomes]
+        self._status = max([*statuses, reply.fault or "ok"], key=STATUSES.index)
+        if reply.fault is not None:
+            self._error = {"message": reply.message, "log": log_tail}
+            # What a rank could still say explains the rest better than how the group ended.
+            culprit = _first_error(outcomes, reply.fault)
+            if reply.fault == "timeout" and culprit is not None:
+                self._error |= {"rank_error": culprit}
+        elif self._status != "ok":
+            self._error = _first_error(outcomes, self._status)
+        if not reply.healthy and self._status == "ok":
+            self._status = "failed"
+            self._error = {"message": "a rank did not answer the vote", "log": log_tail}
+        self.ended = self._status != "ok"
+
+    def to_record(self, rounds: int) -> Record:
+        case = self.case
+        record = Record(
+            case_id=case.id,
+            case=case.to_dict(),
+            status=self._status,
+            error=self._error,
+            work={name: asdict(work) for name, work in case.task.work(case).items()},
+            environment=self.environment,
+            started_at=self._started_at,
+            wall_s=self.wall_s,
+        )
+        record.notes["predicted_memory"] = case.task.predicted_memory(case)
+        if rounds > 1:
+            record.notes["interleaved_rounds"] = rounds
+        complete = [outcomes for outcomes in self._rounds if len(outcomes) == case.world_size]
+        if not complete:
+            return record
+        first = complete[0]
+        record.check = _worst_check([outcome["check"] for outcome in first])
+        record.compilation = _worst_compilation(complete)
+        record.memory = [
+            _merge_max([outcomes[rank]["memory"] for outcomes in complete])
+            for rank in range(case.world_size)
+        ]
+        record.device_state = [
+            {
+                "before": complete[0][rank]["device_state"].get("before", {}),
+                "after": complete[-1][rank]["device_state"].get("after", {}),
+            }
+            for rank in range(case.world_size)
+        ]
+        record.notes |= complete[-1][0]["notes"]
+        for name, clock in first[0]["clocks"].items():
+            per_rank = [
+                [
+                    sample
+                    for outcomes in complete
+                    for sample in outcomes[rank]["samples_ms"].get(name, [])
+                ]
+                for rank in range(case.world_size)
+            ]
+            record.phases[name] = Phase(clock=clock, samples_ms=per_rank)
+            record.rounds = [len(outcomes[0]["samples_ms"].get(name, [])) for outcomes in complete]
+        return record
+
+
+def comparison_groups(cases: Iterable[Case]) -> list[list[Case]]:
+    """Cases that differ in their attention alone, together, in the order they first appear."""
+    groups: dict[str, list[Case]] = {}
+    for case in cases:
+        values = case.to_dict()
+        del values["attention"]
+        groups.setdefault(json.dumps(values, sort_keys=True), []).append(case)
+    return list(groups.values())
+
+
+def is_final(record: Record, *, retry: bool) -> bool:
+    """Whether a record stands, so that its case need not be measured again."""
+    return record.status in GOOD or not retry
+
+
+def _first_error(outcomes: list[dict[str, Any]], status: str) -> dict[str, Any] | None:
+    for outcome in outcomes:
+        if outcome["status"] == status and outcome["error"]:
+            error = dict(outcome["error"])
+            if len(outcomes) > 1 or "vote" in outcome["notes"]:
+                error["message"] = f"rank {outcome['rank']}: {error['message']}"
+            return error
+    return None
+
+
+def _merge_max(per_round: list[dict[str, Any]]) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for values in per_round:
+        for key, value in values.items():
+            old = merged.get(key)
+            merged[key] = max(old, value) if isinstance(old, int | float) else value
+    return merged
+
+
+def _worst_check(checks: list[dict[str, Any] | None]) -> dict[str, Any] | None:
+    done = [check for check in checks if check]
+    if not done:
+        return None
+    errors = _merge_max([check["errors"] for check in done])
+    return {"errors": errors, "tolerance": done[0]["tolerance"]}
+
+
+def _worst_compilation(complete: list[list[dict[str, Any]]]) -> dict[str, Any]:
+    """The first round's times, in which things compile, and every round's recompilations."""
+    merged = _merge_max([outcome["compilation"] for outcome in complete[0]])
+    merged["recompilations"] = max(
+        outcome["compilation"].get("recompilations", 0)
+        for outcomes in complete
+        for outcome in outcomes
+    )
+    return merged

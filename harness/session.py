@@ -1,0 +1,127 @@
+"""One run of a request, from the records that exist to the report."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+
+from rich.console import Console
+from rich.table import Table
+
+from harness.case import Case
+from harness.compose import Request
+from harness.plan import Plan, make_plan, predicted_seconds, write_plan
+from harness.progress import TerminalProgress
+from harness.record import RecordStore
+from harness.workers import WorkerStartError
+
+
+def run_request(request: Request) -> int:
+    """Run or print the plan, record, render and summarise; returns the exit code."""
+    console = Console(soft_wrap=False)
+    results = request.options.results
+    store = RecordStore(results)
+    if not request.plan:
+        try:
+            store.create()
+            write_plan(request)
+        except OSError as error:
+            return _complain(f"results={results}: cannot be written ({error.strerror})", 2)
+    records, problems = store.load()
+    for problem in problems:
+        print(f"attnbench: {problem}; its case is measured again", file=sys.stderr)
+    plan = make_plan(request, records)
+    if request.plan:
+        _print_plan(console, request, plan)
+        return 0
+
+    device_name = _device_name(request)
+    console.print(_opening(request, plan), highlight=False)
+    with TerminalProgress(
+        console, plan.todo, lambda case: predicted_seconds(case, device_name)
+    ) as progress:
+        try:
+            request.launcher.launch(plan.todo, request.options, store, progress)
+        except OSError as error:
+            return _complain(str(error), 2)
+        except WorkerStartError as error:
+            return _complain(str(error), 1)
+    return _report(console, request, store)
+
+
+def _report(console: Console, request: Request, store: RecordStore) -> int:
+    """Render the sweep, print its first table, and say where everything is."""
+    from harness.render import render_sweep, render_terminal
+
+    records, problems = store.load()
+    try:
+        rendered = render_sweep(store.results, request.label, records, problems)
+    except OSError as error:
+        return _complain(f"{store.results}: cannot write the tables ({error.strerror})", 2)
+    if rendered.tables:
+        console.print()
+        render_terminal(rendered.tables[0], console)
+        console.print()
+    statuses = Counter(
+        records[case.id].status if case.id in records else "missing" for case in request.cases
+    )
+    counted = ", ".join(f"{number} {status}" for status, number in statuses.items())
+    console.print(f"{len(request.cases)} cases: {counted}", highlight=False)
+    places = {"report": rendered.report, "tables": rendered.folder / "tables"}
+    places |= {"figures": rendered.folder / "figures", "records": store.folder}
+    for name, place in places.items():
+        if place.exists():
+            console.print(f"{name:>8}  {place}", highlight=False, soft_wrap=True)
+    broken = sum(statuses[status] for status in ("failed", "timeout", "wrong", "missing"))
+    if broken:
+        print(
+            f"attnbench: {broken} of {len(request.cases)} cases failed; the report says why, "
+            "retry=true measures them again",
+            file=sys.stderr,
+        )
+    return 1 if broken else 0
+
+
+def _opening(request: Request, plan: Plan) -> str:
+    what = f"{request.sweep.title} ({request.label}, scale {request.scale})"
+    known = f", {len(plan.done)} of them recorded already" if plan.done else ""
+    return f"{what}: {len(request.cases)} cases{known}"
+
+
+def _print_plan(console: Console, request: Request, plan: Plan) -> None:
+    """The list of ``plan=true``."""
+    device_name = _device_name(request)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("case", overflow="fold")
+    for header in ("memory (GiB)", "time (s)"):
+        table.add_column(header, justify="right")
+    table.add_column("state")
+    states = {record.case_id: record.status for record in plan.done}
+
+    def memory_gib(case: Case) -> str:
+        return f"{sum(case.task.predicted_memory(case).values()) / 2**30:.3g}"
+
+    for case in request.cases:
+        seconds = f"{predicted_seconds(case, device_name):.3g}"
+        table.add_row(case.title, memory_gib(case), seconds, states.get(case.id, "to measure"))
+    console.print(table)
+    total = sum(predicted_seconds(case, device_name) for case in plan.todo)
+    console.print(
+        f"{len(plan.todo)} of {len(request.cases)} cases to measure on {request.cases[0].device}, "
+        f"predicted time {total / 60:.1f} min; memory and time are predictions from formulas",
+        highlight=False,
+    )
+
+
+def _device_name(request: Request) -> str:
+    if all(case.device == "cpu" for case in request.cases):
+        return ""
+    from harness.launchers.local import probe_cuda
+
+    names = probe_cuda()["names"]
+    return str(names[0]) if names else ""
+
+
+def _complain(message: str, code: int) -> int:
+    print(f"attnbench: {' '.join(message.split())}", file=sys.stderr)
+    return code

@@ -1,0 +1,208 @@
+"""A warm worker: one rank's process, which measures the cases it is told to, one after another.
+
+Reads one JSON line per case from standard input and writes one JSON line per event to the
+file descriptor it was given: ``ready`` once, then ``stage`` lines and one ``result`` per case.
+Python's output and that of libraries goes to the worker's log, never into the protocol.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import faulthandler
+import json
+import os
+import signal
+import sys
+import traceback
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from harness import devices
+from harness.bench import Bench, Outcome, PeerFailed, WrongResult
+from harness.case import Case
+from harness.record import STATUSES
+from kernels.toolchain import why_not_compile
+
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m harness.worker", description=__doc__)
+    parser.add_argument("--events-fd", type=int, required=True)
+    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--world-size", type=int, default=1)
+    parser.add_argument("--init-method", default="", help="rendezvous URL of the process group")
+    parser.add_argument("--vote-timeout-s", type=float, default=30.0)
+    parser.add_argument("--collective-timeout-s", type=float, default=600.0)
+    arguments = parser.parse_args()
+    _die_with_parent()
+    faulthandler.enable()
+    Worker(arguments).serve()
+
+
+def _die_with_parent() -> None:
+    """Leave no process behind, however the parent ends (Linux: prctl(2), PR_SET_PDEATHSIG)."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class Worker:
+    """One rank: its device, its process groups, and the loop over cases."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.rank: int = arguments.rank
+        self.world_size: int = arguments.world_size
+        self._events = os.fdopen(arguments.events_fd, "w", buffering=1, encoding="utf-8")
+        self.vote_group: dist.ProcessGroup | None = None
+        if arguments.device == "cuda":
+            self.device = torch.device("cuda", self.rank % torch.cuda.device_count())
+            torch.cuda.set_device(self.device)
+        else:
+            self.device = torch.device("cpu")
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+            if self.world_size > 1:
+                torch.set_num_threads(max(1, cores // self.world_size))
+            devices.limit_host_memory()
+        if self.world_size > 1:
+            dist.init_process_group(
+                "nccl" if arguments.device == "cuda" else "gloo",
+                init_method=arguments.init_method,
+                rank=self.rank,
+                world_size=self.world_size,
+                timeout=timedelta(seconds=arguments.collective_timeout_s),
+            )
+            # On the CPU whatever the device, so that ranks can agree that one of them has
+            # lost its GPU's memory, and with a timeout of its own, so that they soon do.
+            self.vote_group = dist.new_group(
+                backend="gloo", timeout=timedelta(seconds=arguments.vote_timeout_s)
+            )
+
+    def serve(self) -> None:
+        """Measure cases until standard input ends."""
+        self._send(event="ready", environment=devices.environment(self.device))
+        for line in sys.stdin:
+            job = json.loads(line)
+            outcome = self.measure(Case.from_dict(job["case"]), job["rounds"], job["round"])
+            outcomes, healthy = self._gather(outcome)
+            if self.rank == 0 or not healthy:
+                results = [asdict(item) for item in outcomes]
+                self._send(event="result", outcomes=results, healthy=healthy)
+            if not healthy:
+                # The group is broken: a clean shutdown would wait for ranks that are stuck.
+                self._events.flush()
+                os._exit(1)
+
+    def measure(self, case: Case, rounds: int, round_index: int) -> Outcome:
+        """Measure one case on this rank; whatever happens becomes the outcome's status."""
+        self._forget_last_case(case)
+        bench = Bench(
+            device=self.device,
+            rank=self.rank,
+            world_size=self.world_size,
+            vote_group=self.vote_group,
+            on_stage=lambda stage: self._send(event="stage", stage=stage),
+            rounds=rounds,
+            round_index=round_index,
+        )
+        outcome = bench.outcome
+        try:
+            reason = why_unsupported(case)
+            if reason is not None:
+                outcome.status, outcome.error = "unsupported", {"message": reason}
+            else:
+                with bench.compile_watch.watching():
+                    case.task.run(case, bench)
+        except PeerFailed:
+            # The peer that failed has voted already; its outcome tells why.
+            return outcome
+        except Exception as error:
+            outcome.status = "wrong" if isinstance(error, WrongResult) else "failed"
+            if _is_out_of_memory(error):
+                outcome.status = "oom"
+            outcome.error = {
+                "message": _one_line(error),
+                "stage": bench.current_stage,
+                "rank": self.rank,
+            }
+            if outcome.status == "failed":
+                outcome.error["traceback"] = traceback.format_exc()
+        outcome.compilation["compile_s"] = bench.compile_watch.seconds
+        outcome.compilation["compilations"] = bench.compile_watch.count
+        try:
+            bench.vote(outcome.status)
+        except PeerFailed:
+            pass
+        except RuntimeError as error:
+            outcome.notes["vote"] = f"a rank did not answer the vote: {_one_line(error)}"
+        return outcome
+
+    def _gather(self, outcome: Outcome) -> tuple[list[Outcome], bool]:
+        """Every rank's outcome, on every rank; and whether the group can go on."""
+        if self.world_size == 1:
+            return [outcome], True
+        if "vote" in outcome.notes:
+            return [outcome], False
+        gathered: list[Any] = [None] * self.world_size
+        try:
+            dist.all_gather_object(gathered, outcome, group=self.vote_group)
+        except RuntimeError as error:
+            outcome.notes["vote"] = f"a rank did not answer the vote: {_one_line(error)}"
+            return [outcome], False
+        return gathered, True
+
+    def _forget_last_case(self, case: Case) -> None:
+        """Give every case the same start: no cached memory, no compiled code, stated numerics."""
+        torch._dynamo.reset()
+        # A training step must not depend on what an earlier case left in the allocator.
+        Bench(device=self.device).reset_memory()
+        torch.manual_seed(case.seed)
+        torch.set_float32_matmul_precision("high" if case.precision.tf32 else "highest")
+
+    def _send(self, **event: Any) -> None:
+        self._events.write(json.dumps(event) + "\n")
+
+
+def why_unsupported(case: Case) -> str | None:
+    """None if this machine can run the case, else the reason in one line."""
+    if case.precision.tf32 and case.device != "cuda":
+        return "TF32 exists on CUDA devices only"
+    if case.compile is not None and case.compile.scope != "none":
+        reason = why_not_compile(case.device)
+        if reason is not None:
+            return reason
+    return case.attention.supports(case.attention_problem)
+
+
+def worst_status(statuses: list[str]) -> str:
+    """What the ranks of a case agree on."""
+    return max(statuses, key=STATUSES.index)
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether memory ran out, on a GPU or in the CPU's allocator, also deep inside a chain."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError | MemoryError):
+            return True
+        text = str(error)
+        if "DefaultCPUAllocator: can't allocate memory" in text or "CUDA out of memory" in text:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _one_line(error: BaseException) -> str:
+    """The error's type and the first line of its message that says something."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    name = type(error).__name__
+    return f"{name}: {lines[0]}" if lines else name
+
+
+if __name__ == "__main__":
+    main()
