@@ -77,13 +77,12 @@ def compose_request(arguments: Sequence[str]) -> Request:
     require_choice("scale", scale, list(sweep.scales))
     cases = _expand(sweep.scales[scale], typed, device)
     launcher.validate(cases)
-    interleave = run["interleave"] if run["interleave"] > 1 else sweep.interleave or 1
     options = RunOptions(
         results=Path(run["results"]),
         timeout_s=run["timeout_s"],
-        isolate=run["isolate"],
+        isolate=run["isolate"] or sweep.isolate,
         retry=run["retry"],
-        interleave=interleave,
+        interleave=max(run["interleave"], sweep.interleave),
         vote_timeout_s=getattr(
             launcher, "vote_timeout_s", RunOptions(results=Path()).vote_timeout_s
         ),
@@ -239,7 +238,7 @@ def _defaults() -> DictConfig:
 
 @cache
 def _default_choice(group: str) -> str:
-    entries = OmegaConf.load(CONF / "config.yaml")["defaults"]
+    entries = cast(DictConfig, OmegaConf.load(CONF / "config.yaml"))["defaults"]
     return next(str(entry[group]) for entry in entries if group in entry)
 
 

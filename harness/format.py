@@ -66,7 +66,7 @@ def scientific(value: float) -> str:
 
 
 def factor(value: float) -> str:
-    """A ratio, to two decimals while it is small: 0.98×, 12.3×."""  # noqa: RUF002
+    """A ratio, to two decimals while it is small: 0.98×, 12.3×."""
     return f"{value:.2f}{TIMES}" if abs(value) < 9.995 else f"{number(value)}{TIMES}"
 
 

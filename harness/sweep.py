@@ -15,7 +15,7 @@ import yaml
 
 from harness.config import SWEEPS
 
-_KEYS = {"title", "about", "tables", "figures", "interleave", "scales"}
+_KEYS = {"title", "about", "tables", "figures", "interleave", "isolate", "scales"}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -27,7 +27,10 @@ class Sweep:
     about: str = ""
     tables: list[str] = field(default_factory=list)
     figures: list[str] = field(default_factory=list)
-    interleave: int | None = None
+    interleave: int = 1
+    """Rounds that cases differing in attention alone are split into, unless the user says."""
+    isolate: bool = False
+    """Whether the question needs every case in a process of its own."""
     scales: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
 

@@ -14,7 +14,7 @@ class AttentionFunction(torch.autograd.Function):
     """o = backend(q, k, v); saves q, k, v, o and the lse, never the score matrix."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         q: Tensor,
         k: Tensor,
@@ -29,7 +29,7 @@ class AttentionFunction(torch.autograd.Function):
         return o
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, do: Tensor) -> Any:
         q, k, v, o, lse = ctx.saved_tensors
         dq, dk, dv = ctx.backend.backward(do, q, k, v, o, lse, causal=ctx.causal, scale=ctx.scale)
         return dq, dk, dv, None, None, None

@@ -7,7 +7,7 @@ step is timed by the host clock, synchronised at its end, and so includes launch
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
 from harness.case import Case, require_at_least, require_choice
 from harness.task import Task, Work, task
@@ -83,7 +83,7 @@ class TrainStep(Task):
             _model(case),
             batch_size=case.batch_size,
             seq_len=case.seq_len,
-            mode=self.mode,
+            mode=cast(accounting.Mode, self.mode),
             attention_saves_scores=case.attention.keeps_scores(self.attention_problem(case)),
             param_bytes=_DTYPE_BYTES[precision.parameters],
             activation_bytes=_DTYPE_BYTES[precision.compute],
