@@ -1,6 +1,6 @@
 """How long 10,000 records take to become all tables: load, frame, tables, and peak memory.
 
-Run as ``python benchmarks/bench_tables.py [RECORDS]`` from the repository.
+Run as ``python -m benchmarks.bench_tables [RECORDS]`` in the repository.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import time
 from pathlib import Path
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from harness.frame import build_frame
 from harness.latex import to_latex

@@ -34,6 +34,10 @@ class PeerFailed(Exception):
     """Another rank of this case failed; its own outcome says how."""
 
 
+class PeerSilent(Exception):
+    """Another rank did not answer a vote in time: it is stuck or gone."""
+
+
 class WrongResult(Exception):
     """The numeric check failed; the message says by how much."""
 
@@ -147,12 +151,15 @@ class Bench:
     def vote(self, status: str = "ok") -> None:
         """Agree with the other ranks before a stage that needs them all.
 
-        Raises PeerFailed if any rank votes worse than ok, RuntimeError if one does not answer.
+        Raises PeerFailed if any rank votes worse than ok, PeerSilent if one does not answer.
         """
         if self.world_size == 1:
             return
         code = torch.tensor([STATUSES.index(status)])
-        dist.all_reduce(code, op=dist.ReduceOp.MAX, group=self._vote_group)
+        try:
+            dist.all_reduce(code, op=dist.ReduceOp.MAX, group=self._vote_group)
+        except RuntimeError as error:
+            raise PeerSilent(str(error)) from error
         worst = STATUSES[int(code)]
         if worst != "ok":
             raise PeerFailed(f"another rank voted {worst}")
@@ -162,9 +169,12 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
     def barrier(self) -> None:
-        """All ranks start the next pass together."""
-        if self.world_size > 1:
-            dist.barrier(group=self._vote_group)
+        """All ranks start the next pass together.
+
+        A vote, so that a rank which failed in the last pass meets the others in one and the
+        same collective, wherever they wait for it.
+        """
+        self.vote()
 
     def share(self, passes: int) -> int:
         """This round's part of ``passes``, when measuring is split into interleaved rounds."""

@@ -34,6 +34,7 @@ from harness.config import (
     Config,
     choices,
     fill_config_store,
+    registered_choices,
 )
 from harness.launcher import Launcher
 from harness.runner import RunOptions
@@ -217,6 +218,8 @@ class _Parts:
         if made not in self._made:
             node = _group_node(group, name).copy()
             for key, value in changes.items():
+                if key == f"{group}.name" and group in registered_choices():
+                    raise ValueError(f"{key}: chosen with {group}={value}")
                 _set(node, key.removeprefix(f"{group}."), value, key)
             self._made[made] = _to_object(node, f"{group}={name}")
         return self._made[made]

@@ -91,5 +91,9 @@ def fill_config_store() -> None:
         for name, node in nodes.items():
             store.store(group=group, name=name, node=node)
     for path in SWEEPS.glob("*.yaml"):
-        # Named sweeps are read by harness.sweep; here they only show up in --help.
-        store.store(group="sweeps", name=path.stem, node={})
+        # Named sweeps are read by harness.sweep; this lets Hydra's flags accept their names.
+        store.store(group="sweeps", name=path.stem, node={}, package="_global_")
+    from harness.help import template
+
+    help_node = {"app_name": "attnbench", "header": "", "footer": "", "template": template()}
+    store.store(group="hydra/help", name="attnbench", node=help_node)

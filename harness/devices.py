@@ -19,6 +19,8 @@ from typing import Any
 import psutil
 import torch
 
+from harness import __version__
+
 # NVML's names of the reasons for which a GPU holds its clocks down
 # (nvml.h, nvmlClocksEventReasons).
 _THROTTLE_REASONS = {
@@ -113,7 +115,7 @@ def gpu_state(device: torch.device) -> dict[str, Any]:
 def environment(device: torch.device) -> dict[str, Any]:
     """Versions and hardware that a measurement depends on."""
     values: dict[str, Any] = {
-        "attnbench": _version("attnbench"),
+        "attnbench": __version__,
         "git_revision": _git_revision(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -156,7 +158,13 @@ def _driver_version() -> str | None:
 
 
 def _git_revision() -> str | None:
-    """Commit of the source tree, with ``+`` if it has changes; None outside a checkout."""
+    """Commit of the source tree, with ``+`` if it has changes; None where nobody knows.
+
+    A copy of the tree without its history can name the commit in ATTNBENCH_REVISION.
+    """
+    stated = os.environ.get("ATTNBENCH_REVISION")
+    if stated:
+        return stated
     root = Path(__file__).resolve().parent.parent
     if not (root / ".git").exists():
         return None

@@ -52,9 +52,11 @@ class Runner:
         self.store = store
         self.progress = progress
         self._group: WorkerGroup | None = None
+        self._files_before: set[str] = set()
 
     def run(self, cases: Iterable[Case]) -> None:
         """Measure every case that has no good record yet; on any exception no worker stays."""
+        self._files_before = {path.name for path in self.store.folder.iterdir()}
         pending = (
             comparison_groups(cases) if self.options.interleave > 1 else [[case] for case in cases]
         )
@@ -70,18 +72,23 @@ class Runner:
     def _run_claimed(self, group: list[Case], *, wait: bool) -> bool:
         """Measure a group unless another process is at it; True when nothing is left to do."""
         with contextlib.ExitStack() as claims:
-            mine = []
-            for case in group:
-                if claims.enter_context(self.store.claim(case.id, wait=wait)):
-                    record = self.store.find(case.id) if wait else None
-                    if record is not None and is_final(record, retry=False):
-                        self.progress.finished(record, measured_now=False)
-                    else:
-                        mine.append(case)
-            if len(mine) < len(group) and not wait:
-                return False
-            self._measure_group(mine)
+            # Two processes that wait for each other's cases must ask for them in one order.
+            for case in sorted(group, key=lambda case: case.id):
+                if not claims.enter_context(self.store.claim(case.id, wait=wait)):
+                    return False
+            self._measure_group([case for case in group if not self._is_done(case)])
             return True
+
+    def _is_done(self, case: Case) -> bool:
+        """Whether another process has measured a case since this run was planned."""
+        record = self.store.find(case.id)
+        if record is None:
+            return False
+        file = self.store.path(case.id, record.attempt).name
+        if file in self._files_before and not is_final(record, retry=self.options.retry):
+            return False
+        self.progress.finished(record, measured_now=False)
+        return True
 
     def _measure_group(self, group: list[Case]) -> None:
         rounds = self.options.interleave
@@ -157,19 +164,15 @@ class _Run:
         """Take in one round; a round that is not ok ends the case."""
         outcomes = sorted(reply.outcomes, key=lambda outcome: outcome["rank"])
         self._rounds.append(outcomes)
-        statuses = [outcome["status"] for outcome in outcomes]
-        self._status = max([*statuses, reply.fault or "ok"], key=STATUSES.index)
-        if reply.fault is not None:
-            self._error = {"message": reply.message, "log": log_tail}
-            # What a rank could still say explains the rest better than how the group ended.
-            culprit = _first_error(outcomes, reply.fault)
-            if reply.fault == "timeout" and culprit is not None:
-                self._error |= {"rank_error": culprit}
-        elif self._status != "ok":
+        if not reply.healthy and reply.fault is None:
+            # The first rank to give up knows why; the others then fail for want of that rank.
+            outcomes = [item for item in reply.outcomes if item["status"] != "ok"][:1]
+        self._status = max((item["status"] for item in outcomes), key=STATUSES.index, default="ok")
+        if self._status != "ok":
             self._error = _first_error(outcomes, self._status)
-        if not reply.healthy and self._status == "ok":
-            self._status = "failed"
-            self._error = {"message": "a rank did not answer the vote", "log": log_tail}
+        if reply.fault is not None or (not reply.healthy and not outcomes):
+            self._status = reply.fault or "failed"
+            self._error = {"message": reply.message, "log": log_tail}
         self.ended = self._status != "ok"
 
     def to_record(self, rounds: int) -> Record:

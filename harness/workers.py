@@ -36,7 +36,7 @@ class Reply:
     """How one case, or one round of it, ended."""
 
     outcomes: list[dict[str, Any]] = field(default_factory=list)
-    """What ranks reported; some are missing if the group broke."""
+    """What ranks reported, as it arrived; some are missing if the group broke."""
     fault: str | None = None
     """``timeout`` or ``failed`` if the group had to be ended."""
     message: str = ""
@@ -165,6 +165,8 @@ class WorkerGroup:
                     reply.healthy = False
             if not reply.healthy:
                 self._collect_last_words(reply)
+                if reply.fault is None:
+                    self._note_silence(reply)
                 return reply
         reply.healthy = False
         reply.fault = "timeout"
@@ -186,14 +188,20 @@ class WorkerGroup:
             how = self._how_it_ended(rank_index)
             reply.message = f"{who} {how} while {self._ranks[rank_index].stage}"
 
+    def _note_silence(self, reply: Reply) -> None:
+        """Name the ranks that the others waited for in vain."""
+        heard = {outcome["rank"] for outcome in reply.outcomes}
+        silent = [index for index in range(self.world_size) if index not in heard]
+        where = ", ".join(f"rank {index} (in {reply.last_stages[index]})" for index in silent)
+        reply.message = f"no answer to the other ranks' vote from {where or 'any rank'}"
+
     def _collect_last_words(self, reply: Reply) -> None:
         """A rank that raised while its peers wait for it may still be about to say so."""
         deadline = time.monotonic() + GRACE_S
         while time.monotonic() < deadline and not all(rank.closed for rank in self._ranks):
-            for rank_index, event in self._poll(deadline):
+            for _, event in self._poll(deadline):
                 if event is not None and event["event"] == "result":
                     reply.outcomes += event["outcomes"]
-                    del rank_index
         reply.last_stages = [rank.stage for rank in self._ranks]
 
     def _poll(self, deadline: float) -> list[tuple[int, dict[str, Any] | None]]:

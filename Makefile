@@ -1,0 +1,49 @@
+# attnbench: `make help` lists what can be made.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV ?= .venv
+RESULTS ?= results/local
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help install bench test test-gpu lint format report benchmarks clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(BIN)/.installed ## make .venv with the pinned versions
+
+$(BIN)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "make: $(PYTHON) is older than Python 3.11; name a newer one: make PYTHON=python3.12"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+bench: install ## measure attention backends and model sizes on this machine
+	$(BIN)/attnbench sweeps=quickstart results=$(RESULTS)
+
+test: install ## run the tests that need nothing but a CPU
+	$(BIN)/python -m pytest
+
+test-gpu: install ## run the tests that need CUDA devices
+	$(BIN)/python -m pytest -m "gpu or multigpu"
+
+lint: install ## check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: install ## bring the code into the project's format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+report: install ## make tables, figures and reports again from RESULTS
+	$(BIN)/attnbench-report $(RESULTS)
+
+benchmarks: install ## time the harness itself: help, planning, worker overhead, tables
+	$(BIN)/python -m benchmarks.bench_harness
+	$(BIN)/python -m benchmarks.bench_tables
+
+clean: ## remove the environment and caches; results stay
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

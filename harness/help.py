@@ -1,0 +1,43 @@
+"""The text of ``attnbench --help``; Hydra fills in the configuration."""
+
+from __future__ import annotations
+
+from harness.config import GROUPS, SWEEPS, choices
+
+_TEMPLATE = """\
+attnbench: which attention backend and which parallel strategy to run on your hardware.
+
+Usage: attnbench KEY=VALUE[,VALUE...] ...     measure every combination
+       attnbench sweeps=NAME [KEY=VALUE...]   run a named sweep; your keys win over its own
+       attnbench-report RESULTS [SWEEP...]    make tables, figures and reports again
+
+Examples:
+  attnbench model=tiny attention=naive,sdpa seq_len=128,256
+  attnbench task=attention attention=naive,sdpa seq_len=256,1024,4096 task.head_dim=64
+  attnbench sweeps=benchmarking_script scale=tiny plan=true
+
+Choices (KEY=CHOICE):
+@CHOICES@
+
+Values and their defaults (KEY=VALUE; those of a choice as task.mode=forward):
+$CONFIG
+How to run, rather than what to measure:
+  device      auto, cpu or cuda
+  results     folder for records, tables, figures and reports
+  scale       size of a named sweep: full or tiny; auto is full on a GPU, tiny without
+  plan        print the cases with predicted memory and time, and run nothing
+  retry       measure failed cases again
+  timeout_s   limit for one case
+  isolate     a process of its own for each case
+  interleave  rounds (A B A B) in which cases that differ in attention alone are measured
+
+Flags: --cfg job prints the composed configuration, --info all tells more, --hydra-help too.
+"""
+
+
+def template() -> str:
+    """Hydra's help template, with the choices of every group that a user can set."""
+    names = {group: choices(group) for group in GROUPS}
+    names["sweeps"] = sorted(path.stem for path in SWEEPS.glob("*.yaml"))
+    lines = [f"  {group:<10} {', '.join(found)}" for group, found in names.items()]
+    return _TEMPLATE.replace("@CHOICES@", "\n".join(lines))

@@ -1,0 +1,171 @@
+"""Attention backends that misbehave, for the tests of what the harness does about it.
+
+Loaded through ``ATTNBENCH_PLUGINS=tests.faults``. Each name is one misbehaviour; the suffix
+``_rank1`` confines it to rank 1, and ``_late`` lets the check pass and misbehaves in the
+warm-up, while the other rank waits in a collective of the backward pass.
+
+Two of them talk to the test through the folder in ``ATTNBENCH_TEST_FOLDER``: a backend says
+there that it has been called and by which process, and the test says when it may go on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kernels.backend import AttentionBackend, AttentionProblem, attention_backend
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FOLDER_VARIABLE = "ATTNBENCH_TEST_FOLDER"
+
+# The check and, in a model of one layer, nothing else.
+CALLS_OF_THE_CHECK = 1
+
+_num_calls: dict[int, int] = {}
+"""Calls by the identity of a backend, which lives as long as its case."""
+
+
+@attention_backend("fault_raise", kind="raise")
+@attention_backend("fault_raise_rank1", kind="raise", rank=1)
+@attention_backend("fault_raise_rank1_late", kind="raise", rank=1, good_calls=CALLS_OF_THE_CHECK)
+@attention_backend("fault_raise_late", kind="raise", good_calls=CALLS_OF_THE_CHECK)
+@attention_backend("fault_flaky", kind="flaky")
+@attention_backend("fault_oom", kind="oom")
+@attention_backend("fault_oom_host", kind="oom_host")
+@attention_backend("fault_oom_rank1", kind="oom", rank=1)
+@attention_backend("fault_oom_rank1_late", kind="oom", rank=1, good_calls=CALLS_OF_THE_CHECK)
+@attention_backend("fault_sigkill", kind="sigkill")
+@attention_backend("fault_sigkill_rank1", kind="sigkill", rank=1)
+@attention_backend("fault_sigkill_rank1_late", kind="sigkill", rank=1, good_calls=1)
+@attention_backend("fault_segfault", kind="segfault")
+@attention_backend("fault_exit", kind="exit")
+@attention_backend("fault_hang", kind="hang")
+@attention_backend("fault_hang_rank1", kind="hang", rank=1)
+@attention_backend("fault_hang_rank1_late", kind="hang", rank=1, good_calls=CALLS_OF_THE_CHECK)
+@attention_backend("fault_wrong", kind="wrong")
+@attention_backend("fault_nan", kind="nan")
+@attention_backend("fault_unsupported", kind="unsupported")
+@attention_backend("witness", kind="witness")
+@attention_backend("held", kind="held")
+@dataclass(kw_only=True, slots=True)
+class Fault(AttentionBackend):
+    """Explicit softmax attention with one misbehaviour."""
+
+    kind: str = "witness"
+    rank: int | None = None
+    """The only rank that misbehaves; None is all of them."""
+    good_calls: int = 0
+    """Calls that go well first."""
+
+    def supports(self, problem: AttentionProblem) -> str | None:
+        return "the test says so" if self.kind == "unsupported" else None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
+        calls = _num_calls[id(self)] = _num_calls.get(id(self), 0) + 1
+        o = _attention(q, k, v, causal, scale)
+        if self.rank not in (None, _rank()) or calls <= self.good_calls:
+            return o
+        return _MISBEHAVIOURS[self.kind](o)
+
+
+def _raise(o: Tensor) -> Tensor:
+    raise ValueError("this backend always raises\nand says more on a second line")
+
+
+def _raise_while_broken(o: Tensor) -> Tensor:
+    return _raise(o) if (_folder() / "broken").exists() else o
+
+
+def _out_of_memory(o: Tensor) -> Tensor:
+    import torch
+
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 PiB.")
+
+
+def _exhaust_host_memory(o: Tensor) -> Tensor:
+    import torch
+
+    return torch.zeros(2**50)
+
+
+def _kill_self(o: Tensor) -> Tensor:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return o
+
+
+def _segfault(o: Tensor) -> Tensor:
+    ctypes.string_at(0)
+    return o
+
+
+def _exit(o: Tensor) -> Tensor:
+    os._exit(7)
+
+
+def _hang(o: Tensor) -> Tensor:
+    time.sleep(1000)
+    return o
+
+
+def _witness(o: Tensor) -> Tensor:
+    """Append this process and the sequence length to ``calls``."""
+    with (_folder() / "calls").open("a", encoding="utf-8") as file:
+        file.write(f"{os.getpid()} {o.shape[-2]}\n")
+    return o
+
+
+def _held(o: Tensor) -> Tensor:
+    """Stay, with a child in a session of its own, for as long as ``hold`` exists."""
+    _witness(o)
+    if (_folder() / "hold").exists():
+        code = "import time; time.sleep(1000)"
+        child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+        (_folder() / f"held-{os.getpid()}").write_text(str(child.pid), encoding="utf-8")
+        while (_folder() / "hold").exists():
+            time.sleep(0.02)
+        child.kill()
+        child.wait()
+    return o
+
+
+_MISBEHAVIOURS = {
+    "raise": _raise,
+    "flaky": _raise_while_broken,
+    "oom": _out_of_memory,
+    "oom_host": _exhaust_host_memory,
+    "sigkill": _kill_self,
+    "segfault": _segfault,
+    "exit": _exit,
+    "hang": _hang,
+    "wrong": lambda o: o * 1.01,
+    "nan": lambda o: o * float("nan"),
+    "witness": _witness,
+    "held": _held,
+}
+
+
+def _folder() -> Path:
+    return Path(os.environ[FOLDER_VARIABLE])
+
+
+def _rank() -> int:
+    import torch.distributed as dist
+
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+    scores = q @ k.mT * scale
+    if causal:
+        hidden = scores.new_ones(scores.shape[-2:]).triu(diagonal=1).bool()
+        scores = scores.masked_fill(hidden, float("-inf"))
+    return scores.softmax(dim=-1) @ v
