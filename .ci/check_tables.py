@@ -8,7 +8,7 @@ import pandas as pd
 
 folder = Path(sys.argv[1])
 rows = 0
-for name in ("summary", "attention_summary", "comparison"):
+for name in ("summary", "attention_summary"):
     table = pd.read_csv(folder / "tables" / f"{name}.csv")
     for suffix in ("md", "tex"):
         assert (folder / "tables" / f"{name}.{suffix}").stat().st_size > 100, (name, suffix)

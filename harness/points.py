@@ -124,7 +124,7 @@ POINTS: dict[str, Point] = {
     "device_name": Point(header="device name", describe=_always, optional=True),
     "memory_source": Point(
         header="memory source",
-        describe=lambda value: {"rss": "memory is the resident set of the process"}.get(value, ""),
+        describe=lambda value: {"rss": "memory is growth of the resident set"}.get(value, ""),
         optional=True,
     ),
 }

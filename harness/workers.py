@@ -182,10 +182,14 @@ class WorkerGroup:
         reply.healthy = False
         if any(outcome["rank"] == rank_index for outcome in reply.outcomes):
             return
-        if reply.fault is None:
+        how = self._how_it_ended(rank_index)
+        # NCCL's watchdog aborts a rank whose peer has gone; the peer's own words say why.
+        is_cause = self._ranks[rank_index].process.returncode != -signal.SIGABRT or not any(
+            outcome["status"] != "ok" for outcome in reply.outcomes
+        )
+        if reply.fault is None and is_cause:
             reply.fault = "failed"
             who = f"rank {rank_index}" if self.world_size > 1 else "the worker"
-            how = self._how_it_ended(rank_index)
             reply.message = f"{who} {how} while {self._ranks[rank_index].stage}"
 
     def _note_silence(self, reply: Reply) -> None:
@@ -196,11 +200,16 @@ class WorkerGroup:
         reply.message = f"no answer to the other ranks' vote from {where or 'any rank'}"
 
     def _collect_last_words(self, reply: Reply) -> None:
-        """A rank that raised while its peers wait for it may still be about to say so."""
+        """A rank that raised while its peers wait for it may still be about to say so.
+
+        And one that was killed may be seen to have ended only after its peers' complaints.
+        """
         deadline = time.monotonic() + GRACE_S
         while time.monotonic() < deadline and not all(rank.closed for rank in self._ranks):
-            for _, event in self._poll(deadline):
-                if event is not None and event["event"] == "result":
+            for rank_index, event in self._poll(deadline):
+                if event is None:
+                    self._note_death(rank_index, reply)
+                elif event["event"] == "result":
                     reply.outcomes += event["outcomes"]
         reply.last_stages = [rank.stage for rank in self._ranks]
 
