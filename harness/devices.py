@@ -74,7 +74,8 @@ def limit_host_memory() -> None:
     with contextlib.suppress(ValueError, OSError):
         available = psutil.virtual_memory().available
         in_use = psutil.Process().memory_info().vms
-        resource.setrlimit(resource.RLIMIT_AS, (in_use + available, resource.RLIM_INFINITY))
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        resource.setrlimit(resource.RLIMIT_AS, (in_use + available, hard))
 
 
 @cache

@@ -9,11 +9,16 @@ drifting clock or a noisy neighbour meets all of them.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
+import os
+import re
+import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,7 +36,7 @@ class RunOptions:
     isolate: bool = False
     retry: bool = False
     interleave: int = 1
-    vote_timeout_s: float = 30.0
+    vote_timeout_s: float = 60.0
 
 
 class Progress(Protocol):
@@ -98,7 +103,9 @@ class Runner:
                 if run.ended:
                     continue
                 self.progress.started(run.case)
-                self._measure_round(run, rounds, round_index)
+                waiting = partial(self.progress.stage, "waiting for another run on this device")
+                with exclusive_device(run.case.device, waiting):
+                    self._measure_round(run, rounds, round_index)
                 if run.ended or round_index == rounds - 1:
                     record = run.to_record(rounds)
                     self.store.write(record)
@@ -220,6 +227,33 @@ class _Run:
             record.phases[name] = Phase(clock=clock, samples_ms=per_rank)
             record.rounds = [len(outcomes[0]["samples_ms"].get(name, [])) for outcomes in complete]
         return record
+
+
+@contextlib.contextmanager
+def exclusive_device(device: str, on_wait: Callable[[], object]) -> Iterator[None]:
+    """Keep other runs on this host off the device: two that measure at once spoil each other.
+
+    A lock in the temporary folder, which the operating system drops when its holder dies.
+    Runs that see different GPUs (CUDA_VISIBLE_DEVICES) do not wait for each other.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all") if device == "cuda" else ""
+    name = re.sub(r"[^a-z0-9]+", "_", f"{device} {visible}".lower())
+    path = Path(tempfile.gettempdir()) / f"attnbench_{name}.lock"
+    try:
+        lock = os.open(path, os.O_RDONLY | os.O_CREAT, 0o644)
+    except OSError:
+        # A temporary folder that cannot be written is no reason not to measure.
+        yield
+        return
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            on_wait()
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
 
 
 def comparison_groups(cases: Iterable[Case]) -> list[list[Case]]:

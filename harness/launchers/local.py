@@ -29,7 +29,7 @@ print(json.dumps({"torch": torch.__version__, "built_for": torch.version.cuda, "
 class Local(Launcher):
     """Runs every case on this host, one at a time."""
 
-    vote_timeout_s: float = 30.0
+    vote_timeout_s: float = 60.0
     """How long a rank waits for the others to agree on how a case ended."""
 
     def __post_init__(self) -> None:
