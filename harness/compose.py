@@ -74,10 +74,11 @@ def compose_request(arguments: Sequence[str]) -> Request:
     device = launcher.resolve_device(run["device"])
     scale = run["scale"]
     if scale == "auto":
-        scale = "full" if device == "cuda" else "tiny"
+        scale = "full" if device == "cuda" or "tiny" not in sweep.scales else "tiny"
     require_choice("scale", scale, list(sweep.scales))
     cases = _expand(sweep.scales[scale], typed, device)
     launcher.validate(cases)
+    _require_rendering(sweep)
     options = RunOptions(
         results=Path(run["results"]),
         timeout_s=run["timeout_s"],
@@ -98,6 +99,20 @@ def compose_request(arguments: Sequence[str]) -> Request:
         command=shlex.join(["attnbench", *arguments]),
         plan=run["plan"],
     )
+
+
+def _require_rendering(sweep: Sweep) -> None:
+    """Raise ValueError for a table or figure that nobody makes, before hours of measuring."""
+    from harness.figure import FIGURES
+    from harness.table import TABLES
+
+    for registry, names in ((TABLES, sweep.tables), (FIGURES, sweep.figures)):
+        for name in names:
+            if name not in registry:
+                raise ValueError(
+                    f"sweeps={sweep.name}: {registry.group}s: {name}: no such {registry.group}, "
+                    f"one of {', '.join(registry.names())}"
+                )
 
 
 def _parse(arguments: Sequence[str]) -> Axes:
@@ -131,7 +146,10 @@ def _values(override: Override, parser: OverridesParser) -> Iterator[Any]:
     if isinstance(value, Glob):
         if key not in GROUPS:
             raise ValueError(f"{key}: glob(...) matches choices, and {key} is a value")
-        yield from value.filter(choices(key))
+        matches = value.filter(choices(key))
+        if not matches:
+            raise ValueError(f"{key}: the glob matches none of {', '.join(choices(key))}")
+        yield from matches
         return
     for text in override.sweep_string_iterator():
         yield parser.parse_override(f"{key}={text}").value()

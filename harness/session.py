@@ -83,9 +83,9 @@ def _report(console: Console, request: Request, store: RecordStore) -> int:
 
 
 def _opening(request: Request, plan: Plan) -> str:
-    what = f"{request.sweep.title} ({request.label}, scale {request.scale})"
+    scale = f", scale {request.scale}" if len(request.sweep.scales) > 1 else ""
     known = f", {len(plan.done)} of them recorded already" if plan.done else ""
-    return f"{what}: {len(request.cases)} cases{known}"
+    return f"{request.sweep.title} ({request.label}{scale}): {len(request.cases)} cases{known}"
 
 
 def _print_plan(console: Console, request: Request, plan: Plan) -> None:

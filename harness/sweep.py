@@ -40,7 +40,7 @@ AD_HOC = Sweep(
     about="Cases chosen on the command line.",
     tables=["summary", "attention_summary", "comparison", "cases"],
     figures=["step_time", "attention_scaling"],
-    scales={"full": [{}], "tiny": [{}]},
+    scales={"full": [{}]},
 )
 """What a command without ``sweeps=`` runs: one grid, given by its own keys."""
 

@@ -20,6 +20,7 @@ import textwrap
 import traceback
 from dataclasses import asdict
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--world-size", type=int, default=1)
-    parser.add_argument("--init-method", default="", help="rendezvous URL of the process group")
+    parser.add_argument("--scratch", required=True, help="folder shared by the group's ranks")
     parser.add_argument("--vote-timeout-s", type=float, default=30.0)
     parser.add_argument("--collective-timeout-s", type=float, default=600.0)
     arguments = parser.parse_args()
@@ -64,6 +65,7 @@ class Worker:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.rank: int = arguments.rank
         self.world_size: int = arguments.world_size
+        self._compile_caches = Path(arguments.scratch) / f"compile-rank{self.rank}"
         self._events = os.fdopen(arguments.events_fd, "w", buffering=1, encoding="utf-8")
         self.vote_group: dist.ProcessGroup | None = None
         if arguments.device == "cuda":
@@ -78,7 +80,7 @@ class Worker:
         if self.world_size > 1:
             dist.init_process_group(
                 "nccl" if arguments.device == "cuda" else "gloo",
-                init_method=arguments.init_method,
+                init_method=f"file://{arguments.scratch}/rendezvous",
                 rank=self.rank,
                 world_size=self.world_size,
                 timeout=timedelta(seconds=arguments.collective_timeout_s),
@@ -171,10 +173,22 @@ class Worker:
     def _forget_last_case(self, case: Case) -> None:
         """Give every case the same start: no cached memory, no compiled code, stated numerics."""
         torch._dynamo.reset()
+        self._use_compile_cache_of(case)
         # A training step must not depend on what an earlier case left in the allocator.
         Bench(device=self.device).reset_memory()
         torch.manual_seed(case.seed)
         torch.set_float32_matmul_precision("high" if case.precision.tf32 else "highest")
+
+    def _use_compile_cache_of(self, case: Case) -> None:
+        """Compile every case from nothing, so that compile time does not depend on the past.
+
+        Rounds of one interleaved case share what its first round compiled.
+        """
+        folder = self._compile_caches / case.id
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+        os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
+        if "torch._inductor.utils" in sys.modules:
+            torch._inductor.utils.clear_caches()
 
     def _send(self, **event: Any) -> None:
         self._events.write(json.dumps(event) + "\n")

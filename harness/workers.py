@@ -82,7 +82,7 @@ class WorkerGroup:
         command = [sys.executable, "-m", "harness.worker", f"--events-fd={write_fd}"]
         command += [f"--device={self.device}", f"--rank={rank}"]
         command += [f"--world-size={self.world_size}", f"--vote-timeout-s={vote_timeout_s}"]
-        command += [f"--init-method=file://{self._scratch.name}/rendezvous"]
+        command += [f"--scratch={self._scratch.name}"]
         # Above the parent's own limit, so that the parent ends a hang and knows it for one.
         command += [f"--collective-timeout-s={timeout_s + 60}"]
         root = Path(__file__).resolve().parent.parent
