@@ -191,13 +191,15 @@ class Bench:
         else:
             devices.reset_peak_resident()
 
-    def note_memory(self) -> None:
-        """Record the peaks since :meth:`reset_memory`."""
+    def note_memory(self, *, own_bytes: int = 0) -> None:
+        """Record the peaks since :meth:`reset_memory`, without the bench's own buffers."""
         if self.device.type == "cuda":
+            allocated = torch.cuda.max_memory_allocated(self.device)
+            reserved = torch.cuda.max_memory_reserved(self.device)
             self.outcome.memory |= {
                 "source": "cuda",
-                "peak_allocated_bytes": torch.cuda.max_memory_allocated(self.device),
-                "peak_reserved_bytes": torch.cuda.max_memory_reserved(self.device),
+                "peak_allocated_bytes": allocated - own_bytes,
+                "peak_reserved_bytes": reserved - own_bytes,
             }
         else:
             peak = max(0, devices.peak_resident_bytes() - self._baseline_rss)
@@ -289,7 +291,7 @@ class Bench:
                 whole.append((time.perf_counter() - started) * 1e3)
         self.synchronize()
 
-        self.note_memory()
+        self.note_memory(own_bytes=0 if scratch is None else FLUSH_BYTES)
         self.outcome.device_state.setdefault("before", state_before)
         self.outcome.device_state["after"] = devices.gpu_state(self.device)
         recompilations = self.compile_watch.count - compiled_before
