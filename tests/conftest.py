@@ -1,0 +1,42 @@
+"""What several test files share: the real command in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def pytest_report_header() -> str:
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return f"CUDA devices: {count}; tests marked gpu and multigpu skip without them"
+
+
+@pytest.fixture(scope="session")
+def command() -> Command:
+    """Runs ``attnbench`` as a user does, without a GPU, and returns how it ended."""
+
+    def run(
+        *arguments: str, environment: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "harness", *arguments],
+            cwd=ROOT,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **(environment or {})},
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+
+    return run

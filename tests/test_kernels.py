@@ -1,0 +1,531 @@
+"""Every attention backend against float64 attention written out in loops, and the check itself.
+
+Parametrised over the registry: a new backend is tested by being registered. Each shape is
+either computed correctly or declared unsupported with a reason.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import BACKENDS, AttentionBackend, AttentionProblem, accounting
+from kernels._reference import ROWS, TOLERANCE, check_slice
+from kernels.toolchain import why_not_compile
+
+NO_CUDA = "needs a CUDA device, and torch sees none"
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_CUDA)
+
+# Each shape takes torch.compile ten seconds or more on a CPU, so these see few of them.
+COMPILING = ("compiled", "flex")
+
+# Largest error allowed, relative to the largest entry of the expected tensor.
+CLOSENESS = {"float32": 2e-5, "bfloat16": 3e-2, "float16": 4e-3}
+
+
+@dataclass(kw_only=True, slots=True)
+class Expected:
+    """Float64 attention of one problem."""
+
+    o: Tensor
+    lse: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+def attention_by_definition(
+    q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, do_BHSD: Tensor, *, causal: bool, scale: float
+) -> Expected:
+    """One query at a time, over the keys that it sees; gradients by the chain rule, by hand."""
+    q, k, v, do = (x.detach().double().cpu() for x in (q_BHSD, k_BHSD, v_BHSD, do_BHSD))
+    batch_size, num_heads, q_len, _ = q.shape
+    kv_len = k.shape[2]
+    group_size = num_heads // k.shape[1]
+    o, dq, dk, dv = map(torch.zeros_like, (q, q, k, v))
+    lse = torch.zeros(batch_size, num_heads, q_len, dtype=torch.float64)
+    for b in range(batch_size):
+        for h in range(num_heads):
+            g = h // group_size
+            for i in range(q_len):
+                seen = i + kv_len - q_len + 1 if causal else kv_len
+                keys, values = k[b, g, :seen], v[b, g, :seen]
+                scores = keys @ q[b, h, i] * scale
+                largest = scores.max()
+                weights = (scores - largest).exp()
+                lse[b, h, i] = largest + weights.sum().log()
+                p = weights / weights.sum()
+                o[b, h, i] = p @ values
+                dp = values @ do[b, h, i]
+                ds = p * (dp - (p * dp).sum()) * scale
+                dq[b, h, i] = ds @ keys
+                dk[b, g, :seen] += torch.outer(ds, q[b, h, i])
+                dv[b, g, :seen] += torch.outer(p, do[b, h, i])
+    return Expected(o=o, lse=lse, dq=dq, dk=dk, dv=dv)
+
+
+def problem_of(**changes: object) -> AttentionProblem:
+    plain = AttentionProblem(
+        batch_size=2,
+        num_heads=2,
+        num_kv_heads=2,
+        q_len=33,
+        kv_len=33,
+        head_dim=16,
+        dtype="float32",
+        device="cpu",
+        causal=True,
+        needs_grad=True,
+    )
+    return replace(plain, **changes)  # type: ignore[arg-type]
+
+
+SHAPES = {
+    "plain": {},
+    "one token": {"q_len": 1, "kv_len": 1},
+    "five tokens": {"q_len": 5, "kv_len": 5},
+    "head_dim 40": {"head_dim": 40},
+    "grouped queries": {"num_heads": 6, "num_kv_heads": 2},
+    "one KV head": {"num_heads": 4, "num_kv_heads": 1, "batch_size": 1},
+    "more keys": {"q_len": 5, "kv_len": 33},
+    "one query": {"q_len": 1, "kv_len": 33, "num_heads": 4},
+    "fewer keys": {"q_len": 33, "kv_len": 5},
+    "two blocks": {"q_len": 130, "kv_len": 130, "batch_size": 1, "head_dim": 40},
+}
+COMPILED_SHAPES = ("grouped queries",)
+
+
+@cache
+def tensors_of(problem: AttentionProblem) -> tuple[Tensor, ...]:
+    """q, k, v, do: the same for every backend."""
+    generator = torch.Generator().manual_seed(11)
+
+    def randn(heads: int, length: int) -> Tensor:
+        shape = (problem.batch_size, heads, length, problem.head_dim)
+        x = torch.randn(shape, generator=generator, dtype=torch.float64)
+        return x.to(problem.device, getattr(torch, problem.dtype))
+
+    return (
+        randn(problem.num_heads, problem.q_len),
+        randn(problem.num_kv_heads, problem.kv_len),
+        randn(problem.num_kv_heads, problem.kv_len),
+        randn(problem.num_heads, problem.q_len),
+    )
+
+
+@cache
+def expected_of(problem: AttentionProblem) -> Expected:
+    q, k, v, do = tensors_of(problem)
+    return attention_by_definition(q, k, v, do, causal=problem.causal, scale=scale_of(problem))
+
+
+def scale_of(problem: AttentionProblem) -> float:
+    """Not the usual 1/sqrt(d), so that a backend which ignores it is found out."""
+    return 0.7 * problem.head_dim**-0.5
+
+
+def backend_of(name: str) -> AttentionBackend:
+    entry = BACKENDS[name]
+    return entry.target(name=name, **entry.preset)
+
+
+def assert_close(got: Tensor, expected: Tensor, dtype: str, what: str) -> None:
+    assert got.shape == expected.shape, what
+    error = float((got.detach().double().cpu() - expected).abs().max())
+    # Inputs are standard normal; the gradients of a single token's scores are zero but for
+    # what terms of that size leave when they cancel.
+    limit = CLOSENESS[dtype] * max(0.1, float(expected.abs().max()))
+    assert error <= limit, f"{what} is off by {error:.3g}, more than {limit:.3g}"
+
+
+def require_support(backend: AttentionBackend, problem: AttentionProblem) -> None:
+    reason = backend.supports(problem)
+    if reason is not None:
+        assert reason.strip(), "a backend says why"
+        assert "\n" not in reason
+        pytest.skip(f"{backend.name}: {reason}")
+
+
+def compare(name: str, problem: AttentionProblem) -> None:
+    """A backend's output and, if asked for, its gradients against the definition."""
+    backend = backend_of(name)
+    require_support(backend, problem)
+    q, k, v, do = tensors_of(problem)
+    leaves = [x.clone().requires_grad_(problem.needs_grad) for x in (q, k, v)]
+    expected = expected_of(problem)
+    with torch.set_grad_enabled(problem.needs_grad):
+        o = backend.attend(*leaves, causal=problem.causal, scale=scale_of(problem))
+    assert o.dtype == q.dtype
+    assert_close(o, expected.o, problem.dtype, "o")
+    if problem.needs_grad:
+        gradients = torch.autograd.grad(o, leaves, do)
+        for what, gradient in zip(("dq", "dk", "dv"), gradients, strict=True):
+            assert gradient.dtype == q.dtype
+            assert_close(gradient, getattr(expected, what), problem.dtype, what)
+
+
+def grid() -> list[object]:
+    """Backend, shape, dtype and mask; a few only for those that compile each shape."""
+    points = []
+    for name in BACKENDS.names():
+        for shape in SHAPES:
+            for dtype in ("float32", "bfloat16"):
+                for causal in (True, False):
+                    if name in COMPILING and (shape not in COMPILED_SHAPES or dtype != "float32"):
+                        continue
+                    words = (name, shape, dtype, "causal" if causal else "full")
+                    points.append(pytest.param(name, shape, dtype, causal, id="-".join(words)))
+    return points
+
+
+class TestAgainstTheDefinition:
+    @pytest.mark.parametrize(("name", "shape", "dtype", "causal"), grid())
+    def test_output_and_gradients(self, name: str, shape: str, dtype: str, causal: bool) -> None:
+        if name in COMPILING and (reason := why_not_compile("cpu")):
+            pytest.skip(f"{name}: {reason}")
+        compare(name, problem_of(**SHAPES[shape], dtype=dtype, causal=causal))
+
+    def test_flex_without_gradients(self) -> None:
+        """All that FlexAttention can do on a CPU."""
+        if reason := why_not_compile("cpu"):
+            pytest.skip(reason)
+        compare("flex", problem_of(num_heads=4, needs_grad=False))
+
+    @pytest.mark.parametrize("name", BACKENDS.names())
+    def test_without_gradients_nothing_is_kept(self, name: str) -> None:
+        if name in COMPILING:
+            pytest.skip(f"{name}: compiles for ten seconds; its output is checked above")
+        problem = problem_of(needs_grad=False)
+        compare(name, problem)
+        assert not backend_of(name).keeps_scores(problem)
+
+    @pytest.mark.parametrize("name", BACKENDS.names())
+    def test_inputs_as_the_transformer_stores_them(self, name: str) -> None:
+        """[B, S, H, D] in memory, which a kernel must not take for [B, H, S, D]."""
+        if name in COMPILING:
+            pytest.skip(f"{name}: compiles for ten seconds; strides are Inductor's business")
+        problem = problem_of(num_heads=4)
+        backend = backend_of(name)
+        require_support(backend, problem)
+        q, k, v, do = (x.transpose(1, 2).contiguous().mT.mT for x in tensors_of(problem))
+        leaves = [x.transpose(1, 2).detach().requires_grad_() for x in (q, k, v)]
+        assert not leaves[0].is_contiguous()
+        expected = expected_of(problem)
+        o = backend.attend(*leaves, causal=True, scale=scale_of(problem))
+        assert_close(o, expected.o, "float32", "o")
+        for what, gradient in zip(
+            ("dq", "dk", "dv"), torch.autograd.grad(o, leaves, do.transpose(1, 2)), strict=True
+        ):
+            assert_close(gradient, getattr(expected, what), "float32", what)
+
+    @pytest.mark.parametrize("name", BACKENDS.names())
+    def test_large_scores_do_not_overflow(self, name: str) -> None:
+        """exp(200) is infinite in float32; a softmax subtracts the largest score first."""
+        if name in COMPILING:
+            pytest.skip(f"{name}: compiles for ten seconds; it is the naive softmax")
+        problem = problem_of(needs_grad=False)
+        backend = backend_of(name)
+        require_support(backend, problem)
+        q, k, v, do = tensors_of(problem)
+        expected = attention_by_definition(60 * q, k, v, do, causal=True, scale=1.0)
+        assert float(expected.lse.max()) > 200
+        o = backend.attend(60 * q, k, v, causal=True, scale=1.0)
+        assert_close(o, expected.o, "bfloat16", "o")
+
+
+class TestExplicitLse:
+    """forward and backward as a ring calls them: with the log-sum-exp as a tensor."""
+
+    @pytest.mark.parametrize("name", [n for n in BACKENDS.names() if backend_of(n).gives_lse])
+    @pytest.mark.parametrize("causal", [True, False])
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_forward_and_backward(self, name: str, causal: bool, dtype: str, shape: str) -> None:
+        problem = problem_of(**SHAPES[shape], dtype=dtype, causal=causal)
+        backend = backend_of(name)
+        require_support(backend, problem)
+        q, k, v, do = tensors_of(problem)
+        expected = expected_of(problem)
+        options = {"causal": causal, "scale": scale_of(problem)}
+        with torch.no_grad():
+            o, lse = backend.forward(q, k, v, **options)
+            gradients = backend.backward(do, q, k, v, o, lse, **options)
+        assert lse.dtype == torch.float32
+        assert lse.shape == q.shape[:3]
+        assert o.dtype == q.dtype
+        assert_close(o, expected.o, dtype, "o")
+        assert_close(lse, expected.lse, dtype, "lse")
+        for what, gradient in zip(("dq", "dk", "dv"), gradients, strict=True):
+            assert_close(gradient, getattr(expected, what), dtype, what)
+
+    @pytest.mark.parametrize("name", [n for n in BACKENDS.names() if backend_of(n).gives_lse])
+    def test_partial_results_combine_by_their_lse(self, name: str) -> None:
+        """What a ring relies on: attention over all keys from attention over two halves.
+
+        The backward of a half takes the lse and o of the whole (CS336 text; Ring Attention).
+        """
+        problem = problem_of(causal=False, q_len=8, kv_len=24)
+        backend = backend_of(name)
+        require_support(backend, problem)
+        q, k, v, do = tensors_of(problem)
+        expected = expected_of(problem)
+        options = {"causal": False, "scale": scale_of(problem)}
+        halves = [slice(0, 11), slice(11, 24)]
+        with torch.no_grad():
+            parts = [backend.forward(q, k[:, :, s], v[:, :, s], **options) for s in halves]
+            lse = torch.stack([part for _, part in parts]).logsumexp(dim=0)
+            o = sum(part * (own - lse).exp().unsqueeze(-1) for part, own in parts)
+            gradients = [
+                backend.backward(do, q, k[:, :, s], v[:, :, s], o, lse, **options) for s in halves
+            ]
+        assert_close(o, expected.o, "float32", "o")
+        assert_close(gradients[0][0] + gradients[1][0], expected.dq, "float32", "dq")
+        for index, what in ((1, "dk"), (2, "dv")):
+            joined = torch.cat([part[index] for part in gradients], dim=2)
+            assert_close(joined, getattr(expected, what), "float32", what)
+
+    def test_any_backend_with_an_lse_becomes_differentiable(self) -> None:
+        """AttentionBackend.attend, which naive replaces by autograd's own."""
+        problem = problem_of(num_heads=4)
+        q, k, v, do = tensors_of(problem)
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        backend = backend_of("naive")
+        o = AttentionBackend.attend(backend, *leaves, causal=True, scale=scale_of(problem))
+        expected = expected_of(problem)
+        assert_close(o, expected.o, "float32", "o")
+        for what, gradient in zip(
+            ("dq", "dk", "dv"), torch.autograd.grad(o, leaves, do), strict=True
+        ):
+            assert_close(gradient, getattr(expected, what), "float32", what)
+
+
+CHECKED = {
+    "causal": {},
+    "full": {"causal": False},
+    "grouped": {"num_heads": 6, "num_kv_heads": 2},
+    "short": {"q_len": 5, "kv_len": 5},
+    "more keys": {"q_len": 5, "kv_len": 33},
+    "long": {"q_len": 700, "kv_len": 700, "batch_size": 1, "num_heads": 1, "num_kv_heads": 1},
+    "long, full": {
+        "q_len": 700,
+        "kv_len": 700,
+        "batch_size": 1,
+        "num_heads": 1,
+        "num_kv_heads": 1,
+        "causal": False,
+    },
+}
+
+
+def right_result(problem: AttentionProblem) -> dict[str, Tensor]:
+    q, k, v, do = tensors_of(problem)
+    expected = expected_of(problem)
+    dtype = q.dtype
+    return {
+        "q": q,
+        "k": k,
+        "v": v,
+        "do": do,
+        **{what: getattr(expected, what).to(dtype) for what in ("o", "dq", "dk", "dv")},
+    }
+
+
+class TestTheCheck:
+    """What the harness runs before it times: sees small planted errors, and no others."""
+
+    @pytest.mark.parametrize(
+        "length",
+        [
+            pytest.param(
+                1,
+                marks=pytest.mark.xfail(
+                    reason="relative_error divides by what float64 rounding leaves of zero",
+                    strict=False,
+                ),
+            ),
+            2,
+        ],
+    )
+    @pytest.mark.parametrize("head_dim", [16, 40, 64, 128])
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    @pytest.mark.parametrize("name", ["naive", "sdpa_flash", "sdpa_math"])
+    def test_gradients_that_cancel(self, length: int, head_dim: int, dtype: str, name: str) -> None:
+        """A softmax over one key is constant: what is left of dq and dk is rounding."""
+        problem = problem_of(q_len=length, kv_len=length, dtype=dtype, head_dim=head_dim)
+        q, k, v, do = tensors_of(problem)
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        o = backend_of(name).attend(*leaves, causal=True, scale=scale_of(problem))
+        dq, dk, dv = torch.autograd.grad(o, leaves, do)
+        tensors = {"q": q, "k": k, "v": v, "do": do, "o": o.detach(), "dq": dq, "dk": dk, "dv": dv}
+        errors = check_slice(problem, tensors, scale=scale_of(problem))
+        assert max(errors.values()) < TOLERANCE[dtype]
+
+    @pytest.mark.parametrize("kind", CHECKED)
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_passes_what_is_right(self, kind: str, dtype: str) -> None:
+        problem = problem_of(**CHECKED[kind], dtype=dtype)
+        errors = check_slice(problem, right_result(problem), scale=scale_of(problem))
+        assert set(errors) == {"o", "dq", "dk", "dv"}
+        assert max(errors.values()) < TOLERANCE[dtype] / 4
+
+    def test_without_gradients(self) -> None:
+        problem = problem_of(needs_grad=False)
+        tensors = right_result(problem)
+        forward = {name: tensors[name] for name in ("q", "k", "v", "o")}
+        assert set(check_slice(problem, forward, scale=scale_of(problem))) == {"o"}
+
+    @pytest.mark.parametrize("kind", CHECKED)
+    @pytest.mark.parametrize("what", ["o", "dq", "dk", "dv"])
+    @pytest.mark.parametrize("where", ["first", "last"])
+    def test_finds_one_wrong_row(self, kind: str, what: str, where: str) -> None:
+        problem = problem_of(**CHECKED[kind])
+        tensors = right_result(problem)
+        length = tensors[what].shape[2]
+        # Under a causal mask the first keys are seen by every query: too dear to check.
+        first = max(0, length - ROWS) if what in ("dk", "dv") else 0
+        row = first if where == "first" else length - 1
+        wrong = tensors[what].clone()
+        wrong[-1, -1, row] += 0.02 * wrong[-1, -1].norm(dim=-1).max()
+        errors = check_slice(problem, {**tensors, what: wrong}, scale=scale_of(problem))
+        assert errors.pop(what) > TOLERANCE["float32"]
+        assert max(errors.values()) < TOLERANCE["float32"]
+
+    @pytest.mark.parametrize("what", ["o", "dq", "dk", "dv"])
+    @pytest.mark.parametrize("value", [math.nan, math.inf])
+    def test_finds_a_single_value_that_is_no_number(self, what: str, value: float) -> None:
+        problem = problem_of()
+        tensors = right_result(problem)
+        wrong = tensors[what].clone()
+        wrong[-1, -1, -1, 3] = value
+        errors = check_slice(problem, {**tensors, what: wrong}, scale=scale_of(problem))
+        assert errors[what] == math.inf
+
+    @pytest.mark.parametrize(
+        ("mistake", "found_in"),
+        [
+            ("the mask is missing", {"o", "dq", "dk", "dv"}),
+            ("the scale is another", {"o", "dq", "dk", "dv"}),
+            ("top-left alignment", {"o", "dq", "dk", "dv"}),
+            ("heads grouped the other way", {"o", "dq", "dk", "dv"}),
+        ],
+    )
+    def test_finds_the_usual_mistakes(self, mistake: str, found_in: set[str]) -> None:
+        problem = problem_of(num_heads=6, num_kv_heads=2, q_len=20, kv_len=33)
+        q, k, v, do = tensors_of(problem)
+        scale, causal = scale_of(problem), True
+        if mistake == "the mask is missing":
+            causal = False
+        elif mistake == "the scale is another":
+            scale *= 1.01
+        if mistake == "top-left alignment":
+            seen = problem.q_len
+            part = attention_by_definition(
+                q, k[:, :, :seen], v[:, :, :seen], do, causal=True, scale=scale
+            )
+            pad = (0, 0, 0, problem.kv_len - seen)
+            part.dk, part.dv = (torch.nn.functional.pad(x, pad) for x in (part.dk, part.dv))
+            got = part
+        elif mistake == "heads grouped the other way":
+            order = [0, 2, 4, 1, 3, 5]
+            got = attention_by_definition(q[:, order], k, v, do[:, order], causal=True, scale=scale)
+            back = sorted(range(6), key=order.__getitem__)
+            got.o, got.dq = got.o[:, back], got.dq[:, back]
+        else:
+            got = attention_by_definition(q, k, v, do, causal=causal, scale=scale)
+        tensors = {"q": q, "k": k, "v": v, "do": do}
+        tensors |= {what: getattr(got, what).float() for what in ("o", "dq", "dk", "dv")}
+        errors = check_slice(problem, tensors, scale=scale_of(problem))
+        assert {what for what in errors if errors[what] > TOLERANCE["float32"]} == found_in
+
+
+class TestAccounting:
+    @pytest.mark.parametrize(
+        ("q_len", "kv_len"), [(1, 1), (5, 5), (64, 64), (3, 10), (10, 3), (512, 512)]
+    )
+    def test_pairs_are_those_of_the_mask(self, q_len: int, kv_len: int) -> None:
+        """The formula halves the square: short of the diagonal's other half by S / 2."""
+        counted = sum(max(0, i + kv_len - q_len + 1) for i in range(q_len))
+        formula = accounting.attended_pairs(q_len, kv_len, causal=True)
+        assert counted - formula == min(q_len, kv_len) / 2
+        assert accounting.attended_pairs(q_len, kv_len, causal=False) == q_len * kv_len
+
+    def test_flops_of_the_course_leaderboard_shape(self) -> None:
+        """4 B H S^2 D / 2 = 4 * 16 * 16384^2 * 64 / 2, and 2.5 times that backward."""
+        shape = {"q_len": 16384, "kv_len": 16384, "num_heads": 16, "num_kv_heads": 16}
+        problem = problem_of(batch_size=1, head_dim=64, **shape)
+        assert accounting.forward_flops(problem) == 549_755_813_888
+        assert accounting.backward_flops(problem) == 2.5 * 549_755_813_888
+        full = replace(problem, causal=False)
+        assert accounting.forward_flops(full) == 2 * 549_755_813_888
+
+    def test_bytes(self) -> None:
+        """Hand-counted: q and o of 2*4*8*16 values, k and v of 2*2*8*16, lse of 2*4*8."""
+        problem = problem_of(num_heads=4, q_len=8, kv_len=8, dtype="bfloat16")
+        assert accounting.forward_bytes(problem) == 2 * (2 * 1024 + 2 * 512) + 4 * 64
+        assert accounting.backward_bytes(problem) == 2 * (4 * 1024 + 4 * 512) + 4 * 64
+
+    @pytest.mark.parametrize("name", ["naive", "sdpa_flash"])
+    @pytest.mark.parametrize("causal", [True, False])
+    def test_predicted_memory_is_what_autograd_keeps(self, name: str, causal: bool) -> None:
+        """Of every storage that is saved for backward, once; in whole bytes."""
+        problem = problem_of(num_heads=4, num_kv_heads=4, q_len=128, kv_len=128, causal=causal)
+        backend = backend_of(name)
+        q, k, v, _ = (x.clone().requires_grad_() for x in tensors_of(problem))
+        kept = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in (q, k, v)}
+
+        def pack(x: Tensor) -> Tensor:
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            o = backend.attend(q, k, v, causal=causal, scale=scale_of(problem))
+        kept[o.untyped_storage().data_ptr()] = o.untyped_storage()
+        predicted = accounting.memory(problem, keeps_scores=backend.keeps_scores(problem))
+        counted = sum(storage.nbytes() for storage in kept.values())
+        # PyTorch's CPU flash attention keeps a few numbers of its random generator as well.
+        assert counted == pytest.approx(sum(predicted.values()), rel=1e-3)
+
+
+REAL = {
+    "leaderboard": {"num_heads": 16, "num_kv_heads": 16, "q_len": 16384, "head_dim": 64},
+    "llama3_8b": {"num_heads": 32, "num_kv_heads": 8, "q_len": 8192, "head_dim": 128},
+    "odd length": {"num_heads": 4, "num_kv_heads": 4, "q_len": 1027, "head_dim": 64},
+    "course": {"num_heads": 1, "num_kv_heads": 1, "q_len": 4096, "head_dim": 16},
+}
+
+
+@pytest.mark.gpu
+@needs_cuda
+class TestOnCuda:
+    @pytest.mark.parametrize("name", BACKENDS.names())
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+    @pytest.mark.parametrize("causal", [True, False])
+    @pytest.mark.parametrize("shape", REAL)
+    def test_real_sizes(self, name: str, dtype: str, causal: bool, shape: str) -> None:
+        """A slice of the real problem against float64; both as the harness measures it."""
+        sizes = {"batch_size": 1, **REAL[shape], "kv_len": REAL[shape]["q_len"]}
+        problem = problem_of(**sizes, dtype=dtype, causal=causal, device="cuda")
+        backend = backend_of(name)
+        if backend.keeps_scores(problem) and problem.q_len > 8192:
+            pytest.skip(f"{name}: 16 heads of 16,384 x 16,384 scores are for a sweep, not a test")
+        require_support(backend, problem)
+        torch.set_float32_matmul_precision("highest")
+        q, k, v, do = tensors_of(problem)
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        o = backend.attend(*leaves, causal=causal, scale=scale_of(problem))
+        dq, dk, dv = torch.autograd.grad(o, leaves, do)
+        tensors = {"q": q, "k": k, "v": v, "do": do, "o": o.detach(), "dq": dq, "dk": dk, "dv": dv}
+        errors = check_slice(problem, tensors, scale=scale_of(problem))
+        assert max(errors.values()) <= TOLERANCE[dtype], errors
+
+    @pytest.mark.parametrize("name", BACKENDS.names())
+    @pytest.mark.parametrize("shape", ["grouped queries", "more keys", "head_dim 40", "two blocks"])
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_small_shapes_against_the_definition(self, name: str, shape: str, dtype: str) -> None:
+        torch.set_float32_matmul_precision("highest")
+        compare(name, problem_of(**SHAPES[shape], dtype=dtype, device="cuda"))

@@ -1,0 +1,216 @@
+"""What keeps the design true: which package may import which, what stays light, who names whom."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from harness.figure import FIGURES
+from harness.launcher import LAUNCHERS
+from harness.table import TABLES
+from harness.task import TASKS
+from kernels import BACKENDS
+from kernels.registry import Registry
+from parallel import STRATEGIES
+
+PACKAGES = ("harness", "kernels", "models", "parallel")
+
+MAY_IMPORT = {
+    "kernels": {"kernels"},
+    "models": {"models", "kernels"},
+    "parallel": {"parallel", "kernels"},
+    "harness": {"harness", "parallel", "kernels", "models"},
+}
+
+REGISTRIES: dict[str, Registry[object]] = {
+    "kernels": BACKENDS,
+    "parallel": STRATEGIES,
+    "harness/tasks": TASKS,
+    "harness/launchers": LAUNCHERS,
+    "harness/tables": TABLES,
+    "harness/figures": FIGURES,
+}
+
+
+def sources(folder: str) -> list[Path]:
+    return sorted(path for path in (ROOT / folder).rglob("*.py"))
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Every module that a file imports, at its top or inside a function."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{relative(path)}: imports are absolute here"
+            assert node.module is not None
+            yield node.module
+
+
+class TestArrows:
+    @pytest.mark.parametrize("package", PACKAGES)
+    def test_point_one_way(self, package: str) -> None:
+        """harness -> parallel -> kernels; models import neither harness nor parallel."""
+        ours = {*PACKAGES, "benchmarks", "tests", "conf", "sweeps"}
+        assert sources(package)
+        for path in sources(package):
+            used = {name.split(".")[0] for name in imports(path)} & ours
+            assert used <= MAY_IMPORT[package], f"{relative(path)} imports {used}"
+
+    def test_every_package_is_installed(self) -> None:
+        """A folder with code or data that pyproject.toml forgets is missing after installing."""
+        values = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+        listed = set(values["tool"]["setuptools"]["packages"])
+        found = {
+            relative(path.parent).replace("/", ".")
+            for folder in (*PACKAGES, "conf", "sweeps")
+            for path in (ROOT / folder).rglob("*")
+            if path.suffix in (".py", ".yaml", ".j2")
+        }
+        assert found == listed
+
+
+class TestLightness:
+    @pytest.mark.parametrize(
+        "statement",
+        [
+            "import harness.cli",
+            "import harness.compose",
+            "import harness.session",
+            "import harness.report",
+            "from harness.config import registered_choices; registered_choices()",
+            "from harness.table import TABLES; TABLES.discover()",
+            "import models.accounting, models.config",
+        ],
+    )
+    def test_no_torch(self, statement: str) -> None:
+        """Registered files are imported for every command, and for --help."""
+        heavy = "[name for name in ('torch', 'triton', 'matplotlib') if name in sys.modules]"
+        done = subprocess.run(
+            [sys.executable, "-c", f"import sys; {statement}; print({heavy})"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout == "[]\n"
+
+    def test_nothing_happens_at_import(self) -> None:
+        """No process group, no device query, no file written by importing everything."""
+        modules = [
+            relative(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+            for package in PACKAGES
+            for path in sources(package)
+            if path.name != "__main__.py"
+        ]
+        code = (
+            f"import importlib, os, sys\n"
+            f"for name in {modules!r}: importlib.import_module(name)\n"
+            "import torch, torch.distributed as dist\n"
+            "print(torch.cuda.is_initialized(), dist.is_initialized())"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        assert done.stdout == "False False\n"
+
+
+def registered() -> list[tuple[str, str]]:
+    return [(folder, name) for folder, registry in REGISTRIES.items() for name in registry.names()]
+
+
+def strings(path: Path) -> Iterator[str]:
+    """String constants of a file, without docstrings."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    docstrings = {
+        id(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    for node in ast.walk(tree):
+        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if is_text and id(node) not in docstrings:
+            yield node.value
+
+
+def compared_names(path: Path) -> Iterator[str]:
+    """Strings that a file compares with: what a dispatch by name would look like."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Compare):
+            for part in ast.walk(node):
+                if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                    yield part.value
+        elif isinstance(node, ast.MatchValue) and isinstance(node.value, ast.Constant):
+            yield str(node.value.value)
+
+
+class TestOneFileOneChoice:
+    @pytest.mark.parametrize(("folder", "name"), registered())
+    def test_registered_by_a_file_of_its_folder(self, folder: str, name: str) -> None:
+        target = REGISTRIES[folder][name].target
+        module = sys.modules[target.__module__]  # type: ignore[attr-defined]
+        path = Path(str(module.__file__))
+        assert relative(path.parent) == folder
+        assert not path.name.startswith("_")
+        assert name in set(strings(path))
+
+    @pytest.mark.parametrize("folder", ["kernels", "parallel"])
+    def test_nobody_else_decides_by_its_name(self, folder: str) -> None:
+        """Else adding a choice, or renaming one, would mean editing a second file."""
+        registry = REGISTRIES[folder]
+        # none is a choice of other groups too; naive is the baseline of every speed-up.
+        names = set(registry.names()) - {"none", "naive"}
+        for package in PACKAGES:
+            for path in sources(package):
+                if path.parent == ROOT / folder:
+                    continue
+                found = names & set(compared_names(path))
+                if relative(path) in KNOWN_DECISIONS:
+                    found -= KNOWN_DECISIONS[relative(path)]
+                assert not found, f"{relative(path)} decides by {sorted(found)}"
+
+    def test_backends_do_not_know_each_other(self) -> None:
+        files = {path for path in sources("kernels") if not path.name.startswith("_")}
+        by_file: dict[str, set[str]] = {}
+        for entry in BACKENDS:
+            module = sys.modules[entry.target.__module__]
+            by_file.setdefault(Path(str(module.__file__)).name, set()).add(entry.name)
+        assert by_file
+        for path in files:
+            others = set(BACKENDS.names()) - by_file.get(path.name, set())
+            assert not others & set(compared_names(path))
+
+
+KNOWN_DECISIONS: dict[str, set[str]] = {
+    # A guess of the time that compiling takes, for the progress line alone.
+    "harness/plan.py": {"compiled", "flex"},
+}
+
+
+class TestText:
+    def test_no_file_knows_where_it_was_written(self) -> None:
+        """Sources hold no absolute path of somebody's machine."""
+        pattern = re.compile(r"[\"' =(](/home/|/Users/|/work/|/root/)")
+        for folder in (*PACKAGES, "conf", "sweeps", "tests", "benchmarks"):
+            for path in (ROOT / folder).rglob("*"):
+                if path.suffix in (".py", ".yaml", ".j2", ".md") and path != Path(__file__):
+                    assert not pattern.search(path.read_text(encoding="utf-8")), relative(path)
+
+    @pytest.mark.parametrize("package", PACKAGES)
+    def test_every_module_says_what_lives_there(self, package: str) -> None:
+        for path in sources(package):
+            text = path.read_text(encoding="utf-8")
+            if text.strip() and path.name != "__main__.py":
+                assert ast.get_docstring(ast.parse(text)), relative(path)

@@ -1,0 +1,198 @@
+"""Everything that can be chosen composes: each choice of each group, each named sweep."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import yaml
+
+from harness.case import Case
+from harness.compose import Request, compose_request
+from harness.config import CONF, GROUPS, SWEEPS, choices
+from harness.figure import FIGURES
+from harness.launchers import local
+from harness.plan import predicted_seconds
+from harness.runner import comparison_groups
+from harness.sweep import AD_HOC, load_sweep
+from harness.table import TABLES
+
+NAMES = sorted(path.stem for path in SWEEPS.glob("*.yaml"))
+
+# The questions of the CS336 text, and the first look of the README.
+EXPECTED = {
+    *("benchmarking_script", "warmup_effect", "mixed_precision"),
+    *("pytorch_attention", "torch_compile", "quickstart"),
+}
+
+
+@pytest.fixture(autouse=True)
+def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host with eight H200s, so that what is meant for GPUs composes anywhere."""
+    monkeypatch.setattr(local, "probe_cuda", lambda: {"names": ["NVIDIA H200"] * 8})
+
+
+def assert_whole(case: Case) -> None:
+    """A case survives its JSON, and its formulas give numbers."""
+    assert Case.from_dict(json.loads(json.dumps(case.to_dict()))) == case
+    memory = case.task.predicted_memory(case)
+    assert memory
+    assert all(math.isfinite(value) and value >= 0 for value in memory.values())
+    assert sum(memory.values()) > 0
+    work = case.task.work(case)
+    assert work
+    assert all(math.isfinite(item.flops) and item.flops >= 0 for item in work.values())
+    assert max(item.flops for item in work.values()) > 0
+    for name in ("", "NVIDIA H200"):
+        assert 0 < predicted_seconds(case, name) < math.inf
+    assert case.title
+
+
+def choice_points() -> list[tuple[str, str]]:
+    return [(group, name) for group in GROUPS for name in choices(group)]
+
+
+@pytest.mark.parametrize(("group", "name"), choice_points())
+def test_every_choice_composes(group: str, name: str) -> None:
+    for device in ("cpu", "cuda"):
+        (case,) = compose_request([f"{group}={name}", f"device={device}"]).cases
+        assert case.device == device
+        assert_whole(case)
+        if group != "launcher" and hasattr(getattr(case, group), "name"):
+            assert getattr(case, group).name == name
+
+
+def test_every_file_of_a_group_is_a_choice() -> None:
+    """And the other way round: a folder of conf/ is a group, or the hardware's numbers."""
+    folders = {path.name for path in CONF.iterdir() if path.is_dir() and path.name[0] not in "._"}
+    assert folders - {"hardware"} <= set(GROUPS)
+    for folder in folders & set(GROUPS):
+        assert {path.stem for path in (CONF / folder).glob("*.yaml")} == set(choices(folder))
+
+
+def test_defaults_are_what_the_schema_says() -> None:
+    """The values that a user does not type, by hand: the text's sizes, PyTorch's own choices."""
+    (case,) = compose_request(["device=cpu"]).cases
+    assert case.model is not None
+    assert case.compile is not None
+    assert (case.task.name, case.model.name, case.attention.name) == ("train_step", "small", "sdpa")
+    assert (case.precision.name, case.parallel.name) == ("fp32", "none")
+    assert case.compile.scope == "none"
+    assert (case.seq_len, case.batch_size, case.seed) == (256, 4, 0)
+
+
+class TestNamedSweeps:
+    def test_all_are_there(self) -> None:
+        assert set(NAMES) >= EXPECTED
+
+    @pytest.mark.parametrize("device", ["cpu", "cuda"])
+    @pytest.mark.parametrize("name", NAMES)
+    def test_composes_at_every_scale(self, name: str, device: str) -> None:
+        sweep = load_sweep(name)
+        assert set(sweep.scales) == {"full", "tiny"}
+        for scale in sweep.scales:
+            request = compose_request([f"sweeps={name}", f"device={device}", f"scale={scale}"])
+            assert request.label == name
+            assert request.scale == scale
+            ids = [case.id for case in request.cases]
+            assert len(ids) == len(set(ids)) > 1
+            assert all(case.device == device for case in request.cases)
+            for case in request.cases:
+                assert_whole(case)
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_scale_follows_the_device(self, name: str) -> None:
+        assert compose_request([f"sweeps={name}", "device=cpu"]).scale == "tiny"
+        assert compose_request([f"sweeps={name}"]).scale == "full"
+
+    @pytest.mark.parametrize("name", [*NAMES, None])
+    def test_tables_and_figures_exist(self, name: str | None) -> None:
+        sweep = AD_HOC if name is None else load_sweep(name)
+        assert sweep.title
+        assert sweep.about
+        assert sweep.tables
+        assert set(sweep.tables) <= set(TABLES.names())
+        assert set(sweep.figures) <= set(FIGURES.names())
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_no_key_twice_in_a_grid(self, name: str) -> None:
+        """YAML keeps the last of two equal keys without a word."""
+
+        class Strict(yaml.SafeLoader):
+            pass
+
+        def mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[str, object]:
+            keys = [loader.construct_object(key) for key, _ in node.value]
+            assert len(keys) == len(set(keys)), keys
+            return dict(
+                zip(
+                    keys,
+                    [loader.construct_object(v, deep=True) for _, v in node.value],
+                    strict=True,
+                )
+            )
+
+        Strict.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, mapping)
+        text = (SWEEPS / f"{name}.yaml").read_text(encoding="utf-8")
+        assert yaml.load(text, Loader=Strict)
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_a_laptop_has_the_memory(self, name: str) -> None:
+        cases = compose_request([f"sweeps={name}", "device=cpu"]).cases
+        largest = max(sum(case.task.predicted_memory(case).values()) for case in cases)
+        assert largest < 8 * 2**30
+
+
+def full(name: str) -> Request:
+    return compose_request([f"sweeps={name}", "device=cuda", "scale=full"])
+
+
+class TestWhatTheTextAsksFor:
+    """CS336 assignment 2; the numbers are typed from its problems."""
+
+    def test_benchmarking_script(self) -> None:
+        cases = full("benchmarking_script").cases
+        assert {case.model.name for case in cases if case.model} == {
+            *("small", "medium", "large", "xl", "2.7B")
+        }
+        modes = {case.task.mode for case in cases}
+        assert modes == {"forward", "forward_backward", "train_step"}
+        assert {case.batch_size for case in cases} == {4}
+        assert {case.model.vocab_size for case in cases if case.model} == {10_000}
+
+    def test_warmup_effect(self) -> None:
+        steps = {case.task.warmup_steps for case in full("warmup_effect").cases}
+        assert steps == {0, 1, 2, 5}
+
+    def test_mixed_precision(self) -> None:
+        names = {case.precision.name for case in full("mixed_precision").cases}
+        assert {"fp32", "bf16"} <= names
+
+    def test_pytorch_attention(self) -> None:
+        cases = full("pytorch_attention").cases
+        naive = [case for case in cases if case.attention.name == "naive"]
+        found = {(case.task.head_dim, case.seq_len) for case in naive}
+        assert found == {(d, s) for d in (16, 32, 64, 128) for s in (256, 1024, 4096, 8192, 16384)}
+        for case in cases:
+            assert case.batch_size == 8
+            assert case.task.num_heads == 1
+            assert case.task.measure_steps == 100
+
+    def test_torch_compile(self) -> None:
+        cases = full("torch_compile").cases
+        assert {"naive", "compiled"} <= {case.attention.name for case in cases}
+        scopes = {case.compile.scope for case in cases if case.compile}
+        assert {"none", "model"} <= scopes
+
+
+class TestComparisonGroups:
+    def test_backends_of_one_point_are_together(self) -> None:
+        cases = compose_request(
+            ["device=cpu", "model=tiny", "seq_len=8,16", "attention=naive,sdpa"]
+        ).cases
+        groups = [
+            [(case.attention.name, case.seq_len) for case in group]
+            for group in comparison_groups(cases[::-1])
+        ]
+        assert groups == [[("sdpa", 16), ("naive", 16)], [("sdpa", 8), ("naive", 8)]]
