@@ -181,18 +181,29 @@ class Bench:
         whole, rest = divmod(passes, self._rounds)
         return whole + (self._round_index < rest)
 
-    def reset_memory(self) -> None:
-        """Forget peaks so far; what is allocated now stays counted."""
+    def release_memory(self) -> None:
+        """Give back what nothing uses any more, so that set-up starts like a new process."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
+        else:
+            devices.release_resident()
+
+    def _start_peaks(self) -> None:
+        """Forget peaks so far; what is allocated now stays counted.
+
+        Releases nothing: the first pass would pay for taking the memory again.
+        """
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
         else:
             devices.reset_peak_resident()
 
     def note_memory(self, *, own_bytes: int = 0) -> None:
-        """Record the peaks since :meth:`reset_memory`, without the bench's own buffers."""
+        """Record the peaks of the measured passes, without the bench's own buffers."""
         if self.device.type == "cuda":
             allocated = torch.cuda.max_memory_allocated(self.device)
             reserved = torch.cuda.max_memory_reserved(self.device)
@@ -278,7 +289,7 @@ class Bench:
         self.stage("measuring")
         compiled_before = self.compile_watch.count
         state_before = devices.gpu_state(self.device)
-        self.reset_memory()
+        self._start_peaks()
         whole: list[float] = []
         for _ in range(passes):
             if scratch is not None:

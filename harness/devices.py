@@ -36,17 +36,19 @@ _THROTTLE_REASONS = {
 }
 
 
-def resident_bytes() -> int:
-    """Resident set size of this process, after returning freed memory to the system."""
+def release_resident() -> None:
+    """Return freed memory to the system (glibc: malloc_trim)."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def resident_bytes() -> int:
+    """Resident set size of this process."""
     return int(psutil.Process().memory_info().rss)
 
 
 def reset_peak_resident() -> None:
     """Start a new peak of the resident set (Linux: proc(5), clear_refs)."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 

@@ -19,6 +19,7 @@ STATUS_WORDS = {
 ABSENT = "–"  # noqa: RUF001 - an en dash is what a table shows where a number does not apply
 DAGGER = "†"
 DOUBLE_DAGGER = "‡"
+SECTION = "§"
 PLUS_MINUS = "±"
 TIMES = "×"  # noqa: RUF001 - the multiplication sign
 

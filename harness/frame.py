@@ -17,7 +17,7 @@ import pandas as pd
 from harness.case import label
 from harness.hardware import find_hardware
 from harness.record import Record
-from harness.stats import slowest_rank, summarise
+from harness.stats import median, slowest_rank, summarise
 from kernels import BACKENDS
 from parallel import STRATEGIES
 
@@ -35,6 +35,11 @@ THROTTLE_REASONS = frozenset(
 )
 
 _FALLBACK_PHASE = {"train_step": "step"}
+
+_WHOLE_PHASES = ("step", "forward_backward", "forward")
+
+SLOW_START = 1.2
+"""A round whose first pass took longer than this many medians was not warm yet."""
 
 _PHASE_ORDER = ("forward", "backward", "optimizer", "forward_backward", "step")
 
@@ -77,7 +82,15 @@ CASE_COLUMNS = [
     *("seed", "device", "device_name", "status", "reason", "memory_source"),
     *("peak_memory_gib", "peak_allocated_gib", "peak_reserved_gib", "peak_rss_gib"),
     *("before_backward_mib", "predicted_memory_gib"),
-    *("compile_s", "first_pass_s", "recompilations", "throttled", "loss", "check_error"),
+    *(
+        "compile_s",
+        "first_pass_s",
+        "recompilations",
+        "throttled",
+        "slow_start",
+        "loss",
+        "check_error",
+    ),
     *("peak_tflops", "wall_s", "attempt"),
 ]
 
@@ -119,6 +132,7 @@ def _case_row(record: Record, names: _Names) -> tuple[Any, ...]:
         record.compilation.get("first_pass_s"),
         record.compilation.get("recompilations"),
         _throttled(record.device_state),
+        _slow_start(record),
         notes.get("loss"),
         max(errors.values()) if errors else np.nan,
         hardware.peak_tflops.get(peak, np.nan) if hardware else np.nan,
@@ -167,6 +181,19 @@ def _throttled(device_state: list[dict[str, Any]]) -> bool:
             if not THROTTLE_REASONS.isdisjoint(reasons):
                 return True
     return False
+
+
+def _slow_start(record: Record) -> bool:
+    """Whether a round's first pass took far longer than the median: warm-up was too short."""
+    found = [record.phases[name] for name in _WHOLE_PHASES if name in record.phases]
+    if not found or not found[0].samples_ms:
+        return False
+    samples = slowest_rank(found[0].samples_ms)
+    starts, position = [], 0
+    for length in record.rounds or [len(samples)]:
+        starts += samples[position : position + 1]
+        position += length
+    return bool(starts) and max(starts) > SLOW_START * median(samples)
 
 
 class _Names:

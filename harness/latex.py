@@ -39,6 +39,7 @@ _ESCAPES = str.maketrans(
         fmt.ABSENT: "--",
         fmt.DAGGER: r"\dag{}",
         fmt.DOUBLE_DAGGER: r"\ddag{}",
+        fmt.SECTION: r"\S{}",
         "µ": r"$\mu$",
         "…": r"\ldots{}",
     }

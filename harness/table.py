@@ -18,6 +18,10 @@ from harness.points import OBSERVED, POINTS, caption_of, redundant_points, sort_
 from kernels.registry import Registry
 
 THROTTLED = f"{fmt.DAGGER} The device lowered its clocks while this was measured."
+SLOW_START = (
+    f"{fmt.SECTION} A first pass took over 1.2 times the median, which mean and standard "
+    "deviation carry."
+)
 RECOMPILED = f"{fmt.DOUBLE_DAGGER} torch.compile compiled again inside the measured passes."
 
 
@@ -143,7 +147,7 @@ def make_table(
     columns += [column for column in metrics if _has_content(column, rows)]
     marks = {mark for column in columns if column.mark for mark in rows[column.mark].unique()}
     symbols = "".join(marks)
-    footnotes = [note for note in (THROTTLED, RECOMPILED) if note[0] in symbols]
+    footnotes = [note for note in (THROTTLED, RECOMPILED, SLOW_START) if note[0] in symbols]
     return Table(
         caption=f"{caption} {stated}".strip(), columns=columns, rows=rows, footnotes=footnotes
     )
@@ -187,11 +191,14 @@ _RESULTS = (
 )
 
 
-def marks_of(rows: pd.DataFrame) -> pd.Series:
-    """The symbols of the footnotes that each row deserves."""
+def marks_of(rows: pd.DataFrame, *, means: bool = False) -> pd.Series:
+    """The symbols of the footnotes that each row deserves; some concern only its means."""
     throttled = rows["throttled"].astype(bool).map({True: fmt.DAGGER, False: ""})
     recompiled = rows["recompilations"].astype(float) > 0
-    return throttled + recompiled.map({True: fmt.DOUBLE_DAGGER, False: ""})
+    marks = throttled + recompiled.map({True: fmt.DOUBLE_DAGGER, False: ""})
+    if means:
+        marks += rows["slow_start"].astype(bool).map({True: fmt.SECTION, False: ""})
+    return marks
 
 
 def time_column(phase: str, header: str, **options: str) -> Column:

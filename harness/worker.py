@@ -175,7 +175,7 @@ class Worker:
         torch._dynamo.reset()
         self._use_compile_cache_of(case)
         # A training step must not depend on what an earlier case left in the allocator.
-        Bench(device=self.device).reset_memory()
+        Bench(device=self.device).release_memory()
         torch.manual_seed(case.seed)
         torch.set_float32_matmul_precision("high" if case.precision.tf32 else "highest")
 

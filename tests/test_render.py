@@ -568,3 +568,26 @@ def test_nothing_here_imports_torch() -> None:
     )
     root = Path(__file__).parents[1]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
+
+
+class TestSlowStart:
+    """A first pass that was not warm is said beside the mean that it spoils."""
+
+    @pytest.mark.parametrize(
+        ("samples", "rounds", "expected"),
+        [
+            ([10.0, 10.0, 10.0, 10.0], [4], False),
+            ([10.0, 10.0, 10.0, 11.9], [4], False),
+            ([12.1, 10.0, 10.0, 10.0], [4], True),
+            # A slow pass in the middle is noise, unless a round starts with it.
+            ([10.0, 10.0, 12.1, 10.0], [4], False),
+            ([10.0, 10.0, 12.1, 10.0], [2, 2], True),
+        ],
+    )
+    def test_marks_the_mean(self, samples: list[float], rounds: list[int], expected: bool) -> None:
+        record = make_record(samples_ms={"step": [samples]}, rounds=rounds)
+        frame = build_frame([record])
+        assert bool(frame["slow_start"].iloc[0]) is expected
+        table = build_table("benchmarking_script", frame)
+        assert table is not None
+        assert ("§" in to_markdown(table)) is expected

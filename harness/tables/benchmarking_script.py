@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 
 from harness import format as fmt
-from harness.table import Column, Table, make_table, per_case, table
+from harness.table import Column, Table, make_table, marks_of, per_case, table
 
 CAPTION = (
     "Mean ± sample standard deviation, and median, of the phases of a training step. TFLOP/s "
@@ -25,6 +25,7 @@ def build(frame: pd.DataFrame) -> Table | None:
         phases=PHASES,
         values=("mean_ms", "std_ms", "median_ms", "tokens_per_s", "tflops", "mfu"),
     )
+    rows["mean_mark"] = marks_of(rows, means=True)
     metrics = []
     for phase in PHASES:
         metrics += [
@@ -35,7 +36,7 @@ def build(frame: pd.DataFrame) -> Table | None:
                 format=fmt.number,
                 spread=f"{phase}_std_ms",
                 status=f"{phase}_status",
-                mark="mark",
+                mark="mean_mark",
             ),
             Column(key=f"{phase}_median_ms", header="median (ms)", group=phase, format=fmt.number),
         ]

@@ -16,7 +16,7 @@ def build(frame: pd.DataFrame) -> Table | None:
     once = (frame["status"] == "ok") | ~frame["case_id"].duplicated()
     rows = frame[once].copy()
     rows.loc[rows["status"] != "ok", ["phase", "peak_memory_gib", "check_error"]] = None
-    rows["mark"] = marks_of(rows)
+    rows["mark"] = marks_of(rows, means=True)
     rows["status_words"] = rows["status"].map({"ok": "ok", **fmt.STATUS_WORDS})
     counts = rows.loc[rows["status"] == "ok", "num_samples"]
     varied = ["num_samples"] if counts.nunique() > 1 else []

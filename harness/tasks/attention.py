@@ -113,7 +113,7 @@ class Attention(Task):
         bench.stage("set-up")
         problem = self.attention_problem(case)
         scale = problem.head_dim**-0.5
-        bench.reset_memory()
+        bench.release_memory()
         baseline = bench.allocated_bytes()
         q, k, v = random_qkv(problem, bench.device, sequence_major=False)
 

@@ -108,7 +108,7 @@ class TrainStep(Task):
 
         bench.stage("set-up")
         trains = self.mode != "forward"
-        bench.reset_memory()
+        bench.release_memory()
         torch.manual_seed(case.seed)
         module = _build_model(case, bench.device)
         bench.vote()
