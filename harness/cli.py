@@ -40,16 +40,15 @@ def _hydra_flags() -> None:
 
 def run(arguments: list[str]) -> int:
     """Run a command line without flags; returns the exit code."""
-    from harness.compose import compose_request
-
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        request = compose_request(arguments)
-    except ValueError as error:
-        return _complain(str(error))
-    from harness.session import run_request
+        from harness.compose import compose_request
+        from harness.session import run_request
 
-    try:
+        try:
+            request = compose_request(arguments)
+        except ValueError as error:
+            return _complain(str(error))
         return run_request(request)
     except KeyboardInterrupt:
         print(

@@ -49,6 +49,18 @@ def comparable(frame: pd.DataFrame) -> pd.DataFrame:
     return rows[~part_of_step].reset_index(drop=True)
 
 
+_MODES = ("train_step", "forward_backward", "forward")
+
+
+def fullest_mode(frame: pd.DataFrame) -> pd.DataFrame:
+    """Of points measured in several modes, the rows of the one that includes the others."""
+    if frame.empty:
+        return frame
+    rank = frame["mode"].map({mode: index for index, mode in enumerate(_MODES)}).fillna(0)
+    fullest = rank.groupby(point_groups(frame, ["mode"])).transform("min")
+    return frame[rank == fullest]
+
+
 def compare(frame: pd.DataFrame, axis: Axis) -> pd.DataFrame:
     """The candidates of every group, with baseline, ratio, its interval and the verdict.
 

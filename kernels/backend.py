@@ -50,6 +50,8 @@ class AttentionBackend:
     name: str
 
     gives_lse: ClassVar[bool] = True
+    compiles: ClassVar[bool] = False
+    """Whether its first call goes through torch.compile, which takes seconds."""
 
     def supports(self, problem: AttentionProblem) -> str | None:
         """None if this backend can solve ``problem`` here, else the reason why not, in one line.

@@ -21,6 +21,7 @@ class Compiled(AttentionBackend):
     """The naive backend through torch.compile, each shape compiled afresh."""
 
     gives_lse: ClassVar[bool] = False
+    compiles: ClassVar[bool] = True
 
     def supports(self, problem: AttentionProblem) -> str | None:
         if problem.causal and problem.kv_len < problem.q_len:

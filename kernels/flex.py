@@ -20,6 +20,7 @@ class Flex(AttentionBackend):
     """torch.nn.attention.flex_attention; blocks that the mask empties are skipped."""
 
     gives_lse: ClassVar[bool] = False
+    compiles: ClassVar[bool] = True
 
     def supports(self, problem: AttentionProblem) -> str | None:
         if problem.causal and problem.kv_len < problem.q_len:

@@ -177,8 +177,6 @@ class TestOneFileOneChoice:
                 if path.parent == ROOT / folder:
                     continue
                 found = names & set(compared_names(path))
-                if relative(path) in KNOWN_DECISIONS:
-                    found -= KNOWN_DECISIONS[relative(path)]
                 assert not found, f"{relative(path)} decides by {sorted(found)}"
 
     def test_backends_do_not_know_each_other(self) -> None:
@@ -191,12 +189,6 @@ class TestOneFileOneChoice:
         for path in files:
             others = set(BACKENDS.names()) - by_file.get(path.name, set())
             assert not others & set(compared_names(path))
-
-
-KNOWN_DECISIONS: dict[str, set[str]] = {
-    # A guess of the time that compiling takes, for the progress line alone.
-    "harness/plan.py": {"compiled", "flex"},
-}
 
 
 class TestText:

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from harness import format as fmt
+from harness.comparison import fullest_mode
 from harness.figure import CaptionedFigure, colour, describe, mixed_with_white, panel_key
 from harness.points import POINTS, sort_by_points
 from harness.table import per_case
@@ -26,7 +27,8 @@ def phase_bars(frame: pd.DataFrame, category: str, caption: str) -> CaptionedFig
     frame = frame[frame["task"] == "train_step"]
     if frame.empty:
         return None
-    rows = per_case(frame, phases=(*PHASES, "step"))
+    # The bars of a training step hold those of its forward and backward passes.
+    rows = per_case(fullest_mode(frame), phases=(*PHASES, "step"))
     columns = {"precision": ["precision", "compute", "tf32"]}.get(category, [category])
     varying, common = panel_key(rows, columns)
     rows = sort_by_points(rows, [*varying, category])

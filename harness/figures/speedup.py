@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from harness import format as fmt
-from harness.comparison import AXES, Axis, comparable, compare
+from harness.comparison import AXES, Axis, comparable, compare, fullest_mode
 from harness.figure import CaptionedFigure, colour, describe, figure, marker, panel_key
 from harness.points import POINTS, sort_by_points
 
@@ -29,7 +29,10 @@ MAX_ROWS = 24
 @figure("speedup")
 def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     panels: list[tuple[Axis, pd.DataFrame]] = []
-    candidates = comparable(frame)
+    candidates = fullest_mode(comparable(frame))
+    # Forward alone would double the lines of attention; the table has it.
+    whole = candidates["phase"] != "forward"
+    candidates = candidates[whole] if whole.any() else candidates
     for axis in AXES.values():
         rows = compare(candidates, axis)
         rows = rows[rows["ratio"].notna() & (rows["baseline"] == axis.baseline)]
@@ -39,6 +42,8 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
         return None
     _, common = panel_key(pd.concat([rows for _, rows in panels]), [])
     labelled = [(axis, *_label_rows(rows, axis)) for axis, rows in panels]
+    if any(len(labels) == MAX_ROWS for _, _, labels in labelled):
+        common = f"At most {MAX_ROWS} points; the comparison table has all. {common}"
     heights = [0.9 + 0.27 * len(labels) for _, _, labels in labelled]
     longest = max(len(label) for _, _, labels in labelled for label in labels)
     figure = Figure(figsize=(5.2 + 0.065 * longest, sum(heights)), layout="constrained")
