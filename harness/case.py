@@ -175,6 +175,9 @@ class Case:
         if self.compile is not None and self.compile.scope != "none":
             words.append(f"compile={self.compile.scope}")
         words.append(f"batch {self.batch_size} x seq {self.seq_len}")
+        if self.model is None:
+            problem = self.attention_problem
+            words.append(f"x {problem.num_heads} heads of {problem.head_dim}")
         if self.world_size > 1:
             words.append(f"{self.parallel.name} on {self.world_size} ranks")
         return " ".join(word for word in words if word)

@@ -1,0 +1,35 @@
+"""The README shows what is committed, and every command and link in it exists."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from harness.compose import compose_request
+from harness.config import ROOT
+from harness.readme import refreshed
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_tables_are_those_of_the_committed_results() -> None:
+    assert README.count("<!-- table: ") == 2
+    assert refreshed(README) == README, "run python -m harness.readme"
+
+
+@pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\(([^)#]+)\)", README))))
+def test_links_lead_somewhere(target: str) -> None:
+    assert target.startswith("http") or (ROOT / target).exists()
+
+
+COMMANDS = [
+    line.split("#")[0].split()[1:]
+    for line in README.splitlines()
+    if line.startswith(".venv/bin/attnbench ")
+]
+
+
+@pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
+def test_commands_compose(arguments: list[str]) -> None:
+    assert compose_request([*arguments, "device=cpu"]).cases
