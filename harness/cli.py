@@ -28,7 +28,8 @@ def main() -> None:
 def _hydra_flags() -> None:
     import hydra
 
-    from harness.config import CONF, fill_config_store
+    from harness.config import CONF
+    from harness.config_store import fill_config_store
 
     fill_config_store()
 

@@ -33,9 +33,9 @@ from harness.config import (
     RUN_KEYS,
     Config,
     choices,
-    fill_config_store,
     registered_choices,
 )
+from harness.config_store import fill_config_store
 from harness.launcher import Launcher
 from harness.runner import RunOptions
 from harness.sweep import AD_HOC, Sweep, load_sweep

@@ -78,22 +78,3 @@ def choices(group: str) -> list[str]:
     if group in registered_choices():
         return list(registered_choices()[group])
     return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
-
-
-@cache
-def fill_config_store() -> None:
-    """Tell Hydra of the schema and of every registered choice."""
-    from hydra.core.config_store import ConfigStore
-
-    store = ConfigStore.instance()
-    store.store(name="schema", node=Config)
-    for group, nodes in registered_choices().items():
-        for name, node in nodes.items():
-            store.store(group=group, name=name, node=node)
-    for path in SWEEPS.glob("*.yaml"):
-        # Named sweeps are read by harness.sweep; this lets Hydra's flags accept their names.
-        store.store(group="sweeps", name=path.stem, node={}, package="_global_")
-    from harness.help import template
-
-    help_node = {"app_name": "attnbench", "header": "", "footer": "", "template": template()}
-    store.store(group="hydra/help", name="attnbench", node=help_node)

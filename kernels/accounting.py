@@ -36,20 +36,22 @@ def backward_flops(problem: AttentionProblem) -> float:
 
 def forward_bytes(problem: AttentionProblem) -> float:
     """The fewest bytes the forward pass moves: q, k, v read once, o and lse written once."""
-    size = _BYTES[problem.dtype]
-    q_elements = problem.batch_size * problem.num_heads * problem.q_len * problem.head_dim
-    kv_elements = problem.batch_size * problem.num_kv_heads * problem.kv_len * problem.head_dim
-    lse_bytes = 4 * problem.batch_size * problem.num_heads * problem.q_len
-    return size * (2 * q_elements + 2 * kv_elements) + lse_bytes
+    q_bytes, kv_bytes, lse_bytes = _tensor_bytes(problem)
+    return 2 * q_bytes + 2 * kv_bytes + lse_bytes
 
 
 def backward_bytes(problem: AttentionProblem) -> float:
     """q, k, v, o, do and lse read once, dq, dk, dv written once."""
+    q_bytes, kv_bytes, lse_bytes = _tensor_bytes(problem)
+    return 4 * q_bytes + 4 * kv_bytes + lse_bytes
+
+
+def _tensor_bytes(problem: AttentionProblem) -> tuple[float, float, float]:
+    """Bytes of q (or o), of k (or v), and of the float32 log-sum-exp."""
     size = _BYTES[problem.dtype]
-    q_elements = problem.batch_size * problem.num_heads * problem.q_len * problem.head_dim
-    kv_elements = problem.batch_size * problem.num_kv_heads * problem.kv_len * problem.head_dim
-    lse_bytes = 4 * problem.batch_size * problem.num_heads * problem.q_len
-    return size * (4 * q_elements + 4 * kv_elements) + lse_bytes
+    rows = problem.batch_size * problem.num_heads * problem.q_len
+    kv_rows = problem.batch_size * problem.num_kv_heads * problem.kv_len
+    return size * rows * problem.head_dim, size * kv_rows * problem.head_dim, 4.0 * rows
 
 
 def memory(problem: AttentionProblem, *, keeps_scores: bool) -> dict[str, float]:
@@ -58,15 +60,12 @@ def memory(problem: AttentionProblem, *, keeps_scores: bool) -> dict[str, float]
     q, k, v and o stay for the backward pass, and either the probabilities (with the mask, of
     one byte per pair) or the log-sum-exp of every row.
     """
-    size = _BYTES[problem.dtype]
-    q_elements = problem.batch_size * problem.num_heads * problem.q_len * problem.head_dim
-    kv_elements = problem.batch_size * problem.num_kv_heads * problem.kv_len * problem.head_dim
-    rows = problem.batch_size * problem.num_heads * problem.q_len
-    values = {"inputs": size * (q_elements + 2.0 * kv_elements), "output": float(size * q_elements)}
+    q_bytes, kv_bytes, lse_bytes = _tensor_bytes(problem)
+    values = {"inputs": q_bytes + 2 * kv_bytes, "output": q_bytes}
     if keeps_scores:
-        values["probabilities"] = float(size * rows * problem.kv_len)
+        values["probabilities"] = q_bytes / problem.head_dim * problem.kv_len
         if problem.causal:
             values["mask"] = float(problem.q_len * problem.kv_len)
     else:
-        values["lse"] = 4.0 * rows
+        values["lse"] = lse_bytes
     return values
