@@ -1,0 +1,148 @@
+"""Tasks and the bench: work by hand-computed numbers, memory against what torch holds."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from harness.bench import Bench, PhaseTimer
+from harness.case import Case
+from harness.compose import compose_request
+from kernels import AttentionProblem, accounting
+
+
+def make_case(*arguments: str) -> Case:
+    (case,) = compose_request([*arguments, "device=cpu"]).cases
+    return case
+
+
+ATTENTION = ("task=attention", "task.num_heads=4", "batch_size=2", "task.head_dim=16")
+SHORT = ("task.warmup_steps=1", "task.measure_steps=3")
+
+
+def test_attention_flops_by_hand() -> None:
+    problem = AttentionProblem(
+        batch_size=2,
+        num_heads=4,
+        num_kv_heads=2,
+        q_len=32,
+        kv_len=32,
+        head_dim=16,
+        dtype="bfloat16",
+        device="cpu",
+        causal=False,
+        needs_grad=True,
+    )
+    # Two matmuls over 2 x 4 heads of 32 x 32 pairs and 16 features, 2 FLOPs each.
+    assert accounting.forward_flops(problem) == 2 * 2 * (2 * 4) * 32 * 32 * 16
+    assert accounting.backward_flops(problem) == 2.5 * accounting.forward_flops(problem)
+    # q and o: 2*4*32*16 elements; k and v: 2*2*32*16; two bytes each; lse: 2*4*32 floats.
+    assert accounting.forward_bytes(problem) == 2 * 2 * 4096 + 2 * 2 * 2048 + 4 * 256
+    assert accounting.backward_bytes(problem) == 4 * 2 * 4096 + 4 * 2 * 2048 + 4 * 256
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(7, 7), (3, 8), (8, 3)])
+def test_causal_pairs_are_half_the_diagonal_beside_the_square(q_len: int, kv_len: int) -> None:
+    """Counted one by one; the formula leaves out half of the diagonal, as S^2 / 2 does."""
+    counted = sum(
+        1 for row in range(q_len) for column in range(kv_len) if column <= row + kv_len - q_len
+    )
+    diagonal = min(q_len, kv_len)
+    assert accounting.attended_pairs(q_len, kv_len, causal=True) == counted - diagonal / 2
+    assert accounting.attended_pairs(q_len, kv_len, causal=False) == q_len * kv_len
+
+
+@pytest.mark.parametrize("attention", ["naive", "sdpa_flash"])
+@pytest.mark.parametrize("causal", ["true", "false"])
+def test_predicted_memory_is_what_autograd_keeps(attention: str, causal: str) -> None:
+    case = make_case(*ATTENTION, *SHORT, f"attention={attention}", f"task.causal={causal}")
+    bench = Bench(device=torch.device("cpu"))
+    case.task.run(case, bench)
+    measured = bench.outcome.memory["before_backward_bytes"]
+    predicted = sum(case.task.predicted_memory(case).values())
+    # A few scalars (random state, lengths) are saved beside the tensors.
+    assert measured == pytest.approx(predicted, rel=0.01)
+
+
+def test_attention_task_times_both_passes_apart_and_together() -> None:
+    case = make_case(*ATTENTION, *SHORT, "attention=naive", "seq_len=128")
+    bench = Bench(device=torch.device("cpu"))
+    case.task.run(case, bench)
+    samples = bench.outcome.samples_ms
+    assert set(samples) == set(case.task.work(case)) == {"forward", "backward", "forward_backward"}
+    assert {len(values) for values in samples.values()} == {3}
+    for forward, backward, both in zip(*samples.values(), strict=True):
+        total = sorted((forward, backward, both))
+        assert total[2] >= total[0] + total[1]
+
+
+@pytest.mark.parametrize(
+    ("mode", "phases"),
+    [
+        ("forward", {"forward", "step"}),
+        ("forward_backward", {"forward", "backward", "step"}),
+        ("train_step", {"forward", "backward", "optimizer", "step"}),
+    ],
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "bf16_pure"])
+def test_train_step_modes(mode: str, phases: set[str], precision: str) -> None:
+    keys = ("model=tiny", "model.num_layers=1", "seq_len=16", "batch_size=2")
+    case = make_case(*keys, *SHORT, f"task.mode={mode}", f"precision={precision}")
+    bench = Bench(device=torch.device("cpu"))
+    case.task.run(case, bench)
+    assert set(bench.outcome.samples_ms) == set(case.task.work(case)) == phases
+    # Random tokens of a vocabulary of 1,000: the loss starts near log(1000) = 6.9.
+    assert 6.0 < bench.outcome.notes["loss"] < 9.0
+
+
+@pytest.mark.parametrize(("passes", "rounds"), [(10, 1), (10, 2), (10, 3), (2, 5)])
+def test_rounds_share_all_passes(passes: int, rounds: int) -> None:
+    shares = [
+        Bench(device=torch.device("cpu"), rounds=rounds, round_index=index).share(passes)
+        for index in range(rounds)
+    ]
+    assert sum(shares) == passes
+    assert max(shares) - min(shares) <= 1
+
+
+def test_the_timer_reads_milliseconds_and_nests() -> None:
+    timer = PhaseTimer(torch.device("cpu"))
+    with timer.phase("outer"):
+        with timer.phase("inner"):
+            time.sleep(0.02)
+        time.sleep(0.02)
+    samples = timer.collect()
+    assert 20 <= samples["inner"][0] < samples["outer"][0]
+    assert samples["outer"][0] >= 40
+    assert timer.collect() == {}
+
+
+def test_warm_up_is_not_measured_and_the_window_is() -> None:
+    bench = Bench(device=torch.device("cpu"))
+    calls = []
+
+    def step(timer: PhaseTimer) -> None:
+        calls.append(bench.current_stage)
+        with timer.phase("work"):
+            pass
+
+    bench.measure(step, warmup=2, passes=3, whole_step="step")
+    assert calls == ["warm-up"] * 2 + ["measuring"] * 3
+    assert len(bench.outcome.samples_ms["work"]) == len(bench.outcome.samples_ms["step"]) == 3
+
+
+def test_a_compilation_inside_the_window_is_counted() -> None:
+    bench = Bench(device=torch.device("cpu"))
+    function = torch.compile(lambda x: x.sin() + 1, backend="eager", dynamic=False)
+    sizes = iter([3, 3, 3, 5])
+
+    def step(timer: PhaseTimer) -> None:
+        with timer.phase("work"):
+            function(torch.ones(next(sizes)))
+
+    with bench.compile_watch.watching():
+        bench.measure(step, warmup=2, passes=2)
+    assert bench.compile_watch.count == 2
+    assert bench.outcome.compilation["recompilations"] == 1
