@@ -7,7 +7,8 @@ from kernels.backend import (
     BACKENDS,
     AttentionBackend,
     AttentionProblem,
+    Packing,
     attention_backend,
 )
 
-__all__ = ["BACKENDS", "AttentionBackend", "AttentionProblem", "attention_backend"]
+__all__ = ["BACKENDS", "AttentionBackend", "AttentionProblem", "Packing", "attention_backend"]

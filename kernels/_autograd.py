@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.backend import AttentionBackend
+from kernels.backend import AttentionBackend, Packing
 
 
 class AttentionFunction(torch.autograd.Function):
@@ -33,3 +33,31 @@ class AttentionFunction(torch.autograd.Function):
         q, k, v, o, lse = ctx.saved_tensors
         dq, dk, dv = ctx.backend.backward(do, q, k, v, o, lse, causal=ctx.causal, scale=ctx.scale)
         return dq, dk, dv, None, None, None
+
+
+class PackedAttentionFunction(torch.autograd.Function):
+    """o = backend(q, k, v) over a packed batch."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        packing: Packing,
+        backend: AttentionBackend,
+        causal: bool,
+        scale: float,
+    ) -> Tensor:
+        o, lse = backend.forward_packed(q, k, v, packing, causal=causal, scale=scale)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.packing, ctx.backend, ctx.causal, ctx.scale = packing, backend, causal, scale
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> Any:
+        q, k, v, o, lse = ctx.saved_tensors
+        dq, dk, dv = ctx.backend.backward_packed(
+            do, q, k, v, o, lse, ctx.packing, causal=ctx.causal, scale=ctx.scale
+        )
+        return dq, dk, dv, None, None, None, None

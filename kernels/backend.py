@@ -2,7 +2,11 @@
 
 Tensors are ``[batch, heads, seq, head_dim]`` (B, H, S, D); lse, the natural-log
 log-sum-exp of the scaled scores, is float32 ``[B, H, S]``. Causal masks are aligned to the
-bottom right: with S_q queries and S_k keys, query i sees keys 0 .. i + S_k - S_q.
+bottom right: with S_q queries and S_k keys, query i sees keys 0 .. i + S_k - S_q. A query that
+sees no key has output zero, lse minus infinity, and no gradient.
+
+A packed batch has sequences of different lengths end to end, ``[tokens, heads, head_dim]``
+(T, H, D) with lse ``[H, T]``, and a :class:`Packing` that says where each begins.
 """
 
 from __future__ import annotations
@@ -36,6 +40,29 @@ class AttentionProblem:
     """``cpu`` or ``cuda``."""
     causal: bool
     needs_grad: bool
+    packed: bool = False
+    """Sequences of different lengths end to end; q_len and kv_len are then the longest."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Packing:
+    """Where each sequence of a packed batch begins, as FlashAttention's ``cu_seqlens``."""
+
+    cu_seqlens_q: Tensor
+    """int32 [N + 1] on the tensors' device: sequence n has query tokens [n] up to [n + 1]."""
+    cu_seqlens_k: Tensor
+    """The same for keys; causal masks are aligned to the bottom right of each sequence."""
+    max_q_len: int
+    """Length of the longest sequence of queries, known to the host without a copy."""
+    max_kv_len: int
+
+    def slices(self) -> list[tuple[slice, slice]]:
+        """Query and key tokens of each sequence; waits for the device."""
+        q_ends, k_ends = self.cu_seqlens_q.tolist(), self.cu_seqlens_k.tolist()
+        return [
+            (slice(q_ends[n], q_ends[n + 1]), slice(k_ends[n], k_ends[n + 1]))
+            for n in range(len(q_ends) - 1)
+        ]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -43,8 +70,9 @@ class AttentionBackend:
     """Attention on one device. A subclass is one choice of ``attention=``; its fields are options.
 
     A backend implements :meth:`forward` and :meth:`backward` with an explicit lse, from which
-    :meth:`attend` follows; or, where its library hides the lse, :meth:`attend` alone, and then
-    ``gives_lse`` is False and it cannot run inside a ring.
+    everything else follows; or, where its library hides the lse, :meth:`attend` alone, and then
+    ``gives_lse`` is False and it cannot run inside a ring. The packed methods, and continuing
+    from an accumulator, are derived ones here that a kernel may replace by better ones.
     """
 
     name: str
@@ -90,6 +118,63 @@ class AttentionBackend:
         from kernels._autograd import AttentionFunction
 
         return AttentionFunction.apply(q, k, v, self, causal, scale)
+
+    def forward_onto(
+        self,
+        o: Tensor,
+        lse: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention over more keys, merged with (o, lse) of those seen before.
+
+        Args:
+            o: float32 [B, H, S, D], normalised by ``lse``; lse: float32 [B, H, S].
+
+        Returns:
+            The float32 (o, lse) over both sets of keys; the arguments may be overwritten.
+        """
+        from kernels._merge import merge
+
+        return merge(o, lse, *self.forward(q, k, v, causal=causal, scale=scale))
+
+    def forward_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """q [T, H, D], k and v [T_k, H_kv, D] -> o [T, H, D] and lse [H, T] float32."""
+        from kernels._packed import forward_each
+
+        return forward_each(self, q, k, v, packing, causal=causal, scale=scale)
+
+    def backward_packed(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        packing: Packing,
+        *,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients (dq, dk, dv) of :meth:`forward_packed`, in the shapes of q, k and v."""
+        from kernels._packed import backward_each
+
+        return backward_each(self, do, q, k, v, o, lse, packing, causal=causal, scale=scale)
+
+    def attend_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, causal: bool, scale: float
+    ) -> Tensor:
+        """Differentiable :meth:`forward_packed`, gives o alone."""
+        from kernels._autograd import PackedAttentionFunction
+
+        return PackedAttentionFunction.apply(q, k, v, packing, self, causal, scale)
 
 
 BackendT = TypeVar("BackendT", bound=AttentionBackend)

@@ -24,6 +24,8 @@ class Compiled(AttentionBackend):
     compiles: ClassVar[bool] = True
 
     def supports(self, problem: AttentionProblem) -> str | None:
+        if problem.packed:
+            return "takes no packed batch of different lengths"
         if problem.causal and problem.kv_len < problem.q_len:
             return "with fewer keys than queries, a causal mask leaves rows without any key"
         return why_not_compile(problem.device)

@@ -41,6 +41,8 @@ class Sdpa(AttentionBackend):
             )
 
     def supports(self, problem: AttentionProblem) -> str | None:
+        if problem.packed:
+            return "takes no packed batch of different lengths"
         if problem.causal and problem.q_len != problem.kv_len:
             return "PyTorch aligns a causal mask to the top left when lengths differ"
         if problem.device == "cpu":

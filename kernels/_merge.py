@@ -1,0 +1,20 @@
+"""Merges attention over two sets of keys by their log-sum-exp, in float32."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def merge(o: Tensor, lse: Tensor, new_o: Tensor, new_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """o, new_o [..., S, D] and lse, new_lse [..., S] -> float32 (o, lse) over both.
+
+    Each part is normalised by its own lse; its share of the whole is exp(its lse - the whole's).
+    Rows without any key in a part (lse minus infinity) take the other part as it is.
+    """
+    merged_lse = torch.logaddexp(lse, new_lse)
+    # logaddexp(-inf, -inf) is -inf, and -inf - -inf is not a number.
+    reference = merged_lse.masked_fill(merged_lse == -torch.inf, 0.0)
+    share = (lse - reference).exp().unsqueeze(-1)
+    new_share = (new_lse - reference).exp().unsqueeze(-1)
+    return o.float() * share + new_o.float() * new_share, merged_lse
