@@ -1,0 +1,373 @@
+"""FlashAttention forward for Hopper (compute capability 9.0) in Gluon, Triton's lower level.
+
+One program computes ``CONSUMERS * 64`` queries of one head. Its warps have roles:
+
+- A producer warp keeps a ring of ``STAGES`` key and value tiles in shared memory filled through
+  the tensor memory accelerator (TMA), the last visible tile first.
+- Each consumer is one warpgroup and owns 64 of the queries. For every key tile it issues
+  S_j = Q K_j^T and, while that runs, O += P_{j+1} V_{j+1} for the tile before; then it computes
+  the softmax of S_j while the second matmul is still running. Consumers are independent of each
+  other, so that the softmax of one overlaps the matmuls of the others as well.
+
+Key tiles run from the diagonal to the left. The first ones cross the mask and compare indices;
+the others do not. The schedule is the one of FlashAttention-3 (arXiv:2407.08608, section 3).
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+ROWS: gl.constexpr = gl.constexpr(64)
+"""Queries of one consumer: the M of one wgmma instruction."""
+
+
+@gluon.jit
+def tile_of_program(
+    cu_seqlens_q,
+    cu_seqlens_k,
+    num_heads,
+    q_len,
+    kv_len,
+    BLOCK_Q: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    PACKED: gl.constexpr,
+):
+    """Which queries this program has, and which key tiles they see.
+
+    Returns:
+        batch, head, first query, sequence starts and lengths (q and k), the number of key
+        tiles to visit, and how many of them, from the left, need no mask.
+    """
+    # Longest tiles first: the hardware hands out programs in order, and short ones fill the end.
+    num_tiles = gl.num_programs(0)
+    tile = num_tiles - 1 - gl.program_id(0) if CAUSAL else gl.program_id(0)
+    head = gl.program_id(1) % num_heads
+    batch = gl.program_id(1) // num_heads
+    q_start = 0
+    k_start = 0
+    if PACKED:
+        q_start = gl.load(cu_seqlens_q + batch)
+        k_start = gl.load(cu_seqlens_k + batch)
+        q_len = gl.load(cu_seqlens_q + batch + 1) - q_start
+        kv_len = gl.load(cu_seqlens_k + batch + 1) - k_start
+        batch = 0
+    first = tile * BLOCK_Q
+    visible = kv_len
+    unmasked = kv_len
+    if CAUSAL:
+        offset = kv_len - q_len
+        visible = gl.minimum(kv_len, gl.minimum(first + BLOCK_Q, q_len) + offset)
+        unmasked = gl.minimum(kv_len, first + 1 + offset)
+    num_key_tiles = gl.maximum(gl.cdiv(visible, BLOCK_K), 0)
+    num_unmasked = gl.minimum(gl.maximum(unmasked, 0) // BLOCK_K, num_key_tiles)
+    if first >= q_len:
+        num_key_tiles = 0
+        num_unmasked = 0
+    return batch, head, first, q_start, q_len, k_start, kv_len, num_key_tiles, num_unmasked
+
+
+@gluon.jit
+def produce(inputs, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, BLOCK_K: gl.constexpr):
+    """The producer: TMA copies of all queries once, then of keys and values, right to left."""
+    (
+        q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, q_ready, k_ready, v_ready, k_free,
+        v_free, batch, head, kv_head, first, q_start, k_start, num_key_tiles,
+    ) = inputs  # fmt: skip
+    if num_key_tiles > 0:
+        mbarrier.expect(q_ready, CONSUMERS * q_desc.block_type.nbytes)
+        for consumer in gl.static_range(CONSUMERS):
+            tma.async_copy_global_to_shared(
+                q_desc,
+                [batch, head, q_start + first + consumer * ROWS, 0],
+                q_ready,
+                q_tiles.index(consumer),
+            )
+    slot = 0
+    # A ring starts free: waiting for the phase before the first one returns at once.
+    phase = 1
+    for step in range(num_key_tiles):
+        row = k_start + (num_key_tiles - 1 - step) * BLOCK_K
+        mbarrier.wait(k_free.index(slot), phase)
+        mbarrier.expect(k_ready.index(slot), k_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(
+            k_desc, [batch, kv_head, row, 0], k_ready.index(slot), k_tiles.index(slot)
+        )
+        mbarrier.wait(v_free.index(slot), phase)
+        mbarrier.expect(v_ready.index(slot), v_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(
+            v_desc, [batch, kv_head, row, 0], v_ready.index(slot), v_tiles.index(slot)
+        )
+        slot += 1
+        if slot == STAGES:
+            slot = 0
+            phase ^= 1
+
+
+@gluon.jit
+def masked(s, tile, first_row, q_len, kv_len, BLOCK_K: gl.constexpr, CAUSAL: gl.constexpr):
+    """Scores with minus infinity where the key is out of sight."""
+    layout: gl.constexpr = s.type.layout
+    key = tile * BLOCK_K + gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))
+    if CAUSAL:
+        row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+        last = gl.minimum(row + (kv_len - q_len), kv_len - 1)
+        return gl.where(key[None, :] <= last[:, None], s, float("-inf"))
+    return gl.where(key[None, :] < kv_len, s, float("-inf"))
+
+
+@gluon.jit
+def softmax_step(s, m, l, scale_log2, MASKED: gl.constexpr):
+    """One step of the online softmax, in units of log2.
+
+    Returns:
+        p, the new running maximum of the raw scores, the new denominator, and the factor by
+        which what was accumulated before has to shrink.
+    """
+    new_m = gl.maximum(m, gl.max(s, axis=1))
+    reference = new_m * scale_log2
+    if MASKED:
+        # A row that has seen no key yet: -inf - -inf is not a number.
+        reference = gl.where(new_m == float("-inf"), 0.0, reference)
+    p = gl.exp2(s * scale_log2 - reference[:, None])
+    shrink = gl.exp2(m * scale_log2 - reference)
+    return p, new_m, l * shrink + gl.sum(p, axis=1), shrink
+
+
+@gluon.jit
+def advance(
+    q_tile,
+    k_tiles,
+    v_tiles,
+    k_ready,
+    v_ready,
+    k_free,
+    v_free,
+    p,
+    o,
+    m,
+    l,
+    slot,
+    phase,
+    tile,
+    more,
+    first_row,
+    q_len,
+    kv_len,
+    scale_log2,
+    STAGES: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    MASKED: gl.constexpr,
+    S_LAYOUT: gl.constexpr,
+    O_LAYOUT: gl.constexpr,
+    P_LAYOUT: gl.constexpr,
+):
+    """Scores of key tile ``tile`` while the values of the tile before, at ``slot``, are added."""
+    v_slot = slot
+    v_phase = phase
+    slot += 1
+    if slot == STAGES:
+        slot = 0
+        phase ^= 1
+    zeros = gl.zeros([ROWS, BLOCK_K], gl.float32, S_LAYOUT)
+    s = warpgroup_mma(
+        q_tile, k_tiles.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True
+    )
+    mbarrier.wait(v_ready.index(v_slot), v_phase)
+    o = warpgroup_mma(p, v_tiles.index(v_slot), o, is_async=True)
+    s = warpgroup_mma_wait(1, deps=[s])
+    if MASKED:
+        s = masked(s, tile, first_row, q_len, kv_len, BLOCK_K, CAUSAL)
+    new_p, m, l, shrink = softmax_step(s, m, l, scale_log2, MASKED)
+    new_p = gl.convert_layout(new_p.to(p.dtype), P_LAYOUT)
+    # Both keep the softmax before the wait below, so that it runs beside the matmul: new_p as a
+    # dependency holds for LLVM, and the loop that waits for the next keys holds for ptxas, which
+    # would hoist the matmul's wait within a basic block.
+    next_slot = slot + 1
+    next_phase = phase
+    if next_slot == STAGES:
+        next_slot = 0
+        next_phase ^= 1
+    mbarrier.wait(k_ready.index(next_slot), next_phase, pred=more)
+    o, p, new_p = warpgroup_mma_wait(0, deps=[o, p, new_p])
+    mbarrier.arrive(k_free.index(slot))
+    mbarrier.arrive(v_free.index(v_slot))
+    o = o * gl.convert_layout(shrink, gl.SliceLayout(1, O_LAYOUT))[:, None]
+    return new_p, o, m, l, slot, phase
+
+
+@gluon.jit
+def consume(
+    inputs,
+    CONSUMER: gl.constexpr,
+    STAGES: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):
+    """One consumer: 64 queries over all visible key tiles, then o and lse to memory."""
+    (
+        q_tiles, k_tiles, v_tiles, q_ready, k_ready, v_ready, k_free, v_free, o_ptr, lse_ptr,
+        stride_ob, stride_oh, stride_os, batch, head, num_heads, lse_len, first, q_start, q_len,
+        kv_len, num_key_tiles, num_unmasked, scale_log2,
+    ) = inputs  # fmt: skip
+    dtype: gl.constexpr = q_tiles.dtype
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+
+    # Copies come as [1, 1, rows, D]; the matmuls see [rows, D] of the same bytes.
+    TILE: gl.constexpr = gl.NVMMASharedLayout(q_tiles.type.layout.swizzle_byte_width, 16)
+    q_tile = q_tiles.index(CONSUMER)._reinterpret(dtype, [ROWS, BLOCK_D], TILE)
+    k_tiles = k_tiles._reinterpret(dtype, [STAGES, BLOCK_K, BLOCK_D], TILE)
+    v_tiles = v_tiles._reinterpret(dtype, [STAGES, BLOCK_K, BLOCK_D], TILE)
+    first_row = first + CONSUMER * ROWS
+    m = gl.full([ROWS], float("-inf"), gl.float32, ROW)
+    l = gl.zeros([ROWS], gl.float32, ROW)
+    o = gl.zeros([ROWS, BLOCK_D], gl.float32, O_LAYOUT)
+    if num_key_tiles > 0:
+        mbarrier.wait(q_ready, 0)
+        mbarrier.wait(k_ready.index(0), 0)
+        zeros = gl.zeros([ROWS, BLOCK_K], gl.float32, S_LAYOUT)
+        s = warpgroup_mma(
+            q_tile, k_tiles.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True
+        )
+        s = warpgroup_mma_wait(0, deps=[s])
+        mbarrier.arrive(k_free.index(0))
+        s = masked(s, num_key_tiles - 1, first_row, q_len, kv_len, BLOCK_K, CAUSAL)
+        p, m, l, _ = softmax_step(s, m, l, scale_log2, True)
+        p = gl.convert_layout(p.to(dtype), P_LAYOUT)
+        slot = 0
+        phase = 0
+        if num_key_tiles > 1:
+            mbarrier.wait(k_ready.index(1), 0)
+        for step in range(num_key_tiles - 1 - num_unmasked):
+            p, o, m, l, slot, phase = advance(
+                q_tile, k_tiles, v_tiles, k_ready, v_ready, k_free, v_free,
+                p, o, m, l, slot, phase, num_key_tiles - 2 - step,
+                step + 2 < num_key_tiles, first_row, q_len, kv_len,
+                scale_log2, STAGES, BLOCK_K, CAUSAL, True, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+            )  # fmt: skip
+        num_plain = gl.minimum(num_unmasked, num_key_tiles - 1)
+        for step in range(num_plain):
+            p, o, m, l, slot, phase = advance(
+                q_tile, k_tiles, v_tiles, k_ready, v_ready, k_free, v_free,
+                p, o, m, l, slot, phase, 0,
+                step + 1 < num_plain, first_row, q_len, kv_len,
+                scale_log2, STAGES, BLOCK_K, CAUSAL, False, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+            )  # fmt: skip
+        mbarrier.wait(v_ready.index(slot), phase)
+        o = warpgroup_mma(p, v_tiles.index(slot), o, is_async=True)
+        o = warpgroup_mma_wait(0, deps=[o])
+
+    safe_l = gl.where(l == 0.0, 1.0, l)
+    o = o / gl.convert_layout(safe_l, gl.SliceLayout(1, O_LAYOUT))[:, None]
+    # exp2 and log2 are the hardware's; lse is kept in the natural logarithm.
+    lse = gl.where(l == 0.0, float("-inf"), (m * scale_log2 + gl.log2(safe_l)) * 0.6931471805599453)
+    lse_row = first_row + gl.arange(0, ROWS, ROW)
+    lse_base = (batch * num_heads + head).to(gl.int64) * lse_len + q_start
+    gl.store(lse_ptr + lse_base + lse_row, lse, mask=lse_row < q_len)
+
+    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
+    o = gl.convert_layout(o.to(dtype), STORE)
+    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, STORE))
+    column = gl.arange(0, BLOCK_D, gl.SliceLayout(0, STORE))
+    o_base = batch.to(gl.int64) * stride_ob + head.to(gl.int64) * stride_oh
+    rows = (q_start + row).to(gl.int64) * stride_os
+    mask = row[:, None] < q_len
+    if HEAD_DIM != BLOCK_D:
+        mask = mask & (column[None, :] < HEAD_DIM)
+    gl.store(o_ptr + o_base + rows[:, None] + column[None, :], o, mask=mask)
+
+
+@gluon.jit
+def flash_forward(
+    q_desc,
+    k_desc,
+    v_desc,
+    o_ptr,
+    lse_ptr,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    stride_ob,
+    stride_oh,
+    stride_os,
+    num_heads,
+    group_size,
+    q_len,
+    kv_len,
+    lse_len,
+    scale_log2,
+    BLOCK_K: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    PACKED: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """o = softmax(q k^T scale) v and its log-sum-exp, for one tile of queries of one head."""
+    dtype: gl.constexpr = q_desc.dtype
+    q_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS] + q_desc.block_type.shape, q_desc.layout)
+    k_tiles = gl.allocate_shared_memory(dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
+    q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_ready, count=1)
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(k_ready.index(slot), count=1)
+        mbarrier.init(v_ready.index(slot), count=1)
+        mbarrier.init(k_free.index(slot), count=CONSUMERS)
+        mbarrier.init(v_free.index(slot), count=CONSUMERS)
+
+    batch, head, first, q_start, q_len, k_start, kv_len, num_key_tiles, num_unmasked = (
+        tile_of_program(
+            cu_seqlens_q, cu_seqlens_k, num_heads, q_len, kv_len,
+            CONSUMERS * ROWS, BLOCK_K, CAUSAL, PACKED,
+        )
+    )  # fmt: skip
+    producer = (
+        q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, q_ready, k_ready, v_ready, k_free,
+        v_free, batch, head, head // group_size, first, q_start, k_start, num_key_tiles,
+    )  # fmt: skip
+    inputs = (
+        q_tiles, k_tiles, v_tiles, q_ready, k_ready, v_ready, k_free, v_free, o_ptr, lse_ptr,
+        stride_ob, stride_oh, stride_os, batch, head, num_heads, lse_len, first, q_start, q_len,
+        kv_len, num_key_tiles, num_unmasked, scale_log2,
+    )  # fmt: skip
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (consume, (inputs, 0, STAGES, BLOCK_K, HEAD_DIM, BLOCK_D, CAUSAL)),
+                (consume, (inputs, 1, STAGES, BLOCK_K, HEAD_DIM, BLOCK_D, CAUSAL)),
+                (produce, (producer, CONSUMERS, STAGES, BLOCK_K)),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (inputs, 0, STAGES, BLOCK_K, HEAD_DIM, BLOCK_D, CAUSAL)),
+                (consume, (inputs, 1, STAGES, BLOCK_K, HEAD_DIM, BLOCK_D, CAUSAL)),
+                (consume, (inputs, 2, STAGES, BLOCK_K, HEAD_DIM, BLOCK_D, CAUSAL)),
+                (produce, (producer, CONSUMERS, STAGES, BLOCK_K)),
+            ],
+            [4, 4, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, 24],
+        )
