@@ -2,6 +2,7 @@
 
 Flags (``--help``, ``--cfg job``, ``--info``) are Hydra's own. A command without flags is
 composed by :mod:`harness.compose`, so that every error is one line and every command a sweep.
+``attnbench backends`` is the one subcommand: it runs nothing and lists what can run.
 Exit codes: 0 all cases have a result, 1 some failed, 2 the command is wrong, 130 interrupted.
 """
 
@@ -19,6 +20,10 @@ INTERRUPTED = 130
 def main() -> None:
     """Console script."""
     arguments = [item for item in sys.argv[1:] if item not in ("-m", "--multirun")]
+    if arguments[:1] == ["backends"]:
+        from harness.backends import main as list_backends
+
+        sys.exit(list_backends(arguments[1:]))
     if any(item.startswith("-") for item in arguments):
         _hydra_flags()
         return

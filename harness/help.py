@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from harness.config import GROUPS, SWEEPS, choices
+from kernels.auto import CHAINS
 
 _TEMPLATE = """\
 attnbench: which attention backend and which parallel strategy to run on your hardware.
 
 Usage: attnbench KEY=VALUE[,VALUE...] ...     measure every combination
        attnbench sweeps=NAME [KEY=VALUE...]   run a named sweep; your keys win over its own
+       attnbench backends [device=cpu]        list the attention backends that run here
        attnbench-report RESULTS [SWEEP...]    make tables, figures and reports again
 
 Examples:
@@ -18,6 +22,9 @@ Examples:
 
 Choices (KEY=CHOICE):
 @CHOICES@
+
+attention=auto takes the first that runs:
+@CHAINS@
 
 Values and their defaults (KEY=VALUE; those of a choice as task.mode=forward):
 $CONFIG
@@ -40,4 +47,17 @@ def template() -> str:
     names = {group: choices(group) for group in GROUPS}
     names["sweeps"] = sorted(path.stem for path in SWEEPS.glob("*.yaml"))
     lines = [f"  {group:<10} {', '.join(found)}" for group, found in names.items()]
-    return _TEMPLATE.replace("@CHOICES@", "\n".join(lines))
+    return _TEMPLATE.replace("@CHOICES@", "\n".join(lines)).replace("@CHAINS@", _chains())
+
+
+def _chains() -> str:
+    """The order in which attention=auto tries backends, on each kind of device."""
+    return "\n".join(
+        textwrap.fill(
+            ", ".join(names),
+            width=88,
+            initial_indent=f"  {device:<11}",
+            subsequent_indent=" " * 13,
+        )
+        for device, names in CHAINS.items()
+    )

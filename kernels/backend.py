@@ -12,7 +12,7 @@ A packed batch has sequences of different lengths end to end, ``[tokens, heads, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from kernels.registry import Registry
 
@@ -77,9 +77,25 @@ class AttentionBackend:
 
     name: str
 
-    gives_lse: ClassVar[bool] = True
-    compiles: ClassVar[bool] = False
-    """Whether its first call goes through torch.compile, which takes seconds."""
+    @property
+    def gives_lse(self) -> bool:
+        """Whether it has :meth:`forward` and :meth:`backward`; a class attribute may replace it."""
+        return True
+
+    @property
+    def compiles(self) -> bool:
+        """Whether its first call goes through torch.compile, which takes seconds."""
+        return False
+
+    def version(self) -> str | None:
+        """Version of the library that computes, or None where that is not installed."""
+        import torch
+
+        return str(torch.__version__)
+
+    def choice(self, problem: AttentionProblem) -> str:
+        """Name of the backend that solves a supported ``problem``: this one, unless it picks."""
+        return self.name
 
     def supports(self, problem: AttentionProblem) -> str | None:
         """None if this backend can solve ``problem`` here, else the reason why not, in one line.

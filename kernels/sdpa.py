@@ -1,10 +1,15 @@
-"""PyTorch's scaled_dot_product_attention, with each of its kernels as a choice."""
+"""PyTorch's scaled_dot_product_attention, with each of its kernels as a choice.
+
+The public function hides the log-sum-exp. Where a kernel's own operator gives it in full, the
+explicit :meth:`Sdpa.forward` and :meth:`Sdpa.backward` call that operator, which is what the
+public function calls too: then the kernel can run inside a ring.
+"""
 
 from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from kernels.backend import AttentionBackend, AttentionProblem, attention_backend
 
@@ -19,6 +24,9 @@ SDPA_KERNELS = {
     "math": "MATH",
 }
 
+KERNELS_WITH_LSE = ("flash", "cudnn")
+"""The efficient kernel's log-sum-exp is padded to a multiple of 32 rows; math has none."""
+
 
 @attention_backend("sdpa", kernel="auto")
 @attention_backend("sdpa_flash", kernel="flash")
@@ -32,7 +40,9 @@ class Sdpa(AttentionBackend):
     kernel: str = "auto"
     """auto (PyTorch picks), flash (FlashAttention-2), efficient (xFormers), cudnn, or math."""
 
-    gives_lse: ClassVar[bool] = False
+    @property
+    def gives_lse(self) -> bool:
+        return self.kernel in KERNELS_WITH_LSE
 
     def __post_init__(self) -> None:
         if self.kernel not in SDPA_KERNELS:
@@ -58,6 +68,9 @@ class Sdpa(AttentionBackend):
         """PyTorch's own verdict on tensors of this kind, in its own words."""
         import torch
         from torch.backends import cuda
+
+        if not torch.cuda.is_available():
+            return "torch sees no CUDA device"
 
         can_use = {
             "flash": cuda.can_use_flash_attention,
@@ -102,3 +115,31 @@ class Sdpa(AttentionBackend):
             return F.scaled_dot_product_attention(q, k, v, **arguments)
         with sdpa_kernel(getattr(SDPBackend, kernel)):
             return F.scaled_dot_product_attention(q, k, v, **arguments)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        from kernels import _sdpa_operators
+
+        return _sdpa_operators.forward(self._operator(q), q, k, v, causal, scale)
+
+    def backward(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        from kernels import _sdpa_operators
+
+        return _sdpa_operators.backward(self._operator(q), do, q, k, v, o, lse, causal, scale)
+
+    def _operator(self, q: Tensor) -> str:
+        if not self.gives_lse:
+            raise NotImplementedError(f"attention.kernel={self.kernel} gives no log-sum-exp")
+        return "flash_for_cpu" if q.device.type == "cpu" else self.kernel

@@ -1,0 +1,226 @@
+"""``attnbench backends``: what each attention backend can do on this machine, and why not.
+
+Nothing is listed by hand: a backend is asked whether it supports a small problem, and then the
+same problem with one thing changed at a time.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from harness import format as fmt
+from kernels import BACKENDS, AttentionBackend, AttentionProblem
+
+USAGE = "attnbench backends [device=auto|cpu|cuda]"
+
+HELP = f"""\
+Usage: {USAGE}
+
+Lists every attention backend with its library's version, whether it runs on this machine, and
+if not why. For those that run:
+  grouped queries  fewer heads of keys and values than of queries
+  packed           sequences of different lengths end to end: natively, or in a loop
+  S_q ≠ S_k        a causal mask with more keys than queries, or any number of them
+  ring             gives the log-sum-exp, so that it can run on a sequence over many devices
+  head_dim         which widths of a head it takes
+"""
+
+DEVICES = ("auto", "cpu", "cuda")
+
+HEAD_DIMS = (1, 4, 8, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 512, 1024)
+
+YES, NO, UNKNOWN = "yes", "no", fmt.ABSENT
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Features:
+    """One row: a backend's answers, in words."""
+
+    name: str
+    version: str
+    usable: str
+    """``yes``, ``forward`` where it has no gradients here, or ``no``."""
+    reason: str | None
+    """Why it is not, or not wholly, usable."""
+    grouped: str = UNKNOWN
+    packed: str = UNKNOWN
+    """``native``, or a ``loop`` of one call per sequence."""
+    lengths: str = UNKNOWN
+    """Causal masks where keys and queries differ in number: ``any``, ``S_k > S_q``, or ``no``."""
+    ring: str = UNKNOWN
+    """Whether its log-sum-exp lets it run inside a ring of devices."""
+    head_dims: str = UNKNOWN
+
+
+def main(arguments: list[str]) -> int:
+    """The subcommand, without its name; returns the exit code."""
+    if arguments in (["--help"], ["-h"]):
+        print(HELP, end="")
+        return 0
+    try:
+        device = _device(arguments)
+    except ValueError as error:
+        print(f"attnbench: {error}", file=sys.stderr)
+        return 2
+    rows = [
+        features_of(entry.target(name=entry.name, **entry.preset), device) for entry in BACKENDS
+    ]
+    _print(rows, device, Console(soft_wrap=False))
+    return 0
+
+
+def _device(arguments: list[str]) -> str:
+    """Raises ValueError, in one line, for anything but one device that exists."""
+    device = "auto"
+    for item in arguments:
+        key, equals, value = item.partition("=")
+        if key != "device" or not equals:
+            raise ValueError(f"backends {item}: no such key; usage: {USAGE}")
+        if value not in DEVICES:
+            raise ValueError(f"device={value}: must be one of {', '.join(DEVICES)}")
+        device = value
+    if device == "cpu":
+        return device
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    if device == "cuda":
+        raise ValueError("device=cuda: torch sees no CUDA device; use device=cpu")
+    return "cpu"
+
+
+def features_of(backend: AttentionBackend, device: str) -> Features:
+    """Ask a backend what it can do on ``cpu`` or ``cuda``."""
+    version = backend.version() or UNKNOWN
+    problem = _first_supported(backend, _plain_problems(device))
+    if problem is None:
+        reason = backend.supports(next(iter(_plain_problems(device))))
+        return Features(name=backend.name, version=version, usable=NO, reason=reason)
+    reason = None
+    if not problem.needs_grad:
+        reason = backend.supports(replace(problem, needs_grad=True))
+
+    def takes(**changes: int | bool) -> bool:
+        return backend.supports(replace(problem, **changes)) is None  # type: ignore[arg-type]
+
+    longer = takes(kv_len=problem.kv_len + 64)
+    any_length = longer and takes(kv_len=problem.kv_len - 64)
+    return Features(
+        name=backend.name,
+        version=version,
+        usable=YES if problem.needs_grad else "forward",
+        reason=reason,
+        grouped=YES if takes(num_kv_heads=problem.num_heads // 4) else NO,
+        packed=_packed(backend, replace(problem, packed=True)),
+        lengths="any" if any_length else "S_k > S_q" if longer else NO,
+        ring=YES if backend.gives_lse else NO,
+        head_dims=_head_dims([dim for dim in HEAD_DIMS if takes(head_dim=dim)]),
+    )
+
+
+def _plain_problems(device: str) -> Iterable[AttentionProblem]:
+    """With gradients if they can be had, in the dtype that the device is used with most."""
+    for needs_grad in (True, False):
+        for dtype in ("bfloat16", "float32"):
+            yield AttentionProblem(
+                batch_size=2,
+                num_heads=8,
+                num_kv_heads=8,
+                q_len=256,
+                kv_len=256,
+                head_dim=64,
+                dtype=dtype,
+                device=device,
+                causal=True,
+                needs_grad=needs_grad,
+            )
+
+
+def _first_supported(
+    backend: AttentionBackend, problems: Iterable[AttentionProblem]
+) -> AttentionProblem | None:
+    return next((item for item in problems if backend.supports(item) is None), None)
+
+
+def _packed(backend: AttentionBackend, problem: AttentionProblem) -> str:
+    """Whether a packed batch is one call of its own, or one call for each sequence."""
+    if backend.supports(problem) is not None:
+        return NO
+    choice = backend.choice(problem)
+    solver = type(backend) if choice == backend.name else BACKENDS[choice].target
+    derived = all(
+        getattr(solver, method) is getattr(AttentionBackend, method)
+        for method in ("attend_packed", "forward_packed")
+    )
+    return "loop" if derived else "native"
+
+
+def _head_dims(supported: list[int]) -> str:
+    """The probed head_dims that are supported, in as few words as are true of them."""
+    if supported == list(HEAD_DIMS):
+        return "any"
+    if not supported:
+        return UNKNOWN
+    least, most, step = supported[0], supported[-1], math.gcd(*supported)
+    if supported != [dim for dim in HEAD_DIMS if least <= dim <= most and dim % step == 0]:
+        return ", ".join(map(str, supported))
+    multiples = f", multiples of {step}" if step > 1 else ""
+    span = f"{least} and more" if most == HEAD_DIMS[-1] else f"{least} to {most}"
+    return f"up to {most}{multiples}" if least == step else f"{span}{multiples}"
+
+
+def _print(rows: list[Features], device: str, console: Console) -> None:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
+    columns = {
+        "attention": "name",
+        "version": "version",
+        "usable": "usable",
+        "grouped\nqueries": "grouped",
+        "packed": "packed",
+        "S_q ≠ S_k\n(causal)": "lengths",
+        "ring": "ring",
+        "head_dim": "head_dims",
+    }
+    for header in columns:
+        table.add_column(escape(header), vertical="bottom", overflow="fold")
+    for row in rows:
+        style = "dim" if row.usable == NO else ""
+        table.add_row(*(escape(getattr(row, key)) for key in columns.values()), style=style)
+    console.print(f"Attention backends on {_device_name(device)}", highlight=False)
+    console.print()
+    console.print(table)
+    reasons = [row for row in rows if row.reason is not None]
+    if reasons:
+        width = max(len(row.name) for row in reasons)
+        console.print("\nWhy not:", highlight=False)
+        for row in reasons:
+            line = f"  {row.name:<{width}}  {row.reason}"
+            console.print(escape(line), highlight=False, soft_wrap=True)
+    for row in rows:
+        chosen = _choice(row.name, device) if row.usable != NO else row.name
+        if chosen != row.name:
+            console.print(f"\nattention={row.name} would choose {chosen} here.", highlight=False)
+
+
+def _choice(name: str, device: str) -> str:
+    entry = BACKENDS[name]
+    backend = entry.target(name=name, **entry.preset)
+    problem = _first_supported(backend, _plain_problems(device))
+    return name if problem is None else backend.choice(problem)
+
+
+def _device_name(device: str) -> str:
+    if device == "cpu":
+        return "this CPU"
+    import torch
+
+    return str(torch.cuda.get_device_name())

@@ -1,0 +1,77 @@
+"""The operators behind scaled_dot_product_attention that give the log-sum-exp, and take it.
+
+They are PyTorch's, and internal: an underscore and no promise. PyTorch's own context parallel
+attention calls them too. Shapes are this project's, [B, H, S, D] with fewer heads in k and v;
+cuDNN's log-sum-exp has a further dimension of size 1.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+_ALIGNED = 8
+"""FlashAttention-2 reads 16 bytes at a time: head_dim is padded to a multiple of this."""
+
+
+def forward(
+    operator: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(o, lse) by ``flash``, ``flash_for_cpu`` or ``cudnn``."""
+    if operator == "flash_for_cpu":
+        o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, scale=scale
+        )
+    elif operator == "flash":
+        head_dim = v.shape[-1]
+        o, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+            *(_aligned(x) for x in (q, k, v)), 0.0, causal, False, scale=scale
+        )
+        o = o[..., :head_dim]
+    else:
+        o, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, causal, False, scale=scale
+        )
+    return o, lse.reshape(q.shape[:3])
+
+
+def backward(
+    operator: str,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) from any lse of the same rows, such as that of all keys of a ring."""
+    # The kernels read it by its address alone.
+    lse = lse.contiguous()
+    if operator == "flash_for_cpu":
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            do, q, k, v, o, lse, 0.0, causal, scale=scale
+        )
+        return dq, dk, dv
+    # The random state of a dropout that does not happen; sequences are no packed ones.
+    seed, offset = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))
+    lengths = (None, None, q.shape[2], k.shape[2])
+    if operator == "flash":
+        head_dim = q.shape[-1]
+        do, q, k, v, o = (_aligned(x) for x in (do, q, k, v, o))
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            do, q, k, v, o, lse, *lengths, 0.0, causal, seed, offset, scale=scale
+        )
+        return dq[..., :head_dim], dk[..., :head_dim], dv[..., :head_dim]
+    lse = lse.unsqueeze(-1)
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        do, q, k, v, o, lse, seed, offset, None, *lengths, 0.0, causal, scale=scale
+    )
+    return dq, dk, dv
+
+
+def _aligned(x: Tensor) -> Tensor:
+    missing = -x.shape[-1] % _ALIGNED
+    return pad(x, (0, missing)) if missing else x
