@@ -1,0 +1,1 @@
+"""Small Triton kernels to learn from; none of them is a choice of ``attention=``."""
