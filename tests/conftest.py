@@ -9,15 +9,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
+if not torch.cuda.is_available():
+    # Read once, when triton is imported: its kernels then run on a CPU, slowly.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 
 def pytest_report_header() -> str:
-    import torch
-
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return f"CUDA devices: {count}; tests marked gpu and multigpu skip without them"
 
@@ -32,7 +35,12 @@ def command() -> Command:
         return subprocess.run(
             [sys.executable, "-m", "harness", *arguments],
             cwd=ROOT,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **(environment or {})},
+            env={
+                **os.environ,
+                "CUDA_VISIBLE_DEVICES": "",
+                "TRITON_INTERPRET": "0",
+                **(environment or {}),
+            },
             capture_output=True,
             text=True,
             timeout=240,

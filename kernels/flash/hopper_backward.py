@@ -40,6 +40,7 @@ def row_statistics(
     lse_ptr,
     dlse_ptr,
     statistics_ptr,
+    cu_seqlens_q,
     stride_ob,
     stride_oh,
     stride_os,
@@ -48,38 +49,52 @@ def row_statistics(
     stride_dos,
     num_heads,
     q_len,
+    lse_len,
     padded_len,
     plane,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     HAS_DLSE: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     """For every query row lse in units of log2, and delta = rowsum(o * do) - dlse.
 
-    Rows are padded to ``padded_len``; a row without keys, or beyond the end, gets lse = +inf, so
-    that its probabilities come out as exp2(-inf) = 0.
+    Rows of a dense batch are padded to ``padded_len``; each sequence of a packed one begins at a
+    multiple of four. A row without keys, or beyond the end, gets lse = +inf, so that its
+    probabilities come out as exp2(-inf) = 0.
     """
     row = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    head = tl.program_id(1)
-    batch = (head // num_heads).to(tl.int64)
+    head = tl.program_id(1) % num_heads
+    batch = tl.program_id(1) // num_heads
+    start = 0
+    out_start = 0
+    end = padded_len
+    if PACKED:
+        start = tl.load(cu_seqlens_q + batch)
+        q_len = tl.load(cu_seqlens_q + batch + 1) - start
+        out_start = (start + 4 * batch) // 4 * 4
+        end = q_len
+        batch = 0
     column = tl.arange(0, BLOCK_D)
     inside = row < q_len
     mask = inside[:, None] & (column < HEAD_DIM)[None, :]
-    rows = row.to(tl.int64)[:, None]
-    o_base = batch * stride_ob + (head % num_heads).to(tl.int64) * stride_oh
-    do_base = batch * stride_dob + (head % num_heads).to(tl.int64) * stride_doh
+    rows = (start + row).to(tl.int64)[:, None]
+    batch = tl.cast(batch, tl.int64)
+    o_base = batch * stride_ob + head.to(tl.int64) * stride_oh
+    do_base = batch * stride_dob + head.to(tl.int64) * stride_doh
     o = tl.load(o_ptr + o_base + rows * stride_os + column[None, :], mask=mask, other=0.0)
     do = tl.load(do_ptr + do_base + rows * stride_dos + column[None, :], mask=mask, other=0.0)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), axis=1)
-    base = head.to(tl.int64) * q_len
+    line = batch * num_heads + head
+    base = line * lse_len + start
     if HAS_DLSE:
         delta -= tl.load(dlse_ptr + base + row, mask=inside, other=0.0)
     lse = tl.load(lse_ptr + base + row, mask=inside, other=float("-inf"))
     lse = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
-    out = statistics_ptr + head.to(tl.int64) * padded_len + row
-    tl.store(out, lse, mask=row < padded_len)
-    tl.store(out + plane, delta, mask=row < padded_len)
+    out = statistics_ptr + line * padded_len + out_start + row
+    tl.store(out, lse, mask=row < end)
+    tl.store(out + plane, delta, mask=row < end)
 
 
 @gluon.jit
@@ -87,13 +102,16 @@ def sequence(cu_seqlens_q, cu_seqlens_k, batch, q_len, kv_len, PACKED: gl.conste
     """Starts and lengths of one sequence, and its batch index in the tensors."""
     q_start = 0
     k_start = 0
+    line_start = 0
     if PACKED:
         q_start = gl.load(cu_seqlens_q + batch)
         k_start = gl.load(cu_seqlens_k + batch)
         q_len = gl.load(cu_seqlens_q + batch + 1) - q_start
         kv_len = gl.load(cu_seqlens_k + batch + 1) - k_start
+        # As row_statistics places them: TMA reads from multiples of 16 bytes only.
+        line_start = (q_start + 4 * batch) // 4 * 4
         batch = 0
-    return batch, q_start, q_len, k_start, kv_len
+    return batch, q_start, q_len, k_start, kv_len, line_start
 
 
 @gluon.jit
@@ -140,8 +158,8 @@ def produce_queries(inputs, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, BLOCK
     (
         q_desc, do_desc, k_desc, v_desc, stat_desc, k_tiles, v_tiles, q_tiles, do_tiles,
         lse_tiles, delta_tiles, kv_ready, q_ready, do_ready, free, batch, kv_head, num_heads,
-        group_size, first, q_start, k_start, first_tile, num_tiles, num_diagonal, num_masked,
-        num_planes,
+        group_size, first, q_start, k_start, line_start, first_tile, num_tiles, num_diagonal,
+        num_masked, num_planes,
     ) = inputs  # fmt: skip
     if num_tiles > first_tile:
         mbarrier.expect(kv_ready, 2 * CONSUMERS * k_desc.block_type.nbytes)
@@ -168,14 +186,15 @@ def produce_queries(inputs, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, BLOCK
             tma.async_copy_global_to_shared(
                 q_desc, [batch, head, row, 0], ready, q_tiles.index(slot)
             )
-            tma.async_copy_global_to_shared(stat_desc, [line, row], ready, lse_tiles.index(slot))
+            column = line_start + tile * BLOCK_Q
+            tma.async_copy_global_to_shared(stat_desc, [line, column], ready, lse_tiles.index(slot))
             ready = do_ready.index(slot)
             mbarrier.expect(ready, nbytes)
             tma.async_copy_global_to_shared(
                 do_desc, [batch, head, row, 0], ready, do_tiles.index(slot)
             )
             tma.async_copy_global_to_shared(
-                stat_desc, [num_planes + line, row], ready, delta_tiles.index(slot)
+                stat_desc, [num_planes + line, column], ready, delta_tiles.index(slot)
             )
             slot += 1
             if slot == STAGES:
@@ -194,15 +213,12 @@ def add_queries(
     q_ready,
     do_ready,
     free,
+    s,
     dk,
     dv,
-    p,
-    ds,
     slot,
     phase,
-    previous,
     more,
-    started,
     first_key,
     first_query,
     q_len,
@@ -210,60 +226,65 @@ def add_queries(
     scale_log2,
     STAGES: gl.constexpr,
     BLOCK_Q: gl.constexpr,
-    CARRY: gl.constexpr,
+    AHEAD: gl.constexpr,
     CAUSAL: gl.constexpr,
     MASKED: gl.constexpr,
     S_LAYOUT: gl.constexpr,
     A_LAYOUT: gl.constexpr,
 ):
-    """P^T and dS^T of the query tile at ``slot``, beside dV and dK of the one before.
+    """One query tile's share of dV and dK for 64 keys.
 
-    Without CARRY, where registers do not suffice, dV and dK are those of the tile itself. The first time there is none before: ``previous`` is the same tile, with P and dS zero.
+    With AHEAD it is given the tile's scores, S^T, and gives those of the next: the last two
+    matmuls of a tile and the first of the next then run back to back, while the other consumer
+    computes. That takes registers which a head dim of 128 does not leave.
     """
+    dtype: gl.constexpr = k_tile.dtype
     zeros = gl.zeros([ROWS, BLOCK_Q], gl.float32, S_LAYOUT)
-    s = warpgroup_mma(
-        k_tile, q_tiles.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True
-    )
+    if not AHEAD:
+        mbarrier.wait(q_ready.index(slot), phase)
+        running = warpgroup_mma(
+            k_tile, q_tiles.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True
+        )
     mbarrier.wait(do_ready.index(slot), phase)
     dp = warpgroup_mma(
         v_tile, do_tiles.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True
     )
-    if CARRY:
-        dv = warpgroup_mma(p, do_tiles.index(previous), dv, is_async=True)
-        dk = warpgroup_mma(ds, q_tiles.index(previous), dk, is_async=True)
     lse = lse_tiles.index(slot).load(gl.SliceLayout(0, S_LAYOUT))
     delta = delta_tiles.index(slot).load(gl.SliceLayout(0, S_LAYOUT))
-    s = warpgroup_mma_wait(3 if CARRY else 1, deps=[s])
-    prob = gl.exp2(s * scale_log2 - lse[None, :])
+    if AHEAD:
+        scores = s
+    else:
+        scores = warpgroup_mma_wait(1, deps=[running])
+    p = gl.exp2(scores * scale_log2 - lse[None, :])
     if MASKED:
         query = first_query + gl.arange(0, BLOCK_Q, gl.SliceLayout(0, S_LAYOUT))
         visible = query[None, :] < q_len
         if CAUSAL:
             key = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
             visible = visible & (key[:, None] <= query[None, :] + (kv_len - q_len))
-        prob = gl.where(visible, prob, 0.0)
-    new_p = gl.convert_layout(prob.to(p.dtype), A_LAYOUT)
-    if not CARRY:
-        dv = warpgroup_mma(new_p, do_tiles.index(slot), dv, is_async=True)
-    dp = warpgroup_mma_wait(2 if CARRY else 1, deps=[dp])
-    new_ds = gl.convert_layout((prob * (dp - delta[None, :])).to(p.dtype), A_LAYOUT)
-    if not CARRY:
-        dk = warpgroup_mma(new_ds, q_tiles.index(slot), dk, is_async=True)
+        p = gl.where(visible, p, 0.0)
+    a = gl.convert_layout(p.to(dtype), A_LAYOUT)
+    dv = warpgroup_mma(a, do_tiles.index(slot), dv, is_async=True)
+    dp = warpgroup_mma_wait(1, deps=[dp])
+    ds = gl.convert_layout((p * (dp - delta[None, :])).to(dtype), A_LAYOUT)
+    dk = warpgroup_mma(ds, q_tiles.index(slot), dk, is_async=True)
     next_slot = slot + 1
     if next_slot == STAGES:
         next_slot = 0
         phase ^= 1
-    # Keeps the arithmetic above beside the matmuls: see hopper_forward.advance.
-    mbarrier.wait(q_ready.index(next_slot), phase, pred=more)
-    if CARRY:
-        dk, dv, p, ds, new_p, new_ds = warpgroup_mma_wait(0, deps=[dk, dv, p, ds, new_p, new_ds])
-        mbarrier.arrive(free.index(previous), pred=started)
-    else:
-        dk, dv, new_p, new_ds = warpgroup_mma_wait(0, deps=[dk, dv, new_p, new_ds])
+    if AHEAD:
+        mbarrier.wait(q_ready.index(next_slot), phase, pred=more)
+        # After the last tile these are scores of an old one, which nobody looks at.
+        running = warpgroup_mma(
+            k_tile, q_tiles.index(next_slot).permute((1, 0)), zeros, use_acc=False, is_async=True
+        )
+        dk, dv, a, ds = warpgroup_mma_wait(1, deps=[dk, dv, a, ds])
         mbarrier.arrive(free.index(slot))
-        new_p = p
-        new_ds = ds
-    return dk, dv, new_p, new_ds, next_slot, phase, slot
+        s = warpgroup_mma_wait(0, deps=[running])
+    else:
+        dk, dv, a, ds = warpgroup_mma_wait(0, deps=[dk, dv, a, ds])
+        mbarrier.arrive(free.index(slot))
+    return s, dk, dv, next_slot, phase
 
 
 @gluon.jit
@@ -272,7 +293,7 @@ def accumulate_dkdv(
     CONSUMER: gl.constexpr,
     STAGES: gl.constexpr,
     BLOCK_Q: gl.constexpr,
-    CARRY: gl.constexpr,
+    AHEAD: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr,
@@ -300,37 +321,34 @@ def accumulate_dkdv(
     first_key = first + CONSUMER * ROWS
     dk = gl.zeros([ROWS, BLOCK_D], gl.float32, D_LAYOUT)
     dv = gl.zeros([ROWS, BLOCK_D], gl.float32, D_LAYOUT)
-    p = gl.zeros([ROWS, BLOCK_Q], dtype, A_LAYOUT)
-    ds = gl.zeros([ROWS, BLOCK_Q], dtype, A_LAYOUT)
     slot = 0
     phase = 0
-    previous = 0
     steps = num_tiles - first_tile
+    s = gl.zeros([ROWS, BLOCK_Q], gl.float32, S_LAYOUT)
     if steps > 0:
         mbarrier.wait(kv_ready, 0)
+    if AHEAD and steps > 0:
         mbarrier.wait(q_ready.index(0), 0)
+        first_s = warpgroup_mma(
+            k_tile, q_tiles.index(0).permute((1, 0)), s, use_acc=False, is_async=True
+        )
+        s = warpgroup_mma_wait(0, deps=[first_s])
     for member in range(group_size):
         for step in range(num_masked):
             tile = query_tile(step, first_tile, num_tiles, num_diagonal, num_masked)
-            dk, dv, p, ds, slot, phase, previous = add_queries(
+            s, dk, dv, slot, phase = add_queries(
                 k_tile, v_tile, q_tiles, do_tiles, lse_tiles, delta_tiles, q_ready, do_ready,
-                free, dk, dv, p, ds, slot, phase, previous,
-                (step + 1 < steps) | (member + 1 < group_size), member + step > 0,
+                free, s, dk, dv, slot, phase, (step + 1 < steps) | (member + 1 < group_size),
                 first_key, tile * BLOCK_Q, q_len, kv_len, scale_log2,
-                STAGES, BLOCK_Q, CARRY, CAUSAL, True, S_LAYOUT, A_LAYOUT,
+                STAGES, BLOCK_Q, AHEAD, CAUSAL, True, S_LAYOUT, A_LAYOUT,
             )  # fmt: skip
         for step in range(num_masked, steps):
-            dk, dv, p, ds, slot, phase, previous = add_queries(
+            s, dk, dv, slot, phase = add_queries(
                 k_tile, v_tile, q_tiles, do_tiles, lse_tiles, delta_tiles, q_ready, do_ready,
-                free, dk, dv, p, ds, slot, phase, previous,
-                (step + 1 < steps) | (member + 1 < group_size), member + step > 0,
+                free, s, dk, dv, slot, phase, (step + 1 < steps) | (member + 1 < group_size),
                 first_key, 0, q_len, kv_len, scale_log2,
-                STAGES, BLOCK_Q, CARRY, CAUSAL, False, S_LAYOUT, A_LAYOUT,
+                STAGES, BLOCK_Q, AHEAD, CAUSAL, False, S_LAYOUT, A_LAYOUT,
             )  # fmt: skip
-    if CARRY and steps > 0:
-        last_dv = warpgroup_mma(p, do_tiles.index(previous), dv, is_async=True)
-        last_dk = warpgroup_mma(ds, q_tiles.index(previous), dk, is_async=True)
-        dv, dk = warpgroup_mma_wait(0, deps=[last_dv, last_dk])
     store_rows(
         dk * scale, dk_ptr, stride_kb, stride_kh, stride_ks, batch, kv_head, first_key, k_start,
         kv_len, HEAD_DIM, BLOCK_D,
@@ -366,7 +384,7 @@ def flash_backward_dkdv(
     scale,
     scale_log2,
     BLOCK_Q: gl.constexpr,
-    CARRY: gl.constexpr,
+    AHEAD: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr,
@@ -402,7 +420,7 @@ def flash_backward_dkdv(
     kv_head = gl.program_id(1) % num_kv_heads
     # The first keys are seen by the most queries: programs start in order, long ones first.
     first = gl.program_id(0) * (CONSUMERS * ROWS)
-    batch, q_start, q_len, k_start, kv_len = sequence(
+    batch, q_start, q_len, k_start, kv_len, line_start = sequence(
         cu_seqlens_q, cu_seqlens_k, gl.program_id(1) // num_kv_heads, q_len, kv_len, PACKED
     )
     num_tiles = gl.cdiv(q_len, BLOCK_Q)
@@ -423,8 +441,8 @@ def flash_backward_dkdv(
     producer = (
         q_desc, do_desc, k_desc, v_desc, stat_desc, k_tiles, v_tiles, q_tiles, do_tiles,
         lse_tiles, delta_tiles, kv_ready, q_ready, do_ready, free, batch, kv_head, num_heads,
-        group_size, first, q_start, k_start, first_tile, num_tiles, num_diagonal, num_masked,
-        num_planes,
+        group_size, first, q_start, k_start, line_start, first_tile, num_tiles, num_diagonal,
+        num_masked, num_planes,
     )  # fmt: skip
     inputs = (
         k_tiles, v_tiles, q_tiles, do_tiles, lse_tiles, delta_tiles, kv_ready, q_ready, do_ready,
@@ -435,8 +453,8 @@ def flash_backward_dkdv(
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (accumulate_dkdv, (inputs, 0, STAGES, BLOCK_Q, CARRY, HEAD_DIM, BLOCK_D, CAUSAL)),
-                (accumulate_dkdv, (inputs, 1, STAGES, BLOCK_Q, CARRY, HEAD_DIM, BLOCK_D, CAUSAL)),
+                (accumulate_dkdv, (inputs, 0, STAGES, BLOCK_Q, AHEAD, HEAD_DIM, BLOCK_D, CAUSAL)),
+                (accumulate_dkdv, (inputs, 1, STAGES, BLOCK_Q, AHEAD, HEAD_DIM, BLOCK_D, CAUSAL)),
                 (produce_queries, (producer, CONSUMERS, STAGES, BLOCK_Q)),
             ],
             [4, 1],
@@ -445,9 +463,9 @@ def flash_backward_dkdv(
     else:
         gl.warp_specialize(
             [
-                (accumulate_dkdv, (inputs, 0, STAGES, BLOCK_Q, CARRY, HEAD_DIM, BLOCK_D, CAUSAL)),
-                (accumulate_dkdv, (inputs, 1, STAGES, BLOCK_Q, CARRY, HEAD_DIM, BLOCK_D, CAUSAL)),
-                (accumulate_dkdv, (inputs, 2, STAGES, BLOCK_Q, CARRY, HEAD_DIM, BLOCK_D, CAUSAL)),
+                (accumulate_dkdv, (inputs, 0, STAGES, BLOCK_Q, AHEAD, HEAD_DIM, BLOCK_D, CAUSAL)),
+                (accumulate_dkdv, (inputs, 1, STAGES, BLOCK_Q, AHEAD, HEAD_DIM, BLOCK_D, CAUSAL)),
+                (accumulate_dkdv, (inputs, 2, STAGES, BLOCK_Q, AHEAD, HEAD_DIM, BLOCK_D, CAUSAL)),
                 (produce_queries, (producer, CONSUMERS, STAGES, BLOCK_Q)),
             ],
             [4, 4, 1],
@@ -569,8 +587,8 @@ def accumulate_dq(
     """One consumer: dQ of 64 queries."""
     (
         q_tiles, do_tiles, k_tiles, v_tiles, q_ready, k_ready, v_ready, free, statistics, plane,
-        dq_ptr, stride_qb, stride_qh, stride_qs, batch, head, num_heads, padded_len, first,
-        q_start, q_len, kv_len, num_key_tiles, num_unmasked, scale, scale_log2,
+        dq_ptr, stride_qb, stride_qh, stride_qs, batch, head, num_heads, padded_len, line_start,
+        first, q_start, q_len, kv_len, num_key_tiles, num_unmasked, scale, scale_log2,
     ) = inputs  # fmt: skip
     dtype: gl.constexpr = q_tiles.dtype
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
@@ -584,7 +602,7 @@ def accumulate_dq(
 
     first_row = first + CONSUMER * ROWS
     row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
-    line = statistics + (batch * num_heads + head).to(gl.int64) * padded_len + q_start
+    line = statistics + (batch * num_heads + head).to(gl.int64) * padded_len + line_start
     lse = gl.load(line + row, mask=row < q_len, other=float("inf"))
     delta = gl.load(line + plane + row, mask=row < q_len, other=0.0)
     dq = gl.zeros([ROWS, BLOCK_D], gl.float32, D_LAYOUT)
@@ -672,7 +690,7 @@ def flash_backward_dq(
     # The last queries see the most keys: programs start in order, long ones first.
     tile = gl.num_programs(0) - 1 - gl.program_id(0) if CAUSAL else gl.program_id(0)
     first = tile * (CONSUMERS * ROWS)
-    batch, q_start, q_len, k_start, kv_len = sequence(
+    batch, q_start, q_len, k_start, kv_len, line_start = sequence(
         cu_seqlens_q, cu_seqlens_k, gl.program_id(1) // num_heads, q_len, kv_len, PACKED
     )
     visible = kv_len
@@ -692,8 +710,8 @@ def flash_backward_dq(
     )  # fmt: skip
     inputs = (
         q_tiles, do_tiles, k_tiles, v_tiles, q_ready, k_ready, v_ready, free, statistics, plane,
-        dq_ptr, stride_qb, stride_qh, stride_qs, batch, head, num_heads, padded_len, first,
-        q_start, q_len, kv_len, num_key_tiles, num_unmasked, scale, scale_log2,
+        dq_ptr, stride_qb, stride_qh, stride_qs, batch, head, num_heads, padded_len, line_start,
+        first, q_start, q_len, kv_len, num_key_tiles, num_unmasked, scale, scale_log2,
     )  # fmt: skip
     if CONSUMERS == 2:
         gl.warp_specialize(

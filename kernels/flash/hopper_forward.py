@@ -78,8 +78,8 @@ def tile_of_program(
 def produce(inputs, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, BLOCK_K: gl.constexpr):
     """The producer: TMA copies of all queries once, then of keys and values, right to left."""
     (
-        q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, q_ready, k_ready, v_ready, k_free,
-        v_free, batch, head, kv_head, first, q_start, k_start, num_key_tiles,
+        q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, q_ready, k_ready, v_ready, free,
+        batch, head, kv_head, first, q_start, k_start, num_key_tiles,
     ) = inputs  # fmt: skip
     if num_key_tiles > 0:
         mbarrier.expect(q_ready, CONSUMERS * q_desc.block_type.nbytes)
@@ -93,18 +93,23 @@ def produce(inputs, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, BLOCK_K: gl.c
     slot = 0
     # A ring starts free: waiting for the phase before the first one returns at once.
     phase = 1
-    for step in range(num_key_tiles):
+    num_steps = gl.where(num_key_tiles > 0, num_key_tiles + 1, 0)
+    for step in range(num_steps):
         row = k_start + (num_key_tiles - 1 - step) * BLOCK_K
-        mbarrier.wait(k_free.index(slot), phase)
-        mbarrier.expect(k_ready.index(slot), k_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(
-            k_desc, [batch, kv_head, row, 0], k_ready.index(slot), k_tiles.index(slot)
-        )
-        mbarrier.wait(v_free.index(slot), phase)
-        mbarrier.expect(v_ready.index(slot), v_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(
-            v_desc, [batch, kv_head, row, 0], v_ready.index(slot), v_tiles.index(slot)
-        )
+        mbarrier.wait(free.index(slot), phase)
+        if step < num_key_tiles:
+            mbarrier.expect(k_ready.index(slot), k_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(
+                k_desc, [batch, kv_head, row, 0], k_ready.index(slot), k_tiles.index(slot)
+            )
+        if step > 0:
+            mbarrier.expect(v_ready.index(slot), v_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(
+                v_desc, [batch, kv_head, row + BLOCK_K, 0], v_ready.index(slot), v_tiles.index(slot)
+            )
+        else:
+            # No values come with the first keys; the slot's phases stay in step with k_ready's.
+            mbarrier.arrive(v_ready.index(slot))
         slot += 1
         if slot == STAGES:
             slot = 0
@@ -124,21 +129,48 @@ def masked(s, tile, first_row, q_len, kv_len, BLOCK_K: gl.constexpr, CAUSAL: gl.
 
 
 @gluon.jit
-def softmax_step(s, m, l, scale_log2, MASKED: gl.constexpr):
+def by_thread(x):
+    """[ROWS, N] in a wgmma accumulator's layout as [ROWS, a, b, 4, 2] with the 4 over threads.
+
+    Each of the four threads that share a row has N / 4 of its entries. Reducing axis by axis
+    gives short independent chains of instructions where a reduction over N is one long one.
+    """
+    N: gl.constexpr = x.shape[1]
+    return x.reshape([ROWS, 4, N // 32, 4, 2])
+
+
+@gluon.jit
+def row_sums_by_thread(x):
+    """[ROWS, N] -> [ROWS, 4]: each thread's own part of the sum of its rows."""
+    return gl.sum(gl.sum(gl.sum(by_thread(x), axis=4), axis=2), axis=1)
+
+
+@gluon.jit
+def row_max(x):
+    """[ROWS, N] -> [ROWS], in the layout of x's rows."""
+    part = gl.max(gl.max(gl.max(by_thread(x), axis=4), axis=2), axis=1)
+    return gl.convert_layout(gl.max(part, axis=1), gl.SliceLayout(1, x.type.layout))
+
+
+@gluon.jit
+def softmax_step(s, m, total, scale_log2, MASKED: gl.constexpr):
     """One step of the online softmax, in units of log2.
+
+    The denominator ``total`` stays apart by thread, [ROWS, 4]; only the end adds the four up.
 
     Returns:
         p, the new running maximum of the raw scores, the new denominator, and the factor by
         which what was accumulated before has to shrink.
     """
-    new_m = gl.maximum(m, gl.max(s, axis=1))
+    new_m = gl.maximum(m, row_max(s))
     reference = new_m * scale_log2
     if MASKED:
         # A row that has seen no key yet: -inf - -inf is not a number.
         reference = gl.where(new_m == float("-inf"), 0.0, reference)
     p = gl.exp2(s * scale_log2 - reference[:, None])
     shrink = gl.exp2(m * scale_log2 - reference)
-    return p, new_m, l * shrink + gl.sum(p, axis=1), shrink
+    by_row = gl.convert_layout(shrink, gl.SliceLayout(1, total.type.layout))
+    return p, new_m, total * by_row[:, None] + row_sums_by_thread(p), shrink
 
 
 @gluon.jit
@@ -148,12 +180,11 @@ def advance(
     v_tiles,
     k_ready,
     v_ready,
-    k_free,
-    v_free,
+    free,
     p,
     o,
     m,
-    l,
+    total,
     slot,
     phase,
     tile,
@@ -170,38 +201,33 @@ def advance(
     O_LAYOUT: gl.constexpr,
     P_LAYOUT: gl.constexpr,
 ):
-    """Scores of key tile ``tile`` while the values of the tile before, at ``slot``, are added."""
-    v_slot = slot
-    v_phase = phase
-    slot += 1
-    if slot == STAGES:
-        slot = 0
-        phase ^= 1
+    """Scores of key tile ``tile`` while the values of the tile before are added to o.
+
+    The ring's slot holds both: the keys of a tile and the values of the one before.
+    """
     zeros = gl.zeros([ROWS, BLOCK_K], gl.float32, S_LAYOUT)
     s = warpgroup_mma(
         q_tile, k_tiles.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True
     )
-    mbarrier.wait(v_ready.index(v_slot), v_phase)
-    o = warpgroup_mma(p, v_tiles.index(v_slot), o, is_async=True)
+    mbarrier.wait(v_ready.index(slot), phase)
+    o = warpgroup_mma(p, v_tiles.index(slot), o, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
     if MASKED:
         s = masked(s, tile, first_row, q_len, kv_len, BLOCK_K, CAUSAL)
-    new_p, m, l, shrink = softmax_step(s, m, l, scale_log2, MASKED)
+    new_p, m, total, shrink = softmax_step(s, m, total, scale_log2, MASKED)
     new_p = gl.convert_layout(new_p.to(p.dtype), P_LAYOUT)
+    next_slot = slot + 1
+    if next_slot == STAGES:
+        next_slot = 0
+        phase ^= 1
     # Both keep the softmax before the wait below, so that it runs beside the matmul: new_p as a
     # dependency holds for LLVM, and the loop that waits for the next keys holds for ptxas, which
     # would hoist the matmul's wait within a basic block.
-    next_slot = slot + 1
-    next_phase = phase
-    if next_slot == STAGES:
-        next_slot = 0
-        next_phase ^= 1
-    mbarrier.wait(k_ready.index(next_slot), next_phase, pred=more)
+    mbarrier.wait(k_ready.index(next_slot), phase, pred=more)
     o, p, new_p = warpgroup_mma_wait(0, deps=[o, p, new_p])
-    mbarrier.arrive(k_free.index(slot))
-    mbarrier.arrive(v_free.index(v_slot))
+    mbarrier.arrive(free.index(slot))
     o = o * gl.convert_layout(shrink, gl.SliceLayout(1, O_LAYOUT))[:, None]
-    return new_p, o, m, l, slot, phase
+    return new_p, o, m, total, next_slot, phase
 
 
 @gluon.jit
@@ -216,7 +242,7 @@ def consume(
 ):
     """One consumer: 64 queries over all visible key tiles, then o and lse to memory."""
     (
-        q_tiles, k_tiles, v_tiles, q_ready, k_ready, v_ready, k_free, v_free, o_ptr, lse_ptr,
+        q_tiles, k_tiles, v_tiles, q_ready, k_ready, v_ready, free, o_ptr, lse_ptr,
         stride_ob, stride_oh, stride_os, batch, head, num_heads, lse_len, first, q_start, q_len,
         kv_len, num_key_tiles, num_unmasked, scale_log2,
     ) = inputs  # fmt: skip
@@ -233,7 +259,7 @@ def consume(
     v_tiles = v_tiles._reinterpret(dtype, [STAGES, BLOCK_K, BLOCK_D], TILE)
     first_row = first + CONSUMER * ROWS
     m = gl.full([ROWS], float("-inf"), gl.float32, ROW)
-    l = gl.zeros([ROWS], gl.float32, ROW)
+    total = row_sums_by_thread(gl.zeros([ROWS, BLOCK_K], gl.float32, S_LAYOUT))
     o = gl.zeros([ROWS, BLOCK_D], gl.float32, O_LAYOUT)
     if num_key_tiles > 0:
         mbarrier.wait(q_ready, 0)
@@ -243,26 +269,26 @@ def consume(
             q_tile, k_tiles.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True
         )
         s = warpgroup_mma_wait(0, deps=[s])
-        mbarrier.arrive(k_free.index(0))
+        mbarrier.arrive(free.index(0))
         s = masked(s, num_key_tiles - 1, first_row, q_len, kv_len, BLOCK_K, CAUSAL)
-        p, m, l, _ = softmax_step(s, m, l, scale_log2, True)
+        p, m, total, _ = softmax_step(s, m, total, scale_log2, True)
         p = gl.convert_layout(p.to(dtype), P_LAYOUT)
-        slot = 0
+        slot = 1
         phase = 0
         if num_key_tiles > 1:
             mbarrier.wait(k_ready.index(1), 0)
         for step in range(num_key_tiles - 1 - num_unmasked):
-            p, o, m, l, slot, phase = advance(
-                q_tile, k_tiles, v_tiles, k_ready, v_ready, k_free, v_free,
-                p, o, m, l, slot, phase, num_key_tiles - 2 - step,
+            p, o, m, total, slot, phase = advance(
+                q_tile, k_tiles, v_tiles, k_ready, v_ready, free,
+                p, o, m, total, slot, phase, num_key_tiles - 2 - step,
                 step + 2 < num_key_tiles, first_row, q_len, kv_len,
                 scale_log2, STAGES, BLOCK_K, CAUSAL, True, S_LAYOUT, O_LAYOUT, P_LAYOUT,
             )  # fmt: skip
         num_plain = gl.minimum(num_unmasked, num_key_tiles - 1)
         for step in range(num_plain):
-            p, o, m, l, slot, phase = advance(
-                q_tile, k_tiles, v_tiles, k_ready, v_ready, k_free, v_free,
-                p, o, m, l, slot, phase, 0,
+            p, o, m, total, slot, phase = advance(
+                q_tile, k_tiles, v_tiles, k_ready, v_ready, free,
+                p, o, m, total, slot, phase, 0,
                 step + 1 < num_plain, first_row, q_len, kv_len,
                 scale_log2, STAGES, BLOCK_K, CAUSAL, False, S_LAYOUT, O_LAYOUT, P_LAYOUT,
             )  # fmt: skip
@@ -270,10 +296,12 @@ def consume(
         o = warpgroup_mma(p, v_tiles.index(slot), o, is_async=True)
         o = warpgroup_mma_wait(0, deps=[o])
 
-    safe_l = gl.where(l == 0.0, 1.0, l)
-    o = o / gl.convert_layout(safe_l, gl.SliceLayout(1, O_LAYOUT))[:, None]
+    total = gl.convert_layout(gl.sum(total, axis=1), ROW)
+    safe_total = gl.where(total == 0.0, 1.0, total)
+    o = o / gl.convert_layout(safe_total, gl.SliceLayout(1, O_LAYOUT))[:, None]
     # exp2 and log2 are the hardware's; lse is kept in the natural logarithm.
-    lse = gl.where(l == 0.0, float("-inf"), (m * scale_log2 + gl.log2(safe_l)) * 0.6931471805599453)
+    lse = (m * scale_log2 + gl.log2(safe_total)) * 0.6931471805599453
+    lse = gl.where(total == 0.0, float("-inf"), lse)
     lse_row = first_row + gl.arange(0, ROWS, ROW)
     lse_base = (batch * num_heads + head).to(gl.int64) * lse_len + q_start
     gl.store(lse_ptr + lse_base + lse_row, lse, mask=lse_row < q_len)
@@ -326,14 +354,12 @@ def flash_forward(
     q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(q_ready, count=1)
     for slot in gl.static_range(STAGES):
         mbarrier.init(k_ready.index(slot), count=1)
         mbarrier.init(v_ready.index(slot), count=1)
-        mbarrier.init(k_free.index(slot), count=CONSUMERS)
-        mbarrier.init(v_free.index(slot), count=CONSUMERS)
+        mbarrier.init(free.index(slot), count=CONSUMERS)
 
     batch, head, first, q_start, q_len, k_start, kv_len, num_key_tiles, num_unmasked = (
         tile_of_program(
@@ -342,11 +368,11 @@ def flash_forward(
         )
     )  # fmt: skip
     producer = (
-        q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, q_ready, k_ready, v_ready, k_free,
-        v_free, batch, head, head // group_size, first, q_start, k_start, num_key_tiles,
+        q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, q_ready, k_ready, v_ready, free,
+        batch, head, head // group_size, first, q_start, k_start, num_key_tiles,
     )  # fmt: skip
     inputs = (
-        q_tiles, k_tiles, v_tiles, q_ready, k_ready, v_ready, k_free, v_free, o_ptr, lse_ptr,
+        q_tiles, k_tiles, v_tiles, q_ready, k_ready, v_ready, free, o_ptr, lse_ptr,
         stride_ob, stride_oh, stride_os, batch, head, num_heads, lse_len, first, q_start, q_len,
         kv_len, num_key_tiles, num_unmasked, scale_log2,
     )  # fmt: skip

@@ -1,0 +1,28 @@
+"""FlashAttention in Triton: kernels, their configurations, and what chooses between them.
+
+Read in this order: ``tiles`` (what a tile is), ``forward_kernel`` and ``backward_kernels``
+(FlashAttention-2 for any CUDA GPU), ``problem`` (one call in facts, and what is refused),
+``configs`` (tile sizes), ``plain`` (launches those kernels), ``operator`` (the entry points
+that choose an implementation) and ``function`` (autograd). Nothing here imports torch or
+triton until one of the names below is used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_HOMES = {
+    "FlashTriton": "kernels.flash.function",
+    "flash_attention": "kernels.flash.function",
+    "validate": "kernels.flash.problem",
+}
+
+__all__ = ["FlashTriton", "flash_attention", "validate"]
+
+
+def __getattr__(name: str) -> Any:
+    """The public functions, imported when first used (PEP 562)."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,250 @@
+"""Tile sizes: which configuration a kernel runs with, and where that choice comes from.
+
+In this order: the table shipped with the package (``pinned.json``, measured by us on the
+devices it names); the table of this machine in the user's cache, written by autotuning; a
+search now, if the caller asked for autotuning; and a rule by head_dim, dtype and the GPU's
+shared memory. A table has one row for a kernel and class of shapes, such as
+``forward/bfloat16/d64/causal/long``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+import triton
+
+from kernels.flash.problem import Problem
+
+LONG = 2048
+"""Sequences of more tokens are long: their tiles are many enough to fill a large GPU."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TileConfig:
+    """How one kernel is cut into tiles and compiled."""
+
+    block_q: int
+    """Queries of a tile."""
+    block_k: int
+    """Keys of a tile."""
+    num_warps: int
+    num_stages: int
+    """Tiles in flight between memory and the matmuls."""
+
+
+Table = dict[str, TileConfig]
+
+INTERPRETER = {
+    "forward": TileConfig(block_q=32, block_k=16, num_warps=4, num_stages=1),
+    "backward_dkv": TileConfig(block_q=16, block_k=32, num_warps=4, num_stages=1),
+    "backward_dq": TileConfig(block_q=32, block_k=16, num_warps=4, num_stages=1),
+}
+"""Small, and of two sizes, so that the tests' short sequences have full and cut tiles."""
+
+# Largest first, (block_q, block_k, num_warps, num_stages): the rule takes the first that fits
+# the GPU's shared memory, and autotuning tries them all.
+_CANDIDATES = {
+    "forward": (
+        (128, 64, 4, 3), (128, 64, 8, 3), (128, 64, 4, 2), (128, 64, 8, 2), (64, 64, 4, 3),
+        (64, 64, 4, 2), (128, 32, 8, 3), (128, 32, 8, 2), (64, 32, 4, 2), (128, 128, 8, 3),
+        (128, 128, 8, 2), (32, 32, 4, 2), (32, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1),
+    ),
+    "backward_dkv": (
+        (64, 128, 8, 3), (64, 128, 8, 2), (64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 8, 2),
+        (32, 128, 8, 3), (32, 128, 8, 2), (128, 64, 8, 2), (32, 64, 4, 2), (32, 64, 8, 2),
+        (32, 32, 4, 2), (32, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1),
+    ),
+    "backward_dq": (
+        (128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 3), (64, 64, 4, 2), (128, 32, 8, 3),
+        (128, 32, 8, 2), (64, 64, 8, 2), (128, 128, 8, 2), (64, 32, 4, 2), (64, 32, 8, 2),
+        (32, 32, 4, 2), (32, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1),
+    ),
+}  # fmt: skip
+
+# float32 in full precision has no tensor cores: every thread multiplies, from registers.
+_IEEE_CANDIDATES = {
+    "forward": (
+        (64, 32, 8, 2), (64, 32, 8, 1), (32, 32, 8, 1), (32, 32, 8, 2), (32, 32, 4, 1),
+        (16, 32, 8, 1), (16, 16, 8, 1),
+    ),
+    "backward_dkv": (
+        (32, 32, 8, 2), (32, 32, 8, 1), (64, 32, 8, 1), (32, 32, 4, 1), (16, 32, 8, 1),
+        (16, 16, 8, 1),
+    ),
+    "backward_dq": (
+        (64, 32, 8, 2), (64, 32, 8, 1), (32, 32, 8, 2), (32, 32, 8, 1), (32, 32, 4, 1),
+        (16, 32, 8, 1), (16, 16, 8, 1),
+    ),
+}  # fmt: skip
+
+# Values that one thread of a program may hold before the compiler (Triton 3.6 with its ptxas,
+# for compute capability 8.0, 8.6 and 9.0) spills more than a few: see _values_of_a_thread.
+_MAX_VALUES = 176
+_MAX_IEEE_VALUES = 16
+
+_autotune_seconds = 0.0
+
+
+def choose(
+    kernel: str, problem: Problem, measure: Callable[[TileConfig], float] | None = None
+) -> TileConfig:
+    """The configuration of ``kernel`` (forward, backward_dkv or backward_dq) for a problem.
+
+    Args:
+        measure: gives the milliseconds of a configuration, or raises if it does not compile
+            or fit; used only if the problem asks for autotuning and no table has an answer.
+    """
+    device_name, shared_memory_bytes = _device_facts(problem.device)
+    row = shape_class(kernel, problem)
+    for table in (_pinned().get(device_name, {}), _cached(device_name)):
+        if row in table:
+            return table[row]
+    if problem.autotune and measure is not None:
+        best = _search(candidates(kernel, problem, shared_memory_bytes), measure)
+        _cached(device_name)[row] = best
+        _write(cache_path(device_name), _cached(device_name))
+        return best
+    return candidates(kernel, problem, shared_memory_bytes)[0]
+
+
+def shape_class(kernel: str, problem: Problem) -> str:
+    """The row of a table: kernel, dtype, padded head_dim, mask and length."""
+    dtype = "tf32" if problem.precision == "tf32" else str(problem.dtype).removeprefix("torch.")
+    mask = "causal" if problem.causal else "full"
+    length = "long" if max(problem.q_len, problem.kv_len) > LONG else "short"
+    return f"{kernel}/{dtype}/d{problem.block_d}/{mask}/{length}"
+
+
+def candidates(kernel: str, problem: Problem, shared_memory_bytes: int) -> list[TileConfig]:
+    """Those likely to fit registers and shared memory, the best guess first; never empty."""
+    ieee = problem.dtype == torch.float32 and problem.precision == "ieee"
+    found = []
+    for block_q, block_k, num_warps, num_stages in (_IEEE_CANDIDATES if ieee else _CANDIDATES)[
+        kernel
+    ]:
+        config = TileConfig(
+            block_q=block_q, block_k=block_k, num_warps=num_warps, num_stages=num_stages
+        )
+        fits = _needs_bytes(kernel, problem, config) <= shared_memory_bytes
+        limit = _MAX_IEEE_VALUES if ieee else _MAX_VALUES
+        if fits and _values_of_a_thread(kernel, problem, config, ieee) <= limit:
+            found.append(config)
+    return found or [TileConfig(block_q=16, block_k=16, num_warps=4, num_stages=1)]
+
+
+def autotune_seconds() -> float:
+    """Time spent searching in this process, for a harness to record apart."""
+    return _autotune_seconds
+
+
+def cache_path(device_name: str) -> Path:
+    """This machine's table for one kind of device and these versions of torch and triton."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    name = f"{device_name}-torch{torch.__version__}-triton{triton.__version__}"
+    return Path(root) / "attnbench" / "flash" / (re.sub(r"[^\w.+-]+", "_", name) + ".json")
+
+
+def read_table(path: Path) -> Table:
+    """A table from its file; empty, with a warning, if the file is no table."""
+    try:
+        return _parse(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        warnings.warn(f"{path}: ignored, not a table of tile sizes: {error}", stacklevel=2)
+        return {}
+
+
+def _search(found: list[TileConfig], measure: Callable[[TileConfig], float]) -> TileConfig:
+    """The fastest; those that do not compile, or need more than the device has, drop out."""
+    global _autotune_seconds
+    start = time.perf_counter()
+    times: dict[TileConfig, float] = {}
+    failure: Exception | None = None
+    for config in found:
+        try:
+            times[config] = measure(config)
+        except Exception as error:
+            # Triton, LLVM and ptxas each have exceptions of their own for "does not fit".
+            failure = error
+    _autotune_seconds += time.perf_counter() - start
+    if not times:
+        raise RuntimeError(f"no tile size works here; the last one failed: {failure}") from failure
+    return min(times, key=times.__getitem__)
+
+
+def _needs_bytes(kernel: str, problem: Problem, config: TileConfig) -> int:
+    """Shared memory, about: the tiles that stay, and those in flight in each stage."""
+    kept, moving = config.block_q, config.block_k
+    if kernel == "backward_dkv":
+        kept, moving = moving, kept
+    rows = kept * (1 if kernel == "forward" else 2) + 2 * moving * config.num_stages
+    scores = 0 if kernel == "forward" else 2 * config.block_q * config.block_k
+    return (rows * problem.block_d + scores) * problem.dtype.itemsize
+
+
+def _values_of_a_thread(kernel: str, problem: Problem, config: TileConfig, ieee: bool) -> int:
+    """Accumulators, scores and probabilities; without tensor cores only the accumulator's."""
+    kept = config.block_k if kernel == "backward_dkv" else config.block_q
+    values = kept * problem.block_d
+    if not ieee:
+        scores = config.block_q * config.block_k
+        if kernel == "backward_dkv":
+            values = 2 * values + scores + scores // 2
+        elif kernel == "backward_dq":
+            values += 2 * scores
+        else:
+            values += scores + scores // 2
+        if problem.dtype == torch.float32:
+            # tf32 operands are twice as wide.
+            values *= 2
+    return values // (32 * config.num_warps)
+
+
+@cache
+def _device_facts(device: torch.device) -> tuple[str, int]:
+    """Name, and the most shared memory that one program may use."""
+    if device.type != "cuda":
+        return device.type, 64 * 1024
+    properties = torch.cuda.get_device_properties(device)
+    return properties.name, getattr(properties, "shared_memory_per_block_optin", 64 * 1024)
+
+
+@cache
+def _pinned() -> dict[str, Table]:
+    path = Path(__file__).with_name("pinned.json")
+    devices = json.loads(path.read_text(encoding="utf-8"))
+    return {device: _parse(rows) for device, rows in devices.items()}
+
+
+@cache
+def _cached(device_name: str) -> Table:
+    """The user's table, read once; searching adds rows to it."""
+    return read_table(cache_path(device_name))
+
+
+def _parse(rows: dict[str, dict[str, int]]) -> Table:
+    return {row: TileConfig(**values) for row, values in rows.items()}
+
+
+def _write(path: Path, table: Table) -> None:
+    """Whole or not at all: another process may read or write the same file now."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Keep what another process found meanwhile.
+    merged = {**read_table(path), **table}
+    text = json.dumps({row: asdict(merged[row]) for row in sorted(merged)}, indent=1)
+    with tempfile.NamedTemporaryFile(
+        "w", dir=path.parent, prefix=path.name, delete=False, encoding="utf-8"
+    ) as file:
+        file.write(text)
+    os.replace(file.name, path)

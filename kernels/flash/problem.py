@@ -1,0 +1,218 @@
+"""One call of flash attention in facts: what implementations are chosen by, and what is refused.
+
+The facts follow from shapes, dtypes and devices alone, so that the checks run once for each
+combination and later calls only look the answer up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from kernels.backend import Packing
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MAX_HEAD_DIM = 256
+PRECISIONS = ("auto", "ieee", "tf32")
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Problem:
+    """A valid call, on tensors seen as [batch, heads, seq, head_dim]."""
+
+    device: torch.device
+    dtype: torch.dtype
+    """Of q, k, v and do."""
+    batch_size: int
+    """Sequences: for a packed batch, whose tensors are [1, H, T, D], their number."""
+    num_heads: int
+    num_kv_heads: int
+    q_len: int
+    """Queries of a sequence: for a packed batch, of the longest."""
+    kv_len: int
+    head_dim: int
+    causal: bool
+    packed: bool
+    accumulates: bool
+    """Whether the forward pass continues from a float32 (o, lse) and writes there."""
+    precision: str
+    """Of float32 matmuls, ``ieee`` or ``tf32``; ``ieee`` for the other dtypes."""
+    autotune: bool = False
+    """Whether tile sizes may be searched for when none are known."""
+
+    @property
+    def block_d(self) -> int:
+        """head_dim as the kernels pad it: a power of two, at least 16."""
+        return max(16, 1 << (self.head_dim - 1).bit_length())
+
+    @property
+    def group_size(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+
+def validate(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    packing: Packing | None = None,
+    accumulator: tuple[Tensor, Tensor] | None = None,
+    precision: str = "ieee",
+) -> None:
+    """Raise a one-line ValueError that says what is wrong with a call and what would be right."""
+    describe(
+        q, k, v, causal=False, packing=packing, accumulator=accumulator, precision=precision
+    )  # fmt: skip
+
+
+def describe(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    packing: Packing | None = None,
+    accumulator: tuple[Tensor, Tensor] | None = None,
+    precision: str = "ieee",
+    autotune: bool = False,
+) -> Problem:
+    """The facts of a call; ValueError if it makes no sense."""
+    if precision == "auto" and q.dtype == torch.float32:
+        # torch.backends.cuda.matmul.allow_tf32 sets this too.
+        precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    return _checked(
+        (q.shape, k.shape, v.shape),
+        (q.dtype, k.dtype, v.dtype),
+        (q.device, k.device, v.device),
+        causal,
+        None if packing is None else _packing_facts(packing),
+        None if accumulator is None else tuple(_tensor_facts(x) for x in accumulator),
+        precision,
+        autotune,
+    )
+
+
+def check_gradient(
+    problem: Problem, do: Tensor, q: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None
+) -> None:
+    """ValueError unless what the backward pass is given fits the forward pass."""
+    lse_shape = (q.shape[1], q.shape[0]) if problem.packed else q.shape[:-1]
+    for name, x, shape in (("do", do, q.shape), ("o", o, q.shape), ("lse", lse, lse_shape)):
+        if x.shape != shape:
+            raise ValueError(f"{name} is {_show(x.shape)}: must be {_show(shape)}")
+    if do.dtype != q.dtype:
+        raise ValueError(f"do is {_name(do.dtype)}: must be {_name(q.dtype)}, like q")
+    if lse.dtype != torch.float32:
+        raise ValueError(f"lse is {_name(lse.dtype)}: must be float32")
+    if dlse is not None and dlse.shape != lse_shape:
+        raise ValueError(f"dlse is {_show(dlse.shape)}: must be {_show(lse_shape)}")
+
+
+def _packing_facts(packing: Packing) -> tuple[object, ...]:
+    return (
+        _tensor_facts(packing.cu_seqlens_q),
+        _tensor_facts(packing.cu_seqlens_k),
+        packing.max_q_len,
+        packing.max_kv_len,
+    )
+
+
+def _tensor_facts(x: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return x.shape, x.dtype, x.device
+
+
+@lru_cache(maxsize=4096)
+def _checked(
+    shapes: tuple[torch.Size, torch.Size, torch.Size],
+    dtypes: tuple[torch.dtype, ...],
+    devices: tuple[torch.device, ...],
+    causal: bool,
+    packing: tuple | None,
+    accumulator: tuple | None,
+    precision: str,
+    autotune: bool,
+) -> Problem:
+    q_shape, k_shape, v_shape = shapes
+    dtype, device = dtypes[0], devices[0]
+    layout = "[batch, heads, seq, head_dim]" if packing is None else "[tokens, heads, head_dim]"
+    for name, shape in zip("qkv", shapes, strict=True):
+        if len(shape) != (4 if packing is None else 3):
+            raise ValueError(f"{name} is {_show(shape)}: must be {layout}")
+    if k_shape != v_shape:
+        raise ValueError(f"v is {_show(v_shape)}: must be {_show(k_shape)}, like k")
+    head_dim = q_shape[-1]
+    if k_shape[-1] != head_dim:
+        raise ValueError(f"k has head_dim {k_shape[-1]}: must be {head_dim}, like q")
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"head_dim is {head_dim}: must be 1 to {MAX_HEAD_DIM}")
+    if packing is None and q_shape[0] != k_shape[0]:
+        raise ValueError(f"k has batch size {k_shape[0]}: must be {q_shape[0]}, like q")
+    num_heads, num_kv_heads = q_shape[1], k_shape[1]
+    if num_kv_heads == 0 or num_heads % num_kv_heads:
+        raise ValueError(f"k has {num_kv_heads} heads: must divide the {num_heads} heads of q")
+    if dtype not in DTYPES:
+        choices = ", ".join(map(_name, DTYPES))
+        raise ValueError(f"q is {_name(dtype)}: must be one of {choices}")
+    for name, other in zip("kv", dtypes[1:], strict=True):
+        if other != dtype:
+            raise ValueError(f"{name} is {_name(other)}: must be {_name(dtype)}, like q")
+    for name, where in zip("kv", devices[1:], strict=True):
+        if where != device:
+            raise ValueError(f"{name} is on {where}: must be on {device}, like q")
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision is {precision}: must be one of {', '.join(PRECISIONS)}")
+    if packing is None:
+        batch_size, q_len, kv_len = q_shape[0], q_shape[2], k_shape[2]
+        lse_shape = q_shape[:-1]
+    else:
+        batch_size, q_len, kv_len = _check_packing(packing, device)
+        lse_shape = torch.Size((num_heads, q_shape[0]))
+    if accumulator is not None:
+        for name, facts, shape in zip(("o", "lse"), accumulator, (q_shape, lse_shape), strict=True):
+            if facts != (shape, torch.float32, device):
+                raise ValueError(
+                    f"the accumulator's {name} is {_show(facts[0])} {_name(facts[1])} on "
+                    f"{facts[2]}: must be {_show(shape)} float32 on {device}"
+                )
+    return Problem(
+        device=device,
+        dtype=dtype,
+        batch_size=batch_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        q_len=q_len,
+        kv_len=kv_len,
+        head_dim=head_dim,
+        causal=causal,
+        packed=packing is not None,
+        accumulates=accumulator is not None,
+        precision=precision if dtype == torch.float32 else "ieee",
+        autotune=autotune,
+    )
+
+
+def _check_packing(packing: tuple, device: torch.device) -> tuple[int, int, int]:
+    """Number of sequences, and the longest ones' queries and keys."""
+    q_facts, k_facts, max_q_len, max_kv_len = packing
+    for name, (shape, dtype, where) in (("cu_seqlens_q", q_facts), ("cu_seqlens_k", k_facts)):
+        if dtype != torch.int32 or where != device or len(shape) != 1 or shape[0] < 1:
+            raise ValueError(
+                f"{name} is {_show(shape)} {_name(dtype)} on {where}: "
+                f"must be [sequences + 1] int32 on {device}"
+            )
+    if q_facts[0] != k_facts[0]:
+        raise ValueError(
+            f"cu_seqlens_k has {k_facts[0][0]} entries: must be {q_facts[0][0]}, like cu_seqlens_q"
+        )
+    return q_facts[0][0] - 1, max_q_len, max_kv_len
+
+
+def _show(shape: tuple[int, ...]) -> str:
+    return str(list(shape))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

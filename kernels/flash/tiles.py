@@ -1,0 +1,128 @@
+"""What the Triton kernels of this package share: where a tile lies, loading it, one dot product.
+
+A tile is a block of consecutive rows (queries or keys of one head) times all of head_dim,
+padded to a power of two. Offsets to a tile's first row are 64-bit, since a tensor may have
+more than 2^31 elements; offsets inside a tile are 32-bit.
+"""
+
+# Triton's types are not Python's.
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def sequence_span(cu_seqlens_ptr, index, length, PACKED: tl.constexpr):
+    """First token and number of tokens of a sequence; of a dense batch 0 and ``length``."""
+    if PACKED:
+        first = tl.load(cu_seqlens_ptr + index)
+        count = tl.load(cu_seqlens_ptr + index + 1) - first
+    else:
+        first = index * 0
+        count = length
+    return first, count
+
+
+@triton.jit
+def head_offset(batch, head, row, batch_stride, head_stride, row_stride):
+    """Elements from a tensor's start to one row of one head, in 64 bits."""
+    return (
+        tl.cast(batch, tl.int64) * batch_stride
+        + tl.cast(head, tl.int64) * head_stride
+        + tl.cast(row, tl.int64) * row_stride
+    )
+
+
+@triton.jit
+def visible_keys(
+    q_start,
+    q_len,
+    kv_len,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):
+    """What the queries of one tile see, with the mask aligned to the bottom right.
+
+    Returns ``num_seen`` [BLOCK_Q]: a query sees its first num_seen keys, which may be none or
+    fewer; ``full_end``: the key tiles before it are seen entirely by every query, a multiple
+    of BLOCK_K; ``stop``: no query sees a key from there on.
+    """
+    rows = tl.arange(0, BLOCK_Q)
+    if CAUSAL:
+        first_hidden = q_start + 1 + kv_len - q_len
+        last_row = tl.minimum(BLOCK_Q, q_len - q_start) - 1
+        num_seen = tl.minimum(first_hidden + rows, kv_len)
+        seen_by_all = tl.maximum(tl.minimum(first_hidden, kv_len), 0)
+        stop = tl.maximum(tl.minimum(first_hidden + last_row, kv_len), 0)
+    else:
+        num_seen = rows * 0 + kv_len
+        seen_by_all = kv_len
+        stop = kv_len
+    return num_seen, seen_by_all // BLOCK_K * BLOCK_K, stop
+
+
+@triton.jit
+def load_tile(
+    first_row_ptr,
+    row_stride,
+    num_rows,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BOUND_ROWS: tl.constexpr,
+):
+    """[ROWS, BLOCK_D] from memory, zero past ``num_rows`` (if BOUND_ROWS) and past HEAD_DIM."""
+    rows = tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK_D)
+    pointers = first_row_ptr + rows[:, None] * row_stride + columns[None, :]
+    if BOUND_ROWS:
+        if HEAD_DIM == BLOCK_D:
+            tile = tl.load(pointers, mask=rows[:, None] < num_rows, other=0.0)
+        else:
+            inside = (rows[:, None] < num_rows) & (columns[None, :] < HEAD_DIM)
+            tile = tl.load(pointers, mask=inside, other=0.0)
+    else:
+        if HEAD_DIM == BLOCK_D:
+            tile = tl.load(pointers)
+        else:
+            tile = tl.load(pointers, mask=columns[None, :] < HEAD_DIM, other=0.0)
+    return tile
+
+
+@triton.jit
+def store_tile(
+    tile,
+    first_row_ptr,
+    row_stride,
+    num_rows,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """The rows below ``num_rows`` and columns below HEAD_DIM, in the pointer's dtype."""
+    rows = tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK_D)
+    pointers = first_row_ptr + rows[:, None] * row_stride + columns[None, :]
+    inside = rows[:, None] < num_rows
+    if HEAD_DIM != BLOCK_D:
+        inside = inside & (columns[None, :] < HEAD_DIM)
+    tl.store(pointers, tile.to(first_row_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def dot(a, b, accumulator, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+    """accumulator + a @ b in float32.
+
+    Triton's interpreter multiplies the bit patterns of bfloat16, so there UPCAST widens the
+    (already rounded) operands first; the products are the same.
+    """
+    if UPCAST:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc=accumulator, input_precision=PRECISION)

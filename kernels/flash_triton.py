@@ -1,0 +1,177 @@
+"""FlashAttention-2 in Triton, forward and backward, in tiles that never leave the chip.
+
+Loop structure: a program owns one tile of queries and walks over the key tiles, keeping a
+running largest score, softmax denominator and output (CS336 assignment 2, Algorithm 1);
+backward makes two such walks, one program per key tile for dk and dv and one per query tile
+for dq, so that no two programs add to the same number. Tiles that the mask empties are
+skipped, and tiles that it leaves whole compare no indices. The kernels, and what chooses
+between implementations of them, are in :mod:`kernels.flash`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from kernels.backend import AttentionBackend, AttentionProblem, Packing, attention_backend
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAX_HEAD_DIM = 256
+
+
+@attention_backend("flash_triton")
+@dataclass(kw_only=True, slots=True)
+class FlashTriton(AttentionBackend):
+    """Triton kernels for dense, packed, grouped and causal attention, with an explicit lse."""
+
+    implementation: str = "auto"
+    """auto (the fastest that can run), or a name: plain runs on any CUDA GPU."""
+    float32_precision: str = "auto"
+    """Of float32 matmuls: ieee, tf32, or auto to follow torch.get_float32_matmul_precision()."""
+    autotune: bool = False
+    """Whether to search for tile sizes, and remember them, where no table has an answer."""
+
+    def __post_init__(self) -> None:
+        if self.float32_precision not in ("auto", "ieee", "tf32"):
+            raise ValueError(
+                f"attention.float32_precision={self.float32_precision}: "
+                "must be one of auto, ieee, tf32"
+            )
+
+    def version(self) -> str | None:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return f"triton {version('triton')}"
+        except PackageNotFoundError:
+            return None
+
+    def supports(self, problem: AttentionProblem) -> str | None:
+        if find_spec("triton") is None:
+            return "needs triton, which is not installed"
+        if problem.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+            return "runs on a CUDA device; TRITON_INTERPRET=1 runs it on a CPU, slowly"
+        if problem.head_dim > MAX_HEAD_DIM:
+            return f"head_dim is at most {MAX_HEAD_DIM}, not {problem.head_dim}"
+        if problem.dtype not in ("float32", "float16", "bfloat16"):
+            return f"takes float32, float16 and bfloat16, not {problem.dtype}"
+        return self._why_no_implementation(problem)
+
+    def _why_no_implementation(self, problem: AttentionProblem) -> str | None:
+        import torch
+
+        from kernels.flash import dispatch
+        from kernels.flash.problem import Problem
+
+        index = torch.cuda.current_device() if problem.device == "cuda" else None
+        facts = Problem(
+            device=torch.device(problem.device, index),
+            dtype=getattr(torch, problem.dtype),
+            batch_size=problem.batch_size,
+            num_heads=problem.num_heads,
+            num_kv_heads=problem.num_kv_heads,
+            q_len=problem.q_len,
+            kv_len=problem.kv_len,
+            head_dim=problem.head_dim,
+            causal=problem.causal,
+            packed=problem.packed,
+            accumulates=False,
+            precision="ieee",
+        )
+        return dispatch.why_not(facts, self.implementation)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        from kernels.flash import operator
+
+        return operator.forward(q, k, v, causal=causal, scale=scale, **self._options())
+
+    def backward(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        from kernels.flash import operator
+
+        return operator.backward(
+            do, q, k, v, o, lse, causal=causal, scale=scale, **self._options()
+        )  # fmt: skip
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
+        from kernels.flash.function import flash_attention
+
+        return flash_attention(q, k, v, causal=causal, scale=scale, **self._options())
+
+    def forward_onto(
+        self,
+        o: Tensor,
+        lse: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        """The kernel starts from (o, lse) itself: nothing is merged afterwards."""
+        from kernels.flash import operator
+
+        return operator.forward(
+            q, k, v, causal=causal, scale=scale, accumulator=(o, lse), **self._options()
+        )
+
+    def forward_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        from kernels.flash import operator
+
+        return operator.forward(
+            q, k, v, causal=causal, scale=scale, packing=packing, **self._options()
+        )
+
+    def backward_packed(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        packing: Packing,
+        *,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        from kernels.flash import operator
+
+        return operator.backward(
+            do, q, k, v, o, lse, causal=causal, scale=scale, packing=packing, **self._options()
+        )
+
+    def attend_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, causal: bool, scale: float
+    ) -> Tensor:
+        from kernels.flash.function import flash_attention
+
+        return flash_attention(
+            q, k, v, causal=causal, scale=scale, packing=packing, **self._options()
+        )
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            "precision": self.float32_precision,
+            "implementation": self.implementation,
+            "autotune": self.autotune,
+        }
