@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -91,11 +92,15 @@ class PhaseTimer:
 
 
 class CompileWatch:
-    """Counts torch.compile's compilations and the time they take, from Dynamo's callbacks."""
+    """Counts torch.compile's compilations and the time they take, from Dynamo's callbacks.
+
+    And the time that our own kernels spend on trying configurations, which they count.
+    """
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self.count = 0
+        self.autotune_seconds = 0.0
         self._started = 0.0
 
     def start(self, event: Any) -> None:
@@ -110,11 +115,19 @@ class CompileWatch:
     def watching(self) -> Iterator[None]:
         callback_handler.register_start_callback(self.start)
         callback_handler.register_end_callback(self.end)
+        tuned_before = _autotune_seconds()
         try:
             yield
         finally:
             callback_handler.remove_start_callback(self.start)
             callback_handler.remove_end_callback(self.end)
+            self.autotune_seconds += _autotune_seconds() - tuned_before
+
+
+def _autotune_seconds() -> float:
+    """What kernels.flash has spent on autotuning in this process; 0 while nothing has used it."""
+    configs = sys.modules.get("kernels.flash.configs")
+    return configs.autotune_seconds() if configs is not None else 0.0
 
 
 class Bench:

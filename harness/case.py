@@ -161,6 +161,7 @@ class Case:
         parts += [self.precision.name, f"b{self.batch_size}", f"s{self.seq_len}"]
         if self.compile is not None and self.compile.scope != "none":
             parts.append(f"compile_{self.compile.scope}")
+        parts += self.task.words()
         if self.world_size > 1:
             parts.append(f"{self.parallel.name}{self.world_size}")
         parts.append(self.device)
@@ -177,7 +178,11 @@ class Case:
         words.append(f"batch {self.batch_size} x seq {self.seq_len}")
         if self.model is None:
             problem = self.attention_problem
-            words.append(f"x {problem.num_heads} heads of {problem.head_dim}")
+            heads = str(problem.num_heads)
+            if problem.num_kv_heads != problem.num_heads:
+                heads += f":{problem.num_kv_heads}"
+            words.append(f"x {heads} heads of {problem.head_dim}")
+        words += self.task.words()
         if self.world_size > 1:
             words.append(f"{self.parallel.name} on {self.world_size} ranks")
         return " ".join(word for word in words if word)

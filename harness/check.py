@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from harness.bench import Bench, WrongResult
 from harness.case import Case
@@ -42,25 +45,72 @@ def random_qkv(
     )
 
 
+class Call(Protocol):
+    """An attention call as a task makes it: its inputs, the call, and how to look at it."""
+
+    problem: AttentionProblem
+
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Random q, k, v on the device, which require grad if the problem does."""
+        ...
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+
+    def views(self) -> Iterable[tuple[AttentionProblem, Callable[[Tensor], Tensor]]]:
+        """Dense parts to check: the problem of each, and its view of a tensor of the call."""
+        ...
+
+
+class DenseCall:
+    """q [B, H, S, D] and k, v [B, H_kv, S_k, D] through the case's attention."""
+
+    def __init__(self, case: Case, device: torch.device, *, sequence_major: bool) -> None:
+        self.problem = case.attention_problem
+        self._case = case
+        self._device = device
+        self._sequence_major = sequence_major
+
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        return random_qkv(self.problem, self._device, sequence_major=self._sequence_major)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        problem = self.problem
+        scale = problem.head_dim**-0.5
+        return self._case.attention.attend(q, k, v, causal=problem.causal, scale=scale)
+
+    def views(self) -> Iterable[tuple[AttentionProblem, Callable[[Tensor], Tensor]]]:
+        return [(self.problem, lambda x: x)]
+
+
 def check_attention(case: Case, bench: Bench, *, sequence_major: bool) -> None:
-    """Run the case's attention once at full size and compare a slice with float64.
+    """Run the case's attention once at full size and compare a slice with float64."""
+    check_call(case, bench, DenseCall(case, bench.device, sequence_major=sequence_major))
+
+
+def check_call(case: Case, bench: Bench, call: Call) -> None:
+    """Make a call once at full size and compare slices of its views with float64.
 
     Raises WrongResult if any relative error exceeds the tolerance of the case's number format.
     """
     bench.stage("checking")
-    problem = case.attention_problem
-    q, k, v = random_qkv(problem, bench.device, sequence_major=sequence_major)
-    scale = problem.head_dim**-0.5
+    problem = call.problem
+    q, k, v = call.inputs()
     tensors = {"q": q.detach(), "k": k.detach(), "v": v.detach()}
     with autocast(case), torch.set_grad_enabled(problem.needs_grad):
-        o = case.attention.attend(q, k, v, causal=problem.causal, scale=scale)
+        o = call.attend(q, k, v)
     tensors["o"] = o.detach()
     if problem.needs_grad:
         do = torch.randn_like(o)
         dq, dk, dv = torch.autograd.grad(o, (q, k, v), do)
         tensors |= {"do": do, "dq": dq, "dk": dk, "dv": dv}
     with torch.no_grad():
-        errors = check_slice(problem, tensors, scale=scale)
+        found = [
+            check_slice(
+                part, {name: view(x) for name, x in tensors.items()}, scale=problem.head_dim**-0.5
+            )
+            for part, view in call.views()
+        ]
+    errors = {name: max(part[name] for part in found) for name in found[0]}
     number_format = case.precision.peak
     tolerance = TOLERANCE[number_format]
     bench.outcome.check = {"errors": errors, "tolerance": tolerance}

@@ -68,6 +68,7 @@ def compare(frame: pd.DataFrame, axis: Axis) -> pd.DataFrame:
     where nothing differs in the choice alone.
     """
     names = sorted(frame[axis.choice].unique(), key=POINTS[axis.choice].rank)
+    names.sort(key=lambda name: name != axis.baseline)
     pair = pd.DataFrame({"point": point_groups(frame, axis.columns), "phase": frame["phase"]})
     rows = frame.assign(
         group=pair.groupby(["point", "phase"]).ngroup(),

@@ -32,10 +32,12 @@ COLOURS = {
     "sdpa_efficient": "#56B4E9",
     "sdpa_cudnn": "#E69F00",
     "flex": "#009E73",
-    "triton": "#D55E00",
-    "flash2": "#332288",
-    "flash3": "#882255",
-    "flash4": "#CC79A7",
+    "flash_triton": "#D55E00",
+    "flash_attn_2": "#332288",
+    "flash_attn_3": "#882255",
+    "flash_attn_4": "#CC79A7",
+    "flash_torch": "#999933",
+    "auto": "#000000",
     "fp32": "#555555",
     "tf32": "#E69F00",
     "bf16": "#0072B2",
@@ -45,9 +47,9 @@ COLOURS = {
     "model": "#0072B2",
 }
 
-_FALLBACK_COLOURS = ("#44AA99", "#999933", "#CC6677", "#117733", "#661100", "#6699CC", "#888888")
+_FALLBACK_COLOURS = ("#44AA99", "#CC6677", "#117733", "#661100", "#6699CC", "#888888")
 
-_MARKERS = "osD^vPX<>p*h"
+_MARKERS = "osD^vPX<>p*hd8"
 
 STYLE: dict[str, Any] = {
     "axes.grid": True,

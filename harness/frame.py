@@ -16,6 +16,7 @@ import pandas as pd
 
 from harness.case import label
 from harness.hardware import find_hardware
+from harness.points import BATCH_LAYOUTS
 from harness.record import Record
 from harness.stats import median, slowest_rank, summarise
 from kernels import BACKENDS
@@ -52,7 +53,10 @@ def build_frame(records: Iterable[Record]) -> pd.DataFrame:
     _place_strays(cases)
     phases = pd.DataFrame(
         [row for index, record in enumerate(records) for row in _phase_rows(index, record)],
-        columns=["case_index", "phase", "clock", "samples_ms", "work_flops", "work_tokens"],
+        columns=[
+            *("case_index", "phase", "clock", "samples_ms"),
+            *("work_flops", "work_bytes", "work_tokens"),
+        ],
     )
     frame = cases.take(phases.pop("case_index").to_numpy(dtype=int)).reset_index(drop=True)
     frame = pd.concat([frame, phases], axis=1)
@@ -65,6 +69,7 @@ def build_frame(records: Iterable[Record]) -> pd.DataFrame:
     # An optimizer step is bound by memory and has no FLOPs worth counting: no rate, not zero.
     frame["tflops"] = flops.where(flops > 0) / seconds / 1e12
     frame["mfu"] = frame["tflops"] / frame["peak_tflops"]
+    frame["flops_per_byte"] = flops.where(flops > 0) / frame["work_bytes"].astype(float)
     return frame
 
 
@@ -78,20 +83,23 @@ def _place_strays(cases: pd.DataFrame) -> None:
 CASE_COLUMNS = [
     *("case_id", "task", "mode", "model", "attention", "precision", "compute", "tf32"),
     *("compile_scope", "compile_mode", "strategy", "world_size", "seq_len", "batch_size"),
-    *("num_heads", "num_kv_heads", "head_dim", "causal", "warmup_steps", "measure_steps"),
+    *("num_heads", "num_kv_heads", "head_dim", "causal", "kv_len", "layout", "call_compiled"),
+    *("warmup_steps", "measure_steps"),
     *("seed", "device", "device_name", "status", "reason", "memory_source"),
     *("peak_memory_gib", "peak_allocated_gib", "peak_reserved_gib", "peak_rss_gib"),
     *("before_backward_mib", "predicted_memory_gib"),
     *(
         "compile_s",
+        "autotune_s",
         "first_pass_s",
         "recompilations",
         "throttled",
         "slow_start",
         "loss",
+        "attention_choice",
         "check_error",
     ),
-    *("peak_tflops", "wall_s", "attempt"),
+    *("peak_tflops", "memory_bandwidth_gb_s", "wall_s", "attempt"),
 ]
 
 
@@ -121,7 +129,9 @@ def _case_row(record: Record, names: _Names) -> tuple[Any, ...]:
         *(compiled.get("scope", "none"), compiled.get("mode", "default")),
         *(names.strategy(case["parallel"]), names.world_size(record)),
         *(case["seq_len"], case["batch_size"], num_heads, num_kv_heads, head_dim),
-        *(task.get("causal", True), task.get("warmup_steps"), task.get("measure_steps")),
+        *(task.get("causal", True), task.get("kv_len") or case["seq_len"]),
+        *(BATCH_LAYOUTS[task.get("packing", "none")], task.get("compile", False)),
+        *(task.get("warmup_steps"), task.get("measure_steps")),
         *(case["seed"], case["device"], device_name, record.status),
         (record.error or {}).get("message"),
         record.memory[0].get("source") if record.memory else None,
@@ -129,13 +139,16 @@ def _case_row(record: Record, names: _Names) -> tuple[Any, ...]:
         _largest(record.memory, "before_backward_bytes", MIB),
         sum(predicted.values()) / GIB if predicted else np.nan,
         record.compilation.get("compile_s"),
+        record.compilation.get("autotune_s"),
         record.compilation.get("first_pass_s"),
         record.compilation.get("recompilations"),
         _throttled(record.device_state),
         _slow_start(record),
         notes.get("loss"),
+        notes.get("attention_choice"),
         max(errors.values()) if errors else np.nan,
         hardware.peak_tflops.get(peak, np.nan) if hardware else np.nan,
+        hardware.memory_bandwidth_gb_s if hardware else np.nan,
         *(record.wall_s, record.attempt),
     )
 
@@ -152,7 +165,8 @@ def _phase_rows(index: int, record: Record) -> list[tuple[Any, ...]]:
         work = record.work.get(name) or {}
         samples = slowest_rank(phase.samples_ms) if phase and phase.samples_ms else []
         clock = phase.clock if phase else None
-        rows.append((index, name, clock, samples, work.get("flops"), work.get("tokens")))
+        formulas = (work.get("flops"), work.get("bytes"), work.get("tokens"))
+        rows.append((index, name, clock, samples, *formulas))
     return rows
 
 

@@ -51,7 +51,7 @@ def predicted_seconds(case: Case, device_name: str = "") -> float:
         peak = hardware.peak_tflops.get(case.precision.peak) if hardware else None
         rate = EFFICIENCY * peak * 1e12 if peak else FALLBACK_GPU_FLOPS
     seconds = SETUP_S + case.task.num_passes() * flops / rate
-    if case.attention.compiles or (case.compile is not None and case.compile.scope != "none"):
+    if case.attention.compiles or case.task.compiles(case):
         seconds += COMPILE_S[case.device]
     return seconds
 

@@ -23,6 +23,9 @@ PRECISION_ORDER = ("fp32", "tf32", "bf16", "bf16_pure", "fp16")
 
 COMPILE_ORDER = ("none", "block", "model")
 
+BATCH_LAYOUTS = {"none": "dense", "equal": "packed equal", "ragged": "packed ragged"}
+"""What tables call each ``task.packing``, the usual one first."""
+
 
 def _always(value: Any) -> str:
     return str(value)
@@ -43,6 +46,7 @@ attention_rank = _rank_in(ATTENTION_ORDER)
 model_rank = _rank_in(MODEL_ORDER)
 precision_rank = _rank_in(PRECISION_ORDER)
 compile_rank = _rank_in(COMPILE_ORDER)
+layout_rank = _rank_in(tuple(BATCH_LAYOUTS.values()))
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -87,6 +91,14 @@ POINTS: dict[str, Point] = {
         describe=lambda value: f"sequence length {fmt.integer(value)}",
         format=fmt.integer,
     ),
+    "kv_len": Point(
+        header="keys", describe=lambda value: f"{fmt.integer(value)} keys", format=fmt.integer
+    ),
+    "layout": Point(
+        header="batch layout",
+        describe=lambda value: "" if value == BATCH_LAYOUTS["none"] else f"{value} batch",
+        rank=layout_rank,
+    ),
     "batch_size": Point(
         header="batch", describe=lambda value: f"batch {fmt.integer(value)}", format=fmt.integer
     ),
@@ -99,6 +111,11 @@ POINTS: dict[str, Point] = {
     "compile_mode": Point(
         header="compile mode",
         describe=lambda value: "" if value == "default" else f"compile mode {value}",
+    ),
+    "call_compiled": Point(
+        header="torch.compile",
+        describe=lambda value: "attention through torch.compile" if value else "",
+        format=fmt.yes_no,
     ),
     "strategy": Point(
         header="parallel", describe=lambda value: "" if value == "none" else f"parallel {value}"
@@ -129,7 +146,7 @@ POINTS: dict[str, Point] = {
     ),
 }
 
-SHAPE_POINTS = ("head_dim", "num_heads", "num_kv_heads", "causal")
+SHAPE_POINTS = ("head_dim", "num_heads", "num_kv_heads", "causal", "kv_len", "layout")
 """Given by the model in a training step, and by the task when attention is measured alone."""
 
 
@@ -141,7 +158,8 @@ def redundant_points(rows: pd.DataFrame) -> set[str]:
     """Points that follow from others in these rows, and need not be shown."""
     if not (rows["task"] == "attention").any():
         return set(SHAPE_POINTS)
-    return {"num_kv_heads"} if rows["num_kv_heads"].equals(rows["num_heads"]) else set()
+    usual = {"num_kv_heads": "num_heads", "kv_len": "seq_len"}
+    return {name for name, other in usual.items() if rows[name].equals(rows[other])}
 
 
 def caption_of(rows: pd.DataFrame, names: Iterable[str]) -> str:

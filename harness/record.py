@@ -61,7 +61,7 @@ class Record:
     check: dict[str, Any] | None = None
     """Relative errors against float64 and their tolerance."""
     compilation: dict[str, Any] = field(default_factory=dict)
-    """first_pass_s, compile_s, and recompilations inside the measured window."""
+    """first_pass_s, compile_s, autotune_s, and recompilations inside the measured window."""
     notes: dict[str, Any] = field(default_factory=dict)
     """Further observations of the task, such as the loss."""
     device_state: list[dict[str, Any]] = field(default_factory=list)

@@ -55,6 +55,14 @@ class Task:
         """Predicted peak bytes on one rank by category; their sum is the peak."""
         raise NotImplementedError
 
+    def compiles(self, case: Case) -> bool:
+        """Whether the task puts something through torch.compile, beyond what a backend does."""
+        return case.compile is not None and case.compile.scope != "none"
+
+    def words(self) -> list[str]:
+        """Options that a case's name should show, in a word each; none for the usual ones."""
+        return []
+
     def num_passes(self) -> int:
         """Warm-up and measured passes together, for predicting the time."""
         raise NotImplementedError

@@ -127,6 +127,9 @@ class Worker:
             if reason is not None:
                 outcome.status, outcome.error = "unsupported", {"message": reason}
             else:
+                chosen = case.attention.choice(case.attention_problem)
+                if chosen != case.attention.name:
+                    outcome.notes["attention_choice"] = chosen
                 with bench.compile_watch.watching():
                     case.task.run(case, bench)
         except PeerFailed:
@@ -148,6 +151,7 @@ class Worker:
                 outcome.error["traceback"] = traceback.format_exc()
         outcome.compilation["compile_s"] = bench.compile_watch.seconds
         outcome.compilation["compilations"] = bench.compile_watch.count
+        outcome.compilation["autotune_s"] = bench.compile_watch.autotune_seconds
         try:
             bench.vote(outcome.status)
         except PeerFailed:
@@ -198,7 +202,7 @@ def why_unsupported(case: Case) -> str | None:
     """None if this machine can run the case, else the reason in one line."""
     if case.precision.tf32 and case.device != "cuda":
         return "TF32 exists on CUDA devices only"
-    if case.compile is not None and case.compile.scope != "none":
+    if case.task.compiles(case):
         reason = why_not_compile(case.device)
         if reason is not None:
             return reason

@@ -20,12 +20,14 @@ def build(frame: pd.DataFrame) -> Table | None:
     rows["status_words"] = rows["status"].map({"ok": "ok", **fmt.STATUS_WORDS})
     counts = rows.loc[rows["status"] == "ok", "num_samples"]
     varied = ["num_samples"] if counts.nunique() > 1 else []
+    chosen = ["attention_choice"] if rows["attention_choice"].notna().any() else []
     return make_table(
         caption=CAPTION,
         rows=rows,
         lead=["task", "model", "attention"],
         keep=["attention"],
         metrics=[
+            *(Column(key=name, header="chosen") for name in chosen),
             Column(key="status_words", header="status"),
             Column(key="phase", header="phase"),
             *(Column(key=name, header="samples", format=fmt.integer) for name in varied),

@@ -1,24 +1,28 @@
 """Attention alone: q, k, v through one backend, forward and backward.
 
-The CS336 text's pytorch_attention problem, and what kernels are compared by. Every pass runs
-forward, then backward on its result; both are timed apart and together.
+The CS336 text's pytorch_attention and flash_benchmarking problems, its leaderboard, and what
+kernels are compared by. Every pass runs forward, then backward on its result; both are timed
+apart and together. The batch is dense, or packed: its sequences end to end.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from harness.case import Case, require_at_least, require_choice
 from harness.task import Task, Work, task
+from harness.tasks._lengths import ragged_lengths
 from kernels import AttentionProblem, accounting
 
 if TYPE_CHECKING:
     import torch
 
     from harness.bench import Bench, PhaseTimer
+    from harness.check import Call
 
 MODES = ("forward", "forward_backward")
+PACKINGS = ("none", "equal", "ragged")
 
 
 @task("attention")
@@ -36,6 +40,14 @@ class Attention(Task):
     """Width of one head (d)."""
     causal: bool = True
     """Whether a query sees only the keys up to its own position."""
+    kv_len: int | None = None
+    """Keys of each sequence; None means seq_len. A causal mask is aligned to the bottom right."""
+    packing: str = "none"
+    """``none``: a dense batch. Packed end to end: ``equal`` lengths of seq_len, or ``ragged`` ones
+    drawn from ``seed``, with as many attended pairs as the dense batch."""
+    compile: bool = False
+    """Call the attention through torch.compile, as the CS336 leaderboard does; a backend that
+    goes through it anyway is called as it is."""
     warmup_steps: int = 10
     """Untimed passes before measuring."""
     measure_steps: int = 100
@@ -43,7 +55,8 @@ class Attention(Task):
 
     def validate(self, case: Case) -> None:
         require_choice("task.mode", self.mode, MODES)
-        for key in ("num_heads", "num_kv_heads", "head_dim", "measure_steps"):
+        require_choice("task.packing", self.packing, PACKINGS)
+        for key in ("num_heads", "num_kv_heads", "head_dim", "kv_len", "measure_steps"):
             value = getattr(self, key)
             if value is not None:
                 require_at_least(f"task.{key}", value, 1)
@@ -53,73 +66,126 @@ class Attention(Task):
                 f"task.num_kv_heads={self.num_kv_heads}: must divide "
                 f"task.num_heads={self.num_heads}"
             )
+        if self.kv_len is not None and self.packing != "none":
+            raise ValueError(
+                f"task.kv_len={self.kv_len}: a packed sequence has as many keys as queries; "
+                "leave it out, or use task.packing=none"
+            )
+        if self.kv_len is not None and self.causal and self.kv_len < case.seq_len:
+            raise ValueError(
+                f"task.kv_len={self.kv_len}: with task.causal=true, queries would see no key; "
+                f"must be at least seq_len={case.seq_len}"
+            )
+        if self.packing == "ragged" and case.batch_size == 1:
+            raise ValueError(
+                "task.packing=ragged: needs batch_size=2 or more, one sequence has nothing to "
+                "differ from"
+            )
         if case.world_size > 1:
             raise ValueError(
                 f"parallel={case.parallel.name}: task=attention runs on one device; "
                 "use parallel=none, or task=train_step"
             )
 
+    def compiles(self, case: Case) -> bool:
+        return self.compile
+
+    def words(self) -> list[str]:
+        found = [self.packing] if self.packing != "none" else []
+        found += [f"kv{self.kv_len}"] if self.kv_len is not None else []
+        return found + (["torch_compile"] if self.compile else [])
+
     def num_passes(self) -> int:
         return self.warmup_steps + self.measure_steps
 
     def attention_problem(self, case: Case) -> AttentionProblem:
-        return AttentionProblem(
+        dense = AttentionProblem(
             batch_size=case.batch_size,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads or self.num_heads,
             q_len=case.seq_len,
-            kv_len=case.seq_len,
+            kv_len=self.kv_len or case.seq_len,
             head_dim=self.head_dim,
             dtype=case.precision.compute,
             device=case.device,
             causal=self.causal,
             needs_grad=self.mode != "forward",
         )
+        if self.packing == "none":
+            return dense
+        longest = max(self.lengths(case))
+        return replace(dense, q_len=longest, kv_len=longest, packed=True)
+
+    def lengths(self, case: Case) -> list[int]:
+        """Queries of each sequence of the batch."""
+        if self.packing == "ragged":
+            return ragged_lengths(case.batch_size, case.seq_len, case.seed)
+        return [case.seq_len] * case.batch_size
+
+    def _parts(self, case: Case) -> list[AttentionProblem]:
+        """Problems whose FLOPs and bytes add up to those of the batch, by its real lengths."""
+        problem = self.attention_problem(case)
+        if self.packing != "ragged":
+            return [problem]
+        return [
+            replace(problem, batch_size=1, q_len=length, kv_len=length)
+            for length in self.lengths(case)
+        ]
 
     def work(self, case: Case) -> dict[str, Work]:
-        problem = self.attention_problem(case)
-        tokens = case.batch_size * case.seq_len
-        forward = Work(
-            flops=accounting.forward_flops(problem),
-            bytes=accounting.forward_bytes(problem),
-            tokens=tokens,
-        )
+        parts = self._parts(case)
+        tokens = sum(self.lengths(case))
+        flops = sum(map(accounting.forward_flops, parts))
+        moved = sum(map(accounting.forward_bytes, parts))
+        work = {"forward": Work(flops=flops, bytes=moved, tokens=tokens)}
         if self.mode == "forward":
-            return {"forward": forward}
-        backward = Work(
-            flops=accounting.backward_flops(problem),
-            bytes=accounting.backward_bytes(problem),
-            tokens=tokens,
+            return work
+        backward_flops = sum(map(accounting.backward_flops, parts))
+        backward_bytes = sum(map(accounting.backward_bytes, parts))
+        work["backward"] = Work(flops=backward_flops, bytes=backward_bytes, tokens=tokens)
+        work["forward_backward"] = Work(
+            flops=flops + backward_flops, bytes=moved + backward_bytes, tokens=tokens
         )
-        both = Work(
-            flops=forward.flops + backward.flops,
-            bytes=accounting.forward_bytes(problem) + accounting.backward_bytes(problem),
-            tokens=tokens,
-        )
-        return {"forward": forward, "backward": backward, "forward_backward": both}
+        return work
 
     def predicted_memory(self, case: Case) -> dict[str, float]:
         problem = self.attention_problem(case)
-        return accounting.memory(problem, keeps_scores=case.attention.keeps_scores(problem))
+        # A packed call recomputes the scores from the log-sum-exp, whatever its dense one keeps.
+        keeps_scores = not problem.packed and case.attention.keeps_scores(problem)
+        total: dict[str, float] = {}
+        for part in self._parts(case):
+            for name, value in accounting.memory(part, keeps_scores=keeps_scores).items():
+                total[name] = total.get(name, 0.0) + value
+        return total
+
+    def _call(self, case: Case, device: torch.device) -> Call:
+        from harness.check import DenseCall
+        from harness.tasks._packed_call import PackedCall
+
+        if self.packing == "none":
+            return DenseCall(case, device, sequence_major=False)
+        return PackedCall(case, device, self.lengths(case))
 
     def run(self, case: Case, bench: Bench) -> None:
         import torch
 
-        from harness.check import autocast, check_attention, random_qkv
+        from harness.check import autocast, check_call
 
-        check_attention(case, bench, sequence_major=False)
+        call = self._call(case, bench.device)
+        if self.compile and not case.attention.compiles:
+            # One compilation serves the check and the measurement, as a program would have it.
+            call.attend = torch.compile(call.attend, dynamic=False)  # type: ignore[method-assign]
+        check_call(case, bench, call)
         bench.vote()
 
         bench.stage("set-up")
-        problem = self.attention_problem(case)
-        scale = problem.head_dim**-0.5
         bench.release_memory()
         baseline = bench.allocated_bytes()
-        q, k, v = random_qkv(problem, bench.device, sequence_major=False)
+        q, k, v = call.inputs()
 
         def attend() -> torch.Tensor:
-            with autocast(case), torch.set_grad_enabled(problem.needs_grad):
-                return case.attention.attend(q, k, v, causal=problem.causal, scale=scale)
+            with autocast(case), torch.set_grad_enabled(call.problem.needs_grad):
+                return call.attend(q, k, v)
 
         if self.mode == "forward":
 

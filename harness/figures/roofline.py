@@ -1,0 +1,120 @@
+"""Attention under the roofline: what the device allows at each arithmetic intensity.
+
+The roofline model (Williams, Waterman and Patterson, Communications of the ACM 52(4), 2009):
+a kernel that does I FLOPs per byte of memory traffic runs at no more than the smaller of the
+peak rate and I times the memory bandwidth.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+
+from harness import format as fmt
+from harness.figure import CaptionedFigure, colour, figure, label_line_ends, marker
+from harness.figures._panels import log_ticks, panels, whole_calls
+from harness.points import attention_rank
+
+CAPTION = (
+    "Achieved rate of attention, forward and backward together unless the mode is forward, over "
+    "its arithmetic intensity: FLOPs by the formula over the fewest bytes that any kernel must "
+    "move, so that backends of one shape stand above one another; both axes logarithmic."
+)
+
+ROOF = "The line is the device's roof: its dense peak, or its memory bandwidth times the intensity."
+NO_ROOF = "No roof is drawn: the peak of this device is unknown."
+
+WIDTH_IN, HEIGHT_IN = 4.9, 3.3
+
+HEADROOM = 2.5
+"""Room above the roof, for the names of many backends just under it."""
+
+SHAPES = ("attention", "seq_len", "kv_len", "batch_size", "num_heads", "num_kv_heads", "layout")
+"""What may differ inside a panel: it moves a point along the roof."""
+
+
+@figure("roofline")
+def build(frame: pd.DataFrame) -> CaptionedFigure | None:
+    rows = whole_calls(frame)
+    if (rows["tflops"].isna() | rows["flops_per_byte"].isna()).all():
+        return None
+    figure, drawn, common = panels(
+        rows, SHAPES, width_in=WIDTH_IN, height_in=HEIGHT_IN, share_y=True
+    )
+    has_roof = rows[["peak_tflops", "memory_bandwidth_gb_s"]].notna().all(axis=1).any()
+    rates = [_draw(axis, group) for axis, group in drawn]
+    top = np.nanmax(rows[["tflops", "peak_tflops"]])
+    drawn[0][0].set_ylim(top=HEADROOM * top)
+    for (axis, _), last in zip(drawn, rates, strict=True):
+        log_ticks(axis)
+        # In the margin, where no line and no roof runs.
+        right = axis.get_xlim()[1]
+        ends = [(right, rate, name, colour(name)) for name, rate in last.items()]
+        label_line_ends(axis, ends, HEIGHT_IN - 0.9)
+    words = (CAPTION, ROOF if has_roof else NO_ROOF, common)
+    return CaptionedFigure(caption=" ".join(filter(None, words)), figure=figure)
+
+
+def _draw(axis: Axes, rows: pd.DataFrame) -> dict[str, float]:
+    """Draw the roof and the points; returns each backend's rate at its highest intensity."""
+    intensities = rows["flops_per_byte"].dropna()
+    low, high = intensities.min() / 1.5, intensities.max() * 1.5
+    known = rows.dropna(subset=["peak_tflops", "memory_bandwidth_gb_s"])
+    if len(known):
+        first = known.iloc[0]
+        low, high = _draw_roof(
+            axis, first["peak_tflops"], first["memory_bandwidth_gb_s"], low, high
+        )
+    last: dict[str, float] = {}
+    for name in sorted(rows["attention"].unique(), key=attention_rank):
+        mine = rows[(rows["attention"] == name) & rows["tflops"].notna()]
+        if mine.empty:
+            continue
+        mine = mine.sort_values("flops_per_byte", kind="stable")
+        last[name] = mine["tflops"].iloc[-1]
+        axis.plot(
+            mine["flops_per_byte"],
+            mine["tflops"],
+            color=colour(name),
+            marker=marker(name),
+            markeredgecolor="white",
+            markeredgewidth=0.4,
+            linewidth=0.7,
+        )
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.set_xlim(low, high)
+    axis.set_xlabel("arithmetic intensity (FLOP/byte)")
+    if axis.get_subplotspec().is_first_col():  # type: ignore[union-attr]
+        axis.set_ylabel("TFLOP/s")
+    return last
+
+
+def _draw_roof(
+    axis: Axes, peak_tflops: float, bandwidth_gb_s: float, low: float, high: float
+) -> tuple[float, float]:
+    """Draw the roof over an x range that shows its ridge; returns the range."""
+    ridge = peak_tflops * 1e3 / bandwidth_gb_s
+    low, high = min(low, ridge / 4), max(high, ridge * 4)
+    x = np.array([low, ridge, high])
+    axis.plot(x, np.minimum(peak_tflops, x * bandwidth_gb_s / 1e3), color="#444444", linewidth=1)
+    axis.annotate(
+        f"{fmt.number(peak_tflops)} TFLOP/s",
+        (ridge, peak_tflops),
+        xytext=(2, 3),
+        textcoords="offset points",
+        ha="left",
+        fontsize=7,
+        color="#444444",
+    )
+    axis.annotate(
+        f"{fmt.number(bandwidth_gb_s)} GB/s",
+        (low, low * bandwidth_gb_s / 1e3),
+        xytext=(12, -8),
+        textcoords="offset points",
+        ha="left",
+        fontsize=7,
+        color="#444444",
+    )
+    return low, high

@@ -1,0 +1,31 @@
+"""CS336 problem flash_benchmarking: latencies over head_dim, precision and length, by backend."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from harness.table import Table, per_case, table
+from harness.tables._by_backend import table_by_backend
+
+CAPTION = (
+    "Attention alone, by backend: median times of the forward pass / the backward pass / both "
+    "passes together."
+)
+
+PHASES = ("forward", "backward", "forward_backward")
+
+
+@table("flash_benchmarking")
+def build(frame: pd.DataFrame) -> Table | None:
+    calls = frame[frame["task"] == "attention"]
+    if calls.empty:
+        return None
+    return table_by_backend(
+        per_case(calls, phases=PHASES),
+        caption=CAPTION,
+        phases=PHASES,
+        value="median_ms",
+        unit="ms",
+        lead=["head_dim", "precision", "seq_len"],
+        keep=["seq_len"],
+    )

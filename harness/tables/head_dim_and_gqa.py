@@ -1,0 +1,31 @@
+"""Rates over head_dim and grouped queries: where a backend has no kernel made for the shape."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from harness.table import Table, per_case, table
+from harness.tables._by_backend import table_by_backend
+
+CAPTION = (
+    "Attention alone, by backend: achieved rates of the forward pass / the backward pass, from "
+    "median times and the FLOP formula. KV heads fewer than query heads are grouped queries (GQA)."
+)
+
+PHASES = ("forward", "backward")
+
+
+@table("head_dim_and_gqa")
+def build(frame: pd.DataFrame) -> Table | None:
+    calls = frame[frame["task"] == "attention"]
+    if calls.empty:
+        return None
+    return table_by_backend(
+        per_case(calls, phases=PHASES, values=("tflops",)),
+        caption=CAPTION,
+        phases=PHASES,
+        value="tflops",
+        unit="TFLOP/s",
+        lead=["head_dim", "num_kv_heads", "seq_len"],
+        keep=["head_dim", "num_kv_heads"],
+    )

@@ -1,0 +1,311 @@
+"""The attention task's packed batches, key lengths and compilation, against hand counts."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.bench import Bench, WrongResult
+from harness.case import Case
+from harness.compose import compose_request
+from harness.tasks._lengths import ragged_lengths
+from harness.tasks.attention import Attention
+from harness.worker import why_unsupported
+from kernels import Packing
+from kernels.naive import Naive
+
+SHAPE = (
+    *("task=attention", "task.num_heads=4", "task.num_kv_heads=2", "task.head_dim=16"),
+    *("batch_size=3", "seq_len=64", "task.warmup_steps=1", "task.measure_steps=2"),
+)
+
+
+def make_case(*arguments: str) -> Case:
+    (case,) = compose_request([*SHAPE, *arguments, "device=cpu"]).cases
+    return case
+
+
+def lengths_of(case: Case) -> list[int]:
+    assert isinstance(case.task, Attention)
+    return case.task.lengths(case)
+
+
+def run(case: Case) -> Bench:
+    bench = Bench(device=torch.device("cpu"))
+    case.task.run(case, bench)
+    return bench
+
+
+class TestRaggedLengths:
+    @pytest.mark.parametrize(("num_sequences", "seq_len"), [(8, 4096), (4, 256), (2, 128)])
+    @pytest.mark.parametrize("seed", range(20))
+    def test_as_many_pairs_as_the_dense_batch(
+        self, num_sequences: int, seq_len: int, seed: int
+    ) -> None:
+        lengths = ragged_lengths(num_sequences, seq_len, seed)
+        assert len(lengths) == num_sequences
+        counted = sum(length * (length + 1) // 2 for length in lengths)
+        dense = num_sequences * seq_len * (seq_len + 1) // 2
+        assert counted == pytest.approx(dense, rel=0.01)
+        assert any(length % 16 for length in lengths)
+        assert len(set(lengths)) > 1
+
+    def test_the_distribution_is_as_stated(self) -> None:
+        lengths = ragged_lengths(10_000, 4096, 0)
+        mean = sum(lengths) / len(lengths)
+        # Uniform from 1/4 to 7/4 of the mean has a mean square of 1 + 1.5**2 / 12 of it.
+        assert mean == pytest.approx(4096 / (1 + 1.5**2 / 12) ** 0.5, rel=0.01)
+        assert min(lengths) / mean == pytest.approx(0.25, abs=0.01)
+        assert max(lengths) / mean == pytest.approx(1.75, abs=0.01)
+
+    def test_follows_from_the_seed_alone(self) -> None:
+        """The lengths of seed 0 are typed in: records of another day have them too."""
+        assert ragged_lengths(8, 4096, 0) == LENGTHS_OF_SEED_0
+        assert ragged_lengths(8, 4096, 1) != LENGTHS_OF_SEED_0
+        assert lengths_of(make_case("task.packing=ragged", "seed=3")) == ragged_lengths(3, 64, 3)
+
+
+LENGTHS_OF_SEED_0 = [6095, 4124, 1537, 3241, 2181, 5728, 4755, 2649]
+
+
+class TestWork:
+    def test_ragged_is_counted_over_its_own_lengths(self) -> None:
+        case = make_case("task.packing=ragged", "task.causal=false")
+        lengths = lengths_of(case)
+        work = case.task.work(case)
+        # Two matmuls of 2 x S x S x 16 for each of 4 heads; backward has five.
+        assert work["forward"].flops == sum(2 * 2 * 4 * s * s * 16 for s in lengths)
+        assert work["backward"].flops == sum(5 * 2 * 4 * s * s * 16 for s in lengths)
+        tokens = sum(lengths)
+        # float32: q and o of 4 heads, k and v of 2, and one lse for each token and head.
+        assert work["forward"].bytes == 4 * tokens * (2 * 4 * 16 + 2 * 2 * 16 + 4)
+        assert work["forward_backward"].tokens == tokens
+        assert tokens < 3 * 64
+
+    def test_equal_is_the_dense_work(self) -> None:
+        assert lengths_of(make_case("task.packing=equal")) == [64] * 3
+        dense, packed = make_case(), make_case("task.packing=equal")
+        assert packed.task.work(packed) == dense.task.work(dense)
+
+    def test_fewer_queries_than_keys(self) -> None:
+        case = make_case("task.kv_len=100")
+        pairs = sum(
+            1 for row, column in itertools.product(range(64), range(100)) if column <= row + 36
+        )
+        # The formula leaves out half of the diagonal, as S^2 / 2 does.
+        assert case.task.work(case)["forward"].flops == 4 * 3 * 4 * 16 * (pairs - 64 / 2)
+
+    @pytest.mark.parametrize("packing", ["equal", "ragged"])
+    @pytest.mark.parametrize("attention", ["naive", "flash_torch"])
+    def test_predicted_memory_is_what_autograd_keeps(self, attention: str, packing: str) -> None:
+        case = make_case(f"attention={attention}", f"task.packing={packing}")
+        measured = run(case).outcome.memory["before_backward_bytes"]
+        assert measured == pytest.approx(sum(case.task.predicted_memory(case).values()), rel=0.01)
+
+
+class TestWhatABackendIsAsked:
+    def test_packed(self) -> None:
+        problem = make_case("task.packing=ragged").attention_problem
+        longest = max(ragged_lengths(3, 64, 0))
+        assert problem.packed
+        assert (problem.batch_size, problem.q_len, problem.kv_len) == (3, longest, longest)
+
+    def test_dense(self) -> None:
+        problem = make_case("task.kv_len=100").attention_problem
+        assert not problem.packed
+        assert (problem.q_len, problem.kv_len) == (64, 100)
+
+
+class TestRun:
+    @pytest.mark.parametrize("packing", ["equal", "ragged"])
+    def test_packed_is_called_with_its_packing(
+        self, packing: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        seen: list[tuple[torch.Size, Packing]] = []
+        attend_packed = Naive.attend_packed
+
+        def spy(
+            self: Naive, q: Tensor, k: Tensor, v: Tensor, packing: Packing, **options: Any
+        ) -> Tensor:
+            seen.append((q.shape, packing))
+            assert k.shape == v.shape == (q.shape[0], 2, 16)
+            return attend_packed(self, q, k, v, packing, **options)
+
+        monkeypatch.setattr(Naive, "attend_packed", spy)
+        case = make_case("attention=naive", f"task.packing={packing}")
+        lengths = lengths_of(case)
+        outcome = run(case).outcome
+        # The check, the memory before backward, a warm-up and two measured passes.
+        assert len(seen) == 5
+        assert seen[0][0] == (sum(lengths), 4, 16)
+        starts = [0, *itertools.accumulate(lengths)]
+        assert seen[0][1].cu_seqlens_q.tolist() == seen[0][1].cu_seqlens_k.tolist() == starts
+        assert seen[0][1].cu_seqlens_q.dtype == torch.int32
+        assert seen[0][1].max_q_len == max(lengths)
+        assert set(outcome.samples_ms) == {"forward", "backward", "forward_backward"}
+        assert outcome.check is not None
+        assert 0 < max(outcome.check["errors"].values()) < 1e-5
+
+    @pytest.mark.parametrize("which", ["last", "longest"])
+    def test_a_wrong_sequence_is_found(self, which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        case = make_case("attention=naive", "task.packing=ragged", "seed=1")
+        lengths = lengths_of(case)
+        assert lengths.index(max(lengths)) < 2
+        index = 2 if which == "last" else lengths.index(max(lengths))
+        break_sequence(monkeypatch, lengths, index, 2.0)
+        with pytest.raises(WrongResult, match="relative error of"):
+            run(case)
+
+    def test_no_number_is_no_small_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        case = make_case("attention=naive", "task.packing=ragged", "seed=1")
+        break_sequence(monkeypatch, lengths_of(case), 2, float("nan"))
+        with pytest.raises(WrongResult):
+            run(case)
+
+    def test_more_keys_than_queries(self) -> None:
+        outcome = run(make_case("attention=naive", "task.kv_len=100")).outcome
+        assert outcome.check is not None
+        assert max(outcome.check["errors"].values()) < 1e-5
+
+
+def break_sequence(
+    monkeypatch: pytest.MonkeyPatch, lengths: Sequence[int], index: int, factor: float
+) -> None:
+    """Let naive attention multiply one sequence of its packed output by ``factor``."""
+    attend_packed = Naive.attend_packed
+    starts = [0, *itertools.accumulate(lengths)]
+
+    def broken(self: Naive, *arguments: Any, **options: Any) -> Tensor:
+        factors = torch.ones(starts[-1], 1, 1)
+        factors[starts[index] : starts[index + 1]] = factor
+        return attend_packed(self, *arguments, **options) * factors
+
+    monkeypatch.setattr(Naive, "attend_packed", broken)
+
+
+class TestCompile:
+    @pytest.fixture
+    def compiled(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        """What is given to torch.compile, which here compiles nothing."""
+        names: list[str] = []
+
+        def compile_nothing(function: Any, **options: Any) -> Any:
+            names.append(function.__name__)
+            return function
+
+        monkeypatch.setattr(torch, "compile", compile_nothing)
+        return names
+
+    def test_the_call_is_compiled_once(self, compiled: list[str]) -> None:
+        run(make_case("attention=naive", "task.compile=true"))
+        assert compiled == ["attend"]
+
+    def test_only_if_asked(self, compiled: list[str]) -> None:
+        run(make_case("attention=naive"))
+        assert compiled == []
+
+    def test_a_backend_that_compiles_itself_is_called_as_it_is(
+        self, compiled: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(Naive, "compiles", True)
+        run(make_case("attention=naive", "task.compile=true"))
+        assert compiled == []
+
+    def test_needs_a_compiler(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PATH", "")
+        monkeypatch.delenv("CXX", raising=False)
+        reason = why_unsupported(make_case("attention=naive", "task.compile=true"))
+        assert reason is not None
+        assert "C++ compiler" in reason
+        assert why_unsupported(make_case("attention=naive")) is None
+
+    def test_through_inductor(self) -> None:
+        """Really compiled, both passes: some seconds."""
+        case = make_case("attention=naive", "task.compile=true")
+        if why_unsupported(case) is not None:
+            pytest.skip(str(why_unsupported(case)))
+        torch._dynamo.reset()
+        bench = Bench(device=torch.device("cpu"))
+        with bench.compile_watch.watching():
+            case.task.run(case, bench)
+        assert bench.compile_watch.count > 0
+        assert bench.outcome.compilation["recompilations"] == 0
+        assert bench.outcome.check is not None
+        assert max(bench.outcome.check["errors"].values()) < 1e-5
+
+
+class TestAutotuneSeconds:
+    def test_what_a_case_spent(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        total = 7.0
+        module = types.SimpleNamespace(autotune_seconds=lambda: total)
+        monkeypatch.setitem(sys.modules, "kernels.flash.configs", module)
+        watch = Bench(device=torch.device("cpu")).compile_watch
+        with watch.watching():
+            total = 9.5
+        total = 100.0
+        assert watch.autotune_seconds == 2.5
+
+    def test_nothing_where_the_kernels_were_not_used(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delitem(sys.modules, "kernels.flash.configs", raising=False)
+        watch = Bench(device=torch.device("cpu")).compile_watch
+        with watch.watching():
+            pass
+        assert watch.autotune_seconds == 0.0
+        assert "kernels.flash.configs" not in sys.modules
+
+    def test_imported_meanwhile(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delitem(sys.modules, "kernels.flash.configs", raising=False)
+        watch = Bench(device=torch.device("cpu")).compile_watch
+        with watch.watching():
+            module = types.SimpleNamespace(autotune_seconds=lambda: 1.5)
+            monkeypatch.setitem(sys.modules, "kernels.flash.configs", module)
+        assert watch.autotune_seconds == 1.5
+
+
+class TestNames:
+    def test_options_show(self) -> None:
+        case = make_case("task.packing=ragged", "task.compile=true", "attention=naive")
+        assert case.slug == "attention-forward_backward-naive-fp32-b3-s64-ragged-torch_compile-cpu"
+        assert case.title.endswith("x 4:2 heads of 16 ragged torch_compile")
+        assert "kv100" in make_case("task.kv_len=100").slug
+
+    def test_the_usual_ones_do_not(self) -> None:
+        assert (
+            make_case("attention=naive").slug == "attention-forward_backward-naive-fp32-b3-s64-cpu"
+        )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["task.packing=tight"], ["task.packing=tight:", "none, equal, ragged"]),
+        (["task.packing=ragged", "batch_size=1"], ["task.packing=ragged:", "batch_size=2"]),
+        (["task.kv_len=0"], ["task.kv_len=0:", "at least 1"]),
+        (["task.kv_len=32"], ["task.kv_len=32:", "seq_len=64"]),
+        (["task.kv_len=100", "task.packing=equal"], ["task.kv_len=100:", "task.packing=none"]),
+        (["task.compile=maybe"], ["task.compile=maybe:", "bool"]),
+    ],
+    ids=" ".join,
+)
+def test_what_cannot_be_is_one_line(arguments: list[str], words: list[str]) -> None:
+    given = {argument.split("=")[0] for argument in arguments}
+    shape = [argument for argument in SHAPE if argument.split("=")[0] not in given]
+    with pytest.raises(ValueError, match="task") as caught:
+        compose_request([*shape, *arguments, "device=cpu"])
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.startswith(words[0])
+    assert all(word in message for word in words)
+
+
+def test_fewer_keys_without_a_mask() -> None:
+    outcome = run(make_case("attention=naive", "task.kv_len=32", "task.causal=false")).outcome
+    assert outcome.check is not None
+    assert max(outcome.check["errors"].values()) < 1e-5
