@@ -11,12 +11,12 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any
 
 from harness.task import TASKS, Task
 from kernels import BACKENDS, AttentionBackend, AttentionProblem
-from kernels.registry import Registry
+from kernels.registry import JOINED_LATER, Registry
 from models.config import ModelConfig
 from parallel import STRATEGIES, Strategy
 
@@ -137,20 +137,20 @@ class Case:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Case:
         """Rebuild a case from a record or from a worker's input."""
-        fields = dict(values)
+        own = dict(values)
         for key, registry in _REGISTRIES.items():
-            fields[key] = registry[fields[key]["name"]].target(**fields[key])
-        fields["precision"] = Precision(**fields["precision"])
-        if fields["model"] is not None:
-            fields["model"] = ModelConfig(**fields["model"])
-        if fields["compile"] is not None:
-            fields["compile"] = Compile(**fields["compile"])
-        return cls(**fields)
+            own[key] = registry[own[key]["name"]].target(**own[key])
+        own["precision"] = Precision(**own["precision"])
+        if own["model"] is not None:
+            own["model"] = ModelConfig(**own["model"])
+        if own["compile"] is not None:
+            own["compile"] = Compile(**own["compile"])
+        return cls(**own)
 
     @property
     def id(self) -> str:
         """A slug that a person can read and a hash of everything that defines the case."""
-        canonical = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+        canonical = json.dumps(_defining(self), sort_keys=True, separators=(",", ":"))
         digest = hashlib.sha256(canonical.encode()).hexdigest()[:10]
         return f"{self.slug}-{digest}"
 
@@ -193,6 +193,20 @@ _REGISTRIES: dict[str, Registry[Any]] = {
     "attention": BACKENDS,
     "parallel": STRATEGIES,
 }
+
+
+def _defining(value: Any) -> Any:
+    """A dataclass as plain values, without the options that joined later and are at their default.
+
+    A record from before such an option is the record of that case, and is to be found as such.
+    """
+    if not is_dataclass(value):
+        return value
+    return {
+        field.name: _defining(getattr(value, field.name))
+        for field in fields(value)
+        if JOINED_LATER not in field.metadata or getattr(value, field.name) != field.default
+    }
 
 
 def label(choice: AttentionBackend | Strategy) -> str:

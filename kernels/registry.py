@@ -16,10 +16,19 @@ import importlib
 import os
 import pkgutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+
+JOINED_LATER = "joined_later"
+"""Metadata of an option that was added to a choice when records of it existed already."""
+
+
+def joined_later(default: Any) -> Any:
+    """A dataclass field that leaves the ids of older cases alone while it stands at its default."""
+    return field(default=default, metadata={JOINED_LATER: True})
+
 
 PLUGINS_VARIABLE = "ATTNBENCH_PLUGINS"
 """Modules outside this project that register choices too, separated by commas."""

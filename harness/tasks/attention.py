@@ -14,6 +14,7 @@ from harness.case import Case, require_at_least, require_choice
 from harness.task import Task, Work, task
 from harness.tasks._lengths import ragged_lengths
 from kernels import AttentionProblem, accounting
+from kernels.registry import joined_later
 
 if TYPE_CHECKING:
     import torch
@@ -40,12 +41,12 @@ class Attention(Task):
     """Width of one head (d)."""
     causal: bool = True
     """Whether a query sees only the keys up to its own position."""
-    kv_len: int | None = None
+    kv_len: int | None = joined_later(None)
     """Keys of each sequence; None means seq_len. A causal mask is aligned to the bottom right."""
-    packing: str = "none"
+    packing: str = joined_later("none")
     """``none``: a dense batch. Packed end to end: ``equal`` lengths of seq_len, or ``ragged`` ones
     drawn from ``seed``, with as many attended pairs as the dense batch."""
-    compile: bool = False
+    compile: bool = joined_later(False)
     """Call the attention through torch.compile, as the CS336 leaderboard does; a backend that
     goes through it anyway is called as it is."""
     warmup_steps: int = 10
