@@ -41,9 +41,10 @@ format: install ## bring the code into the project's format
 report: install ## make tables, figures and reports again from RESULTS
 	$(BIN)/attnbench-report $(RESULTS)
 
-benchmarks: install ## time the harness itself: help, planning, worker overhead, tables
+benchmarks: install ## time the harness itself, and compile the Hopper kernels
 	$(BIN)/python -m benchmarks.bench_harness
 	$(BIN)/python -m benchmarks.bench_tables
+	$(BIN)/python -m benchmarks.compile_hopper
 
 clean: ## remove the environment and caches; results stay
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -179,7 +179,7 @@ def _head_dims(supported: list[int]) -> str:
 
 
 def _print(rows: list[Features], device: str, console: Console) -> None:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False, pad_edge=False)
     columns = {
         "attention": "name",
         "version": "version",
@@ -191,7 +191,7 @@ def _print(rows: list[Features], device: str, console: Console) -> None:
         "head_dim": "head_dims",
     }
     for header in columns:
-        table.add_column(escape(header), vertical="bottom", overflow="fold")
+        table.add_column(escape(header), vertical="bottom", no_wrap=header == "attention")
     for row in rows:
         style = "dim" if row.usable == NO else ""
         table.add_row(*(escape(getattr(row, key)) for key in columns.values()), style=style)

@@ -170,7 +170,6 @@ def backward(
         scale,
         scale_log2,
         BLOCK_Q=by_key.tile,
-        AHEAD=True,
         **_constants(problem, by_key),
     )
     grid = (

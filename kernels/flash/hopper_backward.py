@@ -226,7 +226,6 @@ def add_queries(
     scale_log2,
     STAGES: gl.constexpr,
     BLOCK_Q: gl.constexpr,
-    AHEAD: gl.constexpr,
     CAUSAL: gl.constexpr,
     MASKED: gl.constexpr,
     S_LAYOUT: gl.constexpr,
@@ -234,28 +233,18 @@ def add_queries(
 ):
     """One query tile's share of dV and dK for 64 keys.
 
-    With AHEAD it is given the tile's scores, S^T, and gives those of the next: the last two
-    matmuls of a tile and the first of the next then run back to back, while the other consumer
-    computes. That takes registers which a head dim of 128 does not leave.
+    It is given the tile's scores, S^T, and gives those of the next: the last two matmuls of a
+    tile and the first of the next run back to back, while the other consumer computes.
     """
     dtype: gl.constexpr = k_tile.dtype
     zeros = gl.zeros([ROWS, BLOCK_Q], gl.float32, S_LAYOUT)
-    if not AHEAD:
-        mbarrier.wait(q_ready.index(slot), phase)
-        running = warpgroup_mma(
-            k_tile, q_tiles.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True
-        )
     mbarrier.wait(do_ready.index(slot), phase)
     dp = warpgroup_mma(
         v_tile, do_tiles.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True
     )
     lse = lse_tiles.index(slot).load(gl.SliceLayout(0, S_LAYOUT))
     delta = delta_tiles.index(slot).load(gl.SliceLayout(0, S_LAYOUT))
-    if AHEAD:
-        scores = s
-    else:
-        scores = warpgroup_mma_wait(1, deps=[running])
-    p = gl.exp2(scores * scale_log2 - lse[None, :])
+    p = gl.exp2(s * scale_log2 - lse[None, :])
     if MASKED:
         query = first_query + gl.arange(0, BLOCK_Q, gl.SliceLayout(0, S_LAYOUT))
         visible = query[None, :] < q_len
@@ -272,18 +261,14 @@ def add_queries(
     if next_slot == STAGES:
         next_slot = 0
         phase ^= 1
-    if AHEAD:
-        mbarrier.wait(q_ready.index(next_slot), phase, pred=more)
-        # After the last tile these are scores of an old one, which nobody looks at.
-        running = warpgroup_mma(
-            k_tile, q_tiles.index(next_slot).permute((1, 0)), zeros, use_acc=False, is_async=True
-        )
-        dk, dv, a, ds = warpgroup_mma_wait(1, deps=[dk, dv, a, ds])
-        mbarrier.arrive(free.index(slot))
-        s = warpgroup_mma_wait(0, deps=[running])
-    else:
-        dk, dv, a, ds = warpgroup_mma_wait(0, deps=[dk, dv, a, ds])
-        mbarrier.arrive(free.index(slot))
+    mbarrier.wait(q_ready.index(next_slot), phase, pred=more)
+    # After the last tile these are scores of an old one, which nobody looks at.
+    running = warpgroup_mma(
+        k_tile, q_tiles.index(next_slot).permute((1, 0)), zeros, use_acc=False, is_async=True
+    )
+    dk, dv, a, ds = warpgroup_mma_wait(1, deps=[dk, dv, a, ds])
+    mbarrier.arrive(free.index(slot))
+    s = warpgroup_mma_wait(0, deps=[running])
     return s, dk, dv, next_slot, phase
 
 
@@ -293,7 +278,6 @@ def accumulate_dkdv(
     CONSUMER: gl.constexpr,
     STAGES: gl.constexpr,
     BLOCK_Q: gl.constexpr,
-    AHEAD: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr,
@@ -327,7 +311,6 @@ def accumulate_dkdv(
     s = gl.zeros([ROWS, BLOCK_Q], gl.float32, S_LAYOUT)
     if steps > 0:
         mbarrier.wait(kv_ready, 0)
-    if AHEAD and steps > 0:
         mbarrier.wait(q_ready.index(0), 0)
         first_s = warpgroup_mma(
             k_tile, q_tiles.index(0).permute((1, 0)), s, use_acc=False, is_async=True
@@ -340,14 +323,14 @@ def accumulate_dkdv(
                 k_tile, v_tile, q_tiles, do_tiles, lse_tiles, delta_tiles, q_ready, do_ready,
                 free, s, dk, dv, slot, phase, (step + 1 < steps) | (member + 1 < group_size),
                 first_key, tile * BLOCK_Q, q_len, kv_len, scale_log2,
-                STAGES, BLOCK_Q, AHEAD, CAUSAL, True, S_LAYOUT, A_LAYOUT,
+                STAGES, BLOCK_Q, CAUSAL, True, S_LAYOUT, A_LAYOUT,
             )  # fmt: skip
         for step in range(num_masked, steps):
             s, dk, dv, slot, phase = add_queries(
                 k_tile, v_tile, q_tiles, do_tiles, lse_tiles, delta_tiles, q_ready, do_ready,
                 free, s, dk, dv, slot, phase, (step + 1 < steps) | (member + 1 < group_size),
                 first_key, 0, q_len, kv_len, scale_log2,
-                STAGES, BLOCK_Q, AHEAD, CAUSAL, False, S_LAYOUT, A_LAYOUT,
+                STAGES, BLOCK_Q, CAUSAL, False, S_LAYOUT, A_LAYOUT,
             )  # fmt: skip
     store_rows(
         dk * scale, dk_ptr, stride_kb, stride_kh, stride_ks, batch, kv_head, first_key, k_start,
@@ -384,7 +367,6 @@ def flash_backward_dkdv(
     scale,
     scale_log2,
     BLOCK_Q: gl.constexpr,
-    AHEAD: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr,
@@ -453,8 +435,8 @@ def flash_backward_dkdv(
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (accumulate_dkdv, (inputs, 0, STAGES, BLOCK_Q, AHEAD, HEAD_DIM, BLOCK_D, CAUSAL)),
-                (accumulate_dkdv, (inputs, 1, STAGES, BLOCK_Q, AHEAD, HEAD_DIM, BLOCK_D, CAUSAL)),
+                (accumulate_dkdv, (inputs, 0, STAGES, BLOCK_Q, HEAD_DIM, BLOCK_D, CAUSAL)),
+                (accumulate_dkdv, (inputs, 1, STAGES, BLOCK_Q, HEAD_DIM, BLOCK_D, CAUSAL)),
                 (produce_queries, (producer, CONSUMERS, STAGES, BLOCK_Q)),
             ],
             [4, 1],
@@ -463,9 +445,9 @@ def flash_backward_dkdv(
     else:
         gl.warp_specialize(
             [
-                (accumulate_dkdv, (inputs, 0, STAGES, BLOCK_Q, AHEAD, HEAD_DIM, BLOCK_D, CAUSAL)),
-                (accumulate_dkdv, (inputs, 1, STAGES, BLOCK_Q, AHEAD, HEAD_DIM, BLOCK_D, CAUSAL)),
-                (accumulate_dkdv, (inputs, 2, STAGES, BLOCK_Q, AHEAD, HEAD_DIM, BLOCK_D, CAUSAL)),
+                (accumulate_dkdv, (inputs, 0, STAGES, BLOCK_Q, HEAD_DIM, BLOCK_D, CAUSAL)),
+                (accumulate_dkdv, (inputs, 1, STAGES, BLOCK_Q, HEAD_DIM, BLOCK_D, CAUSAL)),
+                (accumulate_dkdv, (inputs, 2, STAGES, BLOCK_Q, HEAD_DIM, BLOCK_D, CAUSAL)),
                 (produce_queries, (producer, CONSUMERS, STAGES, BLOCK_Q)),
             ],
             [4, 4, 1],

@@ -1,0 +1,133 @@
+"""Compiles the Hopper kernels for sm_90a, which needs no GPU: registers, spills, shared memory.
+
+Run as ``python -m benchmarks.compile_hopper [KERNEL ...]`` in the repository, with triton installed
+and TRITON_INTERPRET unset. Prints one row for each kernel and variant, and exits with 1 if ptxas
+serialised the matmuls of any: then nothing runs beside them, whatever the source says.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language import NVMMASharedLayout
+
+from kernels.flash import hopper, hopper_backward, hopper_forward
+
+HOPPER = GPUTarget("cuda", 90, 32)
+PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+
+SCALARS = {"scale": "fp32", "scale_log2": "fp32", "padded_len": "i64", "plane": "i64"}
+
+KERNELS = {
+    "forward": (hopper_forward.flash_forward, hopper.FORWARD, "BLOCK_K"),
+    "backward_dkdv": (hopper_backward.flash_backward_dkdv, hopper.BACKWARD_DKDV, "BLOCK_Q"),
+    "backward_dq": (hopper_backward.flash_backward_dq, hopper.BACKWARD_DQ, "BLOCK_K"),
+}
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Variant:
+    """What a kernel is compiled for."""
+
+    kernel: str
+    head_dim: int
+    dtype: str
+    causal: bool
+    packed: bool
+
+
+def compile_variant(variant: Variant) -> Any:
+    """The compiled kernel, as Triton returns it."""
+    function, schedules, tile_name = KERNELS[variant.kernel]
+    schedule = schedules[variant.head_dim]
+    constants = {
+        tile_name: schedule.tile,
+        "HEAD_DIM": variant.head_dim,
+        "BLOCK_D": variant.head_dim,
+        "STAGES": schedule.stages,
+        "CONSUMERS": schedule.consumers,
+        "CONSUMER_REGISTERS": schedule.registers,
+        "CAUSAL": variant.causal,
+        "PACKED": variant.packed,
+        "num_warps": 4,
+    }
+    names = function.arg_names
+    signature = {
+        name: "constexpr" if name in constants else _type(name, variant, schedule.tile)
+        for name in names
+    }
+    source = GluonASTSource(
+        function, signature, {(names.index(name),): value for name, value in constants.items()}
+    )
+    return triton.compile(source, target=HOPPER, options={"num_warps": 4})
+
+
+def _type(name: str, variant: Variant, tile: int) -> str:
+    """Triton's name for the type of one argument."""
+    if name == "stat_desc":
+        layout = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+        return f"tensordesc<fp32[1, {tile}],{layout!r}>"
+    if name.endswith("_desc"):
+        # Tiles that stream by have the schedule's rows, tiles that stay a warpgroup's.
+        streams = (
+            ("q_desc", "do_desc") if variant.kernel == "backward_dkdv" else ("k_desc", "v_desc")
+        )
+        rows = tile if name in streams else hopper.ROWS
+        layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+        return f"tensordesc<{variant.dtype}[1, 1, {rows}, {variant.head_dim}],{layout!r}>"
+    if name in ("lse_ptr", "statistics"):
+        return "*fp32"
+    if name.endswith("_ptr"):
+        return f"*{variant.dtype}"
+    if name.startswith("cu_seqlens"):
+        return "*i32"
+    if name.startswith("stride"):
+        return "i64"
+    return SCALARS.get(name, "i32")
+
+
+def assembler_report(ptx: str) -> str:
+    """What ptxas says about registers, spills and wgmma."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ptx"
+        path.write_text(ptx)
+        command = [PTXAS, "-v", "--gpu-name=sm_90a", path, "-o", path.with_suffix(".cubin")]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+def main() -> int:
+    serialised = False
+    chosen = sys.argv[1:] or list(KERNELS)
+    for kernel in chosen:
+        for head_dim in (64, 128):
+            for dtype, causal, packed in (("bf16", True, False), ("fp16", False, True)):
+                variant = Variant(
+                    kernel=kernel, head_dim=head_dim, dtype=dtype, causal=causal, packed=packed
+                )
+                compiled = compile_variant(variant)
+                report = assembler_report(compiled.asm["ptx"])
+                lines = [line.strip() for line in report.splitlines()]
+                spills = next(line for line in lines if "spill" in line)
+                slow = [line for line in lines if "serialized" in line]
+                serialised = serialised or bool(slow)
+                print(
+                    f"{kernel:<14} d {head_dim:<4} {dtype} {'causal' if causal else 'full':<7}"
+                    f"{'packed' if packed else 'dense':<7}"
+                    f"{compiled.metadata.shared / 1024:4.0f} KiB shared  {spills}",
+                    *slow,
+                    sep="\n    ",
+                    flush=True,
+                )
+    return int(serialised)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

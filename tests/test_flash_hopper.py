@@ -1,0 +1,213 @@
+"""The Hopper kernels: compiled for sm_90a anywhere, run against float64 where there is one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.backend import Packing
+from kernels.flash import dispatch, hopper, operator
+from kernels.flash.problem import describe
+
+ROOT = Path(__file__).parent.parent
+
+ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+needs_hopper = pytest.mark.skipif(
+    not ON_HOPPER, reason="needs a CUDA device of compute capability 9.0"
+)
+
+
+@pytest.mark.parametrize("kernel", ["forward", "backward_dkdv", "backward_dq"])
+def test_compiles_without_serialised_matmuls(kernel: str) -> None:
+    """In a process of its own, since this one may have Triton's interpreter."""
+    pytest.importorskip("triton.experimental.gluon")
+    run = subprocess.run(
+        [sys.executable, "-m", "benchmarks.compile_hopper", kernel],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
+    rows = [line for line in run.stdout.splitlines() if line.startswith(kernel)]
+    assert len(rows) == 4
+    # At head_dim 128 dK and dV fill the registers, and a few go to memory once per tile.
+    assert all(" 0 bytes spill stores" in row for row in rows if "d 64" in row)
+
+
+class TestWhatItLeavesToThePlainKernels:
+    def reason(self, monkeypatch: pytest.MonkeyPatch, **changes: object) -> str | None:
+        """hopper.why_not as a Hopper GPU would hear it."""
+        monkeypatch.setattr(hopper.plain, "INTERPRETED", False)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        q = torch.empty(2, 4, 8, 64, dtype=torch.bfloat16)
+        problem = replace(describe(q, q, q, causal=True), device=torch.device("cuda", 0))
+        return hopper.why_not(replace(problem, **changes))  # type: ignore[arg-type]
+
+    def test_runs_what_it_is_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert self.reason(monkeypatch) is None
+        assert self.reason(monkeypatch, head_dim=80, packed=True) is None
+
+    @pytest.mark.parametrize(
+        ("changes", "words"),
+        [
+            ({"dtype": torch.float32}, "bfloat16 and float16"),
+            ({"head_dim": 256}, "at most 128"),
+            ({"head_dim": 36}, "multiple of 8"),
+            ({"accumulates": True}, "accumulator"),
+            ({"batch_size": 20_000}, "65535"),
+            ({"device": torch.device("cpu")}, "9.0"),
+        ],
+    )
+    def test_says_why_not(
+        self, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], words: str
+    ) -> None:
+        reason = self.reason(monkeypatch, **changes)
+        assert reason is not None
+        assert words in reason
+        assert "\n" not in reason
+
+    def test_older_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(hopper.plain, "INTERPRETED", False)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+        q = torch.empty(1, 1, 8, 64, dtype=torch.bfloat16)
+        problem = replace(describe(q, q, q, causal=True), device=torch.device("cuda", 0))
+        assert "8.0" in str(hopper.why_not(problem))
+
+    def test_is_asked_first(self) -> None:
+        assert list(dispatch.IMPLEMENTATIONS) == ["hopper", "plain"]
+
+
+class TestAddressable:
+    """TMA wants 16-byte aligned rows; what is not laid out so is copied."""
+
+    def test_no_copy_of_what_a_transformer_stores(self) -> None:
+        x = torch.empty(2, 8, 4, 64, dtype=torch.bfloat16).transpose(1, 2)
+        assert hopper._addressable(x) is x
+
+    @pytest.mark.parametrize("how", ["expanded", "odd rows", "misaligned"])
+    def test_copies(self, how: str) -> None:
+        x = torch.randn(2 * 4 * 8 * 72 + 1).to(torch.bfloat16)
+        views = {
+            "expanded": x[:64].expand(2, 4, 8, 64),
+            "odd rows": x[: 2 * 4 * 8 * 65].view(2, 4, 8, 65)[..., :64],
+            "misaligned": x[1 : 2 * 4 * 8 * 64 + 1].view(2, 4, 8, 64),
+        }
+        copy = hopper._addressable(views[how])
+        assert copy is not views[how]
+        assert copy.is_contiguous()
+        assert copy.data_ptr() % 16 == 0
+        assert (copy == views[how]).all()
+
+
+def exact(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, ...]:
+    """o, lse, dq, dk, dv in float64 by autograd; rows without keys are zero, lse -inf."""
+    q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
+    group_size = q.shape[1] // k.shape[1]
+    keys, values = (x.repeat_interleave(group_size, dim=1) for x in (k, v))
+    scores = q @ keys.mT * scale
+    q_len, kv_len = scores.shape[-2:]
+    if causal:
+        visible = torch.ones(q_len, kv_len, dtype=torch.bool, device=q.device)
+        scores = scores.masked_fill(~visible.tril(kv_len - q_len), float("-inf"))
+    lse = scores.logsumexp(dim=-1)
+    p = (scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp()
+    o = p @ values
+    return o.detach(), lse.detach(), *torch.autograd.grad(o, (q, k, v), do.double())
+
+
+def assert_near(got: Tensor, expected: Tensor, what: str) -> None:
+    error = float((got.double() - expected).norm())
+    assert error <= 5e-3 * float(expected.norm()) + 1e-3, f"{what}: {error:.3g}"
+
+
+SHAPES = {
+    "square": (2, 4, 4, 512, 512, 64),
+    "grouped": (1, 8, 1, 200, 200, 96),
+    "ragged": (2, 4, 2, 300, 300, 128),
+    "more keys": (1, 2, 2, 100, 333, 64),
+    "fewer keys": (1, 2, 2, 333, 100, 64),
+    "one token": (1, 2, 2, 1, 1, 64),
+    "narrow": (1, 2, 2, 200, 200, 16),
+    "odd width": (1, 2, 2, 257, 257, 80),
+}
+
+
+@pytest.mark.gpu
+@needs_hopper
+class TestOnHopper:
+    @pytest.mark.parametrize("shape", SHAPES)
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("causal", [True, False])
+    def test_against_float64(self, shape: str, dtype: torch.dtype, causal: bool) -> None:
+        batch, heads, kv_heads, q_len, kv_len, head_dim = SHAPES[shape]
+        torch.manual_seed(1)
+        # As the transformer stores them: [B, S, H, D] underneath.
+        q, do = (torch.randn(batch, q_len, heads, head_dim, device="cuda") for _ in range(2))
+        k, v = (torch.randn(batch, kv_len, kv_heads, head_dim, device="cuda") for _ in range(2))
+        q, k, v, do = (x.to(dtype).transpose(1, 2) for x in (q, k, v, do))
+        options = {"causal": causal, "scale": 0.7 * head_dim**-0.5, "implementation": "hopper"}
+        results = []
+        for _ in range(2):
+            o, lse = operator.forward(q, k, v, **options)  # type: ignore[arg-type]
+            gradients = operator.backward(do, q, k, v, o, lse, **options)  # type: ignore[arg-type]
+            results.append((o, lse, *gradients))
+        for first, second in zip(*results, strict=True):
+            assert torch.equal(first, second), "two runs give equal bits"
+        expected = exact(q, k, v, do, causal, 0.7 * head_dim**-0.5)
+        o, lse, *gradients = results[0]
+        unseen = expected[1] == -torch.inf
+        assert (lse[unseen] == -torch.inf).all()
+        assert_near(lse.masked_fill(unseen, 0.0), expected[1].masked_fill(unseen, 0.0), "lse")
+        for what, got, wanted in zip(
+            ("o", "dq", "dk", "dv"), (o, *gradients), (expected[0], *expected[2:]), strict=True
+        ):
+            assert_near(got, wanted, what)
+
+    @pytest.mark.parametrize(
+        ("lengths", "heads", "kv_heads", "head_dim"),
+        [((300, 1, 0, 513, 64), 4, 2, 64), ((100, 700), 2, 2, 128), ((33, 129, 257), 2, 1, 80)],
+    )
+    @pytest.mark.parametrize("causal", [True, False])
+    def test_packed(
+        self, lengths: tuple[int, ...], heads: int, kv_heads: int, head_dim: int, causal: bool
+    ) -> None:
+        torch.manual_seed(2)
+        ends = [0, *accumulate(lengths)]
+        cu_seqlens = torch.tensor(ends, dtype=torch.int32, device="cuda")
+        packing = Packing(
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_k=cu_seqlens,
+            max_q_len=max(lengths),
+            max_kv_len=max(lengths),
+        )
+        q, do, k, v = (
+            torch.randn(ends[-1], n, head_dim, device="cuda", dtype=torch.bfloat16)
+            for n in (heads, heads, kv_heads, kv_heads)
+        )
+        options = {"causal": causal, "scale": 0.1, "packing": packing, "implementation": "hopper"}
+        o, lse = operator.forward(q, k, v, **options)  # type: ignore[arg-type]
+        gradients = operator.backward(do, q, k, v, o, lse, **options)  # type: ignore[arg-type]
+        for start, end in pairwise(ends):
+            if start == end:
+                continue
+            own = [x[start:end].transpose(0, 1).unsqueeze(0) for x in (q, k, v, do)]
+            expected = exact(*own, causal, 0.1)
+            assert_near(lse[:, start:end].unsqueeze(0), expected[1], "lse")
+            for what, got, wanted in zip(
+                ("o", "dq", "dk", "dv"),
+                (o, *gradients),
+                (expected[0], *expected[2:]),
+                strict=True,
+            ):
+                assert_near(got[start:end].transpose(0, 1).unsqueeze(0), wanted, what)
