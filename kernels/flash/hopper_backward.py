@@ -16,6 +16,8 @@ consumer warpgroup works on 64 rows of its own. A single pass would need five ma
 where these need seven, but has to add up dQ across programs.
 """
 
+# Triton's types are not Python's.
+# mypy: allow-untyped-defs
 from __future__ import annotations
 
 import triton
@@ -29,8 +31,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-ROWS: gl.constexpr = gl.constexpr(64)
-"""Keys, or queries, of one consumer: the M of one wgmma instruction."""
+from kernels.flash.hopper_tiles import (
+    LOG2_E,
+    ROWS,
+    key_tiles,
+    sequence,
+    store_rows,
+    visible_keys,
+)
 
 
 @triton.jit
@@ -91,55 +99,10 @@ def row_statistics(
     if HAS_DLSE:
         delta -= tl.load(dlse_ptr + base + row, mask=inside, other=0.0)
     lse = tl.load(lse_ptr + base + row, mask=inside, other=float("-inf"))
-    lse = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
+    lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
     out = statistics_ptr + line * padded_len + out_start + row
     tl.store(out, lse, mask=row < end)
     tl.store(out + plane, delta, mask=row < end)
-
-
-@gluon.jit
-def sequence(cu_seqlens_q, cu_seqlens_k, batch, q_len, kv_len, PACKED: gl.constexpr):
-    """Starts and lengths of one sequence, and its batch index in the tensors."""
-    q_start = 0
-    k_start = 0
-    line_start = 0
-    if PACKED:
-        q_start = gl.load(cu_seqlens_q + batch)
-        k_start = gl.load(cu_seqlens_k + batch)
-        q_len = gl.load(cu_seqlens_q + batch + 1) - q_start
-        kv_len = gl.load(cu_seqlens_k + batch + 1) - k_start
-        # As row_statistics places them: TMA reads from multiples of 16 bytes only.
-        line_start = (q_start + 4 * batch) // 4 * 4
-        batch = 0
-    return batch, q_start, q_len, k_start, kv_len, line_start
-
-
-@gluon.jit
-def store_rows(
-    x,
-    pointer,
-    stride_b,
-    stride_h,
-    stride_s,
-    batch,
-    head,
-    first,
-    start,
-    length,
-    HEAD_DIM: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-):
-    """64 rows of one head to memory, those beyond the sequence's length left out."""
-    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
-    x = gl.convert_layout(x.to(pointer.dtype.element_ty), STORE)
-    row = first + gl.arange(0, ROWS, gl.SliceLayout(1, STORE))
-    column = gl.arange(0, BLOCK_D, gl.SliceLayout(0, STORE))
-    base = batch.to(gl.int64) * stride_b + head.to(gl.int64) * stride_h
-    rows = (start + row).to(gl.int64) * stride_s
-    mask = row[:, None] < length
-    if HEAD_DIM != BLOCK_D:
-        mask = mask & (column[None, :] < HEAD_DIM)
-    gl.store(pointer + base + rows[:, None] + column[None, :], x, mask=mask)
 
 
 @gluon.jit
@@ -537,12 +500,8 @@ def add_keys(
     s = warpgroup_mma_wait(2, deps=[s])
     p = gl.exp2(s * scale_log2 - lse[:, None])
     if MASKED:
-        key = tile * BLOCK_K + gl.arange(0, BLOCK_K, gl.SliceLayout(0, S_LAYOUT))
-        visible = key[None, :] < kv_len
-        if CAUSAL:
-            row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
-            visible = visible & (key[None, :] <= row[:, None] + (kv_len - q_len))
-        p = gl.where(visible, p, 0.0)
+        seen = visible_keys(tile, first_row, q_len, kv_len, BLOCK_K, CAUSAL, S_LAYOUT)
+        p = gl.where(seen, p, 0.0)
     dp = warpgroup_mma_wait(1, deps=[dp])
     new_ds = gl.convert_layout((p * (dp - delta[:, None])).to(ds.dtype), A_LAYOUT)
     next_slot = slot + 1
@@ -669,22 +628,13 @@ def flash_backward_dq(
         mbarrier.init(free.index(slot), count=CONSUMERS)
 
     head = gl.program_id(1) % num_heads
-    # The last queries see the most keys: programs start in order, long ones first.
-    tile = gl.num_programs(0) - 1 - gl.program_id(0) if CAUSAL else gl.program_id(0)
-    first = tile * (CONSUMERS * ROWS)
     batch, q_start, q_len, k_start, kv_len, line_start = sequence(
         cu_seqlens_q, cu_seqlens_k, gl.program_id(1) // num_heads, q_len, kv_len, PACKED
     )
-    visible = kv_len
-    unmasked = kv_len
-    if CAUSAL:
-        offset = kv_len - q_len
-        visible = gl.minimum(kv_len, gl.minimum(first + CONSUMERS * ROWS, q_len) + offset)
-        unmasked = gl.minimum(kv_len, first + 1 + offset)
-    num_key_tiles = gl.maximum(gl.cdiv(visible, BLOCK_K), 0)
-    if first >= q_len:
-        num_key_tiles = 0
-    num_unmasked = gl.minimum(gl.maximum(unmasked, 0) // BLOCK_K, num_key_tiles)
+    # The last queries see the most keys: programs start in order, long ones first.
+    tile = gl.num_programs(0) - 1 - gl.program_id(0) if CAUSAL else gl.program_id(0)
+    first = tile * (CONSUMERS * ROWS)
+    num_key_tiles, num_unmasked = key_tiles(first, q_len, kv_len, CONSUMERS * ROWS, BLOCK_K, CAUSAL)
 
     producer = (
         q_desc, do_desc, k_desc, v_desc, q_tiles, do_tiles, k_tiles, v_tiles, q_ready, k_ready,

@@ -13,6 +13,8 @@ Key tiles run from the diagonal to the left. The first ones cross the mask and c
 the others do not. The schedule is the one of FlashAttention-3 (arXiv:2407.08608, section 3).
 """
 
+# Triton's types are not Python's.
+# mypy: allow-untyped-defs
 from __future__ import annotations
 
 from triton.experimental import gluon
@@ -24,54 +26,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-ROWS: gl.constexpr = gl.constexpr(64)
-"""Queries of one consumer: the M of one wgmma instruction."""
-
-
-@gluon.jit
-def tile_of_program(
-    cu_seqlens_q,
-    cu_seqlens_k,
-    num_heads,
-    q_len,
-    kv_len,
-    BLOCK_Q: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    PACKED: gl.constexpr,
-):
-    """Which queries this program has, and which key tiles they see.
-
-    Returns:
-        batch, head, first query, sequence starts and lengths (q and k), the number of key
-        tiles to visit, and how many of them, from the left, need no mask.
-    """
-    # Longest tiles first: the hardware hands out programs in order, and short ones fill the end.
-    num_tiles = gl.num_programs(0)
-    tile = num_tiles - 1 - gl.program_id(0) if CAUSAL else gl.program_id(0)
-    head = gl.program_id(1) % num_heads
-    batch = gl.program_id(1) // num_heads
-    q_start = 0
-    k_start = 0
-    if PACKED:
-        q_start = gl.load(cu_seqlens_q + batch)
-        k_start = gl.load(cu_seqlens_k + batch)
-        q_len = gl.load(cu_seqlens_q + batch + 1) - q_start
-        kv_len = gl.load(cu_seqlens_k + batch + 1) - k_start
-        batch = 0
-    first = tile * BLOCK_Q
-    visible = kv_len
-    unmasked = kv_len
-    if CAUSAL:
-        offset = kv_len - q_len
-        visible = gl.minimum(kv_len, gl.minimum(first + BLOCK_Q, q_len) + offset)
-        unmasked = gl.minimum(kv_len, first + 1 + offset)
-    num_key_tiles = gl.maximum(gl.cdiv(visible, BLOCK_K), 0)
-    num_unmasked = gl.minimum(gl.maximum(unmasked, 0) // BLOCK_K, num_key_tiles)
-    if first >= q_len:
-        num_key_tiles = 0
-        num_unmasked = 0
-    return batch, head, first, q_start, q_len, k_start, kv_len, num_key_tiles, num_unmasked
+from kernels.flash.hopper_tiles import (
+    LN_2,
+    ROWS,
+    key_tiles,
+    sequence,
+    store_rows,
+    visible_keys,
+)
 
 
 @gluon.jit
@@ -119,13 +81,9 @@ def produce(inputs, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, BLOCK_K: gl.c
 @gluon.jit
 def masked(s, tile, first_row, q_len, kv_len, BLOCK_K: gl.constexpr, CAUSAL: gl.constexpr):
     """Scores with minus infinity where the key is out of sight."""
-    layout: gl.constexpr = s.type.layout
-    key = tile * BLOCK_K + gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))
-    if CAUSAL:
-        row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-        last = gl.minimum(row + (kv_len - q_len), kv_len - 1)
-        return gl.where(key[None, :] <= last[:, None], s, float("-inf"))
-    return gl.where(key[None, :] < kv_len, s, float("-inf"))
+    LAYOUT: gl.constexpr = s.type.layout
+    seen = visible_keys(tile, first_row, q_len, kv_len, BLOCK_K, CAUSAL, LAYOUT)
+    return gl.where(seen, s, float("-inf"))
 
 
 @gluon.jit
@@ -300,22 +258,15 @@ def consume(
     safe_total = gl.where(total == 0.0, 1.0, total)
     o = o / gl.convert_layout(safe_total, gl.SliceLayout(1, O_LAYOUT))[:, None]
     # exp2 and log2 are the hardware's; lse is kept in the natural logarithm.
-    lse = (m * scale_log2 + gl.log2(safe_total)) * 0.6931471805599453
+    lse = (m * scale_log2 + gl.log2(safe_total)) * LN_2
     lse = gl.where(total == 0.0, float("-inf"), lse)
     lse_row = first_row + gl.arange(0, ROWS, ROW)
     lse_base = (batch * num_heads + head).to(gl.int64) * lse_len + q_start
     gl.store(lse_ptr + lse_base + lse_row, lse, mask=lse_row < q_len)
-
-    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
-    o = gl.convert_layout(o.to(dtype), STORE)
-    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, STORE))
-    column = gl.arange(0, BLOCK_D, gl.SliceLayout(0, STORE))
-    o_base = batch.to(gl.int64) * stride_ob + head.to(gl.int64) * stride_oh
-    rows = (q_start + row).to(gl.int64) * stride_os
-    mask = row[:, None] < q_len
-    if HEAD_DIM != BLOCK_D:
-        mask = mask & (column[None, :] < HEAD_DIM)
-    gl.store(o_ptr + o_base + rows[:, None] + column[None, :], o, mask=mask)
+    store_rows(
+        o, o_ptr, stride_ob, stride_oh, stride_os, batch, head, first_row, q_start, q_len,
+        HEAD_DIM, BLOCK_D,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -361,12 +312,14 @@ def flash_forward(
         mbarrier.init(v_ready.index(slot), count=1)
         mbarrier.init(free.index(slot), count=CONSUMERS)
 
-    batch, head, first, q_start, q_len, k_start, kv_len, num_key_tiles, num_unmasked = (
-        tile_of_program(
-            cu_seqlens_q, cu_seqlens_k, num_heads, q_len, kv_len,
-            CONSUMERS * ROWS, BLOCK_K, CAUSAL, PACKED,
-        )
-    )  # fmt: skip
+    head = gl.program_id(1) % num_heads
+    batch, q_start, q_len, k_start, kv_len, _ = sequence(
+        cu_seqlens_q, cu_seqlens_k, gl.program_id(1) // num_heads, q_len, kv_len, PACKED
+    )
+    # Longest tiles first: the hardware hands out programs in order, and short ones fill the end.
+    tile = gl.num_programs(0) - 1 - gl.program_id(0) if CAUSAL else gl.program_id(0)
+    first = tile * (CONSUMERS * ROWS)
+    num_key_tiles, num_unmasked = key_tiles(first, q_len, kv_len, CONSUMERS * ROWS, BLOCK_K, CAUSAL)
     producer = (
         q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, q_ready, k_ready, v_ready, free,
         batch, head, head // group_size, first, q_start, k_start, num_key_tiles,

@@ -1,0 +1,103 @@
+"""What the Hopper kernels share: where a sequence lies, which key tiles a query tile visits."""
+
+# Triton's types are not Python's.
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+ROWS: gl.constexpr = gl.constexpr(64)
+"""Rows of one consumer warpgroup: the M of one wgmma instruction."""
+
+LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
+LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def sequence(cu_seqlens_q, cu_seqlens_k, batch, q_len, kv_len, PACKED: gl.constexpr):
+    """Batch index in the tensors, and starts and lengths of one sequence.
+
+    Returns:
+        batch, first query, queries, first key, keys, and where its row statistics begin:
+        TMA reads lines from multiples of 16 bytes only, so that sequences begin at multiples of
+        four there, as hopper_backward.row_statistics places them.
+    """
+    q_start = 0
+    k_start = 0
+    line_start = 0
+    if PACKED:
+        q_start = gl.load(cu_seqlens_q + batch)
+        k_start = gl.load(cu_seqlens_k + batch)
+        q_len = gl.load(cu_seqlens_q + batch + 1) - q_start
+        kv_len = gl.load(cu_seqlens_k + batch + 1) - k_start
+        line_start = (q_start + 4 * batch) // 4 * 4
+        batch = 0
+    return batch, q_start, q_len, k_start, kv_len, line_start
+
+
+@gluon.jit
+def key_tiles(
+    first, q_len, kv_len, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, CAUSAL: gl.constexpr
+):
+    """How many key tiles the queries from ``first`` on see, and how many of them entirely.
+
+    The latter are those on the left; the others cross the causal diagonal or the last key.
+    """
+    visible = kv_len
+    unmasked = kv_len
+    if CAUSAL:
+        offset = kv_len - q_len
+        visible = gl.minimum(kv_len, gl.minimum(first + BLOCK_Q, q_len) + offset)
+        unmasked = gl.minimum(kv_len, first + 1 + offset)
+    num_tiles = gl.maximum(gl.cdiv(visible, BLOCK_K), 0)
+    if first >= q_len:
+        num_tiles = 0
+    return num_tiles, gl.minimum(gl.maximum(unmasked, 0) // BLOCK_K, num_tiles)
+
+
+@gluon.jit
+def visible_keys(
+    tile,
+    first_row,
+    q_len,
+    kv_len,
+    BLOCK_K: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """Which keys of a tile 64 queries see: [ROWS, BLOCK_K]."""
+    key = tile * BLOCK_K + gl.arange(0, BLOCK_K, gl.SliceLayout(0, LAYOUT))
+    last = gl.full([ROWS], kv_len - 1, gl.int32, gl.SliceLayout(1, LAYOUT))
+    if CAUSAL:
+        row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+        last = gl.minimum(row + (kv_len - q_len), last)
+    return key[None, :] <= last[:, None]
+
+
+@gluon.jit
+def store_rows(
+    x,
+    pointer,
+    stride_b,
+    stride_h,
+    stride_s,
+    batch,
+    head,
+    first,
+    start,
+    length,
+    HEAD_DIM: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+):
+    """64 rows of one head to memory, those beyond the sequence's length left out."""
+    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
+    x = gl.convert_layout(x.to(pointer.dtype.element_ty), STORE)
+    row = first + gl.arange(0, ROWS, gl.SliceLayout(1, STORE))
+    column = gl.arange(0, BLOCK_D, gl.SliceLayout(0, STORE))
+    base = batch.to(gl.int64) * stride_b + head.to(gl.int64) * stride_h
+    rows = (start + row).to(gl.int64) * stride_s
+    mask = row[:, None] < length
+    if HEAD_DIM != BLOCK_D:
+        mask = mask & (column[None, :] < HEAD_DIM)
+    gl.store(pointer + base + rows[:, None] + column[None, :], x, mask=mask)
