@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import re
 
 import pytest
@@ -16,6 +17,26 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 def test_tables_are_those_of_the_committed_results() -> None:
     assert README.count("<!-- table: ") == 2
     assert refreshed(README) == README, "run python -m harness.readme"
+
+
+def test_kernel_rates_are_those_of_the_committed_leaderboard() -> None:
+    path = ROOT / "results/h200/sweeps/leaderboard/tables/leaderboard.csv"
+    with path.open(newline="") as file:
+        rates = {
+            (row["attention"], row["head_dim"]): row["all_tflops"]
+            for row in csv.DictReader(file)
+            if row["call_compiled"] == "False"
+        }
+    shown = {
+        "`sdpa_cudnn`": "sdpa_cudnn",
+        "`flash_triton`": "flash_triton",
+        "`flash_triton`, any-GPU kernels": "flash_triton(implementation=plain)",
+        "`flex`": "flex",
+        "`sdpa_flash` (FlashAttention-2)": "sdpa_flash",
+    }
+    for label, attention in shown.items():
+        cells = [f"{float(rates[attention, head_dim]):.0f}" for head_dim in ("64", "128")]
+        assert f"| {label} | {cells[0]} | {cells[1]} |" in README
 
 
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\(([^)#]+)\)", README))))
