@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 MAX_HEAD_DIM = 256
 
+IMPLEMENTATIONS = ("auto", "hopper", "plain")
+"""Of kernels.flash.dispatch, whose import would bring torch; a test holds the two together."""
+
 
 @attention_backend("flash_triton")
 @dataclass(kw_only=True, slots=True)
@@ -29,13 +32,18 @@ class FlashTriton(AttentionBackend):
     """Triton kernels for dense, packed, grouped and causal attention, with an explicit lse."""
 
     implementation: str = "auto"
-    """auto (the fastest that can run), or a name: plain runs on any CUDA GPU."""
+    """auto (the fastest that can run), hopper (compute capability 9.0), or plain (any CUDA GPU)."""
     float32_precision: str = "auto"
     """Of float32 matmuls: ieee, tf32, or auto to follow torch.get_float32_matmul_precision()."""
     autotune: bool = False
     """Whether to search for tile sizes, and remember them, where no table has an answer."""
 
     def __post_init__(self) -> None:
+        if self.implementation not in IMPLEMENTATIONS:
+            raise ValueError(
+                f"attention.implementation={self.implementation}: "
+                f"must be one of {', '.join(IMPLEMENTATIONS)}"
+            )
         if self.float32_precision not in ("auto", "ieee", "tf32"):
             raise ValueError(
                 f"attention.float32_precision={self.float32_precision}: "

@@ -1,9 +1,10 @@
 """Tile sizes: which configuration a kernel runs with, and where that choice comes from.
 
-In this order: the table shipped with the package (``pinned.json``, measured by us on the
-devices it names); the table of this machine in the user's cache, written by autotuning; a
-search now, if the caller asked for autotuning; and a rule by head_dim, dtype and the GPU's
-shared memory. A table has one row for a kernel and class of shapes, such as
+In this order: the table shipped with the package (``pinned.json``, for the devices it names:
+tiles that ptxas compiles without heavy spills, not yet the outcome of a search); the table of
+this machine in the user's cache, written by autotuning; a search now, if the caller asked for
+autotuning; and a rule by head_dim, dtype and the GPU's shared memory.
+A table has one row for a kernel and class of shapes, such as
 ``forward/bfloat16/d64/causal/long``.
 """
 
