@@ -53,8 +53,6 @@ def compile_variant(variant: Variant) -> Any:
         "HEAD_DIM": variant.head_dim,
         "BLOCK_D": variant.head_dim,
         "STAGES": schedule.stages,
-        "CONSUMERS": schedule.consumers,
-        "CONSUMER_REGISTERS": schedule.registers,
         "CAUSAL": variant.causal,
         "PACKED": variant.packed,
         "num_warps": 4,

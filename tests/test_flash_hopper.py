@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels import flash_triton
 from kernels.backend import Packing
 from kernels.flash import dispatch, hopper, operator
 from kernels.flash.problem import describe
@@ -83,7 +84,11 @@ class TestWhatItLeavesToThePlainKernels:
         assert "8.0" in str(hopper.why_not(problem))
 
     def test_is_asked_first(self) -> None:
-        assert list(dispatch.IMPLEMENTATIONS) == ["hopper", "plain"]
+        assert ("auto", *dispatch.IMPLEMENTATIONS) == flash_triton.IMPLEMENTATIONS
+
+    def test_an_unknown_one_is_refused_before_anything_runs(self) -> None:
+        with pytest.raises(ValueError, match="=hoper: must be one of auto, hopper"):
+            flash_triton.FlashTriton(name="flash_triton", implementation="hoper")
 
 
 class TestAddressable:

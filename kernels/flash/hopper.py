@@ -22,7 +22,10 @@ from kernels.flash import plain
 from kernels.flash.problem import Problem
 
 ROWS = 64
-"""Rows of one consumer warpgroup."""
+"""Rows of one consumer warpgroup, and of what each reads once."""
+
+_PROGRAM_ROWS = 2 * ROWS
+"""Queries, or keys, of one program: those of its two consumers."""
 
 _MAX_GRID_Y = 65535
 
@@ -37,13 +40,6 @@ class Schedule:
     """Rows of the tiles that stream by: keys, or for dK and dV queries."""
     stages: int
     """Slots of the ring they stream through."""
-    consumers: int = 2
-    """Warpgroups that compute, each on 64 rows of its own: 2 or 3."""
-
-    @property
-    def registers(self) -> int:
-        """Of each consumer thread: a multiprocessor has 64 Ki, the producer takes 24 each."""
-        return 240 if self.consumers == 2 else 160
 
 
 # By padded head dim. Measured on an H200: results/README.md says what else was tried.
@@ -96,7 +92,7 @@ def forward(
     block_d = _block_d(problem)
     chosen = FORWARD[block_d]
     grid = (
-        triton.cdiv(problem.q_len, chosen.consumers * ROWS),
+        triton.cdiv(problem.q_len, _PROGRAM_ROWS),
         problem.batch_size * problem.num_heads,
     )
     flash_forward[grid](
@@ -148,7 +144,7 @@ def backward(
     scale_log2 = scale * math.log2(math.e)
     cu_seqlens = _cu_seqlens(packing, q)
     grid = (
-        triton.cdiv(problem.kv_len, by_key.consumers * ROWS),
+        triton.cdiv(problem.kv_len, _PROGRAM_ROWS),
         problem.batch_size * problem.num_kv_heads,
     )
     flash_backward_dkdv[grid](
@@ -173,7 +169,7 @@ def backward(
         **_constants(problem, by_key),
     )
     grid = (
-        triton.cdiv(problem.q_len, by_query.consumers * ROWS),
+        triton.cdiv(problem.q_len, _PROGRAM_ROWS),
         problem.batch_size * problem.num_heads,
     )
     flash_backward_dq[grid](
@@ -248,8 +244,6 @@ def _constants(problem: Problem, schedule: Schedule) -> dict[str, Any]:
         "HEAD_DIM": problem.head_dim,
         "BLOCK_D": _block_d(problem),
         "STAGES": schedule.stages,
-        "CONSUMERS": schedule.consumers,
-        "CONSUMER_REGISTERS": schedule.registers,
         "CAUSAL": problem.causal,
         "PACKED": problem.packed,
         "num_warps": 4,

@@ -4,11 +4,11 @@ Both recompute the probabilities from the log-sum-exp, P = exp(S - lse), and the
 scores, dS = P * (dP - delta) with dP = dO V^T and delta = rowsum(O * dO) (FlashAttention-2,
 arXiv:2307.08691, algorithm 2).
 
-- ``flash_backward_dkdv``: one program has ``CONSUMERS * 64`` keys of one key head, and loops
+- ``flash_backward_dkdv``: one program has 128 keys of one key head, and loops
   over the queries that see them, of every query head of the group. It computes the transposes,
   S^T = K Q^T and dP^T = V dO^T, because then P^T and dS^T come out of the tensor core in the
   registers from which dV += P^T dO and dK += dS^T Q read them.
-- ``flash_backward_dq``: one program has ``CONSUMERS * 64`` queries and loops over the keys that
+- ``flash_backward_dq``: one program has 128 queries and loops over the keys that
   they see: dQ += dS K.
 
 Roles are those of the forward pass: a producer warp fills rings in shared memory by TMA, and each
@@ -32,6 +32,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.flash.hopper_tiles import (
+    CONSUMER_REGISTERS,
+    CONSUMERS,
     LOG2_E,
     ROWS,
     key_tiles,
@@ -116,7 +118,7 @@ def query_tile(step, first_tile, num_tiles, num_diagonal, num_masked):
 
 
 @gluon.jit
-def produce_queries(inputs, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, BLOCK_Q: gl.constexpr):
+def produce_queries(inputs, STAGES: gl.constexpr, BLOCK_Q: gl.constexpr):
     """Keys and values once; then per query tile Q, dO and the two row statistics."""
     (
         q_desc, do_desc, k_desc, v_desc, stat_desc, k_tiles, v_tiles, q_tiles, do_tiles,
@@ -333,8 +335,6 @@ def flash_backward_dkdv(
     HEAD_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr,
     CAUSAL: gl.constexpr,
     PACKED: gl.constexpr,
     num_warps: gl.constexpr,
@@ -395,31 +395,19 @@ def flash_backward_dkdv(
         batch, kv_head, group_size, first, k_start, q_len, kv_len, first_tile, num_tiles,
         num_diagonal, num_masked, scale, scale_log2,
     )  # fmt: skip
-    if CONSUMERS == 2:
-        gl.warp_specialize(
-            [
-                (accumulate_dkdv, (inputs, 0, STAGES, BLOCK_Q, HEAD_DIM, BLOCK_D, CAUSAL)),
-                (accumulate_dkdv, (inputs, 1, STAGES, BLOCK_Q, HEAD_DIM, BLOCK_D, CAUSAL)),
-                (produce_queries, (producer, CONSUMERS, STAGES, BLOCK_Q)),
-            ],
-            [4, 1],
-            [CONSUMER_REGISTERS, 24],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (accumulate_dkdv, (inputs, 0, STAGES, BLOCK_Q, HEAD_DIM, BLOCK_D, CAUSAL)),
-                (accumulate_dkdv, (inputs, 1, STAGES, BLOCK_Q, HEAD_DIM, BLOCK_D, CAUSAL)),
-                (accumulate_dkdv, (inputs, 2, STAGES, BLOCK_Q, HEAD_DIM, BLOCK_D, CAUSAL)),
-                (produce_queries, (producer, CONSUMERS, STAGES, BLOCK_Q)),
-            ],
-            [4, 4, 1],
-            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, 24],
-        )
+    gl.warp_specialize(
+        [
+            (accumulate_dkdv, (inputs, 0, STAGES, BLOCK_Q, HEAD_DIM, BLOCK_D, CAUSAL)),
+            (accumulate_dkdv, (inputs, 1, STAGES, BLOCK_Q, HEAD_DIM, BLOCK_D, CAUSAL)),
+            (produce_queries, (producer, STAGES, BLOCK_Q)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, 24],
+    )
 
 
 @gluon.jit
-def produce_keys(inputs, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, BLOCK_K: gl.constexpr):
+def produce_keys(inputs, STAGES: gl.constexpr, BLOCK_K: gl.constexpr):
     """Q and dO once; then key and value tiles, the masked ones on the right first."""
     (
         q_desc, do_desc, k_desc, v_desc, q_tiles, do_tiles, k_tiles, v_tiles, q_ready, k_ready,
@@ -603,8 +591,6 @@ def flash_backward_dq(
     HEAD_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr,
     CAUSAL: gl.constexpr,
     PACKED: gl.constexpr,
     num_warps: gl.constexpr,
@@ -645,24 +631,12 @@ def flash_backward_dq(
         dq_ptr, stride_qb, stride_qh, stride_qs, batch, head, num_heads, padded_len, line_start,
         first, q_start, q_len, kv_len, num_key_tiles, num_unmasked, scale, scale_log2,
     )  # fmt: skip
-    if CONSUMERS == 2:
-        gl.warp_specialize(
-            [
-                (accumulate_dq, (inputs, 0, STAGES, BLOCK_K, HEAD_DIM, BLOCK_D, CAUSAL)),
-                (accumulate_dq, (inputs, 1, STAGES, BLOCK_K, HEAD_DIM, BLOCK_D, CAUSAL)),
-                (produce_keys, (producer, CONSUMERS, STAGES, BLOCK_K)),
-            ],
-            [4, 1],
-            [CONSUMER_REGISTERS, 24],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (accumulate_dq, (inputs, 0, STAGES, BLOCK_K, HEAD_DIM, BLOCK_D, CAUSAL)),
-                (accumulate_dq, (inputs, 1, STAGES, BLOCK_K, HEAD_DIM, BLOCK_D, CAUSAL)),
-                (accumulate_dq, (inputs, 2, STAGES, BLOCK_K, HEAD_DIM, BLOCK_D, CAUSAL)),
-                (produce_keys, (producer, CONSUMERS, STAGES, BLOCK_K)),
-            ],
-            [4, 4, 1],
-            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, 24],
-        )
+    gl.warp_specialize(
+        [
+            (accumulate_dq, (inputs, 0, STAGES, BLOCK_K, HEAD_DIM, BLOCK_D, CAUSAL)),
+            (accumulate_dq, (inputs, 1, STAGES, BLOCK_K, HEAD_DIM, BLOCK_D, CAUSAL)),
+            (produce_keys, (producer, STAGES, BLOCK_K)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, 24],
+    )

@@ -1,6 +1,6 @@
 """FlashAttention forward for Hopper (compute capability 9.0) in Gluon, Triton's lower level.
 
-One program computes ``CONSUMERS * 64`` queries of one head. Its warps have roles:
+One program computes 128 queries of one head. Its warps have roles:
 
 - A producer warp keeps a ring of ``STAGES`` key and value tiles in shared memory filled through
   the tensor memory accelerator (TMA), the last visible tile first.
@@ -27,6 +27,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.flash.hopper_tiles import (
+    CONSUMER_REGISTERS,
+    CONSUMERS,
     LN_2,
     ROWS,
     key_tiles,
@@ -37,7 +39,7 @@ from kernels.flash.hopper_tiles import (
 
 
 @gluon.jit
-def produce(inputs, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, BLOCK_K: gl.constexpr):
+def produce(inputs, STAGES: gl.constexpr, BLOCK_K: gl.constexpr):
     """The producer: TMA copies of all queries once, then of keys and values, right to left."""
     (
         q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, q_ready, k_ready, v_ready, free,
@@ -291,8 +293,6 @@ def flash_forward(
     HEAD_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr,
     CAUSAL: gl.constexpr,
     PACKED: gl.constexpr,
     num_warps: gl.constexpr,
@@ -329,24 +329,12 @@ def flash_forward(
         stride_ob, stride_oh, stride_os, batch, head, num_heads, lse_len, first, q_start, q_len,
         kv_len, num_key_tiles, num_unmasked, scale_log2,
     )  # fmt: skip
-    if CONSUMERS == 2:
-        gl.warp_specialize(
-            [
-                (consume, (inputs, 0, STAGES, BLOCK_K, HEAD_DIM, BLOCK_D, CAUSAL)),
-                (consume, (inputs, 1, STAGES, BLOCK_K, HEAD_DIM, BLOCK_D, CAUSAL)),
-                (produce, (producer, CONSUMERS, STAGES, BLOCK_K)),
-            ],
-            [4, 1],
-            [CONSUMER_REGISTERS, 24],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (consume, (inputs, 0, STAGES, BLOCK_K, HEAD_DIM, BLOCK_D, CAUSAL)),
-                (consume, (inputs, 1, STAGES, BLOCK_K, HEAD_DIM, BLOCK_D, CAUSAL)),
-                (consume, (inputs, 2, STAGES, BLOCK_K, HEAD_DIM, BLOCK_D, CAUSAL)),
-                (produce, (producer, CONSUMERS, STAGES, BLOCK_K)),
-            ],
-            [4, 4, 1],
-            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, 24],
-        )
+    gl.warp_specialize(
+        [
+            (consume, (inputs, 0, STAGES, BLOCK_K, HEAD_DIM, BLOCK_D, CAUSAL)),
+            (consume, (inputs, 1, STAGES, BLOCK_K, HEAD_DIM, BLOCK_D, CAUSAL)),
+            (produce, (producer, STAGES, BLOCK_K)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, 24],
+    )

@@ -10,6 +10,12 @@ from triton.experimental.gluon import language as gl
 ROWS: gl.constexpr = gl.constexpr(64)
 """Rows of one consumer warpgroup: the M of one wgmma instruction."""
 
+CONSUMERS: gl.constexpr = gl.constexpr(2)
+"""Warpgroups that compute, each on rows of its own."""
+
+CONSUMER_REGISTERS: gl.constexpr = gl.constexpr(240)
+"""Of each consumer thread: of the 64 Ki of a multiprocessor, a producer thread takes 24."""
+
 LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
 LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
 
