@@ -11,10 +11,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from types import FrameType
 
 USAGE = 2
 INTERRUPTED = 130
+
+# Within this time after a first Ctrl-C, another one is the same wish.
+STOPPING_S = 10.0
 
 
 def main() -> None:
@@ -46,7 +50,8 @@ def _hydra_flags() -> None:
 
 def run(arguments: list[str]) -> int:
     """Run a command line without flags; returns the exit code."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
     try:
         from harness.compose import compose_request
         from harness.session import run_request
@@ -61,11 +66,22 @@ def run(arguments: list[str]) -> int:
             "\nattnbench: stopped; the same command goes on where this one ended", file=sys.stderr
         )
         sys.stdout.flush()
+        # While Python shuts down, its own handlers are gone already.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
         return INTERRUPTED
 
 
+_last_interrupt_s = -STOPPING_S
+
+
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+    """Stop once: pressing Ctrl-C again must not cut short the ending of the workers."""
+    global _last_interrupt_s
+    now_s = time.monotonic()
+    if now_s - _last_interrupt_s >= STOPPING_S:
+        _last_interrupt_s = now_s
+        raise KeyboardInterrupt
 
 
 def _complain(message: str) -> int:

@@ -8,13 +8,11 @@ Python's output and that of libraries goes to the worker's log, never into the p
 from __future__ import annotations
 
 import argparse
-import ctypes
 import faulthandler
 import gc
 import json
 import os
 import re
-import signal
 import sys
 import textwrap
 import traceback
@@ -34,11 +32,9 @@ from harness.case import Case
 from harness.record import STATUSES
 from kernels.toolchain import why_not_compile
 
-PR_SET_PDEATHSIG = 1
-
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m harness.worker", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m harness.worker_process", description=__doc__)
     parser.add_argument("--events-fd", type=int, required=True)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--rank", type=int, default=0)
@@ -47,16 +43,8 @@ def main() -> None:
     parser.add_argument("--vote-timeout-s", type=float, default=30.0)
     parser.add_argument("--collective-timeout-s", type=float, default=600.0)
     arguments = parser.parse_args()
-    _die_with_parent()
     faulthandler.enable()
     Worker(arguments).serve()
-
-
-def _die_with_parent() -> None:
-    """Leave no process behind, however the parent ends (Linux: prctl(2), PR_SET_PDEATHSIG)."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Worker:

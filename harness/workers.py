@@ -19,6 +19,7 @@ from typing import IO, Any
 import psutil
 
 from harness.case import Case
+from harness.worker_process import PARENT
 
 # Importing torch from a cold disk can take most of a minute.
 START_TIMEOUT_S = 180.0
@@ -79,7 +80,7 @@ class WorkerGroup:
     def _spawn(self, rank: int, logs: Path, vote_timeout_s: float, timeout_s: float) -> None:
         read_fd, write_fd = os.pipe()
         log = logs / f"worker-{os.getpid()}-{self.world_size}x-rank{rank}.log"
-        command = [sys.executable, "-m", "harness.worker", f"--events-fd={write_fd}"]
+        command = [sys.executable, "-m", "harness.worker_process", f"--events-fd={write_fd}"]
         command += [f"--device={self.device}", f"--rank={rank}"]
         command += [f"--world-size={self.world_size}", f"--vote-timeout-s={vote_timeout_s}"]
         command += [f"--scratch={self._scratch.name}"]
@@ -90,6 +91,7 @@ class WorkerGroup:
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(paths),
             "PYTHONUNBUFFERED": "1",
+            PARENT: str(os.getpid()),
             "LOCAL_RANK": str(rank),
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get(
                 "TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"

@@ -152,7 +152,7 @@ def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     found = []
     for child in descendants(process.pid):
         with suppress(psutil.Error):
-            if "harness.worker" in child.cmdline():
+            if "harness.worker_process" in child.cmdline():
                 found.append(child)
     return found
 
@@ -514,10 +514,28 @@ class TestInterrupt:
             _, stderr = process.communicate(timeout=30)
             assert time.monotonic() - started < STOP_WITHIN_S
             assert "Traceback" not in stderr
-            # A signal that arrives while Python shuts down ends it; to a shell that is 130 too.
-            assert process.returncode in (130, -signal.SIGINT)
+            assert process.returncode == 130
             wait_until(lambda: not any(map(is_alive, family)), "all are gone", STOP_WITHIN_S)
         assert folder.files() == {}
+
+    def test_orphaned_before_it_starts(self) -> None:
+        """A worker whose parent was gone before it could ask to die with it."""
+        gone = subprocess.run(
+            [sys.executable, "-c", "import os; print(os.getpid())"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        worker = subprocess.run(
+            [sys.executable, "-m", "harness.worker_process", "--events-fd=2", "--device=cpu"],
+            env=os.environ | {"ATTNBENCH_PARENT": gone.stdout.strip(), "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=30,
+            stdin=subprocess.DEVNULL,
+        )
+        assert worker.returncode == 1
+        assert worker.stderr == "the process that started this worker has ended\n"
 
     def test_workers_die_with_a_killed_parent(self, tmp_path: Path, command: Command) -> None:
         folder = Folder(path=tmp_path, command=command)
