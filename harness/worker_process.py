@@ -1,0 +1,38 @@
+"""A worker's process, tied to the life of the one that started it before anything slow begins.
+
+``harness.worker`` imports torch, which takes seconds; a parent that is killed meanwhile must
+not leave the worker behind.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+PARENT = "ATTNBENCH_PARENT"
+"""The environment variable that holds the parent's process id."""
+
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    die_with_parent(int(os.environ[PARENT]))
+    from harness.worker import main as work
+
+    work()
+
+
+def die_with_parent(parent: int) -> None:
+    """Leave no process behind, however the parent ends (Linux: prctl(2), PR_SET_PDEATHSIG)."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # One that ended before prctl was called sends no signal any more.
+    if os.getppid() != parent:
+        sys.exit("the process that started this worker has ended")
+
+
+if __name__ == "__main__":
+    main()
