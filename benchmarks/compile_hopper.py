@@ -24,12 +24,11 @@ from kernels.flash import hopper, hopper_backward, hopper_forward
 HOPPER = GPUTarget("cuda", 90, 32)
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 
-SCALARS = {"scale": "fp32", "scale_log2": "fp32", "padded_len": "i64", "plane": "i64"}
+SCALARS = {"scale": "fp32", "scale_log2": "fp32"}
 
 KERNELS = {
-    "forward": (hopper_forward.flash_forward, hopper.FORWARD, "BLOCK_K"),
-    "backward_dkdv": (hopper_backward.flash_backward_dkdv, hopper.BACKWARD_DKDV, "BLOCK_Q"),
-    "backward_dq": (hopper_backward.flash_backward_dq, hopper.BACKWARD_DQ, "BLOCK_K"),
+    "forward": (hopper_forward.flash_forward, hopper.FORWARD),
+    "backward": (hopper_backward.flash_backward, hopper.BACKWARD),
 }
 
 
@@ -46,24 +45,35 @@ class Variant:
 
 def compile_variant(variant: Variant) -> Any:
     """The compiled kernel, as Triton returns it."""
-    function, schedules, tile_name = KERNELS[variant.kernel]
+    function, schedules = KERNELS[variant.kernel]
     schedule = schedules[variant.head_dim]
+    names = function.arg_names
     constants = {
-        tile_name: schedule.tile,
+        "BLOCK_K": schedule.tile,
         "HEAD_DIM": variant.head_dim,
         "BLOCK_D": variant.head_dim,
         "STAGES": schedule.stages,
+        "RESIDENT": schedule.resident,
         "CAUSAL": variant.causal,
         "PACKED": variant.packed,
         "num_warps": 4,
     }
-    names = function.arg_names
+    constants = {name: value for name, value in constants.items() if name in names}
     signature = {
         name: "constexpr" if name in constants else _type(name, variant, schedule.tile)
         for name in names
     }
+    # As Triton finds them when it looks at what torch allocated.
+    aligned = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(names)
+        if signature[name].startswith("*")
+    }
     source = GluonASTSource(
-        function, signature, {(names.index(name),): value for name, value in constants.items()}
+        function,
+        signature,
+        {(names.index(name),): value for name, value in constants.items()},
+        aligned,
     )
     return triton.compile(source, target=HOPPER, options={"num_warps": 4})
 
@@ -75,14 +85,14 @@ def _type(name: str, variant: Variant, tile: int) -> str:
         return f"tensordesc<fp32[1, {tile}],{layout!r}>"
     if name.endswith("_desc"):
         # Tiles that stream by have the schedule's rows, tiles that stay a warpgroup's.
-        streams = (
-            ("q_desc", "do_desc") if variant.kernel == "backward_dkdv" else ("k_desc", "v_desc")
-        )
+        streams = ("q_desc", "do_desc") if variant.kernel == "backward" else ("k_desc", "v_desc")
         rows = tile if name in streams else hopper.ROWS
         layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
         return f"tensordesc<{variant.dtype}[1, 1, {rows}, {variant.head_dim}],{layout!r}>"
-    if name in ("lse_ptr", "statistics"):
+    if name in ("lse_ptr", "dq_sums"):
         return "*fp32"
+    if name == "counts":
+        return "*i32"
     if name.endswith("_ptr"):
         return f"*{variant.dtype}"
     if name.startswith("cu_seqlens"):

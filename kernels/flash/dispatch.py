@@ -164,10 +164,10 @@ def _packing(
 
 def _normalised(packing: Packing | None, *tensors: Tensor) -> list[Tensor]:
     """As [B, H, S, D] (a packed batch as [1, H, T, D]) with a last stride of 1."""
-    tensors = tuple(x if _has_dense_rows(x) else x.contiguous() for x in tensors)
+    dense = [x if _has_dense_rows(x) else x.contiguous() for x in tensors]
     if packing is None:
-        return list(tensors)
-    return [x.transpose(0, 1).unsqueeze(0) for x in tensors]
+        return dense
+    return [x.transpose(0, 1).unsqueeze(0) for x in dense]
 
 
 def empty_results(q: Tensor, packed: bool) -> tuple[Tensor, Tensor]:
@@ -191,7 +191,8 @@ def _writable(o: Tensor) -> Tensor:
 
 def _has_dense_rows(x: Tensor) -> bool:
     """Whether a row is contiguous, and the next not too far for offsets of 32 bits in a tile."""
-    return x.stride(-1) == 1 and x.stride(-2 if x.dim() == 4 else 0) <= _MAX_ROW_STRIDE
+    strides = x.stride()
+    return strides[-1] == 1 and strides[-2 if len(strides) == 4 else 0] <= _MAX_ROW_STRIDE
 
 
 def _on(device: torch.device) -> AbstractContextManager[None]:

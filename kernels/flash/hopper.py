@@ -3,15 +3,19 @@
 They read q, k, v and do through the tensor memory accelerator, which addresses rows that are
 multiples of 16 bytes apart; a tensor that is not laid out so is copied. What they do not do,
 the plain kernels do: float32, accumulators, head dims above 128, and empty tensors.
+
+Everything about a launch but the addresses follows from the problem and the tensors' shapes and
+strides, and is kept in a plan.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,17 +23,19 @@ from torch import Tensor
 
 from kernels.backend import Packing
 from kernels.flash import plain
+from kernels.flash.launch import Descriptors, Launch
 from kernels.flash.problem import Problem
 
 ROWS = 64
 """Rows of one consumer warpgroup, and of what each reads once."""
 
-_PROGRAM_ROWS = 2 * ROWS
+PROGRAM_ROWS = 2 * ROWS
 """Queries, or keys, of one program: those of its two consumers."""
 
 _MAX_GRID_Y = 65535
 
-_STATISTICS_BLOCK = 128
+_ALIGNMENT = 16
+"""Bytes: what TMA needs, and what Triton compiles for if it finds it."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -37,16 +43,20 @@ class Schedule:
     """How a kernel is cut up."""
 
     tile: int
-    """Rows of the tiles that stream by: keys, or for dK and dV queries."""
+    """Rows of the tiles that stream by: keys, or in the backward pass queries."""
     stages: int
     """Slots of the ring they stream through."""
+    resident: bool = False
+    """Whether the backward pass keeps keys and values in registers."""
 
 
 # By padded head dim. Measured on an H200: results/README.md says what else was tried.
 FORWARD = {64: Schedule(tile=128, stages=2), 128: Schedule(tile=128, stages=2)}
-BACKWARD_DKDV = {64: Schedule(tile=64, stages=2), 128: Schedule(tile=64, stages=2)}
-# Three slots are in use at once: of the tile before, the tile at hand, and the next.
-BACKWARD_DQ = {64: Schedule(tile=128, stages=3), 128: Schedule(tile=64, stages=3)}
+BACKWARD = {
+    64: Schedule(tile=64, stages=4, resident=True),
+    # dK and dV alone take half of the registers.
+    128: Schedule(tile=64, stages=2),
+}
 
 
 def why_not(problem: Problem) -> str | None:
@@ -71,6 +81,19 @@ def why_not(problem: Problem) -> str | None:
     return None
 
 
+_MAX_PLANS = 1024
+
+
+def _planned(plans: dict[Any, Any], build: Callable[..., Any], key: tuple, *arguments: Any) -> Any:
+    """What ``build`` makes of the arguments, kept under ``key``, all that it depends on."""
+    plan = plans.get(key)
+    if plan is None:
+        if len(plans) >= _MAX_PLANS:
+            plans.clear()
+        plan = plans[key] = build(*arguments)
+    return plan
+
+
 def forward(
     problem: Problem,
     q: Tensor,
@@ -87,30 +110,55 @@ def forward(
     if q.numel() == 0 or k.numel() == 0 or scale <= 0:
         plain.forward(problem, q, k, v, o, lse, scale=scale, packing=packing)
         return
+    q, k, v = _addressable(q), _addressable(k), _addressable(v)
+    # The problem has all of the shapes but the tokens of a packed batch.
+    key = (problem, q.shape[2], k.shape[2], q.stride(), k.stride(), v.stride(), o.stride())
+    plan = _planned(_FORWARD_PLANS, _plan_forward, key, problem, q, k, v, o)
+    plan.launch(
+        plan.q(q),
+        plan.k(k),
+        plan.v(v),
+        o,
+        lse,
+        *_cu_seqlens(packing, q),
+        *plan.scalars,
+        scale * math.log2(math.e),
+    )
+
+
+class _Forward(NamedTuple):
+    q: Descriptors
+    k: Descriptors
+    v: Descriptors
+    scalars: tuple[int, ...]
+    launch: Launch
+
+
+_FORWARD_PLANS: dict[tuple, _Forward] = {}
+
+
+def _plan_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> _Forward:
     from kernels.flash.hopper_forward import flash_forward
 
     block_d = _block_d(problem)
     chosen = FORWARD[block_d]
-    grid = (
-        triton.cdiv(problem.q_len, _PROGRAM_ROWS),
-        problem.batch_size * problem.num_heads,
-    )
-    flash_forward[grid](
-        _descriptor(q, ROWS, block_d),
-        _descriptor(k, chosen.tile, block_d),
-        _descriptor(v, chosen.tile, block_d),
-        o,
-        lse,
-        *_cu_seqlens(packing, q),
-        *o.stride()[:3],
-        problem.num_heads,
-        problem.group_size,
-        problem.q_len,
-        problem.kv_len,
-        q.shape[2],
-        scale * math.log2(math.e),
-        BLOCK_K=chosen.tile,
-        **_constants(problem, chosen),
+    return _Forward(
+        q=_tiles(q, ROWS, block_d),
+        k=_tiles(k, chosen.tile, block_d),
+        v=_tiles(v, chosen.tile, block_d),
+        scalars=(
+            *o.stride()[:3],
+            problem.num_heads,
+            problem.group_size,
+            problem.q_len,
+            problem.kv_len,
+            q.shape[2],
+        ),
+        launch=Launch(
+            flash_forward,
+            _grid(problem.q_len, problem.batch_size * problem.num_heads),
+            {"BLOCK_K": chosen.tile, "STAGES": chosen.stages, **_constants(problem)},
+        ),
     )
 
 
@@ -130,124 +178,166 @@ def backward(
     scale: float,
     packing: Packing | None,
 ) -> None:
-    """Fill dq, dk, dv; lse and dlse are contiguous [B, H, S]."""
+    """Fill dq, dk, dv; lse and dlse are contiguous [B, H, S].
+
+    Needs, besides, the float32 sums of dq: 4 bytes for each of its elements.
+    """
     if q.numel() == 0 or k.numel() == 0:
         plain.backward(problem, do, q, k, v, o, lse, dlse, dq, dk, dv, scale=scale, packing=packing)
         return
-    from kernels.flash.hopper_backward import flash_backward_dkdv, flash_backward_dq
-
-    block_d = _block_d(problem)
-    by_key, by_query = BACKWARD_DKDV[block_d], BACKWARD_DQ[block_d]
-    statistics = _row_statistics(problem, do, o, lse, dlse, packing)
-    _, lines, padded_len = statistics.shape
-    q, do, k, v = (_addressable(x) for x in (q, do, k, v))
-    scale_log2 = scale * math.log2(math.e)
-    cu_seqlens = _cu_seqlens(packing, q)
-    grid = (
-        triton.cdiv(problem.kv_len, _PROGRAM_ROWS),
-        problem.batch_size * problem.num_kv_heads,
+    q, k, v, do = _addressable(q), _addressable(k), _addressable(v), _addressable(do)
+    # Triton compiled for the alignment that torch allocates with.
+    o, lse = _aligned(o), _aligned(lse)
+    key = (
+        *(problem, q.shape[2], k.shape[2], o.dtype, dlse is None),
+        *(q.stride(), k.stride(), v.stride(), do.stride(), o.stride()),
+        *(dq.stride(), dk.stride(), dv.stride()),
     )
-    flash_backward_dkdv[grid](
-        _descriptor(q, by_key.tile, block_d),
-        _descriptor(do, by_key.tile, block_d),
-        _descriptor(k, ROWS, block_d),
-        _descriptor(v, ROWS, block_d),
-        _line_descriptor(statistics, by_key.tile),
-        dk,
-        dv,
-        *cu_seqlens,
-        *dk.stride()[:3],
-        *dv.stride()[:3],
-        problem.num_heads,
-        problem.group_size,
-        problem.q_len,
-        problem.kv_len,
-        lines,
-        scale,
-        scale_log2,
-        BLOCK_Q=by_key.tile,
-        **_constants(problem, by_key),
-    )
-    grid = (
-        triton.cdiv(problem.q_len, _PROGRAM_ROWS),
-        problem.batch_size * problem.num_heads,
-    )
-    flash_backward_dq[grid](
-        _descriptor(q, ROWS, block_d),
-        _descriptor(do, ROWS, block_d),
-        _descriptor(k, by_query.tile, block_d),
-        _descriptor(v, by_query.tile, block_d),
-        statistics,
-        dq,
-        *cu_seqlens,
-        *dq.stride()[:3],
-        problem.num_heads,
-        problem.group_size,
-        problem.q_len,
-        problem.kv_len,
-        padded_len,
-        lines * padded_len,
-        scale,
-        scale_log2,
-        BLOCK_K=by_query.tile,
-        **_constants(problem, by_query),
-    )
-
-
-def _row_statistics(
-    problem: Problem,
-    do: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    packing: Packing | None,
-) -> Tensor:
-    """lse in units of log2, and rowsum(o * do) - dlse: [2, B * H, S padded] float32."""
-    from kernels.flash.hopper_backward import row_statistics
-
-    batch_size, num_heads, lse_len = lse.shape
-    lines = batch_size * num_heads
-    # Each sequence of a packed batch begins at a multiple of four, up to four rows later.
-    rows = lse_len if packing is None else lse_len + 4 * problem.batch_size
-    shape = (2, lines, triton.cdiv(rows, _STATISTICS_BLOCK) * _STATISTICS_BLOCK)
-    statistics = torch.empty(shape, dtype=torch.float32, device=lse.device)
-    grid = (
-        triton.cdiv(problem.q_len, _STATISTICS_BLOCK),
-        problem.batch_size * problem.num_heads,
-    )
-    row_statistics[grid](
+    plan = _planned(
+        _BACKWARD_PLANS, _plan_backward, key, problem, q, k, v, do, o, dq, dk, dv, dlse is not None
+    )  # fmt: skip
+    statistics = q.new_empty(plan.statistics_shape, dtype=torch.float32)
+    counts = q.new_empty(plan.counts_shape, dtype=torch.int32)
+    dq_sums = q.new_empty(plan.sums_shape, dtype=torch.float32)
+    cu_seqlens_q, cu_seqlens_k = _cu_seqlens(packing, q)
+    plan.row_statistics(
         o,
         do,
         lse,
-        lse if dlse is None else dlse,
+        lse if dlse is None else _aligned(dlse),
         statistics,
-        _cu_seqlens(packing, lse)[0],
-        *o.stride()[:3],
-        *do.stride()[:3],
-        num_heads,
-        problem.q_len,
-        lse_len,
-        shape[2],
-        lines * shape[2],
-        HEAD_DIM=problem.head_dim,
-        BLOCK_D=_block_d(problem),
-        BLOCK_Q=_STATISTICS_BLOCK,
-        HAS_DLSE=dlse is not None,
-        PACKED=problem.packed,
+        counts,
+        cu_seqlens_q,
+        *plan.statistics_scalars,
     )
-    return statistics
+    plan.launch(
+        plan.q(q),
+        plan.do(do),
+        plan.k(k),
+        plan.v(v),
+        plan.lines(statistics),
+        dq_sums,
+        counts,
+        dk,
+        dv,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        *plan.scalars,
+        scale,
+        scale * math.log2(math.e),
+    )
+    plan.finish_dq(dq_sums, dq, cu_seqlens_q, cu_seqlens_k, *plan.finish_scalars, scale)
 
 
-def _constants(problem: Problem, schedule: Schedule) -> dict[str, Any]:
-    """What every kernel is compiled for."""
+class _Backward(NamedTuple):
+    q: Descriptors
+    do: Descriptors
+    k: Descriptors
+    v: Descriptors
+    lines: Descriptors
+    statistics_shape: tuple[int, int, int]
+    """lse in units of log2, and rowsum(o * do) - dlse: [2, B * H, S padded]."""
+    counts_shape: tuple[int, int]
+    sums_shape: tuple[int, int, int]
+    statistics_scalars: tuple[int, ...]
+    scalars: tuple[int, ...]
+    finish_scalars: tuple[int, ...]
+    row_statistics: Launch
+    launch: Launch
+    finish_dq: Launch
+
+
+_BACKWARD_PLANS: dict[tuple, _Backward] = {}
+
+
+def _plan_backward(
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    o: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    has_dlse: bool,
+) -> _Backward:
+    from kernels.flash.hopper_backward import flash_backward
+    from kernels.flash.hopper_rows import finish_dq, row_statistics
+
+    block_d = _block_d(problem)
+    chosen = BACKWARD[block_d]
+    num_lines, lse_len = q.shape[0] * q.shape[1], q.shape[2]
+    # Each sequence of a packed batch begins at a multiple of a program's rows.
+    rows = lse_len if not problem.packed else lse_len + PROGRAM_ROWS * problem.batch_size
+    num_blocks = -(-rows // PROGRAM_ROWS)
+    padded_len = num_blocks * PROGRAM_ROWS
+    by_query = _grid(problem.q_len, problem.batch_size * problem.num_heads)
+    rowwise = {"HEAD_DIM": problem.head_dim, "BLOCK_D": block_d, "BLOCK_Q": PROGRAM_ROWS}
+    return _Backward(
+        q=_tiles(q, chosen.tile, block_d),
+        do=_tiles(do, chosen.tile, block_d),
+        k=_tiles(k, ROWS, block_d),
+        v=_tiles(v, ROWS, block_d),
+        lines=_lines(2 * num_lines, padded_len, chosen.tile),
+        statistics_shape=(2, num_lines, padded_len),
+        counts_shape=(num_lines, num_blocks),
+        sums_shape=(num_lines, padded_len, block_d),
+        statistics_scalars=(
+            *o.stride()[:3],
+            *do.stride()[:3],
+            problem.num_heads,
+            problem.q_len,
+            lse_len,
+            padded_len,
+            num_lines * padded_len,
+        ),
+        scalars=(
+            *dk.stride()[:3],
+            *dv.stride()[:3],
+            problem.num_heads,
+            problem.group_size,
+            problem.q_len,
+            problem.kv_len,
+            num_lines,
+            padded_len,
+        ),
+        finish_scalars=(
+            *dq.stride()[:3],
+            problem.num_heads,
+            problem.q_len,
+            problem.kv_len,
+            padded_len,
+        ),
+        row_statistics=Launch(
+            row_statistics,
+            by_query,
+            {**rowwise, "HAS_DLSE": has_dlse, "PACKED": problem.packed},
+        ),
+        launch=Launch(
+            flash_backward,
+            _grid(problem.kv_len, problem.batch_size * problem.num_kv_heads),
+            {"STAGES": chosen.stages, "RESIDENT": chosen.resident, **_constants(problem)},
+        ),
+        finish_dq=Launch(
+            finish_dq, by_query, {**rowwise, "CAUSAL": problem.causal, "PACKED": problem.packed}
+        ),
+    )
+
+
+def _constants(problem: Problem) -> dict[str, Any]:
+    """What the Gluon kernels are compiled for, as the last of their parameters."""
     return {
         "HEAD_DIM": problem.head_dim,
         "BLOCK_D": _block_d(problem),
-        "STAGES": schedule.stages,
         "CAUSAL": problem.causal,
         "PACKED": problem.packed,
         "num_warps": 4,
     }
+
+
+def _grid(rows: int, heads: int) -> tuple[int, int, int]:
+    return -(-rows // PROGRAM_ROWS), heads, 1
 
 
 def _block_d(problem: Problem) -> int:
@@ -264,11 +354,18 @@ def _cu_seqlens(packing: Packing | None, any_tensor: Tensor) -> tuple[Tensor, Te
 
 def _addressable(x: Tensor) -> Tensor:
     """x itself if TMA can address it, else a contiguous copy (aligned, as head_dim is by 8)."""
-    if x.data_ptr() % 16 == 0:
-        strides, shape = x.stride(), x.shape
-        if all(shape[i] == 1 or (strides[i] > 0 and strides[i] % 8 == 0) for i in range(3)):
-            return x
+    if x.data_ptr() % _ALIGNMENT == 0 and _has_addressable_rows(x.shape, x.stride()):
+        return x
     return x.clone(memory_format=torch.contiguous_format)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    return x if x.data_ptr() % _ALIGNMENT == 0 else x.clone()
+
+
+@lru_cache(maxsize=4096)
+def _has_addressable_rows(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    return all(shape[i] == 1 or (strides[i] > 0 and strides[i] % 8 == 0) for i in range(3))
 
 
 @cache
@@ -282,20 +379,21 @@ def _gluon() -> tuple[Any, Any, Any]:
     return TensorDescriptor, tile, line
 
 
-def _descriptor(x: Tensor, rows: int, columns: int) -> Any:
+def _tiles(x: Tensor, rows: int, columns: int) -> Descriptors:
     """For copies of [1, 1, rows, columns] tiles; what lies outside of x comes as zero."""
     descriptor, layout, _ = _gluon()
-    x = _addressable(x)
     # The stride of a dimension of size 1 is never used, but has to be a valid one.
     row = x.stride(2) if x.shape[2] > 1 else x.shape[3]
     strides = [x.stride(i) if x.shape[i] > 1 else row for i in (0, 1)]
-    return descriptor(x, list(x.shape), [*strides, row, 1], [1, 1, rows, columns], layout)
+    return Descriptors(
+        descriptor(x, list(x.shape), [*strides, row, 1], [1, 1, rows, columns], layout)
+    )
 
 
-def _line_descriptor(statistics: Tensor, columns: int) -> Any:
+def _lines(num_lines: int, padded_len: int, columns: int) -> Descriptors:
     """For copies of [1, columns] of the statistics, lse's lines first, then delta's."""
     descriptor, _, layout = _gluon()
-    planes, lines, padded_len = statistics.shape
-    return descriptor(
-        statistics, [planes * lines, padded_len], [padded_len, 1], [1, columns], layout
+    example = torch.empty(0)
+    return Descriptors(
+        descriptor(example, [num_lines, padded_len], [padded_len, 1], [1, columns], layout)
     )

@@ -1,30 +1,35 @@
-"""FlashAttention backward for Hopper (compute capability 9.0) in Gluon: two passes, no atomics.
+"""FlashAttention backward for Hopper (compute capability 9.0) in Gluon: one pass, no race.
 
-Both recompute the probabilities from the log-sum-exp, P = exp(S - lse), and the gradient of the
+It recomputes the probabilities from the log-sum-exp, P = exp(S - lse), and the gradient of the
 scores, dS = P * (dP - delta) with dP = dO V^T and delta = rowsum(O * dO) (FlashAttention-2,
-arXiv:2307.08691, algorithm 2).
+arXiv:2307.08691, algorithm 2), and uses each dS three times: five matmuls a tile, where separate
+passes for dK, dV and for dQ need seven.
 
-- ``flash_backward_dkdv``: one program has 128 keys of one key head, and loops
-  over the queries that see them, of every query head of the group. It computes the transposes,
-  S^T = K Q^T and dP^T = V dO^T, because then P^T and dS^T come out of the tensor core in the
-  registers from which dV += P^T dO and dK += dS^T Q read them.
-- ``flash_backward_dq``: one program has 128 queries and loops over the keys that
-  they see: dQ += dS K.
+One program has 128 keys of one key head and loops over the queries that see them, of every query
+head of the group, 128 at a time: a *turn* of two halves. Its warps have roles:
 
-Roles are those of the forward pass: a producer warp fills rings in shared memory by TMA, and each
-consumer warpgroup works on 64 rows of its own. A single pass would need five matmuls per tile
-where these need seven, but has to add up dQ across programs.
+- A producer warp fills rings in shared memory through the tensor memory accelerator (TMA).
+- Two consumer warpgroups have 64 of the keys each. They compute the transposes, S^T = K Q^T and
+  dP^T = V dO^T, because then P^T and dS^T come out of the tensor core in the registers from
+  which dV += P^T dO and dK += dS^T Q read them. dS goes to shared memory as well: in the turn
+  after, each consumer computes half of dQ = dS K over all 128 keys.
+- dQ is summed over programs in memory, in float32, and always in the same order, so that two
+  runs agree bit for bit: the program of the last keys first. One warp waits for the programs
+  before, another tells the one after. Under a causal mask that order costs nothing: the program
+  of the keys before starts its loop one turn earlier, and so comes to each turn one turn later.
+
+That order cannot block: programs start in the order of their indices, so whichever a program
+waits for has started before it.
 """
 
 # Triton's types are not Python's.
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
-import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -34,99 +39,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from kernels.flash.hopper_tiles import (
     CONSUMER_REGISTERS,
     CONSUMERS,
-    LOG2_E,
+    PROGRAM_ROWS,
     ROWS,
-    key_tiles,
     sequence,
     store_rows,
-    visible_keys,
 )
 
 
-@triton.jit
-def row_statistics(
-    o_ptr,
-    do_ptr,
-    lse_ptr,
-    dlse_ptr,
-    statistics_ptr,
-    cu_seqlens_q,
-    stride_ob,
-    stride_oh,
-    stride_os,
-    stride_dob,
-    stride_doh,
-    stride_dos,
-    num_heads,
-    q_len,
-    lse_len,
-    padded_len,
-    plane,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    HAS_DLSE: tl.constexpr,
-    PACKED: tl.constexpr,
-):
-    """For every query row lse in units of log2, and delta = rowsum(o * do) - dlse.
-
-    Rows of a dense batch are padded to ``padded_len``; each sequence of a packed one begins at a
-    multiple of four. A row without keys, or beyond the end, gets lse = +inf, so that its
-    probabilities come out as exp2(-inf) = 0.
-    """
-    row = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    head = tl.program_id(1) % num_heads
-    batch = tl.program_id(1) // num_heads
-    start = 0
-    out_start = 0
-    end = padded_len
-    if PACKED:
-        start = tl.load(cu_seqlens_q + batch)
-        q_len = tl.load(cu_seqlens_q + batch + 1) - start
-        out_start = (start + 4 * batch) // 4 * 4
-        end = q_len
-        batch = 0
-    column = tl.arange(0, BLOCK_D)
-    inside = row < q_len
-    mask = inside[:, None] & (column < HEAD_DIM)[None, :]
-    rows = (start + row).to(tl.int64)[:, None]
-    batch = tl.cast(batch, tl.int64)
-    o_base = batch * stride_ob + head.to(tl.int64) * stride_oh
-    do_base = batch * stride_dob + head.to(tl.int64) * stride_doh
-    o = tl.load(o_ptr + o_base + rows * stride_os + column[None, :], mask=mask, other=0.0)
-    do = tl.load(do_ptr + do_base + rows * stride_dos + column[None, :], mask=mask, other=0.0)
-    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), axis=1)
-    line = batch * num_heads + head
-    base = line * lse_len + start
-    if HAS_DLSE:
-        delta -= tl.load(dlse_ptr + base + row, mask=inside, other=0.0)
-    lse = tl.load(lse_ptr + base + row, mask=inside, other=float("-inf"))
-    lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
-    out = statistics_ptr + line * padded_len + out_start + row
-    tl.store(out, lse, mask=row < end)
-    tl.store(out + plane, delta, mask=row < end)
-
-
 @gluon.jit
-def query_tile(step, first_tile, num_tiles, num_diagonal, num_masked):
-    """The query tile of a step: those on the diagonal, then a ragged last one, then the rest."""
-    tile = first_tile + step
-    if num_masked > num_diagonal:
-        tile = gl.where(step == num_diagonal, num_tiles - 1, tile)
-        tile = gl.where(step > num_diagonal, first_tile + step - 1, tile)
-    return tile
-
-
-@gluon.jit
-def produce_queries(inputs, STAGES: gl.constexpr, BLOCK_Q: gl.constexpr):
-    """Keys and values once; then per query tile Q, dO and the two row statistics."""
+def produce(inputs, STAGES: gl.constexpr):
+    """Keys and values once; then per half turn Q, dO and the two row statistics."""
     (
         q_desc, do_desc, k_desc, v_desc, stat_desc, k_tiles, v_tiles, q_tiles, do_tiles,
         lse_tiles, delta_tiles, kv_ready, q_ready, do_ready, free, batch, kv_head, num_heads,
-        group_size, first, q_start, k_start, line_start, first_tile, num_tiles, num_diagonal,
-        num_masked, num_planes,
+        group_size, first, q_start, k_start, line_start, first_turn, num_turns, num_lines,
     ) = inputs  # fmt: skip
-    if num_tiles > first_tile:
+    if num_turns > first_turn:
         mbarrier.expect(kv_ready, 2 * CONSUMERS * k_desc.block_type.nbytes)
         for consumer in gl.static_range(CONSUMERS):
             row = k_start + first + consumer * ROWS
@@ -137,21 +65,21 @@ def produce_queries(inputs, STAGES: gl.constexpr, BLOCK_Q: gl.constexpr):
                 v_desc, [batch, kv_head, row, 0], kv_ready, v_tiles.index(consumer)
             )
     slot = 0
+    # A ring starts free: waiting for the phase before the first one returns at once.
     phase = 1
+    nbytes: gl.constexpr = q_desc.block_type.nbytes + stat_desc.block_type.nbytes
     for member in range(group_size):
         head = kv_head * group_size + member
         line = batch * num_heads + head
-        for step in range(num_tiles - first_tile):
-            tile = query_tile(step, first_tile, num_tiles, num_diagonal, num_masked)
-            row = q_start + tile * BLOCK_Q
+        for tile in range(2 * first_turn, 2 * num_turns):
+            row = q_start + tile * ROWS
+            column = line_start + tile * ROWS
             mbarrier.wait(free.index(slot), phase)
-            nbytes: gl.constexpr = q_desc.block_type.nbytes + stat_desc.block_type.nbytes
             ready = q_ready.index(slot)
             mbarrier.expect(ready, nbytes)
             tma.async_copy_global_to_shared(
                 q_desc, [batch, head, row, 0], ready, q_tiles.index(slot)
             )
-            column = line_start + tile * BLOCK_Q
             tma.async_copy_global_to_shared(stat_desc, [line, column], ready, lse_tiles.index(slot))
             ready = do_ready.index(slot)
             mbarrier.expect(ready, nbytes)
@@ -159,7 +87,7 @@ def produce_queries(inputs, STAGES: gl.constexpr, BLOCK_Q: gl.constexpr):
                 do_desc, [batch, head, row, 0], ready, do_tiles.index(slot)
             )
             tma.async_copy_global_to_shared(
-                stat_desc, [num_planes + line, column], ready, delta_tiles.index(slot)
+                stat_desc, [num_lines + line, column], ready, delta_tiles.index(slot)
             )
             slot += 1
             if slot == STAGES:
@@ -168,135 +96,335 @@ def produce_queries(inputs, STAGES: gl.constexpr, BLOCK_Q: gl.constexpr):
 
 
 @gluon.jit
-def add_queries(
-    k_tile,
-    v_tile,
-    q_tiles,
-    do_tiles,
-    lse_tiles,
-    delta_tiles,
-    q_ready,
-    do_ready,
-    free,
-    s,
-    dk,
-    dv,
-    slot,
-    phase,
-    more,
-    first_key,
-    first_query,
-    q_len,
-    kv_len,
-    scale_log2,
-    STAGES: gl.constexpr,
-    BLOCK_Q: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    MASKED: gl.constexpr,
-    S_LAYOUT: gl.constexpr,
-    A_LAYOUT: gl.constexpr,
-):
-    """One query tile's share of dV and dK for 64 keys.
-
-    It is given the tile's scores, S^T, and gives those of the next: the last two matmuls of a
-    tile and the first of the next run back to back, while the other consumer computes.
-    """
-    dtype: gl.constexpr = k_tile.dtype
-    zeros = gl.zeros([ROWS, BLOCK_Q], gl.float32, S_LAYOUT)
-    mbarrier.wait(do_ready.index(slot), phase)
-    dp = warpgroup_mma(
-        v_tile, do_tiles.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True
-    )
-    lse = lse_tiles.index(slot).load(gl.SliceLayout(0, S_LAYOUT))
-    delta = delta_tiles.index(slot).load(gl.SliceLayout(0, S_LAYOUT))
-    p = gl.exp2(s * scale_log2 - lse[None, :])
-    if MASKED:
-        query = first_query + gl.arange(0, BLOCK_Q, gl.SliceLayout(0, S_LAYOUT))
-        visible = query[None, :] < q_len
-        if CAUSAL:
-            key = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
-            visible = visible & (key[:, None] <= query[None, :] + (kv_len - q_len))
-        p = gl.where(visible, p, 0.0)
-    a = gl.convert_layout(p.to(dtype), A_LAYOUT)
-    dv = warpgroup_mma(a, do_tiles.index(slot), dv, is_async=True)
-    dp = warpgroup_mma_wait(1, deps=[dp])
-    ds = gl.convert_layout((p * (dp - delta[None, :])).to(dtype), A_LAYOUT)
-    dk = warpgroup_mma(ds, q_tiles.index(slot), dk, is_async=True)
-    next_slot = slot + 1
-    if next_slot == STAGES:
-        next_slot = 0
-        phase ^= 1
-    mbarrier.wait(q_ready.index(next_slot), phase, pred=more)
-    # After the last tile these are scores of an old one, which nobody looks at.
-    running = warpgroup_mma(
-        k_tile, q_tiles.index(next_slot).permute((1, 0)), zeros, use_acc=False, is_async=True
-    )
-    dk, dv, a, ds = warpgroup_mma_wait(1, deps=[dk, dv, a, ds])
-    mbarrier.arrive(free.index(slot))
-    s = warpgroup_mma_wait(0, deps=[running])
-    return s, dk, dv, next_slot, phase
+def programs_before(turn, key_tile, num_key_tiles, offset, CAUSAL: gl.constexpr):
+    """How many programs, of later keys, add to a turn's dQ before the one of ``key_tile``."""
+    last = num_key_tiles - 1
+    if CAUSAL:
+        last = gl.minimum(last, (turn * PROGRAM_ROWS + PROGRAM_ROWS - 1 + offset) // PROGRAM_ROWS)
+    return last - key_tile
 
 
 @gluon.jit
-def accumulate_dkdv(
+def open_turns(inputs, CAUSAL: gl.constexpr):
+    """The warp that lets the consumers add to dQ once all programs before have done so."""
+    (
+        counts, opened, done, batch, kv_head, num_heads, group_size, padded_len, line_start,
+        first_turn, num_turns, key_tile, num_key_tiles, offset,
+    ) = inputs  # fmt: skip
+    phase = 1
+    for member in range(group_size):
+        line = batch * num_heads + kv_head * group_size + member
+        of_line = counts + (line.to(gl.int64) * padded_len + line_start) // PROGRAM_ROWS
+        for turn in range(first_turn, num_turns):
+            before = programs_before(turn, key_tile, num_key_tiles, offset, CAUSAL)
+            while gl.atomic_add(of_line + turn, 0, sem="acquire", scope="gpu") < before:
+                pass
+            # One at a time: who waits at a barrier can tell a phase from the next one only.
+            mbarrier.wait(done, phase)
+            mbarrier.arrive(opened)
+            phase ^= 1
+
+
+@gluon.jit
+def close_turns(inputs, CAUSAL: gl.constexpr):
+    """The warp that lets the next program add once all of this one's additions are in memory.
+
+    Apart from :func:`open_turns` because waiting for memory takes a third of a turn.
+    """
+    (
+        counts, _, done, batch, kv_head, num_heads, group_size, padded_len, line_start,
+        first_turn, num_turns, key_tile, num_key_tiles, offset,
+    ) = inputs  # fmt: skip
+    phase = 0
+    for member in range(group_size):
+        line = batch * num_heads + kv_head * group_size + member
+        of_line = counts + (line.to(gl.int64) * padded_len + line_start) // PROGRAM_ROWS
+        for turn in range(first_turn, num_turns):
+            before = programs_before(turn, key_tile, num_key_tiles, offset, CAUSAL)
+            mbarrier.wait(done, phase)
+            gl.atomic_xchg(of_line + turn, before + 1, sem="release", scope="gpu")
+            phase ^= 1
+
+
+@gluon.jit
+def by_thread(x):
+    """[64, 64] in a wgmma accumulator's layout as [4096], what a thread holds in fours.
+
+    Written in this order a warp's addition is 512 consecutive bytes; hopper_rows.finish_dq
+    puts rows and columns in order again.
+    """
+    return x.reshape([4, 2, 8, 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([ROWS * ROWS])
+
+
+@gluon.jit
+def add_to_dq(pointer, dq, is_first):
+    """Add a tile [64, 64] of dQ in memory; the first program to come writes it."""
+    x = by_thread(dq)
+    LAYOUT: gl.constexpr = x.type.layout
+    places = pointer + gl.arange(0, ROWS * ROWS, LAYOUT)
+    if is_first:
+        gl.store(places, x)
+    else:
+        gl.atomic_add(places, x, sem="relaxed", scope="gpu")
+
+
+@gluon.jit
+def probabilities(
+    s,
+    lse,
+    first_key,
+    first_query,
+    offset,
+    kv_len,
+    scale_log2,
+    CAUSAL: gl.constexpr,
+    MASKED: gl.constexpr,
+):
+    """P^T [64 keys, 64 queries]; queries beyond the sequence have lse = inf, and so P = 0."""
+    p = gl.exp2(s * scale_log2 - lse[None, :])
+    if MASKED:
+        LAYOUT: gl.constexpr = s.type.layout
+        key = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+        last = gl.full([ROWS], kv_len - 1, gl.int32, gl.SliceLayout(0, LAYOUT))
+        if CAUSAL:
+            query = first_query + gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))
+            last = gl.minimum(query + offset, last)
+        p = gl.where(key[:, None] <= last[None, :], p, 0.0)
+    return p
+
+
+@gluon.jit
+def opaque(x):
+    """x, in the compiler's eyes a new value in every turn of a loop.
+
+    Else it computes everything that depends on a constant tile index, some forty 64-bit
+    addresses of wgmma operands, ahead of the loop, and has to keep them in memory.
+    """
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def dq_tile(ds_tiles, k_parts, tile, column, PARTS: gl.constexpr, LAYOUT: gl.constexpr):
+    """64 by 64 of dQ = dS K, over both consumers' keys: two matmuls, on their way."""
+    zeros = gl.zeros([ROWS, ROWS], gl.float32, LAYOUT)
+    dq = warpgroup_mma(
+        ds_tiles.index(tile).permute((1, 0)),
+        k_parts.index(column),
+        zeros,
+        use_acc=False,
+        is_async=True,
+    )
+    return warpgroup_mma(
+        ds_tiles.index(tile + 1).permute((1, 0)), k_parts.index(PARTS + column), dq, is_async=True
+    )
+
+
+@gluon.jit
+def half_turn(
+    shared,
+    kv,
+    state,
+    mine,
+    is_first,
+    started,
+    more,
+    first_key,
+    first_query,
+    offset,
+    kv_len,
+    scale_log2,
+    HALF: gl.constexpr,
+    CONSUMER: gl.constexpr,
+    STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    MASKED: gl.constexpr,
+    RESIDENT: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    A_LAYOUT: gl.constexpr,
+):
+    """64 queries: their share of this consumer's dV and dK, and dQ of the turn before.
+
+    Where ``RESIDENT``, K and V stay in registers, which halves what matmuls read from shared
+    memory, and scores are computed one half turn ahead, behind the matmuls before them.
+    """
+    (
+        k_parts, q_tiles, do_tiles, lse_tiles, delta_tiles, ds_tiles, q_ready, do_ready, free,
+        ds_ready, opened, done,
+    ) = shared  # fmt: skip
+    dk, dv, s, lse, slot, phase, parity = state
+    dtype: gl.constexpr = q_tiles.dtype
+    LINE: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    PARTS: gl.constexpr = q_tiles.shape[2] // ROWS
+    zeros = gl.zeros([ROWS, ROWS], gl.float32, LAYOUT)
+    me = opaque(CONSUMER)
+    slot = opaque(slot)
+    k, v = kv
+    if not RESIDENT:
+        k = k.index(me)
+        v = v.index(me)
+    # dS of this turn, tiles [half, consumer], and of the turn before.
+    new_ds = 4 * opaque(parity)
+    old_ds = 4 - new_ds
+
+    if not RESIDENT:
+        mbarrier.wait(q_ready.index(slot), phase)
+        s = warpgroup_mma(
+            k, q_tiles.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True
+        )
+        lse = lse_tiles.index(slot).load(LINE)
+    mbarrier.wait(do_ready.index(slot), phase)
+    dp = warpgroup_mma(v, do_tiles.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    # Before the wait: reading shared memory is slow while matmuls do.
+    delta = delta_tiles.index(slot).load(LINE)
+    if not RESIDENT:
+        s = warpgroup_mma_wait(1, deps=[s])
+    p = probabilities(
+        s, lse, first_key, first_query + HALF * ROWS, offset, kv_len, scale_log2, CAUSAL, MASKED
+    )
+    a = gl.convert_layout(p.to(dtype), A_LAYOUT)
+    dv = warpgroup_mma(a, do_tiles.index(slot), dv, is_async=True)
+    dp = warpgroup_mma_wait(1, deps=[dp])
+    ds = (p * (dp - delta[None, :])).to(dtype)
+    if HALF == 0:
+        # The other's dS of the turn before is there; and it is done with that of two before.
+        mbarrier.wait(ds_ready, parity ^ 1, pred=started)
+    ds_tiles.index(new_ds + 2 * HALF + CONSUMER).store(ds)
+    ds = gl.convert_layout(ds, A_LAYOUT)
+    # Of 64 columns a consumer takes the queries of one half; of 128, one half of the columns.
+    if PARTS == 2:
+        dq = dq_tile(ds_tiles, k_parts, old_ds + 2 * HALF, me, PARTS, LAYOUT)
+    elif HALF == 0:
+        dq = dq_tile(ds_tiles, k_parts, old_ds + 2 * CONSUMER, me - CONSUMER, PARTS, LAYOUT)
+    dk = warpgroup_mma(ds, q_tiles.index(slot), dk, is_async=True)
+    next_slot = slot + 1
+    next_phase = phase
+    if next_slot == STAGES:
+        next_slot = 0
+        next_phase ^= 1
+    if RESIDENT:
+        mbarrier.wait(q_ready.index(next_slot), next_phase, pred=more)
+        # After the last tile these are scores of an old one, which nobody looks at.
+        next_s = warpgroup_mma(
+            k, q_tiles.index(next_slot).permute((1, 0)), zeros, use_acc=False, is_async=True
+        )
+        lse = lse_tiles.index(next_slot).load(LINE)
+    if PARTS == 2 or HALF == 0:
+        dq = warpgroup_mma_wait(2 if RESIDENT else 1, deps=[dq])
+        if HALF == 0:
+            mbarrier.wait(opened, parity ^ 1, pred=started)
+        if started:
+            add_to_dq(mine + HALF * (ROWS * ROWS * PARTS), dq, is_first)
+            if HALF == PARTS - 1:
+                mbarrier.arrive(done)
+    if HALF == 1:
+        fence_async_shared()
+        mbarrier.arrive(ds_ready)
+        parity ^= 1
+    if RESIDENT:
+        dk, dv, ds, a = warpgroup_mma_wait(1, deps=[dk, dv, ds, a])
+        mbarrier.arrive(free.index(slot))
+        s = warpgroup_mma_wait(0, deps=[next_s])
+    else:
+        dk, dv, ds, a = warpgroup_mma_wait(0, deps=[dk, dv, ds, a])
+        mbarrier.arrive(free.index(slot))
+    return dk, dv, s, lse, next_slot, next_phase, parity
+
+
+@gluon.jit
+def accumulate(
     inputs,
     CONSUMER: gl.constexpr,
     STAGES: gl.constexpr,
-    BLOCK_Q: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr,
+    RESIDENT: gl.constexpr,
 ):
-    """One consumer: dK and dV of 64 keys."""
+    """One consumer: dK and dV of 64 keys, and its half of every turn's dQ."""
     (
-        k_tiles, v_tiles, q_tiles, do_tiles, lse_tiles, delta_tiles, kv_ready, q_ready, do_ready,
-        free, dk_ptr, dv_ptr, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
-        batch, kv_head, group_size, first, k_start, q_len, kv_len, first_tile, num_tiles,
-        num_diagonal, num_masked, scale, scale_log2,
+        k_tiles, v_tiles, q_tiles, do_tiles, lse_tiles, delta_tiles, ds_tiles, kv_ready, q_ready,
+        do_ready, free, ds_ready, opened, done, dq_sums, dk_ptr, dv_ptr, stride_kb, stride_kh,
+        stride_ks, stride_vb, stride_vh, stride_vs, batch, kv_head, num_heads, group_size, first,
+        k_start, kv_len, line_start, padded_len, first_turn, num_turns, num_masked, key_tile,
+        num_key_tiles, offset, scale, scale_log2,
     ) = inputs  # fmt: skip
     dtype: gl.constexpr = k_tiles.dtype
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, 2)
     TILE: gl.constexpr = gl.NVMMASharedLayout(k_tiles.type.layout.swizzle_byte_width, 16)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    k_tile = k_tiles.index(CONSUMER)._reinterpret(dtype, [ROWS, BLOCK_D], TILE)
-    v_tile = v_tiles.index(CONSUMER)._reinterpret(dtype, [ROWS, BLOCK_D], TILE)
-    q_tiles = q_tiles._reinterpret(dtype, [STAGES, BLOCK_Q, BLOCK_D], TILE)
-    do_tiles = do_tiles._reinterpret(dtype, [STAGES, BLOCK_Q, BLOCK_D], TILE)
-    lse_tiles = lse_tiles._reinterpret(gl.float32, [STAGES, BLOCK_Q], LINE)
-    delta_tiles = delta_tiles._reinterpret(gl.float32, [STAGES, BLOCK_Q], LINE)
+    PARTS: gl.constexpr = BLOCK_D // ROWS
+    k = k_tiles._reinterpret(dtype, [CONSUMERS, ROWS, BLOCK_D], TILE)
+    v = v_tiles._reinterpret(dtype, [CONSUMERS, ROWS, BLOCK_D], TILE)
+    # The same bytes: 64 columns of 16 bits, one swizzle's width, lie together.
+    k_parts = k_tiles._reinterpret(dtype, [CONSUMERS * PARTS, ROWS, ROWS], TILE)
+    q_tiles = q_tiles._reinterpret(dtype, [STAGES, ROWS, BLOCK_D], TILE)
+    do_tiles = do_tiles._reinterpret(dtype, [STAGES, ROWS, BLOCK_D], TILE)
+    lse_tiles = lse_tiles._reinterpret(gl.float32, [STAGES, ROWS], LINE)
+    delta_tiles = delta_tiles._reinterpret(gl.float32, [STAGES, ROWS], LINE)
+    shared = (
+        k_parts, q_tiles, do_tiles, lse_tiles, delta_tiles, ds_tiles, q_ready, do_ready, free,
+        ds_ready, opened, done,
+    )  # fmt: skip
 
     first_key = first + CONSUMER * ROWS
     dk = gl.zeros([ROWS, BLOCK_D], gl.float32, D_LAYOUT)
     dv = gl.zeros([ROWS, BLOCK_D], gl.float32, D_LAYOUT)
-    slot = 0
-    phase = 0
-    steps = num_tiles - first_tile
-    s = gl.zeros([ROWS, BLOCK_Q], gl.float32, S_LAYOUT)
-    if steps > 0:
+    s = gl.zeros([ROWS, ROWS], gl.float32, LAYOUT)
+    lse = gl.zeros([ROWS], gl.float32, gl.SliceLayout(0, LAYOUT))
+    if num_turns > first_turn:
         mbarrier.wait(kv_ready, 0)
-        mbarrier.wait(q_ready.index(0), 0)
-        first_s = warpgroup_mma(
-            k_tile, q_tiles.index(0).permute((1, 0)), s, use_acc=False, is_async=True
-        )
-        s = warpgroup_mma_wait(0, deps=[first_s])
+    if RESIDENT:
+        k = k.index(CONSUMER).load(gl.DotOperandLayout(0, LAYOUT, 2))
+        v = v.index(CONSUMER).load(gl.DotOperandLayout(0, LAYOUT, 2))
+        if num_turns > first_turn:
+            mbarrier.wait(q_ready.index(0), 0)
+            first_s = warpgroup_mma(
+                k, q_tiles.index(0).permute((1, 0)), s, use_acc=False, is_async=True
+            )
+            lse = lse_tiles.index(0).load(gl.SliceLayout(0, LAYOUT))
+            s = warpgroup_mma_wait(0, deps=[first_s])
+    state = (dk, dv, s, lse, 0, 0, 0)
+    # Of dQ's tiles of 64 by 64, a turn's in order of rows, a consumer adds to every other one.
+    mine = dq_sums
+    before = 0
     for member in range(group_size):
-        for step in range(num_masked):
-            tile = query_tile(step, first_tile, num_tiles, num_diagonal, num_masked)
-            s, dk, dv, slot, phase = add_queries(
-                k_tile, v_tile, q_tiles, do_tiles, lse_tiles, delta_tiles, q_ready, do_ready,
-                free, s, dk, dv, slot, phase, (step + 1 < steps) | (member + 1 < group_size),
-                first_key, tile * BLOCK_Q, q_len, kv_len, scale_log2,
-                STAGES, BLOCK_Q, CAUSAL, True, S_LAYOUT, A_LAYOUT,
-            )  # fmt: skip
-        for step in range(num_masked, steps):
-            s, dk, dv, slot, phase = add_queries(
-                k_tile, v_tile, q_tiles, do_tiles, lse_tiles, delta_tiles, q_ready, do_ready,
-                free, s, dk, dv, slot, phase, (step + 1 < steps) | (member + 1 < group_size),
-                first_key, 0, q_len, kv_len, scale_log2,
-                STAGES, BLOCK_Q, CAUSAL, False, S_LAYOUT, A_LAYOUT,
-            )  # fmt: skip
+        line = batch * num_heads + kv_head * group_size + member
+        of_line = dq_sums + (line.to(gl.int64) * padded_len + line_start) * BLOCK_D
+        for turn in range(first_turn, first_turn + num_masked):
+            for half in gl.static_range(2):
+                state = half_turn(
+                    shared, (k, v), state, mine, before == 0, (member > 0) | (turn > first_turn),
+                    (half == 0) | (member + 1 < group_size) | (turn + 1 < num_turns),
+                    first_key, turn * PROGRAM_ROWS, offset, kv_len, scale_log2,
+                    half, CONSUMER, STAGES, CAUSAL, True, RESIDENT, LAYOUT, A_LAYOUT,
+                )  # fmt: skip
+            mine = of_line + turn * (PROGRAM_ROWS * BLOCK_D) + CONSUMER * (ROWS * ROWS)
+            before = programs_before(turn, key_tile, num_key_tiles, offset, CAUSAL)
+        for turn in range(first_turn + num_masked, num_turns):
+            for half in gl.static_range(2):
+                state = half_turn(
+                    shared, (k, v), state, mine, before == 0, (member > 0) | (turn > first_turn),
+                    (half == 0) | (member + 1 < group_size) | (turn + 1 < num_turns),
+                    first_key, turn * PROGRAM_ROWS, offset, kv_len, scale_log2,
+                    half, CONSUMER, STAGES, CAUSAL, False, RESIDENT, LAYOUT, A_LAYOUT,
+                )  # fmt: skip
+            mine = of_line + turn * (PROGRAM_ROWS * BLOCK_D) + CONSUMER * (ROWS * ROWS)
+            before = programs_before(turn, key_tile, num_key_tiles, offset, CAUSAL)
+    dk, dv, _, _, _, _, parity = state
+    if num_turns > first_turn:
+        # dQ of the last turn.
+        mbarrier.wait(ds_ready, parity ^ 1)
+        mbarrier.wait(opened, parity ^ 1)
+        for part in gl.static_range(PARTS):
+            tile = 4 - 4 * parity + 2 * (CONSUMER if PARTS == 1 else part)
+            running = dq_tile(ds_tiles, k_parts, tile, 0 if PARTS == 1 else CONSUMER, PARTS, LAYOUT)
+            dq = warpgroup_mma_wait(0, deps=[running])
+            add_to_dq(mine + part * (ROWS * ROWS * PARTS), dq, before == 0)
+        mbarrier.arrive(done)
     store_rows(
         dk * scale, dk_ptr, stride_kb, stride_kh, stride_ks, batch, kv_head, first_key, k_start,
         kv_len, HEAD_DIM, BLOCK_D,
@@ -308,12 +436,14 @@ def accumulate_dkdv(
 
 
 @gluon.jit
-def flash_backward_dkdv(
+def flash_backward(
     q_desc,
     do_desc,
     k_desc,
     v_desc,
     stat_desc,
+    dq_sums,
+    counts,
     dk_ptr,
     dv_ptr,
     cu_seqlens_q,
@@ -328,18 +458,23 @@ def flash_backward_dkdv(
     group_size,
     q_len,
     kv_len,
-    num_planes,
+    num_lines,
+    padded_len,
     scale,
     scale_log2,
-    BLOCK_Q: gl.constexpr,
+    STAGES: gl.constexpr,
+    RESIDENT: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr,
-    STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
     PACKED: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """dK and dV of one tile of keys of one key head, over the queries of all heads that use it."""
+    """dK and dV of one tile of keys of one key head, and what these keys add to dQ.
+
+    dq_sums is [num_lines, padded_len, BLOCK_D] float32, tiles of 64 by 64 in the order of
+    :func:`by_thread`; counts is [num_lines, padded_len / 128] int32, zero at the start.
+    """
     dtype: gl.constexpr = q_desc.dtype
     k_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS] + k_desc.block_type.shape, k_desc.layout)
     v_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS] + v_desc.block_type.shape, v_desc.layout)
@@ -351,11 +486,19 @@ def flash_backward_dkdv(
     delta_tiles = gl.allocate_shared_memory(
         gl.float32, [STAGES] + stat_desc.block_type.shape, stat_desc.layout
     )
+    # dS^T of this turn and the one before: two halves, two consumers.
+    ds_tiles = gl.allocate_shared_memory(dtype, [8, ROWS, ROWS], gl.NVMMASharedLayout(128, 16))
     kv_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    ds_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    opened = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     do_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(kv_ready, count=1)
+    mbarrier.init(ds_ready, count=CONSUMERS)
+    mbarrier.init(opened, count=1)
+    mbarrier.init(done, count=CONSUMERS)
     for slot in gl.static_range(STAGES):
         mbarrier.init(q_ready.index(slot), count=1)
         mbarrier.init(do_ready.index(slot), count=1)
@@ -363,280 +506,52 @@ def flash_backward_dkdv(
 
     num_kv_heads = num_heads // group_size
     kv_head = gl.program_id(1) % num_kv_heads
-    # The first keys are seen by the most queries: programs start in order, long ones first.
-    first = gl.program_id(0) * (CONSUMERS * ROWS)
     batch, q_start, q_len, k_start, kv_len, line_start = sequence(
         cu_seqlens_q, cu_seqlens_k, gl.program_id(1) // num_kv_heads, q_len, kv_len, PACKED
     )
-    num_tiles = gl.cdiv(q_len, BLOCK_Q)
-    first_tile = 0
-    first_unmasked = 0
+    # Programs start in order, and the last keys have to be added to dQ first.
+    key_tile = gl.num_programs(0) - 1 - gl.program_id(0)
+    first = key_tile * PROGRAM_ROWS
+    num_key_tiles = gl.cdiv(kv_len, PROGRAM_ROWS)
+    num_turns = gl.cdiv(q_len, PROGRAM_ROWS)
+    offset = kv_len - q_len
+    first_turn = 0
+    num_masked = 0
     if CAUSAL:
-        offset = kv_len - q_len
-        first_tile = gl.minimum(gl.maximum(first - offset, 0) // BLOCK_Q, num_tiles)
-        last_key = gl.minimum(first + CONSUMERS * ROWS, kv_len) - 1
-        first_unmasked = gl.minimum(gl.cdiv(gl.maximum(last_key - offset, 0), BLOCK_Q), num_tiles)
+        first_turn = gl.minimum(gl.maximum(first - offset, 0) // PROGRAM_ROWS, num_turns)
+        last_key = first + PROGRAM_ROWS - 1
+        first_unmasked = gl.cdiv(gl.maximum(last_key - offset, 0), PROGRAM_ROWS)
+        num_masked = gl.maximum(gl.minimum(first_unmasked, num_turns) - first_turn, 0)
+    if first + PROGRAM_ROWS > kv_len:
+        num_masked = num_turns - first_turn
     if first >= kv_len:
-        first_tile = num_tiles
-    num_diagonal = gl.maximum(first_unmasked - first_tile, 0)
-    steps = num_tiles - first_tile
-    ragged = gl.where((q_len % BLOCK_Q != 0) & (num_diagonal < steps), 1, 0)
-    num_masked = num_diagonal + ragged
+        first_turn = num_turns
+        num_masked = 0
 
     producer = (
         q_desc, do_desc, k_desc, v_desc, stat_desc, k_tiles, v_tiles, q_tiles, do_tiles,
         lse_tiles, delta_tiles, kv_ready, q_ready, do_ready, free, batch, kv_head, num_heads,
-        group_size, first, q_start, k_start, line_start, first_tile, num_tiles, num_diagonal,
-        num_masked, num_planes,
+        group_size, first, q_start, k_start, line_start, first_turn, num_turns, num_lines,
+    )  # fmt: skip
+    turns = (
+        counts, opened, done, batch, kv_head, num_heads, group_size, padded_len, line_start,
+        first_turn, num_turns, key_tile, num_key_tiles, offset,
     )  # fmt: skip
     inputs = (
-        k_tiles, v_tiles, q_tiles, do_tiles, lse_tiles, delta_tiles, kv_ready, q_ready, do_ready,
-        free, dk_ptr, dv_ptr, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
-        batch, kv_head, group_size, first, k_start, q_len, kv_len, first_tile, num_tiles,
-        num_diagonal, num_masked, scale, scale_log2,
+        k_tiles, v_tiles, q_tiles, do_tiles, lse_tiles, delta_tiles, ds_tiles, kv_ready, q_ready,
+        do_ready, free, ds_ready, opened, done, dq_sums, dk_ptr, dv_ptr, stride_kb, stride_kh,
+        stride_ks, stride_vb, stride_vh, stride_vs, batch, kv_head, num_heads, group_size, first,
+        k_start, kv_len, line_start, padded_len, first_turn, num_turns, num_masked, key_tile,
+        num_key_tiles, offset, scale, scale_log2,
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (accumulate_dkdv, (inputs, 0, STAGES, BLOCK_Q, HEAD_DIM, BLOCK_D, CAUSAL)),
-            (accumulate_dkdv, (inputs, 1, STAGES, BLOCK_Q, HEAD_DIM, BLOCK_D, CAUSAL)),
-            (produce_queries, (producer, STAGES, BLOCK_Q)),
+            (accumulate, (inputs, 0, STAGES, HEAD_DIM, BLOCK_D, CAUSAL, RESIDENT)),
+            (accumulate, (inputs, 1, STAGES, HEAD_DIM, BLOCK_D, CAUSAL, RESIDENT)),
+            (produce, (producer, STAGES)),
+            (open_turns, (turns, CAUSAL)),
+            (close_turns, (turns, CAUSAL)),
         ],
-        [4, 1],
-        [CONSUMER_REGISTERS, 24],
-    )
-
-
-@gluon.jit
-def produce_keys(inputs, STAGES: gl.constexpr, BLOCK_K: gl.constexpr):
-    """Q and dO once; then key and value tiles, the masked ones on the right first."""
-    (
-        q_desc, do_desc, k_desc, v_desc, q_tiles, do_tiles, k_tiles, v_tiles, q_ready, k_ready,
-        v_ready, free, batch, head, kv_head, first, q_start, k_start, num_key_tiles,
-    ) = inputs  # fmt: skip
-    if num_key_tiles > 0:
-        mbarrier.expect(q_ready, 2 * CONSUMERS * q_desc.block_type.nbytes)
-        for consumer in gl.static_range(CONSUMERS):
-            row = q_start + first + consumer * ROWS
-            tma.async_copy_global_to_shared(
-                q_desc, [batch, head, row, 0], q_ready, q_tiles.index(consumer)
-            )
-            tma.async_copy_global_to_shared(
-                do_desc, [batch, head, row, 0], q_ready, do_tiles.index(consumer)
-            )
-    slot = 0
-    phase = 1
-    for step in range(num_key_tiles):
-        row = k_start + (num_key_tiles - 1 - step) * BLOCK_K
-        mbarrier.wait(free.index(slot), phase)
-        mbarrier.expect(k_ready.index(slot), k_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(
-            k_desc, [batch, kv_head, row, 0], k_ready.index(slot), k_tiles.index(slot)
-        )
-        mbarrier.expect(v_ready.index(slot), v_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(
-            v_desc, [batch, kv_head, row, 0], v_ready.index(slot), v_tiles.index(slot)
-        )
-        slot += 1
-        if slot == STAGES:
-            slot = 0
-            phase ^= 1
-
-
-@gluon.jit
-def add_keys(
-    q_tile,
-    do_tile,
-    k_tiles,
-    v_tiles,
-    k_ready,
-    v_ready,
-    free,
-    dq,
-    ds,
-    lse,
-    delta,
-    slot,
-    phase,
-    previous,
-    more,
-    started,
-    tile,
-    first_row,
-    q_len,
-    kv_len,
-    scale_log2,
-    STAGES: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    MASKED: gl.constexpr,
-    S_LAYOUT: gl.constexpr,
-    A_LAYOUT: gl.constexpr,
-):
-    """dS of the key tile at ``slot``, beside dQ of the one before.
-
-    The first time there is none before: ``previous`` is the same tile, with dS zero.
-    """
-    zeros = gl.zeros([ROWS, BLOCK_K], gl.float32, S_LAYOUT)
-    s = warpgroup_mma(
-        q_tile, k_tiles.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True
-    )
-    mbarrier.wait(v_ready.index(slot), phase)
-    dp = warpgroup_mma(
-        do_tile, v_tiles.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True
-    )
-    dq = warpgroup_mma(ds, k_tiles.index(previous), dq, is_async=True)
-    s = warpgroup_mma_wait(2, deps=[s])
-    p = gl.exp2(s * scale_log2 - lse[:, None])
-    if MASKED:
-        seen = visible_keys(tile, first_row, q_len, kv_len, BLOCK_K, CAUSAL, S_LAYOUT)
-        p = gl.where(seen, p, 0.0)
-    dp = warpgroup_mma_wait(1, deps=[dp])
-    new_ds = gl.convert_layout((p * (dp - delta[:, None])).to(ds.dtype), A_LAYOUT)
-    next_slot = slot + 1
-    if next_slot == STAGES:
-        next_slot = 0
-        phase ^= 1
-    # Keeps the arithmetic above beside the matmuls: see hopper_forward.advance.
-    mbarrier.wait(k_ready.index(next_slot), phase, pred=more)
-    dq, ds, new_ds = warpgroup_mma_wait(0, deps=[dq, ds, new_ds])
-    mbarrier.arrive(free.index(previous), pred=started)
-    return dq, new_ds, next_slot, phase, slot
-
-
-@gluon.jit
-def accumulate_dq(
-    inputs,
-    CONSUMER: gl.constexpr,
-    STAGES: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    CAUSAL: gl.constexpr,
-):
-    """One consumer: dQ of 64 queries."""
-    (
-        q_tiles, do_tiles, k_tiles, v_tiles, q_ready, k_ready, v_ready, free, statistics, plane,
-        dq_ptr, stride_qb, stride_qh, stride_qs, batch, head, num_heads, padded_len, line_start,
-        first, q_start, q_len, kv_len, num_key_tiles, num_unmasked, scale, scale_log2,
-    ) = inputs  # fmt: skip
-    dtype: gl.constexpr = q_tiles.dtype
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
-    D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, 2)
-    TILE: gl.constexpr = gl.NVMMASharedLayout(q_tiles.type.layout.swizzle_byte_width, 16)
-    q_tile = q_tiles.index(CONSUMER)._reinterpret(dtype, [ROWS, BLOCK_D], TILE)
-    do_tile = do_tiles.index(CONSUMER)._reinterpret(dtype, [ROWS, BLOCK_D], TILE)
-    k_tiles = k_tiles._reinterpret(dtype, [STAGES, BLOCK_K, BLOCK_D], TILE)
-    v_tiles = v_tiles._reinterpret(dtype, [STAGES, BLOCK_K, BLOCK_D], TILE)
-
-    first_row = first + CONSUMER * ROWS
-    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
-    line = statistics + (batch * num_heads + head).to(gl.int64) * padded_len + line_start
-    lse = gl.load(line + row, mask=row < q_len, other=float("inf"))
-    delta = gl.load(line + plane + row, mask=row < q_len, other=0.0)
-    dq = gl.zeros([ROWS, BLOCK_D], gl.float32, D_LAYOUT)
-    ds = gl.zeros([ROWS, BLOCK_K], dtype, A_LAYOUT)
-    slot = 0
-    phase = 0
-    previous = 0
-    if num_key_tiles > 0:
-        mbarrier.wait(q_ready, 0)
-        mbarrier.wait(k_ready.index(0), 0)
-    num_masked = num_key_tiles - num_unmasked
-    for step in range(num_masked):
-        dq, ds, slot, phase, previous = add_keys(
-            q_tile, do_tile, k_tiles, v_tiles, k_ready, v_ready, free, dq, ds, lse, delta, slot,
-            phase, previous, step + 1 < num_key_tiles, step > 0,
-            num_key_tiles - 1 - step, first_row, q_len, kv_len, scale_log2,
-            STAGES, BLOCK_K, CAUSAL, True, S_LAYOUT, A_LAYOUT,
-        )  # fmt: skip
-    for step in range(num_masked, num_key_tiles):
-        dq, ds, slot, phase, previous = add_keys(
-            q_tile, do_tile, k_tiles, v_tiles, k_ready, v_ready, free, dq, ds, lse, delta, slot,
-            phase, previous, step + 1 < num_key_tiles, step > 0,
-            0, first_row, q_len, kv_len, scale_log2,
-            STAGES, BLOCK_K, CAUSAL, False, S_LAYOUT, A_LAYOUT,
-        )  # fmt: skip
-    if num_key_tiles > 0:
-        last_dq = warpgroup_mma(ds, k_tiles.index(previous), dq, is_async=True)
-        dq = warpgroup_mma_wait(0, deps=[last_dq])
-    store_rows(
-        dq * scale, dq_ptr, stride_qb, stride_qh, stride_qs, batch, head, first_row, q_start,
-        q_len, HEAD_DIM, BLOCK_D,
-    )  # fmt: skip
-
-
-@gluon.jit
-def flash_backward_dq(
-    q_desc,
-    do_desc,
-    k_desc,
-    v_desc,
-    statistics,
-    dq_ptr,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    stride_qb,
-    stride_qh,
-    stride_qs,
-    num_heads,
-    group_size,
-    q_len,
-    kv_len,
-    padded_len,
-    plane,
-    scale,
-    scale_log2,
-    BLOCK_K: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    PACKED: gl.constexpr,
-    num_warps: gl.constexpr,
-):
-    """dQ of one tile of queries of one head, over the keys that they see."""
-    dtype: gl.constexpr = q_desc.dtype
-    q_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS] + q_desc.block_type.shape, q_desc.layout)
-    do_tiles = gl.allocate_shared_memory(
-        dtype, [CONSUMERS] + do_desc.block_type.shape, do_desc.layout
-    )
-    k_tiles = gl.allocate_shared_memory(dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
-    q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(q_ready, count=1)
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(k_ready.index(slot), count=1)
-        mbarrier.init(v_ready.index(slot), count=1)
-        mbarrier.init(free.index(slot), count=CONSUMERS)
-
-    head = gl.program_id(1) % num_heads
-    batch, q_start, q_len, k_start, kv_len, line_start = sequence(
-        cu_seqlens_q, cu_seqlens_k, gl.program_id(1) // num_heads, q_len, kv_len, PACKED
-    )
-    # The last queries see the most keys: programs start in order, long ones first.
-    tile = gl.num_programs(0) - 1 - gl.program_id(0) if CAUSAL else gl.program_id(0)
-    first = tile * (CONSUMERS * ROWS)
-    num_key_tiles, num_unmasked = key_tiles(first, q_len, kv_len, CONSUMERS * ROWS, BLOCK_K, CAUSAL)
-
-    producer = (
-        q_desc, do_desc, k_desc, v_desc, q_tiles, do_tiles, k_tiles, v_tiles, q_ready, k_ready,
-        v_ready, free, batch, head, head // group_size, first, q_start, k_start, num_key_tiles,
-    )  # fmt: skip
-    inputs = (
-        q_tiles, do_tiles, k_tiles, v_tiles, q_ready, k_ready, v_ready, free, statistics, plane,
-        dq_ptr, stride_qb, stride_qh, stride_qs, batch, head, num_heads, padded_len, line_start,
-        first, q_start, q_len, kv_len, num_key_tiles, num_unmasked, scale, scale_log2,
-    )  # fmt: skip
-    gl.warp_specialize(
-        [
-            (accumulate_dq, (inputs, 0, STAGES, BLOCK_K, HEAD_DIM, BLOCK_D, CAUSAL)),
-            (accumulate_dq, (inputs, 1, STAGES, BLOCK_K, HEAD_DIM, BLOCK_D, CAUSAL)),
-            (produce_keys, (producer, STAGES, BLOCK_K)),
-        ],
-        [4, 1],
-        [CONSUMER_REGISTERS, 24],
+        [4, 1, 1, 1],
+        [CONSUMER_REGISTERS, 24, 24, 24],
     )

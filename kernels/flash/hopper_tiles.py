@@ -13,6 +13,9 @@ ROWS: gl.constexpr = gl.constexpr(64)
 CONSUMERS: gl.constexpr = gl.constexpr(2)
 """Warpgroups that compute, each on rows of its own."""
 
+PROGRAM_ROWS: gl.constexpr = gl.constexpr(128)
+"""Rows of one program: those of its consumers."""
+
 CONSUMER_REGISTERS: gl.constexpr = gl.constexpr(240)
 """Of each consumer thread: of the 64 Ki of a multiprocessor, a producer thread takes 24."""
 
@@ -26,8 +29,7 @@ def sequence(cu_seqlens_q, cu_seqlens_k, batch, q_len, kv_len, PACKED: gl.conste
 
     Returns:
         batch, first query, queries, first key, keys, and where its row statistics begin:
-        TMA reads lines from multiples of 16 bytes only, so that sequences begin at multiples of
-        four there, as hopper_backward.row_statistics places them.
+        at a multiple of a program's rows, with room up to the next one.
     """
     q_start = 0
     k_start = 0
@@ -37,7 +39,7 @@ def sequence(cu_seqlens_q, cu_seqlens_k, batch, q_len, kv_len, PACKED: gl.conste
         k_start = gl.load(cu_seqlens_k + batch)
         q_len = gl.load(cu_seqlens_q + batch + 1) - q_start
         kv_len = gl.load(cu_seqlens_k + batch + 1) - k_start
-        line_start = (q_start + 4 * batch) // 4 * 4
+        line_start = (q_start + PROGRAM_ROWS * batch) // PROGRAM_ROWS * PROGRAM_ROWS
         batch = 0
     return batch, q_start, q_len, k_start, kv_len, line_start
 
