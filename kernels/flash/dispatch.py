@@ -90,6 +90,24 @@ def run_forward(
         q, k, v, causal=causal, packing=packing, accumulator=accumulator, precision=precision,
         autotune=autotune,
     )  # fmt: skip
+    return forward_of(
+        problem, q, k, v, scale=scale, packing=packing, accumulator=accumulator,
+        implementation=implementation,
+    )  # fmt: skip
+
+
+def forward_of(
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    packing: Packing | None,
+    accumulator: tuple[Tensor, Tensor] | None = None,
+    implementation: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """o and lse of a call that ``problem`` describes."""
     if accumulator is None:
         o, lse = empty_results(q, packing is not None)
     else:
@@ -129,7 +147,28 @@ def run_backward(
         q, k, v, causal=causal, packing=packing, precision=precision, autotune=autotune
     )  # fmt: skip
     check_gradient(problem, do, q, o, lse, dlse)
-    dq, dk, dv = (empty_like(x) for x in (q, k, v))
+    return backward_of(
+        problem, do, q, k, v, o, lse, dlse, scale=scale, packing=packing,
+        implementation=implementation,
+    )  # fmt: skip
+
+
+def backward_of(
+    problem: Problem,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    *,
+    scale: float,
+    packing: Packing | None,
+    implementation: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of a call that ``problem`` describes; do, o, lse and dlse fit it."""
+    dq, dk, dv = empty_like(q), empty_like(k), empty_like(v)
     lse = lse.contiguous()
     if dlse is not None:
         dlse = dlse.float().contiguous()

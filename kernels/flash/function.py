@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from kernels.backend import Packing
-from kernels.flash import operator
+from kernels.flash import dispatch, operator
+from kernels.flash.problem import describe
 
 
 def flash_attention(
@@ -82,17 +83,15 @@ class _Attention(torch.autograd.Function):
         implementation: str,
         autotune: bool,
     ) -> tuple[Tensor, Tensor]:
-        options = {
-            "causal": causal,
-            "scale": scale,
-            "packing": packing,
-            "precision": precision,
-            "implementation": implementation,
-            "autotune": autotune,
-        }
-        o, lse = operator.forward(q, k, v, **options)  # type: ignore[arg-type]
+        problem = describe(
+            q, k, v, causal=causal, packing=packing, precision=precision, autotune=autotune
+        )  # fmt: skip
+        o, lse = dispatch.forward_of(
+            problem, q, k, v, scale=scale, packing=packing, implementation=implementation
+        )  # fmt: skip
         ctx.save_for_backward(q, k, v, o, lse)
-        ctx.options = options
+        ctx.problem = problem
+        ctx.options = {"scale": scale, "packing": packing, "implementation": implementation}
         # lse rarely has a gradient; None is cheaper than zeros.
         ctx.set_materialize_grads(False)
         return o, lse
@@ -102,7 +101,8 @@ class _Attention(torch.autograd.Function):
         q, k, v, o, lse = ctx.saved_tensors
         if do is None:
             do = torch.zeros_like(o)
-        gradients = operator.backward(do, q, k, v, o, lse, dlse=dlse, **ctx.options)
+        # Autograd has seen to it that do and dlse have the shapes and dtypes of o and lse.
+        gradients = dispatch.backward_of(ctx.problem, do, q, k, v, o, lse, dlse, **ctx.options)
         return *gradients, *(None,) * 6
 
 
