@@ -504,6 +504,11 @@ REAL = {
 @pytest.mark.gpu
 @needs_cuda
 class TestOnCuda:
+    @pytest.fixture(autouse=True)
+    def forget_compiled(self) -> None:
+        """torch.compile gives up on a function that it has compiled for eight other cases."""
+        torch.compiler.reset()
+
     @pytest.mark.parametrize("name", BACKENDS.names())
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
     @pytest.mark.parametrize("causal", [True, False])
