@@ -616,3 +616,10 @@ class TestVersions:
         install("flash_attn_4", capability=(10, 0))
         assert backend.supports(problem_of(head_dim=256)) is None
         assert "at most 128, not 192" in str(backend.supports(problem_of(head_dim=192)))
+
+    def test_flash_attn_4_gradients_at_narrow_multiples(self, install: Install) -> None:
+        backend = backend_of("flash_attn_4")
+        install("flash_attn_4", capability=(9, 0))
+        assert backend.supports(problem_of(head_dim=80, needs_grad=False)) is None
+        assert backend.supports(problem_of(head_dim=96)) is None
+        assert "multiple of 32, not 80" in str(backend.supports(problem_of(head_dim=80)))

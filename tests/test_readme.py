@@ -28,6 +28,7 @@ def test_kernel_rates_are_those_of_the_committed_leaderboard() -> None:
             if row["call_compiled"] == "False"
         }
     shown = {
+        "`flash_attn_4` 4.0.0b36": "flash_attn_4",
         "`sdpa_cudnn`": "sdpa_cudnn",
         "`flash_triton`": "flash_triton",
         "`flash_triton`, any-GPU kernels": "flash_triton(implementation=plain)",

@@ -106,12 +106,17 @@ def programs_before(turn, key_tile, num_key_tiles, offset, CAUSAL: gl.constexpr)
 
 @gluon.jit
 def open_turns(inputs, CAUSAL: gl.constexpr):
-    """The warp that lets the consumers add to dQ once all programs before have done so."""
+    """The warp that lets the consumers add to dQ once all programs before have done so.
+
+    A barrier tells only even phases from odd ones, so nobody may fall two phases behind another.
+    Hence a turn opens when the consumers are done with the one before and the two turns before
+    that are closed; ``done`` and ``closed`` are two barriers each, for turns in turn.
+    """
     (
-        counts, opened, done, batch, kv_head, num_heads, group_size, padded_len, line_start,
+        counts, opened, done, closed, batch, kv_head, num_heads, group_size, padded_len, line_start,
         first_turn, num_turns, key_tile, num_key_tiles, offset,
     ) = inputs  # fmt: skip
-    phase = 1
+    step = 0
     for member in range(group_size):
         line = batch * num_heads + kv_head * group_size + member
         of_line = counts + (line.to(gl.int64) * padded_len + line_start) // PROGRAM_ROWS
@@ -119,10 +124,11 @@ def open_turns(inputs, CAUSAL: gl.constexpr):
             before = programs_before(turn, key_tile, num_key_tiles, offset, CAUSAL)
             while gl.atomic_add(of_line + turn, 0, sem="acquire", scope="gpu") < before:
                 pass
-            # One at a time: who waits at a barrier can tell a phase from the next one only.
-            mbarrier.wait(done, phase)
+            # The phases of steps -1 and -2 count as over at the start.
+            mbarrier.wait(done.index((step + 1) & 1), ((step + 3) >> 1) & 1)
+            mbarrier.wait(closed.index(step & 1), ((step + 2) >> 1) & 1)
             mbarrier.arrive(opened)
-            phase ^= 1
+            step += 1
 
 
 @gluon.jit
@@ -132,18 +138,19 @@ def close_turns(inputs, CAUSAL: gl.constexpr):
     Apart from :func:`open_turns` because waiting for memory takes a third of a turn.
     """
     (
-        counts, _, done, batch, kv_head, num_heads, group_size, padded_len, line_start,
+        counts, _, done, closed, batch, kv_head, num_heads, group_size, padded_len, line_start,
         first_turn, num_turns, key_tile, num_key_tiles, offset,
     ) = inputs  # fmt: skip
-    phase = 0
+    step = 0
     for member in range(group_size):
         line = batch * num_heads + kv_head * group_size + member
         of_line = counts + (line.to(gl.int64) * padded_len + line_start) // PROGRAM_ROWS
         for turn in range(first_turn, num_turns):
             before = programs_before(turn, key_tile, num_key_tiles, offset, CAUSAL)
-            mbarrier.wait(done, phase)
+            mbarrier.wait(done.index(step & 1), (step >> 1) & 1)
             gl.atomic_xchg(of_line + turn, before + 1, sem="release", scope="gpu")
-            phase ^= 1
+            mbarrier.arrive(closed.index(step & 1))
+            step += 1
 
 
 @gluon.jit
@@ -317,7 +324,8 @@ def half_turn(
         if started:
             add_to_dq(mine + HALF * (ROWS * ROWS * PARTS), dq, is_first)
             if HALF == PARTS - 1:
-                mbarrier.arrive(done)
+                # It was for the turn before, whose parity is the other one.
+                mbarrier.arrive(done.index(parity ^ 1))
     if HALF == 1:
         fence_async_shared()
         mbarrier.arrive(ds_ready)
@@ -424,7 +432,7 @@ def accumulate(
             running = dq_tile(ds_tiles, k_parts, tile, 0 if PARTS == 1 else CONSUMER, PARTS, LAYOUT)
             dq = warpgroup_mma_wait(0, deps=[running])
             add_to_dq(mine + part * (ROWS * ROWS * PARTS), dq, before == 0)
-        mbarrier.arrive(done)
+        mbarrier.arrive(done.index(parity ^ 1))
     store_rows(
         dk * scale, dk_ptr, stride_kb, stride_kh, stride_ks, batch, kv_head, first_key, k_start,
         kv_len, HEAD_DIM, BLOCK_D,
@@ -491,14 +499,17 @@ def flash_backward(
     kv_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     ds_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     opened = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    done = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    closed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     q_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     do_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(kv_ready, count=1)
     mbarrier.init(ds_ready, count=CONSUMERS)
     mbarrier.init(opened, count=1)
-    mbarrier.init(done, count=CONSUMERS)
+    for turn in gl.static_range(2):
+        mbarrier.init(done.index(turn), count=CONSUMERS)
+        mbarrier.init(closed.index(turn), count=1)
     for slot in gl.static_range(STAGES):
         mbarrier.init(q_ready.index(slot), count=1)
         mbarrier.init(do_ready.index(slot), count=1)
@@ -534,8 +545,8 @@ def flash_backward(
         group_size, first, q_start, k_start, line_start, first_turn, num_turns, num_lines,
     )  # fmt: skip
     turns = (
-        counts, opened, done, batch, kv_head, num_heads, group_size, padded_len, line_start,
-        first_turn, num_turns, key_tile, num_key_tiles, offset,
+        counts, opened, done, closed, batch, kv_head, num_heads, group_size, padded_len,
+        line_start, first_turn, num_turns, key_tile, num_key_tiles, offset,
     )  # fmt: skip
     inputs = (
         k_tiles, v_tiles, q_tiles, do_tiles, lse_tiles, delta_tiles, ds_tiles, kv_ready, q_ready,
