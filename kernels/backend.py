@@ -42,6 +42,8 @@ class AttentionProblem:
     needs_grad: bool
     packed: bool = False
     """Sequences of different lengths end to end; q_len and kv_len are then the longest."""
+    cp: int = 1
+    """Ranks that the sequence is split over; lengths are those of the whole sequence."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -81,6 +83,11 @@ class AttentionBackend:
     def gives_lse(self) -> bool:
         """Whether it has :meth:`forward` and :meth:`backward`; a class attribute may replace it."""
         return True
+
+    @property
+    def splits_sequence(self) -> bool:
+        """Whether it can run over several ranks that hold parts of a sequence each."""
+        return False
 
     @property
     def compiles(self) -> bool:
@@ -165,6 +172,25 @@ class AttentionBackend:
         from kernels._packed import forward_each
 
         return forward_each(self, q, k, v, packing, causal=causal, scale=scale)
+
+    def forward_packed_onto(
+        self,
+        o: Tensor,
+        lse: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        packing: Packing,
+        *,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        """:meth:`forward_onto` over a packed batch: float32 o [T, H, D] and lse [H, T]."""
+        from kernels._merge import merge
+
+        part_o, part_lse = self.forward_packed(q, k, v, packing, causal=causal, scale=scale)
+        merged_o, merged_lse = merge(o.transpose(0, 1), lse, part_o.transpose(0, 1), part_lse)
+        return merged_o.transpose(0, 1), merged_lse
 
     def backward_packed(
         self,

@@ -1,0 +1,96 @@
+"""Four processes that run functions of the tests on gloo, started once for all tests.
+
+A test asks for some of the ranks: :func:`on_ranks` runs a function on each of them, with a
+process group of their own, and returns what each returned. Errors come back as they were raised.
+"""
+
+from __future__ import annotations
+
+import atexit
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from functools import cache
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import multiprocessing
+
+NUM_PROCESSES = 4
+
+GROUPS = {1: (2,), 2: (1, 3), 3: (0, 2, 3), 4: (0, 1, 2, 3)}
+"""Which processes make up a group of a size: not the first ones, so that a rank in the group
+which is taken for one in the world is found out."""
+
+TIMEOUT_S = 60
+
+
+class RankError(Exception):
+    """A function raised on a rank; the message holds its traceback."""
+
+
+def on_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """``function(group, *arguments)`` on each rank of a group; its results in rank order.
+
+    ``function`` is at the top level of a test module.
+    """
+    pool = _pool()
+    members = GROUPS[num_ranks]
+    for process in members:
+        pool[process].send((num_ranks, function, arguments))
+    replies = []
+    for process in members:
+        if not pool[process].poll(TIMEOUT_S):
+            _pool.cache_clear()
+            raise RankError(f"process {process} did not answer in {TIMEOUT_S} s")
+        replies.append(pool[process].recv())
+    failed = [text for ok, text in replies if not ok]
+    if failed:
+        raise RankError("\n".join(failed))
+    return [value for _, value in replies]
+
+
+@cache
+def _pool() -> list[Connection]:
+    """A connection to each process; they end with this one."""
+    context = multiprocessing.get_context("spawn")
+    folder = tempfile.TemporaryDirectory(prefix="attnbench-ranks-")
+    ends, processes = [], []
+    for rank in range(NUM_PROCESSES):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(rank, folder.name, theirs), daemon=True)
+        process.start()
+        ends.append(ours)
+        processes.append(process)
+
+    def close() -> None:
+        for process in processes:
+            process.kill()
+        folder.cleanup()
+
+    atexit.register(close)
+    return ends
+
+
+def _serve(rank: int, folder: str, connection: Connection) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=NUM_PROCESSES,
+        timeout=timedelta(seconds=TIMEOUT_S / 2),
+    )
+    groups = {
+        size: dist.new_group(list(members), timeout=timedelta(seconds=TIMEOUT_S / 2))
+        for size, members in GROUPS.items()
+    }
+    while True:
+        size, function, arguments = connection.recv()
+        try:
+            connection.send((True, function(groups[size], *arguments)))
+        except Exception:
+            connection.send((False, traceback.format_exc()))
