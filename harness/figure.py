@@ -128,6 +128,7 @@ def panel_key(rows: pd.DataFrame, across: Iterable[str]) -> tuple[list[str], str
     """Point columns that vary beyond ``across``, and the sentence on those that do not."""
     ignored = {*across, "memory_source", "device"} | redundant_points(rows)
     names = [name for name in POINTS if name not in ignored]
+    names = [name for name in names if name in rows]
     varying = [name for name in names if POINTS[name].varies(rows[name])]
     return varying, caption_of(rows, [name for name in names if name not in varying])
 

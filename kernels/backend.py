@@ -11,13 +11,16 @@ A packed batch has sequences of different lengths end to end, ``[tokens, heads, 
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kernels.registry import Registry
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+    from torch.distributed import ProcessGroup
 
 BACKENDS: Registry[type[AttentionBackend]] = Registry("attention", packages=("kernels",))
 
@@ -114,6 +117,22 @@ class AttentionBackend:
     def keeps_scores(self, problem: AttentionProblem) -> bool:
         """Whether the S x S probabilities stay in memory for backward; predicts the memory."""
         return False
+
+    def bind(self, group: ProcessGroup, device: torch.device) -> AbstractContextManager[Any]:
+        """This attention over ranks that hold parts of sequences, where it splits them."""
+        raise NotImplementedError
+
+    def kernel_of(self, problem: AttentionProblem) -> str:
+        """Name of the kernel that computes, where sequences are split."""
+        raise NotImplementedError
+
+    def transport_of(self, problem: AttentionProblem) -> str:
+        """Name of what brings other ranks' keys here, where sequences are split."""
+        raise NotImplementedError
+
+    def peak_memory(self, problem: AttentionProblem) -> dict[str, float]:
+        """Predicted peak bytes on one rank by category, where sequences are split."""
+        raise NotImplementedError
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float

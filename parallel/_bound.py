@@ -92,6 +92,12 @@ class BoundAttention:
         ]
         return _Attention.apply(q, k, v, self, *works, scale)
 
+    def all_parts(self, x: Tensor) -> list[Tensor]:
+        """``x`` of every rank, in rank order; all ranks call it together."""
+        parts = [torch.empty_like(x) for _ in range(self.layout.num_ranks)]
+        dist.all_gather(parts, x.contiguous(), group=self._group)
+        return parts
+
     def _dense_work(self, q: Tensor, k: Tensor, causal: bool) -> Work:
         key = (q.shape, k.shape, q.dtype, causal)
 

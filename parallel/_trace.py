@@ -23,6 +23,8 @@ COMPUTE, WAIT = "compute", "wait"
 class Span:
     """One activity of one rank."""
 
+    phase: str
+    """``forward`` or ``backward``."""
     kind: str
     """``compute`` or ``wait``."""
     step: int
@@ -50,8 +52,10 @@ class Recorder(Trace):
     """Records spans from its creation on, and counts bytes."""
 
     def __init__(self, device: torch.device) -> None:
+        self.phase = "forward"
+        """What spans belong to from now on."""
         self._on_cuda = device.type == "cuda"
-        self._marks: list[tuple[str, int, Any, Any]] = []
+        self._marks: list[tuple[str, str, int, Any, Any]] = []
         self.sent_bytes = 0
         self._begin = self._now()
 
@@ -59,7 +63,7 @@ class Recorder(Trace):
     def span(self, kind: str, step: int) -> Iterator[None]:
         start = self._now()
         yield
-        self._marks.append((kind, step, start, self._now()))
+        self._marks.append((self.phase, kind, step, start, self._now()))
 
     def sent(self, num_bytes: int) -> None:
         self.sent_bytes += num_bytes
@@ -69,8 +73,14 @@ class Recorder(Trace):
         if self._on_cuda:
             torch.cuda.synchronize()
         return [
-            Span(kind=kind, step=step, start_ms=self._since(start), end_ms=self._since(end))
-            for kind, step, start, end in self._marks
+            Span(
+                phase=phase,
+                kind=kind,
+                step=step,
+                start_ms=self._since(start),
+                end_ms=self._since(end),
+            )
+            for phase, kind, step, start, end in self._marks
         ]
 
     def _now(self) -> Any:

@@ -65,8 +65,12 @@ class SequenceParallelAttention(AttentionBackend):
         """How sequences are split over so many ranks."""
         raise NotImplementedError
 
-    def peak_memory(self, problem: AttentionProblem) -> dict[str, float]:
-        """Predicted peak bytes on one rank by category, inputs and results included."""
+    def kernel_of(self, problem: AttentionProblem) -> str:
+        """The kernel that computes with a rank's own keys; for other blocks auto may differ."""
+        raise NotImplementedError
+
+    def transport_of(self, problem: AttentionProblem) -> str:
+        """How keys of other ranks come here, where an option leaves it open."""
         raise NotImplementedError
 
     # On one device: the kernel itself, without anything around it.
@@ -165,13 +169,11 @@ class ContextParallelAttention(SequenceParallelAttention):
         return f"{self.name}({', '.join(f'{key}={value}' for key, value in found.items())})"
 
     def kernel_of(self, problem: AttentionProblem) -> str:
-        """The kernel that computes with a rank's own keys; for other blocks auto may differ."""
         local = self.layout(problem.cp).local_len(problem.q_len)
         own = replace(problem, cp=1, q_len=local, kv_len=local)
         return choose(own, with_lse=True).name if self.kernel == "auto" else self.kernel
 
     def transport_of(self, problem: AttentionProblem) -> str:
-        """The transport that is used, where :attr:`transport` leaves it open."""
         if self.transport != "auto":
             return self.transport
         direct = problem.device == "cuda" and why_not_symmetric(problem) is None
