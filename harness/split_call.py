@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,28 +14,12 @@ from harness.case import Case
 from harness.check import Part
 from kernels import AttentionProblem, Packing
 from kernels._reference import ROWS
+from parallel._bound import SplitAttention
 from parallel.layouts import Layout
 
 KEYS_CHECKED_UP_TO = 65_536
 """Longer sequences have their last keys checked alone, which only the last queries see: others
 take time that grows with the square of the length, in float64."""
-
-
-class SplitAttention(Protocol):
-    """Attention bound to ranks, as a strategy's or a task's call makes it."""
-
-    layout: Layout
-    rank: int
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor: ...
-
-    def attend_packed(
-        self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, causal: bool, scale: float
-    ) -> Tensor: ...
-
-    def all_parts(self, x: Tensor) -> list[Tensor]:
-        """``x`` of every rank, in rank order."""
-        ...
 
 
 class SplitCall:

@@ -8,25 +8,20 @@ passes are not the ones whose time is reported.
 from __future__ import annotations
 
 from dataclasses import astuple
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from harness.bench import Bench
 from harness.case import Case
 from harness.check import Call, autocast
-from parallel._trace import NO_TRACE, Recorder, Trace
+from parallel._bound import SplitAttention
+from parallel._trace import NO_TRACE, Recorder
 
 TRACED_PASSES = 5
 
 
-class Traceable(Protocol):
-    """Attention that can tell what it does."""
-
-    trace: Trace
-
-
-def note_timeline(case: Case, bench: Bench, call: Call, attention: Traceable) -> None:
+def note_timeline(case: Case, bench: Bench, call: Call, attention: SplitAttention) -> None:
     """Run traced passes on all ranks and note what they did."""
     bench.stage("tracing")
     q, k, v = call.inputs()

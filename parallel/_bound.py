@@ -32,13 +32,45 @@ class Fusion:
     backward: bool = False
 
 
-class BoundAttention:
+class SplitAttention:
     """Attention over the ranks of ``group``, each holding its layout's part of every sequence.
 
     Attributes:
         layout: how sequences are split; ``layout.shard`` makes the local tensors.
         rank: this process among the ranks of the group.
+        trace: where spans go; a :class:`parallel._trace.Recorder` makes a timeline of what
+            follows.
     """
+
+    def __init__(self, layout: Layout, group: dist.ProcessGroup) -> None:
+        self.layout = layout
+        self.rank = dist.get_rank(group)
+        self.trace: Trace = NO_TRACE
+        self._group = group
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
+        """Local q [B, H, S, D] and k, v [B, H_kv, S, D] -> local o; S is layout.local_len(N)."""
+        raise NotImplementedError
+
+    def attend_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, causal: bool, scale: float
+    ) -> Tensor:
+        """Local q [T, H, D] and k, v [T, H_kv, D], as ``layout.shard_packed`` gives them.
+
+        Args:
+            packing: of the whole batch, each sequence at its real length, queries and keys alike.
+        """
+        raise NotImplementedError
+
+    def all_parts(self, x: Tensor) -> list[Tensor]:
+        """``x`` of every rank, in rank order; all ranks call it together."""
+        parts = [torch.empty_like(x) for _ in range(self.layout.num_ranks)]
+        dist.all_gather(parts, x.contiguous(), group=self._group)
+        return parts
+
+
+class BoundAttention(SplitAttention):
+    """The project's own schemes over the ranks of a group."""
 
     def __init__(
         self,
@@ -50,12 +82,8 @@ class BoundAttention:
         gathers: bool,
         fusion: Fusion,
     ) -> None:
-        self.layout = layout
-        self.rank = dist.get_rank(group)
-        self.trace: Trace = NO_TRACE
-        """Where spans go; a :class:`parallel._trace.Recorder` makes a timeline of what follows."""
+        super().__init__(layout, group)
         self._kernel = kernel
-        self._group = group
         self._make_transport = make_transport
         self._gathers = gathers
         self._fusion = fusion
@@ -64,7 +92,7 @@ class BoundAttention:
 
     @torch.compiler.disable
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
-        """Local q [B, H, S, D] and k, v [B, H_kv, S, D] -> local o; S is layout.local_len(N).
+        """As :class:`SplitAttention` says.
 
         Raises ValueError on all ranks if their first calls differ in shape or dtype.
         """
@@ -78,11 +106,7 @@ class BoundAttention:
     def attend_packed(
         self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, causal: bool, scale: float
     ) -> Tensor:
-        """Local q [T, H, D] and k, v [T, H_kv, D], as ``layout.shard_packed`` gives them.
-
-        Args:
-            packing: of the whole batch, each sequence at its real length, queries and keys alike.
-        """
+        """As :class:`SplitAttention` says; ValueError as in :meth:`attend`."""
         if self.layout.num_ranks == 1:
             return self._kernel.attend_packed(q, k, v, packing, causal=causal, scale=scale)
         self._agree(q, k, v)
@@ -91,12 +115,6 @@ class BoundAttention:
             for fused in (self._fusion.forward, self._fusion.backward)
         ]
         return _Attention.apply(q, k, v, self, *works, scale)
-
-    def all_parts(self, x: Tensor) -> list[Tensor]:
-        """``x`` of every rank, in rank order; all ranks call it together."""
-        parts = [torch.empty_like(x) for _ in range(self.layout.num_ranks)]
-        dist.all_gather(parts, x.contiguous(), group=self._group)
-        return parts
 
     def _dense_work(self, q: Tensor, k: Tensor, causal: bool) -> Work:
         key = (q.shape, k.shape, q.dtype, causal)

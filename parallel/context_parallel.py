@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor
 
-    from parallel._bound import BoundAttention, Fusion, MakeTransport
+    from parallel._bound import Fusion, MakeTransport, SplitAttention
 
 SYMMETRIC = "symmetric"
 """The transport that reads peers' memory directly."""
@@ -57,7 +57,7 @@ class SequenceParallelAttention(AttentionBackend):
 
     def bind(
         self, group: dist.ProcessGroup, device: torch.device
-    ) -> contextlib.AbstractContextManager[BoundAttention]:
+    ) -> contextlib.AbstractContextManager[SplitAttention]:
         """This attention over the ranks of a group; all of them call it together."""
         raise NotImplementedError
 
@@ -123,6 +123,21 @@ class SequenceParallelAttention(AttentionBackend):
 
     def backward_packed(self, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
         return self.on_one_device.backward_packed(*arguments, **options)
+
+
+def local_memory(problem: AttentionProblem, layout: Layout) -> dict[str, float]:
+    """Bytes of what one rank holds whatever the scheme, and under ``kv`` those of its k and v.
+
+    With gradients dq is summed in float32, beside the part of it that a kernel gives.
+    """
+    element = 4 if problem.dtype == "float32" else 2
+    rows = problem.batch_size * layout.local_len(problem.q_len)
+    q = float(rows * problem.num_heads * problem.head_dim * element)
+    kv = 2.0 * rows * problem.num_kv_heads * problem.head_dim * element
+    found = {"kv": kv, "inputs": q + kv, "output": q, "lse": 4.0 * rows * problem.num_heads}
+    if problem.needs_grad:
+        found |= {"output_gradient": q, "dq": 4 / element * q + q}
+    return found
 
 
 def kernels() -> list[str]:
@@ -230,15 +245,11 @@ class ContextParallelAttention(SequenceParallelAttention):
         that a kernel gives. A ring holds two blocks of visiting keys, and gradients of keys as
         the transport moves them; a gather holds all ranks' keys and gradients of them.
         """
-        element = 4 if problem.dtype == "float32" else 2
-        rows = problem.batch_size * self.layout(problem.cp).local_len(problem.q_len)
-        q = float(rows * problem.num_heads * problem.head_dim * element)
-        kv = 2.0 * rows * problem.num_kv_heads * problem.head_dim * element
-        wide = 4 / element
-        found = {"inputs": q + kv, "output": q, "lse": 4.0 * rows * problem.num_heads}
+        found = local_memory(problem, self.layout(problem.cp))
+        kv = found.pop("kv")
+        q, wide = found["output"], 1 if problem.dtype == "float32" else 2
         if not problem.needs_grad:
             return found | self._forward_memory(q, kv, wide, problem)
-        found |= {"output_gradient": q, "dq": wide * q + q}
         return found | self._backward_memory(kv, wide, problem)
 
     def _forward_memory(
@@ -270,7 +281,7 @@ class ContextParallelAttention(SequenceParallelAttention):
         return {"visiting_keys": 2 * kv, "dk_dv": 2 * wide * kv + kv}
 
     @contextlib.contextmanager
-    def bind(self, group: dist.ProcessGroup, device: torch.device) -> Iterator[BoundAttention]:
+    def bind(self, group: dist.ProcessGroup, device: torch.device) -> Iterator[SplitAttention]:
         from parallel._bound import BoundAttention
 
         yield BoundAttention(

@@ -479,3 +479,54 @@ class TestSupport:
         assert scheme_of(name).choice(PROBLEM) == chosen
         options = {"kernel": "naive", "transport": transport}
         assert scheme_of(name, **options).choice(PROBLEM) == name
+
+
+class TestTorchPeer:
+    """What can be known of PyTorch's context_parallel without GPUs; the rest is in multigpu."""
+
+    @pytest.mark.parametrize(
+        ("changes", "reason"),
+        [
+            ({"device": "cpu"}, "has kernels for CUDA devices only"),
+            ({"packed": True}, "takes no packed batch"),
+            ({"causal": False}, "refuses calls without"),
+            ({"q_len": 60, "kv_len": 60}, "60 tokens do not divide by 8, and it does not pad"),
+        ],
+    )
+    def test_limits_are_reasons(self, changes: dict[str, Any], reason: str) -> None:
+        problem = replace(PROBLEM, **{"device": "cuda", **changes})
+        found = scheme_of("context_parallel_torch").supports(problem)
+        assert found is not None
+        assert reason in found
+
+    def test_otherwise_it_is_tried(self) -> None:
+        peer = scheme_of("context_parallel_torch")
+        assert peer.supports(replace(PROBLEM, device="cuda")) is None
+
+    def test_the_context_is_entered_and_left(self) -> None:
+        assert on_ranks(2, patched_and_restored, "alltoall") == [(True, True), (True, True)]
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (
+                {"kernel": "flash_triton"},
+                "attention.kernel=flash_triton: must be one of sdpa_flash",
+            ),
+            ({"rotate": "twist"}, "attention.rotate=twist: must be one of allgather, alltoall"),
+        ],
+    )
+    def test_what_cannot_be_is_refused(self, options: dict[str, Any], message: str) -> None:
+        with pytest.raises(ValueError, match="attention") as caught:
+            scheme_of("context_parallel_torch", **options)
+        assert str(caught.value).startswith(message)
+
+
+def patched_and_restored(group: dist.ProcessGroup, rotate: str) -> tuple[bool, bool]:
+    import torch.nn.functional as F
+
+    original = F.scaled_dot_product_attention
+    with scheme_of("context_parallel_torch", rotate=rotate).bind(group, CPU) as bound:
+        patched = F.scaled_dot_product_attention is not original
+        assert bound.layout.num_ranks == 2
+    return patched, F.scaled_dot_product_attention is original
