@@ -100,7 +100,9 @@ CASE_COLUMNS = [
         "check_error",
     ),
     *("peak_tflops", "memory_bandwidth_gb_s", "wall_s", "attempt"),
-    *("cp", "scheme", "scheme_kernel", "scheme_transport", "timeline", "padding_tokens"),
+    *("cp", "scheme", "scheme_kernel", "scheme_transport", "scheme_modes"),
+    *("timeline", "padding_tokens"),
+    *("balance", "balance_layout", "balance_ranks"),
 ]
 
 
@@ -152,7 +154,9 @@ def _case_row(record: Record, names: _Names) -> tuple[Any, ...]:
         hardware.memory_bandwidth_gb_s if hardware else np.nan,
         *(record.wall_s, record.attempt),
         *(case["parallel"].get("cp", 1), *_scheme(case["attention"], notes)),
+        _modes(case["attention"]),
         *(notes.get("timeline"), notes.get("padding_tokens", 0)),
+        *(notes.get("balance"), task.get("layout"), task.get("ranks")),
     )
 
 
@@ -183,6 +187,12 @@ def _scheme(attention: dict[str, Any], notes: dict[str, Any]) -> tuple[str | Non
         notes.get("kernel", attention["kernel"]),
         notes.get("transport", transport),
     )
+
+
+def _modes(attention: dict[str, Any]) -> str | None:
+    """``forward / backward``: in how many kernel calls, where attention has that choice."""
+    modes = [str(attention.get(f"{name}_mode", "")) for name in ("forward", "backward")]
+    return " / ".join(modes) if all(modes) else None
 
 
 def _heads(

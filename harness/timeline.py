@@ -18,7 +18,7 @@ from harness.check import Call, autocast
 from parallel._bound import SplitAttention
 from parallel._trace import NO_TRACE, Recorder
 
-TRACED_PASSES = 5
+TRACED_PASSES = 3
 
 
 def note_timeline(case: Case, bench: Bench, call: Call, attention: SplitAttention) -> None:

@@ -119,6 +119,11 @@ class Lane:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
+    @property
+    def hides(self) -> bool:
+        """Whether what happens on the lane happens while this rank computes."""
+        return self._stream is not None
+
     @contextlib.contextmanager
     def after(self, *marks: Mark) -> Iterator[None]:
         """What is inside runs on the lane, once all marks have been passed."""

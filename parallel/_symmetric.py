@@ -18,6 +18,7 @@ Order of events, on the streams of one rank, for a pass over P ranks:
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -83,7 +84,8 @@ class SymmetricRing:
         here = (k.contiguous(), v.contiguous())
         memory = self._buffers.get("keys", _Pair.bytes_of(*here, 1))
         keys = _Pair(memory, *here)
-        publish(memory, keys.of_rank(self._rank), here, self._KEYS)
+        with self._trace.span(WAIT, 0):
+            publish(memory, keys.of_rank(self._rank), here, self._KEYS)
         landing = [tuple(torch.empty_like(x) for x in here) for _ in range(2)]
         coming = Mark(self._device)
         for step in range(self._num_ranks):
@@ -92,7 +94,7 @@ class SymmetricRing:
                 free = Mark(self._device)
                 peer = (self._rank - step - 1) % self._num_ranks
                 target = landing[step % 2]
-                with self._fetching.after(free):
+                with aside(self._fetching, self._trace, step + 1, free):
                     for into, out in zip(target, keys.of_rank(peer), strict=True):
                         into.copy_(out, non_blocking=True)
                         self._trace.sent(out.nbytes)
@@ -120,7 +122,7 @@ class SymmetricRing:
             _write(out, contributions, name)
         written = Mark(self._device)
         peer = (self._rank + visit.step) % self._num_ranks
-        with self._reducing.after(written):
+        with aside(self._reducing, self._trace, visit.step, written):
             memory.barrier(self._GRADIENTS)
             self._published.append(Mark(self._device))
             for total, part in zip(self._totals, slots.of_rank(peer, slot), strict=True):
@@ -133,7 +135,7 @@ class SymmetricRing:
     def collect(self) -> tuple[Tensor, Tensor]:
         assert self._totals is not None, "collect() follows deliver()"
         memory = self._buffers.get("gradients", 0)
-        with self._reducing.after(self._last):
+        with aside(self._reducing, self._trace, self._num_ranks, self._last):
             # The next pass writes the slots anew, when all have read them.
             memory.barrier(self._GRADIENTS)
             self._last = Mark(self._device)
@@ -176,7 +178,8 @@ class SymmetricGather:
         memory = self._buffers.get("keys", _Pair.bytes_of(*own[0], len(groups)))
         keys = _Pair(memory, *own[0])
         slots = [x for slot in range(len(groups)) for x in keys.of_rank(self._rank, slot)]
-        publish(memory, slots, [x for pair in own for x in pair], self._KEYS)
+        with self._trace.span(WAIT, 0):
+            publish(memory, slots, [x for pair in own for x in pair], self._KEYS)
         coming = self._fetch(keys, own[0], 0)
         for step, heads in enumerate(groups):
             gathered, arrived = coming
@@ -193,7 +196,7 @@ class SymmetricGather:
     def _fetch(self, keys: _Pair, own: tuple[Tensor, ...], slot: int) -> tuple[list[Tensor], Mark]:
         """Start to copy a slot of every rank's buffer to [P, ...] here."""
         gathered = [x.new_empty((self._num_ranks, *x.shape)) for x in own]
-        with self._fetching.after(Mark(self._device)):
+        with aside(self._fetching, self._trace, slot, Mark(self._device)):
             for step in range(self._num_ranks):
                 # A different peer for each rank at each step, so that no link is shared.
                 peer = (self._rank - step) % self._num_ranks
@@ -219,7 +222,7 @@ class SymmetricGather:
             torch.zeros_like(parts[1][0], dtype=torch.float32),
         )
         written = Mark(self._device)
-        with self._reducing.after(written):
+        with aside(self._reducing, self._trace, visit.step, written):
             memory.barrier(self._GRADIENTS)
             for step in range(self._num_ranks):
                 peer = (self._rank - step) % self._num_ranks
@@ -237,6 +240,14 @@ class SymmetricGather:
         with self._trace.span(WAIT, len(self._parts)):
             self._last.wait()
         return join_heads(self._parts, self._work.head_dim_of[0])
+
+
+@contextlib.contextmanager
+def aside(lane: Lane, trace: Trace, step: int, *marks: Mark) -> Iterator[None]:
+    """Run on a lane after marks; where that does not hide it, the time is a wait."""
+    span = contextlib.nullcontext() if lane.hides else trace.span(WAIT, step)
+    with lane.after(*marks), span:
+        yield
 
 
 def publish(

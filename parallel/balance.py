@@ -92,7 +92,8 @@ def tiled(block: Block, block_q: int, block_k: int) -> int:
 
 def _ends_of_halves(layout: Layout, rank: int, length: int) -> list[tuple[int, int]]:
     """Queries in each half of a rank's part, and the keys up to the last of them."""
-    positions = [position for run in layout.runs(rank, length) for position in run]
-    half = len(positions) // 2
-    parts = [part for part in (positions[:half], positions[half:]) if part]
-    return [(len(part), part[-1] + 1) for part in parts]
+    runs = layout.runs(rank, length)
+    if len(runs) == 1:
+        (run,) = runs
+        runs = [run[: len(run) // 2], run[len(run) // 2 :]]
+    return [(len(run), run[-1] + 1) for run in runs if run]
