@@ -12,17 +12,14 @@ from typing import Any
 
 import pandas as pd
 
-from harness.frame import GIB
 from harness.table import per_case, point_groups
+from parallel import BACKENDS
 
 PHASES = ("forward", "backward", "forward_backward")
 
 COMPUTE, WAIT = "compute", "wait"
 
 MIB = 2**20
-
-GATHERS = ("llama3", "zigzag_llama3")
-"""Schemes that hold all keys at once; the project's others are rings."""
 
 
 def split_calls(frame: pd.DataFrame) -> pd.DataFrame:
@@ -31,7 +28,8 @@ def split_calls(frame: pd.DataFrame) -> pd.DataFrame:
     Columns beyond those of :func:`harness.table.per_case`: ``scheme``, ``kernel``,
     ``transport``; ``whole_ms``, the time of both passes (or of forward alone); ``one_device_ms``
     of the same kernel on the whole sequence; ``speedup`` and ``efficiency`` over it;
-    ``compute_ms`` (a list by rank), ``exposed_ms``, ``lockstep`` and ``sent_mib``.
+    ``compute_ms`` (a list by rank), ``exposed_ms``, ``lockstep`` and ``sent_mib``; ``gathers``,
+    whether all keys are held at once, None for a peer that does not say.
     """
     calls = frame[frame["task"] == "attention"]
     if calls.empty or not (calls["cp"] > 1).any():
@@ -50,6 +48,7 @@ def split_calls(frame: pd.DataFrame) -> pd.DataFrame:
     times = alone.groupby(group[alone.index])["whole_ms"].first()
     rows["one_device_ms"] = group.map(times)
     rows = rows[rows["cp"] > 1].reset_index(drop=True)
+    rows["gathers"] = [getattr(BACKENDS[name].target, "gathers", None) for name in rows["scheme"]]
     rows["speedup"] = rows["one_device_ms"] / rows["whole_ms"]
     rows["efficiency"] = rows["speedup"] / rows["world_size"]
     observed = pd.DataFrame(
@@ -100,6 +99,3 @@ def _lockstep(ranks: list[dict[str, Any]]) -> float:
 def predicted_gib(rows: pd.DataFrame) -> pd.Series:
     """Predicted peak memory, where a measured one stands beside it."""
     return rows["predicted_memory_gib"].where(rows["status"] == "ok")
-
-
-__all__ = ["GATHERS", "GIB", "PHASES", "predicted_gib", "split_calls"]

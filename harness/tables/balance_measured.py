@@ -7,7 +7,7 @@ import pandas as pd
 from harness import format as fmt
 from harness.table import Column, Table, make_table, point_groups, table
 from harness.tables._split import split_calls
-from kernels import BACKENDS
+from parallel import BACKENDS
 from parallel.balance import count_flops
 from parallel.context_parallel import SequenceParallelAttention
 from parallel.layouts import Layout
@@ -29,7 +29,6 @@ def build(frame: pd.DataFrame) -> Table | None:
     rows = rows[rows["causal"].astype(bool)].reset_index(drop=True)
     layouts = [_layout(name, ranks) for name, ranks in rows[["scheme", "world_size"]].values]
     rows["split"] = [layout.name for layout in layouts]
-    rows["gathers"] = [getattr(BACKENDS[name].target, "gathers", False) for name in rows["scheme"]]
     counted = [
         _predicted(layout, int(length), gathers)
         for layout, length, gathers in zip(layouts, rows["seq_len"], rows["gathers"], strict=True)

@@ -8,7 +8,7 @@ import pandas as pd
 
 from harness import format as fmt
 from harness.table import Column, Table, make_table, table, time_column
-from harness.tables._split import GATHERS, predicted_gib, split_calls
+from harness.tables._split import predicted_gib, split_calls
 
 CAPTION = (
     "Attention on sequences split over several ranks: median times of the slowest rank; speed-up "
@@ -65,8 +65,7 @@ def build(frame: pd.DataFrame) -> Table | None:
 
 def crossovers(rows: pd.DataFrame) -> Iterator[str]:
     """From which length on the best ring is faster than the best gather, in a sentence each."""
-    rows = rows[(rows["status"] == "ok") & rows["exposed_ms"].notna()]
-    rows = rows.assign(gathers=rows["scheme"].isin(GATHERS))
+    rows = rows[(rows["status"] == "ok") & rows["gathers"].notna()]
     for (ranks, kernel), group in rows.groupby(["world_size", "kernel"]):
         best = group.pivot_table(
             index="seq_len", columns="gathers", values="whole_ms", aggfunc="min"
