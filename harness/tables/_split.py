@@ -51,8 +51,9 @@ def split_calls(frame: pd.DataFrame) -> pd.DataFrame:
     rows["gathers"] = [getattr(BACKENDS[name].target, "gathers", None) for name in rows["scheme"]]
     rows["speedup"] = rows["one_device_ms"] / rows["whole_ms"]
     rows["efficiency"] = rows["speedup"] / rows["world_size"]
+    timelines = rows["timeline"].where(rows["status"] == "ok")
     observed = pd.DataFrame(
-        [_observed(passes) for passes in rows["timeline"]], columns=OBSERVED, index=rows.index
+        [_observed(passes) for passes in timelines], columns=OBSERVED, index=rows.index
     )
     return pd.concat([rows, observed], axis=1)
 
