@@ -19,6 +19,10 @@ from parallel._loops import Contribution, Visit
 from parallel._pieces import Work
 from parallel._trace import WAIT, Trace
 
+# Renamed in torch 2.13, which warns of the names that older versions know alone.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 @dataclass(slots=True)
 class _Reduction:
@@ -68,7 +72,7 @@ class AllGather:
             everything = own.new_empty((self._num_ranks, *own.shape))
             # Concatenated along the first dimension, the form that every backend takes.
             flat = everything.view(-1, *own.shape[1:])
-            works.append(dist.all_gather_into_tensor(flat, own, self._group, async_op=True))
+            works.append(_all_gather(flat, own, group=self._group, async_op=True))
             gathered.append(everything)
             self._trace.sent((self._num_ranks - 1) * own.nbytes)
         return gathered, works
@@ -82,7 +86,7 @@ class AllGather:
             del total
             own = torch.empty_like(by_rank[0])
             flat = by_rank.view(-1, *own.shape[1:])
-            works.append(dist.reduce_scatter_tensor(own, flat, group=self._group, async_op=True))
+            works.append(_reduce_scatter(own, flat, group=self._group, async_op=True))
             self._trace.sent((self._num_ranks - 1) * own.nbytes)
             parts.append(own)
         self._reductions.append(_Reduction(visit.kv_heads, (parts[0], parts[1]), works))

@@ -1,7 +1,8 @@
-"""Four processes that run functions of the tests on gloo, started once for all tests.
+"""Processes that run functions of the tests, started once for all tests.
 
-A test asks for some of the ranks: :func:`on_ranks` runs a function on each of them, with a
-process group of their own, and returns what each returned. Errors come back as they were raised.
+Four on gloo, or one for each GPU on NCCL. A test asks for some of the ranks: :func:`on_ranks`
+runs a function on each of them, with a process group of their own, and returns what each
+returned. Errors come back as they were raised.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ import torch.distributed as dist
 from torch import multiprocessing
 
 NUM_PROCESSES = 4
+"""On gloo."""
 
 GROUPS = {1: (2,), 2: (1, 3), 3: (0, 2, 3), 4: (0, 1, 2, 3)}
 """Which processes make up a group of a size: not the first ones, so that a rank in the group
 which is taken for one in the world is found out."""
 
 TIMEOUT_S = 60
+
+MAX_GPUS = 8
 
 
 class RankError(Exception):
@@ -37,10 +41,29 @@ def on_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> l
 
     ``function`` is at the top level of a test module.
     """
-    pool = _pool()
-    members = GROUPS[num_ranks]
+    return _run(_pool("gloo"), GROUPS[num_ranks], function, arguments)
+
+
+def on_gpus(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """The same with a GPU for each rank, over NCCL; the current device is the rank's own."""
+    return _run(_pool("nccl"), tuple(range(num_ranks)), function, arguments)
+
+
+def device_of(group: dist.ProcessGroup) -> torch.device:
+    """Where a rank of the group keeps its tensors."""
+    if dist.get_backend(group) == "gloo":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _run(
+    pool: list[Connection],
+    members: tuple[int, ...],
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> list[Any]:
     for process in members:
-        pool[process].send((num_ranks, function, arguments))
+        pool[process].send((len(members), function, arguments))
     replies = []
     for process in members:
         if not pool[process].poll(TIMEOUT_S):
@@ -54,14 +77,18 @@ def on_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> l
 
 
 @cache
-def _pool() -> list[Connection]:
+def _pool(backend: str) -> list[Connection]:
     """A connection to each process; they end with this one."""
+    gpus = min(MAX_GPUS, torch.cuda.device_count())
+    num_processes = NUM_PROCESSES if backend == "gloo" else gpus
     context = multiprocessing.get_context("spawn")
     folder = tempfile.TemporaryDirectory(prefix="attnbench-ranks-")
     ends, processes = [], []
-    for rank in range(NUM_PROCESSES):
+    for rank in range(num_processes):
         ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(rank, folder.name, theirs), daemon=True)
+        process = context.Process(
+            target=_serve, args=(backend, rank, num_processes, folder.name, theirs), daemon=True
+        )
         process.start()
         ends.append(ours)
         processes.append(process)
@@ -75,18 +102,24 @@ def _pool() -> list[Connection]:
     return ends
 
 
-def _serve(rank: int, folder: str, connection: Connection) -> None:
+def _serve(
+    backend: str, rank: int, num_processes: int, folder: str, connection: Connection
+) -> None:
     torch.set_num_threads(1)
+    members_of = GROUPS
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+        members_of = {size: tuple(range(size)) for size in (2, 4, 8) if size <= num_processes}
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{folder}/rendezvous",
         rank=rank,
-        world_size=NUM_PROCESSES,
+        world_size=num_processes,
         timeout=timedelta(seconds=TIMEOUT_S / 2),
     )
     groups = {
         size: dist.new_group(list(members), timeout=timedelta(seconds=TIMEOUT_S / 2))
-        for size, members in GROUPS.items()
+        for size, members in members_of.items()
     }
     while True:
         size, function, arguments = connection.recv()
