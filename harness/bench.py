@@ -247,6 +247,12 @@ class Bench:
                 "baseline_rss_bytes": self._baseline_rss,
             }
 
+    def add_to_peaks(self, num_bytes: int) -> None:
+        """Count memory that was held throughout and that the peaks do not know of."""
+        for key in ("peak_allocated_bytes", "peak_reserved_bytes"):
+            if key in self.outcome.memory:
+                self.outcome.memory[key] += num_bytes
+
     def allocated_bytes(self) -> int:
         """Bytes that tensors hold on a CUDA device now; 0 on a CPU, which keeps no count."""
         return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0

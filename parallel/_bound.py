@@ -13,12 +13,10 @@ from torch import Tensor
 
 from kernels import AttentionBackend, AttentionProblem, Packing
 from parallel import _loops
-from parallel._loops import Transport
 from parallel._pieces import DenseWork, PackedWork, Work
 from parallel._trace import NO_TRACE, Trace
+from parallel._transports import TransportMaker
 from parallel.layouts import Layout
-
-MakeTransport = Callable[[Trace], Transport]
 
 _WORKS_KEPT = 16
 """Prepared shapes of batches; a training run has one or two."""
@@ -62,6 +60,11 @@ class SplitAttention:
         """
         raise NotImplementedError
 
+    @property
+    def outside_bytes(self) -> int:
+        """Bytes of device memory that it holds and PyTorch's allocator does not count."""
+        return 0
+
     def all_parts(self, x: Tensor) -> list[Tensor]:
         """``x`` of every rank, in rank order; all ranks call it together."""
         parts = [torch.empty_like(x) for _ in range(self.layout.num_ranks)]
@@ -78,17 +81,22 @@ class BoundAttention(SplitAttention):
         kernel: AttentionBackend,
         layout: Layout,
         group: dist.ProcessGroup,
-        make_transport: MakeTransport,
+        transports: TransportMaker,
         gathers: bool,
         fusion: Fusion,
     ) -> None:
         super().__init__(layout, group)
         self._kernel = kernel
-        self._make_transport = make_transport
+        self._transports = transports
         self._gathers = gathers
         self._fusion = fusion
         self._works: dict[tuple[Any, ...], tuple[Any, Work]] = {}
         self._agreed = False
+
+    @property
+    def outside_bytes(self) -> int:
+        buffers = self._transports.buffers
+        return 0 if buffers is None else buffers.outside_bytes
 
     @torch.compiler.disable
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
@@ -184,7 +192,7 @@ class BoundAttention(SplitAttention):
     def forward(
         self, work: Work, q: Tensor, k: Tensor, v: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        transport = self._make_transport(self.trace)
+        transport = self._transports.make(self.trace)
         return _loops.forward(self._kernel, work, transport, q, k, v, scale, self.trace)
 
     def backward(
@@ -198,7 +206,7 @@ class BoundAttention(SplitAttention):
         lse: Tensor,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        transport = self._make_transport(self.trace)
+        transport = self._transports.make(self.trace)
         return _loops.backward(
             self._kernel, work, transport, do, q, k, v, o, lse, scale, self.trace
         )

@@ -24,6 +24,8 @@ class PeerMemory(Protocol):
     """``num_bytes`` on each rank of a group, readable by all of them."""
 
     num_bytes: int
+    outside_bytes: int
+    """Those of them that PyTorch's allocator of device memory does not count."""
 
     def of_rank(self, rank: int, offset: int, like: Tensor) -> Tensor:
         """A view of ``rank``'s buffer, ``offset`` bytes in, contiguous in the shape of ``like``."""
@@ -45,7 +47,10 @@ class CudaPeerMemory:
         import torch.distributed._symmetric_memory as symmetric
 
         self.num_bytes = num_bytes
+        before = torch.cuda.memory_allocated(device)
         self._own = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
+        # Versions differ in whether symmetric memory comes out of the allocator's pools.
+        self.outside_bytes = max(0, num_bytes - (torch.cuda.memory_allocated(device) - before))
         self._handle: Any = symmetric.rendezvous(self._own, group)
 
     def of_rank(self, rank: int, offset: int, like: Tensor) -> Tensor:
@@ -63,6 +68,7 @@ class HostPeerMemory:
 
     def __init__(self, group: dist.ProcessGroup, num_bytes: int) -> None:
         self.num_bytes = num_bytes
+        self.outside_bytes = 0
         self._group = group
         shared = Path("/dev/shm")
         with tempfile.NamedTemporaryFile(
@@ -96,6 +102,11 @@ class PeerBuffers:
         self._group = group
         self._device = device
         self._memory: dict[str, PeerMemory] = {}
+
+    @property
+    def outside_bytes(self) -> int:
+        """Bytes on this rank that PyTorch's allocator of device memory does not count."""
+        return sum(memory.outside_bytes for memory in self._memory.values())
 
     def get(self, purpose: str, num_bytes: int) -> PeerMemory:
         """At least ``num_bytes`` on each rank."""

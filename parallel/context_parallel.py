@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor
 
-    from parallel._bound import Fusion, MakeTransport, SplitAttention
+    from parallel._bound import Fusion, SplitAttention
+    from parallel._transports import TransportMaker
 
 SYMMETRIC = "symmetric"
 """The transport that reads peers' memory directly."""
@@ -264,7 +265,9 @@ class ContextParallelAttention(SequenceParallelAttention):
         self, kv: float, wide: float, problem: AttentionProblem
     ) -> dict[str, float]:
         """Bytes that a backward pass needs for visiting keys and their gradients."""
-        symmetric = self.transport_of(problem) == SYMMETRIC
+        # Without asking the devices: predictions are made where no CUDA context should be.
+        automatic = SYMMETRIC if problem.device == "cuda" else self.transports[0]
+        symmetric = SYMMETRIC in (self.transport, automatic if self.transport == "auto" else "")
         if self.gathers:
             everything = problem.cp * kv
             published = kv + everything if symmetric else 0.0
@@ -288,7 +291,7 @@ class ContextParallelAttention(SequenceParallelAttention):
             kernel=self.on_one_device,
             layout=self.layout(group.size()),
             group=group,
-            make_transport=self._transport_maker(group, device),
+            transports=self._transport_maker(group, device),
             gathers=self.gathers,
             fusion=self._fusion(),
         )
@@ -298,7 +301,7 @@ class ContextParallelAttention(SequenceParallelAttention):
 
         return Fusion()
 
-    def _transport_maker(self, group: dist.ProcessGroup, device: torch.device) -> MakeTransport:
+    def _transport_maker(self, group: dist.ProcessGroup, device: torch.device) -> TransportMaker:
         """Makes the transport of each pass; buffers that peers read outlive a pass."""
         raise NotImplementedError
 
@@ -315,7 +318,7 @@ class RingAttention(ContextParallelAttention):
 
     transports: ClassVar[tuple[str, ...]] = ("send_recv", "symmetric")
 
-    def _transport_maker(self, group: dist.ProcessGroup, device: torch.device) -> MakeTransport:
+    def _transport_maker(self, group: dist.ProcessGroup, device: torch.device) -> TransportMaker:
         from parallel import _transports
 
         if self._reads_peers(group, device):
@@ -348,7 +351,7 @@ class GatherAttention(ContextParallelAttention):
             )
         return ContextParallelAttention.why_not_split(self, problem)
 
-    def _transport_maker(self, group: dist.ProcessGroup, device: torch.device) -> MakeTransport:
+    def _transport_maker(self, group: dist.ProcessGroup, device: torch.device) -> TransportMaker:
         from parallel import _transports
 
         heads = self.kv_heads_at_once or None

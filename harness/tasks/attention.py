@@ -200,6 +200,7 @@ class Attention(Task):
             if call.padding:
                 bench.outcome.notes["padding_tokens"] = call.padding
             self._run(case, bench, call)
+            bench.add_to_peaks(attention.outside_bytes)
             note_timeline(case, bench, call, attention)
 
     def _run(self, case: Case, bench: Bench, call: Call) -> None:
