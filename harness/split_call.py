@@ -17,7 +17,7 @@ from kernels._reference import ROWS
 from parallel._bound import SplitAttention
 from parallel.layouts import Layout
 
-KEYS_CHECKED_UP_TO = 65_536
+KEYS_CHECKED_UP_TO = 16_384
 """Longer sequences have their last keys checked alone, which only the last queries see: others
 take time that grows with the square of the length, in float64."""
 

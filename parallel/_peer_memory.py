@@ -92,43 +92,13 @@ class HostPeerMemory:
         dist.barrier(self._group)
 
 
-class PeerBuffers:
-    """Keeps one :class:`PeerMemory` per purpose between calls, and grows it where needed.
-
-    To allocate is a collective operation: ranks ask for the same sizes in the same order.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group = group
-        self._device = device
-        self._memory: dict[str, PeerMemory] = {}
-
-    @property
-    def outside_bytes(self) -> int:
-        """Bytes on this rank that PyTorch's allocator of device memory does not count."""
-        return sum(memory.outside_bytes for memory in self._memory.values())
-
-    def get(self, purpose: str, num_bytes: int) -> PeerMemory:
-        """At least ``num_bytes`` on each rank."""
-        found = self._memory.get(purpose)
-        if found is None or found.num_bytes < num_bytes:
-            self._memory.pop(purpose, None)
-            del found
-            if self._device.type == "cuda":
-                # What is in flight may still read the buffer that goes.
-                torch.cuda.synchronize(self._device)
-                found = CudaPeerMemory(self._group, num_bytes, self._device)
-            else:
-                found = HostPeerMemory(self._group, num_bytes)
-            self._memory[purpose] = found
-        return found
-
-
 class Lane:
     """A CUDA stream beside the one that computes; on a CPU everything happens at once."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # Of high priority: a barrier must not queue behind the thread blocks of a long kernel.
+        on_cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device, priority=-1) if on_cuda else None
 
     @property
     def hides(self) -> bool:
@@ -159,3 +129,37 @@ class Mark:
         """Hold the current stream until the moment has passed."""
         if self._event is not None:
             self._event.wait()
+
+
+class PeerBuffers:
+    """Keeps one :class:`PeerMemory` per purpose between calls, and grows it where needed.
+
+    To allocate is a collective operation: ranks ask for the same sizes in the same order.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.fetching, self.reducing = Lane(device), Lane(device)
+        """Streams of all passes: memory that one of them has used stays with it for the next."""
+        self._group = group
+        self._device = device
+        self._memory: dict[str, PeerMemory] = {}
+
+    @property
+    def outside_bytes(self) -> int:
+        """Bytes on this rank that PyTorch's allocator of device memory does not count."""
+        return sum(memory.outside_bytes for memory in self._memory.values())
+
+    def get(self, purpose: str, num_bytes: int) -> PeerMemory:
+        """At least ``num_bytes`` on each rank."""
+        found = self._memory.get(purpose)
+        if found is None or found.num_bytes < num_bytes:
+            self._memory.pop(purpose, None)
+            del found
+            if self._device.type == "cuda":
+                # What is in flight may still read the buffer that goes.
+                torch.cuda.synchronize(self._device)
+                found = CudaPeerMemory(self._group, num_bytes, self._device)
+            else:
+                found = HostPeerMemory(self._group, num_bytes)
+            self._memory[purpose] = found
+        return found

@@ -73,7 +73,7 @@ class SymmetricRing:
         self._device = device
         self._buffers = buffers
         self._trace = trace
-        self._fetching, self._reducing = Lane(device), Lane(device)
+        self._fetching, self._reducing = buffers.fetching, buffers.reducing
         self._published: list[Mark] = []
         """For each step, that all ranks have published, and the slot before it is free again."""
         self._totals: tuple[Tensor, Tensor] | None = None
@@ -162,7 +162,7 @@ class SymmetricGather:
         self._buffers = buffers
         self._trace = trace
         self._heads_at_once = heads_at_once
-        self._fetching, self._reducing = Lane(device), Lane(device)
+        self._fetching, self._reducing = buffers.fetching, buffers.reducing
         self._work: Work | None = None
         self._parts: list[tuple[Tensor, Tensor]] = []
         self._last = Mark(device)
