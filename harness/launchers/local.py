@@ -53,7 +53,8 @@ class Local(Launcher):
                 typed = " ".join(f"{key}={size}" for key, size in axes.items() if size > 1)
                 raise ValueError(
                     f"{typed}: needs {case.world_size} GPUs, this host has "
-                    f"{len(probe_cuda()['names'])}; use fewer ranks, a scale= of the sweep that has fewer, or device=cpu"
+                    f"{len(probe_cuda()['names'])}; use fewer ranks, a scale= of the sweep that "
+                    "has fewer, or device=cpu"
                 )
 
     def launch(
