@@ -572,3 +572,51 @@ def patched_and_restored(group: dist.ProcessGroup, rotate: str) -> tuple[bool, b
         patched = F.scaled_dot_product_attention is not original
         assert bound.layout.num_ranks == 2
     return patched, F.scaled_dot_product_attention is original
+
+
+class TestPredictedMemory:
+    """65,536 tokens on 8 ranks, 32 query and 8 KV heads of 128, bfloat16; MB of 10^6 bytes."""
+
+    GUIDE = replace(
+        PROBLEM,
+        num_heads=32,
+        num_kv_heads=8,
+        q_len=65_536,
+        kv_len=65_536,
+        head_dim=128,
+        dtype="bfloat16",
+        cp=8,
+    )
+    Q_MB, KV_MB, ALL_KV_MB = 67.1, 33.6, 268.4
+
+    def test_local_tensors(self) -> None:
+        found = scheme_of("zigzag", transport="send_recv").peak_memory(self.GUIDE)
+        assert found["inputs"] / 1e6 == pytest.approx(self.Q_MB + self.KV_MB, rel=2e-3)
+        assert found["output"] / 1e6 == pytest.approx(self.Q_MB, rel=2e-3)
+        # A float32 sum beside the part that a kernel gives in bfloat16.
+        assert found["dq"] / 1e6 == pytest.approx(3 * self.Q_MB, rel=2e-3)
+        assert found["visiting_keys"] / 1e6 == pytest.approx(2 * self.KV_MB, rel=2e-3)
+
+    def test_gathered_keys(self) -> None:
+        found = scheme_of("llama3", transport="all_gather").peak_memory(self.GUIDE)
+        assert found["gathered_keys"] / 1e6 == pytest.approx(self.ALL_KV_MB, rel=2e-3)
+
+    def test_a_fused_call_repeats_keys(self) -> None:
+        """Chunks r and 2P-1-r of 16 see 17 chunks of keys in two calls or in one."""
+        packed = replace(self.GUIDE, packed=True)
+        two, one = (
+            scheme_of("zigzag_llama3", transport="all_gather", backward_mode=mode)
+            for mode in ("two_kernels", "fused")
+        )
+        assert two.peak_memory(packed)["taken_keys"] / 1e6 == pytest.approx(268.4, rel=2e-3)
+        assert one.peak_memory(packed)["taken_keys"] / 1e6 == pytest.approx(
+            268.4 * 17 / 16, rel=2e-3
+        )
+
+    @pytest.mark.parametrize("name", SCHEMES)
+    def test_rings_do_not_grow_with_ranks_and_gathers_do(self, name: str) -> None:
+        """With as many tokens a rank."""
+        scheme = scheme_of(name, transport=TRANSPORTS[name][0])
+        half = replace(self.GUIDE, q_len=32_768, kv_len=32_768, cp=4)
+        more, less = (sum(scheme.peak_memory(item).values()) for item in (self.GUIDE, half))
+        assert more > 1.3 * less if scheme.gathers else more == less
