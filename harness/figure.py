@@ -38,13 +38,6 @@ COLOURS = {
     "flash_attn_4": "#CC79A7",
     "flash_torch": "#999933",
     "auto": "#000000",
-    "ring": "#44AA99",
-    "zigzag": "#6699CC",
-    "striped": "#AA7744",
-    "llama3": "#CC6677",
-    "zigzag_llama3": "#117733",
-    "context_parallel_torch": "#661100",
-    "contiguous": "#44AA99",
     "fp32": "#555555",
     "tf32": "#E69F00",
     "bf16": "#0072B2",
@@ -53,6 +46,17 @@ COLOURS = {
     "block": "#009E73",
     "model": "#0072B2",
 }
+
+SPLIT_COLOURS = {
+    "ring": "#44AA99",
+    "zigzag": "#6699CC",
+    "striped": "#AA7744",
+    "llama3": "#CC6677",
+    "zigzag_llama3": "#117733",
+    "context_parallel_torch": "#661100",
+    "contiguous": "#44AA99",
+}
+"""Of schemes and layouts over several ranks, which no figure shows beside kernels."""
 
 _FALLBACK_COLOURS = ("#44AA99", "#CC6677", "#117733", "#661100", "#6699CC", "#888888")
 
@@ -117,13 +121,14 @@ def draw(name: str, frame: pd.DataFrame) -> tuple[str, bytes, bytes] | None:
 
 def colour(name: str) -> str:
     """The colour of a backend, a precision or another choice, the same everywhere."""
-    return COLOURS.get(name) or _FALLBACK_COLOURS[_digest(name) % len(_FALLBACK_COLOURS)]
+    known = COLOURS.get(name) or SPLIT_COLOURS.get(name)
+    return known or _FALLBACK_COLOURS[_digest(name) % len(_FALLBACK_COLOURS)]
 
 
 def marker(name: str) -> str:
     """The marker of a backend, so that lines differ by more than colour."""
-    names = list(COLOURS)
-    place = names.index(name) if name in COLOURS else _digest(name)
+    names = list(SPLIT_COLOURS if name in SPLIT_COLOURS else COLOURS)
+    place = names.index(name) if name in names else _digest(name)
     return _MARKERS[place % len(_MARKERS)]
 
 

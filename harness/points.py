@@ -178,13 +178,16 @@ SHAPE_POINTS = ("head_dim", "num_heads", "num_kv_heads", "causal", "kv_len", "la
 """Given by the model in a training step, and by the task when attention is measured alone."""
 
 
+WITHOUT_MODEL = ("attention", "flop_balance")
+"""Tasks that give the shape of the attention call themselves."""
+
 OBSERVED = ("memory_source",)
 """Known only after the measurement, so that cases are matched without it."""
 
 
 def redundant_points(rows: pd.DataFrame) -> set[str]:
     """Points that follow from others in these rows, and need not be shown."""
-    if rows["model"].notna().all():
+    if not rows["task"].isin(WITHOUT_MODEL).any():
         return set(SHAPE_POINTS)
     usual = {"num_kv_heads": "num_heads", "kv_len": "seq_len"}
     return {name for name, other in usual.items() if rows[name].equals(rows[other])}

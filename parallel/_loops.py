@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from kernels import AttentionBackend
-from parallel._pieces import Piece, Rows, Work
+from parallel._pieces import Piece, Work
+from parallel._rows import Rows
 from parallel._trace import COMPUTE, Trace
 
 

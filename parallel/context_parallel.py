@@ -97,7 +97,7 @@ class SequenceParallelAttention(AttentionBackend):
         raise NotImplementedError
 
     def keeps_scores(self, problem: AttentionProblem) -> bool:
-        return self.on_one_device.keeps_scores(problem)
+        return problem.cp == 1 and self.on_one_device.keeps_scores(problem)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
         return self.on_one_device.attend(q, k, v, causal=causal, scale=scale)
