@@ -153,11 +153,13 @@ class PeerBuffers:
         """At least ``num_bytes`` on each rank."""
         found = self._memory.get(purpose)
         if found is None or found.num_bytes < num_bytes:
-            self._memory.pop(purpose, None)
-            del found
+            if found is not None:
+                # What is in flight, here and on other ranks, may still read the buffer that goes.
+                if self._device.type == "cuda":
+                    torch.cuda.synchronize(self._device)
+                dist.barrier(self._group)
+                del self._memory[purpose], found
             if self._device.type == "cuda":
-                # What is in flight may still read the buffer that goes.
-                torch.cuda.synchronize(self._device)
                 found = CudaPeerMemory(self._group, num_bytes, self._device)
             else:
                 found = HostPeerMemory(self._group, num_bytes)

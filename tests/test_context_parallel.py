@@ -620,3 +620,24 @@ class TestPredictedMemory:
         half = replace(self.GUIDE, q_len=32_768, kv_len=32_768, cp=4)
         more, less = (sum(scheme.peak_memory(item).values()) for item in (self.GUIDE, half))
         assert more > 1.3 * less if scheme.gathers else more == less
+
+
+def grown_buffers(group: dist.ProcessGroup, name: str) -> float:
+    """A short batch, a longer one and the short one again, through one bound attention."""
+    worst = 0.0
+    with scheme_of(name, kernel="naive", transport="symmetric").bind(group, CPU) as bound:
+        for length in (12, 48, 12):
+            batch = Batch(lengths=(length,))
+            q, k, v, do = (shard(bound, x, batch) for x in batch.tensors())
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            o = attend(bound, leaves, batch)
+            found = [o.detach(), *torch.autograd.grad(o, leaves, do)]
+            expected = [shard(bound, x, batch) for x in exact(batch)]
+            for got, want in zip(found, expected, strict=True):
+                worst = max(worst, float((got.double() - want).abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_memory_that_peers_read_grows_with_the_batch(name: str) -> None:
+    assert max(on_ranks(3, grown_buffers, name)) < 1e-5
