@@ -17,15 +17,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from harness import format as fmt
-from kernels import BACKENDS, AttentionBackend, AttentionProblem
+from kernels import AttentionBackend, AttentionProblem
+from parallel import BACKENDS
 
 USAGE = "attnbench backends [device=auto|cpu|cuda]"
 
 HELP = f"""\
 Usage: {USAGE}
 
-Lists every attention backend with its library's version, whether it runs on this machine, and
-if not why. For those that run:
+Lists every attention backend for one device with its library's version, whether it runs on this
+machine, and if not why. For those that run:
   grouped queries  fewer heads of keys and values than of queries
   packed           sequences of different lengths end to end: natively, or in a loop
   S_q ≠ S_k        a causal mask with more keys than queries, or any number of them
@@ -70,10 +71,16 @@ def main(arguments: list[str]) -> int:
     except ValueError as error:
         print(f"attnbench: {error}", file=sys.stderr)
         return 2
-    rows = [
-        features_of(entry.target(name=entry.name, **entry.preset), device) for entry in BACKENDS
-    ]
-    _print(rows, device, Console(soft_wrap=False))
+    backends = [entry.target(name=entry.name, **entry.preset) for entry in BACKENDS]
+    rows = [features_of(item, device) for item in backends if not item.splits_sequence]
+    console = Console(soft_wrap=False)
+    _print(rows, device, console)
+    schemes = ", ".join(item.name for item in backends if item.splits_sequence)
+    console.print(
+        f"\nOver parallel.cp ranks, with those above as attention.kernel=: {schemes}.",
+        highlight=False,
+        soft_wrap=True,
+    )
     return 0
 
 

@@ -185,9 +185,23 @@ class Bench:
         """All ranks start the next pass together.
 
         A vote, so that a rank which failed in the last pass meets the others in one and the
-        same collective, wherever they wait for it.
+        same collective, wherever they wait for it. On GPUs the streams are brought together
+        too: a host that runs ahead would else begin to wait for its peers inside the timing.
         """
         self.vote()
+        if self.world_size > 1 and self.device.type == "cuda":
+            dist.all_reduce(torch.zeros(1, device=self.device))
+
+    def gather(self, value: Any) -> list[Any]:
+        """``value`` of every rank, in rank order; all ranks call it together."""
+        if self.world_size == 1:
+            return [value]
+        gathered: list[Any] = [None] * self.world_size
+        try:
+            dist.all_gather_object(gathered, value, group=self._vote_group)
+        except RuntimeError as error:
+            raise PeerSilent(str(error)) from error
+        return gathered
 
     def share(self, passes: int) -> int:
         """This round's part of ``passes``, when measuring is split into interleaved rounds."""
@@ -232,6 +246,12 @@ class Bench:
                 "peak_rss_bytes": peak,
                 "baseline_rss_bytes": self._baseline_rss,
             }
+
+    def add_to_peaks(self, num_bytes: int) -> None:
+        """Count memory that was held throughout and that the peaks do not know of."""
+        for key in ("peak_allocated_bytes", "peak_reserved_bytes"):
+            if key in self.outcome.memory:
+                self.outcome.memory[key] += num_bytes
 
     def allocated_bytes(self) -> int:
         """Bytes that tensors hold on a CUDA device now; 0 on a CPU, which keeps no count."""

@@ -116,6 +116,11 @@ class Case:
         require_at_least("batch_size", self.batch_size, 1)
         require_at_least("seed", self.seed, 0)
         require_choice("device", self.device, DEVICES)
+        if self.parallel.cp > 1 and not self.attention.splits_sequence:
+            raise ValueError(
+                f"parallel.cp={self.parallel.cp}: attention={self.attention.name} runs on whole "
+                f"sequences; choose one that splits them, {', '.join(_that_split_sequences())}"
+            )
         if "model" not in self.task.uses:
             self.model = None
         if "compile" not in self.task.uses:
@@ -163,7 +168,7 @@ class Case:
             parts.append(f"compile_{self.compile.scope}")
         parts += self.task.words()
         if self.world_size > 1:
-            parts.append(f"{self.parallel.name}{self.world_size}")
+            parts.append(_ranks(self.parallel))
         parts.append(self.device)
         text = "-".join(part for part in parts if part)
         return re.sub(r"[^A-Za-z0-9._-]+", "_", text)[:120]
@@ -184,7 +189,7 @@ class Case:
             words.append(f"x {heads} heads of {problem.head_dim}")
         words += self.task.words()
         if self.world_size > 1:
-            words.append(f"{self.parallel.name} on {self.world_size} ranks")
+            words.append(f"{_ranks(self.parallel)} on {self.world_size} ranks")
         return " ".join(word for word in words if word)
 
 
@@ -193,6 +198,17 @@ _REGISTRIES: dict[str, Registry[Any]] = {
     "attention": BACKENDS,
     "parallel": STRATEGIES,
 }
+
+
+def _that_split_sequences() -> list[str]:
+    made = (entry.target(name=entry.name, **entry.preset) for entry in BACKENDS)
+    return [attention.name for attention in made if attention.splits_sequence]
+
+
+def _ranks(parallel: Strategy) -> str:
+    """What each mesh axis of a world is for and how long it is: ``ddp_torch2``, ``cp4``."""
+    words = [f"{parallel.name}{parallel.dp}"] if parallel.dp > 1 else []
+    return "-".join([*words, f"cp{parallel.cp}"] if parallel.cp > 1 else words)
 
 
 def _defining(value: Any) -> Any:

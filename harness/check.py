@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -45,6 +46,19 @@ def random_qkv(
     )
 
 
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Part:
+    """A dense part of a call, small enough to compare with float64 in places."""
+
+    problem: AttentionProblem
+    take: Callable[[Tensor], Tensor]
+    """The part of a tensor of the call, [B, H, S, D]."""
+    rows: Sequence[slice] | None = None
+    """Which rows of o and dq to compare; None is the first and the last."""
+    keys: Sequence[slice] | None = None
+    """Which rows of dk and dv to compare; None is the last."""
+
+
 class Call(Protocol):
     """An attention call as a task makes it: its inputs, the call, and how to look at it."""
 
@@ -56,8 +70,12 @@ class Call(Protocol):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
 
-    def views(self) -> Iterable[tuple[AttentionProblem, Callable[[Tensor], Tensor]]]:
-        """Dense parts to check: the problem of each, and its view of a tensor of the call."""
+    def output_gradient(self, o: Tensor) -> Tensor:
+        """A random gradient of the output."""
+        ...
+
+    def parts(self) -> Iterable[Part]:
+        """What to check."""
         ...
 
 
@@ -78,17 +96,15 @@ class DenseCall:
         scale = problem.head_dim**-0.5
         return self._case.attention.attend(q, k, v, causal=problem.causal, scale=scale)
 
-    def views(self) -> Iterable[tuple[AttentionProblem, Callable[[Tensor], Tensor]]]:
-        return [(self.problem, lambda x: x)]
+    def output_gradient(self, o: Tensor) -> Tensor:
+        return torch.randn_like(o)
 
-
-def check_attention(case: Case, bench: Bench, *, sequence_major: bool) -> None:
-    """Run the case's attention once at full size and compare a slice with float64."""
-    check_call(case, bench, DenseCall(case, bench.device, sequence_major=sequence_major))
+    def parts(self) -> Iterable[Part]:
+        return [Part(problem=self.problem, take=lambda x: x)]
 
 
 def check_call(case: Case, bench: Bench, call: Call) -> None:
-    """Make a call once at full size and compare slices of its views with float64.
+    """Make a call once at full size and compare slices of its parts with float64.
 
     Raises WrongResult if any relative error exceeds the tolerance of the case's number format.
     """
@@ -100,15 +116,19 @@ def check_call(case: Case, bench: Bench, call: Call) -> None:
         o = call.attend(q, k, v)
     tensors["o"] = o.detach()
     if problem.needs_grad:
-        do = torch.randn_like(o)
+        do = call.output_gradient(o)
         dq, dk, dv = torch.autograd.grad(o, (q, k, v), do)
         tensors |= {"do": do, "dq": dq, "dk": dk, "dv": dv}
     with torch.no_grad():
         found = [
             check_slice(
-                part, {name: view(x) for name, x in tensors.items()}, scale=problem.head_dim**-0.5
+                part.problem,
+                {name: part.take(x) for name, x in tensors.items()},
+                scale=problem.head_dim**-0.5,
+                rows=part.rows,
+                keys=part.keys,
             )
-            for part, view in call.views()
+            for part in call.parts()
         ]
     errors = {name: max(part[name] for part in found) for name in found[0]}
     number_format = case.precision.peak

@@ -47,6 +47,17 @@ COLOURS = {
     "model": "#0072B2",
 }
 
+SPLIT_COLOURS = {
+    "ring": "#44AA99",
+    "zigzag": "#6699CC",
+    "striped": "#AA7744",
+    "llama3": "#CC6677",
+    "zigzag_llama3": "#117733",
+    "context_parallel_torch": "#661100",
+    "contiguous": "#44AA99",
+}
+"""Of schemes and layouts over several ranks, which no figure shows beside kernels."""
+
 _FALLBACK_COLOURS = ("#44AA99", "#CC6677", "#117733", "#661100", "#6699CC", "#888888")
 
 _MARKERS = "osD^vPX<>p*hd8"
@@ -110,13 +121,14 @@ def draw(name: str, frame: pd.DataFrame) -> tuple[str, bytes, bytes] | None:
 
 def colour(name: str) -> str:
     """The colour of a backend, a precision or another choice, the same everywhere."""
-    return COLOURS.get(name) or _FALLBACK_COLOURS[_digest(name) % len(_FALLBACK_COLOURS)]
+    known = COLOURS.get(name) or SPLIT_COLOURS.get(name)
+    return known or _FALLBACK_COLOURS[_digest(name) % len(_FALLBACK_COLOURS)]
 
 
 def marker(name: str) -> str:
     """The marker of a backend, so that lines differ by more than colour."""
-    names = list(COLOURS)
-    place = names.index(name) if name in COLOURS else _digest(name)
+    names = list(SPLIT_COLOURS if name in SPLIT_COLOURS else COLOURS)
+    place = names.index(name) if name in names else _digest(name)
     return _MARKERS[place % len(_MARKERS)]
 
 
@@ -128,6 +140,7 @@ def panel_key(rows: pd.DataFrame, across: Iterable[str]) -> tuple[list[str], str
     """Point columns that vary beyond ``across``, and the sentence on those that do not."""
     ignored = {*across, "memory_source", "device"} | redundant_points(rows)
     names = [name for name in POINTS if name not in ignored]
+    names = [name for name in names if name in rows]
     varying = [name for name in names if POINTS[name].varies(rows[name])]
     return varying, caption_of(rows, [name for name in names if name not in varying])
 

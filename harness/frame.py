@@ -100,6 +100,9 @@ CASE_COLUMNS = [
         "check_error",
     ),
     *("peak_tflops", "memory_bandwidth_gb_s", "wall_s", "attempt"),
+    *("cp", "scheme", "scheme_kernel", "scheme_transport", "scheme_modes"),
+    *("timeline", "padding_tokens"),
+    *("balance", "balance_layout", "balance_ranks"),
 ]
 
 
@@ -150,6 +153,10 @@ def _case_row(record: Record, names: _Names) -> tuple[Any, ...]:
         hardware.peak_tflops.get(peak, np.nan) if hardware else np.nan,
         hardware.memory_bandwidth_gb_s if hardware else np.nan,
         *(record.wall_s, record.attempt),
+        *(case["parallel"].get("cp", 1), *_scheme(case["attention"], notes)),
+        _modes(case["attention"]),
+        *(notes.get("timeline"), notes.get("padding_tokens", 0)),
+        *(notes.get("balance"), task.get("layout"), task.get("ranks")),
     )
 
 
@@ -168,6 +175,24 @@ def _phase_rows(index: int, record: Record) -> list[tuple[Any, ...]]:
         formulas = (work.get("flops"), work.get("bytes"), work.get("tokens"))
         rows.append((index, name, clock, samples, *formulas))
     return rows
+
+
+def _scheme(attention: dict[str, Any], notes: dict[str, Any]) -> tuple[str | None, str, str | None]:
+    """Attention over several ranks in three words; on one device it is its own kernel."""
+    if "transport" not in attention and "rotate" not in attention:
+        return None, attention["name"], None
+    transport = attention.get("transport", attention.get("rotate"))
+    return (
+        attention["name"],
+        notes.get("kernel", attention["kernel"]),
+        notes.get("transport", transport),
+    )
+
+
+def _modes(attention: dict[str, Any]) -> str | None:
+    """``forward / backward``: in how many kernel calls, where attention has that choice."""
+    modes = [str(attention.get(f"{name}_mode", "")) for name in ("forward", "backward")]
+    return " / ".join(modes) if all(modes) else None
 
 
 def _heads(
@@ -222,7 +247,9 @@ class _Names:
         self._world_size: dict[str, int] = {}
         self._model = _distinct_names(record.case["model"] for record in records)
         self._precision = _distinct_names(record.case["precision"] for record in records)
-        self._strategy = _distinct_names(_without_dp(record.case["parallel"]) for record in records)
+        self._strategy = _distinct_names(
+            _without_ranks(record.case["parallel"]) for record in records
+        )
 
     def model(self, values: dict[str, Any] | None) -> str | None:
         return self._model[_key(values)] if values else None
@@ -231,7 +258,7 @@ class _Names:
         return self._precision[_key(values)]
 
     def strategy(self, values: dict[str, Any]) -> str:
-        return self._strategy[_key(_without_dp(values))]
+        return self._strategy[_key(_without_ranks(values))]
 
     def attention(self, values: dict[str, Any]) -> str:
         key = _key(values)
@@ -263,8 +290,10 @@ def _key(values: dict[str, Any]) -> str:
     return json.dumps(values, sort_keys=True)
 
 
-def _without_dp(values: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if key != "dp"}
+def _without_ranks(values: dict[str, Any]) -> dict[str, Any]:
+    """A strategy but for its ranks, which have a column, unless they are on two axes."""
+    implied = {"dp"} if values["dp"] > 1 and values.get("cp", 1) > 1 else {"dp", "cp"}
+    return {key: value for key, value in values.items() if key not in implied}
 
 
 def _distinct_names(choices: Iterable[dict[str, Any] | None]) -> dict[str, str]:

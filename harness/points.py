@@ -42,7 +42,17 @@ def _rank_in(order: tuple[str, ...]) -> Callable[[Any], Any]:
     return rank
 
 
+SPLIT_ORDER = ("contiguous", "zigzag", "striped")
+
+SCHEME_ORDER = ("ring", "zigzag", "striped", "llama3", "zigzag_llama3")
+"""Rings, then gathers, each from the simplest on; peers follow by name."""
+
+MODES_ORDER = ("two_kernels / two_kernels", "two_kernels / fused", "fused / two_kernels")
+
 attention_rank = _rank_in(ATTENTION_ORDER)
+modes_rank = _rank_in(MODES_ORDER)
+split_rank = _rank_in(SPLIT_ORDER)
+scheme_rank = _rank_in(SCHEME_ORDER)
 model_rank = _rank_in(MODEL_ORDER)
 precision_rank = _rank_in(PRECISION_ORDER)
 compile_rank = _rank_in(COMPILE_ORDER)
@@ -66,6 +76,7 @@ class Point:
         return values.nunique(dropna=self.optional) > 1
 
 
+# Those from split to step are of tables about ranks alone; the frame has no such columns.
 POINTS: dict[str, Point] = {
     "task": Point(header="task", describe=lambda value: ""),
     "model": Point(header="model", describe=lambda value: f"model {value}", rank=model_rank),
@@ -137,6 +148,23 @@ POINTS: dict[str, Point] = {
         format=fmt.integer,
     ),
     "seed": Point(header="seed", describe=lambda value: "", format=fmt.integer),
+    "split": Point(header="layout", describe=lambda value: f"{value} layout", rank=split_rank),
+    "scheme": Point(
+        header="attention", describe=lambda value: f"attention {value}", rank=scheme_rank
+    ),
+    "kernel": Point(header="kernel", describe=lambda value: f"kernel {value}", rank=attention_rank),
+    "transport": Point(header="transport", describe=lambda value: f"transport {value}"),
+    "modes": Point(
+        header="forward / backward calls",
+        describe=lambda value: "",
+        rank=modes_rank,
+        optional=True,
+    ),
+    "ranks": Point(
+        header="ranks", describe=lambda value: f"{fmt.integer(value)} ranks", format=fmt.integer
+    ),
+    "rank": Point(header="rank", describe=_always, format=fmt.integer),
+    "step": Point(header="step", describe=_always, format=fmt.integer),
     "device": Point(header="device", describe=_always),
     "device_name": Point(header="device name", describe=_always, optional=True),
     "memory_source": Point(
@@ -150,13 +178,16 @@ SHAPE_POINTS = ("head_dim", "num_heads", "num_kv_heads", "causal", "kv_len", "la
 """Given by the model in a training step, and by the task when attention is measured alone."""
 
 
+WITHOUT_MODEL = ("attention", "flop_balance")
+"""Tasks that give the shape of the attention call themselves."""
+
 OBSERVED = ("memory_source",)
 """Known only after the measurement, so that cases are matched without it."""
 
 
 def redundant_points(rows: pd.DataFrame) -> set[str]:
     """Points that follow from others in these rows, and need not be shown."""
-    if not (rows["task"] == "attention").any():
+    if not rows["task"].isin(WITHOUT_MODEL).any():
         return set(SHAPE_POINTS)
     usual = {"num_kv_heads": "num_heads", "kv_len": "seq_len"}
     return {name for name, other in usual.items() if rows[name].equals(rows[other])}

@@ -272,6 +272,9 @@ def is_final(record: Record, *, retry: bool) -> bool:
 
 
 def _first_error(outcomes: list[dict[str, Any]], status: str) -> dict[str, Any] | None:
+    if status == "unsupported" and all(item["status"] == status for item in outcomes):
+        # The same reason on every rank; none of them is to blame.
+        return dict(outcomes[0]["error"])
     for outcome in outcomes:
         if outcome["status"] == status and outcome["error"]:
             error = dict(outcome["error"])

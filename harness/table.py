@@ -202,7 +202,7 @@ def marks_of(rows: pd.DataFrame, *, means: bool = False) -> pd.Series:
     return marks
 
 
-def time_column(phase: str, header: str, **options: str) -> Column:
+def time_column(phase: str, header: str, *, group: str = "", detail: bool = False) -> Column:
     """The median time of a phase, spelling out the status where there is none."""
     return Column(
         key=f"{phase}_median_ms",
@@ -210,7 +210,8 @@ def time_column(phase: str, header: str, **options: str) -> Column:
         format=fmt.number,
         status=f"{phase}_status",
         mark="mark",
-        **options,  # type: ignore[arg-type]
+        group=group,
+        detail=detail,
     )
 
 

@@ -10,11 +10,12 @@ def merge(o: Tensor, lse: Tensor, new_o: Tensor, new_lse: Tensor) -> tuple[Tenso
     """o, new_o [..., S, D] and lse, new_lse [..., S] -> float32 (o, lse) over both.
 
     Each part is normalised by its own lse; its share of the whole is exp(its lse - the whole's).
-    Rows without any key in a part (lse minus infinity) take the other part as it is.
+    Rows without any key in a part (lse minus infinity) take the other part as it is. A float32
+    ``o`` is overwritten with the result, since a ring merges as often as it has ranks.
     """
     merged_lse = torch.logaddexp(lse, new_lse)
     # logaddexp(-inf, -inf) is -inf, and -inf - -inf is not a number.
     reference = merged_lse.masked_fill(merged_lse == -torch.inf, 0.0)
     share = (lse - reference).exp().unsqueeze(-1)
     new_share = (new_lse - reference).exp().unsqueeze(-1)
-    return o.float() * share + new_o.float() * new_share, merged_lse
+    return o.float().mul_(share).addcmul_(new_o, new_share), merged_lse

@@ -8,6 +8,8 @@ keys, so under a causal mask the last keys are checked, which only the last quer
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -36,11 +38,15 @@ def check_slice(
     tensors: dict[str, Tensor],
     *,
     scale: float,
+    rows: Sequence[slice] | None = None,
+    keys: Sequence[slice] | None = None,
 ) -> dict[str, float]:
     """Relative errors of o and, where given, dq, dk and dv.
 
     Args:
         tensors: q, k, v, o, and for gradients do, dq, dk, dv, as the backend saw and gave them.
+        rows: which rows of o and dq to look at; the first and the last if None.
+        keys: which rows of dk and dv to look at; the last if None, which cost least.
     """
     group_size = problem.num_heads // problem.num_kv_heads
     # The last batch entry and head, where a wrong stride would show.
@@ -51,23 +57,32 @@ def check_slice(
         tensors["k"][-1, kv_head].double(),
         tensors["v"][-1, kv_head].double(),
     )
-    last = slice(max(0, problem.q_len - ROWS), problem.q_len)
-    first = slice(0, min(ROWS, problem.q_len))
+    if rows is None:
+        rows = (
+            slice(0, min(ROWS, problem.q_len)),
+            slice(max(0, problem.q_len - ROWS), problem.q_len),
+        )
+    if keys is None:
+        keys = (slice(max(0, problem.kv_len - ROWS), problem.kv_len),)
     errors = {"o": 0.0}
     grads = "do" in tensors
     if grads:
         errors["dq"] = 0.0
-    for rows in (first, last):
-        p_HRS = _probabilities(problem, q_HSD, k_SD, rows, scale)
+    for part in rows:
+        p_HRS = _probabilities(problem, q_HSD, k_SD, part, scale)
         o_HRD = p_HRS @ v_SD
-        errors["o"] = max(errors["o"], relative_error(tensors["o"][-1, heads, rows], o_HRD))
+        errors["o"] = max(errors["o"], relative_error(tensors["o"][-1, heads, part], o_HRD))
         if grads:
-            do_HRD = tensors["do"][-1, heads, rows].double()
+            do_HRD = tensors["do"][-1, heads, part].double()
             ds_HRS = _score_gradients(p_HRS, do_HRD, o_HRD, v_SD, scale)
             dq_HRD = ds_HRS @ k_SD
-            errors["dq"] = max(errors["dq"], relative_error(tensors["dq"][-1, heads, rows], dq_HRD))
+            errors["dq"] = max(errors["dq"], relative_error(tensors["dq"][-1, heads, part], dq_HRD))
     if grads:
-        errors |= _key_errors(problem, tensors, q_HSD, k_SD, v_SD, heads, kv_head, scale)
+        found = [
+            _key_errors(problem, tensors, q_HSD, k_SD, v_SD, heads, kv_head, scale, part)
+            for part in keys
+        ]
+        errors |= {name: max(each[name] for each in found) for name in ("dk", "dv")}
     return errors
 
 
@@ -80,10 +95,9 @@ def _key_errors(
     heads: slice,
     kv_head: int,
     scale: float,
+    keys: slice,
 ) -> dict[str, float]:
-    keys = slice(max(0, problem.kv_len - ROWS), problem.kv_len)
-    num_keys = keys.stop - keys.start
-    first_row = max(0, problem.q_len - num_keys) if problem.causal else 0
+    first_row = max(0, keys.start + problem.q_len - problem.kv_len) if problem.causal else 0
     dk_KD = torch.zeros_like(k_SD[keys])
     dv_KD = torch.zeros_like(v_SD[keys])
     for start in range(first_row, problem.q_len, 512):

@@ -11,13 +11,16 @@ A packed batch has sequences of different lengths end to end, ``[tokens, heads, 
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kernels.registry import Registry
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+    from torch.distributed import ProcessGroup
 
 BACKENDS: Registry[type[AttentionBackend]] = Registry("attention", packages=("kernels",))
 
@@ -42,6 +45,8 @@ class AttentionProblem:
     needs_grad: bool
     packed: bool = False
     """Sequences of different lengths end to end; q_len and kv_len are then the longest."""
+    cp: int = 1
+    """Ranks that the sequence is split over; lengths are those of the whole sequence."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -83,6 +88,11 @@ class AttentionBackend:
         return True
 
     @property
+    def splits_sequence(self) -> bool:
+        """Whether it can run over several ranks that hold parts of a sequence each."""
+        return False
+
+    @property
     def compiles(self) -> bool:
         """Whether its first call goes through torch.compile, which takes seconds."""
         return False
@@ -107,6 +117,22 @@ class AttentionBackend:
     def keeps_scores(self, problem: AttentionProblem) -> bool:
         """Whether the S x S probabilities stay in memory for backward; predicts the memory."""
         return False
+
+    def bind(self, group: ProcessGroup, device: torch.device) -> AbstractContextManager[Any]:
+        """This attention over ranks that hold parts of sequences, where it splits them."""
+        raise NotImplementedError
+
+    def kernel_of(self, problem: AttentionProblem) -> str:
+        """Name of the kernel that computes, where sequences are split."""
+        raise NotImplementedError
+
+    def transport_of(self, problem: AttentionProblem) -> str:
+        """Name of what brings other ranks' keys here, where sequences are split."""
+        raise NotImplementedError
+
+    def peak_memory(self, problem: AttentionProblem) -> dict[str, float]:
+        """Predicted peak bytes on one rank by category, where sequences are split."""
+        raise NotImplementedError
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
@@ -165,6 +191,25 @@ class AttentionBackend:
         from kernels._packed import forward_each
 
         return forward_each(self, q, k, v, packing, causal=causal, scale=scale)
+
+    def forward_packed_onto(
+        self,
+        o: Tensor,
+        lse: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        packing: Packing,
+        *,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        """:meth:`forward_onto` over a packed batch: float32 o [T, H, D] and lse [H, T]."""
+        from kernels._merge import merge
+
+        part_o, part_lse = self.forward_packed(q, k, v, packing, causal=causal, scale=scale)
+        merged_o, merged_lse = merge(o.transpose(0, 1), lse, part_o.transpose(0, 1), part_lse)
+        return merged_o.transpose(0, 1), merged_lse
 
     def backward_packed(
         self,

@@ -133,12 +133,27 @@ class FlashTriton(AttentionBackend):
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor]:
-        """The kernel starts from (o, lse) itself: nothing is merged afterwards."""
+        """The kernel starts from (o, lse) itself, unless a faster one does not know how to."""
         from kernels.flash import operator
 
+        if self._runs_on_hopper(q, k, v, causal):
+            return AttentionBackend.forward_onto(self, o, lse, q, k, v, causal=causal, scale=scale)
         return operator.forward(
             q, k, v, causal=causal, scale=scale, accumulator=(o, lse), **self._options()
         )
+
+    def _runs_on_hopper(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
+        """Whether the Hopper kernels, which take no accumulator, would run a plain call."""
+        import torch
+
+        if self.implementation == "plain" or q.device.type != "cuda":
+            return False
+        if torch.compiler.is_compiling():
+            return False
+        from kernels.flash import dispatch
+        from kernels.flash.problem import describe
+
+        return dispatch.why_not(describe(q, k, v, causal=causal), "hopper") is None
 
     def forward_packed(
         self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, causal: bool, scale: float

@@ -53,7 +53,7 @@ class Registry(Generic[T]):
 
     def __init__(self, group: str, packages: tuple[str, ...]) -> None:
         self.group = group
-        self._packages = packages
+        self.packages = packages
         self._entries: dict[str, Entry[T]] = {}
         self._discovered = False
 
@@ -68,6 +68,11 @@ class Registry(Generic[T]):
 
         return decorate
 
+    def extend(self, package: str) -> None:
+        """Look for choices in a further package: one that builds on the registry's own."""
+        self.packages += (package,)
+        self._discovered = False
+
     def discover(self) -> None:
         """Import every public module of the packages, and of the user's plugins, once."""
         if self._discovered:
@@ -76,7 +81,7 @@ class Registry(Generic[T]):
         plugins = [name for name in os.environ.get(PLUGINS_VARIABLE, "").split(",") if name]
         for plugin in plugins:
             importlib.import_module(plugin)
-        for package_name in self._packages:
+        for package_name in self.packages:
             package = importlib.import_module(package_name)
             for module in pkgutil.iter_modules(package.__path__):
                 if not module.name.startswith("_"):

@@ -212,7 +212,21 @@ class Transformer(nn.Module):
         return self.head(self.final_norm(x_BSE))
 
 
-def cross_entropy(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
-    """Mean negative log-likelihood of the targets in nats, computed in float32 or wider."""
+NO_TARGET = -100
+"""A target that does not count, such as that of a token which only pads."""
+
+
+def cross_entropy(
+    logits_BSV: Tensor, targets_BS: Tensor, num_targets: float | None = None
+) -> Tensor:
+    """Mean negative log-likelihood of the targets in nats, computed in float32 or wider.
+
+    Args:
+        num_targets: what the sum over targets is divided by, where these are a part of all
+            that the mean is over; None is the number of these.
+    """
     wide = torch.promote_types(logits_BSV.dtype, torch.float32)
-    return F.cross_entropy(logits_BSV.flatten(0, 1).to(wide), targets_BS.flatten())
+    logits, targets = logits_BSV.flatten(0, 1).to(wide), targets_BS.flatten()
+    if num_targets is None:
+        return F.cross_entropy(logits, targets, ignore_index=NO_TARGET)
+    return F.cross_entropy(logits, targets, ignore_index=NO_TARGET, reduction="sum") / num_targets

@@ -1,5 +1,9 @@
 """Attention and training over many devices, on top of the kernels."""
 
+from kernels import BACKENDS
 from parallel.strategy import STRATEGIES, Strategy, strategy
 
-__all__ = ["STRATEGIES", "Strategy", "strategy"]
+# What runs over several ranks is chosen by attention= too.
+BACKENDS.extend("parallel.attention")
+
+__all__ = ["BACKENDS", "STRATEGIES", "Strategy", "strategy"]

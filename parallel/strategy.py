@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kernels.registry import Registry
+from kernels.registry import Registry, joined_later
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    import torch.distributed as dist
     from torch import nn
     from torch.optim import Optimizer
 
@@ -25,21 +26,34 @@ class Strategy:
     name: str
     dp: int = 1
     """Ranks of the data-parallel mesh axis: each trains on its own batch."""
+    cp: int = joined_later(1)
+    """Ranks of the context-parallel mesh axis: each holds a part of every sequence."""
 
     def __post_init__(self) -> None:
-        if self.dp < 1:
-            raise ValueError(f"parallel.dp={self.dp}: must be at least 1")
+        for axis in ("dp", "cp"):
+            value = getattr(self, axis)
+            if value < 1:
+                raise ValueError(f"parallel.{axis}={value}: must be at least 1")
 
     @property
     def world_size(self) -> int:
-        return self.dp
+        return self.dp * self.cp
+
+    def cp_group(self) -> dist.ProcessGroup:
+        """The ranks that share this rank's sequences; all ranks of the world call it together."""
+        from parallel._mesh import cp_group
+
+        return cp_group(self.dp, self.cp)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Prepare the model, already on its device, for training; called once."""
         return model
 
-    def after_backward(self) -> None:
-        """Called after every backward pass, before the optimizer."""
+    def after_backward(self, model: nn.Module) -> None:
+        """Called after every backward pass, before the optimizer, with the wrapped model.
+
+        From here on gradients are averages over all ranks, of both axes.
+        """
 
     def optimizer(
         self, params: Iterable[nn.Parameter], cls: type[Optimizer], **kwargs: Any

@@ -18,9 +18,10 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kernels.backend import AttentionBackend, AttentionProblem, attention_backend
+from kernels.naive import Naive
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,6 +30,9 @@ FOLDER_VARIABLE = "ATTNBENCH_TEST_FOLDER"
 
 # The check and, in a model of one layer, nothing else.
 CALLS_OF_THE_CHECK = 1
+
+# A forward pass over two ranks is two kernel calls.
+CALLS_OF_TWO_RANKS = 2
 
 _num_calls: dict[int, int] = {}
 """Calls by the identity of a backend, which lives as long as its case."""
@@ -75,6 +79,35 @@ class Fault(AttentionBackend):
         if self.rank not in (None, _rank()) or calls <= self.good_calls:
             return o
         return _MISBEHAVIOURS[self.kind](o)
+
+
+@attention_backend("split_fault_raise", kind="raise")
+@attention_backend("split_fault_oom", kind="oom")
+@attention_backend("split_fault_sigkill", kind="sigkill")
+@attention_backend("split_fault_hang", kind="hang")
+@attention_backend("split_fault_raise_backward", kind="raise", good_calls=CALLS_OF_TWO_RANKS)
+@attention_backend("split_fault_wrong", kind="wrong")
+@dataclass(kw_only=True, slots=True)
+class SplitFault(Naive):
+    """A kernel that misbehaves on rank 1 alone, while rank 0 waits for it in a ring."""
+
+    kind: str = "raise"
+    good_calls: int = 0
+    """Calls, forward and backward, that go well first."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        o, lse = Naive.forward(self, q, k, v, causal=causal, scale=scale)
+        return self._fault(o), lse
+
+    def backward(self, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = Naive.backward(self, *tensors, **options)
+        return self._fault(dq), dk, dv
+
+    def _fault(self, x: Tensor) -> Tensor:
+        calls = _num_calls[id(self)] = _num_calls.get(id(self), 0) + 1
+        return _MISBEHAVIOURS[self.kind](x) if _rank() == 1 and calls > self.good_calls else x
 
 
 def _raise(o: Tensor) -> Tensor:

@@ -133,6 +133,60 @@ def make_record(
     )
 
 
+SPLIT_ATTENTION = {
+    "ring": {"kernel": "naive", "transport": "send_recv"},
+    "zigzag": {"kernel": "naive", "transport": "send_recv"},
+    "zigzag_llama3": {
+        "kernel": "naive",
+        "transport": "all_gather",
+        "kv_heads_at_once": 0,
+        "forward_mode": "two_kernels",
+        "backward_mode": "two_kernels",
+    },
+}
+
+
+def make_split_record(attention: str, *, ms: float, status: str = "ok", **fields: Any) -> Record:
+    """Attention on a sequence split over two ranks, with a timeline; all of it took ``ms``."""
+    spans = [[phase, kind, 0, 0.0, ms] for phase in PASSES for kind in ("compute", "wait")]
+    rank = {"spans": spans, "sent_bytes": dict.fromkeys(PASSES, 2**20)}
+    record = make_record(
+        task="attention",
+        mode="forward_backward",
+        attention=attention,
+        samples_ms=dict.fromkeys((*PASSES, "forward_backward"), [[ms, ms]] * 2),
+        status=status,
+        notes={"timeline": [[rank, rank]] * 3, "kernel": "naive"},
+        **fields,
+    )
+    record.case["attention"] = {"name": attention, **SPLIT_ATTENTION[attention]}
+    record.case["parallel"] = {"name": "none", "dp": 1, "cp": 2}
+    record.case_id += "-cp2"
+    record.memory *= 2
+    return record
+
+
+PASSES = ("forward", "backward")
+
+
+def make_balance_record(layout: str) -> Record:
+    """Counts of task=flop_balance for two ranks."""
+    counts = {name: [[1e12, 2e12], [2e12, 1e12]] for name in ("chunk", "pair", "tile")}
+    record = make_record(task="attention", mode="forward", notes={"balance": counts})
+    shape = {"num_heads": 32, "head_dim": 128, "layout": layout, "ranks": 2}
+    record.case["task"] = {"name": "flop_balance", **shape}
+    record.case_id = f"flop_balance-{layout}"
+    return record
+
+
+def split_examples() -> list[Record]:
+    """Records of every kind that tables about several ranks are made of."""
+    schemes = [
+        make_split_record(name, ms=4.0 + index) for index, name in enumerate(SPLIT_ATTENTION)
+    ]
+    return [*schemes, *(make_balance_record(layout) for layout in ("contiguous", "zigzag"))]
+
+
 def write_plan(
     results: Path,
     label: str,

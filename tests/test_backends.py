@@ -18,6 +18,7 @@ from harness.backends import features_of
 from harness.format import ABSENT
 from kernels import BACKENDS, AttentionBackend, AttentionProblem, Packing, auto
 from kernels.auto import CHAINS, choose
+from parallel.context_parallel import kernels
 
 PROBLEM = AttentionProblem(
     batch_size=2,
@@ -128,8 +129,11 @@ class TestCommand:
     def test_lists_every_backend(self, command: Command) -> None:
         done = command("backends", "device=cpu", environment={"COLUMNS": "120"})
         assert (done.returncode, done.stderr) == (0, "")
-        for name in BACKENDS.names():
+        for name in kernels():
             assert any(line.startswith(f"{name} ") for line in done.stdout.splitlines()), name
+        schemes = ", ".join(name for name in BACKENDS.names() if name not in kernels())
+        assert "zigzag" in schemes
+        assert done.stdout.splitlines()[-1].endswith(f"attention.kernel=: {schemes}.")
         assert "  flash_attn_4    runs on CUDA devices only" in done.stdout
         assert "attention=auto would choose sdpa here." in done.stdout
 

@@ -124,7 +124,24 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
     "choice of no use": (["task=attention", "compile=model"], ["compile:", "leave it out"]),
     "ranks for one-device attention": (
         ["task=attention", "parallel=ddp_torch"],
-        ["parallel=ddp_torch:", "parallel=none"],
+        ["parallel.dp=2:", "parallel.cp=", "task=train_step"],
+    ),
+    "ranks for attention on one device": (
+        ["attention=naive", "parallel.cp=2"],
+        ["parallel.cp=2:", "attention=naive", "zigzag_llama3"],
+    ),
+    "no context-parallel rank": (["parallel.cp=0"], ["parallel.cp=0:", "at least 1"]),
+    "keys apart from queries, split": (
+        ["task=attention", "attention=zigzag", "parallel.cp=2", "task.kv_len=512"],
+        ["task.kv_len=512:", "parallel.cp=2"],
+    ),
+    "unknown kernel of a ring": (
+        ["attention=ring", "attention.kernel=flash"],
+        ["attention.kernel=flash:", "flash_triton"],
+    ),
+    "unknown transport": (
+        ["attention=ring", "attention.transport=nccl"],
+        ["attention.transport=nccl:", "send_recv, symmetric"],
     ),
     "given twice": (["seq_len=128", "seq_len=256"], ["seq_len: given twice"]),
     "several results folders": (["results=a,b"], ["results:", "one value"]),

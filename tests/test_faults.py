@@ -431,7 +431,7 @@ def _gradients_of_rank(rank: int, folder: str) -> None:
     wrapped = strategy.wrap(model)
     half = slice(2 * rank, 2 * rank + 2)
     _loss(wrapped, tokens[half], targets[half]).backward()
-    strategy.after_backward()
+    strategy.after_backward(model)
     torch.save([parameter.grad for parameter in model.parameters()], f"{folder}/{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

@@ -17,6 +17,7 @@ from torch import Tensor
 from kernels import BACKENDS, AttentionBackend, AttentionProblem, accounting
 from kernels._reference import ROWS, TOLERANCE, check_slice
 from kernels.toolchain import why_not_compile
+from parallel.context_parallel import kernels
 
 NO_CUDA = "needs a CUDA device, and torch sees none"
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_CUDA)
@@ -180,7 +181,7 @@ def compare(name: str, problem: AttentionProblem) -> None:
 def grid() -> list[object]:
     """Backend, shape, dtype and mask; a few only for those that compile each shape."""
     points = []
-    for name in BACKENDS.names():
+    for name in kernels():
         for shape in SHAPES:
             for dtype in ("float32", "bfloat16"):
                 for causal in (True, False):
@@ -204,7 +205,7 @@ class TestAgainstTheDefinition:
             pytest.skip(reason)
         compare("flex", problem_of(num_heads=4, needs_grad=False))
 
-    @pytest.mark.parametrize("name", BACKENDS.names())
+    @pytest.mark.parametrize("name", kernels())
     def test_without_gradients_nothing_is_kept(self, name: str) -> None:
         if name in COMPILING:
             pytest.skip(f"{name}: compiles for ten seconds; its output is checked above")
@@ -212,7 +213,7 @@ class TestAgainstTheDefinition:
         compare(name, problem)
         assert not backend_of(name).keeps_scores(problem)
 
-    @pytest.mark.parametrize("name", BACKENDS.names())
+    @pytest.mark.parametrize("name", kernels())
     def test_inputs_as_the_transformer_stores_them(self, name: str) -> None:
         """[B, S, H, D] in memory, which a kernel must not take for [B, H, S, D]."""
         if name in COMPILING:
@@ -231,7 +232,7 @@ class TestAgainstTheDefinition:
         ):
             assert_close(gradient, getattr(expected, what), "float32", what)
 
-    @pytest.mark.parametrize("name", BACKENDS.names())
+    @pytest.mark.parametrize("name", kernels())
     def test_large_scores_do_not_overflow(self, name: str) -> None:
         """exp(200) is infinite in float32; a softmax subtracts the largest score first."""
         if name in COMPILING:
@@ -249,7 +250,7 @@ class TestAgainstTheDefinition:
 class TestExplicitLse:
     """forward and backward as a ring calls them: with the log-sum-exp as a tensor."""
 
-    @pytest.mark.parametrize("name", [n for n in BACKENDS.names() if backend_of(n).gives_lse])
+    @pytest.mark.parametrize("name", [n for n in kernels() if backend_of(n).gives_lse])
     @pytest.mark.parametrize("causal", [True, False])
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     @pytest.mark.parametrize("shape", SHAPES)
@@ -271,7 +272,7 @@ class TestExplicitLse:
         for what, gradient in zip(("dq", "dk", "dv"), gradients, strict=True):
             assert_close(gradient, getattr(expected, what), dtype, what)
 
-    @pytest.mark.parametrize("name", [n for n in BACKENDS.names() if backend_of(n).gives_lse])
+    @pytest.mark.parametrize("name", [n for n in kernels() if backend_of(n).gives_lse])
     def test_partial_results_combine_by_their_lse(self, name: str) -> None:
         """What a ring relies on: attention over all keys from attention over two halves.
 
@@ -509,7 +510,7 @@ class TestOnCuda:
         """torch.compile gives up on a function that it has compiled for eight other cases."""
         torch.compiler.reset()
 
-    @pytest.mark.parametrize("name", BACKENDS.names())
+    @pytest.mark.parametrize("name", kernels())
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
     @pytest.mark.parametrize("causal", [True, False])
     @pytest.mark.parametrize("shape", REAL)
@@ -530,7 +531,7 @@ class TestOnCuda:
         errors = check_slice(problem, tensors, scale=scale_of(problem))
         assert max(errors.values()) <= TOLERANCE[dtype], errors
 
-    @pytest.mark.parametrize("name", BACKENDS.names())
+    @pytest.mark.parametrize("name", kernels())
     @pytest.mark.parametrize("shape", ["grouped queries", "more keys", "head_dim 40", "two blocks"])
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_small_shapes_against_the_definition(self, name: str, shape: str, dtype: str) -> None:

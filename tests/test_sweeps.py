@@ -90,7 +90,7 @@ class TestNamedSweeps:
     @pytest.mark.parametrize("name", NAMES)
     def test_composes_at_every_scale(self, name: str, device: str) -> None:
         sweep = load_sweep(name)
-        assert set(sweep.scales) == {"full", "tiny"}
+        assert set(sweep.scales) >= {"full", "tiny"}
         for scale in sweep.scales:
             request = compose_request([f"sweeps={name}", f"device={device}", f"scale={scale}"])
             assert request.label == name
@@ -123,7 +123,8 @@ class TestNamedSweeps:
             pass
 
         def mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[str, object]:
-            keys = [loader.construct_object(key) for key, _ in node.value]
+            # As written: a key of a merged grid (<<) may be given anew, which is what it is for.
+            keys = [key.value for key, _ in node.value]
             assert len(keys) == len(set(keys)), keys
             return dict(
                 zip(

@@ -49,9 +49,12 @@ class Local(Launcher):
     def validate(self, cases: list[Case]) -> None:
         for case in cases:
             if case.device == "cuda" and case.world_size > len(probe_cuda()["names"]):
+                axes = {"parallel.dp": case.parallel.dp, "parallel.cp": case.parallel.cp}
+                typed = " ".join(f"{key}={size}" for key, size in axes.items() if size > 1)
                 raise ValueError(
-                    f"parallel.dp={case.world_size}: needs as many GPUs, this host has "
-                    f"{len(probe_cuda()['names'])}; use fewer ranks or device=cpu"
+                    f"{typed}: needs {case.world_size} GPUs, this host has "
+                    f"{len(probe_cuda()['names'])}; use fewer ranks, a scale= of the sweep that "
+                    "has fewer, or device=cpu"
                 )
 
     def launch(

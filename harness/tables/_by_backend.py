@@ -31,7 +31,7 @@ def table_by_backend(
     """
     cases, footnotes = apart_from_unsupported(cases)
     group = point_groups(cases, ["attention"])
-    names = [name for name in POINTS if name != "attention"]
+    names = [name for name in POINTS if name != "attention" and name in cases]
     rows = cases.assign(group=group).drop_duplicates("group").set_index("group")[names]
     columns = []
     for attention in sorted(cases["attention"].unique(), key=attention_rank):

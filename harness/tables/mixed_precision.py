@@ -26,7 +26,7 @@ def build(frame: pd.DataFrame) -> Table | None:
         float("nan")
     )
     group = point_groups(cases, VARIED)
-    names = [name for name in POINTS if name != "precision"]
+    names = [name for name in POINTS if name != "precision" and name in cases]
     rows = cases.assign(group=group).drop_duplicates("group").set_index("group")[names]
     full = cases["compute"].eq("float32") & ~cases["tf32"] & cases["precision"].eq("fp32")
     baseline = cases[full].groupby(group[full])["both_ms"].first()

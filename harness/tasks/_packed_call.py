@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from harness.case import Case
-from kernels import AttentionProblem, Packing
+from harness.check import Part
+from kernels import Packing
 
 
 class PackedCall:
@@ -51,13 +52,17 @@ class PackedCall:
             q, k, v, self._packing, causal=problem.causal, scale=problem.head_dim**-0.5
         )
 
-    def views(self) -> Iterable[tuple[AttentionProblem, Callable[[Tensor], Tensor]]]:
+    def output_gradient(self, o: Tensor) -> Tensor:
+        return torch.randn_like(o)
+
+    def parts(self) -> Iterable[Part]:
         """The last sequence, where a wrong offset would show, and the longest."""
         lengths = [end - start for start, end in itertools.pairwise(self._starts)]
         for index in {len(lengths) - 1, lengths.index(max(lengths))}:
             length = lengths[index]
             part = replace(self.problem, batch_size=1, q_len=length, kv_len=length, packed=False)
-            yield part, partial(_one_sequence, start=self._starts[index], length=length)
+            take = partial(_one_sequence, start=self._starts[index], length=length)
+            yield Part(problem=part, take=take)
 
 
 def _one_sequence(x_THD: Tensor, *, start: int, length: int) -> Tensor:

@@ -82,10 +82,15 @@ class Attention(Task):
                 "task.packing=ragged: needs batch_size=2 or more, one sequence has nothing to "
                 "differ from"
             )
-        if case.world_size > 1:
+        if case.parallel.dp > 1:
             raise ValueError(
-                f"parallel={case.parallel.name}: task=attention runs on one device; "
-                "use parallel=none, or task=train_step"
+                f"parallel.dp={case.parallel.dp}: task=attention has no gradients to reduce; "
+                "split its sequences with parallel.cp=, or use task=train_step"
+            )
+        if case.parallel.cp > 1 and self.kv_len is not None:
+            raise ValueError(
+                f"task.kv_len={self.kv_len}: a sequence that is split over parallel.cp="
+                f"{case.parallel.cp} ranks has as many keys as queries; leave it out"
             )
 
     def compiles(self, case: Case) -> bool:
@@ -111,6 +116,7 @@ class Attention(Task):
             device=case.device,
             causal=self.causal,
             needs_grad=self.mode != "forward",
+            cp=case.parallel.cp,
         )
         if self.packing == "none":
             return dense
@@ -134,15 +140,16 @@ class Attention(Task):
         ]
 
     def work(self, case: Case) -> dict[str, Work]:
-        parts = self._parts(case)
-        tokens = sum(self.lengths(case))
-        flops = sum(map(accounting.forward_flops, parts))
-        moved = sum(map(accounting.forward_bytes, parts))
+        parts, cp = self._parts(case), case.parallel.cp
+        # On one rank: with a split sequence an equal share, since the mean is what counts.
+        tokens = sum(self.lengths(case)) // cp
+        flops = sum(map(accounting.forward_flops, parts)) / cp
+        moved = sum(map(accounting.forward_bytes, parts)) / cp
         work = {"forward": Work(flops=flops, bytes=moved, tokens=tokens)}
         if self.mode == "forward":
             return work
-        backward_flops = sum(map(accounting.backward_flops, parts))
-        backward_bytes = sum(map(accounting.backward_bytes, parts))
+        backward_flops = sum(map(accounting.backward_flops, parts)) / cp
+        backward_bytes = sum(map(accounting.backward_bytes, parts)) / cp
         work["backward"] = Work(flops=backward_flops, bytes=backward_bytes, tokens=tokens)
         work["forward_backward"] = Work(
             flops=flops + backward_flops, bytes=moved + backward_bytes, tokens=tokens
@@ -151,11 +158,21 @@ class Attention(Task):
 
     def predicted_memory(self, case: Case) -> dict[str, float]:
         problem = self.attention_problem(case)
+        if case.parallel.cp > 1:
+            return self._predicted_memory_of_rank(case)
         # A packed call recomputes the scores from the log-sum-exp, whatever its dense one keeps.
         keeps_scores = not problem.packed and case.attention.keeps_scores(problem)
         total: dict[str, float] = {}
         for part in self._parts(case):
             for name, value in accounting.memory(part, keeps_scores=keeps_scores).items():
+                total[name] = total.get(name, 0.0) + value
+        return total
+
+    def _predicted_memory_of_rank(self, case: Case) -> dict[str, float]:
+        """At the peak of a pass, while sequences are split over ranks."""
+        total: dict[str, float] = {}
+        for part in self._parts(case):
+            for name, value in case.attention.peak_memory(part).items():
                 total[name] = total.get(name, 0.0) + value
         return total
 
@@ -168,11 +185,30 @@ class Attention(Task):
         return PackedCall(case, device, self.lengths(case))
 
     def run(self, case: Case, bench: Bench) -> None:
+        if case.parallel.cp == 1:
+            self._run(case, bench, self._call(case, bench.device))
+            return
+        from harness.split_call import SplitCall
+        from harness.timeline import note_timeline
+
+        lengths = None if self.packing == "none" else self.lengths(case)
+        with case.attention.bind(case.parallel.cp_group(), bench.device) as attention:
+            call = SplitCall(case, bench.device, attention, lengths)
+            problem = self.attention_problem(case)
+            bench.outcome.notes["kernel"] = case.attention.kernel_of(problem)
+            bench.outcome.notes["transport"] = case.attention.transport_of(problem)
+            if call.padding:
+                bench.outcome.notes["padding_tokens"] = call.padding
+            self._run(case, bench, call)
+            bench.add_to_peaks(attention.outside_bytes)
+            note_timeline(case, bench, call, attention)
+
+    def _run(self, case: Case, bench: Bench, call: Call) -> None:
+        """Check and measure one call."""
         import torch
 
         from harness.check import autocast, check_call
 
-        call = self._call(case, bench.device)
         if self.compile and not case.attention.compiles:
             # One compilation serves the check and the measurement, as a program would have it.
             call.attend = torch.compile(call.attend, dynamic=False)  # type: ignore[method-assign]
@@ -200,7 +236,7 @@ class Attention(Task):
             return
 
         bench.note_before_backward(attend, inputs=(q, k, v), baseline=baseline)
-        do = torch.randn_like(q)
+        do = call.output_gradient(q)
 
         def forward_backward(timer: PhaseTimer) -> None:
             with timer.phase("forward_backward"):

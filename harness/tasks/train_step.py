@@ -6,7 +6,9 @@ step is timed by the host clock, synchronised at its end, and so includes launch
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, cast
 
 from harness.case import Case, require_at_least, require_choice
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from harness.bench import Bench, PhaseTimer
+    from harness.check import Call
+    from harness.tasks._batch import Batch
+    from models.transformer import Attention
 
 MODES = ("forward", "forward_backward", "train_step")
 
@@ -61,12 +66,14 @@ class TrainStep(Task):
             device=case.device,
             causal=True,
             needs_grad=self.mode != "forward",
+            cp=case.parallel.cp,
         )
 
     def work(self, case: Case) -> dict[str, Work]:
-        forward = accounting.forward_flops(_model(case), case.batch_size, case.seq_len)
-        backward = accounting.backward_flops(_model(case), case.batch_size, case.seq_len)
-        tokens = case.batch_size * case.seq_len
+        cp = case.parallel.cp
+        forward = accounting.forward_flops(_model(case), case.batch_size, case.seq_len) / cp
+        backward = accounting.backward_flops(_model(case), case.batch_size, case.seq_len) / cp
+        tokens = case.batch_size * case.seq_len // cp
         phases = {"forward": Work(flops=forward, tokens=tokens)}
         total = forward
         if self.mode != "forward":
@@ -82,7 +89,8 @@ class TrainStep(Task):
         prediction = accounting.predict_memory(
             _model(case),
             batch_size=case.batch_size,
-            seq_len=case.seq_len,
+            # Each rank holds an equal part; what visits it in attention is small beside that.
+            seq_len=-(-case.seq_len // case.parallel.cp),
             mode=cast(accounting.Mode, self.mode),
             attention_saves_scores=case.attention.keeps_scores(self.attention_problem(case)),
             param_bytes=_DTYPE_BYTES[precision.parameters],
@@ -97,20 +105,45 @@ class TrainStep(Task):
         }
 
     def run(self, case: Case, bench: Bench) -> None:
+        from harness.check import DenseCall
+        from harness.split_call import SplitCall
+        from harness.tasks._batch import split_batch, whole_batch
+
+        if case.parallel.cp == 1:
+            call = DenseCall(case, bench.device, sequence_major=True)
+            make_batch = partial(whole_batch, case, bench.device, bench.rank)
+            self._run(case, bench, call, case.attention, make_batch)
+            return
+        with case.attention.bind(case.parallel.cp_group(), bench.device) as attention:
+            split = SplitCall(case, bench.device, attention)
+            if split.padding:
+                bench.outcome.notes["padding_tokens"] = split.padding
+            make_batch = partial(split_batch, case, bench.device, bench.rank, attention.layout)
+            self._run(case, bench, split, attention, make_batch)
+
+    def _run(
+        self,
+        case: Case,
+        bench: Bench,
+        call: Call,
+        attention: Attention,
+        make_batch: Callable[[], Batch],
+    ) -> None:
+        """Check the attention call, then measure steps of a model that attends by it."""
         import torch
 
         from harness.bench import WrongResult
-        from harness.check import autocast, check_attention
+        from harness.check import autocast, check_call
         from models.transformer import cross_entropy
 
-        check_attention(case, bench, sequence_major=True)
+        check_call(case, bench, call)
         bench.vote()
 
         bench.stage("set-up")
         trains = self.mode != "forward"
         bench.release_memory()
         torch.manual_seed(case.seed)
-        module = _build_model(case, bench.device)
+        module = _build_model(case, attention, bench.device)
         bench.vote()
         model = case.parallel.wrap(module)
         optimizer = None
@@ -119,12 +152,7 @@ class TrainStep(Task):
                 model.parameters(), torch.optim.AdamW, lr=1e-4, fused=True
             )
         scaler = torch.amp.GradScaler(case.device, enabled=case.precision.grad_scaler)
-        torch.manual_seed(case.seed + 1 + bench.rank)
-        vocab_size = _model(case).vocab_size
-        shape = (case.batch_size, case.seq_len)
-        tokens = torch.randint(vocab_size, shape, device=bench.device)
-        targets = torch.randint(vocab_size, shape, device=bench.device)
-        positions = torch.arange(case.seq_len, device=bench.device)
+        batch = make_batch()
         uses_cuda_graphs = case.compile is not None and case.compile.mode in (
             "reduce-overhead",
             "max-autotune",
@@ -136,12 +164,15 @@ class TrainStep(Task):
             if uses_cuda_graphs:
                 torch.compiler.cudagraph_mark_step_begin()
             with timer.phase("forward"), torch.set_grad_enabled(trains), autocast(case):
-                loss = cross_entropy(model(tokens, positions), targets)
+                logits = model(batch.tokens, batch.positions)
+                loss = cross_entropy(logits, batch.targets, batch.num_targets)
+                # Else they would stay for the backward pass, which needs them no more.
+                del logits
             last_loss = loss.detach()
             if trains:
                 with timer.phase("backward"):
                     scaler.scale(loss).backward()
-                    case.parallel.after_backward()
+                    case.parallel.after_backward(model)
             if optimizer is not None:
                 with timer.phase("optimizer"):
                     scaler.step(optimizer)
@@ -150,7 +181,9 @@ class TrainStep(Task):
 
         bench.measure(step, warmup=self.warmup_steps, passes=self.measure_steps, whole_step="step")
         assert last_loss is not None
-        loss = float(last_loss)
+        losses = bench.gather(float(last_loss))
+        # Ranks that share sequences have parts of one loss, and others have losses of their own.
+        loss = sum(losses) / len(losses)
         bench.outcome.notes["loss"] = loss
         if not abs(loss) < float("inf"):
             raise WrongResult(f"the loss of the last step is {loss}")
@@ -161,14 +194,14 @@ def _model(case: Case) -> ModelConfig:
     return case.model
 
 
-def _build_model(case: Case, device: torch.device) -> nn.Module:
+def _build_model(case: Case, attention: Attention, device: torch.device) -> nn.Module:
     """The transformer on its device, compiled as the case asks."""
     import torch
 
     from models.transformer import Transformer
 
     dtype = getattr(torch, case.precision.parameters)
-    model = Transformer(_model(case), case.attention, device=device, dtype=dtype)
+    model = Transformer(_model(case), attention, device=device, dtype=dtype)
     assert case.compile is not None, "train_step uses compile"
     mode = None if case.compile.mode == "default" else case.compile.mode
     if case.compile.scope == "model":

@@ -1,0 +1,167 @@
+"""One buffer on every rank that the other ranks of the host can read directly.
+
+On CUDA it is PyTorch's symmetric memory (torch.distributed._symmetric_memory): a copy out of a
+peer's buffer is a memcpy over NVLink, which the GPU's copy engines run while its SMs compute.
+On a CPU it is a file in memory that all ranks map, so that the same transports run, and are
+tested, without a GPU. No multicast and no multimem operations are used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class PeerMemory(Protocol):
+    """``num_bytes`` on each rank of a group, readable by all of them."""
+
+    num_bytes: int
+    outside_bytes: int
+    """Those of them that PyTorch's allocator of device memory does not count."""
+
+    def of_rank(self, rank: int, offset: int, like: Tensor) -> Tensor:
+        """A view of ``rank``'s buffer, ``offset`` bytes in, contiguous in the shape of ``like``."""
+        ...
+
+    def barrier(self, channel: int) -> None:
+        """Order memory between ranks, on the current stream.
+
+        What any rank's stream did before its barrier of this channel is seen by what every
+        rank's stream does after it.
+        """
+        ...
+
+
+class CudaPeerMemory:
+    """Symmetric memory of the current device; made by all ranks of the group together."""
+
+    def __init__(self, group: dist.ProcessGroup, num_bytes: int, device: torch.device) -> None:
+        import torch.distributed._symmetric_memory as symmetric
+
+        self.num_bytes = num_bytes
+        before = torch.cuda.memory_allocated(device)
+        self._own = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
+        # Versions differ in whether symmetric memory comes out of the allocator's pools.
+        self.outside_bytes = max(0, num_bytes - (torch.cuda.memory_allocated(device) - before))
+        self._handle: Any = symmetric.rendezvous(self._own, group)
+
+    def of_rank(self, rank: int, offset: int, like: Tensor) -> Tensor:
+        element = like.element_size()
+        assert offset % element == 0, "offsets are aligned"
+        view: Tensor = self._handle.get_buffer(rank, like.shape, like.dtype, offset // element)
+        return view
+
+    def barrier(self, channel: int) -> None:
+        self._handle.barrier(channel=channel)
+
+
+class HostPeerMemory:
+    """A file per rank, mapped by all ranks of one host; barriers are the group's own."""
+
+    def __init__(self, group: dist.ProcessGroup, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.outside_bytes = 0
+        self._group = group
+        shared = Path("/dev/shm")
+        with tempfile.NamedTemporaryFile(
+            prefix="attnbench-", dir=shared if os.access(shared, os.W_OK) else None
+        ) as file:
+            os.ftruncate(file.fileno(), num_bytes)
+            names: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(names, file.name, group=group)
+            self._buffers = [
+                torch.from_file(name, shared=True, size=num_bytes, dtype=torch.uint8)
+                for name in names
+            ]
+            # A name may go once everybody has mapped what it stands for.
+            dist.barrier(group)
+
+    def of_rank(self, rank: int, offset: int, like: Tensor) -> Tensor:
+        part = self._buffers[rank][offset : offset + like.numel() * like.element_size()]
+        return part.view(like.dtype).view(like.shape)
+
+    def barrier(self, channel: int) -> None:
+        dist.barrier(self._group)
+
+
+class Lane:
+    """A CUDA stream beside the one that computes; on a CPU everything happens at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        # Of high priority: a barrier must not queue behind the thread blocks of a long kernel.
+        on_cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device, priority=-1) if on_cuda else None
+
+    @property
+    def hides(self) -> bool:
+        """Whether what happens on the lane happens while this rank computes."""
+        return self._stream is not None
+
+    @contextlib.contextmanager
+    def after(self, *marks: Mark) -> Iterator[None]:
+        """What is inside runs on the lane, once all marks have been passed."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            for mark in marks:
+                mark.wait()
+            yield
+
+
+class Mark:
+    """A moment on the current stream, for others to wait for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> None:
+        """Hold the current stream until the moment has passed."""
+        if self._event is not None:
+            self._event.wait()
+
+
+class PeerBuffers:
+    """Keeps one :class:`PeerMemory` per purpose between calls, and grows it where needed.
+
+    To allocate is a collective operation: ranks ask for the same sizes in the same order.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.fetching, self.reducing = Lane(device), Lane(device)
+        """Streams of all passes: memory that one of them has used stays with it for the next."""
+        self._group = group
+        self._device = device
+        self._memory: dict[str, PeerMemory] = {}
+
+    @property
+    def outside_bytes(self) -> int:
+        """Bytes on this rank that PyTorch's allocator of device memory does not count."""
+        return sum(memory.outside_bytes for memory in self._memory.values())
+
+    def get(self, purpose: str, num_bytes: int) -> PeerMemory:
+        """At least ``num_bytes`` on each rank."""
+        found = self._memory.get(purpose)
+        if found is None or found.num_bytes < num_bytes:
+            if found is not None:
+                # What is in flight, here and on other ranks, may still read the buffer that goes.
+                if self._device.type == "cuda":
+                    torch.cuda.synchronize(self._device)
+                dist.barrier(self._group)
+                del self._memory[purpose], found
+            if self._device.type == "cuda":
+                found = CudaPeerMemory(self._group, num_bytes, self._device)
+            else:
+                found = HostPeerMemory(self._group, num_bytes)
+            self._memory[purpose] = found
+        return found

@@ -1,0 +1,111 @@
+"""Some tokens of a rank's tensors: what one attention call takes, and where its results go.
+
+Rows of a dense batch are a slice of [B, H, S, D] along S; rows of a packed batch are indices
+into [T, H, D].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Rows(Protocol):
+    """Some tokens of tensors that share a shape but for heads."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether these are all tokens, in order."""
+        ...
+
+    def take(self, x: Tensor) -> Tensor:
+        """The rows of q, k, v, o or a gradient."""
+        ...
+
+    def put(self, x: Tensor, part: Tensor) -> None:
+        """Write the rows, in x's dtype."""
+        ...
+
+    def add(self, x: Tensor, part: Tensor) -> None:
+        """Add to the rows, in x's dtype."""
+        ...
+
+    def take_lse(self, lse: Tensor) -> Tensor: ...
+
+    def put_lse(self, lse: Tensor, part: Tensor) -> None: ...
+
+
+@dataclass(slots=True, frozen=True)
+class DenseRows:
+    """A slice along S of [B, H, S, D] and of a log-sum-exp [B, H, S]."""
+
+    rows: slice
+    whole: bool
+
+    def take(self, x: Tensor) -> Tensor:
+        return x[:, :, self.rows]
+
+    def put(self, x: Tensor, part: Tensor) -> None:
+        _copy_unless_same(x[:, :, self.rows], part)
+
+    def add(self, x: Tensor, part: Tensor) -> None:
+        x[:, :, self.rows].add_(part)
+
+    def take_lse(self, lse: Tensor) -> Tensor:
+        return lse[:, :, self.rows]
+
+    def put_lse(self, lse: Tensor, part: Tensor) -> None:
+        _copy_unless_same(lse[:, :, self.rows], part)
+
+
+@dataclass(slots=True, frozen=True)
+class PackedRows:
+    """Tokens of [T, H, D] and of a log-sum-exp [H, T], by index.
+
+    Within one of ``parts`` no index appears twice; a token that is in several gets what all of
+    them add.
+    """
+
+    parts: tuple[Tensor, ...]
+    """int64 indices; none of them at all means every token."""
+    whole: bool
+
+    def take(self, x: Tensor) -> Tensor:
+        return x if self.whole else x.index_select(0, self._index)
+
+    def put(self, x: Tensor, part: Tensor) -> None:
+        if self.whole:
+            _copy_unless_same(x, part)
+        else:
+            x.index_copy_(0, self._index, part.to(x.dtype))
+
+    def add(self, x: Tensor, part: Tensor) -> None:
+        if self.whole:
+            x.add_(part)
+            return
+        sizes = [len(index) for index in self.parts]
+        for index, rows in zip(self.parts, part.split(sizes), strict=True):
+            x.index_add_(0, index, rows.to(x.dtype))
+
+    def take_lse(self, lse: Tensor) -> Tensor:
+        return lse if self.whole else lse.index_select(1, self._index)
+
+    def put_lse(self, lse: Tensor, part: Tensor) -> None:
+        if self.whole:
+            _copy_unless_same(lse, part)
+        else:
+            lse.index_copy_(1, self._index, part)
+
+    @property
+    def _index(self) -> Tensor:
+        return self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)
+
+
+def _copy_unless_same(view: Tensor, part: Tensor) -> None:
+    """Copy, unless a kernel has continued an accumulator in its place."""
+    same = view.data_ptr() == part.data_ptr() and view.stride() == part.stride()
+    if not same:
+        view.copy_(part)

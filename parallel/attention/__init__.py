@@ -1,0 +1,1 @@
+"""Attention on sequences that are split over several ranks, one file per choice."""

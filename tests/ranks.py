@@ -1,0 +1,129 @@
+"""Processes that run functions of the tests, started once for all tests.
+
+Four on gloo, or one for each GPU on NCCL. A test asks for some of the ranks: :func:`on_ranks`
+runs a function on each of them, with a process group of their own, and returns what each
+returned. Errors come back as they were raised.
+"""
+
+from __future__ import annotations
+
+import atexit
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from functools import cache
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import multiprocessing
+
+NUM_PROCESSES = 4
+"""On gloo."""
+
+GROUPS = {1: (2,), 2: (1, 3), 3: (0, 2, 3), 4: (0, 1, 2, 3)}
+"""Which processes make up a group of a size: not the first ones, so that a rank in the group
+which is taken for one in the world is found out."""
+
+TIMEOUT_S = 60
+
+MAX_GPUS = 8
+
+
+class RankError(Exception):
+    """A function raised on a rank; the message holds its traceback."""
+
+
+def on_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """``function(group, *arguments)`` on each rank of a group; its results in rank order.
+
+    ``function`` is at the top level of a test module.
+    """
+    return _run(_pool("gloo"), GROUPS[num_ranks], function, arguments)
+
+
+def on_gpus(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """The same with a GPU for each rank, over NCCL; the current device is the rank's own."""
+    return _run(_pool("nccl"), tuple(range(num_ranks)), function, arguments)
+
+
+def device_of(group: dist.ProcessGroup) -> torch.device:
+    """Where a rank of the group keeps its tensors."""
+    if dist.get_backend(group) == "gloo":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _run(
+    pool: list[Connection],
+    members: tuple[int, ...],
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> list[Any]:
+    for process in members:
+        pool[process].send((len(members), function, arguments))
+    replies = []
+    for process in members:
+        if not pool[process].poll(TIMEOUT_S):
+            _pool.cache_clear()
+            raise RankError(f"process {process} did not answer in {TIMEOUT_S} s")
+        replies.append(pool[process].recv())
+    failed = [text for ok, text in replies if not ok]
+    if failed:
+        raise RankError("\n".join(failed))
+    return [value for _, value in replies]
+
+
+@cache
+def _pool(backend: str) -> list[Connection]:
+    """A connection to each process; they end with this one."""
+    gpus = min(MAX_GPUS, torch.cuda.device_count())
+    num_processes = NUM_PROCESSES if backend == "gloo" else gpus
+    context = multiprocessing.get_context("spawn")
+    folder = tempfile.TemporaryDirectory(prefix="attnbench-ranks-")
+    ends, processes = [], []
+    for rank in range(num_processes):
+        ours, theirs = context.Pipe()
+        process = context.Process(
+            target=_serve, args=(backend, rank, num_processes, folder.name, theirs), daemon=True
+        )
+        process.start()
+        ends.append(ours)
+        processes.append(process)
+
+    def close() -> None:
+        for process in processes:
+            process.kill()
+        folder.cleanup()
+
+    atexit.register(close)
+    return ends
+
+
+def _serve(
+    backend: str, rank: int, num_processes: int, folder: str, connection: Connection
+) -> None:
+    torch.set_num_threads(1)
+    members_of = GROUPS
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+        members_of = {size: tuple(range(size)) for size in (2, 4, 8) if size <= num_processes}
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=num_processes,
+        timeout=timedelta(seconds=TIMEOUT_S / 2),
+    )
+    groups = {
+        size: dist.new_group(list(members), timeout=timedelta(seconds=TIMEOUT_S / 2))
+        for size, members in members_of.items()
+    }
+    while True:
+        size, function, arguments = connection.recv()
+        try:
+            connection.send((True, function(groups[size], *arguments)))
+        except Exception:
+            connection.send((False, traceback.format_exc()))

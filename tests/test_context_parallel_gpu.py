@@ -1,0 +1,176 @@
+"""Split attention on several GPUs over NCCL and symmetric memory, in bfloat16 and at real sizes.
+
+The same schemes are tested on gloo ranks in test_context_parallel.py; here are what a CPU has
+not: streams that run beside each other, copy engines, and kernels that are fast enough to race.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import device_of, on_gpus
+from torch import Tensor
+
+from kernels import Packing
+from kernels._reference import relative_error
+from parallel import BACKENDS
+
+NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+pytestmark = [
+    pytest.mark.multigpu,
+    pytest.mark.skipif(NUM_GPUS < 2, reason=f"needs several CUDA devices, torch sees {NUM_GPUS}"),
+]
+
+TRANSPORTS = {
+    **dict.fromkeys(("ring", "zigzag", "striped"), ("send_recv", "symmetric")),
+    **dict.fromkeys(("llama3", "zigzag_llama3"), ("all_gather", "symmetric")),
+}
+
+KERNELS = ("flash_triton", "sdpa_cudnn", "sdpa_flash", "naive")
+
+RANKS = [ranks for ranks in (2, 4, 8) if ranks <= NUM_GPUS] or [2]
+
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, SEQ_LEN = 8, 2, 128, 2048
+
+SCALE = HEAD_DIM**-0.5
+
+LENGTHS = (1000, 17, 700, 331)
+
+REPEATABLE = ("flash_triton", "naive")
+"""Kernels whose backward pass gives equal bits each time."""
+
+REPEATS = 5
+"""Calls in a row without a pause, whose results must be equal bit for bit: a race would show."""
+
+
+def whole_tensors(device: torch.device, packed: bool) -> list[Tensor]:
+    """q, k, v, do: [1, H, S, D], or [T, H, D]; equal on all ranks."""
+    generator = torch.Generator(device).manual_seed(3)
+
+    def randn(heads: int) -> Tensor:
+        shape = (sum(LENGTHS), heads, HEAD_DIM) if packed else (1, heads, SEQ_LEN, HEAD_DIM)
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
+
+    return [randn(heads) for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS, NUM_HEADS)]
+
+
+def float64_results(tensors: list[Tensor], packed: bool) -> list[Tensor]:
+    """(o, dq, dk, dv) of the whole batch."""
+    if not packed:
+        return exact(tensors)
+    parts = zip(*(x.split(LENGTHS) for x in tensors), strict=True)
+    dense = [exact([x.transpose(0, 1).unsqueeze(0) for x in part]) for part in parts]
+    return [
+        torch.cat([x.squeeze(0).transpose(0, 1) for x in wholes])
+        for wholes in zip(*dense, strict=True)
+    ]
+
+
+def exact(tensors: list[Tensor]) -> list[Tensor]:
+    q, k, v, do = (x.double() for x in tensors)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    group = q.shape[1] // k.shape[1]
+    scores = q @ k.repeat_interleave(group, 1).mT * SCALE
+    scores = scores.masked_fill(scores.new_ones(scores.shape[-2:]).tril() == 0, -torch.inf)
+    o = scores.softmax(-1) @ v.repeat_interleave(group, 1)
+    return [o.detach(), *torch.autograd.grad(o, leaves, do)]
+
+
+def packing_on(device: torch.device) -> Packing:
+    starts = torch.tensor([0, *LENGTHS], device=device).cumsum(0).int()
+    longest = max(LENGTHS)
+    return Packing(cu_seqlens_q=starts, cu_seqlens_k=starts, max_q_len=longest, max_kv_len=longest)
+
+
+def ratios_to_one_device(
+    group: dist.ProcessGroup, name: str, options: dict[str, Any], packed: bool
+) -> list[float]:
+    """Errors of o, dq, dk, dv of all ranks over those of the kernel on one device."""
+    device = device_of(group)
+    tensors = whole_tensors(device, packed)
+    expected = float64_results(tensors, packed)
+    scheme = BACKENDS[name].target(name=name, **options)
+    kernel, packing = scheme.on_one_device, packing_on(device)
+    with scheme.bind(group, device) as bound:
+        layout, rank = bound.layout, bound.rank
+
+        def shard(x: Tensor) -> Tensor:
+            return layout.shard_packed(x, LENGTHS, rank) if packed else layout.shard(x, rank, 2)
+
+        def whole(x: Tensor) -> Tensor:
+            parts = bound.all_parts(x)
+            if packed:
+                return layout.unshard_packed(parts, LENGTHS)
+            return layout.unshard(parts, 2, SEQ_LEN)
+
+        def results(attention: Any, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> list[Tensor]:
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            call = {"causal": True, "scale": SCALE}
+            if packed:
+                o = attention.attend_packed(*leaves, packing, **call)
+            else:
+                o = attention.attend(*leaves, **call)
+            return [o.detach(), *torch.autograd.grad(o, leaves, do)]
+
+        alone = results(kernel, *tensors)
+        own = [shard(x) for x in tensors]
+        runs = [results(bound, *own) for _ in range(REPEATS)]
+        # Libraries sum dq by atomic additions, in any order; o they give the same each time.
+        num_equal = 4 if kernel.name in REPEATABLE else 1
+        for again in runs[1:]:
+            pairs = list(zip(again, runs[0], strict=True))[:num_equal]
+            assert all(torch.equal(x, y) for x, y in pairs), "a race"
+        found = [whole(x) for x in runs[0]]
+    return [
+        relative_error(split, want) / relative_error(one, want)
+        for split, one, want in zip(found, alone, expected, strict=True)
+    ]
+
+
+def combinations() -> list[Any]:
+    return [
+        pytest.param(name, transport, kernel, id=f"{name}-{transport}-{kernel}")
+        for name, transports in TRANSPORTS.items()
+        for transport in transports
+        for kernel in KERNELS
+    ]
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize(("name", "transport", "kernel"), combinations())
+def test_the_error_in_bf16_does_not_grow_with_ranks(
+    num_ranks: int, packed: bool, name: str, transport: str, kernel: str
+) -> None:
+    if packed and kernel.startswith("sdpa"):
+        pytest.skip("takes no packed batch")
+    options = {"kernel": kernel, "transport": transport}
+    for ratio in on_gpus(num_ranks, ratios_to_one_device, name, options, packed)[0]:
+        assert ratio <= 1.5
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("transport", TRANSPORTS["zigzag_llama3"])
+@pytest.mark.parametrize("forward_mode", ["two_kernels", "fused"])
+@pytest.mark.parametrize("backward_mode", ["two_kernels", "fused"])
+def test_modes_of_zigzag_llama3(
+    num_ranks: int, transport: str, forward_mode: str, backward_mode: str
+) -> None:
+    options = {"kernel": "flash_triton", "transport": transport}
+    options |= {"forward_mode": forward_mode, "backward_mode": backward_mode}
+    for ratio in on_gpus(num_ranks, ratios_to_one_device, "zigzag_llama3", options, True)[0]:
+        assert ratio <= 1.5
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("rotate", ["allgather", "alltoall"])
+@pytest.mark.parametrize("kernel", ["sdpa_flash", "sdpa_cudnn"])
+def test_pytorchs_own(num_ranks: int, rotate: str, kernel: str) -> None:
+    options = {"kernel": kernel, "rotate": rotate}
+    ratios = on_gpus(num_ranks, ratios_to_one_device, "context_parallel_torch", options, False)[0]
+    # A peer: what its error is, is its own business, but it must compute the same thing.
+    assert max(ratios) < 10
