@@ -185,6 +185,26 @@ class TestOnHopper:
         ):
             assert_near(got, wanted, what)
 
+    @pytest.mark.parametrize("head_dim", [64, 128])
+    @pytest.mark.parametrize("kv_heads", [2, 8])
+    def test_many_runs_end_and_agree(self, head_dim: int, kv_heads: int) -> None:
+        """Programs wait for one another in the backward pass: enough of them, often enough."""
+        torch.manual_seed(3)
+        q, do = (
+            torch.randn(1, 8, 4096, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(2)
+        )
+        k, v = (
+            torch.randn(1, kv_heads, 4096, head_dim, device="cuda", dtype=torch.bfloat16)
+            for _ in range(2)
+        )
+        for causal in (True, False):
+            options = {"causal": causal, "scale": 0.1, "implementation": "hopper"}
+            o, lse = operator.forward(q, k, v, **options)  # type: ignore[arg-type]
+            first = operator.backward(do, q, k, v, o, lse, **options)  # type: ignore[arg-type]
+            for _ in range(500):
+                again = operator.backward(do, q, k, v, o, lse, **options)  # type: ignore[arg-type]
+                assert all(map(torch.equal, again, first))
+
     @pytest.mark.parametrize(
         ("lengths", "heads", "kv_heads", "head_dim"),
         [((300, 1, 0, 513, 64), 4, 2, 64), ((100, 700), 2, 2, 128), ((33, 129, 257), 2, 1, 80)],
