@@ -49,7 +49,9 @@ def draw_lines(
     axis.yaxis.set_major_formatter(FuncFormatter(lambda tick, _: f"{tick:,.10g}"))
     axis.tick_params(axis="x", labelrotation=30 if len(lengths) > 5 else 0)
     low, high = axis.get_ylim()
-    axis.set_ylim(low, high * 1.6 if crosses else high)
+    if low > 0:
+        # Not so where nothing above zero is drawn: a host's memory that did not grow.
+        axis.set_ylim(low, high * 1.6 if crosses else high)
     _draw_crosses(axis, crosses)
     label_line_ends(axis, ends, height_in)
 
