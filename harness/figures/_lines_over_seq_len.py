@@ -41,7 +41,8 @@ def draw_lines(
             ends.append((float(last["seq_len"]), float(last[value]), name, tint))
         crosses += [(seq_len, tint) for seq_len in mine.loc[mine["status"] == "oom", "seq_len"]]
     axis.set_xscale("log", base=2)
-    axis.set_yscale("log")
+    # A host's memory need not have grown at all, and zeros have no logarithm.
+    axis.set_yscale("log" if (rows[value] > 0).any() else "linear")
     lengths = sorted(rows["seq_len"].unique())
     axis.xaxis.set_major_locator(FixedLocator(lengths))
     axis.xaxis.set_minor_locator(NullLocator())
@@ -49,9 +50,7 @@ def draw_lines(
     axis.yaxis.set_major_formatter(FuncFormatter(lambda tick, _: f"{tick:,.10g}"))
     axis.tick_params(axis="x", labelrotation=30 if len(lengths) > 5 else 0)
     low, high = axis.get_ylim()
-    if low > 0:
-        # Not so where nothing above zero is drawn: a host's memory that did not grow.
-        axis.set_ylim(low, high * 1.6 if crosses else high)
+    axis.set_ylim(low, high * 1.6 if crosses else high)
     _draw_crosses(axis, crosses)
     label_line_ends(axis, ends, height_in)
 
