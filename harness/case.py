@@ -129,7 +129,7 @@ class Case:
 
     @property
     def world_size(self) -> int:
-        return self.parallel.world_size
+        return self.task.world_size(self)
 
     @property
     def attention_problem(self) -> AttentionProblem:
@@ -162,12 +162,14 @@ class Case:
     @property
     def slug(self) -> str:
         parts = [self.task.name, getattr(self.task, "mode", None)]
-        parts += [self.model.name if self.model else None, label(self.attention)]
-        parts += [self.precision.name, f"b{self.batch_size}", f"s{self.seq_len}"]
+        parts += [self.model.name if self.model else None]
+        parts += [label(self.attention)] if self.task.attends else []
+        parts += [self.precision.name]
+        parts += [f"b{self.batch_size}", f"s{self.seq_len}"] if self.task.attends else []
         if self.compile is not None and self.compile.scope != "none":
             parts.append(f"compile_{self.compile.scope}")
         parts += self.task.words()
-        if self.world_size > 1:
+        if self.parallel.world_size > 1:
             parts.append(_ranks(self.parallel))
         parts.append(self.device)
         text = "-".join(part for part in parts if part)
@@ -176,6 +178,8 @@ class Case:
     @property
     def title(self) -> str:
         """The case in a few words, for progress lines."""
+        if not self.task.attends:
+            return " ".join([self.task.name, self.precision.name, *self.task.words()])
         words = [self.model.name if self.model else None, label(self.attention)]
         words += [self.precision.name, getattr(self.task, "mode", None)]
         if self.compile is not None and self.compile.scope != "none":

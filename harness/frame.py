@@ -103,6 +103,7 @@ CASE_COLUMNS = [
     *("cp", "scheme", "scheme_kernel", "scheme_transport", "scheme_modes"),
     *("timeline", "padding_tokens"),
     *("balance", "balance_layout", "balance_ranks"),
+    *("collective", "size_mib", "size_bytes", "wrong_elements"),
 ]
 
 
@@ -157,6 +158,8 @@ def _case_row(record: Record, names: _Names) -> tuple[Any, ...]:
         _modes(case["attention"]),
         *(notes.get("timeline"), notes.get("padding_tokens", 0)),
         *(notes.get("balance"), task.get("layout"), task.get("ranks")),
+        *(task.get("collective"), task.get("size_mib")),
+        *(notes.get("size_bytes"), notes.get("wrong_elements")),
     )
 
 
@@ -267,7 +270,9 @@ class _Names:
         return self._attention[key]
 
     def world_size(self, record: Record) -> int:
-        values = record.case["parallel"]
+        values, task = record.case["parallel"], record.case["task"]
+        if "collective" in task:
+            return int(task["ranks"])
         key = _key(values)
         if key not in self._world_size:
             try:

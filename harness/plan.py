@@ -19,6 +19,8 @@ COMPILE_S = {"cpu": 12.0, "cuda": 8.0}
 EFFICIENCY = 0.35
 CPU_FLOPS_PER_CORE = 40e9
 FALLBACK_GPU_FLOPS = 100e12
+LINK_BYTES_PER_S = {"cpu": 0.5e9, "cuda": 50e9}
+"""Of gloo on one host and of NCCL, cautiously."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -42,7 +44,7 @@ def make_plan(request: Request, records: dict[str, Record]) -> Plan:
 
 
 def predicted_seconds(case: Case, device_name: str = "") -> float:
-    """A rough guess of a case's time, from its FLOPs and whether something is compiled."""
+    """A rough guess of a case's time, from FLOPs, bytes sent and whether something is compiled."""
     work = case.task.work(case)
     flops = work["step"].flops if "step" in work else sum(item.flops for item in work.values())
     rate = CPU_FLOPS_PER_CORE * (os.cpu_count() or 1)
@@ -50,7 +52,9 @@ def predicted_seconds(case: Case, device_name: str = "") -> float:
         hardware = find_hardware(device_name)
         peak = hardware.peak_tflops.get(case.precision.peak) if hardware else None
         rate = EFFICIENCY * peak * 1e12 if peak else FALLBACK_GPU_FLOPS
-    seconds = SETUP_S + case.task.num_passes() * flops / rate
+    sent = sum(item.sent_bytes or 0.0 for item in work.values())
+    seconds_per_pass = flops / rate + sent / LINK_BYTES_PER_S[case.device]
+    seconds = SETUP_S + case.task.num_passes() * seconds_per_pass
     if case.attention.compiles or case.task.compiles(case):
         seconds += COMPILE_S[case.device]
     return seconds

@@ -12,6 +12,7 @@ from typing import Any
 import pandas as pd
 
 from harness import format as fmt
+from parallel.collectives import COLLECTIVES
 
 MODEL_ORDER = ("tiny", "small", "medium", "large", "xl", "2.7B", "llama3_8b", "leaderboard")
 """Table 1 of the CS336 text, between a size for laptops and two beyond it."""
@@ -29,6 +30,11 @@ BATCH_LAYOUTS = {"none": "dense", "equal": "packed equal", "ragged": "packed rag
 
 def _always(value: Any) -> str:
     return str(value)
+
+
+def _plain(value: float) -> str:
+    """A size that somebody typed, with no more digits than that."""
+    return f"{value:,.10g}"
 
 
 def _rank_in(order: tuple[str, ...]) -> Callable[[Any], Any]:
@@ -136,6 +142,10 @@ POINTS: dict[str, Point] = {
         describe=lambda value: "" if value == 1 else f"{value} ranks",
         format=fmt.integer,
     ),
+    "collective": Point(
+        header="operation", describe=lambda value: str(value), rank=_rank_in(COLLECTIVES)
+    ),
+    "size_mib": Point(header="size (MiB)", describe=lambda value: f"{value:g} MiB", format=_plain),
     "mode": Point(header="mode", describe=lambda value: f"mode {value}"),
     "warmup_steps": Point(
         header="warm-up steps",
@@ -178,7 +188,7 @@ SHAPE_POINTS = ("head_dim", "num_heads", "num_kv_heads", "causal", "kv_len", "la
 """Given by the model in a training step, and by the task when attention is measured alone."""
 
 
-WITHOUT_MODEL = ("attention", "flop_balance")
+WITHOUT_MODEL = ("attention", "flop_balance", "collectives")
 """Tasks that give the shape of the attention call themselves."""
 
 OBSERVED = ("memory_source",)

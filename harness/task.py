@@ -26,6 +26,8 @@ class Work:
     """The fewest bytes moved through device memory; None where no formula is kept."""
     tokens: int | None = None
     """Tokens that pass through, where tokens per second means something."""
+    sent_bytes: float | None = None
+    """Bytes that leave the rank for others; None where no formula is kept."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -40,8 +42,15 @@ class Task:
     uses: ClassVar[frozenset[str]] = frozenset()
     """Optional parts of a case that this task reads: of ``model`` and ``compile``."""
 
+    attends: ClassVar[bool] = True
+    """Whether the case makes an attention call, of which its name and its support tell."""
+
     def validate(self, case: Case) -> None:
         """Raise ValueError, naming the full key, if the case makes no sense for this task."""
+
+    def world_size(self, case: Case) -> int:
+        """Ranks that the case runs on."""
+        return case.parallel.world_size
 
     def attention_problem(self, case: Case) -> AttentionProblem:
         """The attention call that the case makes."""

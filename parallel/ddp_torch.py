@@ -26,6 +26,9 @@ class TorchDDP(Strategy):
             raise ValueError(f"parallel.bucket_size_mb={self.bucket_size_mb}: must be at least 1")
 
     def wrap(self, model: nn.Module) -> nn.Module:
+        if self.world_size == 1:
+            # It needs a process group, which one rank does without.
+            return model
         from torch.nn.parallel import DistributedDataParallel
 
         return DistributedDataParallel(

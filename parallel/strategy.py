@@ -55,6 +55,11 @@ class Strategy:
         From here on gradients are averages over all ranks, of both axes.
         """
 
+    @property
+    def optimizer_state_share(self) -> float:
+        """The part of the optimizer's state that one rank holds, about."""
+        return 1.0
+
     def optimizer(
         self, params: Iterable[nn.Parameter], cls: type[Optimizer], **kwargs: Any
     ) -> Optimizer:

@@ -179,12 +179,37 @@ def make_balance_record(layout: str) -> Record:
     return record
 
 
+def make_collective_record(
+    collective: str, *, ranks: int, size_mib: float, ms: float, wrong: int = 0, **fields: Any
+) -> Record:
+    """A collective operation that took ``ms`` on its slowest rank."""
+    record = make_record(
+        task="attention",
+        mode="forward",
+        attention="sdpa",
+        samples_ms={"collective": [[ms / 2] * 3, *([[ms] * 3] * (ranks - 1))]},
+        status="wrong" if wrong else "ok",
+        notes={"size_bytes": int(size_mib * 2**20), "wrong_elements": wrong},
+        **fields,
+    )
+    shape = {"collective": collective, "ranks": ranks, "size_mib": size_mib}
+    steps = {"warmup_steps": 5, "measure_steps": 20}
+    record.case["task"] = {"name": "collectives", **shape, **steps}
+    record.case_id = f"collectives-{collective}-{ranks}-{size_mib}"
+    record.memory *= ranks
+    return record
+
+
 def split_examples() -> list[Record]:
     """Records of every kind that tables about several ranks are made of."""
     schemes = [
         make_split_record(name, ms=4.0 + index) for index, name in enumerate(SPLIT_ATTENTION)
     ]
-    return [*schemes, *(make_balance_record(layout) for layout in ("contiguous", "zigzag"))]
+    exchanges = [
+        make_collective_record("all_reduce", ranks=2, size_mib=size, ms=size) for size in (1, 10)
+    ]
+    balances = [make_balance_record(layout) for layout in ("contiguous", "zigzag")]
+    return [*schemes, *balances, *exchanges]
 
 
 def write_plan(

@@ -342,12 +342,14 @@ TWO_RANKS = {
 }
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory, command: Command) -> Ended:
+@pytest.fixture(scope="module", params=["ddp_torch", "ddp_bucketed"])
+def two_ranks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, command: Command
+) -> Ended:
     folder = Folder(path=tmp_path_factory.mktemp("two"), command=command)
     done = folder.run(
         f"attention={','.join(TWO_RANKS)}",
-        "parallel=ddp_torch",
+        f"parallel={request.param}",
         "timeout_s=6",
         "launcher.vote_timeout_s=2",
     )

@@ -18,6 +18,7 @@ from records import (
     ENVIRONMENT,
     Samples,
     make_balance_record,
+    make_collective_record,
     make_record,
     make_split_record,
     split_examples,
@@ -305,6 +306,8 @@ class TestTables:
             make_split_record("ring", ms=777.7, status="wrong", message="off"),
             make_split_record("zigzag", ms=5.0),
             make_balance_record("zigzag"),
+            make_collective_record("all_reduce", ranks=2, size_mib=1, ms=5.0),
+            make_collective_record("all_gather", ranks=2, size_mib=1, ms=777.7, wrong=3),
         ]
         table = build_table(name, build_frame(cases))
         assert table is not None

@@ -108,8 +108,9 @@ def strategy_step(group: dist.ProcessGroup, case: Case) -> list[Tensor]:
     [
         (("parallel.cp=4",), 1),
         (("parallel=ddp_torch", "parallel.dp=2", "parallel.cp=2"), 2),
+        (("parallel=ddp_bucketed", "parallel.dp=2", "parallel.cp=2"), 2),
     ],
-    ids=["cp", "dp and cp"],
+    ids=["cp", "PyTorch's dp and cp", "dp and cp"],
 )
 def test_strategies_average_over_both_axes(arguments: tuple[str, ...], dp: int) -> None:
     case = case_of(24, "attention=zigzag", "attention.kernel=naive", *arguments)

@@ -50,6 +50,8 @@ class Local(Launcher):
         for case in cases:
             if case.device == "cuda" and case.world_size > len(probe_cuda()["names"]):
                 axes = {"parallel.dp": case.parallel.dp, "parallel.cp": case.parallel.cp}
+                if case.parallel.world_size == 1:
+                    axes = {"task.ranks": case.world_size}
                 typed = " ".join(f"{key}={size}" for key, size in axes.items() if size > 1)
                 raise ValueError(
                     f"{typed}: needs {case.world_size} GPUs, this host has "

@@ -100,7 +100,7 @@ class TrainStep(Task):
         # Backward frees activations while it fills gradients: the larger of the two counts.
         return {
             "parameters": prediction.parameters,
-            "optimizer_state": prediction.optimizer_state,
+            "optimizer_state": prediction.optimizer_state * case.parallel.optimizer_state_share,
             "gradients_or_activations": max(prediction.gradients, prediction.activations),
         }
 

@@ -1,0 +1,74 @@
+"""Bus bandwidth of collective operations over size: where latency ends and the links begin."""
+
+from __future__ import annotations
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, NullLocator
+
+from harness.figure import CaptionedFigure, describe, figure, panel_key
+from harness.figures._panels import log_ticks
+from harness.points import sort_by_points
+from harness.tables._collectives import UNUSED, collectives
+from parallel.collectives import COLLECTIVES
+
+CAPTION = (
+    "Bus bandwidth over size, both axes logarithmic, by the formulas of nccl-tests: it compares "
+    "with the speed of the links, whatever the operation and the number of ranks."
+)
+
+WIDTH_IN, HEIGHT_IN = 4.4, 3.2
+NUM_COLUMNS = 2
+MAX_PANELS = 8
+
+TINTS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#555555")
+MARKERS = "osD^vP"
+
+
+@figure("bus_bandwidth")
+def build(frame: pd.DataFrame) -> CaptionedFigure | None:
+    rows = collectives(frame)
+    if rows.empty or rows["bus_gb_s"].notna().sum() == 0:
+        return None
+    varying, common = panel_key(rows, ["collective", "size_mib", *UNUSED])
+    rows = sort_by_points(rows, [*varying, "collective", "size_mib"])
+    groups = list(rows.groupby(varying, dropna=False, sort=False)) if varying else [((), rows)]
+    if len(groups) > MAX_PANELS:
+        common = f"The first {MAX_PANELS} of {len(groups)} points. {common}"
+        groups = groups[:MAX_PANELS]
+    num_columns = min(NUM_COLUMNS, len(groups))
+    num_rows = -(-len(groups) // num_columns)
+    drawing = Figure(
+        figsize=(max(6.4, WIDTH_IN * num_columns), HEIGHT_IN * num_rows + 0.6),
+        layout="constrained",
+    )
+    axes = drawing.subplots(num_rows, num_columns, squeeze=False, sharey=True)
+    for axis in axes.ravel()[len(groups) :]:
+        axis.set_visible(False)
+    for axis, (_, group) in zip(axes.ravel(), groups, strict=False):
+        axis.set_title(describe(group.iloc[0], varying))
+        _draw(axis, group)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("bus bandwidth (GB/s)")
+    by_name = {str(line.get_label()): line for axis in axes.ravel() for line in axis.get_lines()}
+    drawing.legend(
+        handles=[by_name[name] for name in COLLECTIVES if name in by_name],
+        loc="outside upper center",
+        ncols=min(len(by_name), 2 + num_columns),
+    )
+    return CaptionedFigure(caption=f"{CAPTION} {common}".strip(), figure=drawing)
+
+
+def _draw(axis: Axes, rows: pd.DataFrame) -> None:
+    """One line for each operation."""
+    for name, tint, shape in zip(COLLECTIVES, TINTS, MARKERS, strict=True):
+        mine = rows[(rows["collective"] == name) & rows["bus_gb_s"].notna()]
+        if len(mine):
+            axis.plot(mine["size_mib"], mine["bus_gb_s"], color=tint, marker=shape, label=name)
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.xaxis.set_major_locator(FixedLocator(sorted(rows["size_mib"].unique())))
+    axis.xaxis.set_minor_locator(NullLocator())
+    log_ticks(axis)
+    axis.set_xlabel("size (MiB)")

@@ -1,0 +1,23 @@
+"""What the strategies of data parallelism share: two ranks unless more are asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from parallel.strategy import Strategy
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from parallel.data_parallel.containers import DataParallel
+
+
+@dataclass(kw_only=True, slots=True)
+class DataParallelStrategy(Strategy):
+    """A strategy whose ``wrap`` returns a container that averages gradients over all ranks."""
+
+    dp: int = 2
+
+    def after_backward(self, model: nn.Module) -> None:
+        cast("DataParallel", model).finish_gradient_synchronization()

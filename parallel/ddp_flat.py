@@ -1,0 +1,23 @@
+"""One all-reduce for all gradients, after the backward pass: fewer calls than naive."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from parallel._data_parallel import DataParallelStrategy
+from parallel.strategy import strategy
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@strategy("ddp_flat")
+@dataclass(kw_only=True, slots=True)
+class FlatDDPStrategy(DataParallelStrategy):
+    """:class:`parallel.data_parallel.FlatDDP` over all ranks."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        from parallel.data_parallel import FlatDDP
+
+        return FlatDDP(model)

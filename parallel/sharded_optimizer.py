@@ -1,0 +1,31 @@
+"""Bucketed data parallelism whose optimizer state is sharded over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from parallel.ddp_bucketed import BucketedDDPStrategy
+from parallel.strategy import strategy
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+
+@strategy("sharded_optimizer")
+@dataclass(kw_only=True, slots=True)
+class ShardedOptimizerStrategy(BucketedDDPStrategy):
+    """:class:`parallel.data_parallel.ShardedOptimizer`: updated parameters are broadcast."""
+
+    @property
+    def optimizer_state_share(self) -> float:
+        return 1 / self.world_size
+
+    def optimizer(
+        self, params: Iterable[nn.Parameter], cls: type[Optimizer], **kwargs: Any
+    ) -> Optimizer:
+        from parallel.data_parallel import ShardedOptimizer
+
+        return ShardedOptimizer(params, cls, **kwargs)
