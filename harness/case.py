@@ -162,7 +162,8 @@ class Case:
     @property
     def slug(self) -> str:
         parts = [self.task.name, getattr(self.task, "mode", None)]
-        parts += [self.model.name if self.model else None, label(self.attention)]
+        parts.append(self.model.name if self.model else None)
+        parts.append(label(self.attention) if self.task.attends else None)
         parts += [self.precision.name, f"b{self.batch_size}", f"s{self.seq_len}"]
         if self.compile is not None and self.compile.scope != "none":
             parts.append(f"compile_{self.compile.scope}")
@@ -176,12 +177,14 @@ class Case:
     @property
     def title(self) -> str:
         """The case in a few words, for progress lines."""
-        words = [self.model.name if self.model else None, label(self.attention)]
+        words = [self.model.name if self.model else None]
+        words.append(label(self.attention) if self.task.attends else self.task.name)
         words += [self.precision.name, getattr(self.task, "mode", None)]
         if self.compile is not None and self.compile.scope != "none":
             words.append(f"compile={self.compile.scope}")
-        words.append(f"batch {self.batch_size} x seq {self.seq_len}")
-        if self.model is None:
+        if self.task.attends:
+            words.append(f"batch {self.batch_size} x seq {self.seq_len}")
+        if self.task.attends and self.model is None:
             problem = self.attention_problem
             heads = str(problem.num_heads)
             if problem.num_kv_heads != problem.num_heads:

@@ -103,6 +103,7 @@ CASE_COLUMNS = [
     *("cp", "scheme", "scheme_kernel", "scheme_transport", "scheme_modes"),
     *("timeline", "padding_tokens"),
     *("balance", "balance_layout", "balance_ranks"),
+    *("audit", "accumulation"),
 ]
 
 
@@ -157,6 +158,8 @@ def _case_row(record: Record, names: _Names) -> tuple[Any, ...]:
         _modes(case["attention"]),
         *(notes.get("timeline"), notes.get("padding_tokens", 0)),
         *(notes.get("balance"), task.get("layout"), task.get("ranks")),
+        notes.get("audit"),
+        {**task, **notes["accumulation"]} if "accumulation" in notes else None,
     )
 
 

@@ -39,12 +39,14 @@ class Task:
 
     uses: ClassVar[frozenset[str]] = frozenset()
     """Optional parts of a case that this task reads: of ``model`` and ``compile``."""
+    attends: ClassVar[bool] = True
+    """Whether it makes attention calls; where not, ``attention=`` changes nothing."""
 
     def validate(self, case: Case) -> None:
         """Raise ValueError, naming the full key, if the case makes no sense for this task."""
 
     def attention_problem(self, case: Case) -> AttentionProblem:
-        """The attention call that the case makes."""
+        """The attention call that the case makes, if the task attends."""
         raise NotImplementedError
 
     def work(self, case: Case) -> dict[str, Work]:

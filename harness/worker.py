@@ -115,9 +115,10 @@ class Worker:
             if reason is not None:
                 outcome.status, outcome.error = "unsupported", {"message": reason}
             else:
-                chosen = case.attention.choice(case.attention_problem)
-                if chosen != case.attention.name:
-                    outcome.notes["attention_choice"] = chosen
+                if case.task.attends:
+                    chosen = case.attention.choice(case.attention_problem)
+                    if chosen != case.attention.name:
+                        outcome.notes["attention_choice"] = chosen
                 with bench.compile_watch.watching():
                     case.task.run(case, bench)
         except PeerFailed:
@@ -194,7 +195,7 @@ def why_unsupported(case: Case) -> str | None:
         reason = why_not_compile(case.device)
         if reason is not None:
             return reason
-    return case.attention.supports(case.attention_problem)
+    return case.attention.supports(case.attention_problem) if case.task.attends else None
 
 
 def worst_status(statuses: list[str]) -> str:
