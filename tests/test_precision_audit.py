@@ -242,6 +242,13 @@ def test_a_task_that_does_not_attend_needs_no_backend() -> None:
     assert "flash" not in case.slug + case.title
 
 
+@pytest.mark.parametrize("task", ["accumulation", "precision_audit", "precision_audit_toy"])
+def test_one_process_only(task: str) -> None:
+    words = f"parallel.dp=2: task={task} runs in one process; leave it at 1"
+    with pytest.raises(ValueError, match=words):
+        compose_request([f"task={task}", "parallel=ddp_torch", "parallel.dp=2", "device=cpu"])
+
+
 def test_the_sweep_has_the_four_programs_and_the_three_precisions() -> None:
     cases = compose_request(["sweeps=precision_audit", "device=cpu"]).cases
     programs = [case.task for case in cases if case.task.name == "accumulation"]

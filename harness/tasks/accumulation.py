@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from harness.case import DTYPES, Case, require_at_least, require_choice
+from harness.case import DTYPES, Case, require_at_least, require_choice, require_one_process
 from harness.task import Task, Work, task
 
 if TYPE_CHECKING:
@@ -44,8 +44,7 @@ class Accumulation(Task):
         require_at_least("task.num_terms", self.num_terms, 1)
         if not math.isfinite(self.term):
             raise ValueError(f"task.term={self.term}: must be a finite number")
-        if case.world_size > 1:
-            raise ValueError("parallel: task=accumulation adds in one process; use parallel=none")
+        require_one_process(case)
 
     def words(self) -> list[str]:
         cast = ["cast"] if self.cast_term else []

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from harness.case import Case
+from harness.case import Case, require_one_process
 from harness.task import Task, Work, task
 from kernels import AttentionProblem
 from models import accounting
@@ -34,10 +34,7 @@ class PrecisionAudit(Task):
     uses: ClassVar[frozenset[str]] = frozenset({"model"})
 
     def validate(self, case: Case) -> None:
-        if case.world_size > 1:
-            raise ValueError(
-                "parallel: task=precision_audit trains in one process; use parallel=none"
-            )
+        require_one_process(case)
 
     def num_passes(self) -> int:
         return 2

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from harness.case import Case, require_at_least
+from harness.case import Case, require_at_least, require_one_process
 from harness.task import Task, Work, task
 from harness.tasks.precision_audit import DTYPE_BYTES
 
@@ -43,10 +43,7 @@ class PrecisionAuditToy(Task):
             require_at_least(f"task.{key}", getattr(self, key), 1)
         if not 0 < self.input_scale < float("inf"):
             raise ValueError(f"task.input_scale={self.input_scale}: must be positive and finite")
-        if case.world_size > 1:
-            raise ValueError(
-                "parallel: task=precision_audit_toy trains in one process; use parallel=none"
-            )
+        require_one_process(case)
 
     def words(self) -> list[str]:
         return [f"inputs_{self.input_scale:g}"] if self.input_scale != 1 else []
