@@ -43,6 +43,16 @@ def require_at_least(key: str, value: float, least: float) -> None:
         raise ValueError(f"{key}={value}: must be at least {least}")
 
 
+def require_one_process(case: Case) -> None:
+    """Raise ValueError, naming the mesh axis, for a task that does not run on several ranks."""
+    for axis in ("cp", "dp"):
+        ranks = getattr(case.parallel, axis)
+        if ranks > 1:
+            raise ValueError(
+                f"parallel.{axis}={ranks}: task={case.task.name} runs in one process; leave it at 1"
+            )
+
+
 @dataclass(kw_only=True, slots=True)
 class Precision:
     """Number formats of a training step; values live in ``conf/precision/*.yaml``."""

@@ -104,6 +104,7 @@ CASE_COLUMNS = [
     *("timeline", "padding_tokens"),
     *("balance", "balance_layout", "balance_ranks"),
     *("collective", "size_mib", "size_bytes", "wrong_elements"),
+    *("audit", "accumulation"),
 ]
 
 
@@ -160,6 +161,8 @@ def _case_row(record: Record, names: _Names) -> tuple[Any, ...]:
         *(notes.get("balance"), task.get("layout"), task.get("ranks")),
         *(task.get("collective"), task.get("size_mib")),
         *(notes.get("size_bytes"), notes.get("wrong_elements")),
+        notes.get("audit"),
+        {**task, **notes["accumulation"]} if "accumulation" in notes else None,
     )
 
 

@@ -41,9 +41,8 @@ class Task:
 
     uses: ClassVar[frozenset[str]] = frozenset()
     """Optional parts of a case that this task reads: of ``model`` and ``compile``."""
-
     attends: ClassVar[bool] = True
-    """Whether the case makes an attention call, of which its name and its support tell."""
+    """Whether it makes attention calls; where not, ``attention=`` changes nothing."""
 
     def validate(self, case: Case) -> None:
         """Raise ValueError, naming the full key, if the case makes no sense for this task."""
@@ -53,7 +52,7 @@ class Task:
         return case.parallel.world_size
 
     def attention_problem(self, case: Case) -> AttentionProblem:
-        """The attention call that the case makes."""
+        """The attention call that the case makes, if the task attends."""
         raise NotImplementedError
 
     def work(self, case: Case) -> dict[str, Work]:

@@ -25,6 +25,7 @@ PRECISIONS = {
     "fp32": {"parameters": "float32", "autocast": None, "tf32": False},
     "tf32": {"parameters": "float32", "autocast": None, "tf32": True},
     "bf16": {"parameters": "float32", "autocast": "bfloat16", "tf32": False},
+    "fp16": {"parameters": "float32", "autocast": "float16", "tf32": False},
 }
 
 ENVIRONMENT = {
@@ -210,6 +211,33 @@ def split_examples() -> list[Record]:
     ]
     balances = [make_balance_record(layout) for layout in ("contiguous", "zigzag")]
     return [*schemes, *balances, *exchanges]
+
+
+def audit_examples() -> list[Record]:
+    """Records of every kind that tables about precision are made of."""
+    counts = {"elements": 4096, "overflowed": 1, "underflowed": 1234, "subnormal": 20}
+    norms = {"error_norm": 1e-3, "reference_norm": 1.0}
+    tensors = [
+        {"kind": kind, "name": f"blocks.{block}.attention.q_proj", "dtype": "float16"}
+        | counts
+        | norms
+        for kind in ("output", "output_gradient", "gradient")
+        for block in (0, 1)
+    ]
+    loss = {"loss": 7.03, "loss_float64": 7.031, "loss_scale": 65536.0, "skipped_steps": 1}
+    audit = make_record(precision="fp16", notes={"audit": {**loss, "tensors": tensors}})
+    audit.case["task"] = {"name": "precision_audit"}
+    addition = make_record(
+        task="attention",
+        mode="forward",
+        precision="fp32",
+        notes={"accumulation": {"sum": 9.953125, "stored_term": 0.0100021}},
+    )
+    options = {"accumulator": "float16", "term_dtype": "float16", "cast_term": False}
+    addition.case["task"] = {"name": "accumulation", "term": 0.01, "num_terms": 1000, **options}
+    for record in (audit, addition):
+        record.case_id = f"{record.case['task']['name']}-example"
+    return [audit, addition]
 
 
 def write_plan(

@@ -41,8 +41,9 @@ def build(frame: pd.DataFrame) -> Table | None:
 
 
 def headline(frame: pd.DataFrame) -> pd.DataFrame:
-    """The rows of each case's most complete phase."""
-    rows = frame[frame["phase"].isin(HEADLINE_PHASES)]
+    """The rows of each case's most complete phase; none of a case that is never timed."""
+    untimed = (frame["status"] == "ok") & (frame["num_samples"] == 0)
+    rows = frame[frame["phase"].isin(HEADLINE_PHASES) & ~untimed]
     place = rows["phase"].map({phase: index for index, phase in enumerate(HEADLINE_PHASES)})
     chosen = place.groupby(rows["case_id"]).transform("min")
     return rows[place == chosen].copy()
