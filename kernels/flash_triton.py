@@ -1,11 +1,12 @@
 """FlashAttention-2 in Triton, forward and backward, in tiles that never leave the chip.
 
 Loop structure: a program owns one tile of queries and walks over the key tiles, keeping a
-running largest score, softmax denominator and output (CS336 assignment 2, Algorithm 1);
-backward makes two such walks, one program per key tile for dk and dv and one per query tile
-for dq, so that no two programs add to the same number. Tiles that the mask empties are
-skipped, and tiles that it leaves whole compare no indices. The kernels, and what chooses
-between implementations of them, are in :mod:`kernels.flash`.
+running largest score, softmax denominator and output (CS336 assignment 2, Algorithm 1).
+Backward on any GPU makes two such walks, one program per key tile for dk and dv and one per
+query tile for dq, so that no two programs add to the same number; on Hopper it makes one, over
+the queries, and programs add to dq in a fixed order. Tiles that the mask empties are skipped,
+and tiles that it leaves whole compare no indices. The kernels, and what chooses between
+implementations of them, are in :mod:`kernels.flash`.
 """
 
 from __future__ import annotations

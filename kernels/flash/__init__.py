@@ -2,9 +2,12 @@
 
 Read in this order: ``tiles`` (what a tile is), ``forward_kernel`` and ``backward_kernels``
 (FlashAttention-2 for any CUDA GPU), ``problem`` (one call in facts, and what is refused),
-``configs`` (tile sizes), ``plain`` (launches those kernels), ``operator`` (the entry points
-that choose an implementation) and ``function`` (autograd). Nothing here imports torch or
-triton until one of the names below is used.
+``configs`` (tile sizes), ``plain`` (launches those kernels), ``dispatch`` (chooses an
+implementation), ``operator`` (the entry points, also for torch.compile) and ``function``
+(autograd). Then the Hopper kernels, in Gluon: ``hopper_tiles`` (what they share),
+``hopper_forward``, ``hopper_backward`` and ``hopper_rows`` (what runs around it), and
+``hopper`` and ``launch``, which launch them. Nothing here imports torch or triton until one of
+the names below is used.
 """
 
 from __future__ import annotations
