@@ -10,7 +10,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,8 @@ class Variant:
     dtype: str
     causal: bool
     packed: bool
+    full_precision: bool = False
+    """Whether dK and dV are parts in float32, to be added up."""
 
 
 def compile_variant(variant: Variant) -> Any:
@@ -91,6 +93,8 @@ def _type(name: str, variant: Variant, tile: int) -> str:
         return f"tensordesc<{variant.dtype}[1, 1, {rows}, {variant.head_dim}],{layout!r}>"
     if name in ("lse_ptr", "dq_sums"):
         return "*fp32"
+    if variant.full_precision and name in ("dk_ptr", "dv_ptr"):
+        return "*fp32"
     if name == "counts":
         return "*i32"
     if name.endswith("_ptr"):
@@ -116,10 +120,13 @@ def main() -> int:
     chosen = sys.argv[1:] or list(KERNELS)
     for kernel in chosen:
         for head_dim in (64, 128):
-            for dtype, causal, packed in (("bf16", True, False), ("fp16", False, True)):
-                variant = Variant(
-                    kernel=kernel, head_dim=head_dim, dtype=dtype, causal=causal, packed=packed
-                )
+            variants = [
+                Variant(kernel=kernel, head_dim=head_dim, dtype="bf16", causal=True, packed=False),
+                Variant(kernel=kernel, head_dim=head_dim, dtype="fp16", causal=False, packed=True),
+            ]
+            if kernel == "backward":
+                variants.append(replace(variants[0], full_precision=True))
+            for variant in variants:
                 compiled = compile_variant(variant)
                 report = assembler_report(compiled.asm["ptx"])
                 lines = [line.strip() for line in report.splitlines()]
@@ -127,8 +134,10 @@ def main() -> int:
                 slow = [line for line in lines if "serialized" in line]
                 serialised = serialised or bool(slow)
                 print(
-                    f"{kernel:<14} d {head_dim:<4} {dtype} {'causal' if causal else 'full':<7}"
-                    f"{'packed' if packed else 'dense':<7}"
+                    f"{kernel:<14} d {head_dim:<4} {variant.dtype} "
+                    f"{'causal' if variant.causal else 'full':<7}"
+                    f"{'packed' if variant.packed else 'dense':<7}"
+                    f"{'parts' if variant.full_precision else '':<6}"
                     f"{compiled.metadata.shared / 1024:4.0f} KiB shared  {spills}",
                     *slow,
                     sep="\n    ",

@@ -59,6 +59,10 @@ BACKWARD = {
 }
 
 
+HEADS_AT_ONCE = 4
+"""Heads whose backward programs take turns; more of them share the L2 cache."""
+
+
 def why_not(problem: Problem) -> str | None:
     """None if these kernels can run ``problem`` here, else the reason."""
     if plain.INTERPRETED:
@@ -180,7 +184,8 @@ def backward(
 ) -> None:
     """Fill dq, dk, dv; lse and dlse are contiguous [B, H, S].
 
-    Needs, besides, the float32 sums of dq: 4 bytes for each of its elements.
+    Needs, besides, the float32 sums of dq, 4 bytes for each of its elements; and where few long
+    programs would have grouped queries, as many of dk and dv as :func:`_num_parts` says.
     """
     if q.numel() == 0 or k.numel() == 0:
         plain.backward(problem, do, q, k, v, o, lse, dlse, dq, dk, dv, scale=scale, packing=packing)
@@ -199,6 +204,10 @@ def backward(
     statistics = q.new_empty(plan.statistics_shape, dtype=torch.float32)
     counts = q.new_empty(plan.counts_shape, dtype=torch.int32)
     dq_sums = q.new_empty(plan.sums_shape, dtype=torch.float32)
+    dk_out, dv_out = dk, dv
+    if plan.sum_parts is not None:
+        dk_out = q.new_empty(plan.parts_shape, dtype=torch.float32)
+        dv_out = q.new_empty(plan.parts_shape, dtype=torch.float32)
     cu_seqlens_q, cu_seqlens_k = _cu_seqlens(packing, q)
     plan.row_statistics(
         o,
@@ -218,14 +227,16 @@ def backward(
         plan.lines(statistics),
         dq_sums,
         counts,
-        dk,
-        dv,
+        dk_out,
+        dv_out,
         cu_seqlens_q,
         cu_seqlens_k,
         *plan.scalars,
         scale,
         scale * math.log2(math.e),
     )
+    if plan.sum_parts is not None:
+        plan.sum_parts(dk_out, dv_out, dk, dv, *plan.parts_scalars)
     plan.finish_dq(dq_sums, dq, cu_seqlens_q, cu_seqlens_k, *plan.finish_scalars, scale)
 
 
@@ -239,12 +250,16 @@ class _Backward(NamedTuple):
     """lse in units of log2, and rowsum(o * do) - dlse: [2, B * H, S padded]."""
     counts_shape: tuple[int, int]
     sums_shape: tuple[int, int, int]
+    parts_shape: tuple[int, int, int, int]
     statistics_scalars: tuple[int, ...]
     scalars: tuple[int, ...]
     finish_scalars: tuple[int, ...]
+    parts_scalars: tuple[int, ...]
     row_statistics: Launch
     launch: Launch
     finish_dq: Launch
+    sum_parts: Launch | None
+    """None where one program has all query heads of a group."""
 
 
 _BACKWARD_PLANS: dict[tuple, _Backward] = {}
@@ -263,7 +278,7 @@ def _plan_backward(
     has_dlse: bool,
 ) -> _Backward:
     from kernels.flash.hopper_backward import flash_backward
-    from kernels.flash.hopper_rows import finish_dq, row_statistics
+    from kernels.flash.hopper_rows import finish_dq, row_statistics, sum_parts
 
     block_d = _block_d(problem)
     chosen = BACKWARD[block_d]
@@ -273,6 +288,10 @@ def _plan_backward(
     num_blocks = -(-rows // PROGRAM_ROWS)
     padded_len = num_blocks * PROGRAM_ROWS
     by_query = _grid(problem.q_len, problem.batch_size * problem.num_heads)
+    num_parts = _num_parts(problem)
+    num_key_tiles = -(-problem.kv_len // PROGRAM_ROWS)
+    parts_shape = (k.shape[0], problem.num_kv_heads * num_parts, k.shape[2], problem.head_dim)
+    dk_strides, dv_strides = dk.stride()[:3], dv.stride()[:3]
     rowwise = {"HEAD_DIM": problem.head_dim, "BLOCK_D": block_d, "BLOCK_Q": PROGRAM_ROWS}
     return _Backward(
         q=_tiles(q, chosen.tile, block_d),
@@ -283,6 +302,7 @@ def _plan_backward(
         statistics_shape=(2, num_lines, padded_len),
         counts_shape=(num_lines, num_blocks),
         sums_shape=(num_lines, padded_len, block_d),
+        parts_shape=parts_shape,
         statistics_scalars=(
             *o.stride()[:3],
             *do.stride()[:3],
@@ -293,10 +313,12 @@ def _plan_backward(
             num_lines * padded_len,
         ),
         scalars=(
-            *dk.stride()[:3],
-            *dv.stride()[:3],
+            *(dk_strides if num_parts == 1 else _contiguous_strides(parts_shape)),
+            *(dv_strides if num_parts == 1 else _contiguous_strides(parts_shape)),
             problem.num_heads,
             problem.group_size,
+            problem.group_size // num_parts,
+            HEADS_AT_ONCE,
             problem.q_len,
             problem.kv_len,
             num_lines,
@@ -309,6 +331,7 @@ def _plan_backward(
             problem.kv_len,
             padded_len,
         ),
+        parts_scalars=(*dk_strides, *dv_strides, problem.num_kv_heads, num_parts, k.shape[2]),
         row_statistics=Launch(
             row_statistics,
             by_query,
@@ -316,13 +339,39 @@ def _plan_backward(
         ),
         launch=Launch(
             flash_backward,
-            _grid(problem.kv_len, problem.batch_size * problem.num_kv_heads),
+            (num_key_tiles * problem.batch_size * problem.num_kv_heads * num_parts, 1, 1),
             {"STAGES": chosen.stages, "RESIDENT": chosen.resident, **_constants(problem)},
         ),
         finish_dq=Launch(
             finish_dq, by_query, {**rowwise, "CAUSAL": problem.causal, "PACKED": problem.packed}
         ),
+        sum_parts=None
+        if num_parts == 1
+        else Launch(
+            sum_parts,
+            _grid(k.shape[2], k.shape[0] * problem.num_kv_heads),
+            {"HEAD_DIM": problem.head_dim, "BLOCK_D": block_d, "BLOCK_K": PROGRAM_ROWS},
+        ),
     )
+
+
+def _num_parts(problem: Problem) -> int:
+    """How many programs share the query heads of a group: few long programs end unevenly.
+
+    Under a causal mask the longest come last, and there are twelve of them to a multiprocessor
+    before what is left at the end is a few percent; else they are as long as each other. The
+    parts of dK and dV are at most as many numbers as these programs have keys, whatever the length.
+    """
+    processors = torch.cuda.get_device_properties(problem.device).multi_processor_count
+    enough = (12 if problem.causal else 4) * processors
+    programs = -(-problem.kv_len // PROGRAM_ROWS) * problem.batch_size * problem.num_kv_heads
+    divisors = [n for n in range(1, problem.group_size + 1) if problem.group_size % n == 0]
+    return next((n for n in divisors if n * programs >= enough), divisors[-1])
+
+
+def _contiguous_strides(shape: tuple[int, int, int, int]) -> tuple[int, int, int]:
+    """The first three strides of a contiguous tensor, in elements."""
+    return shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3]
 
 
 def _constants(problem: Problem) -> dict[str, Any]:

@@ -5,8 +5,8 @@ scores, dS = P * (dP - delta) with dP = dO V^T and delta = rowsum(O * dO) (Flash
 arXiv:2307.08691, algorithm 2), and uses each dS three times: five matmuls a tile, where separate
 passes for dK, dV and for dQ need seven.
 
-One program has 128 keys of one key head and loops over the queries that see them, of every query
-head of the group, 128 at a time: a *turn* of two halves. Its warps have roles:
+One program has 128 keys of one key head and loops over the queries that see them, of all query
+heads of the group or a part of them, 128 at a time: a *turn* of two halves. Its warps have roles:
 
 - A producer warp fills rings in shared memory through the tensor memory accelerator (TMA).
 - Two consumer warpgroups have 64 of the keys each. They compute the transposes, S^T = K Q^T and
@@ -52,7 +52,8 @@ def produce(inputs, STAGES: gl.constexpr):
     (
         q_desc, do_desc, k_desc, v_desc, stat_desc, k_tiles, v_tiles, q_tiles, do_tiles,
         lse_tiles, delta_tiles, kv_ready, q_ready, do_ready, free, batch, kv_head, num_heads,
-        group_size, first, q_start, k_start, line_start, first_turn, num_turns, num_lines,
+        first_head, num_members, first, q_start, k_start, line_start, first_turn, num_turns,
+        num_lines,
     ) = inputs  # fmt: skip
     if num_turns > first_turn:
         mbarrier.expect(kv_ready, 2 * CONSUMERS * k_desc.block_type.nbytes)
@@ -68,8 +69,8 @@ def produce(inputs, STAGES: gl.constexpr):
     # A ring starts free: waiting for the phase before the first one returns at once.
     phase = 1
     nbytes: gl.constexpr = q_desc.block_type.nbytes + stat_desc.block_type.nbytes
-    for member in range(group_size):
-        head = kv_head * group_size + member
+    for member in range(num_members):
+        head = first_head + member
         line = batch * num_heads + head
         for tile in range(2 * first_turn, 2 * num_turns):
             row = q_start + tile * ROWS
@@ -113,12 +114,12 @@ def open_turns(inputs, CAUSAL: gl.constexpr):
     that are closed; ``done`` and ``closed`` are two barriers each, for turns in turn.
     """
     (
-        counts, opened, done, closed, batch, kv_head, num_heads, group_size, padded_len, line_start,
-        first_turn, num_turns, key_tile, num_key_tiles, offset,
+        counts, opened, done, closed, batch, num_heads, first_head, num_members, padded_len,
+        line_start, first_turn, num_turns, key_tile, num_key_tiles, offset,
     ) = inputs  # fmt: skip
     step = 0
-    for member in range(group_size):
-        line = batch * num_heads + kv_head * group_size + member
+    for member in range(num_members):
+        line = batch * num_heads + first_head + member
         of_line = counts + (line.to(gl.int64) * padded_len + line_start) // PROGRAM_ROWS
         for turn in range(first_turn, num_turns):
             before = programs_before(turn, key_tile, num_key_tiles, offset, CAUSAL)
@@ -138,12 +139,12 @@ def close_turns(inputs, CAUSAL: gl.constexpr):
     Apart from :func:`open_turns` because waiting for memory takes a third of a turn.
     """
     (
-        counts, _, done, closed, batch, kv_head, num_heads, group_size, padded_len, line_start,
-        first_turn, num_turns, key_tile, num_key_tiles, offset,
+        counts, _, done, closed, batch, num_heads, first_head, num_members, padded_len,
+        line_start, first_turn, num_turns, key_tile, num_key_tiles, offset,
     ) = inputs  # fmt: skip
     step = 0
-    for member in range(group_size):
-        line = batch * num_heads + kv_head * group_size + member
+    for member in range(num_members):
+        line = batch * num_heads + first_head + member
         of_line = counts + (line.to(gl.int64) * padded_len + line_start) // PROGRAM_ROWS
         for turn in range(first_turn, num_turns):
             before = programs_before(turn, key_tile, num_key_tiles, offset, CAUSAL)
@@ -354,9 +355,9 @@ def accumulate(
     (
         k_tiles, v_tiles, q_tiles, do_tiles, lse_tiles, delta_tiles, ds_tiles, kv_ready, q_ready,
         do_ready, free, ds_ready, opened, done, dq_sums, dk_ptr, dv_ptr, stride_kb, stride_kh,
-        stride_ks, stride_vb, stride_vh, stride_vs, batch, kv_head, num_heads, group_size, first,
-        k_start, kv_len, line_start, padded_len, first_turn, num_turns, num_masked, key_tile,
-        num_key_tiles, offset, scale, scale_log2,
+        stride_ks, stride_vb, stride_vh, stride_vs, batch, out_head, num_heads, first_head,
+        num_members, first, k_start, kv_len, line_start, padded_len, first_turn, num_turns,
+        num_masked, key_tile, num_key_tiles, offset, scale, scale_log2,
     ) = inputs  # fmt: skip
     dtype: gl.constexpr = k_tiles.dtype
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
@@ -399,14 +400,14 @@ def accumulate(
     # Of dQ's tiles of 64 by 64, a turn's in order of rows, a consumer adds to every other one.
     mine = dq_sums
     before = 0
-    for member in range(group_size):
-        line = batch * num_heads + kv_head * group_size + member
+    for member in range(num_members):
+        line = batch * num_heads + first_head + member
         of_line = dq_sums + (line.to(gl.int64) * padded_len + line_start) * BLOCK_D
         for turn in range(first_turn, first_turn + num_masked):
             for half in gl.static_range(2):
                 state = half_turn(
                     shared, (k, v), state, mine, before == 0, (member > 0) | (turn > first_turn),
-                    (half == 0) | (member + 1 < group_size) | (turn + 1 < num_turns),
+                    (half == 0) | (member + 1 < num_members) | (turn + 1 < num_turns),
                     first_key, turn * PROGRAM_ROWS, offset, kv_len, scale_log2,
                     half, CONSUMER, STAGES, CAUSAL, True, RESIDENT, LAYOUT, A_LAYOUT,
                 )  # fmt: skip
@@ -416,7 +417,7 @@ def accumulate(
             for half in gl.static_range(2):
                 state = half_turn(
                     shared, (k, v), state, mine, before == 0, (member > 0) | (turn > first_turn),
-                    (half == 0) | (member + 1 < group_size) | (turn + 1 < num_turns),
+                    (half == 0) | (member + 1 < num_members) | (turn + 1 < num_turns),
                     first_key, turn * PROGRAM_ROWS, offset, kv_len, scale_log2,
                     half, CONSUMER, STAGES, CAUSAL, False, RESIDENT, LAYOUT, A_LAYOUT,
                 )  # fmt: skip
@@ -434,13 +435,29 @@ def accumulate(
             add_to_dq(mine + part * (ROWS * ROWS * PARTS), dq, before == 0)
         mbarrier.arrive(done.index(parity ^ 1))
     store_rows(
-        dk * scale, dk_ptr, stride_kb, stride_kh, stride_ks, batch, kv_head, first_key, k_start,
+        dk * scale, dk_ptr, stride_kb, stride_kh, stride_ks, batch, out_head, first_key, k_start,
         kv_len, HEAD_DIM, BLOCK_D,
     )  # fmt: skip
     store_rows(
-        dv, dv_ptr, stride_vb, stride_vh, stride_vs, batch, kv_head, first_key, k_start,
+        dv, dv_ptr, stride_vb, stride_vh, stride_vs, batch, out_head, first_key, k_start,
         kv_len, HEAD_DIM, BLOCK_D,
     )  # fmt: skip
+
+
+@gluon.jit
+def place_in_order(heads_at_once, num_key_tiles):
+    """Which head and which key tile is this program's.
+
+    Programs start in order, and of one head the last keys have to be added to dQ first. So many
+    heads take turns, which leaves the long programs of all of them, not of the last head alone,
+    for the end; and where all programs are as long, they meet at a turn's dQ later.
+    """
+    index = gl.program_id(0)
+    num_heads = gl.num_programs(0) // num_key_tiles
+    first_head = index // (heads_at_once * num_key_tiles) * heads_at_once
+    width = gl.minimum(heads_at_once, num_heads - first_head)
+    index -= first_head * num_key_tiles
+    return first_head + index % width, num_key_tiles - 1 - index // width
 
 
 @gluon.jit
@@ -464,6 +481,8 @@ def flash_backward(
     stride_vs,
     num_heads,
     group_size,
+    num_members,
+    heads_at_once,
     q_len,
     kv_len,
     num_lines,
@@ -480,6 +499,9 @@ def flash_backward(
 ):
     """dK and dV of one tile of keys of one key head, and what these keys add to dQ.
 
+    It takes ``num_members`` of the ``group_size`` query heads that share the key head; where that
+    is not all of them, the parts write a dK and dV each, as if of so many more key heads, and
+    hopper_rows.sum_parts adds them up.
     dq_sums is [num_lines, padded_len, BLOCK_D] float32, tiles of 64 by 64 in the order of
     :func:`by_thread`; counts is [num_lines, padded_len / 128] int32, zero at the start.
     """
@@ -515,13 +537,14 @@ def flash_backward(
         mbarrier.init(do_ready.index(slot), count=1)
         mbarrier.init(free.index(slot), count=CONSUMERS)
 
-    num_kv_heads = num_heads // group_size
-    kv_head = gl.program_id(1) % num_kv_heads
+    part, key_tile = place_in_order(heads_at_once, gl.cdiv(kv_len, PROGRAM_ROWS))
+    num_out_heads = num_heads // num_members
+    out_head = part % num_out_heads
+    first_head = out_head * num_members
+    kv_head = first_head // group_size
     batch, q_start, q_len, k_start, kv_len, line_start = sequence(
-        cu_seqlens_q, cu_seqlens_k, gl.program_id(1) // num_kv_heads, q_len, kv_len, PACKED
+        cu_seqlens_q, cu_seqlens_k, part // num_out_heads, q_len, kv_len, PACKED
     )
-    # Programs start in order, and the last keys have to be added to dQ first.
-    key_tile = gl.num_programs(0) - 1 - gl.program_id(0)
     first = key_tile * PROGRAM_ROWS
     num_key_tiles = gl.cdiv(kv_len, PROGRAM_ROWS)
     num_turns = gl.cdiv(q_len, PROGRAM_ROWS)
@@ -542,18 +565,19 @@ def flash_backward(
     producer = (
         q_desc, do_desc, k_desc, v_desc, stat_desc, k_tiles, v_tiles, q_tiles, do_tiles,
         lse_tiles, delta_tiles, kv_ready, q_ready, do_ready, free, batch, kv_head, num_heads,
-        group_size, first, q_start, k_start, line_start, first_turn, num_turns, num_lines,
+        first_head, num_members, first, q_start, k_start, line_start, first_turn, num_turns,
+        num_lines,
     )  # fmt: skip
     turns = (
-        counts, opened, done, closed, batch, kv_head, num_heads, group_size, padded_len,
+        counts, opened, done, closed, batch, num_heads, first_head, num_members, padded_len,
         line_start, first_turn, num_turns, key_tile, num_key_tiles, offset,
     )  # fmt: skip
     inputs = (
         k_tiles, v_tiles, q_tiles, do_tiles, lse_tiles, delta_tiles, ds_tiles, kv_ready, q_ready,
         do_ready, free, ds_ready, opened, done, dq_sums, dk_ptr, dv_ptr, stride_kb, stride_kh,
-        stride_ks, stride_vb, stride_vh, stride_vs, batch, kv_head, num_heads, group_size, first,
-        k_start, kv_len, line_start, padded_len, first_turn, num_turns, num_masked, key_tile,
-        num_key_tiles, offset, scale, scale_log2,
+        stride_ks, stride_vb, stride_vh, stride_vs, batch, out_head, num_heads, first_head,
+        num_members, first, k_start, kv_len, line_start, padded_len, first_turn, num_turns,
+        num_masked, key_tile, num_key_tiles, offset, scale, scale_log2,
     )  # fmt: skip
     gl.warp_specialize(
         [

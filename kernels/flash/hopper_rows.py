@@ -1,4 +1,4 @@
-"""What runs row by row around the Hopper backward kernel: statistics before it, dQ after it."""
+"""What runs row by row around the Hopper backward kernel: statistics before it, sums after it."""
 
 # Triton's types are not Python's.
 # mypy: allow-untyped-defs
@@ -132,3 +132,47 @@ def finish_dq(
     out = dq_ptr + batch * stride_qb + head.to(tl.int64) * stride_qh
     rows = (start + row).to(tl.int64)[:, None] * stride_qs
     tl.store(out + rows + column[None, :], dq.to(dq_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def sum_parts(
+    dk_parts_ptr,
+    dv_parts_ptr,
+    dk_ptr,
+    dv_ptr,
+    stride_kb,
+    stride_kh,
+    stride_ks,
+    stride_vb,
+    stride_vh,
+    stride_vs,
+    num_kv_heads,
+    num_parts,
+    length,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """dK and dV of key heads whose group of query heads was shared by programs.
+
+    The parts are [batch, num_kv_heads * num_parts, length, HEAD_DIM] float32, added in order; of
+    a packed batch length is that of all sequences together.
+    """
+    row = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    head = (tl.program_id(1) % num_kv_heads).to(tl.int64)
+    batch = (tl.program_id(1) // num_kv_heads).to(tl.int64)
+    column = tl.arange(0, BLOCK_D)
+    mask = (row < length)[:, None] & (column < HEAD_DIM)[None, :]
+    line = (batch * num_kv_heads + head) * num_parts
+    row = row.to(tl.int64)[:, None]
+    column = column[None, :]
+    dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    for part in range(num_parts):
+        places = ((line + part) * length + row) * HEAD_DIM + column
+        dk += tl.load(dk_parts_ptr + places, mask=mask, other=0.0)
+        dv += tl.load(dv_parts_ptr + places, mask=mask, other=0.0)
+    dk_out = dk_ptr + batch * stride_kb + head * stride_kh + row * stride_ks + column
+    dv_out = dv_ptr + batch * stride_vb + head * stride_vh + row * stride_vs + column
+    tl.store(dk_out, dk.to(dk_ptr.dtype.element_ty), mask=mask)
+    tl.store(dv_out, dv.to(dv_ptr.dtype.element_ty), mask=mask)

@@ -98,8 +98,17 @@ def store_rows(
     HEAD_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr,
 ):
-    """64 rows of one head to memory, those beyond the sequence's length left out."""
-    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
+    """64 rows of one head to memory, those beyond the sequence's length left out.
+
+    16-bit rows are rearranged, in shared memory, so that a thread has 16 bytes; in 32 bits the
+    four threads that share a row have 32 bytes side by side as they are.
+    """
+    FULL: gl.constexpr = pointer.dtype.element_ty == gl.float32
+    OWN: gl.constexpr = x.type.layout
+    ROW_MAJOR: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0]
+    )
+    STORE: gl.constexpr = OWN if FULL else ROW_MAJOR
     x = gl.convert_layout(x.to(pointer.dtype.element_ty), STORE)
     row = first + gl.arange(0, ROWS, gl.SliceLayout(1, STORE))
     column = gl.arange(0, BLOCK_D, gl.SliceLayout(0, STORE))
