@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from kernels import flash_triton
 from kernels.backend import Packing
 from kernels.flash import dispatch, hopper, operator
-from kernels.flash.problem import describe
+from kernels.flash.problem import Problem, describe
 
 ROOT = Path(__file__).parent.parent
 
@@ -40,7 +41,7 @@ def test_compiles_without_serialised_matmuls(kernel: str) -> None:
     )
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
     rows = [line for line in run.stdout.splitlines() if line.startswith(kernel)]
-    assert len(rows) == 4
+    assert len(rows) == {"forward": 4, "backward": 6}[kernel]
     # What is spilled at head_dim 128 is used where masks are, in a few tiles of many.
     limits = {"d 64": 16, "d 128": 512}
     for row in rows:
@@ -95,6 +96,57 @@ class TestWhatItLeavesToThePlainKernels:
     def test_an_unknown_one_is_refused_before_anything_runs(self) -> None:
         with pytest.raises(ValueError, match="=hoper: must be one of auto, hopper"):
             flash_triton.FlashTriton(name="flash_triton", implementation="hoper")
+
+
+class TestSchedule:
+    """How many programs there are of the backward pass, and in which order."""
+
+    @pytest.fixture(autouse=True)
+    def _h200(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        properties = SimpleNamespace(multi_processor_count=132, L2_cache_size=50 << 20)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+
+    def problem(self, heads: tuple[int, int], tokens: int, causal: bool = True) -> Problem:
+        q, k = (torch.empty(1, n, tokens, 128, dtype=torch.bfloat16, device="meta") for n in heads)
+        return describe(q, k, k, causal=causal)
+
+    @pytest.mark.parametrize(
+        ("heads", "tokens", "parts"),
+        # 132 processors want 1,584 programs, each of 128 keys.
+        [((8, 8), 1024, 1), ((32, 8), 8192, 4), ((32, 8), 16384, 2), ((32, 8), 65536, 1)],
+    )
+    def test_groups_are_shared_where_programs_are_few(
+        self, heads: tuple[int, int], tokens: int, parts: int
+    ) -> None:
+        assert hopper._num_parts(self.problem(heads, tokens)) == parts
+
+    def test_programs_as_long_as_each_other_may_be_fewer(self) -> None:
+        # 512 programs, where 528 are asked for.
+        assert hopper._num_parts(self.problem((32, 8), 8192, causal=False)) == 2
+        assert hopper._num_parts(self.problem((32, 8), 9216, causal=False)) == 1
+
+    @pytest.mark.parametrize(
+        ("tokens", "heads_at_once"), [(8192, 4), (16384, 2), (1 << 20, 1), (1024, 32)]
+    )
+    def test_heads_that_take_turns_fit_the_cache(self, tokens: int, heads_at_once: int) -> None:
+        # 8 bytes of q, do and the sums of dq for each of 128 columns.
+        assert hopper._heads_at_once(self.problem((32, 32), tokens)) == heads_at_once
+
+
+@pytest.mark.skipif(not hopper.plain.INTERPRETED, reason="runs under Triton's interpreter")
+def test_parts_add_up() -> None:
+    from kernels.flash.hopper_rows import sum_parts
+
+    torch.manual_seed(4)
+    dk_parts, dv_parts = torch.randn(2, 2, 3 * 2, 70, 40)
+    # As the transformer stores them: [B, S, H, D] underneath.
+    dk, dv = (torch.empty(2, 70, 3, 40).transpose(1, 2) for _ in range(2))
+    sum_parts[2, 6](
+        dk_parts, dv_parts, dk, dv, *dk.stride()[:3], *dv.stride()[:3], 3, 2, 70,
+        HEAD_DIM=40, BLOCK_D=64, BLOCK_K=64,
+    )  # fmt: skip
+    for got, parts in ((dk, dk_parts), (dv, dv_parts)):
+        assert torch.allclose(got, parts.view(2, 3, 2, 70, 40).sum(2), rtol=1e-6, atol=1e-6)
 
 
 class TestAddressable:
@@ -186,9 +238,13 @@ class TestOnHopper:
             assert_near(got, wanted, what)
 
     @pytest.mark.parametrize("head_dim", [64, 128])
-    @pytest.mark.parametrize("kv_heads", [2, 8])
-    def test_many_runs_end_and_agree(self, head_dim: int, kv_heads: int) -> None:
+    @pytest.mark.parametrize(("kv_heads", "parts"), [(8, 1), (2, 1), (2, 2), (2, 4)])
+    def test_many_runs_end_and_agree(
+        self, monkeypatch: pytest.MonkeyPatch, head_dim: int, kv_heads: int, parts: int
+    ) -> None:
         """Programs wait for one another in the backward pass: enough of them, often enough."""
+        monkeypatch.setattr(hopper, "_num_parts", lambda problem: parts)
+        monkeypatch.setattr(hopper, "_BACKWARD_PLANS", {})
         torch.manual_seed(3)
         q, do = (
             torch.randn(1, 8, 4096, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(2)
@@ -201,7 +257,10 @@ class TestOnHopper:
             options = {"causal": causal, "scale": 0.1, "implementation": "hopper"}
             o, lse = operator.forward(q, k, v, **options)  # type: ignore[arg-type]
             first = operator.backward(do, q, k, v, o, lse, **options)  # type: ignore[arg-type]
-            for _ in range(500):
+            expected = exact(q, k, v, do, causal, 0.1)
+            for got, wanted in zip(first, expected[2:], strict=True):
+                assert_near(got, wanted, "a gradient")
+            for _ in range(250):
                 again = operator.backward(do, q, k, v, o, lse, **options)  # type: ignore[arg-type]
                 assert all(map(torch.equal, again, first))
 

@@ -59,10 +59,6 @@ BACKWARD = {
 }
 
 
-HEADS_AT_ONCE = 4
-"""Heads whose backward programs take turns; more of them share the L2 cache."""
-
-
 def why_not(problem: Problem) -> str | None:
     """None if these kernels can run ``problem`` here, else the reason."""
     if plain.INTERPRETED:
@@ -318,7 +314,7 @@ def _plan_backward(
             problem.num_heads,
             problem.group_size,
             problem.group_size // num_parts,
-            HEADS_AT_ONCE,
+            _heads_at_once(problem),
             problem.q_len,
             problem.kv_len,
             num_lines,
@@ -367,6 +363,21 @@ def _num_parts(problem: Problem) -> int:
     programs = -(-problem.kv_len // PROGRAM_ROWS) * problem.batch_size * problem.num_kv_heads
     divisors = [n for n in range(1, problem.group_size + 1) if problem.group_size % n == 0]
     return next((n for n in divisors if n * programs >= enough), divisors[-1])
+
+
+def _heads_at_once(problem: Problem) -> int:
+    """How many heads' backward programs take turns (hopper_backward.place_in_order).
+
+    Under a causal mask the programs of a head are spread over its queries, so that those of all
+    of these heads, with do and the sums of dq, should stay in the L2 cache: two thirds of it
+    leave room for the keys, a power of two divides what there is of heads. Without a mask all
+    programs follow one another closely through the queries.
+    """
+    if not problem.causal:
+        return 8
+    cache = torch.cuda.get_device_properties(problem.device).L2_cache_size
+    one_head = problem.q_len * _block_d(problem) * (2 * problem.dtype.itemsize + 4)
+    return 1 << max(0, (2 * cache // (3 * one_head)).bit_length() - 1)
 
 
 def _contiguous_strides(shape: tuple[int, int, int, int]) -> tuple[int, int, int]:
