@@ -120,10 +120,14 @@ class TestSchedule:
     ) -> None:
         assert hopper._num_parts(self.problem(heads, tokens)) == parts
 
-    def test_programs_as_long_as_each_other_may_be_fewer(self) -> None:
-        # 512 programs, where 528 are asked for.
-        assert hopper._num_parts(self.problem((32, 8), 8192, causal=False)) == 2
-        assert hopper._num_parts(self.problem((32, 8), 9216, causal=False)) == 1
+    @pytest.mark.parametrize(
+        ("tokens", "parts"),
+        # Rounds of 132: 256 programs fill 97% of two, 128 all but four of one, 192 only 73% of two
+        # and 384 97% of three; 8 want as many parts as there are.
+        [(4096, 1), (2048, 1), (3072, 2), (128, 4)],
+    )
+    def test_programs_as_long_as_each_other_fill_rounds(self, tokens: int, parts: int) -> None:
+        assert hopper._num_parts(self.problem((32, 8), tokens, causal=False)) == parts
 
     @pytest.mark.parametrize(
         ("tokens", "heads_at_once"), [(8192, 4), (16384, 2), (1 << 20, 1), (1024, 32)]

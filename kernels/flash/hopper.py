@@ -355,14 +355,17 @@ def _num_parts(problem: Problem) -> int:
     """How many programs share the query heads of a group: few long programs end unevenly.
 
     Under a causal mask the longest come last, and there are twelve of them to a multiprocessor
-    before what is left at the end is a few percent; else they are as long as each other. The
-    parts of dK and dV are at most as many numbers as these programs have keys, whatever the length.
+    before what is left at the end is a few percent. Without one they are as long as each other,
+    and run in rounds, the last of which should be nearly full. The parts of dK and dV are as many
+    numbers as these programs have keys, whatever the length.
     """
     processors = torch.cuda.get_device_properties(problem.device).multi_processor_count
-    enough = (12 if problem.causal else 4) * processors
     programs = -(-problem.kv_len // PROGRAM_ROWS) * problem.batch_size * problem.num_kv_heads
     divisors = [n for n in range(1, problem.group_size + 1) if problem.group_size % n == 0]
-    return next((n for n in divisors if n * programs >= enough), divisors[-1])
+    if problem.causal:
+        return next((n for n in divisors if n * programs >= 12 * processors), divisors[-1])
+    busy = {n: n * programs / (processors * -(-n * programs // processors)) for n in divisors}
+    return next((n for n in divisors if busy[n] > 0.9), max(divisors, key=lambda n: busy[n]))
 
 
 def _heads_at_once(problem: Problem) -> int:
