@@ -29,8 +29,6 @@ which is taken for one in the world is found out."""
 
 TIMEOUT_S = 60
 
-MAX_GPUS = 8
-
 
 class RankError(Exception):
     """A function raised on a rank; the message holds its traceback."""
@@ -41,12 +39,16 @@ def on_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> l
 
     ``function`` is at the top level of a test module.
     """
-    return _run(_pool("gloo"), GROUPS[num_ranks], function, arguments)
+    return _run(_pool("gloo", NUM_PROCESSES), GROUPS[num_ranks], function, arguments)
 
 
 def on_gpus(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """The same with a GPU for each rank, over NCCL; the current device is the rank's own."""
-    return _run(_pool("nccl"), tuple(range(num_ranks)), function, arguments)
+    """The same with a GPU for each rank, over NCCL; the current device is the rank's own.
+
+    Each number of ranks has processes of its own: PyTorch's symmetric memory numbers what a
+    process shares over all its groups, and hangs where ranks have come to different numbers.
+    """
+    return _run(_pool("nccl", num_ranks), tuple(range(num_ranks)), function, arguments)
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
@@ -77,10 +79,8 @@ def _run(
 
 
 @cache
-def _pool(backend: str) -> list[Connection]:
+def _pool(backend: str, num_processes: int) -> list[Connection]:
     """A connection to each process; they end with this one."""
-    gpus = min(MAX_GPUS, torch.cuda.device_count())
-    num_processes = NUM_PROCESSES if backend == "gloo" else gpus
     context = multiprocessing.get_context("spawn")
     folder = tempfile.TemporaryDirectory(prefix="attnbench-ranks-")
     ends, processes = [], []
@@ -109,7 +109,7 @@ def _serve(
     members_of = GROUPS
     if backend == "nccl":
         torch.cuda.set_device(rank)
-        members_of = {size: tuple(range(size)) for size in (2, 4, 8) if size <= num_processes}
+        members_of = {num_processes: tuple(range(num_processes))}
     dist.init_process_group(
         backend,
         init_method=f"file://{folder}/rendezvous",
