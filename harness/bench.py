@@ -156,6 +156,15 @@ class Bench:
         self._round_index = round_index
         self._baseline_rss = devices.resident_bytes()
 
+    @property
+    def in_first_round(self) -> bool:
+        """Whether this is the first, or only, turn of a case that takes turns with others."""
+        return self._round_index == 0
+
+    @property
+    def in_last_round(self) -> bool:
+        return self._round_index == self._rounds - 1
+
     def stage(self, name: str) -> None:
         """Say what happens next: shown as progress, and named in an error."""
         self.current_stage = name

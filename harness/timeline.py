@@ -22,7 +22,9 @@ TRACED_PASSES = 3
 
 
 def note_timeline(case: Case, bench: Bench, call: Call, attention: SplitAttention) -> None:
-    """Run traced passes on all ranks and note what they did."""
+    """Run traced passes on all ranks and note what they did; once, in a case's last round."""
+    if not bench.in_last_round:
+        return
     bench.stage("tracing")
     q, k, v = call.inputs()
     do = call.output_gradient(q)

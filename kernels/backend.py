@@ -118,6 +118,10 @@ class AttentionBackend:
         """Whether the S x S probabilities stay in memory for backward; predicts the memory."""
         return False
 
+    def backward_workspace(self, problem: AttentionProblem) -> float:
+        """Predicted bytes of a backward pass beside what it is given and what it gives."""
+        return 0.0
+
     def bind(self, group: ProcessGroup, device: torch.device) -> AbstractContextManager[Any]:
         """This attention over ranks that hold parts of sequences, where it splits them."""
         raise NotImplementedError

@@ -93,6 +93,23 @@ class FlashTriton(AttentionBackend):
         )
         return dispatch.why_not(facts, self.implementation)
 
+    def backward_workspace(self, problem: AttentionProblem) -> float:
+        """Of the Hopper kernels; those for any GPU need no more than a number a row."""
+        narrow = problem.dtype in ("bfloat16", "float16") and problem.head_dim <= 128
+        if self.implementation == "plain" or problem.device != "cuda" or not narrow:
+            return 4.0 * problem.batch_size * problem.num_heads * problem.q_len
+        from kernels.flash import hopper
+
+        return hopper.backward_workspace(
+            batch_size=problem.batch_size,
+            num_heads=problem.num_heads,
+            num_kv_heads=problem.num_kv_heads,
+            q_len=problem.q_len,
+            kv_len=problem.kv_len,
+            head_dim=problem.head_dim,
+            causal=problem.causal,
+        )
+
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:

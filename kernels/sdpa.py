@@ -64,6 +64,13 @@ class Sdpa(AttentionBackend):
     def keeps_scores(self, problem: AttentionProblem) -> bool:
         return problem.needs_grad and self.kernel == "math"
 
+    def backward_workspace(self, problem: AttentionProblem) -> float:
+        """cuDNN's and FlashAttention's kernels sum dq in float32."""
+        if problem.device != "cuda" or self.kernel not in ("cudnn", "flash"):
+            return 0.0
+        rows = problem.batch_size * problem.num_heads * problem.q_len
+        return 4.0 * rows * problem.head_dim
+
     def _why_not_on_cuda(self, problem: AttentionProblem) -> str | None:
         """PyTorch's own verdict on tensors of this kind, in its own words."""
         import torch

@@ -251,7 +251,16 @@ class ContextParallelAttention(SequenceParallelAttention):
         q, wide = found["output"], 1 if problem.dtype == "float32" else 2
         if not problem.needs_grad:
             return found | self._forward_memory(q, kv, wide, problem)
-        return found | self._backward_memory(kv, wide, problem)
+        calls = [
+            replace(problem, cp=1, q_len=q_len, kv_len=kv_len, causal=causal)
+            for q_len, kv_len, causal in self._shapes(problem)
+        ]
+        workspace = max(self.on_one_device.backward_workspace(call) for call in calls)
+        return (
+            found
+            | self._backward_memory(kv, wide, problem)
+            | ({"kernel_workspace": workspace} if workspace else {})
+        )
 
     def _forward_memory(
         self, q: float, kv: float, wide: float, problem: AttentionProblem

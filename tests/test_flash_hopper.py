@@ -110,15 +110,19 @@ class TestSchedule:
         q, k = (torch.empty(1, n, tokens, 128, dtype=torch.bfloat16, device="meta") for n in heads)
         return describe(q, k, k, causal=causal)
 
+    def test_under_a_mask_every_query_head_has_programs_of_its_own(self) -> None:
+        assert hopper._num_parts(self.problem((32, 8), 8192)) == 4
+        assert hopper._num_parts(self.problem((8, 8), 8192)) == 1
+
     @pytest.mark.parametrize(
-        ("heads", "tokens", "parts"),
-        # 132 processors want 1,584 programs, each of 128 keys.
-        [((8, 8), 1024, 1), ((32, 8), 8192, 4), ((32, 8), 16384, 2), ((32, 8), 65536, 1)],
+        ("heads", "tokens", "heads_of_slice"),
+        # Two parts in float32 of 4 x 128 numbers a key: 4 KiB.
+        [((32, 8), 8192, 8), ((32, 8), 65536, 4), ((32, 8), 1 << 20, 1), ((32, 32), 1 << 20, 32)],
     )
-    def test_groups_are_shared_where_programs_are_few(
-        self, heads: tuple[int, int], tokens: int, parts: int
+    def test_heads_come_in_slices_whose_parts_stay_small(
+        self, heads: tuple[int, int], tokens: int, heads_of_slice: int
     ) -> None:
-        assert hopper._num_parts(self.problem(heads, tokens)) == parts
+        assert hopper._key_heads_of_slice(self.problem(heads, tokens), tokens) == heads_of_slice
 
     @pytest.mark.parametrize(
         ("tokens", "parts"),
@@ -267,6 +271,25 @@ class TestOnHopper:
             for _ in range(250):
                 again = operator.backward(do, q, k, v, o, lse, **options)  # type: ignore[arg-type]
                 assert all(map(torch.equal, again, first))
+
+    def test_slices_of_heads(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Three slices, the last of one head, give what one call gives, bit for bit."""
+        torch.manual_seed(5)
+        q, do = (torch.randn(2, 10, 300, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        k, v = (torch.randn(2, 5, 300, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        o, lse = operator.forward(q, k, v, causal=True, scale=0.1, implementation="hopper")
+        problem = describe(q, k, v, causal=True)
+        results = []
+        for heads_of_slice in (5, 2):
+            monkeypatch.setattr(hopper, "_key_heads_of_slice", lambda *_, n=heads_of_slice: n)
+            gradients = [torch.empty_like(x) for x in (q, k, v)]
+            for dlse in (None, lse):
+                hopper.backward(
+                    problem, do, q, k, v, o, lse, dlse, *gradients, scale=0.1, packing=None
+                )
+                results.append([x.clone() for x in gradients])
+        for whole, sliced in ((0, 2), (1, 3)):
+            assert all(map(torch.equal, results[whole], results[sliced]))
 
     @pytest.mark.parametrize(
         ("lengths", "heads", "kv_heads", "head_dim"),

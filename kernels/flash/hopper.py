@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -180,11 +180,33 @@ def backward(
 ) -> None:
     """Fill dq, dk, dv; lse and dlse are contiguous [B, H, S].
 
-    Needs, besides, the float32 sums of dq, 4 bytes for each of its elements; and where few long
-    programs would have grouped queries, as many of dk and dv as :func:`_num_parts` says.
+    Needs, besides, the float32 sums of dq, 4 bytes for each of its elements; and where programs
+    share grouped queries (:func:`_num_parts`), as many parts of dk and dv, for so many key heads at
+    a time as keep them within _PARTS_BYTES.
     """
     if q.numel() == 0 or k.numel() == 0:
         plain.backward(problem, do, q, k, v, o, lse, dlse, dq, dk, dv, scale=scale, packing=packing)
+        return
+    heads_of_slice = _key_heads_of_slice(problem, k.shape[0] * k.shape[2])
+    if heads_of_slice < problem.num_kv_heads:
+        for start in range(0, problem.num_kv_heads, heads_of_slice):
+            keys = slice(start, min(start + heads_of_slice, problem.num_kv_heads))
+            queries = slice(keys.start * problem.group_size, keys.stop * problem.group_size)
+            backward(
+                _of_key_heads(problem, keys.stop - keys.start),
+                do[:, queries],
+                q[:, queries],
+                k[:, keys],
+                v[:, keys],
+                o[:, queries],
+                lse[:, queries].contiguous(),
+                None if dlse is None else dlse[:, queries].contiguous(),
+                dq[:, queries],
+                dk[:, keys],
+                dv[:, keys],
+                scale=scale,
+                packing=packing,
+            )
         return
     q, k, v, do = _addressable(q), _addressable(k), _addressable(v), _addressable(do)
     # Triton compiled for the alignment that torch allocates with.
@@ -352,20 +374,70 @@ def _plan_backward(
 
 
 def _num_parts(problem: Problem) -> int:
-    """How many programs share the query heads of a group: few long programs end unevenly.
+    """How many programs share the query heads of a group.
 
-    Under a causal mask the longest come last, and there are twelve of them to a multiprocessor
-    before what is left at the end is a few percent. Without one they are as long as each other,
-    and run in rounds, the last of which should be nearly full. The parts of dK and dV are as many
-    numbers as these programs have keys, whatever the length.
+    Under a causal mask all that there are. A program's length depends on its keys, the longest
+    come last, and many short programs end more evenly than few long ones; and programs that take
+    several heads in turn spread over all of them, whose queries and sums of dq do not fit the L2
+    cache. Without a mask programs are as long as each other, and run in rounds, the last of which
+    should be nearly full.
     """
+    if problem.causal:
+        return problem.group_size
     processors = torch.cuda.get_device_properties(problem.device).multi_processor_count
     programs = -(-problem.kv_len // PROGRAM_ROWS) * problem.batch_size * problem.num_kv_heads
     divisors = [n for n in range(1, problem.group_size + 1) if problem.group_size % n == 0]
-    if problem.causal:
-        return next((n for n in divisors if n * programs >= 12 * processors), divisors[-1])
     busy = {n: n * programs / (processors * -(-n * programs // processors)) for n in divisors}
     return next((n for n in divisors if busy[n] > 0.9), max(divisors, key=lambda n: busy[n]))
+
+
+_PARTS_BYTES = 1 << 30
+"""Bytes of the parts of dk and dv, beyond which the backward pass takes the heads in slices."""
+
+
+@lru_cache(maxsize=_MAX_PLANS)
+def _key_heads_of_slice(problem: Problem, num_keys: int) -> int:
+    """Key heads whose parts of dk and dv stay within _PARTS_BYTES; all if there are no parts.
+
+    Args:
+        num_keys: of one key head, over the whole batch.
+    """
+    num_parts = _num_parts(problem)
+    if num_parts == 1:
+        return problem.num_kv_heads
+    one_head = 2 * num_parts * num_keys * problem.head_dim * torch.float32.itemsize
+    return min(problem.num_kv_heads, max(1, _PARTS_BYTES // one_head))
+
+
+def backward_workspace(
+    *,
+    batch_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    q_len: int,
+    kv_len: int,
+    head_dim: int,
+    causal: bool,
+) -> int:
+    """Bytes that :func:`backward` allocates, here or elsewhere, with enough heads to fill rounds.
+
+    The sums of dq and two statistics of each row, and under a causal mask the parts of dk and dv,
+    of as many heads as one slice has.
+    """
+    one_head = batch_size * q_len * (64 if head_dim <= 64 else 128) * 4 + 8 * batch_size * q_len
+    group_size = num_heads // num_kv_heads
+    if group_size == 1 or not causal:
+        return num_heads * one_head
+    parts = 2 * group_size * batch_size * kv_len * head_dim * 4
+    key_heads = min(num_kv_heads, max(1, _PARTS_BYTES // parts))
+    return key_heads * (group_size * one_head + parts)
+
+
+@lru_cache(maxsize=_MAX_PLANS)
+def _of_key_heads(problem: Problem, num_kv_heads: int) -> Problem:
+    """The problem of so many of its key heads and their queries; the same one each time."""
+    num_heads = num_kv_heads * problem.group_size
+    return replace(problem, num_heads=num_heads, num_kv_heads=num_kv_heads)
 
 
 def _heads_at_once(problem: Problem) -> int:
