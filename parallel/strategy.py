@@ -20,6 +20,14 @@ STRATEGIES: Registry[type[Strategy]] = Registry("parallel", packages=("parallel"
 
 strategy = STRATEGIES.register
 
+AXES_BY_NAME = {
+    "tp": "tp",
+    "tensor_parallel": "tp",
+    "cp": "cp",
+    "context_parallel": "cp",
+}
+"""What might be taken for a choice of ``parallel=`` and is an axis that every choice has."""
+
 
 @dataclass(kw_only=True, slots=True)
 class Strategy:

@@ -1,29 +1,31 @@
-"""What travels between tensor-parallel ranks: three exchanges, local tensors in and out.
+"""What travels between tensor-parallel ranks: three exchanges, each the adjoint of its gradient's.
 
     forward                              backward
     gather_sequence   all-gather         reduce-scatter: each rank has a part of the gradient's sum
     scatter_sum       reduce-scatter     all-gather
     summed_gradient   nothing            all-reduce: each rank has seen its own tokens alone
 
-Each says which placement its local tensor is a part of and which one it wants; DTensor makes the
-collective of the two, and the one of their gradients.
+DTensor's ``redistribute`` makes the same collectives from placements: Shard(1) to Replicate whose
+gradient is Partial, Partial to Shard(1), and Replicate whose gradient is Partial. It derives them
+anew in every call, several times the work on the host of the call itself, in every layer.
 """
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-SEQUENCE_DIM = 1
-"""Of activations [B, S, ...]."""
+# Renamed in torch 2.13, which warns of the names that older versions know alone.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def gather_sequence(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """This rank's tokens [B, S / tp, ...] -> those of all ranks [B, S, ...].
+    """This rank's tokens [B, S / tp, E] -> those of all ranks [B, S, E].
 
     What follows computes another part of the output on each rank, so that gradients that come
     back are parts of a sum. Under autocast x is cast first, as matmuls would: half the bytes
@@ -31,18 +33,15 @@ def gather_sequence(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """
     if torch.is_autocast_enabled(x.device.type) and x.dtype == torch.float32:
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    part = DTensor.from_local(x, mesh, [Shard(SEQUENCE_DIM)], run_check=False)
-    whole = cast(DTensor, part.redistribute(placements=[Replicate()]))
-    return whole.to_local(grad_placements=[Partial()])
+    return _GatherSequence.apply(x, mesh.get_group())
 
 
 def scatter_sum(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Parts of a sum, [B, S, ...] on each rank -> the sum's tokens of this rank, [B, S / tp, ...].
+    """Parts of a sum, [B, S, E] on each rank -> the sum's tokens of this rank, [B, S / tp, E].
 
     Added in x's dtype.
     """
-    part = DTensor.from_local(x, mesh, [Partial()], run_check=False)
-    return cast(DTensor, part.redistribute(placements=[Shard(SEQUENCE_DIM)])).to_local()
+    return _ScatterSum.apply(x, mesh.get_group())
 
 
 def summed_gradient(parameter: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -51,5 +50,54 @@ def summed_gradient(parameter: Tensor, mesh: DeviceMesh) -> Tensor:
     Part of the graph, and not a hook on the parameter, which containers that replace parameters
     would lose.
     """
-    whole = DTensor.from_local(parameter, mesh, [Replicate()], run_check=False)
-    return whole.to_local(grad_placements=[Partial()])
+    return _SummedGradient.apply(parameter, mesh.get_group())
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _gather(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _scatter(gradient, ctx.group), None
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _scatter(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _gather(gradient, ctx.group), None
+
+
+class _SummedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        total = gradient.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[B, s, E] of each rank -> [B, S, E], in rank order; one sequence is not copied again."""
+    by_rank = x.new_empty(group.size(), *x.shape)
+    _all_gather(by_rank.flatten(0, 1), x.contiguous(), group=group)
+    return by_rank.movedim(0, 1).flatten(1, 2)
+
+
+def _scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[B, S, E] on each rank -> this rank's tokens [B, s, E] of their sum."""
+    by_rank = x.unflatten(1, (group.size(), -1)).movedim(1, 0).contiguous()
+    own = torch.empty_like(by_rank[0])
+    _reduce_scatter(own, by_rank.flatten(0, 1), group=group)
+    return own

@@ -88,7 +88,7 @@ class VocabParallelEmbedding(Style):
     split_dims: ClassVar[dict[str, int]] = {"weight": 0}
 
     def change(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        module.__class__ = _Embedding
+        module.__class__ = _PartOfEmbedding
         module.mesh = mesh
 
 
@@ -96,11 +96,11 @@ class SequenceParallelNorm(Style):
     """An RMSNorm of this rank's tokens alone, whose weight all ranks hold."""
 
     def change(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        module.__class__ = _RMSNorm
+        module.__class__ = _NormOfOwnTokens
         module.mesh = mesh
 
 
-class _Embedding(nn.Embedding):
+class _PartOfEmbedding(nn.Embedding):
     """What a vocabulary-parallel embedding becomes."""
 
     mesh: DeviceMesh
@@ -114,7 +114,7 @@ class _Embedding(nn.Embedding):
         return scatter_sum(found.masked_fill(elsewhere.unsqueeze(-1), 0), self.mesh)
 
 
-class _RMSNorm(nn.RMSNorm):
+class _NormOfOwnTokens(nn.RMSNorm):
     """What a sequence-parallel norm becomes."""
 
     mesh: DeviceMesh
