@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import on_ranks
+from ranks import device_of, on_ranks
+from records import make_record
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -21,11 +23,12 @@ from torch.distributed.tensor.parallel import parallelize_module
 from harness.bench import Bench
 from harness.case import Case
 from harness.compose import compose_request
+from harness.frame import build_frame
 from harness.tasks._batch import Batch, split_batch, whole_batch
 from kernels import BACKENDS
 from models import accounting
 from models.transformer import NO_TARGET, Transformer, cross_entropy
-from parallel import STRATEGIES
+from parallel import STRATEGIES, Strategy
 from parallel.tensor_parallel import (
     ColumnParallel,
     GatherInput,
@@ -64,17 +67,11 @@ def case_of(*arguments: str) -> Case:
     return case
 
 
-def on_one(case: Case) -> Case:
-    """The same model and batch without any parallelism."""
-    assert case.model is not None
-    return case_of(f"model.num_kv_heads={case.model.kv_heads}", f"seq_len={case.seq_len}")
-
-
 def tp_mesh(group: dist.ProcessGroup) -> DeviceMesh:
     return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
 
 
-def make_model(case: Case, attention: Any, device: str = "cpu") -> Transformer:
+def make_model(case: Case, attention: Any, device: torch.device | str = CPU) -> Transformer:
     torch.manual_seed(5)
     assert case.model is not None
     return Transformer(case.model, attention, device=device)
@@ -96,40 +93,42 @@ BOUNDS = {
 }
 
 
-def train_one_process(case: Case, num_batches: int, optimizer: str) -> dict[str, Tensor]:
+def train_one_process(
+    case: Case, num_batches: int, optimizer: str, device: torch.device = CPU
+) -> dict[str, Tensor]:
     """Weights after some steps on several ranks' batches at once."""
     cls, options = OPTIMIZERS[optimizer]
-    model = make_model(on_one(case), naive())
+    model = make_model(case, naive(), device)
     optimizer_of_all = cls(model.parameters(), **options)
     for _ in range(STEPS):
         optimizer_of_all.zero_grad()
         for index in range(num_batches):
-            batch = whole_batch(case, CPU, index)
+            batch = whole_batch(case, device, index)
             logits = model(batch.tokens, batch.positions)
             (cross_entropy(logits, batch.targets) / num_batches).backward()
         optimizer_of_all.step()
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
+    return {name: p.detach().cpu() for name, p in model.named_parameters()}
 
 
 @contextlib.contextmanager
-def bound(case: Case) -> Iterator[tuple[Any, Batch]]:
+def bound(case: Case, device: torch.device) -> Iterator[tuple[Any, Batch]]:
     """Attention and this rank's part of the batch."""
     rank = case.parallel.data_rank(dist.get_rank())
     if case.parallel.cp == 1:
-        yield case.attention, whole_batch(case, CPU, rank)
+        yield case.attention, whole_batch(case, device, rank)
         return
-    with case.attention.bind(case.parallel.cp_group(), CPU) as attention:
-        yield attention, split_batch(case, CPU, rank, attention.layout)
+    with case.attention.bind(case.parallel.cp_group(), device) as attention:
+        yield attention, split_batch(case, device, rank, attention.layout)
 
 
 def train_on_mesh(group: dist.ProcessGroup, case: Case, optimizer: str) -> dict[str, Tensor]:
     """The same through the strategy, on a mesh of all processes; whole weights, on each rank."""
     assert group.size() == dist.get_world_size() == case.world_size
     cls, options = OPTIMIZERS[optimizer]
-    mesh = case.parallel.tp_mesh()
-    with bound(case) as (attention, batch):
+    mesh, device = case.parallel.tp_mesh(), device_of(group)
+    with bound(case, device) as (attention, batch):
         module = make_model(case, attention, "meta")
-        split_transformer(module, mesh, CPU)
+        split_transformer(module, mesh, device)
         model = case.parallel.wrap(module)
         own = case.parallel.optimizer(model.parameters(), cls, **options)
         for _ in range(STEPS):
@@ -139,7 +138,7 @@ def train_on_mesh(group: dist.ProcessGroup, case: Case, optimizer: str) -> dict[
             case.parallel.after_backward(model)
             own.step()
             model.zero_grad(set_to_none=True)
-    return whole_parameters(module, mesh)
+    return {name: whole.cpu() for name, whole in whole_parameters(module, mesh).items()}
 
 
 def train_fully_sharded(group: dist.ProcessGroup, case: Case) -> dict[str, Tensor]:
@@ -175,6 +174,7 @@ MESHES = {
         *("attention=ring", "attention.kernel=naive", "seq_len=15"),
         *("parallel.cp=2", "parallel.tp=2"),
     ),
+    "dp x tp of one rank": ("parallel=ddp_naive", "parallel.dp=4"),
     **{
         f"{name} x tp": (f"parallel={name}", "parallel.dp=2", "parallel.tp=2")
         for name in STRATEGIES.names()
@@ -184,8 +184,13 @@ MESHES = {
 
 
 class TestWeightsAreThoseOfOneProcess:
-    @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-    @pytest.mark.parametrize("name", MESHES)
+    @pytest.mark.parametrize(
+        ("name", "optimizer"),
+        [
+            *((name, "sgd") for name in MESHES),
+            *((name, "adamw") for name in ("tp", "cp x tp", "sharded_optimizer x tp")),
+        ],
+    )
     def test_every_mesh(self, name: str, optimizer: str) -> None:
         case = case_of(*MESHES[name])
         wanted = train_one_process(case, case.parallel.dp, optimizer)
@@ -202,7 +207,7 @@ class TestWeightsAreThoseOfOneProcess:
     def test_fully_sharded_over_the_data_ranks(self) -> None:
         """A container that shards sees plain parameters, and needs the data ranks alone."""
         case = case_of("parallel=ddp_naive", "parallel.dp=2", "parallel.tp=2")
-        model = make_model(on_one(case), naive())
+        model = make_model(case, naive())
         for index in range(2):
             batch = whole_batch(case, CPU, index)
             (cross_entropy(model(batch.tokens, batch.positions), batch.targets) / 2).backward()
@@ -213,7 +218,7 @@ class TestWeightsAreThoseOfOneProcess:
     def test_two_ranks_step_by_step(self) -> None:
         """Grouped queries; first weights to the bit, losses, gradients and their norm."""
         case = case_of("parallel.tp=2")
-        model = make_model(on_one(case), naive())
+        model = make_model(case, naive())
         first = {name: p.detach().clone() for name, p in model.named_parameters()}
         batch = whole_batch(case, CPU, 0)
         loss = cross_entropy(model(batch.tokens, batch.positions), batch.targets)
@@ -462,9 +467,13 @@ def run_task(group: dist.ProcessGroup, case: Case) -> dict[str, Any]:
     bench = Bench(
         device=CPU, rank=dist.get_rank(), world_size=group.size(), vote_group=dist.group.WORLD
     )
-    with contextlib.redirect_stdout(None):
+    with mock.patch.object(Strategy, "before_step", autospec=True) as before_step:
+        before_step.side_effect = real_before_step
         case.task.run(case, bench)
-    return bench.outcome.notes
+    return bench.outcome.notes | {"agreements": before_step.call_count}
+
+
+real_before_step = Strategy.before_step
 
 
 SHORT = ("task.warmup_steps=1", "task.measure_steps=2")
@@ -476,9 +485,10 @@ class TestTask:
         [
             (ON_FOUR, "parallel.tp=4"),
             (ON_FOUR, "parallel.tp=4", "precision=bf16"),
+            (ON_FOUR, "parallel.tp=4", "precision=fp16"),
             ("attention=ring", "attention.kernel=naive", "parallel.cp=2", "parallel.tp=2"),
         ],
-        ids=["tp", "tp, bf16", "cp x tp"],
+        ids=["tp", "tp, bf16", "tp, fp16", "cp x tp"],
     )
     def test_loss_is_that_of_one_process(self, arguments: tuple[str, ...]) -> None:
         """After two steps of AdamW, so that a wrong gradient would show."""
@@ -494,6 +504,7 @@ class TestTask:
             assert notes["loss"] == pytest.approx(
                 bench.outcome.notes["loss"], rel=1e-3 if low else 1e-6
             )
+            assert notes["agreements"] == 3
 
     def test_a_rank_has_its_share_of_heads_and_work(self) -> None:
         one, two = case_of(), case_of("parallel.tp=2")
@@ -521,6 +532,28 @@ class TestTask:
 
 
 AXES = ("dp", "cp", "tp")
+
+
+def test_tables_tell_the_axes_apart() -> None:
+    """Ranks have a column of their own, from which dp or cp follows; old records have no tp."""
+    records = []
+    meshes = [
+        {"name": "none", "dp": 1},
+        {"name": "none", "dp": 1, "cp": 1, "tp": 2},
+        {"name": "none", "dp": 1, "cp": 1, "tp": 4},
+        {"name": "ddp_naive", "dp": 2, "cp": 1},
+        {"name": "ddp_naive", "dp": 2, "cp": 1, "tp": 1},
+        {"name": "ddp_naive", "dp": 2, "cp": 1, "tp": 2},
+    ]
+    for number, mesh in enumerate(meshes):
+        record = make_record(samples_ms={"step": [[1.0]]})
+        record.case["parallel"] = mesh
+        record.case_id += str(number)
+        records.append(record)
+    frame = build_frame(records)
+    names = ["none", "none(tp=2)", "none(tp=4)", "ddp_naive", "ddp_naive", "ddp_naive(tp=2)"]
+    assert list(frame["strategy"]) == names
+    assert list(frame["world_size"]) == [1, 2, 4, 2, 2, 4]
 
 
 def saved_bytes(group: dist.ProcessGroup, case: Case, autocast: bool) -> int:

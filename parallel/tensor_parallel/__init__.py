@@ -1,17 +1,17 @@
 """Tensor parallelism with sequence-parallel norms: every rank holds a part of each large weight.
 
-Read in this order: ``moves`` (the three exchanges between ranks, through DTensor), ``styles``
-(what becomes of a linear layer, an embedding, a norm, for DTensor's ``parallelize_module``),
-``plan`` (which style each module of the transformer gets) and ``loss`` (cross-entropy of logits
-that are split over the vocabulary).
+Read in this order: ``moves`` (the three exchanges between ranks), ``styles`` (what becomes of a
+linear layer, an embedding, a norm, for DTensor's ``parallelize_module``), ``plan`` (which style
+each module of the transformer gets) and ``loss`` (cross-entropy of logits that are split over
+the vocabulary).
 
-Outside a module's forward pass nothing is a DTensor: parameters are plain tensors, this rank's
-part of them, and so are activations. DTensor redistributes activations and derives what their
-gradients need; matmuls and attention kernels see local tensors. So any container works on the
-result as on any module - PyTorch's DistributedDataParallel refuses DTensor parameters, fused
-optimizers and Triton kernels want pointers - and no operator pays DTensor's dispatch on the host.
-What is lost are PyTorch's tools that read placements off parameters: ``plan`` has
-``whole_parameters`` and ``gradient_norm`` in their place.
+The styles are our own, and what they leave is no DTensor: parameters and activations are plain
+tensors, this rank's part. So any container works on the result as on any module, given the
+ranks that hold the same parts as its process group: those here as well as PyTorch's
+DistributedDataParallel, which is not made for DTensor parameters, and ``fully_shard``. Attention
+kernels take what they get, and the host does not dispatch each operator twice. What is lost are
+tools that read placements off parameters; ``plan`` has ``whole_parameters`` and
+``gradient_norm`` in their place.
 
 Shoeybi et al., "Megatron-LM" (2019), section 3; Korthikanti et al., "Reducing Activation
 Recomputation in Large Transformer Models" (2022), section 4.2.2 (sequence parallelism).
