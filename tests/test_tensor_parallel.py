@@ -175,6 +175,7 @@ MESHES = {
         *("parallel.cp=2", "parallel.tp=2"),
     ),
     "dp x tp of one rank": ("parallel=ddp_naive", "parallel.dp=4"),
+    "dp of one rank x tp": (ON_FOUR, "parallel=ddp_bucketed", "parallel.dp=1", "parallel.tp=4"),
     **{
         f"{name} x tp": (f"parallel={name}", "parallel.dp=2", "parallel.tp=2")
         for name in STRATEGIES.names()
@@ -692,8 +693,8 @@ class Mlp(nn.Module):
 def split_mlp(group: dist.ProcessGroup) -> Tensor:
     torch.manual_seed(1)
     mlp, x = Mlp(), torch.randn(2, 6, 4)
-    plan = {"": GatherInput(), "w1": ColumnParallel(), "w2": RowParallel()}
-    parallelize_module(mlp, tp_mesh(group), plan)
+    parallelize_module(mlp, tp_mesh(group), GatherInput())
+    parallelize_module(mlp, tp_mesh(group), {"w1": ColumnParallel(), "w2": RowParallel()})
     return mlp(x.chunk(group.size(), 1)[dist.get_rank(group)]).detach()
 
 

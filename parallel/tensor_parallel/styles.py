@@ -1,8 +1,7 @@
 """How one module is split over tensor-parallel ranks: styles for DTensor's parallelize_module.
 
-    parallelize_module(
-        mlp, mesh, {"": GatherInput(), "w1": ColumnParallel(), "w2": RowParallel()}
-    )
+    parallelize_module(mlp, mesh, GatherInput())
+    parallelize_module(mlp, mesh, {"w1": ColumnParallel(), "w2": RowParallel()})
 
 A linear layer y = x W^T is split by the rows of W, which are columns of its output (column
 parallel), or by the columns of W, which take a part of its input each and give parts of a sum
