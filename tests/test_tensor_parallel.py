@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from harness.bench import Bench
 from harness.case import Case
@@ -33,6 +33,8 @@ from parallel.tensor_parallel import (
     ColumnParallel,
     GatherInput,
     RowParallel,
+    SequenceParallelNorm,
+    VocabParallelEmbedding,
     gradient_norm,
     split_transformer,
     vocab_parallel_cross_entropy,
@@ -658,9 +660,11 @@ class TestBadInput:
             STRATEGIES["none"].target(name="none", tp=2).tp_mesh()
 
     def test_layers_that_cannot_be_split(self) -> None:
-        bias, uneven = on_ranks(2, split_what_cannot_be)[0]
+        bias, uneven, norm, embedding = on_ranks(2, split_what_cannot_be)[0]
         assert "a row-parallel layer cannot have a bias; use bias=False" in bias
         assert "3 along dim 0 do not divide by 2 tensor-parallel ranks" in uneven
+        assert norm == "LayerNorm((4,), eps=1e-05, elementwise_affine=True): must be an nn.RMSNorm"
+        assert embedding.endswith("padding_idx=0): must be an nn.Embedding that only looks up")
 
 
 def ask_for_a_wrong_mesh(group: dist.ProcessGroup) -> str:
@@ -671,8 +675,14 @@ def ask_for_a_wrong_mesh(group: dist.ProcessGroup) -> str:
 
 def split_what_cannot_be(group: dist.ProcessGroup) -> list[str]:
     found = []
-    for layer, style in ((nn.Linear(4, 4), RowParallel()), (nn.Linear(4, 3), ColumnParallel())):
-        with pytest.raises(ValueError, match=r"Linear\(") as error:
+    refused: list[tuple[nn.Module, ParallelStyle]] = [
+        (nn.Linear(4, 4), RowParallel()),
+        (nn.Linear(4, 3), ColumnParallel()),
+        (nn.LayerNorm(4), SequenceParallelNorm()),
+        (nn.Embedding(4, 4, padding_idx=0), VocabParallelEmbedding()),
+    ]
+    for layer, style in refused:
+        with pytest.raises(ValueError, match=r"4") as error:
             parallelize_module(layer, tp_mesh(group), style)
         found.append(str(error.value))
     return found

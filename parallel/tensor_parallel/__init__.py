@@ -25,6 +25,7 @@ from typing import Any
 _HOMES = {
     "ColumnParallel": "parallel.tensor_parallel.styles",
     "GatherInput": "parallel.tensor_parallel.styles",
+    "GatheredColumnParallel": "parallel.tensor_parallel.styles",
     "RowParallel": "parallel.tensor_parallel.styles",
     "SequenceParallelNorm": "parallel.tensor_parallel.styles",
     "VocabParallelEmbedding": "parallel.tensor_parallel.styles",
@@ -37,6 +38,7 @@ _HOMES = {
 __all__ = [
     "ColumnParallel",
     "GatherInput",
+    "GatheredColumnParallel",
     "RowParallel",
     "SequenceParallelNorm",
     "VocabParallelEmbedding",

@@ -32,10 +32,10 @@ class Style(ParallelStyle):
     """Of each parameter of which a rank keeps a part."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.change(module, device_mesh)
         for name, dim in self.split_dims.items():
             if module._parameters.get(name) is not None:
                 keep_part(module, name, device_mesh, dim)
-        self.change(module, device_mesh)
         return module
 
     def change(self, module: nn.Module, mesh: DeviceMesh) -> None:
@@ -82,19 +82,35 @@ class RowParallel(Style):
 
 
 class VocabParallelEmbedding(Style):
-    """An embedding of which each rank holds some rows; gives this rank's tokens [B, S / tp, E]."""
+    """An embedding of which each rank holds some rows; gives this rank's tokens [B, S / tp, E].
+
+    Raises ValueError for any other module, and for an embedding that does more than look up.
+    """
 
     split_dims: ClassVar[dict[str, int]] = {"weight": 0}
 
     def change(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        plain = isinstance(module, nn.Embedding) and not (
+            module.max_norm is not None
+            or module.padding_idx is not None
+            or module.scale_grad_by_freq
+            or module.sparse
+        )
+        if not plain:
+            raise ValueError(f"{module}: must be an nn.Embedding that only looks up")
         module.__class__ = _PartOfEmbedding
         module.mesh = mesh
 
 
 class SequenceParallelNorm(Style):
-    """An RMSNorm of this rank's tokens alone, whose weight all ranks hold."""
+    """An RMSNorm of this rank's tokens alone, whose weight all ranks hold.
+
+    Raises ValueError for any other module.
+    """
 
     def change(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        if not isinstance(module, nn.RMSNorm):
+            raise ValueError(f"{module}: must be an nn.RMSNorm")
         module.__class__ = _NormOfOwnTokens
         module.mesh = mesh
 
