@@ -557,6 +557,8 @@ def test_tables_tell_the_axes_apart() -> None:
     names = ["none", "none(tp=2)", "none(tp=4)", "ddp_naive", "ddp_naive", "ddp_naive(tp=2)"]
     assert list(frame["strategy"]) == names
     assert list(frame["world_size"]) == [1, 2, 4, 2, 2, 4]
+    # Also where all rows have it.
+    assert list(build_frame(records[1:2])["strategy"]) == ["none(tp=2)"]
 
 
 def saved_bytes(group: dist.ProcessGroup, case: Case, autocast: bool) -> int:
