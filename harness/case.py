@@ -45,12 +45,10 @@ def require_at_least(key: str, value: float, least: float) -> None:
 
 def require_one_process(case: Case) -> None:
     """Raise ValueError, naming the mesh axis, for a task that does not run on several ranks."""
-    for axis in ("cp", "dp"):
-        ranks = getattr(case.parallel, axis)
-        if ranks > 1:
-            raise ValueError(
-                f"parallel.{axis}={ranks}: task={case.task.name} runs in one process; leave it at 1"
-            )
+    for axis, ranks in case.parallel.axes.items():
+        raise ValueError(
+            f"parallel.{axis}={ranks}: task={case.task.name} runs in one process; leave it at 1"
+        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -220,9 +218,9 @@ def _that_split_sequences() -> list[str]:
 
 
 def _ranks(parallel: Strategy) -> str:
-    """What each mesh axis of a world is for and how long it is: ``ddp_torch2``, ``cp4``."""
-    words = [f"{parallel.name}{parallel.dp}"] if parallel.dp > 1 else []
-    return "-".join([*words, f"cp{parallel.cp}"] if parallel.cp > 1 else words)
+    """What each mesh axis of a world is for and how long it is: ``ddp_torch2-cp4``, ``tp2``."""
+    names = {"dp": parallel.name}
+    return "-".join(f"{names.get(axis, axis)}{ranks}" for axis, ranks in parallel.axes.items())
 
 
 def _defining(value: Any) -> Any:

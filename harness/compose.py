@@ -39,6 +39,7 @@ from harness.config_store import fill_config_store
 from harness.launcher import Launcher
 from harness.runner import RunOptions
 from harness.sweep import AD_HOC, Sweep, load_sweep
+from parallel.strategy import AXES_BY_NAME
 
 Axes = dict[str, list[Any]]
 """The values of each key that a grid combines."""
@@ -272,6 +273,9 @@ def _group_node(group: str, name: str) -> DictConfig:
 def require_choice_of_group(group: str, name: str) -> None:
     """Raise ValueError that lists a group's choices unless ``name`` is one."""
     known = choices(group)
+    if group == "parallel" and name in AXES_BY_NAME and name not in known:
+        axis = AXES_BY_NAME[name]
+        raise ValueError(f"parallel={name}: a mesh axis of every choice; write parallel.{axis}=2")
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""

@@ -299,8 +299,13 @@ def _key(values: dict[str, Any]) -> str:
 
 
 def _without_ranks(values: dict[str, Any]) -> dict[str, Any]:
-    """A strategy but for its ranks, which have a column, unless they are on two axes."""
+    """A strategy but for its ranks, which have a column, unless they are on two axes.
+
+    Tensor-parallel ones stay: nothing else in a row tells them from data-parallel ones.
+    """
     implied = {"dp"} if values["dp"] > 1 and values.get("cp", 1) > 1 else {"dp", "cp"}
+    if values.get("tp", 1) == 1:
+        implied |= {"tp"}
     return {key: value for key, value in values.items() if key not in implied}
 
 
@@ -315,7 +320,7 @@ def _distinct_names(choices: Iterable[dict[str, Any] | None]) -> dict[str, str]:
         differing = [
             field
             for field in sorted(values)
-            if any(peer.get(field) != values[field] for peer in peers)
+            if field == "tp" or any(peer.get(field) != values[field] for peer in peers)
         ]
         options = ", ".join(f"{field}={values[field]}" for field in differing)
         names[key] = f"{values['name']}({options})" if options else values["name"]

@@ -18,10 +18,14 @@ Usage: attnbench KEY=VALUE[,VALUE...] ...     measure every combination
 Examples:
   attnbench model=tiny attention=naive,sdpa seq_len=128,256
   attnbench task=attention attention=naive,sdpa seq_len=256,1024,4096 task.head_dim=64
+  attnbench model=tiny parallel=ddp_bucketed parallel.dp=2 parallel.tp=2
   attnbench sweeps=benchmarking_script scale=tiny plan=true
 
 Choices (KEY=CHOICE):
 @CHOICES@
+
+Every parallel= has three axes, whose product is the number of ranks: parallel.dp splits
+batches (2 unless parallel=none), parallel.cp sequences, parallel.tp weights and heads.
 
 attention=auto takes the first that runs:
 @CHAINS@

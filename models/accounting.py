@@ -119,8 +119,9 @@ def predict_memory(
     param_bytes: int,
     activation_bytes: int,
     autocast: bool = False,
+    tp: int = 1,
 ) -> MemoryPrediction:
-    """Memory of one step of the uncompiled model on one device, without parallelism.
+    """Memory of one step of the uncompiled model on one device.
 
     Args:
         mode: ``forward`` without autograd, ``forward_backward``, or ``train_step`` with AdamW,
@@ -131,6 +132,7 @@ def predict_memory(
         param_bytes: per element of parameters, and so of gradients and the residual stream.
         activation_bytes: per element of what linear layers and attention give.
         autocast: whether torch.autocast casts float32 parameters down for each matmul.
+        tp: ranks of tensor parallelism, of which this is one; see below.
 
     What autograd saves, for T = B S tokens, r = param_bytes, a = activation_bytes; copies that
     share storage count once. RMSNorm and softmax cross-entropy are PyTorch's fused ones on
@@ -154,6 +156,13 @@ def predict_memory(
     16 T; log-softmax of the logits, 4 T V; under autocast a low-precision copy of every linear
     weight, kept until autocast exits. The backward pass begins with the peak: the gradients of
     the log-softmax and of the logits are 8 T V more.
+
+    With tensor parallelism, by :mod:`parallel.tensor_parallel`, each rank has 1 / tp of every
+    weight but the norms', of heads H and G, of F and of V; and of the tokens T in the residual
+    stream and the inputs of norms. Inputs of q, k, v, of w1, w3 and of the head are of all
+    tokens, one copy in each place also under autocast, since they are cast before they are
+    gathered. The loss keeps probabilities instead of log-softmax, and its backward pass makes
+    their gradient alone, and a copy of it in the logits' dtype.
     """
     step = _Step(
         config=config,
@@ -163,12 +172,14 @@ def predict_memory(
         residual_bytes=param_bytes,
         activation_bytes=activation_bytes,
         autocast=autocast,
+        tp=tp,
     )
-    parameters = num_parameters(config) * param_bytes
-    gradients, optimizer_state = parameters, 0
+    count = count_parameters(config)
+    parameters = (count.norms + (count.total - count.norms) / tp) * param_bytes
+    gradients, optimizer_state = parameters, 0.0
     match mode:
         case "forward":
-            gradients, activations = 0, step.working_set()
+            gradients, activations = 0.0, step.working_set()
         case "forward_backward":
             activations = step.saved() + step.loss_gradients()
         case "train_step":
@@ -195,50 +206,56 @@ class _Step:
     residual_bytes: int
     activation_bytes: int
     autocast: bool
+    tp: int
 
     @property
     def tokens(self) -> int:
         return self.batch_size * self.seq_len
 
     @property
-    def scores(self) -> int:
+    def scores(self) -> float:
         """Elements of one block's score matrices."""
-        return self.batch_size * self.config.num_heads * self.seq_len**2
+        return self.batch_size * self.config.num_heads / self.tp * self.seq_len**2
 
-    def weight_copies(self) -> int:
-        linear = count_parameters(self.config).linear
+    def weight_copies(self) -> float:
+        linear = count_parameters(self.config).linear / self.tp
         return linear * self.activation_bytes if self.autocast else 0
 
-    def loss_gradients(self) -> int:
-        return 2 * _FLOAT32_BYTES * self.tokens * self.config.vocab_size
+    def loss_gradients(self) -> float:
+        logit_bytes = 2 * _FLOAT32_BYTES
+        if self.tp > 1:
+            copy = self.activation_bytes if self.activation_bytes < _FLOAT32_BYTES else 0
+            logit_bytes = _FLOAT32_BYTES + copy
+        return logit_bytes * self.tokens * self.config.vocab_size / self.tp
 
-    def saved(self) -> int:
+    def saved(self) -> float:
         config = self.config
         outside_blocks = self.tokens * (
-            config.d_model * (self.residual_bytes + self.activation_bytes)
+            config.d_model * (self.residual_bytes / self.tp + self.activation_bytes)
             + 2 * _INT64_BYTES
-            + config.vocab_size * _FLOAT32_BYTES
+            + config.vocab_size / self.tp * _FLOAT32_BYTES
         )
         block = self._saved_by_projections() + self._saved_by_attention()
         return outside_blocks + config.num_layers * block
 
-    def _saved_by_projections(self) -> int:
+    def _saved_by_projections(self) -> float:
         config = self.config
-        num_inputs = 5 if self.autocast else 2
-        residual = 2 * config.d_model * self.residual_bytes
-        low_precision = (num_inputs * config.d_model + 4 * config.d_ff) * self.activation_bytes
-        return self.tokens * (residual + low_precision)
+        num_inputs = 5 if self.autocast and self.tp == 1 else 2
+        residual = 2 * config.d_model / self.tp * self.residual_bytes
+        wide = num_inputs * config.d_model + 4 * config.d_ff / self.tp
+        return self.tokens * (residual + wide * self.activation_bytes)
 
-    def _saved_by_attention(self) -> int:
+    def _saved_by_attention(self) -> float:
         config = self.config
-        kv_heads = config.num_heads if self.saves_scores else config.kv_heads
-        qkvo_bytes = 2 * (config.num_heads + kv_heads) * config.head_dim * self.activation_bytes
+        heads = config.num_heads / self.tp
+        kv_heads = heads if self.saves_scores else config.kv_heads / self.tp
+        qkvo_bytes = 2 * (heads + kv_heads) * config.head_dim * self.activation_bytes
         if not self.saves_scores:
-            return self.tokens * (qkvo_bytes + config.num_heads * _FLOAT32_BYTES)
+            return self.tokens * (qkvo_bytes + heads * _FLOAT32_BYTES)
         score_bytes = self.activation_bytes + (_FLOAT32_BYTES if self.autocast else 0)
         return self.tokens * qkvo_bytes + self.scores * score_bytes + self.seq_len**2
 
-    def working_set(self) -> int:
+    def working_set(self) -> float:
         """The most that a forward pass without autograd holds at once.
 
         That is the residual stream, a norm's output, and the largest of three: q and k before
@@ -246,11 +263,13 @@ class _Step:
         logits.
         """
         config, low = self.config, self.activation_bytes
-        stream_and_norm = 2 * self.tokens * config.d_model * self.residual_bytes
-        heads = 2 * config.num_heads + 3 * config.kv_heads
+        stream_and_norm = 2 * self.tokens * config.d_model * self.residual_bytes / self.tp
+        # What a rank has gathered of other ranks' tokens, as long as it is in use.
+        gathered = self.tokens * config.d_model * low if self.tp > 1 else 0
+        heads = (2 * config.num_heads + 3 * config.kv_heads) / self.tp
         attention = self.tokens * heads * config.head_dim * low
         if self.saves_scores:
             attention += self.scores * (low + 2 * _FLOAT32_BYTES if self.autocast else 2 * low)
-        feed_forward = 3 * self.tokens * config.d_ff * low
-        logits = self.tokens * config.vocab_size * low
-        return stream_and_norm + max(attention, feed_forward, logits)
+        feed_forward = 3 * self.tokens * config.d_ff / self.tp * low
+        logits = self.tokens * config.vocab_size / self.tp * low
+        return stream_and_norm + gathered + max(attention, feed_forward, logits)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, slots=True)
 class DataParallelStrategy(Strategy):
-    """A strategy whose ``wrap`` returns a container that averages gradients over all ranks."""
+    """A strategy whose ``wrap`` returns a container that averages gradients over the data ranks."""
 
     dp: int = 2
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 @strategy("ddp_bucketed")
 @dataclass(kw_only=True, slots=True)
 class BucketedDDPStrategy(DataParallelStrategy):
-    """:class:`parallel.data_parallel.BucketedDDP` over all ranks."""
+    """:class:`parallel.data_parallel.BucketedDDP` over the data ranks."""
 
     bucket_size_mb: float = 25.0
     """Gradients are all-reduced in buckets of at most this many MiB; 25 as PyTorch's DDP."""
@@ -31,4 +31,4 @@ class BucketedDDPStrategy(DataParallelStrategy):
     def wrap(self, model: nn.Module) -> nn.Module:
         from parallel.data_parallel import BucketedDDP
 
-        return BucketedDDP(model, self.bucket_size_mb)
+        return BucketedDDP(model, self.bucket_size_mb, group=self.data_group())

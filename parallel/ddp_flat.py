@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 @strategy("ddp_flat")
 @dataclass(kw_only=True, slots=True)
 class FlatDDPStrategy(DataParallelStrategy):
-    """:class:`parallel.data_parallel.FlatDDP` over all ranks."""
+    """:class:`parallel.data_parallel.FlatDDP` over the data ranks."""
 
     def wrap(self, model: nn.Module) -> nn.Module:
         from parallel.data_parallel import FlatDDP
 
-        return FlatDDP(model)
+        return FlatDDP(model, group=self.data_group())

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 @strategy("ddp_naive")
 @dataclass(kw_only=True, slots=True)
 class NaiveDDPStrategy(DataParallelStrategy):
-    """:class:`parallel.data_parallel.NaiveDDP` over all ranks."""
+    """:class:`parallel.data_parallel.NaiveDDP` over the data ranks."""
 
     def wrap(self, model: nn.Module) -> nn.Module:
         from parallel.data_parallel import NaiveDDP
 
-        return NaiveDDP(model)
+        return NaiveDDP(model, group=self.data_group())

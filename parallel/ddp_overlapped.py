@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 @strategy("ddp_overlapped")
 @dataclass(kw_only=True, slots=True)
 class OverlappedDDPStrategy(DataParallelStrategy):
-    """:class:`parallel.data_parallel.OverlappedDDP` over all ranks."""
+    """:class:`parallel.data_parallel.OverlappedDDP` over the data ranks."""
 
     def wrap(self, model: nn.Module) -> nn.Module:
         from parallel.data_parallel import OverlappedDDP
 
-        return OverlappedDDP(model)
+        return OverlappedDDP(model, group=self.data_group())

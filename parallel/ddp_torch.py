@@ -26,11 +26,14 @@ class TorchDDP(Strategy):
             raise ValueError(f"parallel.bucket_size_mb={self.bucket_size_mb}: must be at least 1")
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        if self.world_size == 1:
+        if self.data_ranks == 1:
             # It needs a process group, which one rank does without.
             return model
         from torch.nn.parallel import DistributedDataParallel
 
         return DistributedDataParallel(
-            model, bucket_cap_mb=self.bucket_size_mb, gradient_as_bucket_view=True
+            model,
+            process_group=self.data_group(),
+            bucket_cap_mb=self.bucket_size_mb,
+            gradient_as_bucket_view=True,
         )

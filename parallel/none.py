@@ -1,4 +1,4 @@
-"""No data parallelism: one device, or several that hold parts of the same sequences."""
+"""No data parallelism: one device, or several that share sequences (cp) or weights (tp)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 @strategy("none")
 @dataclass(kw_only=True, slots=True)
 class NoDataParallelism(Strategy):
-    """The model as it is; where sequences are split, gradients are averaged after backward."""
+    """One batch; where its sequences are split, gradients are averaged after backward."""
 
     def __post_init__(self) -> None:
         Strategy.__post_init__(self)
@@ -29,4 +29,6 @@ class NoDataParallelism(Strategy):
             return
         from parallel._gradients import average
 
-        average(model.parameters(), self.cp_group())
+        group = self.data_group()
+        assert group is not None, "several ranks have a group"
+        average(model.parameters(), group)

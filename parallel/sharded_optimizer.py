@@ -21,11 +21,11 @@ class ShardedOptimizerStrategy(BucketedDDPStrategy):
 
     @property
     def optimizer_state_share(self) -> float:
-        return 1 / self.world_size
+        return 1 / self.data_ranks
 
     def optimizer(
         self, params: Iterable[nn.Parameter], cls: type[Optimizer], **kwargs: Any
     ) -> Optimizer:
         from parallel.data_parallel import ShardedOptimizer
 
-        return ShardedOptimizer(params, cls, **kwargs)
+        return ShardedOptimizer(params, cls, process_group=self.data_group(), **kwargs)

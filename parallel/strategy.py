@@ -12,11 +12,21 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
     from torch import nn
+    from torch.amp import GradScaler
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
 STRATEGIES: Registry[type[Strategy]] = Registry("parallel", packages=("parallel",))
 
 strategy = STRATEGIES.register
+
+AXES_BY_NAME = {
+    "tp": "tp",
+    "tensor_parallel": "tp",
+    "cp": "cp",
+    "context_parallel": "cp",
+}
+"""What might be taken for a choice of ``parallel=`` and is an axis that every choice has."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -28,37 +38,89 @@ class Strategy:
     """Ranks of the data-parallel mesh axis: each trains on its own batch."""
     cp: int = joined_later(1)
     """Ranks of the context-parallel mesh axis: each holds a part of every sequence."""
+    tp: int = joined_later(1)
+    """Ranks of the tensor-parallel mesh axis: each holds a part of every large weight."""
 
     def __post_init__(self) -> None:
-        for axis in ("dp", "cp"):
+        for axis in ("dp", "cp", "tp"):
             value = getattr(self, axis)
             if value < 1:
                 raise ValueError(f"parallel.{axis}={value}: must be at least 1")
 
     @property
+    def axes(self) -> dict[str, int]:
+        """Ranks of each mesh axis that has several, the innermost, whose are neighbours, last."""
+        axes = {"dp": self.dp, "cp": self.cp, "tp": self.tp}
+        return {axis: ranks for axis, ranks in axes.items() if ranks > 1}
+
+    @property
     def world_size(self) -> int:
+        return self.dp * self.cp * self.tp
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that hold the same weights: gradients are averages over them."""
         return self.dp * self.cp
 
+    def data_rank(self, rank: int) -> int:
+        """The number of a rank of the world among those that hold the same weights."""
+        return rank // self.tp
+
+    # Groups and meshes are made once a world; all its ranks ask for them together.
+
     def cp_group(self) -> dist.ProcessGroup:
-        """The ranks that share this rank's sequences; all ranks of the world call it together."""
+        """The ranks that share this rank's sequences, and hold the same weights."""
         from parallel._mesh import cp_group
 
-        return cp_group(self.dp, self.cp)
+        return cp_group(self.dp, self.cp, self.tp)
+
+    def data_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same weights as this one; None for one rank alone."""
+        if self.world_size == 1:
+            return None
+        from parallel._mesh import data_group
+
+        return data_group(self.dp, self.cp, self.tp)
+
+    def data_mesh(self) -> DeviceMesh:
+        """:meth:`data_group` as a mesh of one axis, for what takes no group."""
+        from parallel._mesh import data_mesh
+
+        return data_mesh(self.dp, self.cp, self.tp)
+
+    def tp_mesh(self) -> DeviceMesh:
+        """The ranks that share this rank's weights, as a mesh of one axis."""
+        from parallel._mesh import device_mesh
+
+        return device_mesh(self.dp, self.cp, self.tp)["tp"]
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Prepare the model, already on its device, for training; called once."""
+        """Prepare the model, already on its device, for training; called once.
+
+        With ``tp`` above 1 it has been split (:mod:`parallel.tensor_parallel`): its parameters
+        are plain tensors, this rank's parts, and equal over :meth:`data_group` alone.
+        """
         return model
 
     def after_backward(self, model: nn.Module) -> None:
         """Called after every backward pass, before the optimizer, with the wrapped model.
 
-        From here on gradients are averages over all ranks, of both axes.
+        From here on gradients are averages over :meth:`data_group`. Over the axis tp there is
+        nothing to average: a part of a weight is on one of its ranks, and the backward pass
+        has summed the gradients of what all of them hold.
         """
 
     @property
     def optimizer_state_share(self) -> float:
-        """The part of the optimizer's state that one rank holds, about."""
+        """The part of the optimizer's state of its own parameters that one rank holds, about."""
         return 1.0
+
+    def before_step(self, scaler: GradScaler, optimizer: Optimizer) -> None:
+        """Called before ``scaler.step(optimizer)``: all ranks are to take a step, or none."""
+        if self.tp > 1 and scaler.is_enabled():
+            from parallel._overflow import share_overflow
+
+            share_overflow(scaler, optimizer, self.tp_mesh().get_group())
 
     def optimizer(
         self, params: Iterable[nn.Parameter], cls: type[Optimizer], **kwargs: Any

@@ -21,15 +21,19 @@ class TorchZeroRedundancy(TorchDDP):
 
     @property
     def optimizer_state_share(self) -> float:
-        return 1 / self.world_size
+        return 1 / self.data_ranks
 
     def optimizer(
         self, params: Iterable[nn.Parameter], cls: type[Optimizer], **kwargs: Any
     ) -> Optimizer:
-        if self.world_size == 1:
+        if self.data_ranks == 1:
             return cls(params, **kwargs)
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         return ZeroRedundancyOptimizer(
-            params, optimizer_class=cls, parameters_as_bucket_view=True, **kwargs
+            params,
+            optimizer_class=cls,
+            process_group=self.data_group(),
+            parameters_as_bucket_view=True,
+            **kwargs,
         )

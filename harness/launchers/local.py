@@ -49,10 +49,9 @@ class Local(Launcher):
     def validate(self, cases: list[Case]) -> None:
         for case in cases:
             if case.device == "cuda" and case.world_size > len(probe_cuda()["names"]):
-                axes = {"parallel.dp": case.parallel.dp, "parallel.cp": case.parallel.cp}
-                if case.parallel.world_size == 1:
-                    axes = {"task.ranks": case.world_size}
-                typed = " ".join(f"{key}={size}" for key, size in axes.items() if size > 1)
+                axes = case.parallel.axes
+                typed = " ".join(f"parallel.{axis}={ranks}" for axis, ranks in axes.items())
+                typed = typed or f"task.ranks={case.world_size}"
                 raise ValueError(
                     f"{typed}: needs {case.world_size} GPUs, this host has "
                     f"{len(probe_cuda()['names'])}; use fewer ranks, a scale= of the sweep that "

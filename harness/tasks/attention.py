@@ -87,6 +87,11 @@ class Attention(Task):
                 f"parallel.dp={case.parallel.dp}: task=attention has no gradients to reduce; "
                 "split its sequences with parallel.cp=, or use task=train_step"
             )
+        if case.parallel.tp > 1:
+            raise ValueError(
+                f"parallel.tp={case.parallel.tp}: task=attention has no weights to split; set "
+                "task.num_heads= to those of one rank, or use task=train_step"
+            )
         if case.parallel.cp > 1 and self.kv_len is not None:
             raise ValueError(
                 f"task.kv_len={self.kv_len}: a sequence that is split over parallel.cp="

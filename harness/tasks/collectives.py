@@ -53,7 +53,7 @@ class Collectives(Task):
             )
         if case.parallel.world_size > 1:
             raise ValueError(
-                f"parallel.{'cp' if case.parallel.cp > 1 else 'dp'}: task=collectives trains "
+                f"parallel.{next(iter(case.parallel.axes))}: task=collectives trains "
                 "nothing; say task.ranks="
             )
 

@@ -45,7 +45,7 @@ class FlopBalance(Task):
             require_at_least(f"task.{key}", getattr(self, key), 1)
         if case.world_size > 1:
             raise ValueError(
-                f"parallel.{'cp' if case.parallel.cp > 1 else 'dp'}: task=flop_balance counts in "
+                f"parallel.{next(iter(case.parallel.axes))}: task=flop_balance counts in "
                 "one process; say task.ranks="
             )
         multiple = LAYOUTS[self.layout](num_ranks=self.ranks).multiple

@@ -16,6 +16,7 @@ from harness.task import Task, Work, task
 from kernels import AttentionProblem
 from models import accounting
 from models.config import ModelConfig
+from parallel.context_parallel import SequenceParallelAttention
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +50,7 @@ class TrainStep(Task):
         require_choice("task.mode", self.mode, MODES)
         require_at_least("task.warmup_steps", self.warmup_steps, 0)
         require_at_least("task.measure_steps", self.measure_steps, 1)
+        _require_divisible(case)
 
     def num_passes(self) -> int:
         return self.warmup_steps + self.measure_steps
@@ -57,8 +59,8 @@ class TrainStep(Task):
         model = _model(case)
         return AttentionProblem(
             batch_size=case.batch_size,
-            num_heads=model.num_heads,
-            num_kv_heads=model.kv_heads,
+            num_heads=model.num_heads // case.parallel.tp,
+            num_kv_heads=model.kv_heads // case.parallel.tp,
             q_len=case.seq_len,
             kv_len=case.seq_len,
             head_dim=model.head_dim,
@@ -70,10 +72,11 @@ class TrainStep(Task):
         )
 
     def work(self, case: Case) -> dict[str, Work]:
-        cp = case.parallel.cp
-        forward = accounting.forward_flops(_model(case), case.batch_size, case.seq_len) / cp
-        backward = accounting.backward_flops(_model(case), case.batch_size, case.seq_len) / cp
-        tokens = case.batch_size * case.seq_len // cp
+        # Ranks share a sequence's tokens (cp), and every matmul and head (tp), in equal parts.
+        ranks = case.parallel.cp * case.parallel.tp
+        forward = accounting.forward_flops(_model(case), case.batch_size, case.seq_len) / ranks
+        backward = accounting.backward_flops(_model(case), case.batch_size, case.seq_len) / ranks
+        tokens = case.batch_size * case.seq_len // ranks
         phases = {"forward": Work(flops=forward, tokens=tokens)}
         total = forward
         if self.mode != "forward":
@@ -96,6 +99,7 @@ class TrainStep(Task):
             param_bytes=_DTYPE_BYTES[precision.parameters],
             activation_bytes=_DTYPE_BYTES[precision.compute],
             autocast=precision.autocast is not None,
+            tp=case.parallel.tp,
         )
         # Backward frees activations while it fills gradients: the larger of the two counts.
         return {
@@ -109,16 +113,18 @@ class TrainStep(Task):
         from harness.split_call import SplitCall
         from harness.tasks._batch import split_batch, whole_batch
 
+        # Ranks that share weights train on the same tokens.
+        rank = case.parallel.data_rank(bench.rank)
         if case.parallel.cp == 1:
             call = DenseCall(case, bench.device, sequence_major=True)
-            make_batch = partial(whole_batch, case, bench.device, bench.rank)
+            make_batch = partial(whole_batch, case, bench.device, rank)
             self._run(case, bench, call, case.attention, make_batch)
             return
         with case.attention.bind(case.parallel.cp_group(), bench.device) as attention:
             split = SplitCall(case, bench.device, attention)
             if split.padding:
                 bench.outcome.notes["padding_tokens"] = split.padding
-            make_batch = partial(split_batch, case, bench.device, bench.rank, attention.layout)
+            make_batch = partial(split_batch, case, bench.device, rank, attention.layout)
             self._run(case, bench, split, attention, make_batch)
 
     def _run(
@@ -134,7 +140,6 @@ class TrainStep(Task):
 
         from harness.bench import WrongResult
         from harness.check import autocast, check_call
-        from models.transformer import cross_entropy
 
         check_call(case, bench, call)
         bench.vote()
@@ -146,6 +151,7 @@ class TrainStep(Task):
         module = _build_model(case, attention, bench.device)
         bench.vote()
         model = case.parallel.wrap(module)
+        loss_of = _loss(case)
         optimizer = None
         if self.mode == "train_step":
             optimizer = case.parallel.optimizer(
@@ -165,7 +171,7 @@ class TrainStep(Task):
                 torch.compiler.cudagraph_mark_step_begin()
             with timer.phase("forward"), torch.set_grad_enabled(trains), autocast(case):
                 logits = model(batch.tokens, batch.positions)
-                loss = cross_entropy(logits, batch.targets, batch.num_targets)
+                loss = loss_of(logits, batch.targets, batch.num_targets)
                 # Else they would stay for the backward pass, which needs them no more.
                 del logits
             last_loss = loss.detach()
@@ -175,6 +181,7 @@ class TrainStep(Task):
                     case.parallel.after_backward(model)
             if optimizer is not None:
                 with timer.phase("optimizer"):
+                    case.parallel.before_step(scaler, optimizer)
                     scaler.step(optimizer)
                     scaler.update()
             model.zero_grad(set_to_none=True)
@@ -194,14 +201,49 @@ def _model(case: Case) -> ModelConfig:
     return case.model
 
 
+def _require_divisible(case: Case) -> None:
+    """Raise ValueError, naming the key, unless parallel.tp ranks can share what they split."""
+    tp, model = case.parallel.tp, _model(case)
+    sizes = {
+        "model.num_heads": model.num_heads,
+        "model.num_kv_heads": model.kv_heads,
+        "model.d_ff": model.d_ff,
+        "model.vocab_size": model.vocab_size,
+    }
+    for key, size in sizes.items():
+        if size % tp:
+            raise ValueError(f"parallel.tp={tp}: must divide {key}={size} of model={model.name}")
+    tokens, held = case.seq_len, f"seq_len={case.seq_len}"
+    if isinstance(case.attention, SequenceParallelAttention) and case.parallel.cp > 1:
+        tokens = case.attention.layout(case.parallel.cp).local_len(case.seq_len)
+        held += f", of which each of parallel.cp={case.parallel.cp} ranks holds {tokens} tokens"
+    if tokens % tp:
+        raise ValueError(f"parallel.tp={tp}: must divide {held}: between layers ranks share them")
+
+
+def _loss(case: Case) -> Callable[[torch.Tensor, torch.Tensor, float | None], torch.Tensor]:
+    """Of logits, targets and the number of targets; logits may be split over the vocabulary."""
+    from models.transformer import cross_entropy
+    from parallel.tensor_parallel import vocab_parallel_cross_entropy
+
+    if case.parallel.tp == 1:
+        return cross_entropy
+    return partial(vocab_parallel_cross_entropy, mesh=case.parallel.tp_mesh())
+
+
 def _build_model(case: Case, attention: Attention, device: torch.device) -> nn.Module:
-    """The transformer on its device, compiled as the case asks."""
+    """The transformer, or this rank's part of it, on its device, compiled as the case asks."""
     import torch
 
     from models.transformer import Transformer
+    from parallel.tensor_parallel import split_transformer
 
     dtype = getattr(torch, case.precision.parameters)
-    model = Transformer(_model(case), attention, device=device, dtype=dtype)
+    splits = case.parallel.tp > 1
+    # To be split it is made without memory: on one device there may be none for the whole.
+    model = Transformer(_model(case), attention, device="meta" if splits else device, dtype=dtype)
+    if splits:
+        split_transformer(model, case.parallel.tp_mesh(), device)
     assert case.compile is not None, "train_step uses compile"
     mode = None if case.compile.mode == "default" else case.compile.mode
     if case.compile.scope == "model":

@@ -1,0 +1,103 @@
+"""What travels between tensor-parallel ranks: three exchanges, each the adjoint of its gradient's.
+
+    forward                              backward
+    gather_sequence   all-gather         reduce-scatter: each rank has a part of the gradient's sum
+    scatter_sum       reduce-scatter     all-gather
+    summed_gradient   nothing            all-reduce: each rank has seen its own tokens alone
+
+DTensor's ``redistribute`` makes the same collectives from placements: Shard(1) to Replicate whose
+gradient is Partial, Partial to Shard(1), and Replicate whose gradient is Partial. It derives them
+anew in every call, which in every layer costs the host more than the collective's launch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+# Renamed in torch 2.13, which warns of the names that older versions know alone.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def gather_sequence(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """This rank's tokens [B, S / tp, E] -> those of all ranks [B, S, E].
+
+    What follows computes another part of the output on each rank, so that gradients that come
+    back are parts of a sum. Under autocast x is cast first, as matmuls would: half the bytes
+    travel, and one copy is kept where each matmul would keep its own.
+    """
+    if torch.is_autocast_enabled(x.device.type) and x.dtype == torch.float32:
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    return _GatherSequence.apply(x, mesh.get_group())
+
+
+def scatter_sum(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Parts of a sum, [B, S, E] on each rank -> the sum's tokens of this rank, [B, S / tp, E].
+
+    Added in x's dtype.
+    """
+    return _ScatterSum.apply(x, mesh.get_group())
+
+
+def summed_gradient(parameter: Tensor, mesh: DeviceMesh) -> Tensor:
+    """A parameter that all ranks hold and use on their own tokens; its gradient is their sum.
+
+    Part of the graph, and not a hook on the parameter, which containers that replace parameters
+    would lose.
+    """
+    return _SummedGradient.apply(parameter, mesh.get_group())
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _gather(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _scatter(gradient, ctx.group), None
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _scatter(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _gather(gradient, ctx.group), None
+
+
+class _SummedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        total = gradient.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[B, s, E] of each rank -> [B, S, E], in rank order; one sequence is not copied again."""
+    by_rank = x.new_empty(group.size(), *x.shape)
+    _all_gather(by_rank.flatten(0, 1), x.contiguous(), group=group)
+    return by_rank.movedim(0, 1).flatten(1, 2)
+
+
+def _scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[B, S, E] on each rank -> this rank's tokens [B, s, E] of their sum."""
+    by_rank = x.unflatten(1, (group.size(), -1)).movedim(1, 0).contiguous()
+    own = torch.empty_like(by_rank[0])
+    _reduce_scatter(own, by_rank.flatten(0, 1), group=group)
+    return own
