@@ -20,7 +20,7 @@ from harness.compose import compose_request
 from harness.tasks._batch import whole_batch
 from kernels import BACKENDS
 from models.transformer import Transformer, cross_entropy
-from parallel.data_parallel import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
+from parallel.data_parallel import FSDP, BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP, Zero1, Zero2
 from parallel.data_parallel.gradients import buckets_of
 
 CPU = torch.device("cpu")
@@ -91,7 +91,18 @@ class Strided(Plain):
         return self.convolution(image).sum((1, 2, 3)).unsqueeze(1) * super().forward(x)
 
 
-MODELS = [Plain, Tied, Frozen, Unused, TwoDtypes, Strided]
+class Large(Plain):
+    """A weight that no number of ranks divides, nor the alignment of parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(WIDTH, 5 * WIDTH + 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(super().forward(x))
+
+
+MODELS = [Plain, Tied, Frozen, Unused, TwoDtypes, Strided, Large]
 
 
 def bucketed(module: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
@@ -110,6 +121,19 @@ def overlapped(module: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
     return OverlappedDDP(module, group=group)
 
 
+def zero_1(module: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
+    return Zero1(module, TINY_MB, group=group)
+
+
+def zero_2(module: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
+    return Zero2(module, TINY_MB, group=group)
+
+
+def fsdp(module: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
+    """Weights are sharded, biases whole on every rank."""
+    return FSDP(module, replicate_below=WIDTH + 1, group=group)
+
+
 def peer(module: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
     return nn.parallel.DistributedDataParallel(
         module,
@@ -122,6 +146,8 @@ def peer(module: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
 Wrap = Callable[[nn.Module, dist.ProcessGroup | None], nn.Module]
 
 OWN: list[Wrap] = [naive, flat, overlapped, bucketed]
+IN_PARTS: list[Wrap] = [zero_1, zero_2, fsdp]
+"""Of which ``parameters()`` are parts of the module's."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -198,7 +224,7 @@ def bounds_of(model: type[nn.Module], run: Run) -> dict[str, float]:
 
 class TestWeightsAreThoseOfOneProcess:
     @pytest.mark.parametrize("model", MODELS)
-    @pytest.mark.parametrize("wrap", [*OWN, peer])
+    @pytest.mark.parametrize("wrap", [*OWN, *IN_PARTS, peer])
     def test_every_model(self, wrap: Wrap, model: type[nn.Module]) -> None:
         run = Run()
         wanted = expected(model, run)
@@ -219,13 +245,13 @@ class TestWeightsAreThoseOfOneProcess:
         ids=["adamw", "zeroed", "accumulated", "accumulated, zeroed", "autocast"],
     )
     @pytest.mark.parametrize("model", [Tied, Unused])
-    @pytest.mark.parametrize("wrap", OWN)
+    @pytest.mark.parametrize("wrap", [*OWN, *IN_PARTS])
     def test_every_way_to_train(self, wrap: Wrap, model: type[nn.Module], run: Run) -> None:
         wanted = expected(model, run)
         for found in on_ranks(2, train_on_rank, wrap, model, run):
             assert_equal(found, wanted, **bounds_of(model, run))
 
-    @pytest.mark.parametrize("wrap", OWN)
+    @pytest.mark.parametrize("wrap", [*OWN, *IN_PARTS])
     def test_three_and_four_ranks(self, wrap: Wrap) -> None:
         run = Run(optimizer=torch.optim.AdamW)
         wanted = expected(Unused, run)
@@ -235,7 +261,7 @@ class TestWeightsAreThoseOfOneProcess:
         for found in on_ranks(4, train_on_rank, wrap, Unused, run):
             assert_equal(found, wanted, rtol=1e-5, atol=1e-5)
 
-    @pytest.mark.parametrize("wrap", OWN)
+    @pytest.mark.parametrize("wrap", [*OWN, *IN_PARTS])
     def test_one_rank_needs_no_process_group(self, wrap: Wrap) -> None:
         run = Run(passes=2)
         torch.manual_seed(100)
