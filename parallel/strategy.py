@@ -10,6 +10,7 @@ from kernels.registry import Registry, joined_later
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    import torch
     import torch.distributed as dist
     from torch import nn
     from torch.optim import Optimizer
@@ -56,6 +57,16 @@ class Strategy:
         """
 
     @property
+    def parameter_share(self) -> float:
+        """The part of the parameters that one rank holds between steps, about."""
+        return 1.0
+
+    @property
+    def gradient_share(self) -> float:
+        """The part of the gradients that one rank holds when backward has ended, about."""
+        return 1.0
+
+    @property
     def optimizer_state_share(self) -> float:
         """The part of the optimizer's state that one rank holds, about."""
         return 1.0
@@ -65,3 +76,9 @@ class Strategy:
     ) -> Optimizer:
         """Make the optimizer over this rank's parameters."""
         return cls(params, **kwargs)
+
+    def grad_scaler(self, device: str, *, enabled: bool) -> torch.amp.GradScaler:
+        """What scales the loss, where float16 gradients need it; one scale on all ranks."""
+        import torch
+
+        return torch.amp.GradScaler(device, enabled=enabled)

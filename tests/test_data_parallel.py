@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from ranks import on_ranks
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from harness.case import Case
 from harness.compose import compose_request
@@ -439,7 +440,13 @@ def test_hooks_do_not_keep_a_container_alive(wrap: Wrap) -> None:
     assert on_ranks(2, forgets, wrap) == [True, True]
 
 
-STRATEGIES = ["ddp_naive", "ddp_flat", "ddp_overlapped", "ddp_bucketed", "ddp_torch"]
+STRATEGIES = [
+    *("ddp_naive", "ddp_flat", "ddp_overlapped", "ddp_bucketed", "ddp_torch"),
+    *("zero_1", "zero_2", "fsdp", "fsdp_torch"),
+]
+
+OWN_OPTIONS = {"fsdp": ("parallel.replicate_below=40",)}
+"""So small that matrices are divided, and norms are not."""
 
 CASE = (
     *("model=tiny", "model.num_layers=2", "model.d_model=32", "model.d_ff=48"),
@@ -468,7 +475,18 @@ def train_case(case: Case, first_batch: int, num_batches: int) -> list[Tensor]:
         case.parallel.after_backward(model)
         optimizer.step()
         optimizer.zero_grad()
-    return [p.detach().clone() for p in module.parameters()]
+    return weights_of(model, module)
+
+
+def weights_of(model: nn.Module, module: nn.Module) -> list[Tensor]:
+    """Whole parameters of a module that a strategy has wrapped."""
+    if isinstance(model, FSDP):
+        whole = dict(model.whole_parameters())
+        return [whole[name].detach().clone() for name, _ in module.named_parameters()]
+    if isinstance(model, Zero1 | Zero2):
+        model.wait_for_parameters()
+    found = [p.detach() for p in module.parameters()]
+    return [p.full_tensor() if isinstance(p, DTensor) else p.clone() for p in found]
 
 
 def train_case_on_rank(group: dist.ProcessGroup, case: Case) -> list[Tensor]:
@@ -478,7 +496,7 @@ def train_case_on_rank(group: dist.ProcessGroup, case: Case) -> list[Tensor]:
 class TestStrategies:
     @pytest.mark.parametrize("name", STRATEGIES)
     def test_transformer_ends_where_one_process_does(self, name: str) -> None:
-        case = case_of(f"parallel={name}", "parallel.dp=4")
+        case = case_of(f"parallel={name}", "parallel.dp=4", *OWN_OPTIONS.get(name, ()))
         wanted = train_case(case_of(), 0, 4)
         for found in on_ranks(4, train_case_on_rank, case):
             for got, want in zip(found, wanted, strict=True):
@@ -490,7 +508,8 @@ class TestStrategies:
         for got, want in zip(found, train_case(case_of(), 0, 1), strict=True):
             assert torch.equal(got, want)
 
+    @pytest.mark.parametrize("name", ["ddp_bucketed", "zero_1", "zero_2"])
     @pytest.mark.parametrize("size", ["0", "-1", "inf", "nan"])
-    def test_bucket_size_names_the_key(self, size: str) -> None:
+    def test_bucket_size_names_the_key(self, name: str, size: str) -> None:
         with pytest.raises(ValueError, match=r"^parallel\.bucket_size_mb=.*positive and finite$"):
-            case_of("parallel=ddp_bucketed", f"parallel.bucket_size_mb={size}")
+            case_of(f"parallel={name}", f"parallel.bucket_size_mb={size}")

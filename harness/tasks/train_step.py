@@ -151,7 +151,7 @@ class TrainStep(Task):
             optimizer = case.parallel.optimizer(
                 model.parameters(), torch.optim.AdamW, lr=1e-4, fused=True
             )
-        scaler = torch.amp.GradScaler(case.device, enabled=case.precision.grad_scaler)
+        scaler = case.parallel.grad_scaler(case.device, enabled=case.precision.grad_scaler)
         batch = make_batch()
         uses_cuda_graphs = case.compile is not None and case.compile.mode in (
             "reduce-overhead",

@@ -109,12 +109,18 @@ def _cut_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, An
         origin = _origin(parameter)
         if origin is not None and number in state:
             state[number] = {
-                name: origin.cut(value)
-                if name != "step" and isinstance(value, Tensor) and value.shape == origin.shape
-                else value
-                for name, value in state[number].items()
+                name: _cut(name, value, origin) for name, value in state[number].items()
             }
     return {**state_dict, "state": state}
+
+
+def _cut(name: str, value: Any, origin: Origin) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if name != "step" and value.shape == origin.shape:
+        return origin.cut(value)
+    # Else two optimizers that load one state would count their steps in one tensor.
+    return value.clone()
 
 
 def _on_cpu(value: Any) -> Any:
