@@ -230,9 +230,9 @@ class FSDP(PartsDataParallel):
             unit.use()
             return
         self._gather_before(number + 1)
-        unit.use()
         if self._next == number + 1:
             self._gather_before(number + 2)
+        unit.use()
 
     def _after_block(self, number: int, outputs: Any) -> None:
         if self._level <= number:

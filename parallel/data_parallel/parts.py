@@ -9,6 +9,7 @@ do (Rajbhandari et al., 2020, section 5; Zhao et al., 2023, section 3.2.1).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -143,13 +144,16 @@ class PartAverage:
         if received.dtype != self.parts[0].dtype:
             self._gradient = self._new(layout.part_size, self.parts[0].dtype)
         transfer = _Transfer(buffer=buffer, received=received, before=before)
+        settles = received is not self._gradient or any(old is not None for old in before)
+        lane = self._lane if settles and self._lane.runs_beside else None
         # All memory is of the current stream: it is not given back before that has waited.
-        with self._lane.after_current():
+        with contextlib.nullcontext() if lane is None else lane.after_current():
             if group is not None and group.size() > 1:
                 whole = layout.num_parts == 1
                 transfer.work = start_average(buffer, group, None if whole else received)
-            if self._lane.runs_beside:
+            if lane is not None:
                 self._settle(transfer)
+                transfer.mark = lane.mark()
         self._transfer = transfer
 
     def _fill(self, views: Sequence[Tensor]) -> None:
@@ -180,12 +184,12 @@ class PartAverage:
         ]
         if added:
             torch._foreach_add_([s for s, _ in added], [old for _, old in added])
-        transfer.mark = self._lane.mark()
+        transfer.settled = True
 
     def wait(self) -> None:
         if self._transfer is None:
             return
-        if not self._lane.runs_beside:
+        if not self._transfer.settled:
             self._settle(self._transfer)
         wait_for(self._transfer.mark)
         self._transfer = None
@@ -216,6 +220,7 @@ class _Transfer:
     received: Tensor
     before: list[Tensor | None]
     work: dist.Work | None = None
+    settled: bool = False
     mark: torch.cuda.Event | None = None
 
 
