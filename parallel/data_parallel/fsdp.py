@@ -31,6 +31,9 @@ from parallel.data_parallel.fsdp_weights import FlatWeights, Slot, Unit
 from parallel.data_parallel.gradients import Averaged
 from parallel.data_parallel.parts import PartAverage, PartsDataParallel
 
+NUM_SLOTS = 2
+"""Blocks that are whole at a time: one is computed with, the next one comes."""
+
 REPLICATE_BELOW = 2**15
 """Elements: norms and biases of most models, and no matrix worth dividing."""
 
@@ -62,7 +65,8 @@ class FSDP(PartsDataParallel):
             it, or in another one, or ``replicate_below`` is negative.
     """
 
-    IN_FLIGHT = 2
+    IN_FLIGHT = 1
+    """While one block's gradients travel, the next one's are computed."""
 
     def __init__(
         self,
@@ -96,7 +100,7 @@ class FSDP(PartsDataParallel):
         small = [p for p in self.module.parameters() if p.numel() < self._replicate_below]
         replicated = set(small)
         # Neighbours take turns.
-        slots = Slot(), Slot()
+        slots = [Slot() for _ in range(NUM_SLOTS)]
         for block, members in zip(blocks, inside, strict=True):
             sharded = [p for p in members if p not in replicated]
             if sharded:
@@ -150,6 +154,7 @@ class FSDP(PartsDataParallel):
         self._gather_before(len(self._units))
         if not torch.is_grad_enabled():
             self._rest.release()
+            self._forget()
         return outputs
 
     def finish_gradient_synchronization(self) -> None:
@@ -210,12 +215,15 @@ class FSDP(PartsDataParallel):
 
     def _begin_forward(self) -> None:
         """The optimizer may have stepped: all is gathered anew."""
-        for unit in (*self._units, self._rest):
-            unit.forget()
+        self._forget()
         self._next = 0
         self._rest.start_gathering()
         self._gather_before(1)
         self._rest.use()
+
+    def _forget(self) -> None:
+        for unit in (*self._units, self._rest):
+            unit.forget()
 
     def _gather_before(self, number: int) -> None:
         """Ask for the blocks before ``number`` that the forward pass has not asked for."""
@@ -269,6 +277,9 @@ class FSDP(PartsDataParallel):
             if reduces:
                 self._start_up_to(unit.last_average)
             unit.release()
+            if self._level < NUM_SLOTS:
+                # No block is left that takes this slot.
+                unit.forget()
 
     def _end_backward(self, *, reduces: bool) -> None:
         """Do for all blocks what the backward pass does, where it has not come by."""
@@ -276,6 +287,7 @@ class FSDP(PartsDataParallel):
         self._leave(reduces=reduces)
         self._level = len(self._units)
         self._rest.release()
+        self._forget()
 
     def _complete(self, index: int) -> None:
         if index < self._num_started and self._missing[index]:

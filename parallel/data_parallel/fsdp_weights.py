@@ -99,7 +99,10 @@ class FlatWeights:
 
 
 class Slot:
-    """Memory for one unit at a time."""
+    """Memory for one unit at a time, given back while none needs it.
+
+    Views of it outlive that: they are of a storage, whose size changes.
+    """
 
     def __init__(self) -> None:
         self.holder: Unit | None = None
@@ -111,9 +114,26 @@ class Slot:
         self._num_bytes = max(self._num_bytes, unit.num_bytes)
 
     def memory(self, device: torch.device) -> Tensor:
+        """uint8, of the size of the largest unit."""
         if self._memory is None:
             self._memory = torch.zeros(self._num_bytes, dtype=torch.uint8, device=device)
         return self._memory
+
+    def take(self, unit: Unit) -> None:
+        """Have memory, on the current stream, which the unit is to fill."""
+        self.holder = unit
+        self._resize(self._num_bytes)
+
+    def give_back(self) -> None:
+        """Nobody needs what is there; the current stream has waited for all that wrote it."""
+        self.holder = None
+        self._resize(0)
+
+    def _resize(self, num_bytes: int) -> None:
+        if self._memory is not None:
+            storage = self._memory.untyped_storage()
+            if storage.nbytes() != num_bytes:
+                storage.resize_(num_bytes)
 
 
 class Unit:
@@ -152,7 +172,7 @@ class Unit:
             return
         if self._slot.holder is not None:
             self._slot.holder.wait()
-        self._slot.holder = self
+        self._slot.take(self)
         with torch.no_grad(), self._lane.after_current():
             works = [weights.start_gathering() for weights in self.weights]
             self._works = [work for work in works if work is not None]
@@ -185,4 +205,4 @@ class Unit:
         """What the slot holds is not to be used again: the optimizer may have stepped."""
         self.wait()
         if self.is_here:
-            self._slot.holder = None
+            self._slot.give_back()
