@@ -249,16 +249,28 @@ def test_fsdp_gathers_ahead_and_reduces_behind() -> None:
     assert on_ranks(2, sequence, sharded, Plain) == [wanted, wanted]
 
 
+class Skipping(Plain):
+    """The third of four layers is used where the first number is positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.append(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layers[1](self.layers[0](x))
+        return self.layers[3](self.layers[2](y) if x[0, 0] > 0 else y)
+
+
 def test_ranks_that_use_other_blocks_ask_for_the_same() -> None:
-    """The second layer is used on the first rank alone, the third on none."""
-    first, second = on_ranks(2, sequence, sharded, Unused)
-    assert "forward 1" in first
-    assert "forward 1" not in second
+    """In one order: else the first rank's reduction would meet the second's gathering."""
+    first, second = on_ranks(2, sequence, sharded, Skipping)
+    assert "forward 2" in first
+    assert "forward 2" not in second
     calls = [
         [event for event in found if event in ("gather", "reduce")] for found in (first, second)
     ]
     assert calls[0] == calls[1]
-    assert calls[0].count("reduce") == 3
+    assert calls[0].count("reduce") == 4
 
 
 class LateGather:
@@ -576,6 +588,13 @@ def wrong_state(group: dist.ProcessGroup) -> list[str]:
 
 
 class TestBadInput:
+    @pytest.mark.parametrize("wrap", IN_PARTS)
+    def test_sharded_already(self, wrap: Wrap) -> None:
+        module = Plain()
+        module.layers[0].weight.device_mesh = None  # type: ignore[assignment]
+        with pytest.raises(ValueError, match=r"^layers.0.weight is a DTensor, sharded already"):
+            wrap(module, None)
+
     @pytest.mark.parametrize("wrap", IN_PARTS)
     @pytest.mark.parametrize("module", [nn.ReLU(), nn.Linear(2, 2).requires_grad_(False)])
     def test_nothing_trains(self, wrap: Wrap, module: nn.Module) -> None:

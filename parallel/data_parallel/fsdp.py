@@ -232,18 +232,14 @@ class FSDP(PartsDataParallel):
             self._next += 1
 
     def _before_block(self, number: int) -> None:
-        unit = self._units[number]
-        if self._level <= number:
-            # Activations are made again for the backward pass.
-            unit.use()
-            return
         self._gather_before(number + 1)
         if self._next == number + 1:
             self._gather_before(number + 2)
-        unit.use()
+        self._units[number].use()
 
     def _after_block(self, number: int, outputs: Any) -> None:
         if self._level <= number:
+            # Activations are made again, and the backward pass is about to use them.
             return
         self._units[number].release()
         this = weakref.ref(self)

@@ -178,12 +178,11 @@ class PartAverage:
             transfer.work.wait()
         if self._gradient is not transfer.received:
             self._gradient.copy_(transfer.received)
-        slices = self._layout.slices(self._gradient, self._number)
-        added = [
-            (s, old) for s, old in zip(slices, transfer.before, strict=True) if old is not None
-        ]
-        if added:
-            torch._foreach_add_([s for s, _ in added], [old for _, old in added])
+        if any(old is not None for old in transfer.before):
+            slices = self._layout.slices(self._gradient, self._number)
+            pairs = zip(slices, transfer.before, strict=True)
+            added = [(new, old) for new, old in pairs if old is not None]
+            torch._foreach_add_([new for new, _ in added], [old for _, old in added])
         transfer.settled = True
 
     def wait(self) -> None:
@@ -234,6 +233,12 @@ class PartsDataParallel(DataParallel):
         self, module: nn.Module, *, overlap: bool, group: dist.ProcessGroup | None = None
     ) -> None:
         self._parts: dict[Tensor, nn.Parameter] = {}
+        for name, parameter in module.named_parameters():
+            if hasattr(parameter, "device_mesh"):
+                raise ValueError(
+                    f"{name} is a DTensor, sharded already: PyTorch's fully_shard divides those "
+                    "further, and this container does not"
+                )
         super().__init__(module, overlap=overlap, group=group)
 
     def named_parameters(self, *arguments: Any, **options: Any) -> Iterator[tuple[str, Any]]:

@@ -109,11 +109,6 @@ class Zero(PartsDataParallel):
         if self._buckets:
             self._wait_in_forward()
 
-    @property
-    def gradient_share(self) -> float:
-        """The part of all gradients that this rank keeps."""
-        return 1.0 if self.KEEPS_GRADIENTS else 1 / self.world_size
-
     def _arrange(self, parameters: Sequence[nn.Parameter]) -> Sequence[Averaged]:
         lane, this = Lane(parameters[0].device), weakref.ref(self)
         for members in grouped(parameters, self._max_bytes):
