@@ -41,6 +41,7 @@ from parallel.data_parallel import (
 )
 from parallel.data_parallel.blocks import blocks_of, parameters_of_blocks
 from parallel.data_parallel.flat import ALIGNMENT, FlatLayout, start_all_gather
+from parallel.data_parallel.parts import PartAverage
 
 Kind = type[torch.optim.Optimizer]
 
@@ -160,20 +161,24 @@ def test_who_holds_what() -> None:
                 assert found["gradients"] <= 603 / 3 + 7 * ALIGNMENT
 
 
-def slots(group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
+def slots(group: dist.ProcessGroup) -> tuple[list[int], list[int], int]:
     model = FSDP(Plain(), replicate_below=0, group=group)
     seen: list[int] = []
     for layer in model.module.layers:
         layer.register_forward_pre_hook(lambda m, _: seen.append(m.weight.data_ptr()) and None)
     loss_of(model, torch.ones(2, WIDTH)).backward()
     during = [p.numel() for p in model.module.parameters()]
+    storage = model.module.layers[0].weight.untyped_storage()
+    held = storage.nbytes()
     finish(model)
-    return seen, during
+    assert held > 0
+    return seen, during, storage.nbytes()
 
 
 def test_blocks_take_turns_in_two_slots() -> None:
-    for (first, second, third), during in on_ranks(2, slots):
+    for (first, second, third), during, after in on_ranks(2, slots):
         assert first == third != second
+        assert after == 0
         # The first block alone has not been left when backward ends.
         assert during == [WIDTH**2, WIDTH, 0, 0, 0, 0]
 
@@ -271,6 +276,36 @@ def test_ranks_that_use_other_blocks_ask_for_the_same() -> None:
     ]
     assert calls[0] == calls[1]
     assert calls[0].count("reduce") == 4
+
+
+class Deep(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.extend(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+
+def most_in_flight(group: dist.ProcessGroup, wrap: Wrap) -> int:
+    model = wrap(Deep(), group)
+    counts = []
+    start = PartAverage.start
+
+    def counting(item: PartAverage, group: dist.ProcessGroup) -> None:
+        start(item, group)
+        counts.append(sum(other._transfer is not None for other in model._averaged))
+
+    PartAverage.start = counting  # type: ignore[method-assign]
+    try:
+        loss_of(model, torch.ones(2, WIDTH)).backward()
+        finish(model)
+    finally:
+        PartAverage.start = start  # type: ignore[method-assign]
+    assert len(counts) == 7
+    return max(counts)
+
+
+@pytest.mark.parametrize(("wrap", "most"), [(zero_2, 4), (sharded, 1)])
+def test_few_whole_gradients_are_there_at_once(wrap: Wrap, most: int) -> None:
+    assert on_ranks(2, most_in_flight, wrap) == [most, most]
 
 
 class LateGather:
