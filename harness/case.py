@@ -220,8 +220,12 @@ def _that_split_sequences() -> list[str]:
 
 
 def _ranks(parallel: Strategy) -> str:
-    """What each mesh axis of a world is for and how long it is: ``ddp_torch2``, ``cp4``."""
-    words = [f"{parallel.name}{parallel.dp}"] if parallel.dp > 1 else []
+    """What each mesh axis of a world is for and how long it is: ``ddp_torch2``, ``cp4``.
+
+    ``zero_1x2`` where the name ends in a number.
+    """
+    times = "x" if parallel.name[-1].isdigit() else ""
+    words = [f"{parallel.name}{times}{parallel.dp}"] if parallel.dp > 1 else []
     return "-".join([*words, f"cp{parallel.cp}"] if parallel.cp > 1 else words)
 
 

@@ -161,26 +161,30 @@ def test_who_holds_what() -> None:
                 assert found["gradients"] <= 603 / 3 + 7 * ALIGNMENT
 
 
-def slots(group: dist.ProcessGroup) -> tuple[list[int], list[int], int]:
-    model = FSDP(Plain(), replicate_below=0, group=group)
+def slots(group: dist.ProcessGroup) -> tuple[list[int], list[int], list[bool], list[bool]]:
+    module = Large()
+    model = FSDP(module, replicate_below=0, group=group)
     seen: list[int] = []
-    for layer in model.module.layers:
+    for layer in module.layers:
         layer.register_forward_pre_hook(lambda m, _: seen.append(m.weight.data_ptr()) and None)
     loss_of(model, torch.ones(2, WIDTH)).backward()
-    during = [p.numel() for p in model.module.parameters()]
-    storage = model.module.layers[0].weight.untyped_storage()
-    held = storage.nbytes()
+    # Of the first two blocks, and of what is outside.
+    weights = [module.layers[0].weight, module.layers[1].weight, module.last.weight]
+    shown = [weight.numel() for weight in weights]
+    memory = [unit._slot.memory(torch.device("cpu")) for unit in (*model._units, model._rest)]
+    storages = [memory[number].untyped_storage() for number in (0, 1, 3)]
+    during = [storage.nbytes() > 0 for storage in storages]
     finish(model)
-    assert held > 0
-    return seen, during, storage.nbytes()
+    return seen, shown, during, [storage.nbytes() > 0 for storage in storages]
 
 
 def test_blocks_take_turns_in_two_slots() -> None:
-    for (first, second, third), during, after in on_ranks(2, slots):
+    """And each slot is given back when the last block in it has been left."""
+    for (first, second, third), shown, during, after in on_ranks(2, slots):
         assert first == third != second
-        assert after == 0
-        # The first block alone has not been left when backward ends.
-        assert during == [WIDTH**2, WIDTH, 0, 0, 0, 0]
+        assert shown == [WIDTH**2, 0, WIDTH * (5 * WIDTH + 3)]
+        assert during == [True, False, True]
+        assert after == [False, False, False]
 
 
 @contextlib.contextmanager
@@ -484,39 +488,50 @@ def test_training_in_bfloat16_follows_float32(model: type[nn.Module]) -> None:
             torch.testing.assert_close(found[name], value, rtol=3e-2, atol=3e-2)
 
 
-class Checkpointed(Plain):
-    """Activations are made again in the backward pass."""
+class Normed(Plain):
+    """Autograd saves the norms' weights themselves, and of the layers' a view."""
 
-    REENTRANT = False
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH), layer) for layer in self.layers
+        )
+
+
+class Checkpointed(Normed):
+    """Activations are made again in the backward pass."""
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = torch.tanh(checkpoint(layer, x, use_reentrant=self.REENTRANT)) * self.scale
+            x = torch.tanh(checkpoint(layer, x, use_reentrant=False)) * self.scale
         return x
 
 
-def checkpointed(group: dist.ProcessGroup) -> dict[str, Tensor]:
-    return train_on_rank(group, sharded, Checkpointed, Run())
-
-
 def test_activations_made_again() -> None:
-    for found in on_ranks(2, checkpointed):
-        assert_equal(found, expected(Plain, Run()), rtol=1e-5, atol=1e-6)
+    wanted = expected(Normed, Run())
+    for model in (Normed, Checkpointed):
+        for found in on_ranks(2, train_on_rank, sharded, model, Run()):
+            assert_equal(found, wanted, rtol=1e-5, atol=1e-6)
 
 
-def looks_between(group: dist.ProcessGroup, wrap: Wrap) -> dict[str, Tensor]:
-    """As training without it: forward passes whose loss is thrown away, with gradients and not."""
+def looks_between(group: dist.ProcessGroup, wrap: Wrap, make: Any) -> dict[str, Tensor]:
+    """As training without it: passes whose loss or gradients are thrown away."""
     rank = dist.get_rank(group)
     torch.manual_seed(100)
     model = wrap(Plain(), group)
-    optimizer = optimizer_of_parts(model.parameters(), torch.optim.SGD, lr=0.05)
+    optimizer = make(model.parameters(), torch.optim.SGD, lr=0.05)
     for batch in batches(rank, group.size()):
         model(batch)
+        with model.no_sync():  # type: ignore[operator]
+            loss_of(model, batch).backward()
+        model.zero_grad()
         loss = loss_of(model, batch)
         with torch.no_grad():
             assert torch.equal(loss, loss_of(model, batch))
         loss.backward()
         finish(model)
+        with torch.no_grad():
+            assert torch.equal(loss, loss_of(model, batch))
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
@@ -524,9 +539,14 @@ def looks_between(group: dist.ProcessGroup, wrap: Wrap) -> dict[str, Tensor]:
     return {n.removeprefix("module."): v for n, v in model.state_dict().items()}
 
 
+def without_hooks(params: Any, kind: Kind, **options: Any) -> torch.optim.Optimizer:
+    return kind(params, **options)
+
+
+@pytest.mark.parametrize("make", [optimizer_of_parts, without_hooks])
 @pytest.mark.parametrize("wrap", IN_PARTS)
-def test_forward_passes_besides(wrap: Wrap) -> None:
-    for found in on_ranks(2, looks_between, wrap):
+def test_forward_passes_besides(wrap: Wrap, make: Any) -> None:
+    for found in on_ranks(2, looks_between, wrap, make):
         assert_equal(found, plain_sgd(Plain), rtol=1e-5, atol=1e-6)
 
 
@@ -689,3 +709,8 @@ class TestBadInput:
 def test_shares_of_a_rank(name: str, shares_of: tuple[float, float, float]) -> None:
     found = case_of(f"parallel={name}", "parallel.dp=4").parallel
     assert (found.parameter_share, found.gradient_share, found.optimizer_state_share) == shares_of
+
+
+def test_a_name_that_ends_in_a_number_is_kept_apart_from_the_ranks() -> None:
+    assert "-zero_1x2-" in case_of("parallel=zero_1", "parallel.dp=2").slug
+    assert "-fsdp2-" in case_of("parallel=fsdp", "parallel.dp=2").slug

@@ -121,7 +121,7 @@ class Zero(PartsDataParallel):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self._stale:
-            self.start_parameter_gathering()
+            self._gather()
         # A module that has not been called may be one whose parameters others use.
         for number, buckets in enumerate(self._waited):
             if number not in self._called:
@@ -137,8 +137,15 @@ class Zero(PartsDataParallel):
         self._stale = bool(self._buckets) and self._synchronizes
 
     def start_parameter_gathering(self) -> None:
-        """Begin to bring all ranks' parts into the whole parameters; all ranks call it together."""
+        """Begin to bring all ranks' parts into the whole parameters; all ranks call it together.
+
+        Called after every step by :func:`optimizer_of_parts`; nothing tells of the steps of
+        another optimizer, after whose first possible one every forward pass does it.
+        """
         self._stale = False
+        self._gather()
+
+    def _gather(self) -> None:
         # In the order of the forward pass.
         for bucket in reversed(self._buckets):
             bucket.start_gathering()
@@ -146,7 +153,7 @@ class Zero(PartsDataParallel):
     def wait_for_parameters(self) -> None:
         """Whole parameters may be read from here on; all ranks call it together."""
         if self._stale:
-            self.start_parameter_gathering()
+            self._gather()
         self.wait_for_gathering()
 
     def wait_for_gathering(self) -> None:
