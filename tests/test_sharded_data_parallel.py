@@ -30,7 +30,7 @@ from test_data_parallel import (
     zero_2,
 )
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from parallel.data_parallel import (
     FSDP,
@@ -499,17 +499,26 @@ class Normed(Plain):
 
 
 class Checkpointed(Normed):
-    """Activations are made again in the backward pass."""
+    """Activations are made again in the backward pass, up to a block's end."""
+
+    REENTRANT = False
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(checkpoint(layer, x, use_reentrant=False)) * self.scale
+        # Else the first block's would not be, in one of the two ways.
+        x = x.requires_grad_()
+        with set_checkpoint_early_stop(False):
+            for layer in self.layers:
+                x = torch.tanh(checkpoint(layer, x, use_reentrant=self.REENTRANT)) * self.scale
         return x
+
+
+class Reentrant(Checkpointed):
+    REENTRANT = True
 
 
 def test_activations_made_again() -> None:
     wanted = expected(Normed, Run())
-    for model in (Normed, Checkpointed):
+    for model in (Normed, Checkpointed, Reentrant):
         for found in on_ranks(2, train_on_rank, sharded, model, Run()):
             assert_equal(found, wanted, rtol=1e-5, atol=1e-6)
 
