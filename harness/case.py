@@ -218,8 +218,12 @@ def _that_split_sequences() -> list[str]:
 
 
 def _ranks(parallel: Strategy) -> str:
-    """What each mesh axis of a world is for and how long it is: ``ddp_torch2-cp4``, ``tp2``."""
-    names = {"dp": parallel.name}
+    """What each mesh axis of a world is for and how long it is: ``ddp_torch2-cp4``, ``tp2``.
+
+    ``zero_1x2`` where the name ends in a number.
+    """
+    times = "x" if parallel.name[-1].isdigit() else ""
+    names = {"dp": parallel.name + times}
     return "-".join(f"{names.get(axis, axis)}{ranks}" for axis, ranks in parallel.axes.items())
 
 

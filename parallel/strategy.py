@@ -111,19 +111,37 @@ class Strategy:
         """
 
     @property
+    def parameter_share(self) -> float:
+        """The part of the parameters that one rank holds between steps, about."""
+        return 1.0
+
+    @property
+    def gradient_share(self) -> float:
+        """The part of the gradients that one rank holds when backward has ended, about."""
+        return 1.0
+
+    @property
     def optimizer_state_share(self) -> float:
         """The part of the optimizer's state of its own parameters that one rank holds, about."""
         return 1.0
-
-    def before_step(self, scaler: GradScaler, optimizer: Optimizer) -> None:
-        """Called before ``scaler.step(optimizer)``: all ranks are to take a step, or none."""
-        if self.tp > 1 and scaler.is_enabled():
-            from parallel._overflow import share_overflow
-
-            share_overflow(scaler, optimizer, self.tp_mesh().get_group())
 
     def optimizer(
         self, params: Iterable[nn.Parameter], cls: type[Optimizer], **kwargs: Any
     ) -> Optimizer:
         """Make the optimizer over this rank's parameters."""
         return cls(params, **kwargs)
+
+    @property
+    def gradients_differ(self) -> bool:
+        """Whether an overflow in float16 may be in the gradients of one rank alone."""
+        return self.tp > 1
+
+    def grad_scaler(self, device: str, *, enabled: bool) -> GradScaler:
+        """What scales the loss, where float16 gradients need it: all ranks take a step, or none."""
+        import torch
+
+        if not self.gradients_differ:
+            return torch.amp.GradScaler(device, enabled=enabled)
+        from parallel.data_parallel import AgreeingGradScaler
+
+        return AgreeingGradScaler(device, enabled=enabled)

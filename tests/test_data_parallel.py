@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 from ranks import on_ranks
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from harness.case import Case
 from harness.compose import compose_request
 from harness.tasks._batch import whole_batch
 from kernels import BACKENDS
 from models.transformer import Transformer, cross_entropy
-from parallel.data_parallel import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
+from parallel.data_parallel import FSDP, BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP, Zero1, Zero2
 from parallel.data_parallel.gradients import buckets_of
 
 CPU = torch.device("cpu")
@@ -91,7 +92,18 @@ class Strided(Plain):
         return self.convolution(image).sum((1, 2, 3)).unsqueeze(1) * super().forward(x)
 
 
-MODELS = [Plain, Tied, Frozen, Unused, TwoDtypes, Strided]
+class Large(Plain):
+    """A weight that no number of ranks divides, nor the alignment of parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(WIDTH, 5 * WIDTH + 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(super().forward(x))
+
+
+MODELS = [Plain, Tied, Frozen, Unused, TwoDtypes, Strided, Large]
 
 
 def bucketed(module: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
@@ -110,6 +122,19 @@ def overlapped(module: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
     return OverlappedDDP(module, group=group)
 
 
+def zero_1(module: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
+    return Zero1(module, TINY_MB, group=group)
+
+
+def zero_2(module: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
+    return Zero2(module, TINY_MB, group=group)
+
+
+def fsdp(module: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
+    """Weights are sharded, biases whole on every rank."""
+    return FSDP(module, replicate_below=WIDTH + 1, group=group)
+
+
 def peer(module: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
     return nn.parallel.DistributedDataParallel(
         module,
@@ -122,6 +147,8 @@ def peer(module: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
 Wrap = Callable[[nn.Module, dist.ProcessGroup | None], nn.Module]
 
 OWN: list[Wrap] = [naive, flat, overlapped, bucketed]
+IN_PARTS: list[Wrap] = [zero_1, zero_2, fsdp]
+"""Of which ``parameters()`` are parts of the module's."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -198,7 +225,7 @@ def bounds_of(model: type[nn.Module], run: Run) -> dict[str, float]:
 
 class TestWeightsAreThoseOfOneProcess:
     @pytest.mark.parametrize("model", MODELS)
-    @pytest.mark.parametrize("wrap", [*OWN, peer])
+    @pytest.mark.parametrize("wrap", [*OWN, *IN_PARTS, peer])
     def test_every_model(self, wrap: Wrap, model: type[nn.Module]) -> None:
         run = Run()
         wanted = expected(model, run)
@@ -219,13 +246,13 @@ class TestWeightsAreThoseOfOneProcess:
         ids=["adamw", "zeroed", "accumulated", "accumulated, zeroed", "autocast"],
     )
     @pytest.mark.parametrize("model", [Tied, Unused])
-    @pytest.mark.parametrize("wrap", OWN)
+    @pytest.mark.parametrize("wrap", [*OWN, *IN_PARTS])
     def test_every_way_to_train(self, wrap: Wrap, model: type[nn.Module], run: Run) -> None:
         wanted = expected(model, run)
         for found in on_ranks(2, train_on_rank, wrap, model, run):
             assert_equal(found, wanted, **bounds_of(model, run))
 
-    @pytest.mark.parametrize("wrap", OWN)
+    @pytest.mark.parametrize("wrap", [*OWN, *IN_PARTS])
     def test_three_and_four_ranks(self, wrap: Wrap) -> None:
         run = Run(optimizer=torch.optim.AdamW)
         wanted = expected(Unused, run)
@@ -235,7 +262,7 @@ class TestWeightsAreThoseOfOneProcess:
         for found in on_ranks(4, train_on_rank, wrap, Unused, run):
             assert_equal(found, wanted, rtol=1e-5, atol=1e-5)
 
-    @pytest.mark.parametrize("wrap", OWN)
+    @pytest.mark.parametrize("wrap", [*OWN, *IN_PARTS])
     def test_one_rank_needs_no_process_group(self, wrap: Wrap) -> None:
         run = Run(passes=2)
         torch.manual_seed(100)
@@ -413,7 +440,13 @@ def test_hooks_do_not_keep_a_container_alive(wrap: Wrap) -> None:
     assert on_ranks(2, forgets, wrap) == [True, True]
 
 
-STRATEGIES = ["ddp_naive", "ddp_flat", "ddp_overlapped", "ddp_bucketed", "ddp_torch"]
+STRATEGIES = [
+    *("ddp_naive", "ddp_flat", "ddp_overlapped", "ddp_bucketed", "ddp_torch"),
+    *("zero_1", "zero_2", "fsdp", "fsdp_torch"),
+]
+
+OWN_OPTIONS = {"fsdp": ("parallel.replicate_below=40",)}
+"""So small that matrices are divided, and norms are not."""
 
 CASE = (
     *("model=tiny", "model.num_layers=2", "model.d_model=32", "model.d_ff=48"),
@@ -442,7 +475,18 @@ def train_case(case: Case, first_batch: int, num_batches: int) -> list[Tensor]:
         case.parallel.after_backward(model)
         optimizer.step()
         optimizer.zero_grad()
-    return [p.detach().clone() for p in module.parameters()]
+    return weights_of(model, module)
+
+
+def weights_of(model: nn.Module, module: nn.Module) -> list[Tensor]:
+    """Whole parameters of a module that a strategy has wrapped."""
+    if isinstance(model, FSDP):
+        whole = dict(model.whole_parameters())
+        return [whole[name].detach().clone() for name, _ in module.named_parameters()]
+    if isinstance(model, Zero1 | Zero2):
+        model.wait_for_parameters()
+    found = [p.detach() for p in module.parameters()]
+    return [p.full_tensor() if isinstance(p, DTensor) else p.clone() for p in found]
 
 
 def train_case_on_rank(group: dist.ProcessGroup, case: Case) -> list[Tensor]:
@@ -452,7 +496,7 @@ def train_case_on_rank(group: dist.ProcessGroup, case: Case) -> list[Tensor]:
 class TestStrategies:
     @pytest.mark.parametrize("name", STRATEGIES)
     def test_transformer_ends_where_one_process_does(self, name: str) -> None:
-        case = case_of(f"parallel={name}", "parallel.dp=4")
+        case = case_of(f"parallel={name}", "parallel.dp=4", *OWN_OPTIONS.get(name, ()))
         wanted = train_case(case_of(), 0, 4)
         for found in on_ranks(4, train_case_on_rank, case):
             for got, want in zip(found, wanted, strict=True):
@@ -464,7 +508,8 @@ class TestStrategies:
         for got, want in zip(found, train_case(case_of(), 0, 1), strict=True):
             assert torch.equal(got, want)
 
+    @pytest.mark.parametrize("name", ["ddp_bucketed", "zero_1", "zero_2"])
     @pytest.mark.parametrize("size", ["0", "-1", "inf", "nan"])
-    def test_bucket_size_names_the_key(self, size: str) -> None:
+    def test_bucket_size_names_the_key(self, name: str, size: str) -> None:
         with pytest.raises(ValueError, match=r"^parallel\.bucket_size_mb=.*positive and finite$"):
-            case_of("parallel=ddp_bucketed", f"parallel.bucket_size_mb={size}")
+            case_of(f"parallel={name}", f"parallel.bucket_size_mb={size}")

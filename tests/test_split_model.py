@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import GROUPS, on_ranks
-from torch import Tensor
+from torch import Tensor, nn
 
 from harness.case import Case
 from harness.compose import compose_request
@@ -100,7 +100,17 @@ def strategy_step(group: dist.ProcessGroup, case: Case) -> list[Tensor]:
         logits = model(batch.tokens, batch.positions)
         cross_entropy(logits, batch.targets, batch.num_targets).backward()
         case.parallel.after_backward(model)
-    return [p.grad for p in model.parameters() if p.grad is not None]
+    return [whole_gradient(p, group) for p in model.parameters()]
+
+
+def whole_gradient(parameter: nn.Parameter, group: dist.ProcessGroup) -> Tensor:
+    """Of a parameter, or joined of all ranks' parts of one."""
+    assert parameter.grad is not None
+    if not hasattr(parameter, "origin"):
+        return parameter.grad
+    parts: list[Any] = [None] * group.size()
+    dist.all_gather_object(parts, parameter.grad, group=group)
+    return parameter.origin.join(parts)
 
 
 @pytest.mark.parametrize(
@@ -109,8 +119,13 @@ def strategy_step(group: dist.ProcessGroup, case: Case) -> list[Tensor]:
         (("parallel.cp=4",), 1),
         (("parallel=ddp_torch", "parallel.dp=2", "parallel.cp=2"), 2),
         (("parallel=ddp_bucketed", "parallel.dp=2", "parallel.cp=2"), 2),
+        (("parallel=zero_1", "parallel.dp=2", "parallel.cp=2"), 2),
+        (
+            ("parallel=fsdp", "parallel.dp=2", "parallel.cp=2", "parallel.replicate_below=40"),
+            2,
+        ),
     ],
-    ids=["cp", "PyTorch's dp and cp", "dp and cp"],
+    ids=["cp", "PyTorch's dp and cp", "dp and cp", "ZeRO and cp", "FSDP and cp"],
 )
 def test_strategies_average_over_both_axes(arguments: tuple[str, ...], dp: int) -> None:
     case = case_of(24, "attention=zigzag", "attention.kernel=naive", *arguments)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import MAX_GPUS, device_of, on_gpus
+from ranks import device_of, on_gpus
 from test_tensor_parallel import BOUNDS, case_of, train_on_mesh, train_one_process
 from torch import Tensor
 
@@ -20,7 +20,7 @@ from harness.bench import Bench
 from harness.case import Case
 from harness.compose import compose_request
 
-NUM_GPUS = min(MAX_GPUS, torch.cuda.device_count()) if torch.cuda.is_available() else 0
+NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 pytestmark = [
     pytest.mark.multigpu,

@@ -157,7 +157,7 @@ class TrainStep(Task):
             optimizer = case.parallel.optimizer(
                 model.parameters(), torch.optim.AdamW, lr=1e-4, fused=True
             )
-        scaler = torch.amp.GradScaler(case.device, enabled=case.precision.grad_scaler)
+        scaler = case.parallel.grad_scaler(case.device, enabled=case.precision.grad_scaler)
         batch = make_batch()
         uses_cuda_graphs = case.compile is not None and case.compile.mode in (
             "reduce-overhead",
@@ -181,7 +181,6 @@ class TrainStep(Task):
                     case.parallel.after_backward(model)
             if optimizer is not None:
                 with timer.phase("optimizer"):
-                    case.parallel.before_step(scaler, optimizer)
                     scaler.step(optimizer)
                     scaler.update()
             model.zero_grad(set_to_none=True)

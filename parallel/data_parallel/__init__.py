@@ -1,8 +1,10 @@
 """Distributed data parallelism, step by step: every rank holds the model and a batch of its own.
 
 Read in this order: ``gradients`` (what one all-reduce averages: one gradient, or a bucket of
-them), ``containers`` (when the all-reduces start: after the backward pass, or during it) and
-``sharded_optimizer`` (the optimizer's state, divided among the ranks).
+them), ``containers`` (when the all-reduces start: after the backward pass, or during it),
+``sharded_optimizer`` (the optimizer's state, divided among the ranks), ``flat`` and ``parts``
+(tensors in one buffer, cut into a part for each rank), ``zero`` (ranks update and communicate
+parts) and ``fsdp`` (ranks hold nothing but parts, and blocks are whole while they are used).
 Nothing here imports torch until one of the names below is used.
 
 CS336 assignment 2, sections 2.2, 2.3 and 3; Li et al., "PyTorch Distributed: Experiences on
@@ -20,9 +22,25 @@ _HOMES = {
     "OverlappedDDP": "parallel.data_parallel.containers",
     "BucketedDDP": "parallel.data_parallel.containers",
     "ShardedOptimizer": "parallel.data_parallel.sharded_optimizer",
+    "Zero1": "parallel.data_parallel.zero",
+    "Zero2": "parallel.data_parallel.zero",
+    "FSDP": "parallel.data_parallel.fsdp",
+    "AgreeingGradScaler": "parallel.data_parallel.grad_scaler",
+    "optimizer_of_parts": "parallel.data_parallel.parts_optimizer",
 }
 
-__all__ = ["BucketedDDP", "FlatDDP", "NaiveDDP", "OverlappedDDP", "ShardedOptimizer"]
+__all__ = [
+    "FSDP",
+    "AgreeingGradScaler",
+    "BucketedDDP",
+    "FlatDDP",
+    "NaiveDDP",
+    "OverlappedDDP",
+    "ShardedOptimizer",
+    "Zero1",
+    "Zero2",
+    "optimizer_of_parts",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -66,9 +66,10 @@ class DataParallel(nn.Module):
         self._synchronizes = True
         self._averaged: Sequence[Averaged] = ()
         self._num_started = 0
-        if self.world_size == 1:
+        if not self._has_work():
             return
-        broadcast_from_first(module, self._group)
+        if self.world_size > 1:
+            broadcast_from_first(module, self._group)
         self._averaged = self._arrange(self._trained)
         self._missing = [len(item.parameters) for item in self._averaged]
         self._used = torch.ones(
@@ -80,6 +81,10 @@ class DataParallel(nn.Module):
     @property
     def world_size(self) -> int:
         return 1 if self._group is None else self._group.size()
+
+    def _has_work(self) -> bool:
+        """Whether the module does not train by itself as it is."""
+        return self.world_size > 1
 
     def _arrange(self, parameters: Sequence[nn.Parameter]) -> Sequence[Averaged]:
         """What travels together, in the order in which gradients are about to be there."""
@@ -103,45 +108,43 @@ class DataParallel(nn.Module):
 
         On a GPU the host does not wait, but what it launches next does.
         """
-        if self.world_size == 1 or not self._synchronizes:
+        if not self._averaged or not self._synchronizes:
             return
-        assert self._group is not None, "several ranks have a group"
-        for item in self._averaged[self._num_started :]:
-            item.start(self._group)
+        self._start_up_to(len(self._averaged))
         unused = self._unused()
         work = self._start_telling_used([number for number, *_ in unused])
         for item in self._averaged:
             item.wait()
-        work.wait()
-        if unused:
+        if work is not None:
+            work.wait()
+        if unused and work is not None:
             # Read only where something is missing: on a GPU reading waits for the device.
             used = self._used.tolist()
             for number, item, place in unused:
                 if used[number]:
-                    item.parameters[place].grad = item.average(place)
+                    item.give(place)
         self._num_started = 0
         self._missing = [len(item.parameters) for item in self._averaged]
 
     def _unused(self) -> list[tuple[int, Averaged, int]]:
         """Parameters without a gradient here: their number, and where they travel."""
-        places = [(item, place) for item in self._averaged for place in range(len(item.parameters))]
-        return [
-            (number, item, place)
-            for number, (item, place) in enumerate(places)
-            if item.parameters[place].grad is None
-        ]
+        found, first = [], 0
+        for item in self._averaged:
+            found += [(first + place, item, place) for place in item.absent]
+            first += len(item.parameters)
+        return found
 
-    def _start_telling_used(self, unused: list[int]) -> dist.Work:
+    def _start_telling_used(self, unused: list[int]) -> dist.Work | None:
         """Begin to learn which parameters any rank has a gradient of.
 
         A byte a parameter. Always, since a rank that misses nothing cannot know of the others.
         """
+        if self.world_size == 1:
+            return None
         self._used.fill_(1)
         if unused:
             self._used[torch.tensor(unused, device=self._used.device)] = 0
-        work = dist.all_reduce(self._used, dist.ReduceOp.MAX, group=self._group, async_op=True)
-        assert work is not None, "async_op returns a handle to members of the group"
-        return work
+        return dist.all_reduce(self._used, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def _register_hooks(self) -> None:
         """Have autograd tell when each gradient is complete."""
@@ -163,14 +166,20 @@ class DataParallel(nn.Module):
         In one order on all ranks, whatever order gradients come in: ranks that used different
         parameters would else pair all-reduces of different ones.
         """
-        assert self._group is not None, "several ranks have a group"
         if self._missing[index] == 0:
             raise RuntimeError(
                 "a gradient came again before finish_gradient_synchronization(): call that after "
                 "every backward pass, or run all passes but the last in no_sync()"
             )
         self._missing[index] -= 1
-        while self._num_started < len(self._averaged) and not self._missing[self._num_started]:
+        number = self._num_started
+        while number < len(self._averaged) and not self._missing[number]:
+            number += 1
+        self._start_up_to(number)
+
+    def _start_up_to(self, number: int) -> None:
+        """Start what comes before ``number`` and has not been started."""
+        while self._num_started < number:
             self._averaged[self._num_started].start(self._group)
             self._num_started += 1
 

@@ -7,12 +7,14 @@ A parameter that has no gradient on this rank counts as zeros, since other ranks
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from parallel.data_parallel.flat import FlatLayout, grouped, start_average
 
 
 class Averaged(Protocol):
@@ -22,14 +24,18 @@ class Averaged(Protocol):
     def parameters(self) -> Sequence[nn.Parameter]:
         """Whose gradients they are."""
 
+    @property
+    def absent(self) -> Sequence[int]:
+        """Places in ``parameters`` of those that had no gradient on this rank at the start."""
+
     def start(self, group: dist.ProcessGroup) -> None:
         """Begin to average over the group; every rank starts the same ones in the same order."""
 
     def wait(self) -> None:
-        """The averages are there for what follows on the current stream."""
+        """The averages are there for what follows on the current stream; may be called again."""
 
-    def average(self, place: int) -> Tensor:
-        """The average of parameter number ``place``, with that parameter's shape."""
+    def give(self, place: int) -> None:
+        """Have an absent gradient be the average too, since other ranks had one."""
 
 
 class OneGradient:
@@ -37,23 +43,24 @@ class OneGradient:
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self.parameters = (parameter,)
+        self.absent: list[int] = []
         self._gradient: Tensor | None = None
         self._work: dist.Work | None = None
 
     def start(self, group: dist.ProcessGroup) -> None:
         (parameter,) = self.parameters
         gradient = parameter.grad
+        self.absent = [0] if gradient is None else []
         self._gradient = torch.zeros_like(parameter) if gradient is None else gradient
         self._work = start_average(self._gradient, group)
 
     def wait(self) -> None:
-        assert self._work is not None, "started before"
-        self._work.wait()
-        self._work = None
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
 
-    def average(self, place: int) -> Tensor:
-        assert self._gradient is not None, "started before"
-        return self._gradient
+    def give(self, place: int) -> None:
+        self.parameters[place].grad = self._gradient
 
 
 class Bucket:
@@ -67,16 +74,10 @@ class Bucket:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = tuple(parameters)
-        first = parameters[0]
-        sizes = [parameter.numel() for parameter in parameters]
-        self._buffer = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
-        self._views = []
-        offset = 0
-        for parameter, size in zip(parameters, sizes, strict=True):
-            # An optimizer's fused kernels want a gradient laid out as its parameter is.
-            strides = torch.empty_like(parameter, device="meta").stride()
-            self._views.append(self._buffer.as_strided(parameter.shape, strides, offset))
-            offset += size
+        self.absent: list[int] = []
+        first, layout = parameters[0], FlatLayout(parameters)
+        self._buffer = torch.zeros(layout.size, dtype=first.dtype, device=first.device)
+        self._views = layout.views(self._buffer)
         self._work: dist.Work | None = None
 
     def start(self, group: dist.ProcessGroup) -> None:
@@ -86,9 +87,11 @@ class Bucket:
     def _gather(self) -> None:
         """Bring every gradient into its view."""
         made, places = [], []
-        for parameter, view in zip(self.parameters, self._views, strict=True):
+        self.absent = []
+        for number, (parameter, view) in enumerate(zip(self.parameters, self._views, strict=True)):
             gradient = parameter.grad
             if gradient is None:
+                self.absent.append(number)
                 view.zero_()
             elif gradient is not view:
                 made.append(gradient)
@@ -98,42 +101,14 @@ class Bucket:
             torch._foreach_copy_(places, made)
 
     def wait(self) -> None:
-        assert self._work is not None, "started before"
-        self._work.wait()
-        self._work = None
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
 
-    def average(self, place: int) -> Tensor:
-        return self._views[place]
-
-
-def start_average(tensor: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Begin to replace ``tensor`` by its mean over the group.
-
-    Every rank's part is divided before the sum, which float16 might not hold.
-    """
-    if dist.get_backend(group) == "nccl":
-        work = dist.all_reduce(tensor, dist.ReduceOp.AVG, group=group, async_op=True)
-    else:
-        tensor.div_(group.size())
-        work = dist.all_reduce(tensor, group=group, async_op=True)
-    assert work is not None, "async_op returns a handle to members of the group"
-    return work
+    def give(self, place: int) -> None:
+        self.parameters[place].grad = self._views[place]
 
 
-def buckets_of(parameters: Iterable[nn.Parameter], max_bytes: float = math.inf) -> list[Bucket]:
-    """Buckets of at most ``max_bytes``, each of one dtype, in the order of the parameters.
-
-    A parameter that is larger than that has a bucket of its own.
-    """
-    open_buckets: dict[torch.dtype, list[nn.Parameter]] = {}
-    room: dict[torch.dtype, float] = {}
-    full: list[list[nn.Parameter]] = []
-    for parameter in parameters:
-        dtype, num_bytes = parameter.dtype, parameter.numel() * parameter.element_size()
-        if dtype in open_buckets and num_bytes > room[dtype]:
-            full.append(open_buckets.pop(dtype))
-        if dtype not in open_buckets:
-            open_buckets[dtype], room[dtype] = [], max_bytes
-        open_buckets[dtype].append(parameter)
-        room[dtype] -= num_bytes
-    return [Bucket(members) for members in (*full, *open_buckets.values())]
+def buckets_of(parameters: Sequence[nn.Parameter], max_bytes: float = math.inf) -> list[Bucket]:
+    """Buckets of at most ``max_bytes``, as :func:`grouped` makes them."""
+    return [Bucket(members) for members in grouped(parameters, max_bytes)]

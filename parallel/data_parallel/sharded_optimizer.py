@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-ALIGNMENT_BYTES = 128
-"""Where a parameter may begin in a buffer: matmul kernels want at least 16."""
+from parallel.data_parallel.flat import FlatLayout
 
 
 class ShardedOptimizer(Optimizer):
@@ -175,16 +174,11 @@ class ShardedOptimizer(Optimizer):
         for parameter in parameters:
             together.setdefault((self._owners[parameter], parameter.dtype), []).append(parameter)
         for (owner, dtype), members in together.items():
-            alignment = ALIGNMENT_BYTES // members[0].element_size()
-            rooms = [-(-member.numel() // alignment) * alignment for member in members]
-            buffer = torch.zeros(sum(rooms), dtype=dtype, device=members[0].device)
-            offset = 0
-            for member, room in zip(members, rooms, strict=True):
-                strides = torch.empty_like(member, device="meta").stride()
-                view = buffer.as_strided(member.shape, strides, offset)
+            layout = FlatLayout(members)
+            buffer = torch.zeros(layout.size, dtype=dtype, device=members[0].device)
+            for member, view in zip(members, layout.views(buffer), strict=True):
                 view.copy_(member.detach())
                 member.data = view
-                offset += room
             self._buffers.append((owner, buffer))
 
     def _own(self, group: dict[str, Any]) -> dict[str, Any]:

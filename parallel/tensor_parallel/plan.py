@@ -91,14 +91,16 @@ def split_dim(parameter_name: str) -> int | None:
     return None if style is None else style.split_dims.get(name)
 
 
-def whole_parameters(model: nn.Module, mesh: DeviceMesh) -> dict[str, Tensor]:
+def whole_parameters(
+    named_parameters: Iterable[tuple[str, Tensor]], mesh: DeviceMesh
+) -> dict[str, Tensor]:
     """Every parameter as one process would have it, by name; all ranks call it together."""
     found = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_parameters:
         own, dim = parameter.detach(), split_dim(name)
         if dim is not None:
             parts = [torch.empty_like(own) for _ in range(mesh.size())]
-            dist.all_gather(parts, own, group=mesh.get_group())
+            dist.all_gather(parts, own.contiguous(), group=mesh.get_group())
             own = torch.cat(parts, dim)
         found[name] = own
     return found

@@ -1,0 +1,24 @@
+"""ZeRO-1: gradients reduce-scattered, each rank's part updated, parameters all-gathered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from parallel._parts import PartsStrategy
+from parallel.ddp_bucketed import BucketedDDPStrategy
+from parallel.strategy import strategy
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@strategy("zero_1")
+@dataclass(kw_only=True, slots=True)
+class Zero1Strategy(PartsStrategy, BucketedDDPStrategy):
+    """:class:`parallel.data_parallel.Zero1` over all ranks, with as much communication as DDP."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        from parallel.data_parallel import Zero1
+
+        return Zero1(model, self.bucket_size_mb, group=self.data_group())

@@ -1,0 +1,28 @@
+"""ZeRO-2: as ZeRO-1, and of gradients too each rank keeps only those of its part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from parallel._parts import PartsStrategy
+from parallel.ddp_bucketed import BucketedDDPStrategy
+from parallel.strategy import strategy
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@strategy("zero_2")
+@dataclass(kw_only=True, slots=True)
+class Zero2Strategy(PartsStrategy, BucketedDDPStrategy):
+    """:class:`parallel.data_parallel.Zero2` over all ranks."""
+
+    @property
+    def gradient_share(self) -> float:
+        return 1 / self.world_size
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        from parallel.data_parallel import Zero2
+
+        return Zero2(model, self.bucket_size_mb, group=self.data_group())
