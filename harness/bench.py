@@ -208,6 +208,11 @@ class Bench:
         whole, rest = divmod(passes, self._rounds)
         return whole + (self._round_index < rest)
 
+    @property
+    def is_last_round(self) -> bool:
+        """Whether notes of this round are the ones that a record keeps."""
+        return self._round_index == self._rounds - 1
+
     def release_memory(self) -> None:
         """Give back what nothing uses any more, so that set-up starts like a new process."""
         gc.collect()

@@ -55,6 +55,16 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
     )
 
 
+def parameter_sizes(config: ModelConfig) -> list[int]:
+    """Elements of each parameter of :class:`models.transformer.Transformer`, in its order."""
+    width, d_ff = config.d_model, config.d_ff
+    d_kv = config.kv_heads * config.head_dim
+    q, k, v, o = width * width, width * d_kv, width * d_kv, width * width
+    block = [width, q, k, v, o, width, *[width * d_ff] * 3]
+    vocabulary = config.vocab_size * width
+    return [vocabulary, *block * config.num_layers, width, vocabulary]
+
+
 def num_parameters(config: ModelConfig) -> int:
     """All parameters; the output head is not tied to the embedding."""
     return count_parameters(config).total
