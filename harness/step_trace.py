@@ -24,7 +24,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from harness.bench import Bench
@@ -103,9 +102,7 @@ def spans_of(events: list[Event], *, on_cuda: bool) -> list[list[Any]]:
     for phase in dict.fromkeys(name for name, _, _ in phases.places):
         mine = [(start, end) for name, start, end in computing if name == phase]
         busy = union(clipped(mine, *window), close_gaps=CLOSED_GAP_MS)
-        spans += [
-            [phase, COMPUTE, number, start, end] for number, (start, end) in enumerate(busy)
-        ]
+        spans += [[phase, COMPUTE, number, start, end] for number, (start, end) in enumerate(busy)]
     transfers = sorted(
         (start, end, phases.at(when))
         for kind, when, start, end in activity

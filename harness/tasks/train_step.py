@@ -3,8 +3,8 @@
 The CS336 text's benchmarking_script problem. The forward phase includes the loss; the whole
 step is timed by the host clock, synchronised at its end, and so includes launch overhead. On
 several ranks the end of backward is a phase of its own too where the strategy has one:
-communication, from when this rank has its gradients until it has their averages. Besides, memory is noted in a first step, and
-what ranks send, and when, in steps after the measured ones.
+communication, from when this rank has its gradients until it has their averages. Besides,
+memory is noted in a first step, and what ranks send, and when, in steps after the measured ones.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from models.transformer import Attention
 
 MODES = ("forward", "forward_backward", "train_step")
+
 
 @task("train_step")
 @dataclass(kw_only=True, slots=True)
