@@ -10,14 +10,15 @@ the time that they wait for ranks that come late. On a CPU computing is the oper
 thread that trains, and communication what gloo's threads do.
 
 Noted in the record as ``timeline``, like that of split attention: for each pass and rank
-``spans`` of [phase, compute or communication, number, start_ms, end_ms], from a barrier before
-the first of the three steps on.
+``spans`` of [phase, compute or communication, number, start_ms, end_ms], from when the first
+rank began the first of the three steps.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import platform
 import tempfile
 from bisect import bisect_right
 from collections.abc import Callable
@@ -70,13 +71,39 @@ def note_timeline(bench: Bench, step: Callable[[Any], None]) -> None:
                         step(_Phases())
                 bench.synchronize()
                 profiler.step()
-        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    spans = spans_of(events, on_cuda=bench.device.type == "cuda")
-    bench.outcome.notes["timeline"] = [bench.gather({"spans": spans})]
+        trace = json.loads(path.read_text(encoding="utf-8"))
+    spans, origin = spans_of(trace["traceEvents"], on_cuda=bench.device.type == "cuda")
+    origin += trace.get("baseTimeNanoseconds", 0) / 1e6
+    found = bench.gather((platform.node(), origin, spans))
+    bench.outcome.notes["timeline"] = [[{"spans": part} for part in _on_one_clock(found)]]
 
 
-def spans_of(events: list[Event], *, on_cuda: bool) -> list[list[Any]]:
-    """Spans of the middle one of the traced steps, from a trace in Chrome's format."""
+def _on_one_clock(ranks: list[tuple[str, float, list[list[Any]]]]) -> list[list[list[Any]]]:
+    """Spans of all ranks from when the first rank of their host began its first step.
+
+    Ranks of one host share a clock; those of several began together, but for a barrier's length.
+    """
+    first: dict[str, float] = {}
+    for host, origin, _ in ranks:
+        first[host] = min(origin, first.get(host, origin))
+    return [
+        [
+            [*span[:3], *(round(time + origin - first[host], 3) for time in span[3:])]
+            for span in spans
+        ]
+        for host, origin, spans in ranks
+    ]
+
+
+def spans_of(events: list[Event], *, on_cuda: bool) -> tuple[list[list[Any]], float]:
+    """Spans of the middle one of the traced steps, and when the first of them began.
+
+    Args:
+        events: of a trace in Chrome's format.
+
+    Returns:
+        Spans in ms from the beginning on, and that in ms of the trace's own clock.
+    """
     events = [event for event in events if event.get("ph") == "X"]
     marks = [event for event in events if str(event["name"]).startswith(PREFIX)]
     # CUPTI repeats ranges on the GPU's own lane; those of the host are meant here.
@@ -91,32 +118,35 @@ def spans_of(events: list[Event], *, on_cuda: bool) -> list[list[Any]]:
     )
     activity = _on_cuda(events) if on_cuda else _on_cpu(events, marks[0]["tid"])
     # When each was launched decides which step and phase it is of.
-    computing = [(phases.at(when), *times) for kind, when, *times in activity if kind == COMPUTE]
+    computing = [
+        (phases.at(when), start, end) for kind, when, start, end in activity if kind == COMPUTE
+    ]
     starts = [
         min(times[0] for kind, when, *times in activity if kind == COMPUTE and begin <= when < end)
         for begin, end in steps
     ]
     window = starts[STEPS // 2], starts[STEPS // 2 + 1]
     origin = steps[0][0]
-    spans: list[list[Any]] = []
-    for phase in dict.fromkeys(name for name, _, _ in phases.places):
-        mine = [(start, end) for name, start, end in computing if name == phase]
+    spans: list[tuple[str, str, int, float, float]] = []
+    for name in dict.fromkeys(name for name, _, _ in phases.places):
+        mine = [(start, end) for phase, start, end in computing if phase == name]
         busy = union(clipped(mine, *window), close_gaps=CLOSED_GAP_MS)
-        spans += [[phase, COMPUTE, number, start, end] for number, (start, end) in enumerate(busy)]
+        spans += [(name, COMPUTE, number, *times) for number, times in enumerate(busy)]
     transfers = sorted(
-        (start, end, phases.at(when))
+        (start, end, phase)
         for kind, when, start, end in activity
-        if kind == COMMUNICATION and phases.at(when) is not None
+        for phase in [phases.at(when)]
+        if kind == COMMUNICATION and phase is not None
     )
     number = 0
-    for start, end, phase in transfers:
+    for start, end, name in transfers:
         for part in clipped([(start, end)], *window):
-            spans.append([phase, COMMUNICATION, number, *part])
+            spans.append((name, COMMUNICATION, number, *part))
             number += 1
     return [
         [phase, kind, number, round(start - origin, 3), round(end - origin, 3)]
         for phase, kind, number, start, end in spans
-    ]
+    ], origin
 
 
 class _Places:

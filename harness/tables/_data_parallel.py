@@ -156,11 +156,12 @@ def fitted_links(frame: pd.DataFrame) -> dict[tuple[str, int], Link]:
     found = {}
     calls = frame[(frame["collective"] == "all_reduce") & (frame["status"] == "ok")]
     calls = calls[calls["median_ms"].notna()]
-    for (device, ranks), group in calls.groupby(["device", "world_size"]):
+    for _, group in calls.groupby(["device", "world_size"]):
         sizes = group["size_bytes"].astype(float).tolist()
         link = fit_link(sizes, (group["median_ms"] / 1e3).tolist())
         if link is not None:
-            found[str(device), int(ranks)] = link
+            first = group.iloc[0]
+            found[str(first["device"]), int(first["world_size"])] = link
     return found
 
 
@@ -175,7 +176,8 @@ def bucketed(frame: pd.DataFrame) -> pd.DataFrame:
     if rows.empty or not links:
         return rows.iloc[:0]
     places = zip(rows["device"], rows["world_size"], strict=True)
-    rows["link"] = [links.get((device, int(ranks))) for device, ranks in places]
+    found = [links.get((device, int(ranks))) for device, ranks in places]
+    rows["link"] = pd.Series(found, index=rows.index, dtype=object)
     rows = rows[rows["bucket_mib"].notna() & rows["link"].notna()].reset_index(drop=True)
     if rows.empty:
         return rows

@@ -60,14 +60,14 @@ def build(frame: pd.DataFrame) -> Table | None:
         repeated = pd.DataFrame([case] * len(lines)).reset_index(drop=True)
         parts.append(pd.concat([repeated, pd.DataFrame(lines)], axis=1).assign(sizes=sizes))
     rows = pd.concat(parts, ignore_index=True)
-    sizes = [Column(key="sizes", header="blocks x D x F")] if rows["sizes"].nunique() > 1 else []
+    varied = ["sizes"] if rows["sizes"].nunique() > 1 else []
     built = make_table(
         caption=CAPTION,
         rows=rows,
         without=UNUSED,
         order=[],
         metrics=[
-            *sizes,
+            *(Column(key=name, header="blocks x D x F") for name in varied),
             Column(key="part", header="part"),
             Column(key="quantity", header="quantity"),
             Column(key="value", header="value", format=_figure),
@@ -103,4 +103,5 @@ LINES: tuple[tuple[str, str, str, str], ...] = (
 
 
 def _figure(value: Any) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else fmt.number(value)
+    is_whole = float(value).is_integer()
+    return f"{value:,.0f}" if is_whole or abs(value) >= 1000 else fmt.number(value)
