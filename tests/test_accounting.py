@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import re
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from conftest import Command
+from ranks import device_of, on_gpus, on_ranks
 
 from harness import accounting
 from harness.bench import Bench, PhaseTimer
@@ -305,24 +309,29 @@ def test_strategies_are_measured_in_turns() -> None:
 
 def noted(group: dist.ProcessGroup, name: str) -> dict[str, Any]:
     """Notes and memory of real steps on each rank, in a world of their own."""
+    votes = group
+    if dist.get_backend(group) != "gloo":
+        ranks = list(range(group.size()))
+        votes = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     case = case_of(f"parallel={name}")
+    device = device_of(group)
     bench = Bench(
-        device=torch.device("cpu"),
+        device=device,
         rank=dist.get_rank(group),
         world_size=group.size(),
-        vote_group=group,
+        vote_group=votes,
     )
     assert case.model is not None
     default, dist.distributed_c10d.GroupMember.WORLD = dist.group.WORLD, group
     try:
         torch.manual_seed(0)
-        model = case.parallel.wrap(Transformer(case.model, case.attention))
+        model = case.parallel.wrap(Transformer(case.model, case.attention, device=device))
         optimizer = case.parallel.optimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
-        tokens = torch.randint(1000, (2, 16))
+        tokens = torch.randint(1000, (2, 16), device=device)
 
         def step(timer: Any) -> None:
             with timer.phase("forward"):
-                loss = cross_entropy(model(tokens, torch.arange(16)), tokens)
+                loss = cross_entropy(model(tokens, torch.arange(16, device=device)), tokens)
             with timer.phase("backward"):
                 loss.backward()
                 case.parallel.after_backward(model)
@@ -375,6 +384,30 @@ def test_real_steps_hold_and_send_what_formulas_say(name: str, calls: dict[str, 
         # Work of a step before may reach into the one that is kept, and its own into the next.
         assert len(sent) >= sum(calls.values()) - 1
         assert all(0 <= start <= end for *_, start, end in spans)
+
+
+@pytest.mark.multigpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("name", ["ddp_naive", "ddp_bucketed", "ddp_torch", "sharded_optimizer"])
+def test_real_steps_on_gpus(name: str) -> None:
+    """NCCL's kernels are found in the trace, and sizes and memory are what formulas say."""
+    case = case_of(f"parallel={name}")
+    predicted = accounting.footprint(case)
+    for rank, found in enumerate(on_gpus(2, noted, name)):
+        memory = found["memory"]
+        for moment, size in (
+            ("before_optimizer_bytes", predicted.before_first_optimizer_step),
+            ("parameters_bytes", predicted.parameters),
+            ("gradients_bytes", predicted.gradients),
+        ):
+            # The last loss, and rounding up by the allocator, come to less than this.
+            assert memory[moment] == pytest.approx(size, rel=0.2)
+        assert memory["activations_bytes"] > 0
+        counted = {item["collective"]: item["bytes"] for item in found["traffic"][rank]}
+        for collective, size in accounting.traffic_bytes(case).items():
+            assert counted[collective] == pytest.approx(size, rel=1e-3)
+        kinds = {kind for _, kind, *_ in found["timeline"][0][rank]["spans"]}
+        assert kinds == {COMPUTE, COMMUNICATION}
 
 
 MOMENTS = ("after_initialisation", "before_optimizer", "after_optimizer")
@@ -565,3 +598,30 @@ def link_record(size: float, ms: float) -> Record:
         notes={"size_bytes": size, "wrong_elements": 0},
         memory=[{"source": "rss"}] * 2,
     )
+
+
+def test_the_command(tmp_path: Path, command: Command) -> None:
+    """Two strategies in turns, from the sweep to the tables."""
+    done = command(
+        *("sweeps=naive_ddp", "device=cpu", f"results={tmp_path}", "model.num_layers=1"),
+        *("task.measure_steps=4", "task.warmup_steps=1", "seq_len=16"),
+        environment={"TMPDIR": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("sweeps/*/tables/data_parallel.csv")
+    with path.open(newline="") as file:
+        rows = {row["strategy"]: row for row in csv.DictReader(file)}
+    assert list(rows) == ["ddp_naive", "ddp_torch"]
+    naive, peer = rows.values()
+    assert float(naive["exposed_share"]) > 0
+    assert 0 < float(naive["communication_median_ms"]) < float(naive["step_median_ms"])
+    assert float(naive["over_low"]) <= float(naive["over_peer"]) <= float(naive["over_high"])
+    # It communicates inside the backward pass, and has no such phase.
+    assert not peer["communication_median_ms"]
+    for row in rows.values():
+        assert 0 <= float(row["hidden_share"]) <= 1
+        assert 0 <= float(row["exposed_share"]) < 1
+    for record in map(json.loads, (p.read_text() for p in tmp_path.glob("records/*.json"))):
+        assert record["rounds"] == [1, 1, 1, 1]
+        assert record["memory"][1]["optimizer_state_bytes"] > record["memory"][1]["gradients_bytes"]
+    assert list(tmp_path.glob("sweeps/*/figures/ddp_timeline.png"))
