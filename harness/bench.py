@@ -163,6 +163,7 @@ class Bench:
 
     @property
     def in_last_round(self) -> bool:
+        """Whether notes of this round are the ones that a record keeps."""
         return self._round_index == self._rounds - 1
 
     def stage(self, name: str) -> None:

@@ -34,6 +34,9 @@ AXES = {
         baseline="none",
         needs_baseline=True,
     ),
+    "strategy": Axis(
+        choice="strategy", columns=("strategy",), baseline="ddp_torch", needs_baseline=False
+    ),
     "precision": Axis(
         choice="precision", columns=("precision",), baseline="fp32", needs_baseline=True
     ),

@@ -58,6 +58,17 @@ SPLIT_COLOURS = {
 }
 """Of schemes and layouts over several ranks, which no figure shows beside kernels."""
 
+STRATEGY_COLOURS = {
+    "ddp_naive": "#555555",
+    "ddp_flat": "#E69F00",
+    "ddp_overlapped": "#56B4E9",
+    "ddp_bucketed": "#0072B2",
+    "ddp_torch": "#D55E00",
+    "sharded_optimizer": "#009E73",
+    "zero_redundancy_torch": "#AA4499",
+}
+"""Of ways to train on several ranks, which no figure shows beside the others."""
+
 _FALLBACK_COLOURS = ("#44AA99", "#CC6677", "#117733", "#661100", "#6699CC", "#888888")
 
 _MARKERS = "osD^vPX<>p*hd8"
@@ -121,7 +132,7 @@ def draw(name: str, frame: pd.DataFrame) -> tuple[str, bytes, bytes] | None:
 
 def colour(name: str) -> str:
     """The colour of a backend, a precision or another choice, the same everywhere."""
-    known = COLOURS.get(name) or SPLIT_COLOURS.get(name)
+    known = COLOURS.get(name) or SPLIT_COLOURS.get(name) or STRATEGY_COLOURS.get(name)
     return known or _FALLBACK_COLOURS[_digest(name) % len(_FALLBACK_COLOURS)]
 
 

@@ -104,7 +104,7 @@ CASE_COLUMNS = [
     *("timeline", "padding_tokens"),
     *("balance", "balance_layout", "balance_ranks"),
     *("collective", "size_mib", "size_bytes", "wrong_elements"),
-    *("audit", "accumulation"),
+    *("audit", "accumulation", "case", "rank_memory", "traffic", "communication_accounting"),
 ]
 
 
@@ -163,6 +163,7 @@ def _case_row(record: Record, names: _Names) -> tuple[Any, ...]:
         *(notes.get("size_bytes"), notes.get("wrong_elements")),
         notes.get("audit"),
         {**task, **notes["accumulation"]} if "accumulation" in notes else None,
+        *(case, record.memory, notes.get("traffic"), notes.get("communication_accounting")),
     )
 
 

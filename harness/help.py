@@ -40,7 +40,7 @@ How to run, rather than what to measure:
   retry       measure failed cases again
   timeout_s   limit for one case
   isolate     a process of its own for each case
-  interleave  rounds (A B A B) in which cases that differ in attention alone are measured
+  interleave  rounds (A B A B) for cases that differ in attention or strategy alone
 
 Flags: --cfg job prints the composed configuration, --info all tells more, --hydra-help too.
 """

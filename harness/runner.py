@@ -2,8 +2,9 @@
 
 The local launcher runs a whole sweep through it; a task of a cluster's job array runs its
 share. Cases of one world size share a worker group. With ``interleave=R`` the measured passes
-of cases that differ in nothing but their attention are split into R rounds, A B A B, so that a
-drifting clock or a noisy neighbour meets all of them.
+of cases that differ in nothing but their attention, or how ranks train together, are split into
+R rounds, A B A B, so that a drifting clock or a noisy neighbour meets all of them. Every round
+makes its model anew, so that no two cases have to fit into memory at once.
 """
 
 from __future__ import annotations
@@ -257,11 +258,17 @@ def exclusive_device(device: str, on_wait: Callable[[], object]) -> Iterator[Non
 
 
 def comparison_groups(cases: Iterable[Case]) -> list[list[Case]]:
-    """Cases that differ in their attention alone, together, in the order they first appear."""
+    """Cases that differ in attention or strategy alone, together, in the order of the first.
+
+    All cases of a group have as many ranks, and so one worker group. A strategy that trains on
+    one rank does nothing, and has nothing to be compared with.
+    """
     groups: dict[str, list[Case]] = {}
     for case in cases:
-        values = case.to_dict()
+        values = case.to_dict() | {"world_size": case.world_size}
         del values["attention"]
+        if case.parallel.dp > 1:
+            del values["parallel"]
         groups.setdefault(json.dumps(values, sort_keys=True), []).append(case)
     return list(groups.values())
 

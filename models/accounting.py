@@ -55,6 +55,19 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
     )
 
 
+def parameter_sizes(config: ModelConfig, tp: int = 1) -> list[int]:
+    """Elements of each parameter of :class:`models.transformer.Transformer`, in its order.
+
+    On one of ``tp`` tensor-parallel ranks, which hold an equal part of all but the norms.
+    """
+    width, d_ff = config.d_model, config.d_ff // tp
+    d_kv = config.kv_heads * config.head_dim
+    q, k, v, o = (size // tp for size in (width**2, width * d_kv, width * d_kv, width**2))
+    block = [width, q, k, v, o, width, *[width * d_ff] * 3]
+    vocabulary = config.vocab_size * width // tp
+    return [vocabulary, *block * config.num_layers, width, vocabulary]
+
+
 def num_parameters(config: ModelConfig) -> int:
     """All parameters; the output head is not tied to the embedding."""
     return count_parameters(config).total
@@ -174,8 +187,7 @@ def predict_memory(
         autocast=autocast,
         tp=tp,
     )
-    count = count_parameters(config)
-    parameters = (count.norms + (count.total - count.norms) / tp) * param_bytes
+    parameters = float(sum(parameter_sizes(config, tp)) * param_bytes)
     gradients, optimizer_state = parameters, 0.0
     match mode:
         case "forward":

@@ -21,3 +21,12 @@ class DataParallelStrategy(Strategy):
 
     def after_backward(self, model: nn.Module) -> None:
         cast("DataParallel", model).finish_gradient_synchronization()
+
+
+@dataclass(kw_only=True, slots=True)
+class BufferedStrategy(DataParallelStrategy):
+    """One whose gradients live in buffers, from the start and between steps."""
+
+    @property
+    def gradient_buffers(self) -> float:
+        return 1.0 if self.data_ranks > 1 else 0.0

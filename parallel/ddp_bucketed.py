@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from parallel._data_parallel import DataParallelStrategy
+from parallel._data_parallel import BufferedStrategy
 from parallel.strategy import strategy
 
 if TYPE_CHECKING:
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 @strategy("ddp_bucketed")
 @dataclass(kw_only=True, slots=True)
-class BucketedDDPStrategy(DataParallelStrategy):
+class BucketedDDPStrategy(BufferedStrategy):
     """:class:`parallel.data_parallel.BucketedDDP` over the data ranks."""
 
     bucket_size_mb: float = 25.0
     """Gradients are all-reduced in buckets of at most this many MiB; 25 as PyTorch's DDP."""
 
     def __post_init__(self) -> None:
-        DataParallelStrategy.__post_init__(self)
+        BufferedStrategy.__post_init__(self)
         if not 0 < self.bucket_size_mb < math.inf:
             raise ValueError(
                 f"parallel.bucket_size_mb={self.bucket_size_mb:g}: must be positive and finite"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from parallel._data_parallel import DataParallelStrategy
+from parallel._data_parallel import BufferedStrategy
 from parallel.strategy import strategy
 
 if TYPE_CHECKING:
@@ -14,8 +14,13 @@ if TYPE_CHECKING:
 
 @strategy("ddp_flat")
 @dataclass(kw_only=True, slots=True)
-class FlatDDPStrategy(DataParallelStrategy):
+class FlatDDPStrategy(BufferedStrategy):
     """:class:`parallel.data_parallel.FlatDDP` over the data ranks."""
+
+    @property
+    def loose_gradients(self) -> float:
+        # All of them, until they are moved into the buffer after the backward pass.
+        return 1.0
 
     def wrap(self, model: nn.Module) -> nn.Module:
         from parallel.data_parallel import FlatDDP

@@ -25,6 +25,10 @@ class TorchDDP(Strategy):
         if self.bucket_size_mb < 1:
             raise ValueError(f"parallel.bucket_size_mb={self.bucket_size_mb}: must be at least 1")
 
+    @property
+    def gradient_buffers(self) -> float:
+        return 1.0 if self.world_size > 1 else 0.0
+
     def wrap(self, model: nn.Module) -> nn.Module:
         if self.data_ranks == 1:
             # It needs a process group, which one rank does without.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @strategy("fsdp")
 @dataclass(kw_only=True, slots=True)
 class FSDPStrategy(FullyShardedStrategy):
-    """:class:`parallel.data_parallel.FSDP` over all ranks."""
+    """:class:`parallel.data_parallel.FSDP` over the data ranks."""
 
     replicate_below: int = 2**15
     """Parameters of fewer elements, such as norms, are whole on every rank."""

@@ -111,19 +111,46 @@ class Strategy:
         """
 
     @property
-    def parameter_share(self) -> float:
-        """The part of the parameters that one rank holds between steps, about."""
-        return 1.0
-
-    @property
-    def gradient_share(self) -> float:
-        """The part of the gradients that one rank holds when backward has ended, about."""
-        return 1.0
+    def synchronizes_after_backward(self) -> bool:
+        """Whether the backward pass alone leaves gradients that are not averages yet."""
+        return self.data_ranks > 1 and type(self).after_backward is not Strategy.after_backward
 
     @property
     def optimizer_state_share(self) -> float:
         """The part of the optimizer's state of its own parameters that one rank holds, about."""
         return 1.0
+
+    @property
+    def gradient_share(self) -> float:
+        """The part of the gradients that one rank holds after the backward pass, about."""
+        return 1.0
+
+    @property
+    def parameter_share(self) -> float:
+        """The part of the parameters that one rank holds between steps, about."""
+        return 1.0
+
+    @property
+    def gradient_buffers(self) -> float:
+        """Buffers that hold gradients from the start and between steps, over all gradients."""
+        return 0.0
+
+    @property
+    def loose_gradients(self) -> float:
+        """Gradients that lie outside such buffers at the end of backward, over all gradients."""
+        return 0.0 if self.gradient_buffers else self.gradient_share
+
+    @property
+    def traffic(self) -> dict[str, float]:
+        """How often a step moves all gradients or all parameters, by collective operation."""
+        if self.data_ranks == 1:
+            return {}
+        if self.parameter_share < 1:
+            # Parameters for the forward pass and again for the backward pass.
+            return {"all_gather": 2.0, "reduce_scatter": 1.0}
+        if self.optimizer_state_share < 1:
+            return {"all_gather": 1.0, "reduce_scatter": 1.0}
+        return {"all_reduce": 1.0}
 
     def optimizer(
         self, params: Iterable[nn.Parameter], cls: type[Optimizer], **kwargs: Any

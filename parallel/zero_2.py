@@ -16,11 +16,16 @@ if TYPE_CHECKING:
 @strategy("zero_2")
 @dataclass(kw_only=True, slots=True)
 class Zero2Strategy(PartsStrategy, BucketedDDPStrategy):
-    """:class:`parallel.data_parallel.Zero2` over all ranks."""
+    """:class:`parallel.data_parallel.Zero2` over the data ranks."""
 
     @property
     def gradient_share(self) -> float:
-        return 1 / self.world_size
+        return 1 / self.data_ranks
+
+    @property
+    def gradient_buffers(self) -> float:
+        # A bucket's is there from its first gradient until it is reduced.
+        return 0.0
 
     def wrap(self, model: nn.Module) -> nn.Module:
         from parallel.data_parallel import Zero2

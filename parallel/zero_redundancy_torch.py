@@ -23,6 +23,10 @@ class TorchZeroRedundancy(TorchDDP):
     def optimizer_state_share(self) -> float:
         return 1 / self.data_ranks
 
+    @property
+    def traffic(self) -> dict[str, float]:
+        return {"all_reduce": 1.0, "broadcast": 1.0} if self.world_size > 1 else {}
+
     def optimizer(
         self, params: Iterable[nn.Parameter], cls: type[Optimizer], **kwargs: Any
     ) -> Optimizer:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from harness.record import Phase, Record
+from harness.tasks.communication_accounting import CommunicationAccounting
 
 MODELS = {
     "tiny": (128, 512, 2, 4),
@@ -201,6 +203,36 @@ def make_collective_record(
     return record
 
 
+def make_strategy_record(strategy: str, *, ms: float, status: str = "ok", **options: Any) -> Record:
+    """A training step of two ranks that took ``ms``, half of it in sight of communication."""
+    spans = [["forward", "compute", 0, 0.0, ms], ["backward", "communication", 0, ms / 2, 1.5 * ms]]
+    traffic = [{"collective": "all_reduce", "ranks": 2, "calls": 1, "bytes": 2**20}]
+    record = make_record(
+        attention="sdpa",
+        samples_ms=dict.fromkeys(("communication", "step"), [[ms, ms]] * 2),
+        dp=2,
+        status=status,
+        notes={"timeline": [[{"spans": spans}] * 2], "traffic": [traffic] * 2},
+    )
+    record.case["parallel"] = {"name": strategy, "dp": 2, "cp": 1, **options}
+    record.case_id += f"-{strategy}{options.get('bucket_size_mb', '')}"
+    held = ("parameters", "gradients", "optimizer_state", "activations", "after_initialisation")
+    record.memory = [
+        {**rank, **{f"{name}_bytes": 2**30 for name in held}} for rank in record.memory
+    ]
+    return record
+
+
+def make_accounting_record() -> Record:
+    """What task=communication_accounting counts, at the text's sizes."""
+    task = CommunicationAccounting(name="communication_accounting")
+    record = make_record(task="attention", mode="forward", attention="sdpa")
+    record.notes["communication_accounting"] = task.results()
+    record.case["task"] = asdict(task)
+    record.case_id = "communication_accounting-example"
+    return record
+
+
 def split_examples() -> list[Record]:
     """Records of every kind that tables about several ranks are made of."""
     schemes = [
@@ -210,7 +242,10 @@ def split_examples() -> list[Record]:
         make_collective_record("all_reduce", ranks=2, size_mib=size, ms=size) for size in (1, 10)
     ]
     balances = [make_balance_record(layout) for layout in ("contiguous", "zigzag")]
-    return [*schemes, *balances, *exchanges]
+    trained = [make_strategy_record("ddp_torch", ms=9.0, bucket_size_mb=25)]
+    for size, ms in ((1.0, 8.0), (10.0, 7.0)):
+        trained.append(make_strategy_record("ddp_bucketed", ms=ms, bucket_size_mb=size))
+    return [*schemes, *balances, *exchanges, *trained, make_accounting_record()]
 
 
 def audit_examples() -> list[Record]:

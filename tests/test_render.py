@@ -18,10 +18,12 @@ from records import (
     ENVIRONMENT,
     Samples,
     audit_examples,
+    make_accounting_record,
     make_balance_record,
     make_collective_record,
     make_record,
     make_split_record,
+    make_strategy_record,
     split_examples,
     write_plan,
 )
@@ -309,6 +311,10 @@ class TestTables:
             make_balance_record("zigzag"),
             make_collective_record("all_reduce", ranks=2, size_mib=1, ms=5.0),
             make_collective_record("all_gather", ranks=2, size_mib=1, ms=777.7, wrong=3),
+            make_strategy_record("ddp_torch", ms=5.0, bucket_size_mb=25),
+            make_strategy_record("ddp_bucketed", ms=777.7, status="wrong", bucket_size_mb=1.0),
+            make_collective_record("all_reduce", ranks=2, size_mib=10, ms=9.5),
+            make_accounting_record(),
             *audit_examples(),
         ]
         table = build_table(name, build_frame(cases))

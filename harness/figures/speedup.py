@@ -1,4 +1,4 @@
-"""Speed-ups as dots with their intervals: over naive attention, float32, or no compilation."""
+"""Speed-ups as dots with their intervals: over naive attention, float32, no compilation, or DDP."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ TITLES = {
     "attention": "over naive attention",
     "compile_scope": "over no compilation",
     "precision": "over fp32",
+    "strategy": "over PyTorch's DDP",
 }
 
 MAX_ROWS = 24

@@ -1,7 +1,8 @@
 """Which of two is faster, and whether the measurement can tell.
 
 Among cases equal in everything but the attention backend (or what torch.compile is applied
-to), each is compared with the baseline: naive attention (or no compilation). Where naive did
+to, or how ranks train together), each is compared with the baseline: naive attention (or no
+compilation, or PyTorch's DDP). Where naive did
 not finish, the next backend in the tables' order stands in, and the row names it.
 """
 
@@ -25,9 +26,11 @@ def build(frame: pd.DataFrame) -> Table | None:
     candidates = comparable(frame)
     by_attention = compare(candidates, AXES["attention"])
     by_compile = compare(candidates, AXES["compile_scope"]).assign(baseline="uncompiled")
-    parts = [part for part in (by_attention, by_compile) if not part.empty]
+    by_strategy = compare(candidates[candidates["world_size"] > 1], AXES["strategy"])
+    parts = [part for part in (by_attention, by_compile, by_strategy) if not part.empty]
     if not parts:
         return None
+    kept = {"attention": by_attention, "compile_scope": by_compile, "strategy": by_strategy}
     rows = pd.concat(parts, ignore_index=True)
     rows["mark"] = marks_of(rows)
     rows["interval"] = [
@@ -39,7 +42,7 @@ def build(frame: pd.DataFrame) -> Table | None:
         caption=CAPTION,
         rows=rows,
         lead=["model", "head_dim", "seq_len", "attention", "compile_scope"],
-        keep=["attention"] if by_compile.empty else ["compile_scope"],
+        keep=[name for name, part in kept.items() if not part.empty],
         order=["task", "model", "precision", "batch_size", "head_dim", "seq_len", "attention"],
         metrics=[
             *phase,

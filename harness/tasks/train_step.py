@@ -1,16 +1,21 @@
 """One training step of the transformer: forward, backward, optimizer, timed apart.
 
 The CS336 text's benchmarking_script problem. The forward phase includes the loss; the whole
-step is timed by the host clock, synchronised at its end, and so includes launch overhead.
+step is timed by the host clock, synchronised at its end, and so includes launch overhead. On
+several ranks the end of backward is a phase of its own too where the strategy has one:
+communication, from when this rank has its gradients until it has their averages. Besides,
+memory is noted in a first step, and what ranks send, and when, in steps after the measured ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar
 
+from harness.accounting import footprint, sent_bytes, traffic_bytes
 from harness.case import Case, require_at_least, require_choice
 from harness.task import Task, Work, task
 from kernels import AttentionProblem
@@ -28,8 +33,6 @@ if TYPE_CHECKING:
     from models.transformer import Attention
 
 MODES = ("forward", "forward_backward", "train_step")
-
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @task("train_step")
@@ -79,34 +82,19 @@ class TrainStep(Task):
         tokens = case.batch_size * case.seq_len // ranks
         phases = {"forward": Work(flops=forward, tokens=tokens)}
         total = forward
+        sent = sent_bytes(traffic_bytes(case), case.parallel.data_ranks)
         if self.mode != "forward":
             phases["backward"] = Work(flops=backward)
             total += backward
+            if case.parallel.synchronizes_after_backward:
+                phases["communication"] = Work(flops=0.0)
         if self.mode == "train_step":
             phases["optimizer"] = Work(flops=0.0)
-        phases["step"] = Work(flops=total, tokens=tokens)
+        phases["step"] = Work(flops=total, tokens=tokens, sent_bytes=sent or None)
         return phases
 
     def predicted_memory(self, case: Case) -> dict[str, float]:
-        precision = case.precision
-        prediction = accounting.predict_memory(
-            _model(case),
-            batch_size=case.batch_size,
-            # Each rank holds an equal part; what visits it in attention is small beside that.
-            seq_len=-(-case.seq_len // case.parallel.cp),
-            mode=cast(accounting.Mode, self.mode),
-            attention_saves_scores=case.attention.keeps_scores(self.attention_problem(case)),
-            param_bytes=_DTYPE_BYTES[precision.parameters],
-            activation_bytes=_DTYPE_BYTES[precision.compute],
-            autocast=precision.autocast is not None,
-            tp=case.parallel.tp,
-        )
-        # Backward frees activations while it fills gradients: the larger of the two counts.
-        return {
-            "parameters": prediction.parameters,
-            "optimizer_state": prediction.optimizer_state * case.parallel.optimizer_state_share,
-            "gradients_or_activations": max(prediction.gradients, prediction.activations),
-        }
+        return footprint(case).peak_parts()
 
     def run(self, case: Case, bench: Bench) -> None:
         from harness.check import DenseCall
@@ -140,6 +128,9 @@ class TrainStep(Task):
 
         from harness.bench import WrongResult
         from harness.check import autocast, check_call
+        from harness.step_memory import MemoryNotes, note_first_step
+        from harness.step_trace import note_timeline
+        from harness.step_traffic import note_traffic
 
         check_call(case, bench, call)
         bench.vote()
@@ -147,6 +138,7 @@ class TrainStep(Task):
         bench.stage("set-up")
         trains = self.mode != "forward"
         bench.release_memory()
+        baseline = bench.allocated_bytes()
         torch.manual_seed(case.seed)
         module = _build_model(case, attention, bench.device)
         bench.vote()
@@ -164,6 +156,8 @@ class TrainStep(Task):
             "max-autotune",
         )
         last_loss: torch.Tensor | None = None
+        together = case.world_size > 1
+        synchronizes = case.parallel.synchronizes_after_backward
 
         def step(timer: PhaseTimer) -> None:
             nonlocal last_loss
@@ -178,13 +172,17 @@ class TrainStep(Task):
             if trains:
                 with timer.phase("backward"):
                     scaler.scale(loss).backward()
-                    case.parallel.after_backward(model)
+                    with timer.phase("communication") if synchronizes else nullcontext():
+                        case.parallel.after_backward(model)
             if optimizer is not None:
                 with timer.phase("optimizer"):
                     scaler.step(optimizer)
                     scaler.update()
             model.zero_grad(set_to_none=True)
 
+        # Without warm-up nothing may run before what is measured.
+        if together and trains and self.warmup_steps:
+            note_first_step(bench, step, MemoryNotes(bench, model, optimizer, baseline))
         bench.measure(step, warmup=self.warmup_steps, passes=self.measure_steps, whole_step="step")
         assert last_loss is not None
         losses = bench.gather(float(last_loss))
@@ -193,6 +191,9 @@ class TrainStep(Task):
         bench.outcome.notes["loss"] = loss
         if not abs(loss) < float("inf"):
             raise WrongResult(f"the loss of the last step is {loss}")
+        if together and trains and bench.in_last_round:
+            note_traffic(bench, step)
+            note_timeline(bench, step)
 
 
 def _model(case: Case) -> ModelConfig:

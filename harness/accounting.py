@@ -1,0 +1,163 @@
+"""Memory of a training step on one rank, and what it sends, by formula for any strategy.
+
+The transformer's own terms are those of :mod:`models.accounting`; here they are divided among
+ranks as the case's strategy says of itself (:class:`parallel.Strategy`). What ``plan=true``
+prints, what every table's predicted column shows, and what the counts of a real step are held
+against; hence arithmetic alone, without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import cast
+
+from harness.case import Case
+from models import accounting
+from parallel.collectives import bus_factor
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+GATHERED_UNITS = 2
+"""Whole blocks that sharded parameters are in at once: the one in use and the one after it."""
+
+MIB = 2**20
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Footprint:
+    """Bytes on one rank by what they hold, each at its own largest.
+
+    Gradients lie in buffers, which are there from the start, or come as the backward pass makes
+    them; while it does, it frees activations, so that of what it makes and what it frees only
+    the larger counts.
+    """
+
+    parameters: float
+    gathered_parameters: float
+    """Whole parameters of sharded ones, while they are in use."""
+    gradient_buffers: float
+    gradients: float
+    """What a rank keeps for the optimizer, in buffers or not."""
+    loose_gradients: float
+    """At the end of the backward pass, outside buffers."""
+    optimizer_state: float
+    activations: float
+
+    @property
+    def after_initialisation(self) -> float:
+        return self.parameters + self.gradient_buffers
+
+    @property
+    def before_first_optimizer_step(self) -> float:
+        return self.parameters + max(self.gradients, self.gradient_buffers)
+
+    @property
+    def after_first_optimizer_step(self) -> float:
+        return self.before_first_optimizer_step + self.optimizer_state
+
+    def peak_parts(self) -> dict[str, float]:
+        """What is held at the peak, by name; the sum is the peak."""
+        parts = {
+            "parameters": self.parameters,
+            "gathered_parameters": self.gathered_parameters,
+            "gradient_buffers": self.gradient_buffers,
+            "optimizer_state": self.optimizer_state,
+            "gradients_or_activations": max(self.loose_gradients, self.activations),
+        }
+        always = ("parameters", "optimizer_state", "gradients_or_activations")
+        return {name: size for name, size in parts.items() if size or name in always}
+
+    @property
+    def peak(self) -> float:
+        return sum(self.peak_parts().values())
+
+
+def footprint(case: Case) -> Footprint:
+    """Of a case of task=train_step; nothing that compiling saves is counted."""
+    assert case.model is not None, "training steps have a model"
+    strategy, precision = case.parallel, case.precision
+    whole = accounting.predict_memory(
+        case.model,
+        batch_size=case.batch_size,
+        # Each rank holds an equal part; what visits it in attention is small beside that.
+        seq_len=-(-case.seq_len // strategy.cp),
+        mode=cast(accounting.Mode, getattr(case.task, "mode", "train_step")),
+        attention_saves_scores=case.attention.keeps_scores(case.attention_problem),
+        param_bytes=DTYPE_BYTES[precision.parameters],
+        activation_bytes=DTYPE_BYTES[precision.compute],
+        autocast=precision.autocast is not None,
+        tp=strategy.tp,
+    )
+    trains = whole.gradients > 0
+    gathered = 0.0
+    if strategy.parameter_share < 1:
+        unit = largest_unit(case) * DTYPE_BYTES[precision.parameters]
+        gathered = GATHERED_UNITS * unit * (1 - strategy.parameter_share)
+    return Footprint(
+        parameters=whole.parameters * strategy.parameter_share,
+        gathered_parameters=gathered,
+        # Containers make their buffers whether or not a backward pass is to follow.
+        gradient_buffers=gradient_bytes(case) * strategy.gradient_buffers,
+        gradients=whole.gradients * strategy.gradient_share,
+        loose_gradients=whole.gradients * strategy.loose_gradients if trains else 0.0,
+        optimizer_state=whole.optimizer_state * strategy.optimizer_state_share,
+        activations=whole.activations,
+    )
+
+
+def largest_unit(case: Case) -> int:
+    """Elements of the largest of the parts that sharded parameters are gathered in."""
+    assert case.model is not None, "training steps have a model"
+    count = accounting.count_parameters(case.model)
+    block = (count.attention + count.feed_forward) // case.model.num_layers
+    whole = max(block, count.embedding, count.head)
+    return whole // case.parallel.tp + 2 * case.model.d_model
+
+
+def gradient_bytes(case: Case) -> int:
+    """Of a model's gradients that data ranks average, and of its parameters, which are as large.
+
+    With tensor parallelism, of one rank's part of the model.
+    """
+    assert case.model is not None, "training steps have a model"
+    elements = sum(accounting.parameter_sizes(case.model, case.parallel.tp))
+    return elements * DTYPE_BYTES[case.precision.parameters]
+
+
+def traffic_bytes(case: Case) -> dict[str, float]:
+    """Size S, as nccl-tests define it, that a step puts through each collective operation.
+
+    Of parameters and gradients, among the data ranks; attention over several ranks sends keys
+    and values besides, and tensor parallelism activations. A forward pass alone sends nothing of
+    the kind.
+    """
+    if getattr(case.task, "mode", "train_step") == "forward":
+        return {}
+    return {name: times * gradient_bytes(case) for name, times in case.parallel.traffic.items()}
+
+
+def sent_bytes(traffic: dict[str, float], num_ranks: int) -> float:
+    """What a link of each rank carries: sizes times the factors of the bus bandwidth."""
+    return sum(size * bus_factor(name, num_ranks) for name, size in traffic.items())
+
+
+def num_buckets(sizes_bytes: Iterable[float], max_bytes: float) -> int:
+    """Buckets that parameters fill in the given order, each of at most ``max_bytes`` or one."""
+    count, room = 0, -1.0
+    for size in sizes_bytes:
+        if size > room:
+            count, room = count + 1, max_bytes
+        room -= size
+    return count
+
+
+def buckets_of_case(case: Case, bucket_size_mib: float) -> int:
+    """Buckets of the model's gradients, the last parameter's first."""
+    assert case.model is not None, "training steps have a model"
+    element = DTYPE_BYTES[case.precision.parameters]
+    sizes = [
+        size * element
+        for size in reversed(accounting.parameter_sizes(case.model, case.parallel.tp))
+    ]
+    return num_buckets(sizes, bucket_size_mib * MIB)

@@ -1,0 +1,106 @@
+"""Memory and communication of a stack of feed-forward blocks on a mesh, by formula.
+
+CS336 assignment 2, problem communication_accounting: blocks of two linear layers, d_model to
+d_ff and back; activations and what is sent in bfloat16, master weights, accumulated gradients
+and AdamW's state in float32. Times are those of the Scaling Book (Austin et al. 2025), part 5,
+for the two matrices of a block, forward, on N = X Y chips, of B tokens in all::
+
+    compute               4 B D F / (N C)
+    gather weights        4 D F / (Y W M_X)      over the X chips of the FSDP axis
+    exchange activations  4 B D / (X W M_Y)      over the Y chips of the tensor-parallel axis
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+WEIGHT_BYTES, GRADIENT_BYTES, STATE_BYTES = 4, 4, 8
+"""Of one element in float32; AdamW keeps two moments."""
+
+ACTIVATION_BYTES = 2
+"""bfloat16."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class FeedForwardStack:
+    """The model."""
+
+    d_model: int
+    d_ff: int
+    num_blocks: int
+
+    @property
+    def num_parameters(self) -> int:
+        return self.num_blocks * 2 * self.d_model * self.d_ff
+
+    @property
+    def static_bytes(self) -> int:
+        """Master weights, accumulated gradients and optimizer state."""
+        return self.num_parameters * (WEIGHT_BYTES + GRADIENT_BYTES + STATE_BYTES)
+
+    @property
+    def activation_bytes_per_token(self) -> int:
+        """Inputs of both layers of every block, which their backward pass needs."""
+        return self.num_blocks * (self.d_model + self.d_ff) * ACTIVATION_BYTES
+
+    def sharded_bytes(self, num_shards: int, tokens: int) -> float:
+        """On each device: static memory and half of the activations sharded, half not.
+
+        Args:
+            tokens: whose activations one device would hold without sharding.
+        """
+        half = self.activation_bytes_per_token * tokens / 2
+        return (self.static_bytes + half) / num_shards + half
+
+    def least_shards(self, device_bytes: float, tokens: int) -> int | None:
+        """Devices from which on :meth:`sharded_bytes` is less; None if no number is enough."""
+        half = self.activation_bytes_per_token * tokens / 2
+        room = device_bytes - half
+        return math.floor((self.static_bytes + half) / room) + 1 if room > 0 else None
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Mesh:
+    """X x Y chips, their speed, and that of the links along each mesh axis."""
+
+    fsdp: int
+    """X."""
+    tp: int
+    """Y."""
+    fsdp_axes: int
+    """M_X: axes of the network that the FSDP axis is laid along."""
+    tp_axes: int
+    """M_Y."""
+    flops_per_s: float
+    """C of one chip."""
+    bytes_per_s: float
+    """W of one axis of the network, both ways."""
+
+    @property
+    def num_devices(self) -> int:
+        return self.fsdp * self.tp
+
+    def compute_s(self, stack: FeedForwardStack, batch: float) -> float:
+        """Of one block's forward pass, for ``batch`` tokens on all devices together."""
+        flops = 4 * batch * stack.d_model * stack.d_ff
+        return flops / (self.num_devices * self.flops_per_s)
+
+    def gather_s(self, stack: FeedForwardStack) -> float:
+        """Of one block's weights, over the FSDP axis."""
+        size = 2 * stack.d_model * stack.d_ff * ACTIVATION_BYTES
+        return size / (self.tp * self.bytes_per_s * self.fsdp_axes)
+
+    def exchange_s(self, stack: FeedForwardStack, batch: float) -> float:
+        """Of one block's activations, over the tensor-parallel axis."""
+        size = 2 * batch * stack.d_model * ACTIVATION_BYTES
+        return size / (self.fsdp * self.bytes_per_s * self.tp_axes)
+
+    def least_batch(self) -> float:
+        """Tokens in all above which computing outlasts gathering weights: N C / (Y W M_X)."""
+        links = self.tp * self.bytes_per_s * self.fsdp_axes
+        return self.num_devices * self.flops_per_s / links
+
+    def least_d_ff(self) -> float:
+        """d_ff above which computing outlasts exchanging activations, whatever the batch."""
+        return self.num_devices * self.flops_per_s / (self.fsdp * self.bytes_per_s * self.tp_axes)

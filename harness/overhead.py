@@ -1,0 +1,64 @@
+"""What data parallelism adds to a step when gradients travel in buckets: a model, and its fit.
+
+CS336 assignment 2, problem ddp_bucketed_benchmarking (b): where computing a bucket's gradients
+takes as long as communicating them, all but the last bucket's transfer hides, and each of the
+n_b calls costs o seconds, so that s bytes at an algorithm bandwidth of w bytes a second add
+
+    n_b o + s / (n_b w)
+
+which is least for n_b = sqrt(s / (w o)) buckets of sqrt(s w o) bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Link:
+    """What one all-reduce costs: t = o + size / w."""
+
+    overhead_s: float
+    """o, of each call."""
+    bytes_per_s: float
+    """w, the algorithm bandwidth of large ones."""
+
+    def seconds(self, num_bytes: float) -> float:
+        """Of one all-reduce."""
+        return self.overhead_s + num_bytes / self.bytes_per_s
+
+    def added_seconds(self, num_bytes: float, num_buckets: float) -> float:
+        """What a step takes longer, of which only the last bucket's transfer is in sight."""
+        return num_buckets * self.overhead_s + num_bytes / (num_buckets * self.bytes_per_s)
+
+    def best_bucket_bytes(self, num_bytes: float) -> float:
+        """The size that adds least; all in one bucket where calls cost more than that."""
+        return min(num_bytes, math.sqrt(num_bytes * self.bytes_per_s * self.overhead_s))
+
+
+def fit_link(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> Link | None:
+    """o and w that fit measured all-reduces best, by least squares of relative errors.
+
+    Relative, since times span decades: by absolute ones the largest size would decide alone,
+    and it says nothing of o. None where fewer than two sizes were measured, or where times do
+    not grow with size. A negative o, which is noise, is 0, and w is fitted alone then.
+    """
+    points = [(size, t) for size, t in zip(sizes_bytes, seconds, strict=True) if t > 0]
+    if len({size for size, _ in points}) < 2:
+        return None
+    # Minimise the sum of ((o + c size) / t - 1)^2 over o and c = 1 / w.
+    aa = sum(1 / t**2 for _, t in points)
+    ab = sum(size / t**2 for size, t in points)
+    bb = sum(size**2 / t**2 for size, t in points)
+    a = sum(1 / t for _, t in points)
+    b = sum(size / t for size, t in points)
+    determinant = aa * bb - ab**2
+    overhead = (a * bb - b * ab) / determinant
+    per_byte = (b * aa - a * ab) / determinant
+    if overhead < 0:
+        overhead, per_byte = 0.0, b / bb
+    if per_byte <= 0:
+        return None
+    return Link(overhead_s=overhead, bytes_per_s=1 / per_byte)

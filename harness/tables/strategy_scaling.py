@@ -1,0 +1,57 @@
+"""Tokens per second of every strategy as ranks are added."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from harness import format as fmt
+from harness.table import Column, Table, make_table, per_case, point_groups, table, time_column
+from harness.tables._data_parallel import UNUSED
+from harness.tables.data_parallel import ratio
+
+CAPTION = (
+    "Training steps with as many sequences on every rank: median time of a step, tokens per "
+    "second of all ranks together, and efficiency: tokens per second over those of one rank "
+    "without a strategy times the ranks."
+)
+
+
+def scaled(frame: pd.DataFrame) -> pd.DataFrame:
+    """One row per training case, with ``speedup`` and ``efficiency`` over one rank."""
+    calls = frame[(frame["task"] == "train_step") & (frame["cp"] == 1)]
+    if calls.empty or not (calls["world_size"] > 1).any():
+        return calls.iloc[:0]
+    rows = per_case(calls, phases=("step",), values=("median_ms", "tokens_per_s"))
+    group = point_groups(rows, ("strategy", "world_size"))
+    alone = rows[(rows["world_size"] == 1) & (rows["status"] == "ok")]
+    rates = alone.groupby(group[alone.index])["step_tokens_per_s"].first()
+    rows["speedup"] = rows["step_tokens_per_s"] / group.map(rates)
+    rows["efficiency"] = rows["speedup"] / rows["world_size"]
+    return rows
+
+
+@table("strategy_scaling")
+def build(frame: pd.DataFrame) -> Table | None:
+    rows = scaled(frame)
+    if rows.empty:
+        return None
+    built = make_table(
+        caption=CAPTION,
+        rows=rows,
+        lead=["model", "precision", "strategy", "world_size"],
+        keep=["strategy", "world_size"],
+        without=UNUSED,
+        metrics=[
+            time_column("step", "step (ms)"),
+            Column(key="step_tokens_per_s", header="tokens/s", format=fmt.number),
+            Column(key="speedup", header="speed-up", format=ratio),
+            Column(key="efficiency", header="efficiency (%)", format=fmt.percent),
+            Column(key="peak_memory_gib", header="peak memory (GiB)", format=fmt.number),
+        ],
+    )
+    if (rows["device"] == "cpu").any():
+        built.footnotes.append(
+            "On a CPU all ranks share the cores that one rank has to itself, so that efficiency "
+            "says what the strategy costs there and not what more devices would bring."
+        )
+    return built
