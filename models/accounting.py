@@ -60,6 +60,18 @@ def num_parameters(config: ModelConfig) -> int:
     return count_parameters(config).total
 
 
+def num_parameter_tensors(config: ModelConfig) -> int:
+    """Tensors that hold the parameters: nine a block, embedding, last norm and head."""
+    return 9 * config.num_layers + 3
+
+
+def residual_stream_bytes(
+    config: ModelConfig, *, batch_size: int, seq_len: int, element_bytes: int
+) -> int:
+    """Of one tensor of the residual stream, B S E elements (problem memory_profiling d)."""
+    return batch_size * seq_len * config.d_model * element_bytes
+
+
 def matmul_flops_per_token(config: ModelConfig) -> float:
     """Forward FLOPs of the linear layers, head included: 2 a weight; the embedding is a lookup."""
     return 2 * count_parameters(config).linear
@@ -97,16 +109,24 @@ class MemoryPrediction:
     optimizer_state: float
     activations: float
     """What autograd saved, with the loss's gradients; without a backward pass, the working set."""
+    saved: float = 0.0
+    """Of the activations, those that are there when the forward pass ends."""
+    recomputed: float = 0.0
+    """What a checkpointed block saves when it is computed again, as all gradients fill up."""
+
+    @property
+    def gradients_or_activations(self) -> float:
+        """The larger of the two: the backward pass frees activations while it fills gradients.
+
+        Last block first. This holds where each step starts without gradients, as after
+        ``zero_grad(set_to_none=True)``.
+        """
+        return max(self.gradients + self.recomputed, self.activations)
 
     @property
     def total(self) -> float:
-        """Bytes at the peak, which is less than the sum of the parts.
-
-        The backward pass frees activations, last block first, while it fills gradients, so
-        that only the larger of the two counts. This holds where each step starts without
-        gradients, as after ``zero_grad(set_to_none=True)``.
-        """
-        return self.parameters + self.optimizer_state + max(self.gradients, self.activations)
+        """Bytes at the peak, which is less than the sum of the parts."""
+        return self.parameters + self.optimizer_state + self.gradients_or_activations
 
 
 def predict_memory(
@@ -119,18 +139,24 @@ def predict_memory(
     param_bytes: int,
     activation_bytes: int,
     autocast: bool = False,
+    checkpoint_every: int | None = None,
+    checkpoint_selective: bool = False,
 ) -> MemoryPrediction:
     """Memory of one step of the uncompiled model on one device, without parallelism.
 
     Args:
         mode: ``forward`` without autograd, ``forward_backward``, or ``train_step`` with AdamW,
-            whose two moments have the parameters' dtype. It is meant fused: ``foreach``,
-            PyTorch's default, holds one more copy of the parameters while it steps.
+            whose two moments have the parameters' dtype, beside a float32 count of steps for
+            each tensor. It is meant fused: ``foreach``, PyTorch's default, holds one more copy
+            of the parameters while it steps.
         attention_saves_scores: whether attention keeps its S x S probabilities for the
             backward pass, as explicit softmax does, or the log-sum-exp alone.
         param_bytes: per element of parameters, and so of gradients and the residual stream.
         activation_bytes: per element of what linear layers and attention give.
         autocast: whether torch.autocast casts float32 parameters down for each matmul.
+        checkpoint_every: of how many blocks one keeps its input alone; None checkpoints none.
+        checkpoint_selective: whether such a block keeps what its linear layers and fused
+            attention give as well.
 
     What autograd saves, for T = B S tokens, r = param_bytes, a = activation_bytes; copies that
     share storage count once. RMSNorm and softmax cross-entropy are PyTorch's fused ones on
@@ -163,24 +189,29 @@ def predict_memory(
         residual_bytes=param_bytes,
         activation_bytes=activation_bytes,
         autocast=autocast,
+        checkpoint_every=checkpoint_every,
+        checkpoint_selective=checkpoint_selective,
     )
     parameters = num_parameters(config) * param_bytes
     gradients, optimizer_state = parameters, 0
+    saved = recomputed = 0
     match mode:
         case "forward":
-            gradients, activations = 0, step.working_set()
-        case "forward_backward":
-            activations = step.saved() + step.loss_gradients()
-        case "train_step":
-            activations = step.saved() + step.loss_gradients()
-            optimizer_state = 2 * parameters
+            gradients, activations = 0, step.weight_copies() + step.working_set()
+        case "forward_backward" | "train_step":
+            saved, recomputed = step.saved(), step.recomputed()
+            activations = max(step.largest(), saved + recomputed)
+            if mode == "train_step":
+                optimizer_state = 2 * parameters + _FLOAT32_BYTES * num_parameter_tensors(config)
         case _:
             assert_never(mode)
     return MemoryPrediction(
         parameters=parameters,
         gradients=gradients,
         optimizer_state=optimizer_state,
-        activations=step.weight_copies() + activations,
+        activations=activations,
+        saved=saved,
+        recomputed=recomputed,
     )
 
 
@@ -195,6 +226,8 @@ class _Step:
     residual_bytes: int
     activation_bytes: int
     autocast: bool
+    checkpoint_every: int | None
+    checkpoint_selective: bool
 
     @property
     def tokens(self) -> int:
@@ -205,22 +238,69 @@ class _Step:
         """Elements of one block's score matrices."""
         return self.batch_size * self.config.num_heads * self.seq_len**2
 
+    @property
+    def num_checkpointed(self) -> int:
+        every = self.checkpoint_every
+        return self.config.num_layers // every if every else 0
+
     def weight_copies(self) -> int:
+        """Low-precision copies of all linear weights, which autocast keeps until it exits."""
         linear = count_parameters(self.config).linear
         return linear * self.activation_bytes if self.autocast else 0
+
+    def _weight_copies_of_block(self) -> int:
+        count = count_parameters(self.config)
+        per_block = (count.attention + count.feed_forward) // self.config.num_layers
+        return per_block * self.activation_bytes if self.autocast else 0
 
     def loss_gradients(self) -> int:
         return 2 * _FLOAT32_BYTES * self.tokens * self.config.vocab_size
 
+    def largest(self) -> int:
+        """When the backward pass begins, or when autocast is about to drop copies of weights."""
+        copies_dropped = self.num_checkpointed * self._weight_copies_of_block()
+        return self.saved() + max(copies_dropped, self.loss_gradients())
+
     def saved(self) -> int:
+        """All that is kept for the backward pass when the forward pass has ended."""
         config = self.config
         outside_blocks = self.tokens * (
             config.d_model * (self.residual_bytes + self.activation_bytes)
             + 2 * _INT64_BYTES
             + config.vocab_size * _FLOAT32_BYTES
         )
-        block = self._saved_by_projections() + self._saved_by_attention()
-        return outside_blocks + config.num_layers * block
+        checkpointed = self.num_checkpointed
+        return (
+            outside_blocks
+            + (config.num_layers - checkpointed) * self._saved_by_block()
+            + checkpointed * self._kept_by_checkpoint()
+            + self.weight_copies()
+            - checkpointed * self._weight_copies_of_block()
+        )
+
+    def recomputed(self) -> int:
+        """What a checkpointed block makes again, beyond what it kept."""
+        if not self.num_checkpointed:
+            return 0
+        again = self._saved_by_block() - self._kept_by_checkpoint()
+        return again + self._weight_copies_of_block()
+
+    def _saved_by_block(self) -> int:
+        return self._saved_by_projections() + self._saved_by_attention()
+
+    def _kept_by_checkpoint(self) -> int:
+        """A block's input; selectively, what its seven linear layers and its attention give."""
+        config = self.config
+        kept = self.tokens * config.d_model * self.residual_bytes
+        if not self.checkpoint_selective:
+            return kept
+        features = 2 * config.d_model + 2 * config.d_ff
+        features += (config.num_heads + 2 * config.kv_heads) * config.head_dim
+        kept += self.tokens * features * self.activation_bytes
+        if not self.saves_scores:
+            kept += self.tokens * config.d_model * self.activation_bytes
+            kept += self.tokens * config.num_heads * _FLOAT32_BYTES
+        return kept
 
     def _saved_by_projections(self) -> int:
         config = self.config

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, cast
 from harness.case import Case, require_at_least, require_choice
 from harness.task import Task, Work, task
 from kernels import AttentionProblem
+from kernels.ranges import named_range
 from models import accounting
 from models.config import ModelConfig
 
@@ -43,12 +44,22 @@ class TrainStep(Task):
     measure_steps: int = 10
     """Timed steps."""
 
-    uses: ClassVar[frozenset[str]] = frozenset({"model", "compile"})
+    uses: ClassVar[frozenset[str]] = frozenset({"model", "compile", "checkpoint", "profile"})
 
     def validate(self, case: Case) -> None:
         require_choice("task.mode", self.mode, MODES)
         require_at_least("task.warmup_steps", self.warmup_steps, 0)
         require_at_least("task.measure_steps", self.measure_steps, 1)
+        if case.checkpoint is not None and self.mode == "forward":
+            raise ValueError(
+                f"checkpoint={case.checkpoint.scope}: task.mode=forward keeps no activations that "
+                "could be computed again; leave it out"
+            )
+        if case.checkpoint is not None and case.checkpoint.blocks > _model(case).num_layers:
+            raise ValueError(
+                f"checkpoint.every={case.checkpoint.every}: checkpoints no block of "
+                f"model.num_layers={_model(case).num_layers}; must be at most that"
+            )
 
     def num_passes(self) -> int:
         return self.warmup_steps + self.measure_steps
@@ -85,8 +96,18 @@ class TrainStep(Task):
         return phases
 
     def predicted_memory(self, case: Case) -> dict[str, float]:
-        precision = case.precision
-        prediction = accounting.predict_memory(
+        prediction = self.predict(case)
+        # Backward frees activations while it fills gradients: the larger of the two counts.
+        return {
+            "parameters": prediction.parameters,
+            "optimizer_state": prediction.optimizer_state * case.parallel.optimizer_state_share,
+            "gradients_or_activations": prediction.gradients_or_activations,
+        }
+
+    def predict(self, case: Case) -> accounting.MemoryPrediction:
+        """Memory of one rank by formula, part by part."""
+        precision, checkpoint = case.precision, case.checkpoint
+        return accounting.predict_memory(
             _model(case),
             batch_size=case.batch_size,
             # Each rank holds an equal part; what visits it in attention is small beside that.
@@ -96,13 +117,9 @@ class TrainStep(Task):
             param_bytes=_DTYPE_BYTES[precision.parameters],
             activation_bytes=_DTYPE_BYTES[precision.compute],
             autocast=precision.autocast is not None,
+            checkpoint_every=checkpoint.blocks if checkpoint is not None else None,
+            checkpoint_selective=checkpoint is not None and checkpoint.scope == "selective",
         )
-        # Backward frees activations while it fills gradients: the larger of the two counts.
-        return {
-            "parameters": prediction.parameters,
-            "optimizer_state": prediction.optimizer_state * case.parallel.optimizer_state_share,
-            "gradients_or_activations": max(prediction.gradients, prediction.activations),
-        }
 
     def run(self, case: Case, bench: Bench) -> None:
         from harness.check import DenseCall
@@ -134,6 +151,7 @@ class TrainStep(Task):
 
         from harness.bench import WrongResult
         from harness.check import autocast, check_call
+        from harness.program import Program
         from models.transformer import cross_entropy
 
         check_call(case, bench, call)
@@ -165,7 +183,8 @@ class TrainStep(Task):
                 torch.compiler.cudagraph_mark_step_begin()
             with timer.phase("forward"), torch.set_grad_enabled(trains), autocast(case):
                 logits = model(batch.tokens, batch.positions)
-                loss = cross_entropy(logits, batch.targets, batch.num_targets)
+                with named_range("loss"):
+                    loss = cross_entropy(logits, batch.targets, batch.num_targets)
                 # Else they would stay for the backward pass, which needs them no more.
                 del logits
             last_loss = loss.detach()
@@ -180,6 +199,9 @@ class TrainStep(Task):
             model.zero_grad(set_to_none=True)
 
         bench.measure(step, warmup=self.warmup_steps, passes=self.measure_steps, whole_step="step")
+        if case.profile is not None and bench.is_last_round:
+            program = Program(step=step, model=module, optimizer=optimizer)
+            case.profile.run(case, bench, program)
         assert last_loss is not None
         losses = bench.gather(float(last_loss))
         # Ranks that share sequences have parts of one loss, and others have losses of their own.
@@ -202,6 +224,11 @@ def _build_model(case: Case, attention: Attention, device: torch.device) -> nn.M
 
     dtype = getattr(torch, case.precision.parameters)
     model = Transformer(_model(case), attention, device=device, dtype=dtype)
+    if case.checkpoint is not None:
+        from models.checkpointing import checkpoint_blocks
+
+        selective = case.checkpoint.scope == "selective"
+        checkpoint_blocks(model, every=case.checkpoint.blocks, selective=selective)
     assert case.compile is not None, "train_step uses compile"
     mode = None if case.compile.mode == "default" else case.compile.mode
     if case.compile.scope == "model":
