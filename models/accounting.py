@@ -141,6 +141,7 @@ def predict_memory(
     autocast: bool = False,
     checkpoint_every: int | None = None,
     checkpoint_selective: bool = False,
+    on_cpu: bool = False,
 ) -> MemoryPrediction:
     """Memory of one step of the uncompiled model on one device, without parallelism.
 
@@ -157,10 +158,11 @@ def predict_memory(
         checkpoint_every: of how many blocks one keeps its input alone; None checkpoints none.
         checkpoint_selective: whether such a block keeps what its linear layers and fused
             attention give as well.
+        on_cpu: whether each RMSNorm keeps its normalised input besides, T E r.
 
     What autograd saves, for T = B S tokens, r = param_bytes, a = activation_bytes; copies that
     share storage count once. RMSNorm and softmax cross-entropy are PyTorch's fused ones on
-    CUDA; on the CPU each RMSNorm keeps its normalised input besides, T E r.
+    CUDA.
 
     ========================  ================================================================
     each block                bytes
@@ -191,6 +193,7 @@ def predict_memory(
         autocast=autocast,
         checkpoint_every=checkpoint_every,
         checkpoint_selective=checkpoint_selective,
+        on_cpu=on_cpu,
     )
     parameters = num_parameters(config) * param_bytes
     gradients, optimizer_state = parameters, 0
@@ -228,6 +231,7 @@ class _Step:
     autocast: bool
     checkpoint_every: int | None
     checkpoint_selective: bool
+    on_cpu: bool
 
     @property
     def tokens(self) -> int:
@@ -266,6 +270,7 @@ class _Step:
         config = self.config
         outside_blocks = self.tokens * (
             config.d_model * (self.residual_bytes + self.activation_bytes)
+            + config.d_model * (self.residual_bytes if self.on_cpu else 0)
             + 2 * _INT64_BYTES
             + config.vocab_size * _FLOAT32_BYTES
         )
@@ -305,7 +310,7 @@ class _Step:
     def _saved_by_projections(self) -> int:
         config = self.config
         num_inputs = 5 if self.autocast else 2
-        residual = 2 * config.d_model * self.residual_bytes
+        residual = (4 if self.on_cpu else 2) * config.d_model * self.residual_bytes
         low_precision = (num_inputs * config.d_model + 4 * config.d_ff) * self.activation_bytes
         return self.tokens * (residual + low_precision)
 
@@ -315,22 +320,26 @@ class _Step:
         qkvo_bytes = 2 * (config.num_heads + kv_heads) * config.head_dim * self.activation_bytes
         if not self.saves_scores:
             return self.tokens * (qkvo_bytes + config.num_heads * _FLOAT32_BYTES)
-        score_bytes = self.activation_bytes + (_FLOAT32_BYTES if self.autocast else 0)
+        # Autocast for CPUs leaves softmax in low precision.
+        widened = self.autocast and not self.on_cpu
+        score_bytes = self.activation_bytes + (_FLOAT32_BYTES if widened else 0)
         return self.tokens * qkvo_bytes + self.scores * score_bytes + self.seq_len**2
 
     def working_set(self) -> int:
         """The most that a forward pass without autograd holds at once.
 
         That is the residual stream, a norm's output, and the largest of three: q and k before
-        and after RoPE, v, and the softmax's input and output; silu, w3 and their product; the
-        logits.
+        and after RoPE, v, and the softmax's input and output; silu, w3 and their product; or,
+        once the stream has ended, the logits, in float32, and their log-softmax.
         """
         config, low = self.config, self.activation_bytes
         stream_and_norm = 2 * self.tokens * config.d_model * self.residual_bytes
         heads = 2 * config.num_heads + 3 * config.kv_heads
         attention = self.tokens * heads * config.head_dim * low
         if self.saves_scores:
-            attention += self.scores * (low + 2 * _FLOAT32_BYTES if self.autocast else 2 * low)
+            widened = self.autocast and not self.on_cpu
+            attention += self.scores * (low + 2 * _FLOAT32_BYTES if widened else 2 * low)
         feed_forward = 3 * self.tokens * config.d_ff * low
-        logits = self.tokens * config.vocab_size * low
-        return stream_and_norm + max(attention, feed_forward, logits)
+        loss_bytes = low + _FLOAT32_BYTES + (0 if low == _FLOAT32_BYTES else _FLOAT32_BYTES)
+        loss = self.tokens * config.vocab_size * loss_bytes
+        return max(stream_and_norm + max(attention, feed_forward), loss)

@@ -18,7 +18,11 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from kernels.ranges import named_range
 from models.transformer import Transformer
+
+CHECKPOINTED = "checkpointed"
+"""Range of what is computed in the forward pass and again in the backward pass."""
 
 _KEPT = ("mm", "addmm")
 """Of aten: what linear layers become. Explicit attention's matmuls are bmm, and made again."""
@@ -49,11 +53,15 @@ def checkpoint_blocks(model: Transformer, *, every: int = 1, selective: bool = F
 
 
 def _recomputed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    def marked(*inputs: Any) -> Any:
+        with named_range(CHECKPOINTED):
+            return forward(*inputs)
+
     def run(*inputs: Any) -> Any:
         # Without gradients nothing is kept in the first place.
         if not torch.is_grad_enabled():
             return forward(*inputs)
-        return checkpoint(forward, *inputs, **options)
+        return checkpoint(marked, *inputs, **options)
 
     return run
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from harness.profilers._categories import category_of
-from harness.profilers._ranges import without_number
+from harness.profilers._ranges import place_of
 from harness.profilers._trace import STEP, Run, Trace, Windows, runs_of, windows_of
 
 OUTSIDE = "between"
@@ -53,7 +53,7 @@ def _sums(runs: Iterable[Run], windows: Windows) -> dict[str, Any]:
     calls: dict[int, list[tuple[dict[str, Any], float]]] = {}
     costs: dict[int, Any] = {}
     for run in runs:
-        path = tuple(without_number(name) for name in run.path)
+        path = place_of(run.path)
         category = category_of(run.name, run.operator, run.phase, path)
         kernel = run.name[:MAX_NAME]
         key = (run.phase or OUTSIDE, "/".join(path), kernel, category, run.recomputed)

@@ -17,6 +17,7 @@ from torch import nn
 
 from harness.bench import PhaseTimer
 from kernels.ranges import RangeMaker, ranges_made_by
+from models.checkpointing import CHECKPOINTED
 from models.transformer import Block, Embedding, FeedForward, Linear, SelfAttention
 
 _NAMES: dict[type[nn.Module], str] = {
@@ -27,7 +28,7 @@ _NAMES: dict[type[nn.Module], str] = {
 }
 
 RANGES = (
-    *("block", *_NAMES.values(), "head", "loss", "scores", "softmax", "final matmul"),
+    *("block", *_NAMES.values(), CHECKPOINTED, "head", "loss", "scores", "softmax", "final matmul"),
     *("q_proj", "k_proj", "v_proj", "o_proj", "w1", "w2", "w3"),
 )
 """All names, without the numbers of blocks."""
@@ -101,6 +102,14 @@ def _range_name(path: str, module: nn.Module) -> str | None:
     if isinstance(module, Linear):
         return last
     return next((name for kind, name in _NAMES.items() if isinstance(module, kind)), None)
+
+
+def place_of(path: tuple[str, ...]) -> tuple[str, ...]:
+    """The ranges of a path as tables name them, the same when a block is computed again."""
+    names = tuple(without_number(name) for name in path)
+    if names[:1] == (CHECKPOINTED,):
+        return ("block", *names[1:])
+    return tuple(name for name in names if name != CHECKPOINTED)
 
 
 def without_number(name: str) -> str:

@@ -119,6 +119,7 @@ class TrainStep(Task):
             autocast=precision.autocast is not None,
             checkpoint_every=checkpoint.blocks if checkpoint is not None else None,
             checkpoint_selective=checkpoint is not None and checkpoint.scope == "selective",
+            on_cpu=case.device == "cpu",
         )
 
     def run(self, case: Case, bench: Bench) -> None:
