@@ -105,6 +105,7 @@ CASE_COLUMNS = [
     *("balance", "balance_layout", "balance_ranks"),
     *("collective", "size_mib", "size_bytes", "wrong_elements"),
     *("audit", "accumulation"),
+    *("checkpoint", "profile", "kernel_profile", "memory_profile"),
 ]
 
 
@@ -163,7 +164,14 @@ def _case_row(record: Record, names: _Names) -> tuple[Any, ...]:
         *(notes.get("size_bytes"), notes.get("wrong_elements")),
         notes.get("audit"),
         {**task, **notes["accumulation"]} if "accumulation" in notes else None,
+        *(_checkpoint(case), (case.get("profile") or {}).get("name", "none")),
+        *(notes.get("kernel_profile"), notes.get("memory_profile")),
     )
+
+
+def _checkpoint(case: dict[str, Any]) -> str:
+    values = case.get("checkpoint") or {"scope": "none"}
+    return f"every {values['every']}" if values["scope"] == "every_k" else str(values["scope"])
 
 
 def _phase_rows(index: int, record: Record) -> list[tuple[Any, ...]]:

@@ -270,7 +270,7 @@ class _Step:
         config = self.config
         outside_blocks = self.tokens * (
             config.d_model * (self.residual_bytes + self.activation_bytes)
-            + config.d_model * (self.residual_bytes if self.on_cpu else 0)
+            + config.d_model * self._norm_copy_bytes()
             + 2 * _INT64_BYTES
             + config.vocab_size * _FLOAT32_BYTES
         )
@@ -310,9 +310,16 @@ class _Step:
     def _saved_by_projections(self) -> int:
         config = self.config
         num_inputs = 5 if self.autocast else 2
-        residual = (4 if self.on_cpu else 2) * config.d_model * self.residual_bytes
+        residual = 2 * config.d_model * (self.residual_bytes + self._norm_copy_bytes())
         low_precision = (num_inputs * config.d_model + 4 * config.d_ff) * self.activation_bytes
         return self.tokens * (residual + low_precision)
+
+    def _norm_copy_bytes(self) -> int:
+        """An element of what RMSNorm on a CPU keeps besides: in low precision, wide copies too."""
+        if not self.on_cpu:
+            return 0
+        wide = _FLOAT32_BYTES if self.residual_bytes < _FLOAT32_BYTES else 0
+        return self.residual_bytes + wide
 
     def _saved_by_attention(self) -> int:
         config = self.config

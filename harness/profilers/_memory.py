@@ -44,6 +44,8 @@ from harness.profilers._snapshot import (
 from harness.profilers._trace import PHASES
 from harness.profilers.memory import MemoryProfiler
 from harness.program import Program
+from harness.tasks.train_step import TrainStep
+from models import accounting
 from models.checkpointing import CHECKPOINTED
 
 Tensors = list[tuple[str, str, Tensor]]
@@ -63,9 +65,15 @@ def profile_memory(
     with bench.artifact(f"memory-rank{bench.rank}.snapshot.pickle").open("wb") as file:
         pickle.dump(snapshot, file)
     note = recorder.note | summarise(timeline, options)
-    predict = getattr(case.task, "predict", None)
-    if predict is not None:
-        note["predicted"] = asdict(predict(case))
+    if isinstance(case.task, TrainStep) and case.model is not None:
+        note["predicted"] = asdict(case.task.predict(case))
+        parameter = next(iter(program.model.parameters())) if program.model is not None else None
+        note["residual_stream_bytes"] = accounting.residual_stream_bytes(
+            case.model,
+            batch_size=case.batch_size,
+            seq_len=-(-case.seq_len // case.parallel.cp),
+            element_bytes=parameter.element_size() if parameter is not None else 4,
+        )
     page = bench.artifact(f"memory-rank{bench.rank}.html")
     note["page_points"] = write_page(page, timeline, case.title, options.max_events)
     ranks = bench.gather(note)

@@ -7,18 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from harness.figure import MEMORY_COLOURS
 from harness.profilers._snapshot import CATEGORIES, Timeline, keep, told
-
-CATEGORY_COLOURS = {
-    "parameters": "#0072B2",
-    "gradients": "#D55E00",
-    "optimizer state": "#009E73",
-    "activations": "#E69F00",
-    "temporaries": "#CC79A7",
-    "communication": "#56B4E9",
-    "other": "#999999",
-}
-"""Okabe and Ito's, as in the figures."""
 
 TEMPLATE = Path(__file__).resolve().parents[1] / "templates" / "memory.html"
 
@@ -63,7 +53,7 @@ def page_data(timeline: Timeline, max_events: int) -> dict[str, Any]:
         allocations.append([item.size, category, *span, number, *map(int, open_ends)])
     peak = int(total.argmax())
     return {
-        "categories": [[name, CATEGORY_COLOURS[name]] for name in CATEGORIES],
+        "categories": [[name, MEMORY_COLOURS[name]] for name in CATEGORIES],
         "times": [round(float(moment), 4) for moment in times[columns]],
         "series": [row[columns].tolist() for row in series],
         "phases": phase_spans(timeline),

@@ -7,7 +7,7 @@ step is timed by the host clock, synchronised at its end, and so includes launch
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, cast
 
@@ -107,13 +107,15 @@ class TrainStep(Task):
     def predict(self, case: Case) -> accounting.MemoryPrediction:
         """Memory of one rank by formula, part by part."""
         precision, checkpoint = case.precision, case.checkpoint
+        # Scores that are not kept for a backward pass are there for a moment all the same.
+        problem = replace(self.attention_problem(case), needs_grad=True)
         return accounting.predict_memory(
             _model(case),
             batch_size=case.batch_size,
             # Each rank holds an equal part; what visits it in attention is small beside that.
             seq_len=-(-case.seq_len // case.parallel.cp),
             mode=cast(accounting.Mode, self.mode),
-            attention_saves_scores=case.attention.keeps_scores(self.attention_problem(case)),
+            attention_saves_scores=case.attention.keeps_scores(problem),
             param_bytes=_DTYPE_BYTES[precision.parameters],
             activation_bytes=_DTYPE_BYTES[precision.compute],
             autocast=precision.autocast is not None,
