@@ -11,13 +11,13 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any
 
 from harness.profiler import PROFILERS, Profiler
 from harness.task import TASKS, Task
 from kernels import BACKENDS, AttentionBackend, AttentionProblem
-from kernels.registry import JOINED_LATER, Registry, joined_later
+from kernels.registry import JOINED_LATER, Registry
 from models.config import ModelConfig
 from parallel import STRATEGIES, Strategy
 
@@ -153,8 +153,8 @@ class Case:
     device: str
     model: ModelConfig | None = None
     compile: Compile | None = None
-    checkpoint: Checkpoint | None = joined_later(None)
-    profile: Profiler | None = joined_later(None)
+    checkpoint: Checkpoint | None = field(default=None, metadata={JOINED_LATER: True})
+    profile: Profiler | None = field(default=None, metadata={JOINED_LATER: True})
 
     def __post_init__(self) -> None:
         require_at_least("seq_len", self.seq_len, 1)
@@ -293,9 +293,9 @@ def _defining(value: Any) -> Any:
     if not is_dataclass(value):
         return value
     return {
-        field.name: _defining(getattr(value, field.name))
-        for field in fields(value)
-        if JOINED_LATER not in field.metadata or getattr(value, field.name) != field.default
+        item.name: _defining(getattr(value, item.name))
+        for item in fields(value)
+        if JOINED_LATER not in item.metadata or getattr(value, item.name) != item.default
     }
 
 

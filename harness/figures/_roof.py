@@ -29,9 +29,11 @@ def with_measured_roof(frame: pd.DataFrame, rows: pd.DataFrame) -> tuple[pd.Data
     keys = ["device_name", "compute", "tf32"]
     rows = rows.copy()
     copies, matmuls = (measured[measured["phase"] == name] for name in ("copy", "matmul"))
-    bandwidth = (copies["work_bytes"].astype(float) / copies["median_ms"] / 1e6).groupby(
-        [copies["device_name"]]
-    ).max()
+    bandwidth = (
+        (copies["work_bytes"].astype(float) / copies["median_ms"] / 1e6)
+        .groupby([copies["device_name"]])
+        .max()
+    )
     rate = matmuls.groupby(keys)["tflops"].max()
     found = [
         (rate.get((name, compute, tf32), np.nan), bandwidth.get(name, np.nan))
@@ -46,16 +48,27 @@ def with_measured_roof(frame: pd.DataFrame, rows: pd.DataFrame) -> tuple[pd.Data
 
 
 def draw_roof(
-    axis: Axes, peak_tflops: float, bandwidth_gb_s: float, low: float, high: float
+    axis: Axes,
+    peak_tflops: float,
+    bandwidth_gb_s: float,
+    low: float,
+    high: float,
+    *,
+    in_gflops: bool = False,
 ) -> tuple[float, float]:
-    """Draw the roof over an x range that shows its ridge; returns the range."""
+    """Draw the roof over an x range that shows its ridge; returns the range.
+
+    ``in_gflops`` says the unit of the y axis, which is else TFLOP/s.
+    """
+    scale, unit = (1e3, "GFLOP/s") if in_gflops else (1.0, "TFLOP/s")
     ridge = peak_tflops * 1e3 / bandwidth_gb_s
     low, high = min(low, ridge / 4), max(high, ridge * 4)
     x = np.array([low, ridge, high])
-    axis.plot(x, np.minimum(peak_tflops, x * bandwidth_gb_s / 1e3), color="#444444", linewidth=1)
+    y = scale * np.minimum(peak_tflops, x * bandwidth_gb_s / 1e3)
+    axis.plot(x, y, color="#444444", linewidth=1)
     axis.annotate(
-        f"{fmt.number(peak_tflops)} TFLOP/s",
-        (ridge, peak_tflops),
+        f"{fmt.number(scale * peak_tflops)} {unit}",
+        (ridge, scale * peak_tflops),
         xytext=(2, 3),
         textcoords="offset points",
         ha="left",
@@ -64,7 +77,7 @@ def draw_roof(
     )
     axis.annotate(
         f"{fmt.number(bandwidth_gb_s)} GB/s",
-        (low, low * bandwidth_gb_s / 1e3),
+        (low, scale * low * bandwidth_gb_s / 1e3),
         xytext=(12, -8),
         textcoords="offset points",
         ha="left",

@@ -53,13 +53,15 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     )
     axes = drawing.subplots(num_rows, num_columns, squeeze=False).ravel()
     used: set[str] = set()
+    # On a CPU rates are thousandths of what a GPU reaches.
+    in_gflops = bool((rows["device"] == "cpu").all())
     for axis in axes[len(rows) :]:
         axis.set_visible(False)
     for place, (axis, (_, row)) in enumerate(zip(axes, rows.iterrows(), strict=False)):
-        used |= _draw(axis, row)
+        used |= _draw(axis, row, in_gflops)
         axis.set_title(describe(row, varying))
         if place % num_columns == 0:
-            axis.set_ylabel("TFLOP/s")
+            axis.set_ylabel("GFLOP/s" if in_gflops else "TFLOP/s")
         if place + num_columns >= len(rows):
             axis.set_xlabel("arithmetic intensity (FLOP/byte)")
     handles = [
@@ -82,21 +84,21 @@ def _points(profile: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _draw(axis: Axes, row: pd.Series) -> set[str]:
+def _draw(axis: Axes, row: pd.Series, in_gflops: bool) -> set[str]:
     points = _points(row["kernel_profile"])
     whole = sum(item["total_ms"] for item in row["kernel_profile"]["rows"])
     intensities = [item["flops"] / item["bytes"] for item in points]
     low, high = min(intensities) / 1.6, max(intensities) * 1.6
     if row[["peak_tflops", "memory_bandwidth_gb_s"]].notna().all():
         peaks = (float(row["peak_tflops"]), float(row["memory_bandwidth_gb_s"]))
-        low, high = draw_roof(axis, *peaks, low, high)
+        low, high = draw_roof(axis, *peaks, low, high, in_gflops=in_gflops)
     # The largest first, so that none hides a smaller one.
     for item, intensity in sorted(
         zip(points, intensities, strict=True), key=lambda pair: -pair[0]["total_ms"]
     ):
         axis.scatter(
             intensity,
-            item["flops"] / item["total_ms"] / 1e9,
+            item["flops"] / item["total_ms"] / (1e6 if in_gflops else 1e9),
             s=8 + LARGEST_AREA * item["total_ms"] / whole,
             color=KERNEL_COLOURS[item["category"]],
             alpha=0.75,

@@ -64,9 +64,7 @@ def _draw(axis: Axes, profile: dict[str, Any]) -> set[str]:
     # What is allocated stays so until the next event: steps, and not slopes.
     axis.stackplot(
         [moment for pair in zip(times, [*times[1:], times[-1]], strict=True) for moment in pair],
-        [
-            [value / unit for value in series[category] for _ in range(2)] for category in names
-        ],
+        [[value / unit for value in series[category] for _ in range(2)] for category in names],
         colors=[MEMORY_COLOURS[category] for category in names],
         linewidth=0,
     )

@@ -60,9 +60,7 @@ def _draw(axis: Axes, rows: pd.DataFrame) -> dict[str, float]:
     known = rows.dropna(subset=["peak_tflops", "memory_bandwidth_gb_s"])
     if len(known):
         first = known.iloc[0]
-        low, high = draw_roof(
-            axis, first["peak_tflops"], first["memory_bandwidth_gb_s"], low, high
-        )
+        low, high = draw_roof(axis, first["peak_tflops"], first["memory_bandwidth_gb_s"], low, high)
     last: dict[str, float] = {}
     for name in sorted(rows["attention"].unique(), key=attention_rank):
         mine = rows[(rows["attention"] == name) & rows["tflops"].notna()]

@@ -20,6 +20,9 @@ CATEGORIES = (
     *("copy", "optimizer", "communication", "other"),
 )
 
+SMALL_ONES = "(small ones)"
+"""Kernels of one range and category that took too little time for a row each."""
+
 _OPERATORS = {
     "matmul": r"(aten::)?(mm|addmm|bmm|baddbmm|addmv|mv|dot|linear|matmul|addbmm|_scaled_mm"
     r"|_addmm_activation|mkldnn_linear|_mkl_linear)(_out)?$",
@@ -57,9 +60,19 @@ _KERNELS = {
 FLOPS_PER_ELEMENT = {"softmax": 5, "normalisation": 5, "elementwise": 1, "reduction": 1}
 
 ELEMENT_BYTES = {
-    **{"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "bool": 1, "int": 4},
-    **{"long int": 8, "long": 8, "unsigned char": 1, "signed char": 1, "short int": 2},
-    **{"c10::Float8_e4m3fn": 1, "c10::Float8_e5m2": 1},
+    "float": 4,
+    "double": 8,
+    "c10::BFloat16": 2,
+    "c10::Half": 2,
+    "bool": 1,
+    "int": 4,
+    "long int": 8,
+    "long": 8,
+    "unsigned char": 1,
+    "signed char": 1,
+    "short int": 2,
+    "c10::Float8_e4m3fn": 1,
+    "c10::Float8_e5m2": 1,
 }
 """By the names that torch.profiler gives to dtypes."""
 

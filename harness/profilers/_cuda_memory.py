@@ -58,9 +58,7 @@ class Marker:
 def record(step: Callable[[], None], marker: Marker, device: torch.device) -> dict[str, Any]:
     """Run ``step`` once and return the snapshot of what it did."""
     torch.cuda.synchronize(device)
-    torch.cuda.memory._record_memory_history(
-        enabled="all", context="all", stacks="python"
-    )
+    torch.cuda.memory._record_memory_history(enabled="all", context="all", stacks="python")
     try:
         marker.start()
         step()

@@ -1,12 +1,12 @@
 """From runs of kernels to what a record keeps: rows by phase and range, and what a step adds up to.
 
-    tool      torch or nsys            steps    profiled steps
-    unit      kernel, or operator      ranks    processes
-    phases    per phase and for ``step``, means per step and rank: ``wall_ms`` by the host's
-              clock, ``kernel_ms`` all kernels together, ``busy_ms`` any kernel running,
-              ``launches``
-    rows      per phase, range, kernel and category, sums over steps and ranks: ``calls``,
-              ``total_ms``, ``flops``, ``bytes`` (None where shapes do not tell)
+tool      torch or nsys            steps    profiled steps
+unit      kernel, or operator      ranks    processes
+phases    per phase and for ``step``, means per step and rank: ``wall_ms`` by the host's
+          clock, ``kernel_ms`` all kernels together, ``busy_ms`` any kernel running,
+          ``launches``
+rows      per phase, range, kernel and category, sums over steps and ranks: ``calls``,
+          ``total_ms``, ``flops``, ``bytes`` (None where shapes do not tell)
 """
 
 from __future__ import annotations
@@ -14,17 +14,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from harness.profilers._categories import category_of
+from harness.profilers._categories import SMALL_ONES, category_of
 from harness.profilers._ranges import place_of
 from harness.profilers._trace import STEP, Run, Trace, Windows, runs_of, windows_of
 
 OUTSIDE = "between"
 """What tables call the phase of a kernel that ran between phases."""
 
-SMALL_ONES = "(small ones)"
-"""What tables call kernels of one range and category that took less than SMALL of all time."""
-
 SMALL = 5e-4
+"""Share of all time below which a kernel is one of SMALL_ONES."""
 
 MAX_NAME = 200
 
@@ -126,6 +124,26 @@ def _wall(windows: Windows, name: str) -> float:
         for start, end, phase in windows.phases
         if phase == name and windows.step_of(start) is not None
     )
+
+
+def add_attention_costs(
+    rows: list[dict[str, Any]], costs: dict[tuple[str, bool], tuple[float, float]]
+) -> None:
+    """Give fused attention its FLOPs and bytes, which no operator's shapes tell, by time.
+
+    Args:
+        costs: of all calls of a phase, repeated or not.
+    """
+    for (phase, again), (flops, moved) in costs.items():
+        mine = [
+            row
+            for row in rows
+            if (row["phase"], row["recomputed"], row["category"]) == (phase, again, "attention")
+        ]
+        whole = sum(row["total_ms"] for row in mine)
+        for row in mine:
+            share = row["total_ms"] / whole if whole else 0.0
+            row["flops"], row["bytes"] = flops * share, moved * share
 
 
 def merge(ranks: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,19 +1,19 @@
 """One step under the memory profiler: record, tell tensors apart, summarise, write the page.
 
-    source            cuda or cpu
-    events            allocations and frees of the step
-    counted_events    the same as the allocator counts them, on CUDA
-    page_points       of them on the page; points, in the record; the peak is never left out
-    start_bytes, peak_bytes, end_bytes         by the timeline
-    allocator         on CUDA, the allocator's own: peak and end, as asked for and as rounded
-    tensor_bytes      exact sizes of parameters, gradients and optimizer state
-    saved_bytes       activations when the forward pass ends
-    at_peak           bytes by category
-    phases            [name, start_ms, end_ms]
-    times_ms, series  the thinned timeline, bytes by category
-    peak_ms           when
-    largest           at the peak: bytes, category, where
-    predicted         by formula, where the task has one
+source            cuda or cpu
+events            allocations and frees of the step
+counted_events    the same as the allocator counts them, on CUDA
+page_points       of them on the page; points, in the record; the peak is never left out
+start_bytes, peak_bytes, end_bytes         by the timeline
+allocator         on CUDA, the allocator's own: peak and end, as asked for and as rounded
+tensor_bytes      exact sizes of parameters, gradients and optimizer state
+saved_bytes       activations when the forward pass ends
+at_peak           bytes by category
+phases            [name, start_ms, end_ms]
+times_ms, series  the thinned timeline, bytes by category
+peak_ms           when
+largest           at the peak: bytes, category, where
+predicted         by formula, where the task has one
 """
 
 from __future__ import annotations
@@ -52,9 +52,7 @@ Tensors = list[tuple[str, str, Tensor]]
 """Category, name, tensor."""
 
 
-def profile_memory(
-    options: MemoryProfiler, case: Case, bench: Bench, program: Program
-) -> None:
+def profile_memory(options: MemoryProfiler, case: Case, bench: Bench, program: Program) -> None:
     """Profile one step on this rank, note what it found, and write the files."""
     bench.stage("profiling")
     recorder = _Recorder(case, bench, program)
@@ -131,6 +129,8 @@ class _Recorder:
                 for name, parameter in self._program.model.named_parameters()
                 if parameter.grad is not None
             ]
+            # Of the last step, where it runs more than once.
+            self._sizes.pop("gradients", None)
             self._gradients = self._addresses(tensors)
 
     def _addresses(self, tensors: Tensors) -> list[tuple[str, str, int]]:

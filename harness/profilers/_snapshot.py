@@ -12,6 +12,7 @@ bytes, and by the rest of a segment where that is too small to be split off.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -133,11 +134,11 @@ def _walk(trace: list[dict[str, Any]], final: dict[int, dict[str, Any]]) -> Time
     live: dict[int, Allocation] = {}
     times: list[float] = []
     for entry in trace:
-        action, address = entry["action"], entry.get("addr")
+        action = entry["action"]
         # As torch.cuda.memory_allocated counts: memory is free once that is requested.
         if action not in ("alloc", "free_requested"):
             continue
-        index = len(times)
+        address, index = int(entry["addr"]), len(times)
         times.append(float(entry.get("time_us", index)))
         if action == "alloc":
             if address in live:
@@ -151,9 +152,7 @@ def _walk(trace: list[dict[str, Any]], final: dict[int, dict[str, Any]]) -> Time
         elif address in live:
             live.pop(address).end = index
         else:
-            allocations.append(
-                Allocation(address=address, size=entry["size"], start=-1, end=index)
-            )
+            allocations.append(Allocation(address=address, size=entry["size"], start=-1, end=index))
     for address, block in final.items():
         if address not in live:
             size = block.get("requested_size", block["size"])
@@ -227,7 +226,8 @@ def told(frames: Sequence[dict[str, Any]], limit: int = 8) -> list[str]:
     words: list[str] = []
     for frame in frames:
         file = place_in_source(frame)
-        if file.startswith(_NOISE) or file in ("", "??") and "::" not in frame["name"]:
+        nowhere = file in ("", "??") and "::" not in frame["name"]
+        if file.startswith((*_NOISE, "<")) or nowhere:
             continue
         if file.startswith("/"):
             # Of some other place on this machine: the last part is all that means anything.
@@ -246,6 +246,6 @@ def keep(series: np.ndarray[Any, Any], limit: int) -> np.ndarray[Any, Any]:
         return np.arange(len(total))
     edges = np.linspace(0, len(total), max(1, (limit - 2) // 2) + 1).astype(int)
     kept = {0, int(total.argmax())}
-    for start, end in zip(edges[:-1], edges[1:], strict=True):
+    for start, end in itertools.pairwise(edges):
         kept |= {int(start + total[start:end].argmax()), int(end - 1)}
     return np.array(sorted(kept))

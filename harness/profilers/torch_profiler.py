@@ -32,7 +32,7 @@ class TorchProfiler(Profiler):
         import torch
         from torch.profiler import ProfilerActivity, record_function
 
-        from harness.profilers._kernels import merge, summarise
+        from harness.profilers._kernels import add_attention_costs, merge, summarise
         from harness.profilers._ranges import RangeTimer, ranges_on
         from harness.profilers._trace import STEP, WARM_UP, read_chrome_trace
 
@@ -56,4 +56,27 @@ class TorchProfiler(Profiler):
         observed.export_chrome_trace(str(path))
         del observed
         summary = summarise(read_chrome_trace(path), "torch")
+        add_attention_costs(summary["rows"], attention_costs(case, self.steps))
         bench.outcome.notes["kernel_profile"] = merge(bench.gather(summary))
+
+
+def attention_costs(case: Case, steps: int) -> dict[tuple[str, bool], tuple[float, float]]:
+    """FLOPs and bytes of all attention calls of a rank, by phase and whether it is repeated."""
+    from kernels import accounting
+
+    problem = case.attention_problem
+    if problem.packed:
+        return {}
+    layers = case.model.num_layers if case.model is not None else 1
+    again = layers // case.checkpoint.blocks if case.checkpoint is not None else 0
+    forward = (accounting.forward_flops(problem), accounting.forward_bytes(problem))
+    backward = (accounting.backward_flops(problem), accounting.backward_bytes(problem))
+    parts = {
+        ("forward", False): (forward, layers),
+        ("backward", False): (backward, layers),
+        ("backward", True): (forward, again),
+    }
+    return {
+        key: (flops * calls * steps / problem.cp, moved * calls * steps / problem.cp)
+        for key, ((flops, moved), calls) in parts.items()
+    }

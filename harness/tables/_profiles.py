@@ -26,6 +26,12 @@ def profiled(frame: pd.DataFrame) -> pd.DataFrame:
     return frame[frame["kernel_profile"].notna() & (frame["status"] == "ok")]
 
 
+def cases_of(rows: pd.DataFrame) -> list[dict[str, Any]]:
+    """One mapping for each case, of its columns."""
+    cases: list[dict[str, Any]] = rows.drop_duplicates("case_id").to_dict("records")  # type: ignore[assignment]
+    return cases
+
+
 def phases_of(profile: dict[str, Any]) -> list[str]:
     return [name for name in PHASES if name in profile["phases"]]
 

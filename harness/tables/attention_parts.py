@@ -13,10 +13,10 @@ import pandas as pd
 from harness import format as fmt
 from harness.profilers._categories import FLOPS_PER_ELEMENT
 from harness.table import Column, Table, make_table, table
-from harness.tables._profiles import UNUSED, passes, profiled, rows_of
+from harness.tables._profiles import UNUSED, cases_of, passes, profiled, rows_of
 
 CAPTION = (
-    "Inside explicit attention, forward, per step and rank: the two matmuls (4 B H S² D FLOPs), "  # noqa: RUF001
+    "Inside explicit attention, forward, per step and rank: the two matmuls (4 B H S² D FLOPs), "
     f"softmax ({FLOPS_PER_ELEMENT['softmax']} B H S² by convention), and scaling, masking and "
     "casts. Ratios are softmax over matmul."
 )
@@ -27,12 +27,12 @@ _RANGES = ("scores", "softmax", "final matmul")
 @table("attention_parts")
 def build(frame: pd.DataFrame) -> Table | None:
     rows = []
-    for _, case in profiled(frame).drop_duplicates("case_id").iterrows():
+    for case in cases_of(profiled(frame)):
         parts = _parts(case["kernel_profile"])
         if parts is None or not case["head_dim"]:
             continue
         ratio = FLOPS_PER_ELEMENT["softmax"] / (4 * case["head_dim"])
-        rows.append({**case.to_dict(), **parts, "flops_ratio": ratio})
+        rows.append({**case, **parts, "flops_ratio": ratio})
     if not rows:
         return None
     found = pd.DataFrame(rows)

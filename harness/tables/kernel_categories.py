@@ -10,6 +10,7 @@ from harness.table import Column, Table, make_table, table
 from harness.tables._profiles import (
     UNUSED,
     by_category,
+    cases_of,
     passes,
     phases_of,
     profiled,
@@ -26,23 +27,23 @@ CAPTION = (
 
 @table("kernel_categories")
 def build(frame: pd.DataFrame) -> Table | None:
-    cases = profiled(frame).drop_duplicates("case_id")
     rows = []
-    for _, case in cases.iterrows():
+    for case in cases_of(profiled(frame)):
         profile = case["kernel_profile"]
         for phase in phases_of(profile):
             kernels = rows_of(profile, phase)
             total = total_ms(kernels)
             if not total:
                 continue
-            shares = {name: ms / total for name, ms in by_category(kernels).items()}
+            shares = {f"{name}_share": ms / total for name, ms in by_category(kernels).items()}
             values = {"phase": phase, "kernel_ms": total / passes(profile), **shares}
-            rows.append({**case.to_dict(), **values})
+            rows.append({**case, **values})
     if not rows:
         return None
     found = pd.DataFrame(rows)
-    present = [name for name in CATEGORIES if name in found]
-    found[present] = found[present].fillna(0.0)
+    present = [name for name in CATEGORIES if f"{name}_share" in found]
+    columns = [f"{name}_share" for name in present]
+    found[columns] = found[columns].fillna(0.0)
     return make_table(
         caption=CAPTION,
         rows=found,
@@ -52,6 +53,6 @@ def build(frame: pd.DataFrame) -> Table | None:
         metrics=[
             Column(key="phase", header="phase"),
             Column(key="kernel_ms", header="kernels (ms)", format=fmt.number),
-            *(Column(key=name, header=name, format=fmt.percent) for name in present),
+            *(Column(key=f"{name}_share", header=name, format=fmt.percent) for name in present),
         ],
     )

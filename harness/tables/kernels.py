@@ -8,7 +8,7 @@ import pandas as pd
 
 from harness import format as fmt
 from harness.table import Column, Table, make_table, table
-from harness.tables._profiles import UNUSED, passes, profiled, short_name, total_ms
+from harness.tables._profiles import UNUSED, cases_of, passes, profiled, short_name, total_ms
 
 LEAST = 0.01
 
@@ -26,8 +26,8 @@ CAPTION = (
 @table("kernels")
 def build(frame: pd.DataFrame) -> Table | None:
     rows = []
-    for _, case in profiled(frame).drop_duplicates("case_id").iterrows():
-        rows += [{**case.to_dict(), **row} for row in _rows(case["kernel_profile"])]
+    for case in cases_of(profiled(frame)):
+        rows += [{**case, **row} for row in _rows(case["kernel_profile"])]
     if not rows:
         return None
     return make_table(
@@ -39,7 +39,7 @@ def build(frame: pd.DataFrame) -> Table | None:
         metrics=[
             Column(key="phase", header="phase"),
             Column(key="range", header="range"),
-            Column(key="short", header="kernel", raw=("kernel",)),
+            Column(key="short", header="kernel", raw=("kernel_name",)),
             Column(key="category", header="category"),
             Column(key="calls", header="calls", format=fmt.number),
             Column(key="ms", header="time (ms)", format=fmt.number),
@@ -57,7 +57,7 @@ def _rows(profile: dict[str, Any]) -> list[dict[str, Any]]:
         {
             "phase": f"{row['phase']}, again" if row["recomputed"] else row["phase"],
             "range": row["range"] or fmt.ABSENT,
-            "kernel": row["kernel"],
+            "kernel_name": row["kernel"],
             "short": short_name(row["kernel"]),
             "category": row["category"],
             **_numbers(row["calls"], row["total_ms"], count, whole),
@@ -68,7 +68,7 @@ def _rows(profile: dict[str, Any]) -> list[dict[str, Any]]:
         words = dict.fromkeys(("phase", "range", "category"), fmt.ABSENT)
         calls = sum(row["calls"] for row in small)
         numbers = _numbers(calls, total_ms(small), count, whole)
-        found.append({**words, "kernel": OTHERS, "short": OTHERS, **numbers})
+        found.append({**words, "kernel_name": OTHERS, "short": OTHERS, **numbers})
     return found
 
 

@@ -9,7 +9,7 @@ import pandas as pd
 from harness import format as fmt
 from harness.frame import MIB
 from harness.table import Column, Table, make_table, table
-from harness.tables._profiles import UNUSED
+from harness.tables._profiles import UNUSED, cases_of
 
 CAPTION = (
     "Bytes of what memory holds: by formula, in tensors, and at the peak. Parameters, gradients "
@@ -33,8 +33,8 @@ _PARTS = {
 def build(frame: pd.DataFrame) -> Table | None:
     cases = frame[frame["memory_profile"].notna() & (frame["status"] == "ok")]
     rows = []
-    for _, case in cases.drop_duplicates("case_id").iterrows():
-        rows += [{**case.to_dict(), **row} for row in _rows(case["memory_profile"])]
+    for case in cases_of(cases):
+        rows += [{**case, **row} for row in _rows(case["memory_profile"])]
     if not rows:
         return None
     return make_table(

@@ -49,7 +49,10 @@ def build(frame: pd.DataFrame) -> Table | None:
                 group="activations (GiB)",
             ),
             Column(
-                key="saved_measured", header="measured", format=fmt.number, group="activations (GiB)"
+                key="saved_measured",
+                header="measured",
+                format=fmt.number,
+                group="activations (GiB)",
             ),
             Column(key="stream", header="residual stream (MiB)", format=fmt.number),
         ],

@@ -7,9 +7,11 @@ from typing import Any
 import pandas as pd
 
 from harness import format as fmt
+from harness.profilers._categories import SMALL_ONES
 from harness.table import Column, Table, make_table, table
 from harness.tables._profiles import (
     UNUSED,
+    cases_of,
     passes,
     phases_of,
     profiled,
@@ -29,9 +31,9 @@ CAPTION = (
 @table("top_kernels")
 def build(frame: pd.DataFrame) -> Table | None:
     rows = []
-    for _, case in profiled(frame).drop_duplicates("case_id").iterrows():
+    for case in cases_of(profiled(frame)):
         for phase in phases_of(case["kernel_profile"]):
-            rows += [{**case.to_dict(), **row} for row in _top(case["kernel_profile"], phase)]
+            rows += [{**case, **row} for row in _top(case["kernel_profile"], phase)]
     if not rows:
         return None
     return make_table(
@@ -42,7 +44,7 @@ def build(frame: pd.DataFrame) -> Table | None:
         without=UNUSED,
         metrics=[
             Column(key="phase", header="phase"),
-            Column(key="short", header="kernel", raw=("kernel",)),
+            Column(key="short", header="kernel", raw=("kernel_name",)),
             Column(key="category", header="category"),
             Column(key="calls", header="calls", format=fmt.number),
             Column(key="ms", header="time (ms)", format=fmt.number),
@@ -57,6 +59,8 @@ def _top(profile: dict[str, Any], phase: str) -> list[dict[str, Any]]:
     whole, count = total_ms(kernels), passes(profile)
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for row in kernels:
+        if row["kernel"] == SMALL_ONES:
+            continue
         key = (row["kernel"], row["category"])
         mine = found.setdefault(key, {"calls": 0.0, "total_ms": 0.0})
         mine["calls"] += row["calls"]
@@ -65,7 +69,7 @@ def _top(profile: dict[str, Any], phase: str) -> list[dict[str, Any]]:
     return [
         {
             "phase": phase,
-            "kernel": kernel,
+            "kernel_name": kernel,
             "short": short_name(kernel),
             "category": category,
             "calls": sums["calls"] / count,

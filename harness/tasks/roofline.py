@@ -71,9 +71,7 @@ class Roofline(Task):
         bench.release_memory()
         dtype = getattr(torch, case.precision.compute)
         # Random bits: what is written costs power, and so clocks, by what it is.
-        source = torch.randint(
-            256, (self.copy_mib * MIB,), dtype=torch.uint8, device=bench.device
-        )
+        source = torch.randint(256, (self.copy_mib * MIB,), dtype=torch.uint8, device=bench.device)
         target = torch.zeros_like(source)
         shape = (self.matmul_size, self.matmul_size)
         left = torch.randn(shape, dtype=dtype, device=bench.device)
