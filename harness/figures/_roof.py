@@ -10,7 +10,7 @@ from harness import format as fmt
 
 MEASURED = (
     "The line is the device's roof as measured here: the rate of a large matmul, or the bandwidth "
-    "of a copy times the intensity."
+    "of a copy times the intensity, each in its fastest pass."
 )
 DATASHEET = (
     "The line is the device's roof by its datasheet: its dense peak, or its memory bandwidth times "
@@ -30,11 +30,12 @@ def with_measured_roof(frame: pd.DataFrame, rows: pd.DataFrame) -> tuple[pd.Data
     rows = rows.copy()
     copies, matmuls = (measured[measured["phase"] == name] for name in ("copy", "matmul"))
     bandwidth = (
-        (copies["work_bytes"].astype(float) / copies["median_ms"] / 1e6)
+        (copies["work_bytes"].astype(float) / copies["min_ms"] / 1e6)
         .groupby([copies["device_name"]])
         .max()
     )
-    rate = matmuls.groupby(keys)["tflops"].max()
+    flops = matmuls["work_flops"].astype(float) / matmuls["min_ms"] / 1e9
+    rate = flops.groupby([matmuls[key] for key in keys]).max()
     found = [
         (rate.get((name, compute, tf32), np.nan), bandwidth.get(name, np.nan))
         for name, compute, tf32 in zip(*(rows[key] for key in keys), strict=True)

@@ -24,15 +24,25 @@ RECORDED = "recorded step"
 _PYTHON_CALL = re.compile(r"(?P<file>.+)\((?P<line>\d+)\): (?P<name>.+)")
 
 
-def storages_in_use() -> dict[int, int]:
-    """Bytes of every CPU storage that a Python object refers to, by address."""
+def storages_in_use(kinds: frozenset[type]) -> dict[int, int]:
+    """Bytes of every CPU storage that a Python object refers to, by address.
+
+    Args:
+        kinds: classes of tensors. To ask each of a million objects would be a million calls for
+            the profiler to note; to look its class up is none.
+    """
+    tensors: list[Any] = [item for item in gc.get_objects() if type(item) in kinds]
     found = {}
-    for item in gc.get_objects():
-        # Looking at a proxy or at a lazy module may import or compute something.
-        if issubclass(type(item), Tensor) and item.device.type == "cpu":
-            storage = item.untyped_storage()
+    for tensor in tensors:
+        if tensor.device.type == "cpu":
+            storage = tensor.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
     return found
+
+
+def tensor_classes(base: type = Tensor) -> frozenset[type]:
+    """``base`` and all classes that are derived from it so far."""
+    return frozenset({base}).union(*map(tensor_classes, type.__subclasses__(base)))
 
 
 def record(step: Callable[[], None], names: tuple[str, ...]) -> tuple[dict[str, Any], list[Mark]]:
@@ -41,16 +51,17 @@ def record(step: Callable[[], None], names: tuple[str, ...]) -> tuple[dict[str, 
     Args:
         names: of the ranges that matter; PyTorch calls them annotations.
     """
+    kinds = tensor_classes()
     with torch.profiler.profile(
         activities=[ProfilerActivity.CPU], profile_memory=True, with_stack=True
     ) as observed:
         # Once more than looked at: the first calls that the profiler sees take it a while.
         step()
         gc.collect()
-        before = storages_in_use()
+        before = storages_in_use(kinds)
         with torch.profiler.record_function(RECORDED):
             step()
-        after = storages_in_use()
+    after = storages_in_use(kinds)
     events: list[tuple[int, int, int, list[dict[str, Any]]]] = []
     spans: list[tuple[str, int, int]] = []
     assert observed.profiler is not None, "it has run"

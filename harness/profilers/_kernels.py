@@ -11,10 +11,13 @@ rows      per phase, range, kernel and category, sums over steps and ranks: ``ca
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 from typing import Any
 
-from harness.profilers._categories import SMALL_ONES, category_of
+import numpy as np
+
+from harness.profilers._categories import SMALL_ONES, Cost, category_of
 from harness.profilers._ranges import place_of
 from harness.profilers._trace import STEP, Run, Trace, Windows, runs_of, windows_of
 
@@ -46,10 +49,10 @@ def summarise(trace: Trace, tool: str) -> dict[str, Any]:
 
 def _sums(runs: Iterable[Run], windows: Windows) -> dict[str, Any]:
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
-    busy: dict[str, list[tuple[float, float]]] = {}
+    numbers: dict[tuple[Any, ...], int] = {}
+    busy: dict[str, tuple[array[float], array[float]]] = {}
     phases: dict[str, dict[str, float]] = {}
-    calls: dict[int, list[tuple[dict[str, Any], float]]] = {}
-    costs: dict[int, Any] = {}
+    shares = _Shares()
     for run in runs:
         path = place_of(run.path)
         category = category_of(run.name, run.operator, run.phase, path)
@@ -59,23 +62,53 @@ def _sums(runs: Iterable[Run], windows: Windows) -> dict[str, Any]:
         row["calls"] += 1
         row["total_ms"] += run.duration_us / 1e3
         if run.cost is not None:
-            costs[run.operator_call] = run.cost
-            calls.setdefault(run.operator_call, []).append((row, run.duration_us))
+            number = numbers.setdefault(key, len(numbers))
+            shares.add(run.operator_call, number, run.duration_us, run.cost)
         for name in {run.phase or OUTSIDE, STEP}:
             total = phases.setdefault(name, {"kernel_ms": 0.0, "launches": 0})
             total["kernel_ms"] += run.duration_us / 1e3
             total["launches"] += 1
-            busy.setdefault(name, []).append((run.start_us, run.start_us + run.duration_us))
-    for call, shares in calls.items():
-        _share_cost(costs[call], shares)
+            starts, ends = busy.setdefault(name, (array("d"), array("d")))
+            starts.append(run.start_us)
+            ends.append(run.start_us + run.duration_us)
+    for key, (flops, moved) in zip(numbers, shares.by_row(len(numbers)), strict=True):
+        rows[key]["flops"], rows[key]["bytes"] = flops, moved
     steps = len(windows.steps)
     for name, total in phases.items():
-        total["busy_ms"] = _covered(busy[name]) / 1e3 / steps
+        total["busy_ms"] = _covered(*busy[name]) / 1e3 / steps
         total["wall_ms"] = _wall(windows, name) / 1e3 / steps
         total["kernel_ms"] /= steps
         total["launches"] /= steps
     named = [dict(zip(_KEY, key, strict=True)) | row for key, row in rows.items()]
     return {"phases": phases, "rows": _small_together(named)}
+
+
+class _Shares:
+    """Shares what each operator must do among the kernels that it launched, by their time."""
+
+    def __init__(self) -> None:
+        self._calls, self._rows = array("q"), array("q")
+        self._times, self._flops, self._bytes = array("d"), array("d"), array("d")
+
+    def add(self, call: int, row: int, duration_us: float, cost: Cost) -> None:
+        """A kernel of an operator's call, which must do ``cost`` in all."""
+        self._calls.append(call)
+        self._rows.append(row)
+        # One that took no time at all has a share still.
+        self._times.append(max(duration_us, 1e-6))
+        self._flops.append(cost.flops)
+        self._bytes.append(cost.bytes)
+
+    def by_row(self, num_rows: int) -> list[tuple[float, float]]:
+        """FLOPs and bytes of each row."""
+        times, rows = np.asarray(self._times), np.asarray(self._rows)
+        _, call = np.unique(np.asarray(self._calls), return_inverse=True)
+        share = times / np.bincount(call, weights=times)[call] if len(times) else times
+        sums = [
+            np.bincount(rows, weights=share * np.asarray(costs), minlength=num_rows)
+            for costs in (self._flops, self._bytes)
+        ]
+        return [(float(flops), float(moved)) for flops, moved in zip(*sums, strict=True)]
 
 
 def _small_together(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -98,22 +131,14 @@ def _add(rows: dict[tuple[Any, ...], dict[str, Any]], row: dict[str, Any]) -> No
         mine[name] = sum(values) if values else None
 
 
-def _share_cost(cost: Any, shares: list[tuple[dict[str, Any], float]]) -> None:
-    """Share what an operator must do among the kernels that it launched, by their time."""
-    whole = sum(duration for _, duration in shares)
-    for row, duration in shares:
-        share = duration / whole if whole else 1 / len(shares)
-        row["flops"] = (row["flops"] or 0.0) + cost.flops * share
-        row["bytes"] = (row["bytes"] or 0.0) + cost.bytes * share
-
-
-def _covered(spans: list[tuple[float, float]]) -> float:
+def _covered(starts: array[float], ends: array[float]) -> float:
     """Length of the union of spans."""
-    total, end = 0.0, float("-inf")
-    for start, stop in sorted(spans):
-        total += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    return total
+    start, end = np.asarray(starts), np.asarray(ends)
+    order = np.argsort(start, kind="stable")
+    start, end = start[order], end[order]
+    # Where everything before it has ended, until when.
+    before = np.concatenate([[start[0]], np.maximum.accumulate(end)[:-1]])
+    return float(np.maximum(0.0, end - np.maximum(start, before)).sum())
 
 
 def _wall(windows: Windows, name: str) -> float:
