@@ -64,7 +64,9 @@ def profile_memory(options: MemoryProfiler, case: Case, bench: Bench, program: P
         pickle.dump(snapshot, file)
     note = recorder.note | summarise(timeline, options)
     if isinstance(case.task, TrainStep) and case.model is not None:
-        note["predicted"] = asdict(case.task.predict(case))
+        predicted = asdict(case.task.predict(case))
+        predicted["optimizer_state"] *= case.parallel.optimizer_state_share
+        note["predicted"] = predicted
         parameter = next(iter(program.model.parameters())) if program.model is not None else None
         note["residual_stream_bytes"] = accounting.residual_stream_bytes(
             case.model,

@@ -2,10 +2,10 @@
 
 A trace of torch.profiler is JSON in Chrome's trace format, easily hundreds of megabytes. It is
 decoded one event at a time, and of each event a few numbers are kept: under 100 bytes, where
-the file has 300 to 500. A kernel belongs to the phase in which it was launched, and to the ranges around its
-launch; in the backward pass to those of the forward operator whose gradient it computes, which
-the trace links to it. On a CPU operators are the kernels, each with the time that it does not
-spend in others.
+the file has 300 to 500. A kernel belongs to the phase in which it was launched, and to the
+ranges around its launch; in the backward pass to those of the forward operator whose gradient
+it computes, which the trace links to it. On a CPU operators are the kernels, each with the time
+that it does not spend in others.
 """
 
 from __future__ import annotations

@@ -25,9 +25,11 @@ def build(frame: pd.DataFrame) -> Table | None:
         profile["peak_bytes"] / GIB if isinstance(profile, dict) else peak
         for profile, peak in zip(rows["memory_profile"], rows["peak_memory_gib"], strict=True)
     ]
+    unknown = rows["status"] != "ok"
     if rows["memory_profile"].notna().any():
         # Growth of the resident set beside what tensors hold would compare two things.
-        rows.loc[rows["memory_profile"].isna(), "peak_gib"] = float("nan")
+        unknown |= rows["memory_profile"].isna()
+    rows.loc[unknown, "peak_gib"] = float("nan")
     group = point_groups(rows, ["checkpoint"])
     rows = rows[group.isin(group[rows["checkpoint"] != "none"])]
     group = group[rows.index]

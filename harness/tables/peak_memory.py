@@ -66,7 +66,7 @@ def _numbers(row: pd.Series) -> dict[str, Any]:
         float("nan"),
     )
     found["predicted"] = row["predicted_memory_gib"]
-    if not isinstance(profile, dict):
+    if not isinstance(profile, dict) or row["status"] != "ok":
         return found
     found["measured"] = profile["peak_bytes"] / GIB
     found["ratio"] = found["predicted"] / found["measured"]
