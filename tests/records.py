@@ -268,7 +268,7 @@ def profile_examples(*, ms: float = 5.0, **fields: Any) -> list[Record]:
         "residual_stream_bytes": size,
         "tensor_bytes": {"parameters": size},
         "at_peak": {"parameters": size},
-        "predicted": {"parameters": 2**20, "saved": 2**20},
+        "predicted": {"parameters": 2**20, "saved": 2**21},
         "largest": [{"bytes": size, "category": "parameters", "where": ["head_under_score"]}],
         "phases": [["forward", 0.0, ms]],
         "times_ms": [0.0, ms],
