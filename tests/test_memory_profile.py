@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from profiles import TINY, case_of, rows_of, run, table_of
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from harness.figure import draw
 from harness.frame import build_frame
@@ -218,6 +219,13 @@ class TestOnACpu:
         addresses = {item.address for item in timeline.allocations if item.start < 0}
         assert held.untyped_storage().data_ptr() in addresses
 
+    def test_tensors_without_memory_hold_none(self) -> None:
+        with FakeTensorMode():
+            fake = torch.ones(1000)
+        snapshot, _ = _cpu_memory.record(lambda: None, ())
+        assert fake.numel() == 1000
+        assert snapshot["device_traces"] == [[]]
+
     def test_what_was_there_before_and_went_is_gone_at_the_end(self) -> None:
         held = [torch.ones(5000, dtype=torch.uint8) for _ in range(2)]
         snapshot, _ = _cpu_memory.record(held.pop, ())
@@ -251,6 +259,12 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Record]:
     return found
 
 
+def own_peak(profile: dict[str, Any]) -> int:
+    """Without what other tests of this process still hold."""
+    peak: int = profile["peak_bytes"] - profile["at_peak"]["other"]
+    return peak
+
+
 class TestPredictions:
     @pytest.mark.parametrize("name", CASES)
     def test_parameters_gradients_and_optimizer_to_the_byte(
@@ -273,13 +287,13 @@ class TestPredictions:
         profile = records[name].notes["memory_profile"]
         assert profile["predicted"]["saved"] == pytest.approx(profile["saved_bytes"], rel=0.05)
         whole = sum(records[name].notes["predicted_memory"].values())
-        assert whole == pytest.approx(profile["peak_bytes"], rel=0.05)
+        assert whole == pytest.approx(own_peak(profile), rel=0.05)
 
     def test_the_forward_pass_alone(self, records: dict[str, Record]) -> None:
         profile = records["forward"].notes["memory_profile"]
         assert set(profile["at_peak"]) == {"parameters", "temporaries", "other"}
         whole = sum(records["forward"].notes["predicted_memory"].values())
-        assert whole == pytest.approx(profile["peak_bytes"], rel=0.1)
+        assert whole == pytest.approx(own_peak(profile), rel=0.1)
 
     @pytest.mark.parametrize("name", [*CASES, "forward"])
     def test_sums_and_ends(self, records: dict[str, Record], name: str) -> None:
@@ -291,7 +305,10 @@ class TestPredictions:
         assert abs(totals[-1] - profile["start_bytes"]) <= 8
         kept = profile["tensor_bytes"]
         kept = kept["parameters"] + kept.get("optimizer state", 0)
-        assert kept <= totals[-1] < kept + 20_000
+        others = profile["series"]["other"][-1]
+        assert kept <= totals[-1] - others < kept + 20_000
+        # Tokens and targets, int64.
+        assert others >= 2 * 8 * 2 * 128
         assert len(profile["times_ms"]) <= 400
 
     def test_the_gradient_that_is_largest_has_its_name(self, records: dict[str, Record]) -> None:
@@ -309,7 +326,11 @@ class TestShown:
         peak = {row["mode"]: row for row in rows_of(table_of("peak_memory", *shown))}
         # 2 sequences of 128 tokens, 128 features of 4 bytes.
         assert {row["residual stream (MiB)"] for row in peak.values()} == {"0.125"}
-        assert peak["train_step"]["predicted / measured"] == "1.00×"  # noqa: RUF001
+        built = table_of("peak_memory", records["naive"]).rows.iloc[0]
+        predicted = sum(records["naive"].notes["predicted_memory"].values())
+        assert built["predicted"] == predicted / 2**30
+        found = records["naive"].notes["memory_profile"]["peak_bytes"]
+        assert built["ratio"] == pytest.approx(predicted / found)
         assert peak["forward"]["activations (GiB) measured"] == "–"  # noqa: RUF001
         parts = rows_of(table_of("memory_parts", *shown))
         exact = {row["part"] for row in parts if row["error (%)"] == "0"}
@@ -399,7 +420,8 @@ class TestPage:
         assert "KiB" in noted("tip")
         # Thinned, and it says so; the largest allocations with where they came from.
         assert "5 of 9 points are drawn, the peak and the largest" in seen
-        assert "6 of 6 allocations" in seen
+        # One category is hidden.
+        assert "5 of 6 allocations" in seen
         assert "models/transformer.py:7 forward" in seen
 
     def test_a_link_opens_a_zoomed_page(self, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ looked for among all tensors that Python knows.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import re
 from bisect import bisect_left
@@ -34,9 +35,11 @@ def storages_in_use(kinds: frozenset[type]) -> dict[int, int]:
     tensors: list[Any] = [item for item in gc.get_objects() if type(item) in kinds]
     found = {}
     for tensor in tensors:
-        if tensor.device.type == "cpu":
-            storage = tensor.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
+        # Those that torch.compile traces with have no memory, and say so by an error.
+        with contextlib.suppress(RuntimeError, NotImplementedError):
+            if tensor.device.type == "cpu":
+                storage = tensor.untyped_storage()
+                found[storage.data_ptr()] = storage.nbytes()
     return found
 
 

@@ -245,7 +245,7 @@ def keep(series: np.ndarray[Any, Any], limit: int) -> np.ndarray[Any, Any]:
     if len(total) <= limit:
         return np.arange(len(total))
     edges = np.linspace(0, len(total), max(1, (limit - 2) // 2) + 1).astype(int)
-    kept = {0, int(total.argmax())}
+    kept = {0}
     for start, end in itertools.pairwise(edges):
         kept |= {int(start + total[start:end].argmax()), int(end - 1)}
     return np.array(sorted(kept))
