@@ -225,6 +225,7 @@ class TestOnACpu:
         snapshot, _ = _cpu_memory.record(lambda: None, ())
         assert fake.numel() == 1000
         assert snapshot["device_traces"] == [[]]
+        assert 0 not in {segment["address"] for segment in snapshot["segments"]}
 
     def test_what_was_there_before_and_went_is_gone_at_the_end(self) -> None:
         held = [torch.ones(5000, dtype=torch.uint8) for _ in range(2)]

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.profiler import ProfilerActivity
 
 from harness.profilers._snapshot import Mark
@@ -35,7 +36,7 @@ def storages_in_use(kinds: frozenset[type]) -> dict[int, int]:
     tensors: list[Any] = [item for item in gc.get_objects() if type(item) in kinds]
     found = {}
     for tensor in tensors:
-        # Those that torch.compile traces with have no memory, and say so by an error.
+        # Wrappers of other tensors have no memory of their own, and say so by an error.
         with contextlib.suppress(RuntimeError, NotImplementedError):
             if tensor.device.type == "cpu":
                 storage = tensor.untyped_storage()
@@ -54,7 +55,7 @@ def record(step: Callable[[], None], names: tuple[str, ...]) -> tuple[dict[str, 
     Args:
         names: of the ranges that matter; PyTorch calls them annotations.
     """
-    kinds = tensor_classes()
+    kinds = tensor_classes() - tensor_classes(FakeTensor)
     with torch.profiler.profile(
         activities=[ProfilerActivity.CPU], profile_memory=True, with_stack=True
     ) as observed:
