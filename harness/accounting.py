@@ -9,7 +9,7 @@ against; hence arithmetic alone, without torch.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from harness.case import Case
@@ -43,6 +43,8 @@ class Footprint:
     """At the end of the backward pass, outside buffers."""
     optimizer_state: float
     activations: float
+    recomputed: float = 0.0
+    """Activations that a checkpointed block makes again while all gradients fill up."""
 
     @property
     def after_initialisation(self) -> float:
@@ -63,7 +65,9 @@ class Footprint:
             "gathered_parameters": self.gathered_parameters,
             "gradient_buffers": self.gradient_buffers,
             "optimizer_state": self.optimizer_state,
-            "gradients_or_activations": max(self.loose_gradients, self.activations),
+            "gradients_or_activations": max(
+                self.loose_gradients + self.recomputed, self.activations
+            ),
         }
         always = ("parameters", "optimizer_state", "gradients_or_activations")
         return {name: size for name, size in parts.items() if size or name in always}
@@ -77,18 +81,7 @@ def footprint(case: Case) -> Footprint:
     """Of a case of task=train_step; nothing that compiling saves is counted."""
     assert case.model is not None, "training steps have a model"
     strategy, precision = case.parallel, case.precision
-    whole = accounting.predict_memory(
-        case.model,
-        batch_size=case.batch_size,
-        # Each rank holds an equal part; what visits it in attention is small beside that.
-        seq_len=-(-case.seq_len // strategy.cp),
-        mode=cast(accounting.Mode, getattr(case.task, "mode", "train_step")),
-        attention_saves_scores=case.attention.keeps_scores(case.attention_problem),
-        param_bytes=DTYPE_BYTES[precision.parameters],
-        activation_bytes=DTYPE_BYTES[precision.compute],
-        autocast=precision.autocast is not None,
-        tp=strategy.tp,
-    )
+    whole = _of_one_data_rank(case)
     trains = whole.gradients > 0
     gathered = 0.0
     if strategy.parameter_share < 1:
@@ -103,6 +96,41 @@ def footprint(case: Case) -> Footprint:
         loose_gradients=whole.gradients * strategy.loose_gradients if trains else 0.0,
         optimizer_state=whole.optimizer_state * strategy.optimizer_state_share,
         activations=whole.activations,
+        recomputed=whole.recomputed,
+    )
+
+
+def step_memory(case: Case) -> accounting.MemoryPrediction:
+    """Memory of one rank in a training step, part by part, as the strategy divides it."""
+    whole, strategy = _of_one_data_rank(case), case.parallel
+    return replace(
+        whole,
+        parameters=whole.parameters * strategy.parameter_share,
+        gradients=whole.gradients * strategy.gradient_share,
+        optimizer_state=whole.optimizer_state * strategy.optimizer_state_share,
+    )
+
+
+def _of_one_data_rank(case: Case) -> accounting.MemoryPrediction:
+    """Of a rank whose weights, gradients and state nobody shares but tensor-parallel ranks."""
+    assert case.model is not None, "training steps have a model"
+    precision, checkpoint = case.precision, case.checkpoint
+    # Scores that are not kept for a backward pass are there for a moment all the same.
+    problem = replace(case.attention_problem, needs_grad=True)
+    return accounting.predict_memory(
+        case.model,
+        batch_size=case.batch_size,
+        # Each rank holds an equal part; what visits it in attention is small beside that.
+        seq_len=-(-case.seq_len // case.parallel.cp),
+        mode=cast(accounting.Mode, getattr(case.task, "mode", "train_step")),
+        attention_saves_scores=case.attention.keeps_scores(problem),
+        param_bytes=DTYPE_BYTES[precision.parameters],
+        activation_bytes=DTYPE_BYTES[precision.compute],
+        autocast=precision.autocast is not None,
+        tp=case.parallel.tp,
+        checkpoint_every=checkpoint.blocks if checkpoint is not None else None,
+        checkpoint_selective=checkpoint is not None and checkpoint.scope == "selective",
+        on_cpu=case.device == "cpu",
     )
 
 

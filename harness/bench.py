@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -143,6 +144,7 @@ class Bench:
         on_stage: Callable[[str], None] = lambda stage: None,
         rounds: int = 1,
         round_index: int = 0,
+        artifacts: Path | None = None,
     ) -> None:
         self.device = device
         self.rank = rank
@@ -154,6 +156,7 @@ class Bench:
         self._on_stage = on_stage
         self._rounds = rounds
         self._round_index = round_index
+        self._artifacts = artifacts
         self._baseline_rss = devices.resident_bytes()
 
     @property
@@ -170,6 +173,12 @@ class Bench:
         """Say what happens next: shown as progress, and named in an error."""
         self.current_stage = name
         self._on_stage(name)
+
+    def artifact(self, name: str) -> Path:
+        """Where a file called ``name`` goes that stays beside the case's record."""
+        assert self._artifacts is not None, "who profiles says where its files go"
+        self._artifacts.mkdir(parents=True, exist_ok=True)
+        return self._artifacts / name
 
     def vote(self, status: str = "ok") -> None:
         """Agree with the other ranks before a stage that needs them all.

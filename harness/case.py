@@ -11,9 +11,10 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any
 
+from harness.profiler import PROFILERS, Profiler
 from harness.task import TASKS, Task
 from kernels import BACKENDS, AttentionBackend, AttentionProblem
 from kernels.registry import JOINED_LATER, Registry
@@ -22,6 +23,7 @@ from parallel import STRATEGIES, Strategy
 
 DTYPES = ("float32", "bfloat16", "float16")
 COMPILE_SCOPES = ("none", "model", "block")
+CHECKPOINT_SCOPES = ("none", "block", "every_k", "selective")
 COMPILE_MODES = (
     "default",
     "reduce-overhead",
@@ -105,8 +107,39 @@ class Compile:
 
 
 @dataclass(kw_only=True, slots=True)
+class Checkpoint:
+    """Which activations are computed again in the backward pass; ``conf/checkpoint/*.yaml``."""
+
+    scope: str = "none"
+    """``none``, those of each ``block``, of ``every_k``-th block, or ``selective`` by operator."""
+    every: int = 2
+    """k of ``every_k``: of how many blocks one is checkpointed."""
+
+    def __post_init__(self) -> None:
+        require_choice("checkpoint.scope", self.scope, CHECKPOINT_SCOPES)
+        require_at_least("checkpoint.every", self.every, 1)
+        if self.scope != "every_k" and self.every != 2:
+            raise ValueError(
+                f"checkpoint.every={self.every}: counts blocks for checkpoint=every_k alone; "
+                "leave it out"
+            )
+
+    @property
+    def label(self) -> str:
+        return f"every_{self.every}" if self.scope == "every_k" else self.scope
+
+    @property
+    def blocks(self) -> int:
+        """Of how many blocks one is computed again, in whole or in part."""
+        return self.every if self.scope == "every_k" else 1
+
+
+@dataclass(kw_only=True, slots=True)
 class Case:
-    """What to measure. ``model`` and ``compile`` are None where the task has no use for them."""
+    """What to measure. Parts that the task has no use for are None.
+
+    ``checkpoint`` and ``profile`` are None as well where nothing is checkpointed or profiled.
+    """
 
     task: Task
     attention: AttentionBackend
@@ -118,6 +151,8 @@ class Case:
     device: str
     model: ModelConfig | None = None
     compile: Compile | None = None
+    checkpoint: Checkpoint | None = field(default=None, metadata={JOINED_LATER: True})
+    profile: Profiler | None = field(default=None, metadata={JOINED_LATER: True})
 
     def __post_init__(self) -> None:
         require_at_least("seq_len", self.seq_len, 1)
@@ -133,7 +168,20 @@ class Case:
             self.model = None
         if "compile" not in self.task.uses:
             self.compile = None
+        self._drop_what_does_nothing()
         self.task.validate(self)
+        if self.profile is not None:
+            self.profile.validate(self)
+
+    def _drop_what_does_nothing(self) -> None:
+        if "checkpoint" not in self.task.uses or (
+            self.checkpoint is not None and self.checkpoint.scope == "none"
+        ):
+            self.checkpoint = None
+        if "profile" not in self.task.uses or (
+            self.profile is not None and self.profile.name == "none"
+        ):
+            self.profile = None
 
     @property
     def world_size(self) -> int:
@@ -158,6 +206,10 @@ class Case:
             own["model"] = ModelConfig(**own["model"])
         if own["compile"] is not None:
             own["compile"] = Compile(**own["compile"])
+        if own.get("checkpoint") is not None:
+            own["checkpoint"] = Checkpoint(**own["checkpoint"])
+        if own.get("profile") is not None:
+            own["profile"] = PROFILERS[own["profile"]["name"]].target(**own["profile"])
         return cls(**own)
 
     @property
@@ -176,9 +228,13 @@ class Case:
         parts += [f"b{self.batch_size}", f"s{self.seq_len}"] if self.task.attends else []
         if self.compile is not None and self.compile.scope != "none":
             parts.append(f"compile_{self.compile.scope}")
+        if self.checkpoint is not None:
+            parts.append(f"checkpoint_{self.checkpoint.label}")
         parts += self.task.words()
         if self.parallel.world_size > 1:
             parts.append(_ranks(self.parallel))
+        if self.profile is not None:
+            parts.append(f"profile_{self.profile.name}")
         parts.append(self.device)
         text = "-".join(part for part in parts if part)
         return re.sub(r"[^A-Za-z0-9._-]+", "_", text)[:120]
@@ -192,6 +248,8 @@ class Case:
         words += [self.precision.name, getattr(self.task, "mode", None)]
         if self.compile is not None and self.compile.scope != "none":
             words.append(f"compile={self.compile.scope}")
+        if self.checkpoint is not None:
+            words.append(f"checkpoint={self.checkpoint.label}")
         words.append(f"batch {self.batch_size} x seq {self.seq_len}")
         if self.model is None:
             problem = self.attention_problem
@@ -202,6 +260,8 @@ class Case:
         words += self.task.words()
         if self.world_size > 1:
             words.append(f"{_ranks(self.parallel)} on {self.world_size} ranks")
+        if self.profile is not None:
+            words.append(f"profile={self.profile.name}")
         return " ".join(word for word in words if word)
 
 
@@ -235,9 +295,9 @@ def _defining(value: Any) -> Any:
     if not is_dataclass(value):
         return value
     return {
-        field.name: _defining(getattr(value, field.name))
-        for field in fields(value)
-        if JOINED_LATER not in field.metadata or getattr(value, field.name) != field.default
+        item.name: _defining(getattr(value, item.name))
+        for item in fields(value)
+        if JOINED_LATER not in item.metadata or getattr(value, item.name) != item.default
     }
 
 

@@ -30,6 +30,7 @@ from harness.config import (
     CASE_VALUES,
     CONF,
     GROUPS,
+    OPTIONAL_GROUPS,
     RUN_KEYS,
     Config,
     choices,
@@ -211,7 +212,7 @@ def _applicable(typed: Axes, axes: Axes) -> Axes:
     return {
         key: values
         for key, values in typed.items()
-        if _group(key) not in ("model", "compile") or _group(key) in uses
+        if _group(key) not in OPTIONAL_GROUPS or _group(key) in uses
     }
 
 

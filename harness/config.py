@@ -7,15 +7,21 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from harness.case import Compile, Precision
+from harness.case import Checkpoint, Compile, Precision
 from models.config import ModelConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "conf"
 SWEEPS = ROOT / "sweeps"
 
-GROUPS = ("task", "model", "attention", "precision", "compile", "parallel", "launcher")
+GROUPS = (
+    *("task", "model", "attention", "precision", "compile", "checkpoint", "profile"),
+    *("parallel", "launcher"),
+)
 """Keys that choose an implementation or a file; every other key is a value."""
+
+OPTIONAL_GROUPS = ("model", "compile", "checkpoint", "profile")
+"""Those that a task may have no use for."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -27,6 +33,8 @@ class Config:
     attention: Any
     precision: Precision
     compile: Compile
+    checkpoint: Checkpoint
+    profile: Any
     parallel: Any
     launcher: Any
     seq_len: int = 256
@@ -60,11 +68,12 @@ RUN_KEYS = (
 def registered_choices() -> dict[str, dict[str, Any]]:
     """The choices that code registers: by group and name, a structured config of each."""
     from harness.launcher import LAUNCHERS
+    from harness.profiler import PROFILERS
     from harness.task import TASKS
     from kernels import BACKENDS
     from parallel import STRATEGIES
 
-    registries: list[Any] = [TASKS, BACKENDS, STRATEGIES, LAUNCHERS]
+    registries: list[Any] = [TASKS, BACKENDS, PROFILERS, STRATEGIES, LAUNCHERS]
     return {
         registry.group: {
             entry.name: entry.target(name=entry.name, **entry.preset) for entry in registry

@@ -69,6 +69,31 @@ STRATEGY_COLOURS = {
 }
 """Of ways to train on several ranks, which no figure shows beside the others."""
 
+MEMORY_COLOURS = {
+    "parameters": "#0072B2",
+    "gradients": "#D55E00",
+    "optimizer state": "#009E73",
+    "activations": "#E69F00",
+    "temporaries": "#CC79A7",
+    "communication": "#56B4E9",
+    "other": "#999999",
+}
+"""Of what memory holds, from the bottom of a stack to its top."""
+
+KERNEL_COLOURS = {
+    "matmul": "#0072B2",
+    "attention": "#E69F00",
+    "softmax": "#D55E00",
+    "normalisation": "#009E73",
+    "elementwise": "#56B4E9",
+    "reduction": "#CC79A7",
+    "copy": "#DDCC77",
+    "optimizer": "#882255",
+    "communication": "#332288",
+    "other": "#999999",
+}
+"""Of what kernels do, from the first in a bar to the last."""
+
 _FALLBACK_COLOURS = ("#44AA99", "#CC6677", "#117733", "#661100", "#6699CC", "#888888")
 
 _MARKERS = "osD^vPX<>p*hd8"

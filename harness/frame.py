@@ -105,6 +105,7 @@ CASE_COLUMNS = [
     *("balance", "balance_layout", "balance_ranks"),
     *("collective", "size_mib", "size_bytes", "wrong_elements"),
     *("audit", "accumulation", "case", "rank_memory", "traffic", "communication_accounting"),
+    *("checkpoint", "profile", "kernel_profile", "memory_profile"),
 ]
 
 
@@ -164,7 +165,14 @@ def _case_row(record: Record, names: _Names) -> tuple[Any, ...]:
         notes.get("audit"),
         {**task, **notes["accumulation"]} if "accumulation" in notes else None,
         *(case, record.memory, notes.get("traffic"), notes.get("communication_accounting")),
+        *(_checkpoint(case), (case.get("profile") or {}).get("name", "none")),
+        *(notes.get("kernel_profile"), notes.get("memory_profile")),
     )
+
+
+def _checkpoint(case: dict[str, Any]) -> str:
+    values = case.get("checkpoint") or {"scope": "none"}
+    return f"every {values['every']}" if values["scope"] == "every_k" else str(values["scope"])
 
 
 def _phase_rows(index: int, record: Record) -> list[tuple[Any, ...]]:

@@ -129,6 +129,15 @@ POINTS: dict[str, Point] = {
         header="compile mode",
         describe=lambda value: "" if value == "default" else f"compile mode {value}",
     ),
+    "checkpoint": Point(
+        header="checkpointing",
+        describe=lambda value: "" if value == "none" else f"checkpointing {value}",
+        rank=_rank_in(("none", "selective", "every 3", "every 2", "block")),
+    ),
+    "profile": Point(
+        header="profile",
+        describe=lambda value: "" if value == "none" else f"profile {value}",
+    ),
     "call_compiled": Point(
         header="torch.compile",
         describe=lambda value: "attention through torch.compile" if value else "",
@@ -188,7 +197,7 @@ SHAPE_POINTS = ("head_dim", "num_heads", "num_kv_heads", "causal", "kv_len", "la
 """Given by the model in a training step, and by the task when attention is measured alone."""
 
 
-WITHOUT_MODEL = ("attention", "flop_balance", "collectives")
+WITHOUT_MODEL = ("attention", "flop_balance", "collectives", "roofline")
 """Tasks that give the shape of the attention call themselves."""
 
 OBSERVED = ("memory_source",)

@@ -143,6 +143,7 @@ class Runner:
                 device=case.device,
                 world_size=case.world_size,
                 logs=self.options.results / "logs",
+                profiles=self.options.results / "profiles",
                 vote_timeout_s=self.options.vote_timeout_s,
                 timeout_s=self.options.timeout_s,
             )

@@ -38,8 +38,15 @@ AD_HOC = Sweep(
     name="run",
     title="Measurements",
     about="Cases chosen on the command line.",
-    tables=["summary", "attention_summary", "comparison", "cases"],
-    figures=["step_time", "attention_scaling"],
+    tables=[
+        *("summary", "attention_summary", "comparison", "cases", "checkpointing"),
+        *("kernel_phases", "kernel_categories", "top_kernels", "kernels", "attention_parts"),
+        *("peak_memory", "memory_parts", "largest_allocations", "device_roof"),
+    ],
+    figures=[
+        *("step_time", "attention_scaling", "kernel_shares", "kernel_roofline"),
+        "memory_timeline",
+    ],
     scales={"full": [{}]},
 )
 """What a command without ``sweeps=`` runs: one grid, given by its own keys."""

@@ -40,7 +40,7 @@ class Task:
     name: str
 
     uses: ClassVar[frozenset[str]] = frozenset()
-    """Optional parts of a case that this task reads: of ``model`` and ``compile``."""
+    """Optional parts of a case that it reads: model, compile, checkpoint, profile."""
     attends: ClassVar[bool] = True
     """Whether it makes attention calls; where not, ``attention=`` changes nothing."""
 

@@ -89,7 +89,8 @@ class Worker:
         self._send(event="ready", environment=devices.environment(self.device))
         for line in sys.stdin:
             job = json.loads(line)
-            outcome = self.measure(Case.from_dict(job["case"]), job["rounds"], job["round"])
+            case = Case.from_dict(job["case"])
+            outcome = self.measure(case, job["rounds"], job["round"], Path(job["artifacts"]))
             outcomes, healthy = self._gather(outcome)
             if self.rank == 0 or not healthy:
                 results = [asdict(item) for item in outcomes]
@@ -99,7 +100,9 @@ class Worker:
                 self._events.flush()
                 os._exit(1)
 
-    def measure(self, case: Case, rounds: int, round_index: int) -> Outcome:
+    def measure(
+        self, case: Case, rounds: int, round_index: int, artifacts: Path | None = None
+    ) -> Outcome:
         """Measure one case on this rank; whatever happens becomes the outcome's status."""
         self._forget_last_case(case)
         bench = Bench(
@@ -110,6 +113,7 @@ class Worker:
             on_stage=lambda stage: self._send(event="stage", stage=stage),
             rounds=rounds,
             round_index=round_index,
+            artifacts=artifacts,
         )
         outcome = bench.outcome
         try:
@@ -123,6 +127,8 @@ class Worker:
                         outcome.notes["attention_choice"] = chosen
                 with bench.compile_watch.watching():
                     case.task.run(case, bench)
+                    if case.profile is not None and bench.in_last_round:
+                        case.profile.after(case, bench)
         except PeerFailed:
             # The peer that failed has voted already; its outcome tells why.
             return outcome
@@ -203,6 +209,10 @@ def why_unsupported(case: Case) -> str | None:
         return "TF32 exists on CUDA devices only"
     if case.task.compiles(case):
         reason = why_not_compile(case.device)
+        if reason is not None:
+            return reason
+    if case.profile is not None:
+        reason = case.profile.supports(case)
         if reason is not None:
             return reason
     return case.attention.supports(case.attention_problem) if case.task.attends else None

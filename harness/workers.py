@@ -60,10 +60,18 @@ class WorkerGroup:
     """``world_size`` worker processes on this host, started together and ended together."""
 
     def __init__(
-        self, *, device: str, world_size: int, logs: Path, vote_timeout_s: float, timeout_s: float
+        self,
+        *,
+        device: str,
+        world_size: int,
+        logs: Path,
+        profiles: Path,
+        vote_timeout_s: float,
+        timeout_s: float,
     ) -> None:
         self.device = device
         self.world_size = world_size
+        self._profiles = profiles
         self.environments: list[dict[str, Any]] = []
         self._ranks: list[_Rank] = []
         self._selector = selectors.DefaultSelector()
@@ -142,7 +150,9 @@ class WorkerGroup:
         on_stage: Callable[[str], None],
     ) -> Reply:
         """Measure one case and wait for its result, a rank's death, or the time limit."""
-        line = json.dumps({"case": case.to_dict(), "rounds": rounds, "round": round_index})
+        job = {"case": case.to_dict(), "rounds": rounds, "round": round_index}
+        # A worker may be told from elsewhere than where it works.
+        line = json.dumps(job | {"artifacts": str((self._profiles / case.id).resolve())})
         reply = Reply()
         for rank in self._ranks:
             rank.stage = "start"

@@ -7,10 +7,12 @@ the square of the sequence: the cost that the other backends exist to avoid.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kernels.backend import AttentionBackend, AttentionProblem, attention_backend
+from kernels.ranges import RangeMaker, named_range
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +32,7 @@ class Naive(AttentionBackend):
         return problem.needs_grad
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
-        return explicit_softmax_attention(q, k, v, causal, scale)
+        return explicit_softmax_attention(q, k, v, causal, scale, named_range)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
@@ -67,13 +69,25 @@ class Naive(AttentionBackend):
 
 
 def explicit_softmax_attention(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float,
+    marks: RangeMaker = contextlib.nullcontext,
 ) -> Tensor:
-    """q [B, H, S, D], k and v [B, H_kv, S_k, D] -> o [B, H, S, D]; a pure function of tensors."""
+    """q [B, H, S, D], k and v [B, H_kv, S_k, D] -> o [B, H, S, D]; a pure function of tensors.
+
+    ``marks`` makes ranges for profilers; torch.compile has none to trace.
+    """
     group_size = q.shape[1] // k.shape[1]
-    scores = masked_scores(q, _expand_heads(k, group_size), causal, scale)
-    # Under autocast softmax gives float32; the second matmul needs one dtype on both sides.
-    return scores.softmax(dim=-1).to(v.dtype) @ _expand_heads(v, group_size)
+    with marks("scores"):
+        scores = masked_scores(q, _expand_heads(k, group_size), causal, scale)
+    with marks("softmax"):
+        # Under autocast softmax gives float32; the second matmul needs one dtype on both sides.
+        probabilities = scores.softmax(dim=-1).to(v.dtype)
+    with marks("final matmul"):
+        return probabilities @ _expand_heads(v, group_size)
 
 
 def masked_scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:

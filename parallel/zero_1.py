@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 @strategy("zero_1")
 @dataclass(kw_only=True, slots=True)
 class Zero1Strategy(PartsStrategy, BucketedDDPStrategy):
-    """:class:`parallel.data_parallel.Zero1` over the data ranks, with as much communication as DDP."""
+    """:class:`parallel.data_parallel.Zero1` over the data ranks; sends as much as DDP."""
 
     def wrap(self, model: nn.Module) -> nn.Module:
         from parallel.data_parallel import Zero1

@@ -275,6 +275,63 @@ def audit_examples() -> list[Record]:
     return [audit, addition]
 
 
+def profile_examples(*, ms: float = 5.0, **fields: Any) -> list[Record]:
+    """Records of every kind that tables about profiles are made of; all of them took ``ms``."""
+    rows = [
+        {
+            "phase": phase,
+            "range": f"block/attention/{innermost}",
+            "kernel": f"void at::native::{innermost}_kernel<4, at::native::SomeFunctor<float> >",
+            "category": category,
+            "recomputed": phase == "backward",
+            "calls": 24.0,
+            "total_ms": ms,
+            "flops": 1e9 * ms,
+            "bytes": 1e8 * ms,
+        }
+        for phase in PASSES
+        for innermost, category in (("scores", "matmul"), ("softmax", "softmax"))
+    ]
+    phase = {"kernel_ms": ms, "busy_ms": ms, "wall_ms": ms, "launches": 48.0}
+    kernels = {"tool": "torch", "unit": "kernel", "steps": 2, "ranks": 1, "rows": rows}
+    kernels["phases"] = dict.fromkeys((*PASSES, "step"), phase)
+    size = int(ms * 2**20)
+    memory = {
+        "source": "cuda",
+        "peak_bytes": size,
+        "saved_bytes": size,
+        "residual_stream_bytes": size,
+        "tensor_bytes": {"parameters": size},
+        "at_peak": {"parameters": size},
+        "predicted": {"parameters": 2**20, "saved": 2**21},
+        "largest": [{"bytes": size, "category": "parameters", "where": ["head_under_score"]}],
+        "phases": [["forward", 0.0, ms]],
+        "times_ms": [0.0, ms],
+        "series": {"parameters": [size, size]},
+        "peak_ms": ms,
+    }
+    notes: dict[str, dict[str, Any]] = {
+        "torch": {"kernel_profile": kernels},
+        "memory": {"memory_profile": memory},
+    }
+    status = fields.get("status", "ok")
+    found = []
+    for profile, checkpoint in (("torch", None), ("memory", None), ("memory", "block")):
+        phases = {name: [[ms, ms]] for name in (*PASSES, "step")}
+        record = make_record(samples_ms=phases, notes=notes[profile], **fields)
+        record.case["profile"] = {"name": profile}
+        record.case["checkpoint"] = {"scope": checkpoint or "none", "every": 2}
+        record.case_id = f"profile-{profile}-{checkpoint}-{status}"
+        found.append(record)
+    roof = make_record(
+        task="attention", mode="forward", samples_ms={"copy": [[ms]], "matmul": [[ms]]}, **fields
+    )
+    roof.case["task"] = {"name": "roofline", "copy_mib": 1024, "matmul_size": 8192}
+    roof.case_id = f"roofline-{status}"
+    roof.work["copy"]["bytes"] = 1e9
+    return [*found, roof]
+
+
 def write_plan(
     results: Path,
     label: str,

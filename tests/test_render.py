@@ -24,6 +24,7 @@ from records import (
     make_record,
     make_split_record,
     make_strategy_record,
+    profile_examples,
     split_examples,
     write_plan,
 )
@@ -316,6 +317,8 @@ class TestTables:
             make_collective_record("all_reduce", ranks=2, size_mib=10, ms=9.5),
             make_accounting_record(),
             *audit_examples(),
+            *profile_examples(),
+            *profile_examples(ms=777.7, status="wrong", message="off"),
         ]
         table = build_table(name, build_frame(cases))
         assert table is not None
@@ -423,7 +426,7 @@ class TestTables:
         assert ",oom," in second
 
     def test_terminal_fits_100_columns(self, records: list[Record]) -> None:
-        records = [*records, *split_examples(), *audit_examples()]
+        records = [*records, *split_examples(), *audit_examples(), *profile_examples()]
         for name in TABLES.names():
             table = build_table(name, build_frame(records))
             assert table is not None
@@ -445,7 +448,7 @@ class TestLatex:
             make_record(seed=seed, status="failed", message="a_b & 50% # $ ^ ~ \\ {x} <é>")
             for seed in range(1, 50)
         ]
-        records = [*records, *split_examples(), *audit_examples()]
+        records = [*records, *split_examples(), *audit_examples(), *profile_examples()]
         frames = {"small": build_frame(records), "long": build_frame([*records, *many])}
         paper = [r"\documentclass{article}\usepackage{booktabs,graphicx,longtable}"]
         paper.append(r"\begin{document}")
@@ -472,7 +475,7 @@ class TestLatex:
 
 class TestSweep:
     def test_every_file_and_a_complete_report(self, records: list[Record], tmp_path: Path) -> None:
-        records = [*records, *split_examples(), *audit_examples()]
+        records = [*records, *split_examples(), *audit_examples(), *profile_examples()]
         store = write_results(tmp_path, records, figures=FIGURES, missing=["planned-0123456789"])
         (store.folder / "broken-aaaaaaaaaa.json").write_text("{", encoding="utf-8")
         found, problems = store.load()

@@ -11,9 +11,9 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from harness import format as fmt
 from harness.figure import CaptionedFigure, colour, figure, label_line_ends, marker
 from harness.figures._panels import log_ticks, panels, whole_calls
+from harness.figures._roof import draw_roof, with_measured_roof
 from harness.points import attention_rank
 
 CAPTION = (
@@ -21,9 +21,6 @@ CAPTION = (
     "its arithmetic intensity: FLOPs by the formula over the fewest bytes that any kernel must "
     "move, so that backends of one shape stand above one another; both axes logarithmic."
 )
-
-ROOF = "The line is the device's roof: its dense peak, or its memory bandwidth times the intensity."
-NO_ROOF = "No roof is drawn: the peak of this device is unknown."
 
 WIDTH_IN, HEIGHT_IN = 4.9, 3.3
 
@@ -39,10 +36,10 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     rows = whole_calls(frame)
     if (rows["tflops"].isna() | rows["flops_per_byte"].isna()).all():
         return None
+    rows, roof = with_measured_roof(frame, rows)
     figure, drawn, common = panels(
         rows, SHAPES, width_in=WIDTH_IN, height_in=HEIGHT_IN, share_y=True
     )
-    has_roof = rows[["peak_tflops", "memory_bandwidth_gb_s"]].notna().all(axis=1).any()
     rates = [_draw(axis, group) for axis, group in drawn]
     top = np.nanmax(rows[["tflops", "peak_tflops"]])
     drawn[0][0].set_ylim(top=HEADROOM * top)
@@ -52,7 +49,7 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
         right = axis.get_xlim()[1]
         ends = [(right, rate, name, colour(name)) for name, rate in last.items()]
         label_line_ends(axis, ends, HEIGHT_IN - 0.9)
-    words = (CAPTION, ROOF if has_roof else NO_ROOF, common)
+    words = (CAPTION, roof, common)
     return CaptionedFigure(caption=" ".join(filter(None, words)), figure=figure)
 
 
@@ -63,9 +60,7 @@ def _draw(axis: Axes, rows: pd.DataFrame) -> dict[str, float]:
     known = rows.dropna(subset=["peak_tflops", "memory_bandwidth_gb_s"])
     if len(known):
         first = known.iloc[0]
-        low, high = _draw_roof(
-            axis, first["peak_tflops"], first["memory_bandwidth_gb_s"], low, high
-        )
+        low, high = draw_roof(axis, first["peak_tflops"], first["memory_bandwidth_gb_s"], low, high)
     last: dict[str, float] = {}
     for name in sorted(rows["attention"].unique(), key=attention_rank):
         mine = rows[(rows["attention"] == name) & rows["tflops"].notna()]
@@ -89,32 +84,3 @@ def _draw(axis: Axes, rows: pd.DataFrame) -> dict[str, float]:
     if axis.get_subplotspec().is_first_col():  # type: ignore[union-attr]
         axis.set_ylabel("TFLOP/s")
     return last
-
-
-def _draw_roof(
-    axis: Axes, peak_tflops: float, bandwidth_gb_s: float, low: float, high: float
-) -> tuple[float, float]:
-    """Draw the roof over an x range that shows its ridge; returns the range."""
-    ridge = peak_tflops * 1e3 / bandwidth_gb_s
-    low, high = min(low, ridge / 4), max(high, ridge * 4)
-    x = np.array([low, ridge, high])
-    axis.plot(x, np.minimum(peak_tflops, x * bandwidth_gb_s / 1e3), color="#444444", linewidth=1)
-    axis.annotate(
-        f"{fmt.number(peak_tflops)} TFLOP/s",
-        (ridge, peak_tflops),
-        xytext=(2, 3),
-        textcoords="offset points",
-        ha="left",
-        fontsize=7,
-        color="#444444",
-    )
-    axis.annotate(
-        f"{fmt.number(bandwidth_gb_s)} GB/s",
-        (low, low * bandwidth_gb_s / 1e3),
-        xytext=(12, -8),
-        textcoords="offset points",
-        ha="left",
-        fontsize=7,
-        color="#444444",
-    )
-    return low, high

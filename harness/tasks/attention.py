@@ -7,8 +7,9 @@ apart and together. The batch is dense, or packed: its sequences end to end.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from harness.case import Case, require_at_least, require_choice
 from harness.task import Task, Work, task
@@ -53,6 +54,8 @@ class Attention(Task):
     """Untimed passes before measuring."""
     measure_steps: int = 100
     """Timed passes."""
+
+    uses: ClassVar[frozenset[str]] = frozenset({"profile"})
 
     def validate(self, case: Case) -> None:
         require_choice("task.mode", self.mode, MODES)
@@ -238,6 +241,7 @@ class Attention(Task):
             bench.measure(
                 forward, warmup=self.warmup_steps, passes=self.measure_steps, flush_cache=True
             )
+            _profile(case, bench, forward)
             return
 
         bench.note_before_backward(attend, inputs=(q, k, v), baseline=baseline)
@@ -253,3 +257,12 @@ class Attention(Task):
         bench.measure(
             forward_backward, warmup=self.warmup_steps, passes=self.measure_steps, flush_cache=True
         )
+        _profile(case, bench, forward_backward)
+
+
+def _profile(case: Case, bench: Bench, step: Callable[[PhaseTimer], None]) -> None:
+    """Look at the call where the case asks for it, once it is measured."""
+    if case.profile is not None and bench.in_last_round:
+        from harness.program import Program
+
+        case.profile.run(case, bench, Program(step=step))

@@ -19,6 +19,7 @@ from harness.accounting import footprint, sent_bytes, traffic_bytes
 from harness.case import Case, require_at_least, require_choice
 from harness.task import Task, Work, task
 from kernels import AttentionProblem
+from kernels.ranges import named_range
 from models import accounting
 from models.config import ModelConfig
 from parallel.context_parallel import SequenceParallelAttention
@@ -47,13 +48,23 @@ class TrainStep(Task):
     measure_steps: int = 10
     """Timed steps."""
 
-    uses: ClassVar[frozenset[str]] = frozenset({"model", "compile"})
+    uses: ClassVar[frozenset[str]] = frozenset({"model", "compile", "checkpoint", "profile"})
 
     def validate(self, case: Case) -> None:
         require_choice("task.mode", self.mode, MODES)
         require_at_least("task.warmup_steps", self.warmup_steps, 0)
         require_at_least("task.measure_steps", self.measure_steps, 1)
         _require_divisible(case)
+        if case.checkpoint is not None and self.mode == "forward":
+            raise ValueError(
+                f"checkpoint={case.checkpoint.scope}: task.mode=forward keeps no activations that "
+                "could be computed again; leave it out"
+            )
+        if case.checkpoint is not None and case.checkpoint.blocks > _model(case).num_layers:
+            raise ValueError(
+                f"checkpoint.every={case.checkpoint.every}: checkpoints no block of "
+                f"model.num_layers={_model(case).num_layers}; must be at most that"
+            )
 
     def num_passes(self) -> int:
         return self.warmup_steps + self.measure_steps
@@ -128,6 +139,7 @@ class TrainStep(Task):
 
         from harness.bench import WrongResult
         from harness.check import autocast, check_call
+        from harness.program import Program
         from harness.step_memory import MemoryNotes, note_first_step
         from harness.step_trace import note_timeline
         from harness.step_traffic import note_traffic
@@ -165,7 +177,8 @@ class TrainStep(Task):
                 torch.compiler.cudagraph_mark_step_begin()
             with timer.phase("forward"), torch.set_grad_enabled(trains), autocast(case):
                 logits = model(batch.tokens, batch.positions)
-                loss = loss_of(logits, batch.targets, batch.num_targets)
+                with named_range("loss"):
+                    loss = loss_of(logits, batch.targets, batch.num_targets)
                 # Else they would stay for the backward pass, which needs them no more.
                 del logits
             last_loss = loss.detach()
@@ -184,6 +197,9 @@ class TrainStep(Task):
         if together and trains and self.warmup_steps:
             note_first_step(bench, step, MemoryNotes(bench, model, optimizer, baseline))
         bench.measure(step, warmup=self.warmup_steps, passes=self.measure_steps, whole_step="step")
+        if case.profile is not None and bench.in_last_round:
+            program = Program(step=step, model=module, optimizer=optimizer)
+            case.profile.run(case, bench, program)
         assert last_loss is not None
         losses = bench.gather(float(last_loss))
         # Ranks that share sequences have parts of one loss, and others have losses of their own.
@@ -244,6 +260,11 @@ def _build_model(case: Case, attention: Attention, device: torch.device) -> nn.M
     model = Transformer(_model(case), attention, device="meta" if splits else device, dtype=dtype)
     if splits:
         split_transformer(model, case.parallel.tp_mesh(), device)
+    if case.checkpoint is not None:
+        from models.checkpointing import checkpoint_blocks
+
+        selective = case.checkpoint.scope == "selective"
+        checkpoint_blocks(model, every=case.checkpoint.blocks, selective=selective)
     assert case.compile is not None, "train_step uses compile"
     mode = None if case.compile.mode == "default" else case.compile.mode
     if case.compile.scope == "model":

@@ -1,0 +1,82 @@
+"""``profile=torch``: kernels by phase, range and category from torch.profiler.
+
+On a GPU its kernels, on a CPU its operators. The Chrome trace stays beside the record, one file
+for each rank, for chrome://tracing or ui.perfetto.dev.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from harness.profiler import Profiler, profiler, require_steps
+
+if TYPE_CHECKING:
+    from harness.bench import Bench
+    from harness.case import Case
+    from harness.program import Program
+
+
+@profiler("torch")
+@dataclass(kw_only=True, slots=True)
+class TorchProfiler(Profiler):
+    """Kernel tables from torch.profiler."""
+
+    steps: int = 2
+    """Profiled steps, after one more that warms up the profiler."""
+
+    def validate(self, case: Case) -> None:
+        require_steps("profile.steps", self.steps)
+
+    def run(self, case: Case, bench: Bench, program: Program) -> None:
+        import torch
+        from torch.profiler import ProfilerActivity, record_function
+
+        from harness.profilers._kernels import add_attention_costs, merge, summarise
+        from harness.profilers._ranges import RangeTimer, ranges_on
+        from harness.profilers._trace import STEP, WARM_UP, read_chrome_trace
+
+        bench.stage("profiling")
+        activities = [ProfilerActivity.CPU]
+        if bench.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        timer = RangeTimer(bench.device, record_function)
+        compiled = case.attention.compiles or case.task.compiles(case)
+        with (
+            ranges_on(program.model, record_function, compiled=compiled),
+            torch.profiler.profile(activities=activities, record_shapes=True) as observed,
+        ):
+            for index in range(1 + self.steps):
+                bench.barrier()
+                with record_function(STEP if index else WARM_UP):
+                    program.step(timer)
+                    bench.synchronize()
+        bench.stage("reading the profile")
+        path = bench.artifact(f"kernels-rank{bench.rank}.trace.json.gz")
+        observed.export_chrome_trace(str(path))
+        del observed
+        summary = summarise(read_chrome_trace(path), "torch")
+        add_attention_costs(summary["rows"], attention_costs(case, self.steps))
+        bench.outcome.notes["kernel_profile"] = merge(bench.gather(summary))
+
+
+def attention_costs(case: Case, steps: int) -> dict[tuple[str, bool], tuple[float, float]]:
+    """FLOPs and bytes of all attention calls of a rank, by phase and whether it is repeated."""
+    from kernels import accounting
+
+    problem = case.attention_problem
+    if problem.packed:
+        return {}
+    layers = case.model.num_layers if case.model is not None else 1
+    again = layers // case.checkpoint.blocks if case.checkpoint is not None else 0
+    forward = (accounting.forward_flops(problem), accounting.forward_bytes(problem))
+    backward = (accounting.backward_flops(problem), accounting.backward_bytes(problem))
+    parts = {
+        ("forward", False): (forward, layers),
+        ("backward", False): (backward, layers),
+        ("backward", True): (forward, again),
+    }
+    return {
+        key: (flops * calls * steps / problem.cp, moved * calls * steps / problem.cp)
+        for key, ((flops, moved), calls) in parts.items()
+    }

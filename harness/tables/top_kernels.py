@@ -1,0 +1,81 @@
+"""The kernels that take longest: question (b) of the CS336 text's problem nsys_profile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+
+from harness import format as fmt
+from harness.profilers._categories import SMALL_ONES
+from harness.table import Column, Table, make_table, table
+from harness.tables._profiles import (
+    UNUSED,
+    cases_of,
+    passes,
+    phases_of,
+    profiled,
+    rows_of,
+    short_name,
+    total_ms,
+)
+
+MOST = 3
+
+CAPTION = (
+    f"The {MOST} kernels with most time in each phase, wherever in the model they ran: calls and "
+    "time per step and rank, and their share of the phase's kernel time."
+)
+
+
+@table("top_kernels")
+def build(frame: pd.DataFrame) -> Table | None:
+    rows = []
+    for case in cases_of(profiled(frame)):
+        for phase in phases_of(case["kernel_profile"]):
+            rows += [{**case, **row} for row in _top(case["kernel_profile"], phase)]
+    if not rows:
+        return None
+    return make_table(
+        caption=CAPTION,
+        rows=pd.DataFrame(rows),
+        lead=["model", "seq_len"],
+        keep=["model"],
+        without=UNUSED,
+        metrics=[
+            Column(key="phase", header="phase"),
+            Column(key="short", header="kernel", raw=("kernel_name",)),
+            Column(key="category", header="category"),
+            Column(key="calls", header="calls", format=fmt.number),
+            Column(key="ms", header="time (ms)", format=fmt.number),
+            Column(key="mean_us", header="mean (µs)", format=fmt.number),
+            Column(key="share", header="share (%)", format=fmt.percent),
+        ],
+    )
+
+
+def _top(profile: dict[str, Any], phase: str) -> list[dict[str, Any]]:
+    kernels = rows_of(profile, phase)
+    whole, count = total_ms(kernels), passes(profile)
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in kernels:
+        if row["kernel"] == SMALL_ONES:
+            continue
+        key = (row["kernel"], row["category"])
+        mine = found.setdefault(key, {"calls": 0.0, "total_ms": 0.0})
+        mine["calls"] += row["calls"]
+        mine["total_ms"] += row["total_ms"]
+    longest = sorted(found.items(), key=lambda item: (-item[1]["total_ms"], item[0]))[:MOST]
+    return [
+        {
+            "phase": phase,
+            "kernel_name": kernel,
+            "short": short_name(kernel),
+            "category": category,
+            "calls": sums["calls"] / count,
+            "ms": sums["total_ms"] / count,
+            "mean_us": 1e3 * sums["total_ms"] / sums["calls"],
+            "share": sums["total_ms"] / whole if whole else 0.0,
+        }
+        for (kernel, category), sums in longest
+    ]

@@ -1,0 +1,61 @@
+"""Runs a case in this process and makes a record of it, as tests of profiles need."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from harness.bench import Bench
+from harness.case import Case
+from harness.compose import compose_request
+from harness.frame import build_frame
+from harness.record import Phase, Record
+from harness.table import Table, build_table
+
+SHORT = ("task.warmup_steps=1", "task.measure_steps=1")
+TINY = ("model=tiny", "model.num_layers=2", "seq_len=32", "batch_size=2", *SHORT)
+
+
+def case_of(*arguments: str, device: str = "cpu") -> Case:
+    (case,) = compose_request([*arguments, f"device={device}"]).cases
+    return case
+
+
+def run(case: Case, artifacts: Path) -> Record:
+    """What a worker would record of the case."""
+    torch.manual_seed(case.seed)
+    # Small shapes: threads that wait for each other would take most of the time.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    bench = Bench(device=torch.device(case.device), artifacts=artifacts)
+    try:
+        case.task.run(case, bench)
+    finally:
+        torch.set_num_threads(threads)
+    outcome = bench.outcome
+    return Record(
+        case_id=case.id,
+        case=case.to_dict(),
+        status="ok",
+        notes={**outcome.notes, "predicted_memory": case.task.predicted_memory(case)},
+        memory=[outcome.memory],
+        phases={
+            name: Phase(clock=outcome.clocks[name], samples_ms=[samples])
+            for name, samples in outcome.samples_ms.items()
+        },
+        work={name: asdict(work) for name, work in case.task.work(case).items()},
+        environment={"device_name": "Example"},
+    )
+
+
+def table_of(name: str, *records: Record) -> Table:
+    built = build_table(name, build_frame(records))
+    assert built is not None
+    return built
+
+
+def rows_of(built: Table) -> list[dict[str, str]]:
+    headers = [item.full_header for item in built.columns]
+    return [dict(zip(headers, cells, strict=True)) for cells in built.cells()]
