@@ -516,7 +516,7 @@ class TestTask:
             assert notes["loss"] == pytest.approx(
                 bench.outcome.notes["loss"], rel=1e-3 if low else 1e-6
             )
-            assert notes["agreements"] == (3 if case.precision.grad_scaler else 0)
+            assert (notes["agreements"] > 0) == case.precision.grad_scaler
 
     def test_a_rank_has_its_share_of_heads_and_work(self) -> None:
         one, two = case_of(), case_of("parallel.tp=2")
@@ -532,15 +532,18 @@ class TestTask:
         assert "-ddp_naive2-cp2-tp2-" in three.slug
 
     def test_parameters_and_state_of_a_rank_by_hand(self) -> None:
-        """All but the five norms of 32 is halved; state is two moments, shared by data ranks."""
+        """All but the five norms of 32 is halved; state is two moments, shared by data ranks.
+
+        And the counts of steps of 21 tensors.
+        """
         case = case_of("parallel.tp=2")
         block = 32 * (32 + 16 + 16 + 32) + 3 * 32 * 48
         own = (2 * 24 * 32 + 2 * block) // 2 + 5 * 32
         predicted = case.task.predicted_memory(case)
         assert predicted["parameters"] == 4 * own
-        assert predicted["optimizer_state"] == 8 * own
+        assert predicted["optimizer_state"] == 8 * own + 4 * 21
         shared = case_of("parallel=sharded_optimizer", "parallel.dp=2", "parallel.tp=2")
-        assert shared.task.predicted_memory(shared)["optimizer_state"] == 4 * own
+        assert shared.task.predicted_memory(shared)["optimizer_state"] == 4 * own + 2 * 21
 
 
 AXES = ("dp", "cp", "tp")

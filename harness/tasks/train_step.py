@@ -194,12 +194,11 @@ class TrainStep(Task):
             model.zero_grad(set_to_none=True)
 
         # Without warm-up nothing may run before what is measured.
-        if together and trains and self.warmup_steps:
+        warmup = self.warmup_steps
+        if together and trains and warmup:
             note_first_step(bench, step, MemoryNotes(bench, model, optimizer, baseline))
-        bench.measure(step, warmup=self.warmup_steps, passes=self.measure_steps, whole_step="step")
-        if case.profile is not None and bench.in_last_round:
-            program = Program(step=step, model=module, optimizer=optimizer)
-            case.profile.run(case, bench, program)
+            warmup -= 1
+        bench.measure(step, warmup=warmup, passes=self.measure_steps, whole_step="step")
         assert last_loss is not None
         losses = bench.gather(float(last_loss))
         # Ranks that share sequences have parts of one loss, and others have losses of their own.
@@ -207,6 +206,10 @@ class TrainStep(Task):
         bench.outcome.notes["loss"] = loss
         if not abs(loss) < float("inf"):
             raise WrongResult(f"the loss of the last step is {loss}")
+        # What follows takes steps of its own.
+        if case.profile is not None and bench.in_last_round:
+            program = Program(step=step, model=module, optimizer=optimizer)
+            case.profile.run(case, bench, program)
         if together and trains and bench.in_last_round:
             note_traffic(bench, step)
             note_timeline(bench, step)
