@@ -24,7 +24,7 @@ bench: install ## measure attention backends and model sizes on this machine
 	$(BIN)/attnbench sweeps=quickstart results=$(RESULTS)
 
 test: install ## run the tests that need nothing but a CPU
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadscope
 
 test-gpu: install ## run the tests that need CUDA devices
 	$(BIN)/python -m pytest -m "gpu or multigpu"

@@ -87,7 +87,7 @@ class MemoryNotes:
 
 def note_first_step(bench: Bench, step: Callable[[Any], None], notes: MemoryNotes) -> None:
     """Take a first step and record its memory, and its time as that of the first pass."""
-    bench.stage("first step")
+    bench.stage("warm-up")
     bench.barrier()
     started = time.perf_counter()
     step(notes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,12 @@ import torch
 ROOT = Path(__file__).parents[1]
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Commands on one device take turns, by a lock in the folder of temporary files; those of
+    # tests that run at the same time are not to wait for each other.
+    os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="attnbench-tests-")
+    tempfile.tempdir = None
 
 if not torch.cuda.is_available():
     # Read once, when triton is imported: its kernels then run on a CPU, slowly.
