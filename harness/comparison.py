@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import pandas as pd
 
 from harness.points import POINTS
 from harness.stats import median_ratios, verdict
 from harness.table import point_groups
+from parallel import STRATEGIES
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -62,6 +63,28 @@ def fullest_mode(frame: pd.DataFrame) -> pd.DataFrame:
     rank = frame["mode"].map({mode: index for index, mode in enumerate(_MODES)}).fillna(0)
     fullest = rank.groupby(point_groups(frame, ["mode"])).transform("min")
     return frame[rank == fullest]
+
+
+def compare_with_peers(frame: pd.DataFrame) -> pd.DataFrame:
+    """Strategies against those that they name as their peers, where options of both are equal."""
+    found = [frame.iloc[:0]]
+    options = [dict(case["parallel"]) for case in frame["case"]]
+    kinds = pd.Series([option["name"] for option in options], index=frame.index, dtype=object)
+    for kind in sorted(set(kinds) & set(STRATEGIES.names())):
+        own = STRATEGIES[kind].target
+        if own.peer is None:
+            continue
+        names = {field.name for field in fields(own)} - {"name"}
+        shared = sorted(names & {field.name for field in fields(STRATEGIES[own.peer].target)})
+        alike = pd.Series(
+            [repr([option.get(name) for name in shared]) for option in options], index=frame.index
+        )
+        for _, rows in frame[kinds.isin([kind, own.peer])].groupby(alike, sort=True):
+            peers = rows[kinds[rows.index] == own.peer]["strategy"].unique()
+            if len(peers) == 1 and len(rows["strategy"].unique()) > 1:
+                axis = replace(AXES["strategy"], baseline=peers[0], needs_baseline=True)
+                found.append(compare(rows, axis))
+    return pd.concat(found, ignore_index=True)
 
 
 def compare(frame: pd.DataFrame, axis: Axis) -> pd.DataFrame:

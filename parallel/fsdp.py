@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from parallel._fully_sharded import FullyShardedStrategy
 from parallel.strategy import strategy
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 @dataclass(kw_only=True, slots=True)
 class FSDPStrategy(FullyShardedStrategy):
     """:class:`parallel.data_parallel.FSDP` over the data ranks."""
+
+    peer: ClassVar[str | None] = "fsdp_torch"
 
     replicate_below: int = 2**15
     """Parameters of fewer elements, such as norms, are whole on every rank."""

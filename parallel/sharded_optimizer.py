@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from parallel.ddp_bucketed import BucketedDDPStrategy
 from parallel.strategy import strategy
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 @dataclass(kw_only=True, slots=True)
 class ShardedOptimizerStrategy(BucketedDDPStrategy):
     """:class:`parallel.data_parallel.ShardedOptimizer`: updated parameters are broadcast."""
+
+    peer: ClassVar[str | None] = "zero_redundancy_torch"
 
     @property
     def optimizer_state_share(self) -> float:

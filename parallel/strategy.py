@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kernels.registry import Registry, joined_later
 
@@ -40,6 +40,9 @@ class Strategy:
     """Ranks of the context-parallel mesh axis: each holds a part of every sequence."""
     tp: int = joined_later(1)
     """Ranks of the tensor-parallel mesh axis: each holds a part of every large weight."""
+
+    peer: ClassVar[str | None] = None
+    """Another strategy whose time tables hold this one's against, besides PyTorch's DDP."""
 
     def __post_init__(self) -> None:
         for axis in ("dp", "cp", "tp"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from parallel._parts import PartsStrategy
 from parallel.ddp_bucketed import BucketedDDPStrategy
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 @dataclass(kw_only=True, slots=True)
 class Zero2Strategy(PartsStrategy, BucketedDDPStrategy):
     """:class:`parallel.data_parallel.Zero2` over the data ranks."""
+
+    peer: ClassVar[str | None] = "ddp_bucketed"
 
     @property
     def gradient_share(self) -> float:

@@ -390,6 +390,31 @@ class TestTables:
         assert row["std (ms)"] == "52.0"
         assert row["first/median"] == "10.0×"
 
+    def test_strategies_are_compared_with_their_peers_too(self) -> None:
+        """Of the same options alone: 4 ms against 6 and, with small buckets, 3 against 9."""
+        cases = [
+            make_strategy_record("ddp_torch", ms=2.0),
+            make_strategy_record("ddp_bucketed", ms=6.0),
+            make_strategy_record("zero_1", ms=4.0),
+            make_strategy_record("zero_1", ms=3.0, bucket_size_mb=1.0),
+            make_strategy_record("ddp_bucketed", ms=9.0, bucket_size_mb=1.0),
+            make_strategy_record("zero_2", ms=8.0, bucket_size_mb=2.0),
+        ]
+        table = build_table("comparison", build_frame(cases))
+        assert table is not None
+        rows = table.rows
+        rows = rows[rows["phase"] == "step"]
+        found = {
+            (row.strategy, row.baseline): row.ratio
+            for row in rows.itertuples()
+            if row.baseline != "ddp_torch"
+        }
+        assert found == {
+            ("zero_1", "ddp_bucketed"): pytest.approx(1.5),
+            ("zero_1(bucket_size_mb=1.0)", "ddp_bucketed(bucket_size_mb=1.0)"): pytest.approx(3),
+        }
+        assert set(rows[rows["baseline"] == "ddp_torch"]["strategy"]) >= {"zero_1", "ddp_bucketed"}
+
     def test_comparison(self, records: list[Record]) -> None:
         table = build_table("comparison", build_frame(records))
         row = cells_of(table, model="small", precision="bf16")

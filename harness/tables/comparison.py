@@ -2,8 +2,8 @@
 
 Among cases equal in everything but the attention backend (or what torch.compile is applied
 to, or how ranks train together), each is compared with the baseline: naive attention (or no
-compilation, or PyTorch's DDP). Where naive did
-not finish, the next backend in the tables' order stands in, and the row names it.
+compilation, or PyTorch's DDP, and what else a strategy names as its peer). Where naive did not
+finish, the next backend in the tables' order stands in, and the row names it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import pandas as pd
 
 from harness import format as fmt
-from harness.comparison import AXES, comparable, compare
+from harness.comparison import AXES, comparable, compare, compare_with_peers
 from harness.table import Column, Table, make_table, marks_of, table
 
 CAPTION = (
@@ -26,8 +26,10 @@ def build(frame: pd.DataFrame) -> Table | None:
     candidates = comparable(frame)
     by_attention = compare(candidates, AXES["attention"])
     by_compile = compare(candidates, AXES["compile_scope"]).assign(baseline="uncompiled")
-    by_strategy = compare(candidates[candidates["world_size"] > 1], AXES["strategy"])
-    parts = [part for part in (by_attention, by_compile, by_strategy) if not part.empty]
+    split = candidates[candidates["world_size"] > 1]
+    by_strategy = compare(split, AXES["strategy"])
+    by_peer = compare_with_peers(split)
+    parts = [part for part in (by_attention, by_compile, by_strategy, by_peer) if not part.empty]
     if not parts:
         return None
     kept = {"attention": by_attention, "compile_scope": by_compile, "strategy": by_strategy}
