@@ -222,6 +222,8 @@ class TestOnACpu:
     def test_tensors_without_memory_hold_none(self) -> None:
         with FakeTensorMode():
             fake = torch.ones(1000)
+        empty = torch.empty(0)
+        assert empty.data_ptr() == 0
         snapshot, _ = _cpu_memory.record(lambda: None, ())
         assert fake.numel() == 1000
         assert snapshot["device_traces"] == [[]]

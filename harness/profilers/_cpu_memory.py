@@ -40,7 +40,9 @@ def storages_in_use(kinds: frozenset[type]) -> dict[int, int]:
         with contextlib.suppress(RuntimeError, NotImplementedError):
             if tensor.device.type == "cpu":
                 storage = tensor.untyped_storage()
-                found[storage.data_ptr()] = storage.nbytes()
+                # Empty ones, and those of tensors that others stand for, are nowhere.
+                if storage.data_ptr():
+                    found[storage.data_ptr()] = storage.nbytes()
     return found
 
 
