@@ -26,7 +26,7 @@ SEED = 336
 SAME_WITHIN = 0.01
 """Medians closer than this are called the same, however narrow the interval."""
 
-STATISTICS = ("median_ms", "iqr_ms", "mean_ms", "std_ms", "min_ms")
+STATISTICS = ("median_ms", "q1_ms", "q3_ms", "iqr_ms", "mean_ms", "std_ms", "min_ms")
 
 
 def slowest_rank(samples_ms: Sequence[Sequence[float]]) -> list[float]:
@@ -64,6 +64,7 @@ def summarise(series: Sequence[Sequence[float]]) -> dict[str, Floats]:
     for rows, stacked in _by_length(series):
         first, middle, third = np.quantile(stacked, [0.25, 0.5, 0.75], axis=1)
         result["median_ms"][rows] = middle
+        result["q1_ms"][rows], result["q3_ms"][rows] = first, third
         result["iqr_ms"][rows] = third - first
         result["mean_ms"][rows] = stacked.mean(axis=1)
         result["min_ms"][rows] = stacked.min(axis=1)

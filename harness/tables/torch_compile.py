@@ -5,7 +5,17 @@ from __future__ import annotations
 import pandas as pd
 
 from harness import format as fmt
-from harness.table import Column, Table, make_table, per_case, speedup_over, table, time_column
+from harness.findings import sentence, span
+from harness.table import (
+    Column,
+    Table,
+    finding,
+    make_table,
+    per_case,
+    speedup_over,
+    table,
+    time_column,
+)
 
 CAPTION = (
     "Compiled against uncompiled: median times, and the speed-up over the same point without "
@@ -50,3 +60,17 @@ def build(frame: pd.DataFrame) -> Table | None:
             Column(key="recompilations", header="recompilations", format=fmt.integer, detail=True),
         ],
     )
+
+
+@finding("torch_compile")
+def say(rows: pd.DataFrame) -> str | None:
+    parts = []
+    words = {"forward": "forward pass", "step": "step"}
+    for (task, scope), part in rows.groupby(["task", "compile_scope"]):
+        compiled = part["attention"] == "compiled" if scope == "none" else part["attention"].notna()
+        phase = "forward" if part["step_speedup"].isna().all() else "step"
+        gains = part.loc[compiled, f"{phase}_speedup"].dropna()
+        if len(gains) and not (scope == "none" and task != "attention"):
+            what = "attention alone" if task == "attention" else f"the {scope}"
+            parts.append(f"compiling {what} makes the {words[phase]} {span(gains)} as fast")
+    return sentence(*parts)
