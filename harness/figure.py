@@ -63,6 +63,9 @@ _FALLBACK_COLOURS = ("#44AA99", "#CC6677", "#117733", "#661100", "#6699CC", "#88
 
 _MARKERS = "osD^vPX<>p*hd8"
 
+ON_BAR_LIGHT, ON_BAR_DARK = "#FFFFFE", "#000001"
+"""Text on a coloured bar: not quite white and black, which a dark page would exchange."""
+
 STYLE: dict[str, Any] = {
     "axes.grid": True,
     "axes.axisbelow": True,

@@ -10,7 +10,14 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from harness import format as fmt
-from harness.figure import CaptionedFigure, colour, figure, mixed_with_white
+from harness.figure import (
+    ON_BAR_DARK,
+    ON_BAR_LIGHT,
+    CaptionedFigure,
+    colour,
+    figure,
+    mixed_with_white,
+)
 from harness.figures._split_panels import ACROSS, calls_by_panel
 from harness.findings import listed, percent_span, sentence
 from harness.tables._split import COMPUTE
@@ -86,7 +93,7 @@ def _draw(axis: Axes, row: pd.Series) -> None:
                     ha="center",
                     va="center",
                     fontsize=6,
-                    color="white" if phase == "forward" else "black",
+                    color=ON_BAR_LIGHT if phase == "forward" else ON_BAR_DARK,
                 )
     axis.set_title(f"{row['scheme']}, {row['transport']}", loc="left", fontsize=8, pad=3)
     axis.set_yticks(range(len(ranks)), [f"rank {index}" for index in range(len(ranks))])
