@@ -33,6 +33,9 @@ DARK_PAGE = "#15181c"
 CONTRAST = 3.2
 """Least contrast of a line with the dark page; WCAG 2.1 asks 3 of graphics."""
 
+FURNITURE = frozenset(("#000000", "#222222", "#444444", "#cccccc", "#dddddd", "#ffffff"))
+"""Greys of text, axes, grid and paper; any other colour stands for data."""
+
 MAX_CHOICES = 12
 """A column that names the point gets a list to choose from up to this many values."""
 
@@ -166,10 +169,10 @@ def _figure(item: NumberedFigure, colours: set[str]) -> str:
 
 @cache
 def on_dark(tint: str) -> str:
-    """The colour on a dark page: greys are turned round, and dark hues lightened."""
+    """The colour on a dark page: ink and paper change places, dark data are lightened."""
     red, green, blue = to_rgb(tint)
     hue, lightness, saturation = colorsys.rgb_to_hls(red, green, blue)
-    if red == green == blue:
+    if tint in FURNITURE:
         # White becomes the page, black nearly white, and what lies between keeps its order.
         page, ink = to_rgb(DARK_PAGE), 0.93
         return to_hex([ink + (channel - ink) * lightness for channel in page])
@@ -218,7 +221,8 @@ def _summary(record: Record) -> dict[str, Any]:
             samples = [float(f"{value:.4g}") for value in series[:MAX_SAMPLES]]
     facts: dict[str, str] = {}
     peaks = [
-        rank.get("peak_allocated_bytes") or rank.get("peak_rss_bytes") for rank in record.memory
+        rank.get("peak_allocated_bytes") or rank.get("peak_rss_bytes") or 0
+        for rank in record.memory
     ]
     if any(peaks):
         facts["peak memory (GiB)"] = fmt.number(max(peaks) / GIB)

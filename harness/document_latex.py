@@ -7,6 +7,7 @@ the rest is.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -21,7 +22,7 @@ from harness.table import Column
 
 TEXT_WIDTH_MM = 174
 
-MAX_WIDTH_MM = 240
+MAX_WIDTH_MM = 300
 """By a generous estimate; what is wider than the text is scaled down to it."""
 
 ROWS_PER_BLOCK = 44
@@ -96,8 +97,7 @@ def _breakable(command: str) -> str:
 def _table(item: NumberedTable) -> Iterator[str]:
     cells = item.table.cells()
     blocks = list(_column_blocks(item.table.columns, cells))
-    for part, start in enumerate(range(0, min(len(cells), MAX_ROWS), ROWS_PER_BLOCK)):
-        rows = cells[start : min(start + ROWS_PER_BLOCK, MAX_ROWS)]
+    for part, rows in enumerate(_row_blocks(cells[:MAX_ROWS])):
         for place, columns in enumerate(blocks):
             yield r"\begin{table}[H]\centering"
             if part == place == 0:
@@ -117,6 +117,14 @@ def _table(item: NumberedTable) -> Iterator[str]:
         yield rf"\textit{{{escape(item.finding)}}}\par"
 
 
+def _row_blocks(cells: list[list[str]]) -> Iterator[list[list[str]]]:
+    """Blocks of about equal length, so that none is left with a line or two."""
+    count = max(1, -(-len(cells) // ROWS_PER_BLOCK))
+    size = -(-len(cells) // count)
+    for start in range(0, max(1, len(cells)), max(1, size)):
+        yield cells[start : start + size]
+
+
 def _column_blocks(columns: list[Column], cells: list[list[str]]) -> Iterator[list[int]]:
     """Indices of the columns of each block; those that name the row are in all of them."""
     widths = []
@@ -125,13 +133,16 @@ def _column_blocks(columns: list[Column], cells: list[list[str]]) -> Iterator[li
         widths.append(CHARACTER_MM * longest + COLUMN_GAP_MM)
     named = [index for index, column in enumerate(columns) if column.point]
     base = sum(widths[index] for index in named)
-    block, width = list(named), base
+    total = sum(widths) - base
+    # As few blocks as fit, each about as wide as the others.
+    count = max(1, math.ceil(total / max(1.0, MAX_WIDTH_MM - base)))
+    block, width = list(named), 0.0
     for index, column in enumerate(columns):
         if column.point:
             continue
-        if len(block) > len(named) and width + widths[index] > MAX_WIDTH_MM:
+        if len(block) > len(named) and width + widths[index] / 2 > total / count:
             yield block
-            block, width = list(named), base
+            block, width = list(named), 0.0
         block.append(index)
         width += widths[index]
     yield block

@@ -57,7 +57,8 @@ def phase_bars(frame: pd.DataFrame, category: str, caption: str) -> CaptionedFig
             axis.set_xlabel("median time (ms)")
     present = [phase for phase in PHASES if rows[f"{phase}_status"].notna().any()]
     handles = [
-        Patch(facecolor=mixed_with_white("black", PHASES[phase]), label=phase) for phase in present
+        Patch(facecolor=mixed_with_white(colour("naive"), PHASES[phase]), label=phase)
+        for phase in present
     ]
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles))
     return CaptionedFigure(
