@@ -176,7 +176,7 @@ def on_dark(tint: str) -> str:
         # White becomes the page, black nearly white, and what lies between keeps its order.
         page, ink = to_rgb(DARK_PAGE), 0.93
         return to_hex([ink + (channel - ink) * lightness for channel in page])
-    while contrast(to_hex((red, green, blue)), DARK_PAGE) < CONTRAST and saturation < 1:
+    while contrast(to_hex((red, green, blue)), DARK_PAGE) < CONTRAST and lightness < 1:
         lightness += 0.02
         red, green, blue = colorsys.hls_to_rgb(hue, lightness, saturation)
     return to_hex((red, green, blue))

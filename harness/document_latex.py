@@ -34,7 +34,7 @@ _PREAMBLE = r"""\documentclass[10pt]{article}
 \usepackage[T1]{fontenc}
 \IfFileExists{lmodern.sty}{\usepackage{lmodern}}{}
 \usepackage[a4paper,margin=18mm]{geometry}
-\usepackage{booktabs,graphicx,float}
+\usepackage{array,booktabs,graphicx,float}
 \usepackage[hidelinks]{hyperref}
 \setlength{\parindent}{0pt}
 \setlength{\parskip}{4pt plus 1pt}
@@ -163,9 +163,9 @@ def _figure(item: NumberedFigure) -> Iterator[str]:
 
 def _closing(document: Document) -> Iterator[str]:
     yield r"\section*{Environment}"
-    yield r"\begin{tabular}{@{}lp{0.72\linewidth}@{}}\toprule"
+    yield r"\begin{tabular}{@{}p{0.25\linewidth}p{0.7\linewidth}@{}}\toprule"
     for name, value in document.environment:
-        yield rf"{escape(name)} & {escape(value)} \\"
+        yield rf"\raggedright {escape(name)} & \raggedright\arraybackslash {escape(value)} \\"
     yield r"\bottomrule\end{tabular}"
     yield r"\section*{Method}"
     yield r"\begin{description}\setlength{\itemsep}{0pt}"

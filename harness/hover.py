@@ -48,7 +48,7 @@ def _of_axes(axes: Axes) -> Iterator[Spot]:
     for line in axes.get_lines():
         if line.get_marker() in ("None", "none", "", " ", None) or not _named(line.get_label()):
             continue
-        for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True):  # type: ignore[arg-type]
+        for x, y in _data(line):
             words = (title, line.get_label(), _value(axes.xaxis, x), _value(axes.yaxis, y))
             yield _about(axes, x, y, words)
     for container in axes.containers:
@@ -58,6 +58,10 @@ def _of_axes(axes: Axes) -> Iterator[Spot]:
             yield from _bars(axes, container, title)
         elif isinstance(container, ErrorbarContainer):
             yield from _error_bars(axes, container, title)
+
+
+def _data(line: Any) -> list[tuple[float, float]]:
+    return [(float(x), float(y)) for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)]
 
 
 def _bars(axes: Axes, container: BarContainer, title: str) -> Iterator[Spot]:
@@ -83,7 +87,7 @@ def _bars(axes: Axes, container: BarContainer, title: str) -> Iterator[Spot]:
 def _error_bars(axes: Axes, container: ErrorbarContainer, title: str) -> Iterator[Spot]:
     line, _, intervals = container.lines
     segments = intervals[0].get_segments()
-    for x, y, segment in zip(line.get_xdata(), line.get_ydata(), segments, strict=True):
+    for (x, y), segment in zip(_data(line), segments, strict=True):
         low, high = segment[0][0], segment[1][0]
         interval = f"95% interval: {fmt.number(low)} to {fmt.number(high)}"
         label = str(container.get_label())

@@ -12,7 +12,7 @@ from matplotlib.patches import Patch
 from harness import format as fmt
 from harness.comparison import fullest_mode
 from harness.figure import CaptionedFigure, colour, describe, mixed_with_white, panel_key
-from harness.findings import say_fastest, say_out_of_memory, sentence
+from harness.findings import percent_span, say_fastest, say_out_of_memory, sentence
 from harness.points import POINTS, sort_by_points
 from harness.table import per_case
 
@@ -65,10 +65,19 @@ def phase_bars(frame: pd.DataFrame, category: str, caption: str) -> CaptionedFig
         caption=f"{caption} {QUARTILES} {common}".strip(),
         figure=figure,
         finding=sentence(
-            say_fastest(rows, "step_median_ms", columns),
+            say_fastest(rows, "step_median_ms", columns) or _largest_part(rows),
             say_out_of_memory(rows, category),
         ),
     )
+
+
+def _largest_part(rows: pd.DataFrame) -> str | None:
+    """Which phase most of a step's time goes into."""
+    shares = rows[[f"{phase}_median_ms" for phase in PHASES]].median()
+    if shares.isna().all():
+        return None
+    phase = str(shares.idxmax()).removesuffix("_median_ms")
+    return f"{phase} takes {percent_span([shares.max() / shares.sum()])} of the time (median)"
 
 
 def _draw(
