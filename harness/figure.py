@@ -217,21 +217,26 @@ def draw_spread(
 
 
 def mark_out_of_memory(axes: Axes, crosses: Iterable[tuple[float, str]]) -> None:
-    """A cross for each (x, name) in the name's colour, side by side just above the frame."""
+    """A cross for each (x, name) in the name's colour, side by side just above the frame.
+
+    A name that has no line to be written at is written beside its cross.
+    """
+    drawn = {line.get_label() for line in axes.get_lines()}
     by_x: dict[float, list[str]] = {}
     for x, name in dict.fromkeys(crosses):
         by_x.setdefault(x, []).append(name)
     for x, names in by_x.items():
         for place, name in enumerate(names):
+            known = any(str(label).startswith(name) for label in drawn)
             axes.annotate(
-                fmt.TIMES,
+                fmt.TIMES if known else f"{fmt.TIMES} {name}",
                 (x, 1.0),
                 xycoords=axes.get_xaxis_transform(),
                 xytext=(7 * (place - (len(names) - 1) / 2), 4),
                 textcoords="offset points",
                 ha="center",
                 va="center",
-                fontsize=11,
+                fontsize=11 if known else 7,
                 fontweight="bold",
                 color=colour(name),
             )

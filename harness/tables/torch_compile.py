@@ -65,12 +65,16 @@ def build(frame: pd.DataFrame) -> Table | None:
 @finding("torch_compile")
 def say(rows: pd.DataFrame) -> str | None:
     parts = []
-    words = {"forward": "forward pass", "step": "step"}
-    for (task, scope), part in rows.groupby(["task", "compile_scope"]):
-        compiled = part["attention"] == "compiled" if scope == "none" else part["attention"].notna()
+    alone = (rows["task"] == "attention") & (rows["attention"] != "naive")
+    for name, part in rows[alone].groupby("attention"):
+        gains = part["forward_speedup"].dropna()
+        if len(gains):
+            parts.append(f"{name} attention alone is {span(gains)} as fast as naive forward")
+    compiled = (rows["task"] != "attention") & (rows["compile_scope"] != "none")
+    for scope, part in rows[compiled].groupby("compile_scope"):
         phase = "forward" if part["step_speedup"].isna().all() else "step"
-        gains = part.loc[compiled, f"{phase}_speedup"].dropna()
-        if len(gains) and not (scope == "none" and task != "attention"):
-            what = "attention alone" if task == "attention" else f"the {scope}"
-            parts.append(f"compiling {what} makes the {words[phase]} {span(gains)} as fast")
+        gains = part[f"{phase}_speedup"].dropna()
+        if len(gains):
+            words = {"forward": "forward pass", "step": "step"}[phase]
+            parts.append(f"compiling the {scope} makes the {words} {span(gains)} as fast")
     return sentence(*parts)
