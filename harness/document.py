@@ -116,6 +116,7 @@ def collect(folders: Sequence[Path]) -> Document:
     records: dict[tuple[Path, str], Record] = {}
     problems: list[str] = []
     numbers = Counter[str]()
+    seen: list[str] = []
     for results in folders:
         if not results.is_dir():
             raise ValueError(f"RESULTS={results}: no such folder")
@@ -138,7 +139,8 @@ def collect(folders: Sequence[Path]) -> Document:
             if len(folders) > 1:
                 section.title += f" ({results.name})"
             sections.append(section)
-        gaps += _sweeps_without(labels, results)
+        seen += labels
+    gaps += _sweeps_without(seen, folders[0])
     every = list(records.values())
     return Document(
         title=f"Measurements of {', '.join(folder.name for folder in folders)}",
@@ -240,11 +242,11 @@ def _cases(count: int) -> str:
 
 
 def _sweeps_without(labels: Sequence[str], results: Path) -> Iterator[Gap]:
-    """Named sweeps of the project that this folder has not been asked for."""
+    """Named sweeps of the project that no folder was asked for; they could go into ``results``."""
     for path in sorted(SWEEPS.glob("*.yaml")):
         if not any(label == path.stem or label.startswith(f"{path.stem}-") for label in labels):
             yield Gap(
-                what=f"{path.stem}: not run into {results}",
+                what=f"{path.stem}: not run",
                 command=f"attnbench sweeps={path.stem} results={results}",
             )
 

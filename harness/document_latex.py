@@ -22,7 +22,7 @@ from harness.table import Column
 
 TEXT_WIDTH_MM = 174
 
-MAX_WIDTH_MM = 300
+MAX_WIDTH_MM = 255
 """By a generous estimate; what is wider than the text is scaled down to it."""
 
 ROWS_PER_BLOCK = 44

@@ -241,7 +241,7 @@ class TestDocument:
             "- **Warm-up.** Every case",
             "- lengths: 1 case not measured (attention-planned-0123456789): "
             "`attnbench sweeps=lengths`",
-            "- leaderboard: not run into",
+            "- leaderboard: not run: `attnbench sweeps=leaderboard results=",
         ):
             assert words in text, words
         assert not re.search(r"\n\n\n\n", text)
