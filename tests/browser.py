@@ -7,6 +7,7 @@ to 4, each a JSON object that ends with a zero byte.
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import select
@@ -31,10 +32,10 @@ class Browser:
     def __init__(self, program: str, profile: Path) -> None:
         to_browser, self._write = os.pipe()
         self._read, from_browser = os.pipe()
-        # The browser expects its ends as 3 and 4; the shell puts them there.
-        command = (
-            f'exec "$0" "$@" 3<&{to_browser} 4>&{from_browser} {to_browser}<&- {from_browser}>&-'
-        )
+        # The browser expects its ends as 3 and 4. The shell puts them there, from numbers that
+        # cannot be among those two.
+        ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (to_browser, from_browser)]
+        command = f'exec "$0" "$@" 3<&{ends[0]} 4>&{ends[1]} {ends[0]}<&- {ends[1]}>&-'
         self._process = subprocess.Popen(
             [
                 *("bash", "-c", command, program, "--headless=new", "--no-sandbox"),
@@ -42,12 +43,12 @@ class Browser:
                 *("--no-first-run", "--hide-scrollbars", f"--user-data-dir={profile}"),
                 "about:blank",
             ],
-            pass_fds=(to_browser, from_browser),
+            pass_fds=ends,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        os.close(to_browser)
-        os.close(from_browser)
+        for end in (to_browser, from_browser, *ends):
+            os.close(end)
         self._buffer = b""
         self._next = 0
         self._session: str | None = None

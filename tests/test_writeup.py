@@ -491,6 +491,7 @@ class TestPage:
         for words in ("Table 4.", "Figure 3.", "What is missing", "CUDA out of memory"):
             assert words in text, words
         assert "filter rows" not in text
+        assert "forward (ms)" in text
         renderer = need_program("pdftoppm", "poppler-utils")
         first = ["-r", "30", "-gray", "-f", "1", "-l", "1"]
         subprocess.run([renderer, *first, str(path), str(tmp_path / "printed")], check=True)
