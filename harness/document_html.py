@@ -39,6 +39,9 @@ FURNITURE = frozenset(("#000000", "#222222", "#444444", "#cccccc", "#dddddd", "#
 MAX_CHOICES = 12
 """A column that names the point gets a list to choose from up to this many values."""
 
+MAX_ROWS = 3000
+"""A browser stays quick with this many rows of a table; the CSV has all."""
+
 MAX_SAMPLES = 100
 """A record's summary draws this many of its samples."""
 
@@ -80,17 +83,20 @@ def _table(
     item: NumberedTable, results: Path, places: dict[tuple[Path, str], int]
 ) -> dict[str, Any]:
     table = item.table
-    choices = []
+    cells = table.cells()[:MAX_ROWS]
+    choices: list[tuple[int, str, list[str]]] = []
+    more = len(table.rows) - MAX_ROWS
     for index, column in enumerate(table.columns):
-        words = list(dict.fromkeys(row[index] for row in table.cells())) if column.point else []
+        words = list(dict.fromkeys(row[index] for row in cells)) if column.point else []
         if 1 < len(words) <= MAX_CHOICES:
             choices.append((index, column.header, words))
-    rows = table.rows.to_dict("records")
+    rows = table.rows.iloc[:MAX_ROWS].to_dict("records")
     body = "".join(
         f"<tr>{''.join(_cells(table.columns, texts, row, results, places))}</tr>\n"
-        for texts, row in zip(table.cells(), rows, strict=True)
+        for texts, row in zip(cells, rows, strict=True)
     )
-    return {"choices": choices, "body": body, "groups": _groups(table.columns)}
+    groups = _groups(table.columns)
+    return {"choices": choices, "body": body, "groups": groups, "more": max(0, more)}
 
 
 def _cells(

@@ -16,7 +16,7 @@ from tools import need, need_program
 
 from harness.document import Document, collect
 from harness.document_command import main, to_markdown_document, write_document
-from harness.document_html import DARK_PAGE, contrast, on_dark
+from harness.document_html import DARK_PAGE, contrast, on_dark, to_html
 from harness.document_latex import LatexError, compile_pdf, to_latex_document
 from harness.figure import COLOURS, FIGURES, SPLIT_COLOURS, build_figure, save
 from harness.findings import (
@@ -380,6 +380,14 @@ def column(page: Browser, index: int) -> list[str]:
         f".map(row => row.cells[{index}].textContent)"
     )
     return list(found)
+
+
+def test_a_page_of_thousands_of_rows_is_cut(
+    document: Document, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("harness.document_html.MAX_ROWS", 5)
+    text = to_html(document, Path())
+    assert "7 more rows are in the CSV." in text
 
 
 class TestPage:
