@@ -6,6 +6,7 @@ a label are asked for their data here, so that a page can show them under the po
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +50,8 @@ def _of_axes(axes: Axes) -> Iterator[Spot]:
         if line.get_marker() in ("None", "none", "", " ", None) or not _named(line.get_label()):
             continue
         for x, y in _data(line):
+            if math.isnan(x + y):
+                continue
             words = (title, line.get_label(), _value(axes.xaxis, x), _value(axes.yaxis, y))
             yield _about(axes, x, y, words)
     for container in axes.containers:
@@ -61,6 +64,7 @@ def _of_axes(axes: Axes) -> Iterator[Spot]:
 
 
 def _data(line: Any) -> list[tuple[float, float]]:
+    """x and y of each point; NaN where a line has a gap."""
     return [(float(x), float(y)) for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)]
 
 
@@ -88,6 +92,9 @@ def _error_bars(axes: Axes, container: ErrorbarContainer, title: str) -> Iterato
     line, _, intervals = container.lines
     segments = intervals[0].get_segments()
     for (x, y), segment in zip(_data(line), segments, strict=True):
+        if len(segment) < 2:
+            # Without a value there is no interval.
+            continue
         low, high = segment[0][0], segment[1][0]
         interval = f"95% interval: {fmt.number(low)} to {fmt.number(high)}"
         label = str(container.get_label())

@@ -211,6 +211,17 @@ class TestFigures:
         texts = [spot.text for spot in spots(built.figure)]
         assert any("naive, backward" in text and "20" in text for text in texts)
 
+    def test_intervals_are_shown_and_out_of_memory_is_marked(self) -> None:
+        out = make_record(attention="flex", status="oom", message="CUDA out of memory")
+        built = build_figure("speedup", build_frame([*steps(), out]))
+        assert built is not None
+        save(built, "svg")
+        (spot,) = spots(built.figure)
+        assert "sdpa_flash: 2.50×" in spot.text  # noqa: RUF001
+        assert "95% interval: 2." in spot.text
+        marks = [text.get_text() for axes in built.figure.axes for text in axes.texts]
+        assert "× OOM" in marks  # noqa: RUF001
+
     @pytest.mark.parametrize("tint", sorted({*COLOURS.values(), *SPLIT_COLOURS.values()}))
     def test_data_can_be_seen_on_both_pages(self, tint: str) -> None:
         assert contrast(on_dark(tint.lower()), DARK_PAGE) >= 3
