@@ -6,7 +6,7 @@ RESULTS ?= results/local
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help install bench test test-gpu lint format report benchmarks clean
+.PHONY: help install bench test test-gpu lint format report writeup benchmarks clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,6 +40,9 @@ format: install ## bring the code into the project's format
 
 report: install ## make tables, figures and reports again from RESULTS
 	$(BIN)/attnbench-report $(RESULTS)
+
+writeup: install ## write everything in RESULTS as one document: Markdown, LaTeX, PDF, HTML
+	$(BIN)/attnbench-writeup $(RESULTS)
 
 benchmarks: install ## time the harness itself, and compile the Hopper kernels
 	$(BIN)/python -m benchmarks.bench_harness

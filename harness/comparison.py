@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
+import numpy as np
 import pandas as pd
 
 from harness.points import POINTS
-from harness.stats import median_ratios, verdict
+from harness.stats import (
+    CONFIDENCE,
+    FINE_RESAMPLES,
+    FINEST_CONFIDENCE,
+    median_ratios,
+    verdict,
+)
 from harness.table import point_groups
 from parallel import STRATEGIES
 
@@ -121,3 +128,58 @@ def compare(frame: pd.DataFrame, axis: Axis) -> pd.DataFrame:
     ]
     verdicts = pd.Series(words, index=rows.index, dtype=object)
     return rows.assign(ratio=ratio, ratio_low=low, ratio_high=high, verdict=verdicts)
+
+
+def fullest_phase(frame: pd.DataFrame) -> pd.DataFrame:
+    """One row per case: of the phase that includes the others, or its only one."""
+    order = ("step", "forward_backward", "forward")
+    place = frame["phase"].map({phase: index for index, phase in enumerate(order)})
+    ordered = frame.assign(place=place.fillna(len(order))).sort_values("place", kind="stable")
+    return ordered.drop_duplicates("case_id").drop(columns="place").sort_index()
+
+
+def paired(
+    one: pd.DataFrame, other: pd.DataFrame, *, has_samples: bool, same_within: float
+) -> pd.DataFrame:
+    """The rows of ``other`` with those of ``one``, both indexed alike, beside them.
+
+    Adds ``a_value``, ``a_status``, ``ratio`` (one over other), the ends of its interval at a
+    ``confidence`` at which all hold together, and ``outcome``. Without samples, as for memory,
+    there is no interval, and the words are LESS and MORE.
+    """
+    good = (one["status"] == "ok") & (other["status"] == "ok")
+    num_tests = max(1, int(good.sum()))
+    confidence = max(CONFIDENCE, min(1 - (1 - CONFIDENCE) / num_tests, FINEST_CONFIDENCE))
+    if has_samples:
+        ratio, low, high = median_ratios(
+            one["samples_ms"].tolist(),
+            other["samples_ms"].tolist(),
+            confidence=confidence,
+            resamples=FINE_RESAMPLES,
+        )
+    else:
+        ratio = (one["value"] / other["value"]).to_numpy(dtype=float)
+        low = high = np.full(len(ratio), np.nan)
+    words: list[str | None] = []
+    for a_status, b_status, mid, start, end in zip(
+        one["status"], other["status"], ratio, low, high, strict=True
+    ):
+        if mid == mid:
+            ends = (start, end) if has_samples else (mid, mid)
+            word = verdict(mid, *ends, same_within)
+            words.append(word if has_samples else _MEMORY_WORDS[word])
+        else:
+            lost, gained = a_status == "ok" != b_status, b_status == "ok" != a_status
+            words.append("lost" if lost else "gained" if gained else None)
+    return other.assign(
+        a_value=one["value"],
+        a_status=one["status"],
+        ratio=ratio,
+        ratio_low=low,
+        ratio_high=high,
+        confidence=confidence,
+        outcome=pd.Series(words, index=other.index, dtype=object),
+    )
+
+
+_MEMORY_WORDS = {"FASTER": "LESS", "SLOWER": "MORE", "SAME": "SAME"}

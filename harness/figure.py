@@ -20,6 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
+from harness import format as fmt
 from harness.points import POINTS, caption_of, redundant_points
 from kernels.registry import Registry
 
@@ -98,6 +99,9 @@ _FALLBACK_COLOURS = ("#44AA99", "#CC6677", "#117733", "#661100", "#6699CC", "#88
 
 _MARKERS = "osD^vPX<>p*hd8"
 
+ON_BAR_LIGHT, ON_BAR_DARK = "#FFFFFE", "#000001"
+"""Text on a coloured bar: not quite white and black, which a dark page would exchange."""
+
 STYLE: dict[str, Any] = {
     "axes.grid": True,
     "axes.axisbelow": True,
@@ -128,6 +132,8 @@ class CaptionedFigure:
     name: str = ""
     caption: str
     figure: Figure
+    finding: str = ""
+    """What it shows, in one sentence computed from its data."""
 
 
 FigureBuilder = Callable[[pd.DataFrame], CaptionedFigure | None]
@@ -137,22 +143,37 @@ FIGURES: Registry[FigureBuilder] = Registry("figure", packages=("harness.figures
 figure = FIGURES.register
 
 
-def draw(name: str, frame: pd.DataFrame) -> tuple[str, bytes, bytes] | None:
-    """Caption, PNG and SVG of the figure ``name``; None where the frame has nothing for it.
-
-    The bytes depend on the frame alone.
-    """
+def build_figure(name: str, frame: pd.DataFrame) -> CaptionedFigure | None:
+    """The figure ``name`` over the frame; None where the frame has nothing for it."""
     if frame.empty:
         return None
-    builder = FIGURES[name].target
     with mpl.rc_context(STYLE):
-        built = builder(frame)
-        if built is None:
-            return None
-        png, svg = io.BytesIO(), io.BytesIO()
-        built.figure.savefig(png, format="png", metadata={"Software": None})
-        built.figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
-    return built.caption, png.getvalue(), svg.getvalue()
+        built = FIGURES[name].target(frame)
+    if built is not None:
+        built.name = name
+    return built
+
+
+_METADATA: dict[str, dict[str, None]] = {
+    "png": {"Software": None},
+    "svg": {"Date": None, "Creator": None},
+    "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
+}
+"""What would differ from one run or library to the next, left out."""
+
+
+def save(built: CaptionedFigure, format: str, **style: Any) -> bytes:
+    """The figure as ``png``, ``svg`` or ``pdf``; the bytes depend on the figure alone."""
+    data = io.BytesIO()
+    with mpl.rc_context(STYLE | style):
+        built.figure.savefig(data, format=format, metadata=_METADATA[format])
+    return data.getvalue()
+
+
+def draw(name: str, frame: pd.DataFrame) -> tuple[str, bytes, bytes] | None:
+    """Caption, PNG and SVG of the figure ``name``; None where the frame has nothing for it."""
+    built = build_figure(name, frame)
+    return None if built is None else (built.caption, save(built, "png"), save(built, "svg"))
 
 
 def colour(name: str) -> str:
@@ -217,6 +238,43 @@ def label_line_ends(
                 fontsize=8,
                 va="center",
                 annotation_clip=False,
+                # Readable also where a line ends early and others pass behind its name.
+                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.6},
+            )
+
+
+def draw_spread(
+    axes: Axes, x: pd.Series, low: pd.Series, high: pd.Series, tint: str, *, upright: bool = True
+) -> None:
+    """A thin bar from ``low`` to ``high`` at each ``x`` (or at each y, lying)."""
+    known = low.notna() & high.notna()
+    draw = axes.vlines if upright else axes.hlines
+    draw(x[known], low[known], high[known], color=tint, linewidth=2.6, alpha=0.45)
+
+
+def mark_out_of_memory(axes: Axes, crosses: Iterable[tuple[float, str]]) -> None:
+    """A cross for each (x, name) in the name's colour, side by side just above the frame.
+
+    A name that has no line to be written at is written beside its cross.
+    """
+    drawn = {line.get_label() for line in axes.get_lines()}
+    by_x: dict[float, list[str]] = {}
+    for x, name in dict.fromkeys(crosses):
+        by_x.setdefault(x, []).append(name)
+    for x, names in by_x.items():
+        for place, name in enumerate(names):
+            known = any(str(label).startswith(name) for label in drawn)
+            axes.annotate(
+                fmt.TIMES if known else f"{fmt.TIMES} {name}",
+                (x, 1.0),
+                xycoords=axes.get_xaxis_transform(),
+                xytext=(7 * (place - (len(names) - 1) / 2), 4),
+                textcoords="offset points",
+                ha="center",
+                va="center",
+                fontsize=11 if known else 7,
+                fontweight="bold",
+                color=colour(name),
             )
 
 

@@ -17,6 +17,9 @@ LONG_TABLE_ROWS = 40
 
 A4_LENGTH_MM = 297
 
+CHARACTER_MM, COLUMN_GAP_MM = 1.5, 2.2
+"""A generous estimate of the width of a letter in a table, and of the space of a column."""
+
 _ESCAPES = str.maketrans(
     {
         "\\": r"\textbackslash{}",
@@ -86,7 +89,7 @@ def _width_mm(table: Table) -> int:
     """Generous estimate of the width of a longtable with its margins."""
     headers = [column.header for column in table.columns]
     widths = [max(map(len, texts)) for texts in zip(headers, *table.cells(), strict=True)]
-    return 30 + round(sum(1.5 * width + 2.2 for width in widths))
+    return 30 + round(sum(CHARACTER_MM * width + COLUMN_GAP_MM for width in widths))
 
 
 def _floating(table: Table) -> str:
@@ -99,19 +102,26 @@ def _floating(table: Table) -> str:
             r"\par\smallskip",
             # Shrunk only if it is wider than the page it lands on.
             r"\sbox0{\small",
-            rf"\begin{{tabular}}{{{_alignment(table.columns)}}}",
-            r"\toprule",
-            *_header(table.columns),
-            r"\midrule",
-            *_body(table),
-            r"\bottomrule",
-            r"\end{tabular}}",
+            "\n".join(tabular(table.columns, table.cells())) + "}",
             r"\ifdim\wd0>\linewidth \resizebox{\linewidth}{!}{\usebox0}\else\usebox0\fi",
             *(rf"\par\smallskip{{\footnotesize {escape(note)}}}" for note in table.footnotes),
             r"\end{table}",
             "",
         ]
     )
+
+
+def tabular(columns: list[Column], cells: list[list[str]]) -> list[str]:
+    """The lines of a tabular over some columns of some rows."""
+    return [
+        rf"\begin{{tabular}}{{{_alignment(columns)}}}",
+        r"\toprule",
+        *_header(columns),
+        r"\midrule",
+        *_body(cells),
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
 
 
 def _long(table: Table) -> str:
@@ -129,7 +139,7 @@ def _long(table: Table) -> str:
             r"\endhead",
             r"\bottomrule",
             r"\endfoot",
-            *_body(table),
+            *_body(table.cells()),
             r"\end{longtable}",
             *(rf"\noindent {escape(note)}\par" for note in table.footnotes),
             r"\endgroup",
@@ -163,5 +173,5 @@ def _header(columns: list[Column]) -> list[str]:
     return lines
 
 
-def _body(table: Table) -> list[str]:
-    return [" & ".join(map(escape, row)) + r" \\" for row in table.cells()]
+def _body(cells: list[list[str]]) -> list[str]:
+    return [" & ".join(map(escape, row)) + r" \\" for row in cells]

@@ -131,7 +131,18 @@ class RecordStore:
 
     def load(self) -> tuple[dict[str, Record], list[str]]:
         """The newest readable attempt of every case, and one line per unreadable file."""
-        newest: dict[str, tuple[int, Record]] = {}
+        attempts, problems = self.load_attempts()
+        last: dict[str, int] = {}
+        for case_id, attempt in attempts:
+            last[case_id] = max(attempt, last.get(case_id, 0))
+        return {case_id: attempts[case_id, number] for case_id, number in last.items()}, problems
+
+    def load_attempts(self) -> tuple[dict[tuple[str, int], Record], list[str]]:
+        """Every readable record by case id and attempt, and one line per unreadable file.
+
+        Safe while other processes write: a record file is whole from the moment it has a name.
+        """
+        found: dict[tuple[str, int], Record] = {}
         problems: list[str] = []
         with contextlib.suppress(FileNotFoundError):
             for entry in sorted(os.scandir(self.folder), key=lambda item: item.name):
@@ -143,10 +154,8 @@ class RecordStore:
                 except RecordError as error:
                     problems.append(str(error))
                     continue
-                attempt = int(match["attempt"] or 1)
-                if record.case_id not in newest or newest[record.case_id][0] < attempt:
-                    newest[record.case_id] = (attempt, record)
-        return {case_id: record for case_id, (_, record) in newest.items()}, problems
+                found[record.case_id, int(match["attempt"] or 1)] = record
+        return found, problems
 
     def find(self, case_id: str) -> Record | None:
         """The newest readable record of one case."""

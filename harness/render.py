@@ -80,7 +80,7 @@ def render_sweep(
         texts = {"csv": to_csv, "md": to_markdown, "tex": to_latex}
         for suffix, convert in texts.items():
             data = None if table is None else convert(table).encode()
-            _put(folder / "tables" / f"{name}.{suffix}", data, rendered.paths)
+            put(folder / "tables" / f"{name}.{suffix}", data, rendered.paths)
     figures: list[DrawnFigure] = []
     for name in plan["figures"]:
         # Imported late: matplotlib takes as long to load as a small sweep's tables to make.
@@ -90,7 +90,7 @@ def render_sweep(
         if drawn is not None:
             figures.append(DrawnFigure(name=name, caption=drawn[0]))
         for suffix, data in zip(("png", "svg"), drawn[1:] if drawn else (None, None), strict=True):
-            _put(folder / "figures" / f"{name}.{suffix}", data, rendered.paths)
+            put(folder / "figures" / f"{name}.{suffix}", data, rendered.paths)
     report = write_report(
         plan=plan,
         records=measured,
@@ -99,7 +99,7 @@ def render_sweep(
         missing=[case_id for case_id in plan["case_ids"] if case_id not in records],
         problems=[problem.replace(f"{results}{os.sep}", "") for problem in problems],
     )
-    _put(rendered.report, report.encode(), rendered.paths)
+    put(rendered.report, report.encode(), rendered.paths)
     return rendered
 
 
@@ -143,7 +143,7 @@ def _markdown_cell(text: str) -> str:
     return " ".join(text.replace("|", "\\|").replace("<", "&lt;").split())
 
 
-def _put(path: Path, data: bytes | None, written: list[Path]) -> None:
+def put(path: Path, data: bytes | None, written: list[Path]) -> None:
     """Replace a file in one step, or remove it where there is nothing to say any more."""
     if data is None:
         path.unlink(missing_ok=True)

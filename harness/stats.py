@@ -22,11 +22,18 @@ Floats = NDArray[np.float64]
 
 RESAMPLES = 2000
 CONFIDENCE = 0.95
+SAME_BETWEEN_RUNS = 0.02
+"""The same for two runs, whose clocks, temperatures and addresses differ; samples of one run say
+nothing about that, so no interval holds it."""
+
+FINE_RESAMPLES, FINEST_CONFIDENCE = 10_000, 0.999
+"""For many comparisons at once: five resamples lie beyond each end of the widest interval."""
+
 SEED = 336
 SAME_WITHIN = 0.01
 """Medians closer than this are called the same, however narrow the interval."""
 
-STATISTICS = ("median_ms", "iqr_ms", "mean_ms", "std_ms", "min_ms")
+STATISTICS = ("median_ms", "q1_ms", "q3_ms", "iqr_ms", "mean_ms", "std_ms", "min_ms")
 
 
 def slowest_rank(samples_ms: Sequence[Sequence[float]]) -> list[float]:
@@ -64,6 +71,7 @@ def summarise(series: Sequence[Sequence[float]]) -> dict[str, Floats]:
     for rows, stacked in _by_length(series):
         first, middle, third = np.quantile(stacked, [0.25, 0.5, 0.75], axis=1)
         result["median_ms"][rows] = middle
+        result["q1_ms"][rows], result["q3_ms"][rows] = first, third
         result["iqr_ms"][rows] = third - first
         result["mean_ms"][rows] = stacked.mean(axis=1)
         result["min_ms"][rows] = stacked.min(axis=1)
@@ -73,7 +81,11 @@ def summarise(series: Sequence[Sequence[float]]) -> dict[str, Floats]:
 
 
 def median_ratios(
-    numerators: Sequence[Sequence[float]], denominators: Sequence[Sequence[float]]
+    numerators: Sequence[Sequence[float]],
+    denominators: Sequence[Sequence[float]],
+    *,
+    confidence: float = CONFIDENCE,
+    resamples: int = RESAMPLES,
 ) -> tuple[Floats, Floats, Floats]:
     """Ratios of medians, and the ends of their bootstrap intervals, pair by pair.
 
@@ -81,7 +93,7 @@ def median_ratios(
     """
     pairs = list(zip(numerators, denominators, strict=True))
     ratio, low, high = (np.full(len(pairs), np.nan) for _ in range(3))
-    tail = (1 - CONFIDENCE) / 2
+    tail = (1 - confidence) / 2
     shapes: dict[tuple[int, int], list[int]] = {}
     for index, (above, below) in enumerate(pairs):
         if len(above) and len(below):
@@ -92,8 +104,8 @@ def median_ratios(
             top = np.sort(np.array([pairs[row][0] for row in rows], dtype=float), axis=1)
             bottom = np.sort(np.array([pairs[row][1] for row in rows], dtype=float), axis=1)
             ratio[rows] = np.median(top, axis=1) / np.median(bottom, axis=1)
-            resampled = _resampled_medians(top, above_size, 0)
-            resampled /= _resampled_medians(bottom, below_size, 1)
+            resampled = _resampled_medians(top, above_size, 0, resamples)
+            resampled /= _resampled_medians(bottom, below_size, 1, resamples)
             low[rows], high[rows] = np.quantile(resampled, [tail, 1 - tail], axis=1)
     return ratio, low, high
 
@@ -106,27 +118,27 @@ def median_ratio(
     return float(ratio[0]), float(low[0]), float(high[0])
 
 
-def verdict(ratio: float, low: float, high: float) -> str:
+def verdict(ratio: float, low: float, high: float, same_within: float = SAME_WITHIN) -> str:
     """FASTER, SLOWER or SAME, for a speed-up: time of the baseline over time of the candidate."""
-    if low <= 1 <= high or abs(ratio - 1) <= SAME_WITHIN:
+    if low <= 1 <= high or abs(ratio - 1) <= same_within:
         return "SAME"
     return "FASTER" if ratio > 1 else "SLOWER"
 
 
-def _resampled_medians(ordered: Floats, size: int, stream: int) -> Floats:
-    lower, upper = _median_positions(size, stream)
+def _resampled_medians(ordered: Floats, size: int, stream: int, resamples: int) -> Floats:
+    lower, upper = _median_positions(size, stream, resamples)
     return (ordered[:, lower] + ordered[:, upper]) / 2
 
 
 @lru_cache(maxsize=256)
-def _median_positions(size: int, stream: int) -> tuple[NDArray[Any], NDArray[Any]]:
+def _median_positions(size: int, stream: int, resamples: int) -> tuple[NDArray[Any], NDArray[Any]]:
     """Where, in ordered samples, the two middle values of each resample lie.
 
     Resampling positions of the ordered samples and ordering those is the same as resampling
     the samples; the draws then serve every series of this length.
     """
     random = np.random.default_rng([SEED, size, stream])
-    positions = np.sort(random.integers(0, size, (RESAMPLES, size)), axis=1)
+    positions = np.sort(random.integers(0, size, (resamples, size)), axis=1)
     return positions[:, (size - 1) // 2], positions[:, size // 2]
 
 

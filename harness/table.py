@@ -47,6 +47,8 @@ class Column:
     """Says what was measured, rather than a result."""
     detail: bool = False
     """First to go where a terminal is too narrow."""
+    record: str = "case_id"
+    """Key of the case whose record holds the value."""
 
     @property
     def align(self) -> str:
@@ -101,6 +103,23 @@ TableBuilder = Callable[[pd.DataFrame], Table | None]
 TABLES: Registry[TableBuilder] = Registry("table", packages=("harness.tables",))
 
 table = TABLES.register
+
+Finding = Callable[[pd.DataFrame], str | None]
+
+FINDINGS: Registry[Finding] = Registry("finding", packages=("harness.tables",))
+
+finding = FINDINGS.register
+"""Decorator: the function that says in one sentence what the table of this name shows.
+
+It is given the rows of the built table; None where they hold nothing worth a sentence.
+"""
+
+
+def finding_of(table: Table) -> str:
+    """The sentence for a built table; empty where there is none."""
+    if table.name not in FINDINGS or table.rows.empty:
+        return ""
+    return FINDINGS[table.name].target(table.rows) or ""
 
 
 def build_table(name: str, frame: pd.DataFrame) -> Table | None:

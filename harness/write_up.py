@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from harness import format as fmt
 from harness.frame import GIB
@@ -55,17 +55,9 @@ def write_report(
     problems: Sequence[str],
 ) -> str:
     """The report as Markdown; links are relative to the sweep's folder."""
-    environment = Environment(
-        loader=PackageLoader("harness"),
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        undefined=StrictUndefined,
-        autoescape=False,
-    )
-    return environment.get_template("report.md.j2").render(
+    return template("report.md.j2").render(
         plan=plan,
-        counts=_counts(records, missing),
+        counts=counts_of(records, missing),
         started=_started(records),
         tables=[
             {
@@ -77,19 +69,39 @@ def write_report(
         ],
         figures=figures,
         failures=[
-            (record.case_id, fmt.STATUS_WORDS[record.status], _reason(record))
+            (record.case_id, fmt.STATUS_WORDS[record.status], reason_of(record))
             for record in records
             if record.status != "ok"
         ],
         missing=missing,
         problems=problems,
-        environment=_environment(records),
-        clocks={phase.clock for record in records for phase in record.phases.values()},
-        memory_sources={rank.get("source") for record in records for rank in record.memory},
+        environment=environment_of(records),
+        **measurement_facts(records),
     )
 
 
-def _counts(records: Sequence[Record], missing: Sequence[str]) -> str:
+def template(name: str, *, autoescape: bool = False) -> Template:
+    """A template of this package; a name that it uses and is not given is an error."""
+    environment = Environment(
+        loader=PackageLoader("harness"),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=StrictUndefined,
+        autoescape=autoescape,
+    )
+    return environment.get_template(name)
+
+
+def measurement_facts(records: Sequence[Record]) -> dict[str, set[Any]]:
+    """What the description of the method depends on."""
+    return {
+        "clocks": {phase.clock for record in records for phase in record.phases.values()},
+        "memory_sources": {rank.get("source") for record in records for rank in record.memory},
+    }
+
+
+def counts_of(records: Sequence[Record], missing: Sequence[str]) -> str:
     found = Counter(record.status for record in records)
     words = [
         f"{found[status]} {fmt.STATUS_WORDS.get(status, status)}"
@@ -109,12 +121,12 @@ def _started(records: Sequence[Record]) -> str:
     return first if first == last else f"from {first} to {last}"
 
 
-def _reason(record: Record) -> str:
+def reason_of(record: Record) -> str:
     message = str((record.error or {}).get("message") or "")
     return " ".join(message.replace("|", "\\|").replace("<", "&lt;").split()) or fmt.ABSENT
 
 
-def _environment(records: Sequence[Record]) -> list[tuple[str, str]]:
+def environment_of(records: Sequence[Record]) -> list[tuple[str, str]]:
     rows = []
     for key, name in _ENVIRONMENT.items():
         values = {record.environment[key] for record in records if record.environment.get(key)}

@@ -19,6 +19,8 @@ from records import make_record
 
 from harness.record import STATUSES, Phase, Record, RecordError, RecordStore
 
+TESTS = Path(__file__).parent
+
 
 @pytest.fixture
 def store(tmp_path: Path) -> RecordStore:
@@ -204,6 +206,35 @@ class TestReading:
         store.write(record)
         assert store.attempts(record.case_id) == [1, 2]
         assert list(store.load()[0]) == [record.case_id]
+
+    def test_while_tasks_write(self, store: RecordStore) -> None:
+        """Readers see whole records only, and each one that they have seen stays."""
+        code = (
+            "import sys; from pathlib import Path; from records import make_record;"
+            "from harness.record import RecordStore; store = RecordStore(Path(sys.argv[1]));"
+            "samples = {'step': [[1.25] * 2000]};"
+            "[store.write(make_record(seed=seed, samples_ms=samples)) for seed in range(80)]"
+        )
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)])}
+        writers = [
+            subprocess.Popen([sys.executable, "-c", code, store.results], env=environment)
+            for _ in range(2)
+        ]
+        seen: set[tuple[str, int]] = set()
+        reads = 0
+        while any(writer.poll() is None for writer in writers):
+            found, problems = store.load_attempts()
+            assert problems == []
+            assert seen <= set(found)
+            reads += len(found) > len(seen)
+            seen = set(found)
+        assert [writer.returncode for writer in writers] == [0, 0]
+        assert reads > 1, "nothing was read while it was being written"
+        # Two tasks that measured the same cases leave two attempts of each.
+        found, problems = store.load_attempts()
+        assert problems == []
+        assert sorted(number for _, number in found) == [1] * 80 + [2] * 80
+        assert len(store.load()[0]) == 80
 
     def test_other_files_are_left_alone(self, store: RecordStore) -> None:
         (store.folder / "abc.tmp").write_text("half a rec", encoding="utf-8")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from records import (
     write_plan,
 )
 from rich.console import Console
+from tools import need_program
 
 from harness import report
 from harness.format import integer, number, with_spread
@@ -467,8 +467,7 @@ class TestLatex:
         assert escape("µ † – é").isascii()
 
     def test_compiles_alone_and_inside_a_paper(self, records: list[Record], tmp_path: Path) -> None:
-        if shutil.which("pdflatex") is None:
-            pytest.skip("pdflatex is not installed")
+        need_program("pdflatex", "texlive-latex-recommended")
         many = [
             make_record(seed=seed, status="failed", message="a_b & 50% # $ ^ ~ \\ {x} <é>")
             for seed in range(1, 50)

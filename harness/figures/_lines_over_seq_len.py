@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from harness import format as fmt
-from harness.figure import colour, label_line_ends, marker
+from harness.figure import colour, draw_spread, label_line_ends, marker
 from harness.points import attention_rank
 
 MAX_ROWS = 4
@@ -24,8 +24,12 @@ def draw_lines(
     *,
     height_in: float,
     predicted: str | None = None,
+    spread: tuple[str, str] | None = None,
 ) -> None:
-    """``value`` over seq_len on log-log axes; a cross at the top where memory ran out."""
+    """``value`` over seq_len on log-log axes; a cross at the top where memory ran out.
+
+    ``spread`` names the ends of a bar through each point, ``predicted`` a dashed line.
+    """
     ends: list[tuple[float, float, str, str]] = []
     crosses: list[tuple[float, str]] = []
     for name in backends_of(rows):
@@ -36,7 +40,9 @@ def draw_lines(
             line = mine[mine[predicted].notna()]
             axis.plot(line["seq_len"], line[predicted], color=tint, linestyle="--", linewidth=1)
         if len(shown):
-            axis.plot(shown["seq_len"], shown[value], color=tint, marker=marker(name))
+            if spread is not None:
+                draw_spread(axis, shown["seq_len"], shown[spread[0]], shown[spread[1]], tint)
+            axis.plot(shown["seq_len"], shown[value], color=tint, marker=marker(name), label=name)
             last = shown.iloc[-1]
             ends.append((float(last["seq_len"]), float(last[value]), name, tint))
         crosses += [(seq_len, tint) for seq_len in mine.loc[mine["status"] == "oom", "seq_len"]]

@@ -12,11 +12,14 @@ from matplotlib.patches import Patch
 from harness import format as fmt
 from harness.comparison import fullest_mode
 from harness.figure import CaptionedFigure, colour, describe, mixed_with_white, panel_key
+from harness.findings import percent_span, say_fastest, say_out_of_memory, sentence
 from harness.points import POINTS, sort_by_points
 from harness.table import per_case
 
 PHASES = {"forward": 1.0, "backward": 0.62, "optimizer": 0.3}
 """How dark each phase is."""
+
+QUARTILES = "The thin line at the end of a bar spans the quartiles of the whole step."
 
 MAX_PANELS = 12
 MAX_COLUMNS = 3
@@ -28,7 +31,9 @@ def phase_bars(frame: pd.DataFrame, category: str, caption: str) -> CaptionedFig
     if frame.empty:
         return None
     # The bars of a training step hold those of its forward and backward passes.
-    rows = per_case(fullest_mode(frame), phases=(*PHASES, "step"))
+    rows = per_case(
+        fullest_mode(frame), phases=(*PHASES, "step"), values=("median_ms", "q1_ms", "q3_ms")
+    )
     columns = {"precision": ["precision", "compute", "tf32"]}.get(category, [category])
     varying, common = panel_key(rows, columns)
     rows = sort_by_points(rows, [*varying, category])
@@ -52,10 +57,27 @@ def phase_bars(frame: pd.DataFrame, category: str, caption: str) -> CaptionedFig
             axis.set_xlabel("median time (ms)")
     present = [phase for phase in PHASES if rows[f"{phase}_status"].notna().any()]
     handles = [
-        Patch(facecolor=mixed_with_white("black", PHASES[phase]), label=phase) for phase in present
+        Patch(facecolor=mixed_with_white(colour("naive"), PHASES[phase]), label=phase)
+        for phase in present
     ]
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles))
-    return CaptionedFigure(caption=f"{caption} {common}".strip(), figure=figure)
+    return CaptionedFigure(
+        caption=f"{caption} {QUARTILES} {common}".strip(),
+        figure=figure,
+        finding=sentence(
+            say_fastest(rows, "step_median_ms", columns) or _largest_part(rows),
+            say_out_of_memory(rows, category),
+        ),
+    )
+
+
+def _largest_part(rows: pd.DataFrame) -> str | None:
+    """Which phase most of a step's time goes into."""
+    shares = rows[[f"{phase}_median_ms" for phase in PHASES]].median()
+    if shares.isna().all():
+        return None
+    phase = str(shares.idxmax()).removesuffix("_median_ms")
+    return f"{phase} takes {percent_span([shares.max() / shares.sum()])} of the time (median)"
 
 
 def _draw(
@@ -89,8 +111,14 @@ def _draw(
                     left=left,
                     height=0.72,
                     color=mixed_with_white(colour(name), share),
+                    label=f"{name}, {phase}",
                 )
                 left += value
+        whole = row["step_median_ms"]
+        if whole == whole:
+            # Phases' medians need not add up to the step's: its spread is drawn about their sum.
+            ends = [left + row[f"step_{quartile}_ms"] - whole for quartile in ("q1", "q3")]
+            axis.plot(ends, [place, place], color="#222222", linewidth=1.2, solid_capstyle="butt")
         longest = max(longest, left)
         axis.annotate(
             fmt.number(left),

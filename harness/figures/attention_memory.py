@@ -8,6 +8,7 @@ from matplotlib.lines import Line2D
 
 from harness.figure import CaptionedFigure, describe, figure, panel_key
 from harness.figures._lines_over_seq_len import MAX_ROWS, draw_lines
+from harness.findings import percent_span, say_out_of_memory, sentence
 from harness.points import sort_by_points
 from harness.table import per_case
 
@@ -59,4 +60,13 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
         for name, style in styles.items()
     ]
     axes[0].legend(handles=handles, loc="upper left")
-    return CaptionedFigure(caption=f"{CAPTION} {common}".strip(), figure=figure)
+    known = rows[rows["before_backward_mib"].notna() & (rows["predicted_mib"] > 0)]
+    ratio = known["before_backward_mib"] / known["predicted_mib"]
+    return CaptionedFigure(
+        caption=f"{CAPTION} {common}".strip(),
+        figure=figure,
+        finding=sentence(
+            f"memory in use is {percent_span(ratio)} of the prediction" if len(ratio) else None,
+            say_out_of_memory(rows),
+        ),
+    )

@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 from harness import format as fmt
 from harness.figure import CaptionedFigure, colour, figure
 from harness.figures._split_panels import ACROSS, calls_by_panel
+from harness.findings import listed, sentence
 
 CAPTION = (
     "Computing per rank, forward and backward, from kernel times in traced passes; the line is "
@@ -41,7 +42,7 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
         axis.set_visible(False)
     for axis, (_, row) in zip(axes.ravel(), rows.iterrows(), strict=False):
         ranks, compute = range(len(row["compute_ms"])), row["compute_ms"]
-        axis.bar(ranks, compute, color=colour(row["scheme"]), width=0.75)
+        axis.bar(ranks, compute, color=colour(row["scheme"]), width=0.75, label=row["scheme"])
         axis.axhline(sum(compute) / len(compute), color="#000000", linewidth=0.8, linestyle="--")
         axis.set_title(row["scheme"], fontsize=9)
         axis.set_xlabel("rank")
@@ -54,4 +55,15 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
         f"{int(first['world_size'])} ranks, {fmt.integer(first['seq_len'])} tokens, "
         f"kernel {first['kernel']}."
     )
-    return CaptionedFigure(caption=f"{CAPTION} {words}", figure=drawing)
+    return CaptionedFigure(
+        caption=f"{CAPTION} {words}",
+        figure=drawing,
+        finding=sentence(f"the busiest rank computes {listed(_busiest(rows))}"),
+    )
+
+
+def _busiest(rows: pd.DataFrame) -> list[str]:
+    return [
+        f"{fmt.factor(max(x) / (sum(x) / len(x)))} of the mean with {name}"
+        for name, x in zip(rows["scheme"], rows["compute_ms"], strict=True)
+    ]

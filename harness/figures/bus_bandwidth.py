@@ -7,15 +7,25 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from harness.figure import CaptionedFigure, describe, figure, panel_key
+from harness import format as fmt
+from harness.figure import (
+    CaptionedFigure,
+    describe,
+    draw_spread,
+    figure,
+    label_line_ends,
+    panel_key,
+)
 from harness.figures._panels import log_ticks
+from harness.findings import best_row, sentence
 from harness.points import sort_by_points
 from harness.tables._collectives import UNUSED, collectives
 from parallel.collectives import COLLECTIVES
 
 CAPTION = (
     "Bus bandwidth over size, both axes logarithmic, by the formulas of nccl-tests: it compares "
-    "with the speed of the links, whatever the operation and the number of ranks."
+    "with the speed of the links, whatever the operation and the number of ranks; "
+    "bars span the quartiles of the time."
 )
 
 WIDTH_IN, HEIGHT_IN = 4.4, 3.2
@@ -40,7 +50,7 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     num_columns = min(NUM_COLUMNS, len(groups))
     num_rows = -(-len(groups) // num_columns)
     drawing = Figure(
-        figsize=(max(6.4, WIDTH_IN * num_columns), HEIGHT_IN * num_rows + 0.6),
+        figsize=(max(6.4, WIDTH_IN * num_columns), HEIGHT_IN * num_rows + 0.2),
         layout="constrained",
     )
     axes = drawing.subplots(num_rows, num_columns, squeeze=False, sharey=True)
@@ -51,24 +61,33 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
         _draw(axis, group)
     for axis in axes[:, 0]:
         axis.set_ylabel("bus bandwidth (GB/s)")
-    by_name = {str(line.get_label()): line for axis in axes.ravel() for line in axis.get_lines()}
-    drawing.legend(
-        handles=[by_name[name] for name in COLLECTIVES if name in by_name],
-        loc="outside upper center",
-        ncols=min(len(by_name), 2 + num_columns),
+    best = best_row(rows, "bus_gb_s")
+    return CaptionedFigure(
+        caption=f"{CAPTION} {common}".strip(),
+        figure=drawing,
+        finding=sentence(
+            f"the highest bus bandwidth is {fmt.number(best['bus_gb_s'])} GB/s, of "
+            f"{best['collective']} of {best['size_mib']:g} MiB on {int(best['world_size'])} ranks"
+        ),
     )
-    return CaptionedFigure(caption=f"{CAPTION} {common}".strip(), figure=drawing)
 
 
 def _draw(axis: Axes, rows: pd.DataFrame) -> None:
     """One line for each operation."""
+    ends: list[tuple[float, float, str, str]] = []
     for name, tint, shape in zip(COLLECTIVES, TINTS, MARKERS, strict=True):
         mine = rows[(rows["collective"] == name) & rows["bus_gb_s"].notna()]
         if len(mine):
-            axis.plot(mine["size_mib"], mine["bus_gb_s"], color=tint, marker=shape, label=name)
+            x, y = mine["size_mib"], mine["bus_gb_s"]
+            time = mine["collective_median_ms"]
+            low, high = (y * time / mine[f"collective_{end}_ms"] for end in ("q3", "q1"))
+            draw_spread(axis, x, low, high, tint)
+            axis.plot(x, y, color=tint, marker=shape, label=name)
+            ends.append((float(x.iloc[-1]), float(y.iloc[-1]), name, tint))
     axis.set_xscale("log")
     axis.set_yscale("log")
     axis.xaxis.set_major_locator(FixedLocator(sorted(rows["size_mib"].unique())))
     axis.xaxis.set_minor_locator(NullLocator())
     log_ticks(axis)
     axis.set_xlabel("size (MiB)")
+    label_line_ends(axis, ends, HEIGHT_IN - 0.9)

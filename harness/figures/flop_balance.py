@@ -6,6 +6,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from harness.figure import CaptionedFigure, colour, figure
+from harness.findings import listed, sentence, span
 from harness.points import caption_of, sort_by_points
 from harness.tables._balance import counted
 
@@ -36,7 +37,19 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
         if len(groups) > 1:
             row[0].set_title(f"{row[0].get_title()}\n{words}", fontsize=8)
     common = caption_of(groups[0][1], point) if len(groups) == 1 else ""
-    return CaptionedFigure(caption=f"{CAPTION} {common}".strip(), figure=drawing)
+    shares = []
+    for split in splits:
+        over = [
+            max(flops) / (sum(flops) / len(flops))
+            for balance in cases.loc[cases["split"] == split, "counts"]
+            for flops in [balance.per_rank("pair")]
+        ]
+        shares.append(f"{span(over)} of the mean with {split}")
+    return CaptionedFigure(
+        caption=f"{CAPTION} {common}".strip(),
+        figure=drawing,
+        finding=sentence(f"the busiest rank computes {listed(shares)}"),
+    )
 
 
 def _draw(axis, cases: pd.DataFrame, split: str) -> None:  # type: ignore[no-untyped-def]
@@ -46,7 +59,7 @@ def _draw(axis, cases: pd.DataFrame, split: str) -> None:  # type: ignore[no-unt
         pairs = [flops / 1e12 for flops in balance.per_rank("pair")]
         chunks = [flops / 1e12 for flops in balance.per_rank("chunk")]
         ranks = range(len(pairs))
-        axis.bar(ranks, pairs, color=colour(split), width=0.75)
+        axis.bar(ranks, pairs, color=colour(split), width=0.75, label=f"{split}, by pairs")
         axis.bar(ranks, chunks, fill=False, edgecolor="#444444", linewidth=0.7, width=0.75)
         axis.axhline(sum(pairs) / len(pairs), color="#000000", linewidth=0.8, linestyle="--")
         axis.set_xticks(list(ranks))

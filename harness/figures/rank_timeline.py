@@ -10,8 +10,16 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from harness import format as fmt
-from harness.figure import CaptionedFigure, colour, figure, mixed_with_white
+from harness.figure import (
+    ON_BAR_DARK,
+    ON_BAR_LIGHT,
+    CaptionedFigure,
+    colour,
+    figure,
+    mixed_with_white,
+)
 from harness.figures._split_panels import ACROSS, calls_by_panel
+from harness.findings import listed, percent_span, sentence
 from harness.tables._split import COMPUTE
 
 MAX_BARS = 48
@@ -56,7 +64,13 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     _legend(drawing)
     first = rows.iloc[0]
     words = f"{num_ranks} ranks, {fmt.integer(first['seq_len'])} tokens, kernel {first['kernel']}."
-    return CaptionedFigure(caption=f"{CAPTION} {words}", figure=drawing)
+    return CaptionedFigure(caption=f"{CAPTION} {words}", figure=drawing, finding=_finding(rows))
+
+
+def _finding(rows: pd.DataFrame) -> str:
+    shares = (rows["exposed_ms"] / rows["whole_ms"]).groupby(rows["scheme"]).min().sort_values()
+    words = [f"{percent_span([share])} of its time with {name}" for name, share in shares.items()]
+    return sentence(f"the busiest rank waits for others in {listed(words)}")
 
 
 def _draw(axis: Axes, row: pd.Series) -> None:
@@ -69,7 +83,8 @@ def _draw(axis: Axes, row: pd.Series) -> None:
                 face: Any = mixed_with_white(tint, 1.0 if phase == "forward" else 0.55)
             else:
                 face = WAITING
-            axis.barh(index, stop - start, BAR, left=start, color=face, linewidth=0)
+            what = f"rank {index}, {phase} step {step}, {kind}"
+            axis.barh(index, stop - start, BAR, left=start, color=face, linewidth=0, label=what)
             if kind == COMPUTE and stop - start > 0.025 * end:
                 axis.text(
                     (start + stop) / 2,
@@ -78,7 +93,7 @@ def _draw(axis: Axes, row: pd.Series) -> None:
                     ha="center",
                     va="center",
                     fontsize=6,
-                    color="white" if phase == "forward" else "black",
+                    color=ON_BAR_LIGHT if phase == "forward" else ON_BAR_DARK,
                 )
     axis.set_title(f"{row['scheme']}, {row['transport']}", loc="left", fontsize=8, pad=3)
     axis.set_yticks(range(len(ranks)), [f"rank {index}" for index in range(len(ranks))])

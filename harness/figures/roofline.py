@@ -11,15 +11,25 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from harness.figure import CaptionedFigure, colour, figure, label_line_ends, marker
+from harness import format as fmt
+from harness.figure import (
+    CaptionedFigure,
+    colour,
+    figure,
+    label_line_ends,
+    mark_out_of_memory,
+    marker,
+)
 from harness.figures._panels import log_ticks, panels, whole_calls
 from harness.figures._roof import draw_roof, with_measured_roof
+from harness.findings import best_row, percent_span, sentence
 from harness.points import attention_rank
 
 CAPTION = (
     "Achieved rate of attention, forward and backward together unless the mode is forward, over "
     "its arithmetic intensity: FLOPs by the formula over the fewest bytes that any kernel must "
-    "move, so that backends of one shape stand above one another; both axes logarithmic."
+    "move, so that backends of one shape stand above one another; both axes logarithmic; "
+    "a cross above the frame marks where memory ran out."
 )
 
 WIDTH_IN, HEIGHT_IN = 4.9, 3.3
@@ -50,7 +60,21 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
         ends = [(right, rate, name, colour(name)) for name, rate in last.items()]
         label_line_ends(axis, ends, HEIGHT_IN - 0.9)
     words = (CAPTION, roof, common)
-    return CaptionedFigure(caption=" ".join(filter(None, words)), figure=figure)
+    return CaptionedFigure(
+        caption=" ".join(filter(None, words)), figure=figure, finding=_finding(rows)
+    )
+
+
+def _finding(rows: pd.DataFrame) -> str:
+    known = rows[rows["tflops"].notna()]
+    best = best_row(known, "tflops")
+    share = None
+    if best["peak_tflops"] == best["peak_tflops"]:
+        share = f"{percent_span([best['tflops'] / best['peak_tflops']])} of the dense peak"
+    return sentence(
+        f"the highest rate is {fmt.number(best['tflops'])} TFLOP/s{f', {share}' if share else ''}, "
+        f"of {best['attention']} at {fmt.number(best['flops_per_byte'])} FLOP/byte"
+    )
 
 
 def _draw(axis: Axes, rows: pd.DataFrame) -> dict[str, float]:
@@ -76,7 +100,10 @@ def _draw(axis: Axes, rows: pd.DataFrame) -> dict[str, float]:
             markeredgecolor="white",
             markeredgewidth=0.4,
             linewidth=0.7,
+            label=name,
         )
+    out = rows[(rows["status"] == "oom") & rows["flops_per_byte"].notna()]
+    mark_out_of_memory(axis, zip(out["flops_per_byte"], out["attention"], strict=True))
     axis.set_xscale("log")
     axis.set_yscale("log")
     axis.set_xlim(low, high)

@@ -10,11 +10,12 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from harness import format as fmt
 from harness.comparison import AXES, Axis, comparable, compare, fullest_mode
 from harness.figure import CaptionedFigure, colour, describe, figure, marker, panel_key
+from harness.findings import say_over, sentence
 from harness.points import POINTS, sort_by_points
 
 CAPTION = (
     "Speed-up in median time over the baseline, with its 95% bootstrap interval where that is "
-    "wider than the dot."
+    "wider than the dot; a cross at the left edge marks a candidate that ran out of memory."
 )
 
 TITLES = {
@@ -36,8 +37,9 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     candidates = candidates[whole] if whole.any() else candidates
     for axis in AXES.values():
         rows = compare(candidates, axis)
-        rows = rows[rows["ratio"].notna() & (rows["baseline"] == axis.baseline)]
-        if len(rows):
+        out = rows["status"] == "oom"
+        rows = rows[(rows["ratio"].notna() | out) & (rows["baseline"] == axis.baseline)]
+        if rows["ratio"].notna().any():
             panels.append((axis, rows))
     if not panels:
         return None
@@ -51,7 +53,13 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights).ravel()
     for drawn, (axis, rows, labels) in zip(axes, labelled, strict=True):
         _draw(drawn, rows, labels, axis)
-    return CaptionedFigure(caption=f"{CAPTION} {common}".strip(), figure=figure)
+    found = [
+        say_over(rows, "ratio", axis.baseline, axis.choice, TITLES[axis.choice])
+        for axis, rows in panels
+    ]
+    return CaptionedFigure(
+        caption=f"{CAPTION} {common}".strip(), figure=figure, finding=sentence(*found)
+    )
 
 
 def _label_rows(rows: pd.DataFrame, axis: Axis) -> tuple[pd.DataFrame, list[str]]:
@@ -85,9 +93,20 @@ def _draw(axes: Axes, rows: pd.DataFrame, labels: list[str], axis: Axis) -> None
             label=name,
             alpha=0.9,
         )
+    for _, row in rows[rows["status"] == "oom"].iterrows():
+        axes.annotate(
+            f"{fmt.TIMES} OOM",
+            (0, row["line"]),
+            xycoords=axes.get_yaxis_transform(),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=7,
+            color=colour(row[axis.choice]),
+        )
     axes.axvline(1, color="#444444", linewidth=1)
     axes.set_xscale("log", base=2)
-    ends = [*rows["ratio"], 1.0]
+    ends = [*rows["ratio"].dropna(), 1.0]
     axes.set_xlim(min(ends) / 1.2, max(ends) * 1.2)
     fine = max(ends) / min(ends) < 4
     axes.xaxis.set_major_locator(LogLocator(base=2, subs=(1.0, 1.25, 1.5) if fine else (1.0,)))

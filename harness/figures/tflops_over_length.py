@@ -7,13 +7,23 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from harness import format as fmt
-from harness.figure import CaptionedFigure, colour, figure, marker
+from harness.figure import (
+    CaptionedFigure,
+    colour,
+    draw_spread,
+    figure,
+    label_line_ends,
+    mark_out_of_memory,
+    marker,
+)
 from harness.figures._panels import panels, whole_calls
+from harness.findings import say_out_of_memory, say_over_length, sentence
 from harness.points import attention_rank
 
 CAPTION = (
     "Achieved rate of attention, forward and backward together unless the mode is forward, by the "
-    "FLOP formula over the median time; a cross above the frame marks where memory ran out."
+    "FLOP formula over the median time, with a bar between the "
+    "rates of the quartiles; a cross above the frame marks where memory ran out."
 )
 
 WIDTH_IN, HEIGHT_IN = 4.4, 2.9
@@ -25,23 +35,35 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     if rows["seq_len"].nunique() < 2 or rows["tflops"].isna().all():
         return None
     across = ["attention", "seq_len", "kv_len"]
-    figure, drawn, common = panels(
-        rows, across, width_in=WIDTH_IN, height_in=HEIGHT_IN, legend=True
-    )
+    figure, drawn, common = panels(rows, across, width_in=WIDTH_IN, height_in=HEIGHT_IN)
     for axis, group in drawn:
         _draw(axis, group)
-    return CaptionedFigure(caption=f"{CAPTION} {common}".strip(), figure=figure)
+    return CaptionedFigure(
+        caption=f"{CAPTION} {common}".strip(),
+        figure=figure,
+        finding=sentence(
+            say_over_length(rows, "tflops", highest=True),
+            f"the highest rate is {fmt.number(rows['tflops'].max())} TFLOP/s",
+            say_out_of_memory(rows),
+        ),
+    )
 
 
 def _draw(axis: Axes, rows: pd.DataFrame) -> None:
     lengths = sorted(rows["seq_len"].unique())
-    crosses: dict[int, list[str]] = {}
+    crosses: list[tuple[float, str]] = []
+    ends: list[tuple[float, float, str, str]] = []
     for name in sorted(rows["attention"].unique(), key=attention_rank):
         mine = rows[rows["attention"] == name].sort_values("seq_len", kind="stable")
         shown = mine[mine["tflops"].notna()]
-        axis.plot(shown["seq_len"], shown["tflops"], color=colour(name), marker=marker(name))
-        for seq_len in mine.loc[mine["status"] == "oom", "seq_len"]:
-            crosses.setdefault(seq_len, []).append(name)
+        crosses += [(length, name) for length in mine.loc[mine["status"] == "oom", "seq_len"]]
+        if shown.empty:
+            continue
+        tint, x, y = colour(name), shown["seq_len"], shown["tflops"]
+        low, high = (y * shown["median_ms"] / shown[quartile] for quartile in ("q3_ms", "q1_ms"))
+        draw_spread(axis, x, low, high, tint)
+        axis.plot(x, y, color=tint, marker=marker(name), label=name)
+        ends.append((float(x.iloc[-1]), float(y.iloc[-1]), name, tint))
     axis.set_xscale("log", base=2)
     axis.set_xlim(lengths[0] / 1.3, lengths[-1] * 1.3)
     axis.xaxis.set_major_locator(FixedLocator(lengths))
@@ -52,22 +74,5 @@ def _draw(axis: Axes, rows: pd.DataFrame) -> None:
     axis.set_ylim(bottom=0)
     axis.set_xlabel("sequence length (tokens)")
     axis.set_ylabel("TFLOP/s")
-    for seq_len, names in crosses.items():
-        _mark_out_of_memory(axis, seq_len, names)
-
-
-def _mark_out_of_memory(axis: Axes, seq_len: float, names: list[str]) -> None:
-    """Crosses side by side just above the frame, where no line runs."""
-    for place, name in enumerate(names):
-        axis.annotate(
-            fmt.TIMES,
-            (seq_len, 1.0),
-            xycoords=axis.get_xaxis_transform(),
-            xytext=(7 * (place - (len(names) - 1) / 2), 4),
-            textcoords="offset points",
-            ha="center",
-            va="center",
-            fontsize=11,
-            fontweight="bold",
-            color=colour(name),
-        )
+    mark_out_of_memory(axis, crosses)
+    label_line_ends(axis, ends, HEIGHT_IN - 0.9)

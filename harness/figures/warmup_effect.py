@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from harness.figure import CaptionedFigure, describe, figure, panel_key
+from harness.findings import sentence, span
 from harness.points import sort_by_points
 from harness.tables.warmup_effect import headline
 
@@ -62,7 +63,19 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
         axis.set_xlabel("measured step")
         axis.set_ylabel("time (ms)")
     axes[0].legend(title="warm-up steps", loc="upper right")
-    return CaptionedFigure(caption=f"{CAPTION} {common}".strip(), figure=figure)
+    firsts = rows["samples_ms"].map(lambda samples: samples[0]) / rows["median_ms"]
+    least = rows["warmup_steps"] == counts[0]
+    return CaptionedFigure(
+        caption=f"{CAPTION} {common}".strip(),
+        figure=figure,
+        finding=sentence(
+            f"with {int(counts[0])} warm-up steps the first measured step takes "
+            f"{span(firsts[least])} the median",
+            f"with {int(counts[-1])} it takes {span(firsts[rows['warmup_steps'] == counts[-1]])}"
+            if len(counts) > 1
+            else None,
+        ),
+    )
 
 
 def _minor_tick(tick: float, _: int) -> str:

@@ -49,6 +49,7 @@ def table_by_backend(
                 status=f"{attention}_status",
                 mark=f"{attention}_mark",
                 raw=tuple(f"{attention}_{key}" for key in keys),
+                record=f"{attention}_case_id",
             )
         )
     table = make_table(
@@ -71,6 +72,7 @@ def _values(part: pd.DataFrame, attention: str, keys: Sequence[str]) -> pd.DataF
             attention: pd.Series(cells, index=part.index, dtype=object),
             **{f"{attention}_{key}": part[key] for key in keys},
             f"{attention}_status": part["status"],
+            f"{attention}_case_id": part["case_id"],
             f"{attention}_mark": part["mark"].fillna(""),
         }
     )

@@ -23,7 +23,7 @@ def collectives(frame: pd.DataFrame) -> pd.DataFrame:
     calls = frame[frame["task"] == "collectives"]
     if calls.empty:
         return calls
-    rows = per_case(calls, phases=("collective",))
+    rows = per_case(calls, phases=("collective",), values=("median_ms", "q1_ms", "q3_ms"))
     seconds = rows["collective_median_ms"] / 1e3
     rows["algorithm_gb_s"] = rows["size_bytes"].astype(float) / seconds / GB
     factors = [

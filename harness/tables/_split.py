@@ -34,13 +34,17 @@ def split_calls(frame: pd.DataFrame) -> pd.DataFrame:
     calls = frame[frame["task"] == "attention"]
     if calls.empty or not (calls["cp"] > 1).any():
         return calls.iloc[:0]
-    rows = per_case(calls, phases=PHASES)
+    rows = per_case(calls, phases=PHASES, values=("median_ms", "q1_ms", "q3_ms"))
     rows = rows.assign(
         kernel=rows["scheme_kernel"],
         transport=rows["scheme_transport"],
         modes=rows["scheme_modes"],
     )
     rows["whole_ms"] = rows["forward_backward_median_ms"].fillna(rows["forward_median_ms"])
+    for end in ("q1", "q3"):
+        rows[f"whole_{end}_ms"] = rows[f"forward_backward_{end}_ms"].fillna(
+            rows[f"forward_{end}_ms"]
+        )
     rows["whole_status"] = rows["status"]
     varied = ("attention", "scheme", "transport", "modes", "strategy", "world_size")
     group = point_groups(rows, varied)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pandas as pd
 
 from harness import format as fmt
-from harness.table import Column, Table, make_table, per_case, table
+from harness.findings import best_row, sentence
+from harness.table import Column, Table, finding, make_table, per_case, table
 
 CAPTION = (
     "A small term added many times, one after another. The error has two parts: the term is "
@@ -52,6 +53,19 @@ def build(frame: pd.DataFrame) -> Table | None:
             Column(key="from_term", header="of the stored term", format=fmt.scientific),
             Column(key="from_sums", header="of the partial sums", format=fmt.scientific),
         ],
+    )
+
+
+@finding("accumulation")
+def say(rows: pd.DataFrame) -> str | None:
+    sized = rows.assign(size=rows["error"].abs())
+    worst, best = best_row(sized, "size"), best_row(sized, "size", highest=False)
+    if worst["size"] == best["size"]:
+        return None
+    return sentence(
+        f"a {worst['accumulator']} sum of {worst['term_dtype']} terms is off by most "
+        f"({fmt.scientific(worst['error'])}) and a {best['accumulator']} sum of "
+        f"{best['term_dtype']} terms by least ({fmt.scientific(best['error'])})"
     )
 
 

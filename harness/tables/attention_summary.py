@@ -5,7 +5,17 @@ from __future__ import annotations
 import pandas as pd
 
 from harness import format as fmt
-from harness.table import Column, Table, make_table, per_case, speedup_over, table, time_column
+from harness.findings import say_fastest, say_out_of_memory, say_over, sentence
+from harness.table import (
+    Column,
+    Table,
+    finding,
+    make_table,
+    per_case,
+    speedup_over,
+    table,
+    time_column,
+)
 
 CAPTION = (
     "Attention alone: median times, achieved rates by the FLOP formula, peak memory, the largest "
@@ -47,4 +57,14 @@ def build(frame: pd.DataFrame) -> Table | None:
             Column(key="check_error", header="error", format=fmt.scientific, detail=True),
             Column(key="speedup", header="speed-up", format=fmt.factor),
         ],
+    )
+
+
+@finding("attention_summary")
+def say(rows: pd.DataFrame) -> str | None:
+    both = rows["forward_backward_median_ms"].fillna(rows["forward_median_ms"])
+    return sentence(
+        say_fastest(rows.assign(both=both), "both"),
+        say_over(rows, "speedup", "naive"),
+        say_out_of_memory(rows),
     )

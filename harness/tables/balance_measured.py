@@ -5,7 +5,8 @@ from __future__ import annotations
 import pandas as pd
 
 from harness import format as fmt
-from harness.table import Column, Table, make_table, point_groups, table
+from harness.findings import listed, sentence, span
+from harness.table import Column, Table, finding, make_table, point_groups, table
 from harness.tables._split import split_calls
 from parallel import BACKENDS
 from parallel.balance import count_flops
@@ -65,6 +66,20 @@ def build(frame: pd.DataFrame) -> Table | None:
             Column(key="speedup", header="measured", format=fmt.factor, group="speed-up"),
         ],
     )
+
+
+@finding("balance_measured")
+def say(rows: pd.DataFrame) -> str | None:
+    uneven = rows["imbalance"].groupby(rows["scheme"]).median().sort_values()
+    busiest = [f"{fmt.factor(value)} of the mean with {name}" for name, value in uneven.items()]
+    known = rows[rows["speedup"].notna()]
+    gained = None
+    if len(known):
+        gained = (
+            f"balance brings {span(known['speedup'])} over contiguous parts, where FLOPs alone "
+            f"predict {span(known['predicted_speedup'])}"
+        )
+    return sentence(f"the busiest rank computes {listed(busiest)} (median)", gained)
 
 
 def _layout(scheme: str, num_ranks: int) -> Layout:

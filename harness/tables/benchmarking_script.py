@@ -5,7 +5,8 @@ from __future__ import annotations
 import pandas as pd
 
 from harness import format as fmt
-from harness.table import Column, Table, make_table, marks_of, per_case, table
+from harness.findings import percent_span, say_out_of_memory, sentence, span
+from harness.table import Column, Table, finding, make_table, marks_of, per_case, table
 
 CAPTION = (
     "Mean ± sample standard deviation, and median, of the phases of a training step. TFLOP/s "
@@ -52,4 +53,19 @@ def build(frame: pd.DataFrame) -> Table | None:
             Column(key="step_mfu", header="MFU (%)", format=fmt.percent),
             Column(key="peak_memory_gib", header="peak memory (GiB)", format=fmt.number),
         ],
+    )
+
+
+@finding("benchmarking_script")
+def say(rows: pd.DataFrame) -> str | None:
+    ratio = (rows["backward_median_ms"] / rows["forward_median_ms"]).dropna()
+    spread = (rows["step_std_ms"] / rows["step_mean_ms"]).dropna()
+    used = rows["step_mfu"].dropna()
+    return sentence(
+        f"the backward pass takes {span(ratio)} the forward pass" if len(ratio) else None,
+        f"a step's standard deviation is {percent_span([spread.median()])} of its mean (median)"
+        if len(spread)
+        else None,
+        f"MFU is {percent_span(used)}" if len(used) else None,
+        say_out_of_memory(rows),
     )

@@ -12,7 +12,8 @@ import pandas as pd
 
 from harness import format as fmt
 from harness.comparison import AXES, comparable, compare, compare_with_peers
-from harness.table import Column, Table, make_table, marks_of, table
+from harness.findings import best_row, sentence
+from harness.table import Column, Table, finding, make_table, marks_of, table
 
 CAPTION = (
     "Each candidate against its baseline. Ratio: median time of the baseline over that of the "
@@ -61,4 +62,20 @@ def build(frame: pd.DataFrame) -> Table | None:
             Column(key="interval", header="95% interval", raw=("ratio_low", "ratio_high")),
             Column(key="verdict", header="verdict", status="status"),
         ],
+    )
+
+
+@finding("comparison")
+def say(rows: pd.DataFrame) -> str | None:
+    counts = rows["verdict"].value_counts()
+    if counts.empty:
+        return None
+    best = best_row(rows, "ratio")
+    compiled = best["baseline"] == "uncompiled"
+    name = f"{best['attention']} compiled by {best['compile_scope']}"
+    return sentence(
+        f"{counts.get('FASTER', 0)} of {counts.sum()} candidates are FASTER than their baseline, "
+        f"{counts.get('SLOWER', 0)} SLOWER and {counts.get('SAME', 0)} the SAME",
+        f"the largest ratio is {fmt.factor(best['ratio'])}, of "
+        f"{name if compiled else best['attention']} over {best['baseline']}",
     )

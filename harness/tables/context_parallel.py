@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pandas as pd
 
 from harness import format as fmt
-from harness.table import Column, Table, make_table, table, time_column
+from harness.findings import best_row, percent_span, say_fastest, sentence
+from harness.table import Column, Table, finding, make_table, table, time_column
 from harness.tables._split import predicted_gib, split_calls
 
 CAPTION = (
@@ -61,6 +62,35 @@ def build(frame: pd.DataFrame) -> Table | None:
         )
     built.footnotes += crossovers(rows)
     return built
+
+
+@finding("context_parallel")
+def say(rows: pd.DataFrame) -> str | None:
+    good = rows[rows["whole_ms"].notna()]
+    if good.empty:
+        return None
+    most = good[good["world_size"] == good["world_size"].max()]
+    longest = most[most["seq_len"] == most["seq_len"].max()]
+    best = best_row(longest, "whole_ms", highest=False)
+    where = f"{int(best['world_size'])} ranks and {fmt.integer(best['seq_len'])} tokens"
+    gained = None
+    if best["speedup"] == best["speedup"]:
+        gained = (
+            f"{fmt.factor(best['speedup'])} of one device, "
+            f"{percent_span([best['efficiency']])} efficient"
+        )
+    waited = None
+    if best["exposed_ms"] == best["exposed_ms"]:
+        share = best["exposed_ms"] / best["whole_ms"]
+        waited = f"its busiest rank waits for communication in {percent_span([share])} of the time"
+    name = f"{best['scheme']} over {best['transport']}"
+    return sentence(
+        f"with {where} {name} is fastest{f' ({gained})' if gained else ''}",
+        waited,
+        say_fastest(rows, "whole_ms", ("scheme", "transport", "attention", "modes", "strategy"))
+        if len(good) > len(longest)
+        else None,
+    )
 
 
 def crossovers(rows: pd.DataFrame) -> Iterator[str]:

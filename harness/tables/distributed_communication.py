@@ -5,7 +5,8 @@ from __future__ import annotations
 import pandas as pd
 
 from harness import format as fmt
-from harness.table import Column, Table, make_table, table, time_column
+from harness.findings import best_row, sentence
+from harness.table import Column, Table, finding, make_table, table, time_column
 from harness.tables._collectives import UNUSED, collectives
 
 CAPTION = (
@@ -33,4 +34,21 @@ def build(frame: pd.DataFrame) -> Table | None:
             Column(key="bus_gb_s", header="bus bandwidth (GB/s)", format=fmt.number),
             Column(key="wrong_elements", header="wrong", format=fmt.integer),
         ],
+    )
+
+
+@finding("distributed_communication")
+def say(rows: pd.DataFrame) -> str | None:
+    known = rows[rows["bus_gb_s"].notna()]
+    if known.empty:
+        return None
+    best = best_row(known, "bus_gb_s")
+    quick = best_row(known, "collective_median_ms", highest=False)
+    wrong = int(rows["wrong_elements"].fillna(0).sum())
+    return sentence(
+        f"the highest bus bandwidth is {fmt.number(best['bus_gb_s'])} GB/s, of "
+        f"{best['collective']} of {best['size_mib']:g} MiB on {int(best['world_size'])} ranks",
+        f"the shortest latency is {fmt.number(quick['collective_median_ms'])} ms, of "
+        f"{quick['collective']}",
+        f"{fmt.integer(wrong)} elements were wrong" if wrong else "no element was wrong",
     )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pandas as pd
 
-from harness.table import Table, per_case, table
+from harness.findings import from_wide, say_out_of_memory, say_over_length, sentence
+from harness.table import Table, finding, per_case, table
 from harness.tables._by_backend import table_by_backend
 
 CAPTION = (
@@ -29,3 +30,11 @@ def build(frame: pd.DataFrame) -> Table | None:
         lead=["head_dim", "precision", "seq_len"],
         keep=["seq_len"],
     )
+
+
+@finding("flash_benchmarking")
+def say(rows: pd.DataFrame) -> str | None:
+    calls = from_wide(rows, "forward_backward_median_ms")
+    if calls["value"].isna().all():
+        calls = from_wide(rows, "forward_median_ms")
+    return sentence(say_over_length(calls, "value"), say_out_of_memory(calls))

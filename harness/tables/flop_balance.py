@@ -5,7 +5,8 @@ from __future__ import annotations
 import pandas as pd
 
 from harness import format as fmt
-from harness.table import Column, Table, make_table, table
+from harness.findings import listed, sentence, span
+from harness.table import Column, Table, finding, make_table, table
 from harness.tables._balance import COUNT_WORDS, COUNTS_EXPLAINED, counted
 
 CAPTION = (
@@ -54,6 +55,21 @@ def build(frame: pd.DataFrame) -> Table | None:
         keep=["split"],
         metrics=columns,
         without=UNUSED,
+    )
+
+
+@finding("flop_balance")
+def say(rows: pd.DataFrame) -> str | None:
+    over = [
+        f"{span(part['pair_over_mean'])} of the mean with {name}"
+        for name, part in rows.groupby("split", sort=False)
+    ]
+    cost = rows["pair_lockstep"].groupby(rows["split"]).mean()
+    return sentence(
+        f"the busiest rank computes {listed(over)}",
+        f"in lockstep {cost.idxmin()} costs least, {fmt.factor(cost.min())} of a perfect split"
+        if len(cost) > 1
+        else None,
     )
 
 

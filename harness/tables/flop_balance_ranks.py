@@ -6,7 +6,9 @@ from typing import Any
 
 import pandas as pd
 
-from harness.table import Column, Table, make_table, table
+from harness import format as fmt
+from harness.findings import listed, sentence
+from harness.table import Column, Table, finding, make_table, table
 from harness.tables._balance import COUNTS_EXPLAINED, counted
 from harness.tables.flop_balance import POINT_COLUMNS, UNUSED, gflop
 
@@ -43,3 +45,12 @@ def build(frame: pd.DataFrame) -> Table | None:
         without=UNUSED,
         metrics=[Column(key=key, header=header, format=gflop) for key, header in headers.items()],
     )
+
+
+@finding("flop_balance_ranks")
+def say(rows: pd.DataFrame) -> str | None:
+    words = []
+    for name, part in rows.groupby("split", sort=False):
+        mean = part.groupby("rank")["pair"].mean()
+        words.append(f"{fmt.factor(mean.iloc[-1] / mean.iloc[0])} of the first with {name}")
+    return sentence(f"the last rank computes {listed(words)}")

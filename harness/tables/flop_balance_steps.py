@@ -7,7 +7,8 @@ from typing import Any
 import pandas as pd
 
 from harness import format as fmt
-from harness.table import Column, Table, make_table, table
+from harness.findings import listed, sentence
+from harness.table import Column, Table, finding, make_table, table
 from harness.tables._balance import COUNT_WORDS, counted
 from harness.tables.flop_balance import POINT_COLUMNS, UNUSED, gflop
 
@@ -48,3 +49,12 @@ def build(frame: pd.DataFrame) -> Table | None:
         without=UNUSED,
         metrics=columns,
     )
+
+
+@finding("flop_balance_steps")
+def say(rows: pd.DataFrame) -> str | None:
+    words = []
+    for name, part in rows.groupby("split", sort=False):
+        idle = (part["ranks"] - part["busy"]).sum() / part["ranks"].sum()
+        words.append(f"{100 * idle:.0f}% of the steps with {name}")
+    return sentence(f"ranks have nothing to compute in {listed(words)}")

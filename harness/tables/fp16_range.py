@@ -7,7 +7,8 @@ from typing import Any
 import pandas as pd
 
 from harness import format as fmt
-from harness.table import Column, Table, make_table, table
+from harness.findings import best_row, sentence
+from harness.table import Column, Table, finding, make_table, table
 from harness.tables._audit import COUNTS, UNUSED, audits, tensors_of, total, without_block
 
 CAPTION = (
@@ -46,6 +47,21 @@ def build(frame: pd.DataFrame) -> Table | None:
             Column(key="output_elements", header="elements", format=fmt.integer),
             *columns,
         ],
+    )
+
+
+@finding("fp16_range")
+def say(rows: pd.DataFrame) -> str | None:
+    over = int(rows["output_overflowed"].sum() + rows["output_gradient_overflowed"].sum())
+    under = rows["output_gradient_underflowed"]
+    worst = best_row(rows, "output_gradient_underflowed")
+    share = under.max() / max(1, worst["output_elements"])
+    return sentence(
+        f"{fmt.integer(over)} elements overflow",
+        f"underflow is worst in the gradient at {worst['layer']} with {worst['precision']}, "
+        f"{100 * share:.1f}% of its elements"
+        if under.max() > 0
+        else "no gradient underflows",
     )
 
 

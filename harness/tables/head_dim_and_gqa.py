@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pandas as pd
 
-from harness.table import Table, per_case, table
+from harness.findings import from_wide, say_fastest, sentence
+from harness.table import Table, finding, per_case, table
 from harness.tables._by_backend import table_by_backend
 
 CAPTION = (
@@ -29,3 +30,13 @@ def build(frame: pd.DataFrame) -> Table | None:
         lead=["head_dim", "num_kv_heads", "seq_len"],
         keep=["head_dim", "num_kv_heads"],
     )
+
+
+@finding("head_dim_and_gqa")
+def say(rows: pd.DataFrame) -> str | None:
+    parts = []
+    for phase in PHASES:
+        calls = from_wide(rows, f"{phase}_tflops")
+        found = say_fastest(calls, "value", highest=True) if len(calls) else None
+        parts.append(f"in the {phase} pass {found}" if found else None)
+    return sentence(*parts)

@@ -10,7 +10,17 @@ import pandas as pd
 
 from harness import format as fmt
 from harness.comparison import Axis, compare
-from harness.table import Column, Table, make_table, per_case, point_groups, table, time_column
+from harness.findings import best_row, say_fastest, sentence
+from harness.table import (
+    Column,
+    Table,
+    finding,
+    make_table,
+    per_case,
+    point_groups,
+    table,
+    time_column,
+)
 from harness.tables._by_backend import apart_from_unsupported
 
 CAPTION = (
@@ -63,6 +73,19 @@ def build(frame: pd.DataFrame) -> Table | None:
     order = built.rows.assign(place=place).sort_values(["place", "all_median_ms"], kind="stable")
     built.rows = built.rows.loc[order.index].reset_index(drop=True)
     return built
+
+
+@finding("leaderboard")
+def say(rows: pd.DataFrame) -> str | None:
+    if rows["all_tflops"].isna().all():
+        return None
+    plain = rows[~rows["call_compiled"].astype(bool)]
+    best = best_row(rows, "all_tflops")
+    return sentence(
+        say_fastest(rows if plain.empty else plain, "all_median_ms"),
+        f"the highest rate is {fmt.number(best['all_tflops'])} TFLOP/s, of {best['attention']} "
+        f"with head_dim {int(best['head_dim'])}",
+    )
 
 
 def _compared(rows: pd.DataFrame, calls: pd.DataFrame) -> pd.DataFrame:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pandas as pd
 
 from harness import format as fmt
+from harness.findings import listed, sentence, span
 from harness.points import POINTS, precision_rank
-from harness.table import Column, Table, make_table, per_case, point_groups, table
+from harness.table import Column, Table, finding, make_table, per_case, point_groups, table
 
 CAPTION = (
     "Median times of the forward and backward pass by precision; speed-up of both together "
@@ -45,9 +46,11 @@ def build(frame: pd.DataFrame) -> Table | None:
                     format=fmt.number,
                     status=f"{precision}_{phase}_status",
                     mark=f"{precision}_mark",
+                    record=f"{precision}_case_id",
                 )
             )
         rows[f"{precision}_mark"] = part["mark"].fillna("")
+        rows[f"{precision}_case_id"] = part["case_id"]
         if precision != "fp32":
             rows[f"{precision}_speedup"] = baseline.reindex(rows.index) / part["both_ms"]
             metrics.append(
@@ -56,6 +59,7 @@ def build(frame: pd.DataFrame) -> Table | None:
                     header="speed-up",
                     group=precision,
                     format=fmt.factor,
+                    record=f"{precision}_case_id",
                 )
             )
     return make_table(
@@ -66,3 +70,13 @@ def build(frame: pd.DataFrame) -> Table | None:
         without=["precision"],
         metrics=metrics,
     )
+
+
+@finding("mixed_precision")
+def say(rows: pd.DataFrame) -> str | None:
+    words = []
+    for column in rows.columns:
+        if str(column).endswith("_speedup") and rows[column].notna().any():
+            name = str(column).removesuffix("_speedup")
+            words.append(f"{name} is {span(rows[column].dropna())} as fast as fp32")
+    return sentence(listed(words)) if words else None

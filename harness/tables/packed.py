@@ -5,8 +5,18 @@ from __future__ import annotations
 import pandas as pd
 
 from harness import format as fmt
+from harness.findings import listed, percent_span, sentence
 from harness.points import BATCH_LAYOUTS
-from harness.table import Column, Table, make_table, per_case, point_groups, table, time_column
+from harness.table import (
+    Column,
+    Table,
+    finding,
+    make_table,
+    per_case,
+    point_groups,
+    table,
+    time_column,
+)
 from harness.tables._by_backend import apart_from_unsupported
 
 CAPTION = (
@@ -46,3 +56,13 @@ def build(frame: pd.DataFrame) -> Table | None:
     )
     built.footnotes += footnotes
     return built
+
+
+@finding("packed")
+def say(rows: pd.DataFrame) -> str | None:
+    parts = []
+    for layout, part in rows[rows["of_dense"].notna()].groupby("layout"):
+        median = part.groupby("attention")["of_dense"].median().sort_values(ascending=False)
+        words = [f"{percent_span([value])} with {name}" for name, value in median.items()]
+        parts.append(f"{layout} batches reach {listed(words)} of the dense rate (median)")
+    return sentence(*parts)

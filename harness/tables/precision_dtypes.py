@@ -6,8 +6,9 @@ from typing import Any
 
 import pandas as pd
 
+from harness.findings import listed, sentence
 from harness.points import POINTS, precision_rank
-from harness.table import Column, Table, make_table, point_groups, table
+from harness.table import Column, Table, finding, make_table, point_groups, table
 from harness.tables._audit import UNUSED, audits, without_block
 
 CAPTION = (
@@ -55,6 +56,17 @@ def build(frame: pd.DataFrame) -> Table | None:
             *(Column(key=f"dtype {name}", header=name) for name in precisions),
         ],
     )
+
+
+@finding("precision_dtypes")
+def say(rows: pd.DataFrame) -> str | None:
+    words = []
+    for column in (name for name in rows.columns if str(name).startswith("dtype ")):
+        known = rows[column].dropna()
+        low = known[~known.str.contains("float32|float64")]
+        name = str(column).removeprefix("dtype ")
+        words.append(f"{len(low)} of {len(known)} with {name}")
+    return sentence(f"kinds of tensors of less than 32 bits: {listed(words)}") if words else None
 
 
 def _dtypes(audit: dict[str, Any]) -> dict[str, str]:

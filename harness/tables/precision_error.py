@@ -7,7 +7,8 @@ from typing import Any
 import pandas as pd
 
 from harness import format as fmt
-from harness.table import Column, Table, make_table, table
+from harness.findings import sentence
+from harness.table import Column, Table, finding, make_table, table
 from harness.tables._audit import UNUSED, audits, relative_error, tensors_of, total
 
 CAPTION = (
@@ -43,6 +44,18 @@ def build(frame: pd.DataFrame) -> Table | None:
             Column(key="loss_scale", header="loss scale", format=fmt.integer),
             Column(key="skipped_steps", header="skipped steps", format=fmt.integer, detail=True),
         ],
+    )
+
+
+@finding("precision_error")
+def say(rows: pd.DataFrame) -> str | None:
+    error = rows["gradient_error"].groupby(rows["precision"]).median().sort_values()
+    if len(error) < 2:
+        return None
+    scientific = fmt.scientific
+    return sentence(
+        f"gradients are closest to float64 with {error.index[0]} ({scientific(error.iloc[0])}, "
+        f"median) and farthest with {error.index[-1]} ({scientific(error.iloc[-1])})"
     )
 
 

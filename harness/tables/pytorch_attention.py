@@ -5,7 +5,8 @@ from __future__ import annotations
 import pandas as pd
 
 from harness import format as fmt
-from harness.table import Column, Table, make_table, per_case, table, time_column
+from harness.findings import percent_span, say_out_of_memory, sentence
+from harness.table import Column, Table, finding, make_table, per_case, table, time_column
 
 CAPTION = (
     "Attention alone: median forward and backward times, memory in use before the backward "
@@ -34,6 +35,18 @@ def build(frame: pd.DataFrame) -> Table | None:
             _memory("predicted_mib", "predicted", before_backward),
             _memory("peak_mib", "peak (MiB)", ""),
         ],
+    )
+
+
+@finding("pytorch_attention")
+def say(rows: pd.DataFrame) -> str | None:
+    known = rows[rows["before_backward_mib"].notna() & (rows["predicted_mib"] > 0)]
+    ratio = known["before_backward_mib"] / known["predicted_mib"]
+    return sentence(
+        say_out_of_memory(rows) or "no case runs out of memory",
+        f"memory before the backward pass is {percent_span(ratio)} of the prediction"
+        if len(ratio)
+        else None,
     )
 
 

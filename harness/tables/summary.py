@@ -5,7 +5,17 @@ from __future__ import annotations
 import pandas as pd
 
 from harness import format as fmt
-from harness.table import Column, Table, make_table, per_case, speedup_over, table, time_column
+from harness.findings import say_fastest, say_out_of_memory, say_over, sentence
+from harness.table import (
+    Column,
+    Table,
+    finding,
+    make_table,
+    per_case,
+    speedup_over,
+    table,
+    time_column,
+)
 
 CAPTION = (
     "Median time of the phases of a training step; speed-up of the whole step over naive "
@@ -41,4 +51,13 @@ def build(frame: pd.DataFrame) -> Table | None:
             Column(key="peak_memory_gib", header="peak memory (GiB)", format=fmt.number),
             Column(key="speedup", header="speed-up", format=fmt.factor),
         ],
+    )
+
+
+@finding("summary")
+def say(rows: pd.DataFrame) -> str | None:
+    return sentence(
+        say_fastest(rows, "step_median_ms"),
+        say_over(rows, "speedup", "naive"),
+        say_out_of_memory(rows),
     )

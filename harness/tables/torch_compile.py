@@ -5,7 +5,17 @@ from __future__ import annotations
 import pandas as pd
 
 from harness import format as fmt
-from harness.table import Column, Table, make_table, per_case, speedup_over, table, time_column
+from harness.findings import sentence, span
+from harness.table import (
+    Column,
+    Table,
+    finding,
+    make_table,
+    per_case,
+    speedup_over,
+    table,
+    time_column,
+)
 
 CAPTION = (
     "Compiled against uncompiled: median times, and the speed-up over the same point without "
@@ -50,3 +60,21 @@ def build(frame: pd.DataFrame) -> Table | None:
             Column(key="recompilations", header="recompilations", format=fmt.integer, detail=True),
         ],
     )
+
+
+@finding("torch_compile")
+def say(rows: pd.DataFrame) -> str | None:
+    parts = []
+    alone = (rows["task"] == "attention") & (rows["attention"] != "naive")
+    for name, part in rows[alone].groupby("attention"):
+        gains = part["forward_speedup"].dropna()
+        if len(gains):
+            parts.append(f"{name} attention alone is {span(gains)} as fast as naive forward")
+    compiled = (rows["task"] != "attention") & (rows["compile_scope"] != "none")
+    for scope, part in rows[compiled].groupby("compile_scope"):
+        phase = "forward" if part["step_speedup"].isna().all() else "step"
+        gains = part[f"{phase}_speedup"].dropna()
+        if len(gains):
+            words = {"forward": "forward pass", "step": "step"}[phase]
+            parts.append(f"compiling the {scope} makes the {words} {span(gains)} as fast")
+    return sentence(*parts)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pandas as pd
 
 from harness import format as fmt
-from harness.table import Column, Table, make_table, marks_of, table
+from harness.findings import sentence
+from harness.table import Column, Table, finding, make_table, marks_of, table
 
 CAPTION = (
     "Time of one step by the number of warm-up steps before the measurement. Without warm-up the "
@@ -37,6 +38,19 @@ def build(frame: pd.DataFrame) -> Table | None:
             _column("first_ms", "first sample (ms)"),
             Column(key="first_over_median", header="first/median", format=fmt.factor),
         ],
+    )
+
+
+@finding("warmup_effect")
+def say(rows: pd.DataFrame) -> str | None:
+    ratio = (rows["mean_ms"] / rows["median_ms"]).groupby(rows["warmup_steps"]).max()
+    if ratio.dropna().empty:
+        return None
+    enough = ratio.index[(ratio <= 1.05)[::-1].cummin()[::-1]]
+    return sentence(
+        f"with {int(ratio.index[0])} warm-up steps the mean is up to {fmt.factor(ratio.iloc[0])} "
+        "the median",
+        f"from {int(enough[0])} on they agree within 5%" if len(enough) else None,
     )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pandas as pd
 
 from harness import format as fmt
-from harness.table import Column, Table, make_table, point_groups, table, time_column
+from harness.findings import say_fastest, say_over, sentence
+from harness.table import Column, Table, finding, make_table, point_groups, table, time_column
 from harness.tables._split import predicted_gib, split_calls
 
 CAPTION = (
@@ -41,6 +42,14 @@ def build(frame: pd.DataFrame) -> Table | None:
             Column(key="predicted", header="predicted", format=fmt.number, group=MEMORY),
             Column(key="peak_memory_gib", header="measured", format=fmt.number, group=MEMORY),
         ],
+    )
+
+
+@finding("zigzag_modes")
+def say(rows: pd.DataFrame) -> str | None:
+    return sentence(
+        say_fastest(rows, "whole_ms", ("modes", "attention")),
+        say_over(rows, "speedup", TWO_KERNELS, "modes"),
     )
 
 

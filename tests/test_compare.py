@@ -1,0 +1,224 @@
+"""attnbench-compare: what is the same stays the same, and a planted slowdown is found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from records import ENVIRONMENT, make_record
+
+from harness.compare import Sides, compared, main, regressions
+from harness.frame import build_frame
+from harness.record import Record, RecordStore
+
+NUM_SAMPLES = 30
+NUM_CASES = 60
+
+PHASES = ("forward", "backward", "forward_backward")
+
+
+def noisy(random: np.random.Generator, median_ms: float) -> list[float]:
+    """Samples as a GPU gives them: a floor, a right tail, stragglers, and slow drift.
+
+    Half a percent of jitter above the floor, one pass in thirty a fifth slower, clocks that
+    wander by a fifth of a percent, and a run as a whole off by about as much.
+    """
+    tail = 1 + 0.005 * random.gamma(2.0, 1.0, NUM_SAMPLES)
+    straggler = np.where(random.random(NUM_SAMPLES) < 1 / 30, 1.2, 1.0)
+    drift = np.cumsum(random.normal(0, 0.0005, NUM_SAMPLES))
+    run = random.normal(1, 0.002)
+    return (median_ms * run * tail * straggler * (1 + drift)).tolist()
+
+
+def measured(seed: int, slower: float = 1.0, **fields: object) -> list[Record]:
+    """One run of sixty cases; every third one is ``slower`` times as slow."""
+    random = np.random.default_rng(seed)
+    records = []
+    for index in range(NUM_CASES):
+        factor = slower if index % 3 == 0 else 1.0
+        times = {name: [noisy(random, factor * (1 + index / 7))] for name in PHASES}
+        records.append(
+            make_record(
+                task="attention",
+                mode="forward_backward",
+                attention=("naive", "flex", "sdpa_flash")[index % 3],
+                seq_len=128 * (1 + index // 3),
+                samples_ms=times,
+                **fields,  # type: ignore[arg-type]
+            )
+        )
+    return records
+
+
+def write(folder: Path, records: list[Record]) -> Path:
+    store = RecordStore(folder)
+    store.create()
+    for record in records:
+        store.write(record)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same measured twice, once more with a planted 3% slowdown, and once with an OOM."""
+    top = tmp_path_factory.mktemp("runs")
+    broken = measured(4)
+    broken[0] = make_record(
+        task="attention",
+        mode="forward_backward",
+        attention="naive",
+        seq_len=128,
+        status="oom",
+        message="CUDA out of memory",
+    )
+    return {
+        "first": write(top / "first", measured(1)),
+        "second": write(top / "second", measured(2)),
+        "slower": write(top / "slower", measured(3, slower=1.03)),
+        "broken": write(top / "broken", broken),
+    }
+
+
+def verdicts(folder: Path) -> pd.Series:
+    return pd.read_csv(folder / "comparison.csv")["outcome"]
+
+
+@pytest.mark.parametrize("seed", [100, 102, 104, 106])
+def test_measured_twice_is_the_same(seed: int) -> None:
+    rows = compared(sides_of(measured(seed), measured(seed + 1)), "whole")
+    assert set(rows["outcome"]) == {"SAME"}
+    assert len(rows) == 60
+
+
+def sides_of(one: list[Record], other: list[Record]) -> Sides:
+    frames = [build_frame(records) for records in (one, other)]
+    first, second = (frame.assign(pair=frame["case_id"]) for frame in frames)
+    return Sides(names=("one", "other"), frames=(first, second), folder=Path())
+
+
+def test_a_planted_slowdown_is_found_and_nothing_else(
+    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [str(runs["first"]), str(runs["slower"]), "--output", str(tmp_path)]
+    assert main([*arguments, "--bound", "2"]) == 1
+    rows = pd.read_csv(tmp_path / "comparison.csv")
+    slower = rows["outcome"] == "SLOWER"
+    assert set(rows.loc[slower, "attention"]) == {"naive"}
+    assert slower.sum() == 20
+    assert set(rows.loc[~slower, "outcome"]) == {"SAME"}
+    assert rows.loc[slower, "ratio"].between(1 / 1.045, 1 / 1.015).all()
+    inside = (rows["ratio_low"] <= rows["ratio"]) & (rows["ratio"] <= rows["ratio_high"])
+    assert inside.all()
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert "60 cases: 40 SAME, 20 SLOWER" in line
+    assert line.endswith("20 regressions beyond 2%")
+    # Within what the user allows, they are none; the other way round they are gains.
+    back = compared(sides_of(measured(3, slower=1.03), measured(1)), "whole")
+    assert (back["outcome"] == "FASTER").sum() == 20
+    assert regressions(back, 0).empty
+    forth = compared(sides_of(measured(1), measured(3, slower=1.03)), "whole")
+    assert regressions(forth, 8).empty
+    assert len(regressions(forth, 0)) == 20
+
+
+def test_a_case_that_has_no_result_any_more_is_a_regression(
+    runs: dict[str, Path], tmp_path: Path
+) -> None:
+    arguments = ["--output", str(tmp_path), "--bound", "50"]
+    assert main([str(runs["first"]), str(runs["broken"]), *arguments]) == 1
+    assert (verdicts(tmp_path) == "lost").sum() == 1
+    assert "OOM" in (tmp_path / "comparison.md").read_text()
+    broken = list(RecordStore(runs["broken"]).load()[0].values())
+    rows = compared(sides_of(broken, measured(1)), "whole")
+    assert (rows["outcome"] == "gained").sum() == 1
+    assert regressions(rows, 50).empty
+
+
+def test_table_and_figure_are_written(runs: dict[str, Path]) -> None:
+    assert main([str(runs["first"]), str(runs["second"])]) == 0
+    folder = runs["second"] / "comparisons" / "first..second"
+    names = {path.name for path in folder.iterdir()}
+    assert names == {f"comparison.{end}" for end in ("csv", "md", "tex", "png", "svg", "pdf")}
+    text = (folder / "comparison.md").read_text()
+    assert "second against first" in text
+    assert r"\toprule" in (folder / "comparison.tex").read_text()
+
+
+def test_two_backends_of_one_folder(runs: dict[str, Path], tmp_path: Path) -> None:
+    records = [
+        make_record(seq_len=seq_len, attention=attention, samples_ms={"step": [[ms] * 5]})
+        for seq_len in (512, 1024)
+        for attention, ms in (("naive", 20.0), ("flex", 10.0), ("sdpa_flash", 20.1))
+    ]
+    folder = write(tmp_path / "results", records)
+    out = tmp_path / "out"
+    assert main(["naive", "flex", "--in", str(folder), "--output", str(out), "--bound", "1"]) == 0
+    rows = pd.read_csv(out / "comparison.csv")
+    assert list(rows["ratio"]) == [2.0, 2.0]
+    assert set(rows["outcome"]) == {"FASTER"}
+    assert main(["naive", "sdpa_flash", "--in", str(folder), "--output", str(out)]) == 0
+    assert set(verdicts(out)) == {"SAME"}
+
+
+def test_two_revisions_of_one_folder(tmp_path: Path) -> None:
+    old, new = (
+        make_record(
+            samples_ms={"step": [[ms] * 5], "forward": [[7.0] * 5]},
+            environment={**ENVIRONMENT, "git_revision": revision},
+        )
+        for ms, revision in ((10.0, "aaaa111"), (12.0, "bbbb222"))
+    )
+    folder = write(tmp_path / "results", [old, new])
+    arguments = ["aaaa111", "bbbb2", "--in", str(folder), "--output", str(tmp_path / "out")]
+    assert main([*arguments, "--bound", "19"]) == 1
+    assert main([*arguments, "--bound", "21"]) == 0
+    assert main([*arguments, "--metric", "forward", "--bound", "0"]) == 0
+    assert set(verdicts(tmp_path / "out")) == {"SAME"}
+
+
+def test_memory_has_no_interval(tmp_path: Path) -> None:
+    folders = []
+    for name, gib in (("a", 2), ("b", 3)):
+        memory = [{"source": "cuda", "peak_allocated_bytes": gib * 2**30}]
+        record = make_record(samples_ms={"step": [[1.0] * 5]}, memory=memory)
+        folders.append(str(write(tmp_path / name, [record])))
+    out = tmp_path / "out"
+    arguments = [*folders, "--metric", "peak_memory", "--output", str(out)]
+    assert main([*arguments, "--bound", "49"]) == 1
+    assert main([*arguments, "--bound", "51"]) == 0
+    rows = pd.read_csv(out / "comparison.csv")
+    assert list(rows["outcome"]) == ["MORE"]
+    assert list(rows["ratio"].round(3)) == [0.667]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere", "{second}"], "A=nowhere: no such results folder"),
+        (["{first}", "gone"], "B=gone: no such results folder"),
+        (["naive", "flax", "--in", "{first}"], "B=flax: neither a git revision nor an attention"),
+        (["naive", "flex", "--in", "gone"], "--in=gone: no such folder"),
+        (["{first}", "{second}", "--metric", "speed"], "--metric=speed: no case has it; one of"),
+        (["{first}", "{empty}"], "holds no readable records"),
+    ],
+)
+def test_what_cannot_be_compared_is_one_line(
+    runs: dict[str, Path],
+    tmp_path: Path,
+    arguments: list[str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    places = {name: str(path) for name, path in runs.items()} | {"empty": str(tmp_path)}
+    assert main([argument.format(**places) for argument in arguments]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert len(error.splitlines()) == 1
+
+
+def test_a_bound_is_a_percentage(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["a", "b", "--bound", "much"])
+    assert "much: must be a percentage" in capsys.readouterr().err
