@@ -233,6 +233,18 @@ def make_accounting_record() -> Record:
     return record
 
 
+def strategy_examples() -> list[Record]:
+    """Training on two ranks, all-reduces of two sizes, and what counts without measuring."""
+    return [
+        make_strategy_record("ddp_torch", ms=5.0, bucket_size_mb=25),
+        make_strategy_record("ddp_bucketed", ms=4.0, bucket_size_mb=1.0),
+        make_strategy_record("ddp_bucketed", ms=4.5, bucket_size_mb=10.0),
+        make_collective_record("all_reduce", ranks=2, size_mib=1, ms=5.0),
+        make_collective_record("all_reduce", ranks=2, size_mib=10, ms=9.5),
+        make_accounting_record(),
+    ]
+
+
 def split_examples() -> list[Record]:
     """Records of every kind that tables about several ranks are made of."""
     schemes = [

@@ -11,7 +11,14 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from browser import Browser, find_browser
-from records import audit_examples, make_record, split_examples, write_plan
+from records import (
+    audit_examples,
+    make_record,
+    profile_examples,
+    split_examples,
+    strategy_examples,
+    write_plan,
+)
 from tools import need, need_program
 
 from harness.document import Document, collect
@@ -94,6 +101,16 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def all_frames() -> list[pd.DataFrame]:
+    """Something for every table and figure; apart where examples of two kinds share an id."""
+    kinds = (
+        [*scaling(), *steps(), *split_examples(), *audit_examples()],
+        strategy_examples(),
+        profile_examples(),
+    )
+    return [build_frame(examples) for examples in kinds]
+
+
 @pytest.fixture(scope="module")
 def document(results: Path) -> Document:
     return collect([results])
@@ -115,11 +132,11 @@ class TestFindings:
         ]
         assert silent == ["cases"]
 
-    def test_sentences_of_every_example(self) -> None:
-        frame = build_frame([*scaling(), *steps(), *split_examples(), *audit_examples()])
-        for name in TABLES.names():
-            table = build_table(name, frame)
-            assert table is not None
+    @pytest.mark.parametrize("name", TABLES.names())
+    def test_sentences_of_every_example(self, name: str) -> None:
+        found = [table for frame in all_frames() if (table := build_table(name, frame)) is not None]
+        assert found
+        for table in found:
             words = finding_of(table)
             assert "nan" not in words, words
             assert words == "" or words.endswith(".")
@@ -179,16 +196,16 @@ class TestFindings:
 
 class TestFigures:
     def test_every_figure_has_a_finding_and_is_a_vector(self) -> None:
-        frame = build_frame([*scaling(), *steps(), *split_examples(), *audit_examples()])
         seen = 0
         for name in FIGURES.names():
-            built = build_figure(name, frame)
-            if built is None:
-                continue
-            seen += 1
-            assert built.finding.endswith("."), name
-            assert save(built, "pdf").startswith(b"%PDF")
-        assert seen >= 8
+            for frame in all_frames():
+                built = build_figure(name, frame)
+                if built is None:
+                    continue
+                seen += 1
+                assert built.finding.endswith("."), name
+                assert save(built, "pdf").startswith(b"%PDF")
+        assert seen >= 15
 
     def test_values_lie_where_they_are_drawn(self) -> None:
         """The marker of a known point, found in the SVG by its own coordinates."""

@@ -11,6 +11,7 @@ from harness import format as fmt
 from harness.accounting import MIB
 from harness.figure import CaptionedFigure, describe, figure, panel_key
 from harness.figures._panels import log_ticks
+from harness.findings import best_row, sentence
 from harness.points import sort_by_points
 from harness.tables._data_parallel import UNUSED, bucketed
 
@@ -53,14 +54,25 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     axes[0].set_ylabel("overhead (ms)")
     handles, labels = axes[0].get_legend_handles_labels()
     drawing.legend(handles, labels, loc="outside upper center", ncols=4)
-    return CaptionedFigure(caption=f"{CAPTION} {common}".strip(), figure=drawing)
+    return CaptionedFigure(
+        caption=f"{CAPTION} {common}".strip(), figure=drawing, finding=_finding(rows)
+    )
+
+
+def _finding(rows: pd.DataFrame) -> str:
+    best = best_row(rows, "communication_median_ms", highest=False)
+    return sentence(
+        f"measured, least is left after the backward pass with buckets of "
+        f"{fmt.number(best['bucket_mib'])} MiB"
+    )
 
 
 def _draw(axis: Axes, rows: pd.DataFrame) -> None:
     first = rows.iloc[0]
     link, size = first["link"], first["size_bytes"]
     best = link.best_bucket_bytes(size) / MIB
-    low = min(rows["bucket_mib"].min(), best) / 1.5
+    # Where small and large all-reduces are as fast for their size, a call costs nothing.
+    low = min(rows["bucket_mib"].min(), best or np.inf) / 1.5
     high = min(max(rows["bucket_mib"].max(), best) * 1.5, size / MIB)
     buckets = np.geomspace(low, max(high, low * 2), 200)
     curve = [1e3 * link.added_seconds(size, max(1.0, size / MIB / bucket)) for bucket in buckets]
@@ -71,19 +83,20 @@ def _draw(axis: Axes, rows: pd.DataFrame) -> None:
         at, rows["communication_median_ms"], "s-", color=MEASURED, label="measured after backward"
     )
     axis.plot(at, rows["exposed_ms"], "^-", color=TRACED, label="exposed in trace")
-    axis.axvline(best, color=MODEL, linestyle=":", linewidth=1.2)
     axis.set_xscale("log")
     axis.set_yscale("log")
     bottom, top = axis.get_ylim()
     axis.set_ylim(bottom / 1.3, top * 1.6)
-    axis.annotate(
-        f"{fmt.number(best)} MiB",
-        (best, top * 1.5),
-        xytext=(4, 0),
-        textcoords="offset points",
-        fontsize=8,
-        color=MODEL,
-        va="top",
-    )
+    if best:
+        axis.axvline(best, color=MODEL, linestyle=":", linewidth=1.2)
+        axis.annotate(
+            f"{fmt.number(best)} MiB",
+            (best, top * 1.5),
+            xytext=(4, 0),
+            textcoords="offset points",
+            fontsize=8,
+            color=MODEL,
+            va="top",
+        )
     log_ticks(axis)
     axis.set_xlabel(f"bucket (MiB), of {fmt.number(size / MIB)} MiB of gradients")

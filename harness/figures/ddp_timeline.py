@@ -12,6 +12,7 @@ from matplotlib.patches import Patch
 from harness import format as fmt
 from harness.figure import CaptionedFigure, figure, mixed_with_white
 from harness.figures.rank_timeline import WAITING
+from harness.findings import best_row, percent_span, sentence
 from harness.intervals import Interval, clipped, union
 from harness.points import sort_by_points
 from harness.tables._data_parallel import COMPUTE, lanes, on_ranks
@@ -61,7 +62,17 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
         f"{first['model']}, {first['precision']}, {int(first['world_size'])} ranks, "
         f"{int(first['batch_size'])} sequences of {fmt.integer(first['seq_len'])} tokens each."
     )
-    return CaptionedFigure(caption=f"{CAPTION} {words}", figure=drawing)
+    return CaptionedFigure(caption=f"{CAPTION} {words}", figure=drawing, finding=_finding(rows))
+
+
+def _finding(rows: pd.DataFrame) -> str:
+    known = rows[rows["hidden_share"].notna()]
+    if known.empty:
+        return sentence("no communication was traced")
+    best = best_row(known, "hidden_share")
+    return sentence(
+        f"{best['strategy']} hides {percent_span([best['hidden_share']])} of its communication"
+    )
 
 
 LADDER = ("ddp_naive", "ddp_flat", "ddp_overlapped", "ddp_bucketed")

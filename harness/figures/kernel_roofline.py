@@ -16,6 +16,7 @@ from matplotlib.lines import Line2D
 from harness.figure import KERNEL_COLOURS, CaptionedFigure, describe, figure, panel_key
 from harness.figures._panels import log_ticks
 from harness.figures._roof import draw_roof, with_measured_roof
+from harness.findings import sentence
 from harness.points import sort_by_points
 from harness.tables._profiles import profiled
 
@@ -71,7 +72,14 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     ]
     drawing.legend(handles=handles, loc="outside upper center", ncols=len(handles))
     words = (CAPTION, roof, common)
-    return CaptionedFigure(caption=" ".join(filter(None, words)), figure=drawing)
+    return CaptionedFigure(
+        caption=" ".join(filter(None, words)), figure=drawing, finding=_finding(rows)
+    )
+
+
+def _finding(rows: pd.DataFrame) -> str:
+    points = [point for profile in rows["kernel_profile"] for point in _points(profile)]
+    return sentence(f"{len(points)} kernels have FLOPs to count, the rest moves data alone")
 
 
 def _points(profile: dict[str, Any]) -> list[dict[str, Any]]:

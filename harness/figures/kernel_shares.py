@@ -8,6 +8,7 @@ from matplotlib.patches import Patch
 
 from harness import format as fmt
 from harness.figure import KERNEL_COLOURS, CaptionedFigure, describe, figure, panel_key
+from harness.findings import percent_span, sentence
 from harness.points import sort_by_points
 from harness.tables._profiles import by_category, passes, phases_of, profiled, rows_of, total_ms
 
@@ -78,4 +79,18 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
         Patch(facecolor=tint, label=name) for name, tint in KERNEL_COLOURS.items() if name in used
     ]
     drawing.legend(handles=handles, loc="outside upper center", ncols=min(5, len(handles)))
-    return CaptionedFigure(caption=f"{CAPTION} {common}".strip(), figure=drawing)
+    return CaptionedFigure(
+        caption=f"{CAPTION} {common}".strip(), figure=drawing, finding=_finding(rows)
+    )
+
+
+def _finding(rows: pd.DataFrame) -> str:
+    shares = []
+    for profile in rows["kernel_profile"]:
+        kernels = [row for phase in phases_of(profile) for row in rows_of(profile, phase)]
+        total = total_ms(kernels)
+        if total:
+            shares.append(by_category(kernels).get("matmul", 0.0) / total)
+    if not shares:
+        return sentence("no kernel took time")
+    return sentence(f"matmuls take {percent_span(shares)} of the time that kernels take")

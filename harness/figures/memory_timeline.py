@@ -9,7 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from harness import format as fmt
 from harness.figure import MEMORY_COLOURS, CaptionedFigure, describe, figure, panel_key
+from harness.findings import sentence
 from harness.frame import GIB, MIB
 from harness.points import sort_by_points
 
@@ -53,7 +55,15 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
         Patch(facecolor=tint, label=name) for name, tint in MEMORY_COLOURS.items() if name in used
     ]
     drawing.legend(handles=handles, loc="outside upper center", ncols=min(len(handles), 6))
-    return CaptionedFigure(caption=f"{CAPTION} {common}".strip(), figure=drawing)
+    return CaptionedFigure(
+        caption=f"{CAPTION} {common}".strip(), figure=drawing, finding=_finding(rows)
+    )
+
+
+def _finding(rows: pd.DataFrame) -> str:
+    peaks = [profile["peak_bytes"] / MIB for profile in rows["memory_profile"]]
+    low, high = fmt.number(min(peaks)), fmt.number(max(peaks))
+    return sentence(f"peaks are {low if low == high else f'{low} to {high}'} MiB")
 
 
 def _draw(axis: Axes, profile: dict[str, Any]) -> set[str]:

@@ -9,6 +9,7 @@ from matplotlib.patches import Patch
 
 from harness import format as fmt
 from harness.figure import CaptionedFigure, describe, figure, mixed_with_white, panel_key
+from harness.findings import sentence
 from harness.frame import GIB
 from harness.points import sort_by_points
 from harness.tables._data_parallel import UNUSED, footprint_of, on_ranks, rank_gib
@@ -71,7 +72,22 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     axes[-1].set_xlabel("memory (GiB)")
     handles = [Patch(color=tint, label=words) for tint, words in TINTS.values()]
     drawing.legend(handles=handles, loc="outside upper center", ncols=len(TINTS))
-    return CaptionedFigure(caption=f"{CAPTION} {common}".strip(), figure=drawing)
+    return CaptionedFigure(
+        caption=f"{CAPTION} {common}".strip(), figure=drawing, finding=_finding(rows)
+    )
+
+
+def _finding(rows: pd.DataFrame) -> str:
+    held = [
+        sum(size for key in TINTS if (size := rank_gib(memory, f"{key}_bytes")) == size)
+        for memory in rows["rank_memory"]
+    ]
+    least, most = (choice(range(len(held)), key=held.__getitem__) for choice in (min, max))
+    names = rows["strategy"].tolist()
+    return sentence(
+        f"{names[least]} holds least, {fmt.number(held[least])} GiB, and {names[most]} most, "
+        f"{fmt.number(held[most])}"
+    )
 
 
 def _bar(axis: Axes, y: float, sizes: dict[str, float], height: float, share: float) -> None:

@@ -6,8 +6,10 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
+from harness import format as fmt
 from harness.figure import CaptionedFigure, colour, describe, figure, panel_key
 from harness.figures._panels import log_ticks
+from harness.findings import best_row, sentence
 from harness.points import sort_by_points
 from harness.tables._data_parallel import UNUSED
 from harness.tables.strategy_scaling import scaled
@@ -61,4 +63,15 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     axes[0].set_ylabel("tokens/s")
     handles, labels = axes[0].get_legend_handles_labels()
     drawing.legend(handles, labels, loc="outside upper center", ncols=4)
-    return CaptionedFigure(caption=f"{CAPTION} {common}".strip(), figure=drawing)
+    return CaptionedFigure(
+        caption=f"{CAPTION} {common}".strip(), figure=drawing, finding=_finding(rows)
+    )
+
+
+def _finding(rows: pd.DataFrame) -> str:
+    most = rows[rows["world_size"] == rows["world_size"].max()]
+    best = best_row(most, "step_tokens_per_s")
+    return sentence(
+        f"on {int(best['world_size'])} ranks {best['strategy']} trains on most tokens a second, "
+        f"{fmt.number(best['step_tokens_per_s'])}"
+    )

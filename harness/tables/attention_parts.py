@@ -11,8 +11,9 @@ from typing import Any
 import pandas as pd
 
 from harness import format as fmt
+from harness.findings import sentence, span
 from harness.profilers._categories import FLOPS_PER_ELEMENT
-from harness.table import Column, Table, make_table, table
+from harness.table import Column, Table, finding, make_table, table
 from harness.tables._profiles import UNUSED, cases_of, passes, profiled, rows_of
 
 CAPTION = (
@@ -52,6 +53,14 @@ def build(frame: pd.DataFrame) -> Table | None:
             Column(key="flops_ratio", header="ratio of FLOPs", format=_three_digits),
             Column(key="slower", header="softmax time per FLOP", format=fmt.factor),
         ],
+    )
+
+
+@finding("attention_parts")
+def say(rows: pd.DataFrame) -> str | None:
+    return sentence(
+        f"the softmax takes {span(rows['time_ratio'])} the time of the matmuls in attention, with "
+        f"{_three_digits(rows['flops_ratio'].median())} their FLOPs"
     )
 
 

@@ -5,8 +5,18 @@ from __future__ import annotations
 import pandas as pd
 
 from harness import format as fmt
+from harness.findings import best_row, sentence
 from harness.frame import GIB
-from harness.table import Column, Table, make_table, per_case, point_groups, table, time_column
+from harness.table import (
+    Column,
+    Table,
+    finding,
+    make_table,
+    per_case,
+    point_groups,
+    table,
+    time_column,
+)
 
 CAPTION = (
     "Median time of a training step and its peak memory, without checkpointing and with it; "
@@ -59,3 +69,17 @@ def build(frame: pd.DataFrame) -> Table | None:
             Column(key="memory_ratio", header="memory", format=fmt.factor),
         ],
     )
+
+
+@finding("checkpointing")
+def say(rows: pd.DataFrame) -> str | None:
+    known = rows[(rows["checkpoint"] != "none") & rows["memory_ratio"].notna()]
+    if known.empty:
+        return None
+    least = best_row(known, "memory_ratio", highest=False)
+    time = None
+    if least["time_ratio"] == least["time_ratio"]:
+        time = f"at {fmt.factor(least['time_ratio'])} the time"
+    words = f"checkpoint={least['checkpoint']} needs least memory, "
+    words += f"{fmt.factor(least['memory_ratio'])} that of none"
+    return sentence(f"{words}, {time}" if time else words)

@@ -7,7 +7,8 @@ from typing import Any
 import pandas as pd
 
 from harness import format as fmt
-from harness.table import Column, Table, make_table, table
+from harness.findings import sentence
+from harness.table import Column, Table, finding, make_table, table
 
 CAPTION = (
     "Feed-forward blocks of two linear layers, by formula: activations and what is sent in "
@@ -81,6 +82,20 @@ def build(frame: pd.DataFrame) -> Table | None:
         "has to exceed."
     )
     return built
+
+
+@finding("communication_accounting")
+def say(rows: pd.DataFrame) -> str | None:
+    pairs = zip(rows["quantity"], rows["value"], strict=True)
+    values = {str(quantity): float(value) for quantity, value in pairs}
+    parameters = values.get("parameters")
+    batch = values.get("the same, a device (tokens)")
+    if parameters is None or batch is None:
+        return None
+    return sentence(
+        f"the model's {parameters / 1e9:,.0f} billion parameters are bound by compute from "
+        f"{_figure(batch)} tokens a device on"
+    )
 
 
 LINES: tuple[tuple[str, str, str, str], ...] = (

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pandas as pd
 
 from harness import format as fmt
-from harness.table import Column, Table, make_table, table
+from harness.findings import best_row, sentence
+from harness.table import Column, Table, finding, make_table, table
 from harness.tables._data_parallel import UNUSED, on_ranks, traffic_of
 from parallel.collectives import COLLECTIVES
 
@@ -41,4 +42,16 @@ def build(frame: pd.DataFrame) -> Table | None:
             Column(key="sent", header="sent (MiB)", format=fmt.number),
             Column(key="predicted", header="by formula (MiB)", format=fmt.number),
         ],
+    )
+
+
+@finding("communication_volume")
+def say(rows: pd.DataFrame) -> str | None:
+    known = rows[rows["sent"].notna()]
+    if known.empty:
+        return None
+    least, most = (best_row(known, "sent", highest=high) for high in (False, True))
+    return sentence(
+        f"{least['strategy']} sends least, {fmt.number(least['sent'])} MiB, and "
+        f"{most['strategy']} most, {fmt.number(most['sent'])}"
     )

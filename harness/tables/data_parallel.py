@@ -5,7 +5,8 @@ from __future__ import annotations
 import pandas as pd
 
 from harness import format as fmt
-from harness.table import Column, Table, make_table, table, time_column
+from harness.findings import best_row, percent_span, say_fastest, sentence
+from harness.table import Column, Table, finding, make_table, table, time_column
 from harness.tables._data_parallel import TEXT_NOTE, UNUSED, on_ranks
 
 CAPTION = (
@@ -67,6 +68,19 @@ def build(frame: pd.DataFrame) -> Table | None:
     if (rows["device"] == "cpu").any():
         built.footnotes.append(CPU_NOTE)
     return built
+
+
+@finding("data_parallel")
+def say(rows: pd.DataFrame) -> str | None:
+    known = rows[rows["exposed_share"].notna()]
+    least = None
+    if len(known):
+        best = best_row(known, "exposed_share", highest=False)
+        least = (
+            f"the least communication in sight is {percent_span([best['exposed_share']])} of the "
+            f"step, of {best['strategy']}"
+        )
+    return sentence(say_fastest(rows, "step_median_ms", ("strategy",)), least)
 
 
 CPU_NOTE = (

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pandas as pd
 
 from harness import format as fmt
-from harness.table import Column, Table, make_table, table, time_column
+from harness.findings import best_row, sentence
+from harness.table import Column, Table, finding, make_table, table, time_column
 from harness.tables._data_parallel import UNUSED, bucketed
 
 CAPTION = (
@@ -39,4 +40,20 @@ def build(frame: pd.DataFrame) -> Table | None:
             Column(key="exposed_ms", header="exposed in trace (ms)", format=fmt.number),
             time_column("step", "step (ms)"),
         ],
+    )
+
+
+@finding("ddp_overhead")
+def say(rows: pd.DataFrame) -> str | None:
+    known = rows[rows["communication_median_ms"].notna()]
+    if known.empty:
+        return None
+    best = best_row(known, "communication_median_ms", highest=False)
+    model = None
+    if best["best_mib"] == best["best_mib"]:
+        model = f"the model's best bucket is {fmt.number(best['best_mib'])} MiB"
+    return sentence(
+        f"least is left after the backward pass with buckets of {fmt.number(best['bucket_mib'])} "
+        "MiB",
+        model,
     )

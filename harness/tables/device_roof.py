@@ -5,7 +5,8 @@ from __future__ import annotations
 import pandas as pd
 
 from harness import format as fmt
-from harness.table import Column, Table, make_table, per_case, table
+from harness.findings import best_row, sentence
+from harness.table import Column, Table, finding, make_table, per_case, table
 
 CAPTION = (
     "Copy of a large tensor, bytes read and written over time, and one large square matmul, each "
@@ -53,4 +54,15 @@ def build(frame: pd.DataFrame) -> Table | None:
             Column(key="matmul_share", header="of the peak (%)", format=fmt.percent),
             Column(key="ridge", header="ridge (FLOP/byte)", format=fmt.number),
         ],
+    )
+
+
+@finding("device_roof")
+def say(rows: pd.DataFrame) -> str | None:
+    if rows["matmul_tflops"].isna().all() or rows["copy_gb_s"].isna().all():
+        return None
+    most = best_row(rows, "matmul_tflops")
+    return sentence(
+        f"the device reaches {fmt.number(most['matmul_tflops'])} TFLOP/s ({most['precision']}) and "
+        f"copies {fmt.number(rows['copy_gb_s'].max())} GB/s"
     )

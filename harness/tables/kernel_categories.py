@@ -5,8 +5,9 @@ from __future__ import annotations
 import pandas as pd
 
 from harness import format as fmt
+from harness.findings import percent_span, sentence
 from harness.profilers._categories import CATEGORIES
-from harness.table import Column, Table, make_table, table
+from harness.table import Column, Table, finding, make_table, table
 from harness.tables._profiles import (
     UNUSED,
     by_category,
@@ -56,3 +57,13 @@ def build(frame: pd.DataFrame) -> Table | None:
             *(Column(key=f"{name}_share", header=name, format=fmt.percent) for name in present),
         ],
     )
+
+
+@finding("kernel_categories")
+def say(rows: pd.DataFrame) -> str | None:
+    said = []
+    for phase in ("forward", "step", "train_step"):
+        mine = rows[rows["phase"] == phase]
+        if "matmul_share" in mine and len(mine):
+            said.append(f"{percent_span(mine['matmul_share'])} of {phase}")
+    return sentence(f"matmuls take {' and '.join(said)}") if said else None

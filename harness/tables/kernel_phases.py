@@ -8,7 +8,8 @@ from __future__ import annotations
 import pandas as pd
 
 from harness import format as fmt
-from harness.table import Column, Table, make_table, table
+from harness.findings import best_row, percent_span, sentence
+from harness.table import Column, Table, finding, make_table, table
 from harness.tables._profiles import UNUSED, phases_of, profiled
 
 CAPTION = (
@@ -68,3 +69,15 @@ def build(frame: pd.DataFrame) -> Table | None:
     if rows["slow"].any():
         built.footnotes.append(FOOTNOTE)
     return built
+
+
+@finding("kernel_phases")
+def say(rows: pd.DataFrame) -> str | None:
+    known = rows[rows["idle"].notna()]
+    if known.empty:
+        return None
+    most = best_row(known, "idle")
+    return sentence(
+        f"the device is idle for up to {percent_span([max(0.0, most['idle'])])} of a phase, in "
+        f"{most['phase']} with {fmt.integer(most['launches'])} launches"
+    )

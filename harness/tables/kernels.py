@@ -7,7 +7,8 @@ from typing import Any
 import pandas as pd
 
 from harness import format as fmt
-from harness.table import Column, Table, make_table, table
+from harness.findings import best_row, percent_span, sentence
+from harness.table import Column, Table, finding, make_table, table
 from harness.tables._profiles import UNUSED, cases_of, passes, profiled, short_name, total_ms
 
 LEAST = 0.01
@@ -46,6 +47,18 @@ def build(frame: pd.DataFrame) -> Table | None:
             Column(key="mean_us", header="mean (µs)", format=fmt.number),
             Column(key="share", header="share (%)", format=fmt.percent),
         ],
+    )
+
+
+@finding("kernels")
+def say(rows: pd.DataFrame) -> str | None:
+    known = rows[rows["category"] != fmt.ABSENT]
+    if known.empty:
+        return None
+    most = best_row(known, "share")
+    return sentence(
+        f"most of all time, {percent_span([most['share']])}, is in {most['short']} in "
+        f"{most['phase']}, {most['range']}"
     )
 
 

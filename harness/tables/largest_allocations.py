@@ -5,8 +5,9 @@ from __future__ import annotations
 import pandas as pd
 
 from harness import format as fmt
+from harness.findings import best_row, sentence
 from harness.frame import MIB
-from harness.table import Column, Table, make_table, table
+from harness.table import Column, Table, finding, make_table, table
 from harness.tables._profiles import UNUSED, cases_of
 
 CAPTION = (
@@ -46,6 +47,15 @@ def build(frame: pd.DataFrame) -> Table | None:
             Column(key="category", header="category"),
             Column(key="where", header="taken at"),
         ],
+    )
+
+
+@finding("largest_allocations")
+def say(rows: pd.DataFrame) -> str | None:
+    most = best_row(rows, "allocation_mib")
+    return sentence(
+        f"the largest allocation alive at a peak has {fmt.number(most['allocation_mib'])} MiB, "
+        f"{most['category']}, taken at {most['where']}"
     )
 
 

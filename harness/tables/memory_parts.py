@@ -7,8 +7,9 @@ from typing import Any
 import pandas as pd
 
 from harness import format as fmt
+from harness.findings import percent_span, sentence
 from harness.frame import MIB
-from harness.table import Column, Table, make_table, table
+from harness.table import Column, Table, finding, make_table, table
 from harness.tables._profiles import UNUSED, cases_of
 
 CAPTION = (
@@ -51,6 +52,17 @@ def build(frame: pd.DataFrame) -> Table | None:
             Column(key="at_peak_mib", header="at the peak (MiB)", format=fmt.number),
         ],
     )
+
+
+@finding("memory_parts")
+def say(rows: pd.DataFrame) -> str | None:
+    known = rows[rows["error"].notna()]
+    if known.empty:
+        return None
+    exact = known[known["error"] == 0]["part"].unique()
+    said = f"predicted to the byte: {', '.join(exact)}" if len(exact) else None
+    worst = known["error"].abs().max()
+    return sentence(said, f"the largest error of a part is {percent_span([worst])}")
 
 
 def _rows(profile: dict[str, Any]) -> list[dict[str, Any]]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pandas as pd
 
 from harness import format as fmt
+from harness.findings import best_row, sentence
 from harness.frame import GIB
-from harness.table import Column, Table, make_table, table, time_column
+from harness.table import Column, Table, finding, make_table, table, time_column
 from harness.tables._data_parallel import UNUSED, footprint_of, on_ranks, rank_gib
 from harness.tables.data_parallel import ratio
 
@@ -112,3 +113,18 @@ def build(frame: pd.DataFrame) -> Table | None:
             "optimizer state; buffers for gradients count once a gradient is in them."
         )
     return built
+
+
+@finding("optimizer_state_sharding")
+def say(rows: pd.DataFrame) -> str | None:
+    known = rows[rows["after_initialisation"].notna()]
+    if known.empty:
+        return None
+    last = "after_optimizer" if known["after_optimizer"].notna().any() else "before_optimizer"
+    if known[last].isna().all():
+        return None
+    least, most = (best_row(known, last, highest=high) for high in (False, True))
+    return sentence(
+        f"{least['strategy']} holds least after the first step, {fmt.number(least[last])} GiB, "
+        f"where {most['strategy']} holds {fmt.number(most[last])}"
+    )

@@ -7,8 +7,9 @@ from typing import Any
 import pandas as pd
 
 from harness import format as fmt
+from harness.findings import best_row, sentence, span
 from harness.frame import GIB, MIB
-from harness.table import Column, Table, make_table, per_case, table
+from harness.table import Column, Table, finding, make_table, per_case, table
 from harness.tables._profiles import UNUSED
 
 CAPTION = (
@@ -57,6 +58,18 @@ def build(frame: pd.DataFrame) -> Table | None:
             Column(key="stream", header="residual stream (MiB)", format=fmt.number),
         ],
     )
+
+
+@finding("peak_memory")
+def say(rows: pd.DataFrame) -> str | None:
+    known = rows[rows["measured"].notna()]
+    if known.empty:
+        return None
+    most = best_row(known, "measured")
+    ratio = None
+    if known["ratio"].notna().any():
+        ratio = f"predictions are {span(known['ratio'])} what is measured"
+    return sentence(f"the highest peak is {fmt.number(most['measured'])} GiB", ratio)
 
 
 def _numbers(row: pd.Series) -> dict[str, Any]:

@@ -5,7 +5,17 @@ from __future__ import annotations
 import pandas as pd
 
 from harness import format as fmt
-from harness.table import Column, Table, make_table, per_case, point_groups, table, time_column
+from harness.findings import best_row, percent_span, sentence
+from harness.table import (
+    Column,
+    Table,
+    finding,
+    make_table,
+    per_case,
+    point_groups,
+    table,
+    time_column,
+)
 from harness.tables._data_parallel import UNUSED
 from harness.tables.data_parallel import ratio
 
@@ -55,3 +65,15 @@ def build(frame: pd.DataFrame) -> Table | None:
             "says what the strategy costs there and not what more devices would bring."
         )
     return built
+
+
+@finding("strategy_scaling")
+def say(rows: pd.DataFrame) -> str | None:
+    known = rows[(rows["world_size"] > 1) & rows["efficiency"].notna()]
+    if known.empty:
+        return None
+    best = best_row(known[known["world_size"] == known["world_size"].max()], "efficiency")
+    return sentence(
+        f"on {int(best['world_size'])} ranks {best['strategy']} is most efficient, "
+        f"{percent_span([best['efficiency']])} of as many single ranks"
+    )

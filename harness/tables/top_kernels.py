@@ -7,8 +7,9 @@ from typing import Any
 import pandas as pd
 
 from harness import format as fmt
+from harness.findings import best_row, percent_span, sentence
 from harness.profilers._categories import SMALL_ONES
-from harness.table import Column, Table, make_table, table
+from harness.table import Column, Table, finding, make_table, table
 from harness.tables._profiles import (
     UNUSED,
     cases_of,
@@ -51,6 +52,17 @@ def build(frame: pd.DataFrame) -> Table | None:
             Column(key="mean_us", header="mean (µs)", format=fmt.number),
             Column(key="share", header="share (%)", format=fmt.percent),
         ],
+    )
+
+
+@finding("top_kernels")
+def say(rows: pd.DataFrame) -> str | None:
+    if rows["share"].isna().all():
+        return None
+    most = best_row(rows, "share")
+    return sentence(
+        f"the largest share of a phase is {percent_span([most['share']])} of {most['phase']}, of "
+        f"{most['short']} ({most['category']})"
     )
 
 
