@@ -92,7 +92,7 @@ class Hosts:
             while missing:
                 listener.settimeout(max(0.1, deadline - time.monotonic()))
                 try:
-                    connection, peer = listener.accept()
+                    connection, _ = listener.accept()
                 except TimeoutError as error:
                     ranks = ", ".join(map(str, sorted(missing)))
                     raise AgentError(
@@ -356,8 +356,8 @@ def _why_refused(hello: dict[str, Any], token: str, missing: set[int]) -> str | 
         return "another run holds this endpoint; give both the same launcher.rdzv_id"
     if hello.get("version") != __version__:
         return (
-            f"{hello.get('host')}: runs attnbench {hello.get('version')}, the leader {__version__}; "
-            "install the same on all nodes"
+            f"{hello.get('host')}: runs attnbench {hello.get('version')}, "
+            f"the leader {__version__}; install the same on all nodes"
         )
     if hello.get("rank") not in missing:
         return f"{hello.get('host')}: its ranks are taken; is launcher.node_rank given twice?"

@@ -7,7 +7,7 @@ import time
 
 from harness import slurm
 from harness.launcher import Launch
-from harness.record import Record
+from harness.record import Record, file_case
 from harness.run_folder import runs_of
 from harness.runner import is_final
 
@@ -25,11 +25,10 @@ def follow(launch: Launch, poll_s: float) -> None:
     while waiting:
         for name in sorted(set(os.listdir(store.folder)) - seen):
             seen.add(name)
-            case_id = name.removesuffix(".json")
-            stem, _, attempt = case_id.rpartition(".")
-            case_id = stem if attempt.isdecimal() and stem else case_id
-            if case_id not in waiting or name.endswith(".tmp"):
+            found = file_case(name)
+            if found is None or found[0] not in waiting:
                 continue
+            case_id = found[0]
             record = store.find(case_id)
             if record is None or _is_stale(record, stale[case_id], retry=options.retry):
                 continue

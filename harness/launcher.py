@@ -10,6 +10,7 @@ from harness.record import RecordStore
 from harness.runner import Progress, RunOptions
 from kernels.registry import Registry
 
+
 class LaunchError(ValueError):
     """Cases that cannot be run as the user asks; the message is one line with the remedy."""
 

@@ -44,8 +44,11 @@ class RankProcess(Protocol):
     """What it last said that it does."""
     closed: bool
     """Whether its events have ended."""
-    name: str
-    """Where it is, for messages: its log, or its host."""
+
+    @property
+    def name(self) -> str:
+        """Where it is, for messages: its log, or its host."""
+        ...
 
     def fileno(self) -> int:
         """Readable when events have arrived."""
@@ -145,7 +148,9 @@ class LocalRank:
 def start_rank(start: RankStart, *, logs: Path, scratch: str) -> LocalRank:
     """Start a worker process on this host."""
     read_fd, write_fd = os.pipe()
-    log = logs / f"worker-{os.getpid()}-{start.world_size}x-rank{start.rank}.log"
+    # Hosts may share the folder, and have processes of one number.
+    job = f"job{os.environ['SLURM_JOB_ID']}-" if "SLURM_JOB_ID" in os.environ else ""
+    log = logs / f"worker-{job}{os.getpid()}-{start.world_size}x-rank{start.rank}.log"
     command = [sys.executable, "-m", "harness.worker_process", f"--events-fd={write_fd}"]
     command += [f"--device={start.device}", f"--rank={start.rank}"]
     command += [f"--local-rank={start.local_rank}", f"--ranks-on-host={start.ranks_on_host}"]

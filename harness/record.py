@@ -94,6 +94,12 @@ class Record:
 _FILE_NAME = re.compile(r"(?P<case_id>.+?)(?:\.(?P<attempt>\d+))?\.json")
 
 
+def file_case(name: str) -> tuple[str, int] | None:
+    """The case and the attempt that a file in ``records`` is of; None if it is no record."""
+    match = _FILE_NAME.fullmatch(name)
+    return (match["case_id"], int(match["attempt"] or 1)) if match else None
+
+
 class RecordStore:
     """The records of one results folder.
 

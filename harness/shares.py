@@ -26,8 +26,7 @@ class Shape:
 
     def __str__(self) -> str:
         what = "GPU" if self.device == "cuda" else "CPU rank"
-        many = [(self.nodes, "node"), (self.ranks_per_node, what)]
-        return " x ".join(f"{number} {name}{'s' if number > 1 else ''}" for number, name in many)
+        return f"{counted(self.nodes, 'node')} x {counted(self.ranks_per_node, what)}"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -37,6 +36,10 @@ class Share:
     shape: Shape
     cases: list[Case] = field(default_factory=list)
     predicted_s: list[float] = field(default_factory=list)
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def shape_of(case: Case, ranks_per_node: int) -> Shape:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from harness.launcher import LaunchError
 
 ACTIVE = frozenset(
-    "PENDING CONFIGURING RUNNING COMPLETING REQUEUED REQUEUE_HOLD REQUEUE_FED RESIZING SIGNALING "
-    "STAGE_OUT STOPPED SUSPENDED SPECIAL_EXIT RESV_DEL_HOLD".split()
+    ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING")
+    + ("REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESIZING", "STAGE_OUT", "SPECIAL_EXIT")
 )
 """States, in squeue, of a job that is to run, runs, or is to run again."""
 
@@ -76,7 +76,9 @@ def queued(array_ids: Iterable[str]) -> dict[str, Job]:
     if not wanted:
         return {}
     # All of the user's: squeue given an id that has left its memory fails for all of them.
-    text = _call("squeue", "--noheader", "--array", "--me", "--states=all", "--format=%F|%K|%T|%N|%r")
+    text = _call(
+        "squeue", "--noheader", "--array", "--me", "--states=all", "--format=%F|%K|%T|%N|%r"
+    )
     found = {}
     for line in text.splitlines():
         array, task, state, nodes, reason = (part.strip() for part in line.split("|"))
@@ -88,7 +90,7 @@ def queued(array_ids: Iterable[str]) -> dict[str, Job]:
 
 def accounted(array_ids: Iterable[str]) -> dict[str, Job]:
     """What accounting remembers of jobs; nothing where the cluster keeps no accounts."""
-    found = {}
+    found: dict[str, Job] = {}
     wanted = sorted(set(array_ids))
     for start in range(0, len(wanted), _IDS_A_CALL):
         try:

@@ -207,7 +207,9 @@ class WorkerGroup:
         rank = self._ranks[rank_index]
         code = rank.returncode(5.0)
         if code is None:
-            return "closed its connection" if isinstance(rank, LocalRank) else f"{rank.name} has gone"
+            return (
+                "closed its connection" if isinstance(rank, LocalRank) else f"{rank.name} has gone"
+            )
         if code >= 0:
             return f"exited with code {code}"
         name = signal.Signals(-code).name

@@ -112,9 +112,7 @@ class Local(Launcher):
 
     def _said(self, launch: Launch) -> contextlib.AbstractContextManager[Progress]:
         predicted_s = [launch.predict(case) for case in launch.cases]
-        return local_run(
-            launch.options, launch.cases, predicted_s, launch.command, launch.progress
-        )
+        return local_run(launch.options, launch.cases, predicted_s, launch.command, launch.progress)
 
     def _launch_on_nodes(self, launch: Launch) -> list[str]:
         assert self.rdzv_endpoint is not None

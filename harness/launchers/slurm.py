@@ -16,8 +16,8 @@ from typing import Any
 from harness import slurm
 from harness.case import Case, require_at_least
 from harness.follow import follow
-from harness.launcher import Launch, LaunchError, Launcher, launcher
-from harness.record import RecordStore
+from harness.launcher import Launch, Launcher, LaunchError, launcher
+from harness.record import RecordStore, file_case
 from harness.run_folder import (
     Run,
     RunFolder,
@@ -27,11 +27,11 @@ from harness.run_folder import (
     runs_of,
 )
 from harness.runner import RunOptions
-from harness.shares import Shape, Share, pack, shape_of
+from harness.shares import Shape, Share, counted, pack, shape_of
 
 OWN_OPTIONS = frozenset(
-    "array nodes ntasks ntasks-per-node output error open-mode signal job-name requeue "
-    "no-requeue".split()
+    ("array", "nodes", "ntasks", "ntasks-per-node", "output", "error", "open-mode", "signal")
+    + ("job-name", "requeue", "no-requeue")
 )
 """Options of sbatch that follow from the cases, or that requeueing depends on."""
 
@@ -119,7 +119,7 @@ class Slurm(Launcher):
             said = []
             if len(cases) < len(launch.cases):
                 number = len(launch.cases) - len(cases)
-                said.append(f"{number} cases are queued or running already")
+                said.append(f"{counted(number, 'case')} queued or running already")
             if cases:
                 said += self._submit(cases, launch)
         if options.wait:
@@ -180,7 +180,8 @@ class Slurm(Launcher):
                 number = sum(len(share.cases) for share in of_shape)
                 array = str(run.jobs[first]).split("_")[0]
                 said.append(
-                    f"submitted job {array}: {number} cases in {len(of_shape)} tasks of {shape}"
+                    f"submitted job {array}: {counted(number, 'case')} in "
+                    f"{counted(len(of_shape), 'task')} of {shape}"
                 )
                 first += len(of_shape)
         except BaseException:
@@ -212,9 +213,7 @@ class Slurm(Launcher):
 
         from harness.slurm_task import ShareTask
 
-        executor = submitit.SlurmExecutor(
-            folder.jobs, max_num_timeout=REQUEUES, python=self.python
-        )
+        executor = submitit.SlurmExecutor(folder.jobs, max_num_timeout=REQUEUES, python=self.python)
         executor.update_parameters(**self._parameters(shape))
         tasks = [
             ShareTask(
@@ -287,13 +286,12 @@ def active_cases(results: Path) -> set[str]:
 
 
 def _files_by_case(store: RecordStore) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    files: dict[str, list[str]] = {}
     for name in os.listdir(store.folder):
-        if name.endswith(".json"):
-            stem = name.removesuffix(".json")
-            case_id, _, attempt = stem.rpartition(".")
-            found.setdefault(case_id if attempt.isdecimal() and case_id else stem, []).append(name)
-    return found
+        found = file_case(name)
+        if found is not None:
+            files.setdefault(found[0], []).append(name)
+    return files
 
 
 @contextlib.contextmanager
