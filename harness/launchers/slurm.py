@@ -30,8 +30,8 @@ from harness.runner import RunOptions
 from harness.shares import Shape, Share, counted, pack, shape_of
 
 OWN_OPTIONS = frozenset(
-    ("array", "nodes", "ntasks", "ntasks-per-node", "output", "error", "open-mode", "signal")
-    + ("job-name", "requeue", "no-requeue")
+    {"array", "nodes", "ntasks", "ntasks-per-node", "output", "error", "open-mode", "signal"}
+    | {"job-name", "requeue", "no-requeue"}
 )
 """Options of sbatch that follow from the cases, or that requeueing depends on."""
 
