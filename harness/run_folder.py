@@ -136,12 +136,12 @@ def new_run_id() -> str:
 def runs_of(results: Path) -> list[tuple[RunFolder, Run]]:
     """Every readable run of a results folder, oldest first."""
     found = []
-    for path in sorted((results / "runs").glob("*/run.json")):
+    for path in (results / "runs").glob("*/run.json"):
         folder = RunFolder(results, path.parent.name)
         # A run that is just being removed, or one of another version.
         with contextlib.suppress(OSError, ValueError):
             found.append((folder, folder.read_run()))
-    return found
+    return sorted(found, key=lambda item: item[1].created_s)
 
 
 @contextlib.contextmanager

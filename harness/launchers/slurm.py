@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import shlex
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -299,13 +299,14 @@ def _one_line() -> Iterator[None]:
     """Turn what sbatch objects to into one line."""
     import submitit
 
+    errors = (submitit.core.utils.FailedJobError, submitit.core.utils.FailedSubmissionError)
     try:
-        yield
-    except submitit.core.utils.FailedJobError as error:
+        # submitit prints what sbatch says as well.
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    except errors as error:
         reason = slurm.refusal(str(error))
         raise slurm.SlurmError(
             f"launcher=slurm: sbatch refused: {reason}; set launcher.account, qos, constraint, "
             "time_min or sbatch as this cluster wants them"
         ) from error
-    finally:
-        sys.stdout.flush()
