@@ -2,7 +2,7 @@
 
 Run as ``python -m benchmarks.bench_cluster`` in the repository. 10,000 cases are planned, packed
 and submitted as arrays to a Slurm that is simulated (its commands are scripts that answer at
-once), half of their records are simulated, and status is asked. Goals: planning and submitting
+once), the records of half of the tasks are simulated, and status is asked. Goals: planning and submitting
 under 30 s, status under 2 s, each under 1 GiB of memory; and reading while hundreds of tasks
 write never fails.
 """
@@ -14,14 +14,14 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from harness.case import Case
 from harness.record import Phase, Record, RecordStore
 from harness.record_heads import read_heads
-from harness.run_folder import RunFolder, TaskState, runs_of
+from harness.run_folder import TaskState, runs_of
 
 NUM_CASES = 10_000
 
@@ -116,44 +116,42 @@ def simulate(results: Path) -> None:
     Path(os.environ["FAKE_QUEUE"]).write_text("\n".join(lines), encoding="utf-8")
 
 
-def read_while_writing(results: Path, num_writers: int = 200) -> tuple[int, int]:
-    """Records written by as many threads as a cluster has tasks, and readings meanwhile."""
-    store = RecordStore(results)
-    ((folder, run),) = runs_of(results)
+def write_records(results: str, writers: range, stop_s: float) -> int:
+    """What tasks of a cluster do to a results folder; how many records they wrote in all."""
+    store = RecordStore(Path(results))
+    ((folder, _),) = runs_of(store.results)
     case = folder.read_share(0)[0][0]
-    stop = threading.Event()
-    failures: list[BaseException] = []
-    written = [0] * num_writers
+    number = 0
+    while time.time() < stop_s:
+        for writer in writers:
+            case_id = f"simulated-{number:06d}-{writer:010x}"
+            folder.write_state(NUM_CASES + writer, TaskState(case_id=case_id))
+            store.write(record_of(case_id, case))
+            number += 1
+    return number
 
-    def write(writer: int) -> None:
-        mine = RecordStore(results)
-        try:
-            while not stop.is_set():
-                record = record_of(f"simulated-{writer:03d}-{written[writer]:06x}", case)
-                mine.write(record)
-                folder.write_state(10_000 + writer, TaskState(case_id=record.case_id))
-                written[writer] += 1
-        except BaseException as error:
-            failures.append(error)
 
-    threads = [threading.Thread(target=write, args=(writer,)) for writer in range(num_writers)]
-    for thread in threads:
-        thread.start()
+def read_while_writing(results: Path, num_tasks: int = 200) -> tuple[int, int]:
+    """Records that processes wrote in the place of as many tasks, and readings meanwhile."""
+    store = RecordStore(results)
+    ((folder, _),) = runs_of(results)
+    stop_s = time.time() + 15
+    shares = [range(first, num_tasks, 4) for first in range(4)]
     readings = 0
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        heads, problems = read_heads(store)
-        assert heads, "no record is readable"
-        assert not problems, problems[0]
-        for writer in range(num_writers):
-            RunFolder(results, run.id).read_state(10_000 + writer)
-        readings += 1
-    stop.set()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
-    return sum(written), readings
+    with ProcessPoolExecutor(max_workers=len(shares)) as pool:
+        writers = [pool.submit(write_records, str(results), share, stop_s) for share in shares]
+        while time.time() < stop_s:
+            heads, problems = read_heads(store)
+            assert heads, "no record is readable"
+            assert not problems, problems[0]
+            for task in range(num_tasks):
+                folder.read_state(NUM_CASES + task)
+            readings += 1
+        written = sum(writer.result() for writer in writers)
+    records, problems = store.load()
+    assert not problems, problems[0]
+    assert sum(name.startswith("simulated-") for name in records) == written
+    return written, readings
 
 
 def show(name: str, seconds: float, goal_s: float, peak_mib: float) -> None:
@@ -180,7 +178,7 @@ def main() -> None:
         )
         assert len(json.loads(done.stdout)["cases"]) == NUM_CASES
         written, readings = read_while_writing(results)
-        print(f"read {readings} times while 200 tasks wrote {written:,} records; no reading failed")
+        print(f"read {readings} times while 200 tasks wrote {written:,} records; nothing failed")
 
 
 def _with_goal(result: tuple[float, float], goal_s: float) -> tuple[float, float, float]:

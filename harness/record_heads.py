@@ -8,14 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from dataclasses import dataclass
 
 from harness.record import SCHEMA, RecordError, RecordStore, file_case
-
-_STATUS = re.compile(rb'^ "status": "(\w+)"', re.M)
-_SCHEMA = re.compile(rb'^ "schema": (\d+)', re.M)
-_WALL = re.compile(rb'^ "wall_s": ([0-9.e+-]+)', re.M)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -58,10 +53,11 @@ def _read(store: RecordStore, name: str) -> Head:
             written_s = os.fstat(file.fileno()).st_mtime
     except OSError as error:
         raise RecordError(f"{path}: not a readable record ({error.strerror})") from error
-    status, schema, wall = (pattern.search(text) for pattern in (_STATUS, _SCHEMA, _WALL))
-    complete = status and wall and schema and int(schema[1]) == SCHEMA and text.endswith(b"}\n")
-    if complete and status and wall and status[1] in (b"ok", b"oom"):
-        return Head(status=status[1].decode(), wall_s=float(wall[1]), written_s=written_s)
+    status, schema, wall_s = (_value(text, key) for key in (b"status", b"schema", b"wall_s"))
+    complete = schema == str(SCHEMA).encode() and text.endswith(b"}\n")
+    if complete and status in (b'"ok"', b'"oom"'):
+        with contextlib.suppress(ValueError):
+            return Head(status=status[1:-1].decode(), wall_s=float(wall_s), written_s=written_s)
     record = store.read(store.folder / name)
     message = (record.error or {}).get("message", "")
     return Head(
@@ -70,3 +66,10 @@ def _read(store: RecordStore, name: str) -> Head:
         written_s=written_s,
         message=message.partition("\n")[0],
     )
+
+
+def _value(text: bytes, key: bytes) -> bytes:
+    """A value of the record itself, as JSON; from the end, as the long values come before."""
+    start = text.rfind(b'\n "' + key + b'": ')
+    line = text[start + len(key) + 6 : text.find(b"\n", start + 1)] if start >= 0 else b""
+    return line.removesuffix(b",")
