@@ -2,9 +2,9 @@
 
 Run as ``python -m benchmarks.bench_cluster`` in the repository. 10,000 cases are planned, packed
 and submitted as arrays to a Slurm that is simulated (its commands are scripts that answer at
-once), the records of half of the tasks are simulated, and status is asked. Goals: planning and submitting
-under 30 s, status under 2 s, each under 1 GiB of memory; and reading while hundreds of tasks
-write never fails.
+once), the records of half of the tasks are simulated, and status is asked. Goals: planning and
+submitting under 30 s, status under 2 s, each under 1 GiB of memory; and reading while hundreds
+of tasks write never fails.
 """
 
 from __future__ import annotations

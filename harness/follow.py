@@ -7,7 +7,7 @@ import time
 
 from harness import slurm
 from harness.launcher import Launch
-from harness.record import Record, file_case
+from harness.record import file_case
 from harness.run_folder import runs_of
 from harness.runner import is_final
 
@@ -19,8 +19,8 @@ def follow(launch: Launch, poll_s: float) -> None:
     """Tell the progress of each case as it starts and ends; return when none is left to come."""
     store, options = launch.store, launch.options
     waiting = {case.id: case for case in launch.cases}
-    stale = {case_id: store.find(case_id) for case_id in waiting}
     seen: set[str] = set()
+    at_first = True
     alone_since: float | None = None
     while waiting:
         for name in sorted(set(os.listdir(store.folder)) - seen):
@@ -30,10 +30,12 @@ def follow(launch: Launch, poll_s: float) -> None:
                 continue
             case_id = found[0]
             record = store.find(case_id)
-            if record is None or _is_stale(record, stale[case_id], retry=options.retry):
+            if record is None or (at_first and not is_final(record, retry=options.retry)):
+                # The one that is to be measured again.
                 continue
             launch.progress.started(waiting.pop(case_id))
             launch.progress.finished(record, measured_now=True)
+        at_first = False
         if not waiting:
             return
         if _show_running(launch, set(waiting)):
@@ -43,13 +45,6 @@ def follow(launch: Launch, poll_s: float) -> None:
         elif time.monotonic() - alone_since > min(GRACE_S, 3 * poll_s):
             return
         time.sleep(poll_s)
-
-
-def _is_stale(record: Record, before: Record | None, *, retry: bool) -> bool:
-    """Whether a record is the one that is to be measured again."""
-    if before is None or record.attempt > before.attempt:
-        return False
-    return not is_final(record, retry=retry)
 
 
 def _show_running(launch: Launch, waiting: set[str]) -> bool:

@@ -256,6 +256,9 @@ class Slurm(Launcher):
             ],
             "srun_args": list(self.srun) or None,
         }
+        if self.cpus_per_task is not None:
+            # Since Slurm 22.05 srun does not take it from the job any more.
+            parameters["setup"].append(f"export SRUN_CPUS_PER_TASK={self.cpus_per_task}")
         if self.exclusive:
             parameters["exclusive"] = True
         further: dict[str, Any] = {"requeue": True, "distribution": "block"}
