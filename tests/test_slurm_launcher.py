@@ -21,6 +21,7 @@ from harness.compose import Request, compose_request
 from harness.config import CONF, choices
 from harness.launcher import LaunchError
 from harness.launchers.slurm import Slurm, active_cases
+from harness.rank_process import RankStart
 from harness.record import SCHEMA, Record, RecordStore
 from harness.run_folder import RunFolder, TaskState, runs_of
 from harness.runner import Runner, RunOptions
@@ -447,6 +448,30 @@ class TestAgents:
             assert "n2: runs attnbench 0.0.0" in other["refused"]
             with pytest.raises(AgentError, match="install the same on all nodes"):
                 led.result()
+
+    def test_a_rank_is_told_its_place_on_its_host(self, tmp_path: Path) -> None:
+        """By which it picks its GPU: the fourth of four ranks on two nodes is its node's second."""
+        import socket
+
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            theirs = socket.create_connection(listener.getsockname())
+            ours, _ = listener.accept()
+        hosts = Hosts(local_ranks=1, ranks_per_node=2)
+        hosts._agents[3] = _Link(ours)
+        start = RankStart(
+            rank=3,
+            local_rank=0,
+            ranks_on_host=0,
+            world_size=4,
+            device="cuda",
+            vote_timeout_s=1.0,
+            timeout_s=1.0,
+            rendezvous="",
+        )
+        hosts.start(start, logs=tmp_path, scratch="")
+        told = _Link(theirs).receive(timeout_s=5.0)
+        assert told is not None
+        assert (told["start"]["local_rank"], told["start"]["ranks_on_host"]) == (1, 2)
 
     def test_two_nodes_without_slurm(self, tmp_path: Path) -> None:
         """Cases on one rank and on two, the second on another node, through one endpoint."""
