@@ -6,7 +6,8 @@ RESULTS ?= results/local
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help install bench test test-gpu lint format report writeup benchmarks clean
+.PHONY: help install bench test test-gpu test-slurm slurm-up slurm-down lint format report \
+	writeup benchmarks clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,6 +30,15 @@ test: install ## run the tests that need nothing but a CPU
 test-gpu: install ## run the tests that need CUDA devices
 	$(BIN)/python -m pytest -m "gpu or multigpu"
 
+test-slurm: install ## run the tests on the cluster of slurm-up
+	ATTNBENCH_REQUIRE_SLURM=1 $(BIN)/python -m pytest -m slurm
+
+slurm-up: ## start a toy Slurm cluster on this machine (tools/toy_slurm.sh install gets the packages)
+	tools/toy_slurm.sh up
+
+slurm-down: ## stop it
+	tools/toy_slurm.sh down
+
 lint: install ## check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -47,6 +57,7 @@ writeup: install ## write everything in RESULTS as one document: Markdown, LaTeX
 benchmarks: install ## time the harness itself, and compile the Hopper kernels
 	$(BIN)/python -m benchmarks.bench_harness
 	$(BIN)/python -m benchmarks.bench_tables
+	$(BIN)/python -m benchmarks.bench_cluster
 	$(BIN)/python -m benchmarks.compile_hopper
 
 clean: ## remove the environment and caches; results stay

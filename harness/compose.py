@@ -87,6 +87,7 @@ def compose_request(arguments: Sequence[str]) -> Request:
         isolate=run["isolate"] or sweep.isolate,
         retry=run["retry"],
         interleave=max(run["interleave"], sweep.interleave),
+        wait=run["wait"],
         vote_timeout_s=getattr(
             launcher, "vote_timeout_s", RunOptions(results=Path()).vote_timeout_s
         ),

@@ -48,6 +48,7 @@ class Config:
     plan: bool = False
     interleave: int = 1
     scale: str = "auto"
+    wait: bool = False
 
 
 CASE_VALUES = ("seq_len", "batch_size", "seed")
@@ -60,6 +61,7 @@ RUN_KEYS = (
     "plan",
     "interleave",
     "scale",
+    "wait",
 )
 """Keys that say how to run and not what to measure; they take one value, not a sweep."""
 
@@ -83,7 +85,6 @@ def registered_choices() -> dict[str, dict[str, Any]]:
 
 
 def choices(group: str) -> list[str]:
-    """Names that can be chosen for a group, from its registry or from its folder of YAML."""
-    if group in registered_choices():
-        return list(registered_choices()[group])
-    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+    """Names that can be chosen for a group, from its registry and from its folder of YAML."""
+    files = {path.stem for path in (CONF / group).glob("*.yaml")}
+    return sorted(files | set(registered_choices().get(group, ())))

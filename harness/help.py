@@ -14,6 +14,8 @@ Usage: attnbench KEY=VALUE[,VALUE...] ...     measure every combination
        attnbench sweeps=NAME [KEY=VALUE...]   run a named sweep; your keys win over its own
        attnbench backends [device=cpu]        list the attention backends that run here
        attnbench-report RESULTS [SWEEP...]    make tables, figures and reports again
+       attnbench-status RESULTS               what is queued, running, done or failed
+       attnbench-cancel RESULTS [JOB...]      stop what is queued or running
 
 Examples:
   attnbench model=tiny attention=naive,sdpa seq_len=128,256
@@ -40,6 +42,7 @@ How to run, rather than what to measure:
   retry       measure failed cases again
   timeout_s   limit for one case
   isolate     a process of its own for each case
+  wait        with launcher=slurm, follow the jobs and report at the end
   interleave  rounds (A B A B) for cases that differ in attention or strategy alone
 
 Flags: --cfg job prints the composed configuration, --info all tells more, --hydra-help too.

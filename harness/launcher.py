@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from harness.case import Case
 from harness.record import RecordStore
 from harness.runner import Progress, RunOptions
 from kernels.registry import Registry
+
+
+class LaunchError(ValueError):
+    """Cases that cannot be run as the user asks; the message is one line with the remedy."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Launch:
+    """The cases that are left of a plan, and what launchers need to run them."""
+
+    cases: list[Case]
+    options: RunOptions
+    store: RecordStore
+    progress: Progress
+    command: str
+    predict: Callable[[Case], float]
+    """Seconds that a case takes, roughly."""
+
 
 LAUNCHERS: Registry[type[Launcher]] = Registry("launcher", packages=("harness.launchers",))
 
@@ -30,8 +49,10 @@ class Launcher:
     def validate(self, cases: list[Case]) -> None:
         """Raise ValueError if the cases cannot run here, before anything starts."""
 
-    def launch(
-        self, cases: list[Case], options: RunOptions, store: RecordStore, progress: Progress
-    ) -> None:
-        """Run the cases and write their records; return when no more can be expected here."""
+    def launch(self, launch: Launch) -> list[str]:
+        """Run the cases and write their records, or see to it that it is done elsewhere.
+
+        Returns nothing when no more records can be expected, and otherwise what to tell the
+        user in place of a report, line by line.
+        """
         raise NotImplementedError

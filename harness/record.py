@@ -80,7 +80,10 @@ class Record:
         """Raises ValueError, KeyError or TypeError where the text is not a whole record."""
         values = json.loads(text)
         if values["schema"] != SCHEMA:
-            raise ValueError(f"schema {values['schema']}, this version reads {SCHEMA}")
+            raise ValueError(
+                f"schema {values['schema']}, this version reads {SCHEMA}: use the attnbench that "
+                "wrote it, or another results="
+            )
         known = {item.name for item in fields(cls)}
         if set(values) != known or values["status"] not in STATUSES:
             raise ValueError("not a record of this schema")
@@ -89,6 +92,12 @@ class Record:
 
 
 _FILE_NAME = re.compile(r"(?P<case_id>.+?)(?:\.(?P<attempt>\d+))?\.json")
+
+
+def file_case(name: str) -> tuple[str, int] | None:
+    """The case and the attempt that a file in ``records`` is of; None if it is no record."""
+    match = _FILE_NAME.fullmatch(name)
+    return (match["case_id"], int(match["attempt"] or 1)) if match else None
 
 
 class RecordStore:
@@ -227,6 +236,17 @@ class RecordStore:
             yield True
         finally:
             fcntl.lockf(self._claims_fd, fcntl.LOCK_UN, 1, offset)
+
+
+def in_short(problems: list[str]) -> list[str]:
+    """Lines about unreadable files; many that fail for one reason in one line."""
+    by_reason: dict[str, list[str]] = {}
+    for problem in problems:
+        by_reason.setdefault(problem.partition(": ")[2], []).append(problem)
+    return [
+        lines[0] if len(lines) == 1 else f"{lines[0]}; and {len(lines) - 1} more files like it"
+        for lines in by_reason.values()
+    ]
 
 
 def glob_escape(text: str) -> str:

@@ -14,6 +14,7 @@ import fcntl
 import json
 import os
 import re
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from harness.agents import Hosts
 from harness.case import Case
 from harness.record import GOOD, STATUSES, Phase, Record, RecordStore
 from harness.workers import Reply, WorkerGroup
@@ -38,6 +40,8 @@ class RunOptions:
     retry: bool = False
     interleave: int = 1
     vote_timeout_s: float = 60.0
+    wait: bool = False
+    """Follow cases that run elsewhere until their records are there."""
 
 
 class Progress(Protocol):
@@ -53,16 +57,31 @@ class Progress(Protocol):
 class Runner:
     """Owns the worker group of the moment and replaces it when it breaks."""
 
-    def __init__(self, options: RunOptions, store: RecordStore, progress: Progress) -> None:
+    def __init__(
+        self,
+        options: RunOptions,
+        store: RecordStore,
+        progress: Progress,
+        hosts: Hosts | None = None,
+    ) -> None:
         self.options = options
         self.store = store
         self.progress = progress
+        self._hosts = hosts
         self._group: WorkerGroup | None = None
         self._files_before: set[str] = set()
+        self._current: _Run | None = None
 
-    def run(self, cases: Iterable[Case]) -> None:
-        """Measure every case that has no good record yet; on any exception no worker stays."""
-        self._files_before = {path.name for path in self.store.folder.iterdir()}
+    def run(self, cases: Iterable[Case], files_before: set[str] | None = None) -> None:
+        """Measure every case that has no good record yet; on any exception no worker stays.
+
+        Args:
+            files_before: record files that existed when the cases were planned; newer ones of
+                the cases are results of this plan, whatever their status. None is those of now.
+        """
+        if files_before is None:
+            files_before = {path.name for path in self.store.folder.iterdir()}
+        self._files_before = files_before
         pending = (
             comparison_groups(cases) if self.options.interleave > 1 else [[case] for case in cases]
         )
@@ -103,14 +122,27 @@ class Runner:
             for run in runs:
                 if run.ended:
                     continue
+                self._current = run
                 self.progress.started(run.case)
                 waiting = partial(self.progress.stage, "waiting for another run on this device")
                 with exclusive_device(run.case.device, waiting):
                     self._measure_round(run, rounds, round_index)
                 if run.ended or round_index == rounds - 1:
-                    record = run.to_record(rounds)
-                    self.store.write(record)
-                    self.progress.finished(record, measured_now=True)
+                    self._finish(run)
+
+    def _finish(self, run: _Run) -> None:
+        # A signal to stop that comes now may wait for the milliseconds that this takes.
+        with signals_held():
+            self._current = None
+            record = run.to_record(self.options.interleave)
+            self.store.write(record)
+            self.progress.finished(record, measured_now=True)
+
+    def give_up_current(self, status: str, message: str) -> None:
+        """Record that the case which is being measured will not be ended; from a signal handler."""
+        if self._current is not None:
+            self._current.give_up(status, message)
+            self._finish(self._current)
 
     def _measure_round(self, run: _Run, rounds: int, round_index: int) -> None:
         case = run.case
@@ -146,6 +178,7 @@ class Runner:
                 profiles=self.options.results / "profiles",
                 vote_timeout_s=self.options.vote_timeout_s,
                 timeout_s=self.options.timeout_s,
+                hosts=self._hosts,
             )
         assert self._group is not None
         return self._group
@@ -183,6 +216,11 @@ class _Run:
             self._status = reply.fault or "failed"
             self._error = {"message": reply.message, "log": log_tail}
         self.ended = self._status != "ok"
+
+    def give_up(self, status: str, message: str) -> None:
+        """End the case from outside."""
+        self._status, self._error = status, {"message": message}
+        self.ended = True
 
     def to_record(self, rounds: int) -> Record:
         case = self.case
@@ -232,13 +270,28 @@ class _Run:
 
 
 @contextlib.contextmanager
+def signals_held() -> Iterator[None]:
+    """Deliver signals to stop after this, not in the middle of it."""
+    stopping = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR2}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, stopping)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
 def exclusive_device(device: str, on_wait: Callable[[], object]) -> Iterator[None]:
     """Keep other runs on this host off the device: two that measure at once spoil each other.
 
     A lock in the temporary folder, which the operating system drops when its holder dies.
-    Runs that see different GPUs (CUDA_VISIBLE_DEVICES) do not wait for each other.
+    Runs that see different GPUs (CUDA_VISIBLE_DEVICES) do not wait for each other. In a Slurm
+    job that variable may count from 0 whichever GPUs the job has; Slurm's own tells them apart.
     """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all") if device == "cuda" else ""
+    visible = ""
+    if device == "cuda":
+        names = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "CUDA_VISIBLE_DEVICES")
+        visible = next((os.environ[name] for name in names if name in os.environ), "all")
     name = re.sub(r"[^a-z0-9]+", "_", f"{device} {visible}".lower())
     path = Path(tempfile.gettempdir()) / f"attnbench_{name}.lock"
     try:

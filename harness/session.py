@@ -8,11 +8,13 @@ from collections import Counter
 from rich.console import Console
 from rich.table import Table
 
+from harness.agents import AgentError
 from harness.case import Case
 from harness.compose import Request
+from harness.launcher import Launch, LaunchError
 from harness.plan import Plan, make_plan, predicted_seconds, write_plan
 from harness.progress import TerminalProgress
-from harness.record import RecordStore
+from harness.record import RecordStore, in_short
 from harness.workers import WorkerStartError
 
 
@@ -28,8 +30,8 @@ def run_request(request: Request) -> int:
         except OSError as error:
             return _complain(f"results={results}: cannot be written ({error.strerror})", 2)
     records, problems = store.load()
-    for problem in problems:
-        print(f"attnbench: {problem}; its case is measured again", file=sys.stderr)
+    for problem in in_short(problems):
+        print(f"attnbench: {problem}; measured again", file=sys.stderr)
     plan = make_plan(request, records)
     if request.plan:
         _print_plan(console, request, plan)
@@ -37,16 +39,28 @@ def run_request(request: Request) -> int:
 
     device_name = _device_name(request)
     console.print(_opening(request, plan), highlight=False)
-    with TerminalProgress(
-        console, plan.todo, lambda case: predicted_seconds(case, device_name)
-    ) as progress:
+
+    def predict(case: Case) -> float:
+        return predicted_seconds(case, device_name)
+
+    with TerminalProgress(console, plan.todo, predict) as progress:
+        launch = Launch(
+            cases=plan.todo,
+            options=request.options,
+            store=store,
+            progress=progress,
+            command=request.command,
+            predict=predict,
+        )
         try:
-            request.launcher.launch(plan.todo, request.options, store, progress)
-        except OSError as error:
+            said = request.launcher.launch(launch)
+        except (OSError, LaunchError) as error:
             return _complain(str(error), 2)
-        except WorkerStartError as error:
+        except (WorkerStartError, AgentError) as error:
             return _complain(str(error), 1)
-    return _report(console, request, store)
+    for line in said:
+        console.print(line, highlight=False, soft_wrap=True)
+    return 0 if said else _report(console, request, store)
 
 
 def _report(console: Console, request: Request, store: RecordStore) -> int:

@@ -38,8 +38,11 @@ def main() -> None:
     parser.add_argument("--events-fd", type=int, required=True)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--local-rank", type=int, default=0)
+    parser.add_argument("--ranks-on-host", type=int, default=1)
     parser.add_argument("--world-size", type=int, default=1)
-    parser.add_argument("--scratch", required=True, help="folder shared by the group's ranks")
+    parser.add_argument("--rendezvous", default="", help="torch.distributed's init_method")
+    parser.add_argument("--scratch", required=True, help="folder shared by the ranks of a host")
     parser.add_argument("--vote-timeout-s", type=float, default=30.0)
     parser.add_argument("--collective-timeout-s", type=float, default=600.0)
     arguments = parser.parse_args()
@@ -59,18 +62,18 @@ class Worker:
         self._events = os.fdopen(arguments.events_fd, "w", buffering=1, encoding="utf-8")
         self.vote_group: dist.ProcessGroup | None = None
         if arguments.device == "cuda":
-            self.device = torch.device("cuda", self.rank % torch.cuda.device_count())
+            self.device = torch.device("cuda", arguments.local_rank % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
         else:
             self.device = torch.device("cpu")
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
             if self.world_size > 1:
-                torch.set_num_threads(max(1, cores // self.world_size))
+                torch.set_num_threads(max(1, cores // arguments.ranks_on_host))
             devices.limit_host_memory()
         if self.world_size > 1:
             dist.init_process_group(
                 "nccl" if arguments.device == "cuda" else "gloo",
-                init_method=f"file://{arguments.scratch}/rendezvous",
+                init_method=arguments.rendezvous,
                 rank=self.rank,
                 world_size=self.world_size,
                 timeout=timedelta(seconds=arguments.collective_timeout_s),

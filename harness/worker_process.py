@@ -26,7 +26,9 @@ def main() -> None:
 
 def die_with_parent(parent: int) -> None:
     """Leave no process behind, however the parent ends (Linux: prctl(2), PR_SET_PDEATHSIG)."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Slurm tells every process of a job to stop; the parent hears it too, and ends its workers.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # One that ended before prctl was called sends no signal any more.

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import selectors
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import psutil
 
+from harness.agents import AgentError, Hosts
 from harness.case import Case
-from harness.worker_process import PARENT
+from harness.rank_process import LocalRank, RankProcess, RankStart
 
 # Importing torch from a cold disk can take most of a minute.
 START_TIMEOUT_S = 180.0
@@ -46,18 +43,8 @@ class Reply:
     last_stages: list[str] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class _Rank:
-    process: subprocess.Popen[bytes]
-    events: IO[bytes]
-    log: Path
-    stage: str = "start"
-    buffer: bytes = b""
-    closed: bool = False
-
-
 class WorkerGroup:
-    """``world_size`` worker processes on this host, started together and ended together."""
+    """``world_size`` worker processes, started together and ended together."""
 
     def __init__(
         self,
@@ -68,59 +55,40 @@ class WorkerGroup:
         profiles: Path,
         vote_timeout_s: float,
         timeout_s: float,
+        hosts: Hosts | None = None,
     ) -> None:
         self.device = device
         self.world_size = world_size
         self._profiles = profiles
         self.environments: list[dict[str, Any]] = []
-        self._ranks: list[_Rank] = []
+        self._ranks: list[RankProcess] = []
+        hosts = hosts or Hosts()
         self._selector = selectors.DefaultSelector()
         self._scratch = tempfile.TemporaryDirectory(prefix="attnbench-")
         logs.mkdir(parents=True, exist_ok=True)
         try:
+            rendezvous = hosts.rendezvous(world_size, self._scratch.name)
             for rank in range(world_size):
-                self._spawn(rank, logs, vote_timeout_s, timeout_s)
+                start = RankStart(
+                    rank=rank,
+                    local_rank=rank,
+                    ranks_on_host=world_size,
+                    world_size=world_size,
+                    device=device,
+                    vote_timeout_s=vote_timeout_s,
+                    timeout_s=timeout_s,
+                    rendezvous=rendezvous,
+                )
+                try:
+                    process = hosts.start(start, logs=logs, scratch=self._scratch.name)
+                except (AgentError, ConnectionError, TimeoutError) as error:
+                    raise WorkerStartError(f"worker rank {rank}: {error}") from error
+                self._ranks.append(process)
+                self._selector.register(process, selectors.EVENT_READ, rank)
             self._await_ready()
         except BaseException:
             self.close()
             raise
-
-    def _spawn(self, rank: int, logs: Path, vote_timeout_s: float, timeout_s: float) -> None:
-        read_fd, write_fd = os.pipe()
-        log = logs / f"worker-{os.getpid()}-{self.world_size}x-rank{rank}.log"
-        command = [sys.executable, "-m", "harness.worker_process", f"--events-fd={write_fd}"]
-        command += [f"--device={self.device}", f"--rank={rank}"]
-        command += [f"--world-size={self.world_size}", f"--vote-timeout-s={vote_timeout_s}"]
-        command += [f"--scratch={self._scratch.name}"]
-        # Above the parent's own limit, so that the parent ends a hang and knows it for one.
-        command += [f"--collective-timeout-s={timeout_s + 60}"]
-        root = Path(__file__).resolve().parent.parent
-        paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(paths),
-            "PYTHONUNBUFFERED": "1",
-            PARENT: str(os.getpid()),
-            "LOCAL_RANK": str(rank),
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get(
-                "TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"
-            ),
-        }
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                pass_fds=(write_fd,),
-                env=environment,
-                # Ctrl-C in a terminal goes to the parent alone, which then ends the workers.
-                start_new_session=True,
-            )
-        os.close(write_fd)
-        os.set_blocking(read_fd, False)
-        events = os.fdopen(read_fd, "rb", buffering=0)
-        self._ranks.append(_Rank(process, events, log))
-        self._selector.register(events, selectors.EVENT_READ, rank)
 
     def _await_ready(self) -> None:
         environments: dict[int, dict[str, Any]] = {}
@@ -130,13 +98,13 @@ class WorkerGroup:
                 if event is None:
                     raise WorkerStartError(
                         f"worker rank {rank} {self._how_it_ended(rank)} while starting; "
-                        f"its log is {self._ranks[rank].log}"
+                        f"its log is {self._ranks[rank].name}"
                     )
                 environments[rank] = event["environment"]
             if time.monotonic() > deadline:
                 raise WorkerStartError(
                     f"workers took over {START_TIMEOUT_S:.0f} s to start; "
-                    f"their logs are in {self._ranks[0].log.parent}"
+                    f"their logs are {', '.join(rank.name for rank in self._ranks)}"
                 )
         self.environments = [environments[rank] for rank in range(self.world_size)]
 
@@ -156,11 +124,8 @@ class WorkerGroup:
         reply = Reply()
         for rank in self._ranks:
             rank.stage = "start"
-            assert rank.process.stdin is not None
             # A worker that is gone is noticed below, where its events end.
-            with contextlib.suppress(BrokenPipeError):
-                rank.process.stdin.write(line.encode() + b"\n")
-                rank.process.stdin.flush()
+            rank.send(line)
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             for rank_index, event in self._poll(deadline):
@@ -196,7 +161,7 @@ class WorkerGroup:
             return
         how = self._how_it_ended(rank_index)
         # NCCL's watchdog aborts a rank whose peer has gone; the peer's own words say why.
-        is_cause = self._ranks[rank_index].process.returncode != -signal.SIGABRT or not any(
+        is_cause = self._ranks[rank_index].returncode(5.0) != -signal.SIGABRT or not any(
             outcome["status"] != "ok" for outcome in reply.outcomes
         )
         if reply.fault is None and is_cause:
@@ -235,24 +200,20 @@ class WorkerGroup:
         for key, _ in self._selector.select(wait_s):
             rank_index: int = key.data
             rank = self._ranks[rank_index]
-            data = rank.events.read(1 << 20)
-            if data is None:
-                continue
-            if not data:
-                rank.closed = True
-                self._selector.unregister(rank.events)
+            arrived, ended = rank.read()
+            events += [(rank_index, event) for event in arrived]
+            if ended:
+                self._selector.unregister(rank)
                 events.append((rank_index, None))
-                continue
-            *lines, rank.buffer = (rank.buffer + data).split(b"\n")
-            events += [(rank_index, json.loads(line)) for line in lines if line]
         return events
 
     def _how_it_ended(self, rank_index: int) -> str:
-        process = self._ranks[rank_index].process
-        try:
-            code = process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            return "closed its connection"
+        rank = self._ranks[rank_index]
+        code = rank.returncode(5.0)
+        if code is None:
+            return (
+                "closed its connection" if isinstance(rank, LocalRank) else f"{rank.name} has gone"
+            )
         if code >= 0:
             return f"exited with code {code}"
         name = signal.Signals(-code).name
@@ -266,32 +227,16 @@ class WorkerGroup:
         """The last lines that the ranks printed, for a failed record."""
         parts = []
         for index, rank in enumerate(self._ranks):
-            lines = rank.log.read_text(errors="replace").splitlines()[-num_lines:]
+            lines = rank.log_lines(num_lines)
             if lines:
                 parts.append("\n".join([f"rank {index}:", *lines]))
         return "\n".join(parts)
 
     def close(self) -> None:
         """End every process of the group, and those that they started. Never fails."""
-        doomed: list[psutil.Process] = []
+        doomed = [process for rank in self._ranks for process in rank.kill()]
         for rank in self._ranks:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                parent = psutil.Process(rank.process.pid)
-                # Inductor's compile workers lead sessions of their own, so a signal to the
-                # process group would miss them.
-                doomed += [parent, *parent.children(recursive=True)]
-        for process in doomed:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-        for rank in self._ranks:
-            with contextlib.suppress(OSError):
-                os.killpg(rank.process.pid, signal.SIGKILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                rank.process.wait(timeout=10)
-            with contextlib.suppress(OSError):
-                if rank.process.stdin is not None:
-                    rank.process.stdin.close()
-            rank.events.close()
+            rank.reap()
         psutil.wait_procs(doomed, timeout=5)
         self._selector.close()
         self._scratch.cleanup()

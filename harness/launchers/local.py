@@ -1,20 +1,23 @@
-"""This host: warm workers on its CPU or its GPUs."""
+"""This host, or several that a user starts the same command on: warm workers on CPUs or GPUs."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from harness.case import Case
-from harness.launcher import Launcher, launcher
-from harness.record import RecordStore
-from harness.runner import Progress, Runner, RunOptions
+from harness.agents import Hosts, serve_agent
+from harness.case import Case, require_at_least
+from harness.launcher import Launch, Launcher, launcher
+from harness.run_folder import local_run
+from harness.runner import Progress, Runner
 
 _PROBE = """
 import json, torch
@@ -27,12 +30,41 @@ print(json.dumps({"torch": torch.__version__, "built_for": torch.version.cuda, "
 @launcher("local")
 @dataclass(kw_only=True, slots=True)
 class Local(Launcher):
-    """Runs every case on this host, one at a time."""
+    """Runs every case on this host, one at a time.
+
+    With ``nnodes`` above 1 the same command is started on every host, as with torchrun: the one
+    with ``node_rank=0`` measures and records, and is the host of ``rdzv_endpoint``; the others
+    start their ranks' workers for it.
+    """
 
     vote_timeout_s: float = 60.0
     """How long a rank waits for the others to agree on how a case ended."""
+    nnodes: int = 1
+    node_rank: int = 0
+    ranks_per_node: int | None = None
+    """Most ranks of a case on one host; None is the number of its GPUs, and must be given
+    where cases run on CPUs of several hosts."""
+    rdzv_endpoint: str | None = None
+    """HOST:PORT of the host with node_rank=0, as the others reach it."""
+    rdzv_id: str = "attnbench"
+    """Any word; hosts with different ones do not join."""
 
     def __post_init__(self) -> None:
+        require_at_least("launcher.nnodes", self.nnodes, 1)
+        if not 0 <= self.node_rank < self.nnodes:
+            raise ValueError(
+                f"launcher.node_rank={self.node_rank}: must be from 0 to launcher.nnodes - 1, "
+                f"which is {self.nnodes - 1}"
+            )
+        if self.ranks_per_node is not None:
+            require_at_least("launcher.ranks_per_node", self.ranks_per_node, 1)
+        if self.nnodes > 1:
+            host, _, port = (self.rdzv_endpoint or "").rpartition(":")
+            if not host or not port.isdecimal():
+                raise ValueError(
+                    f"launcher.rdzv_endpoint={self.rdzv_endpoint}: launcher.nnodes={self.nnodes} "
+                    "needs HOST:PORT of the host with launcher.node_rank=0"
+                )
         if self.vote_timeout_s <= 0:
             raise ValueError(f"launcher.vote_timeout_s={self.vote_timeout_s}: must be positive")
 
@@ -48,7 +80,16 @@ class Local(Launcher):
 
     def validate(self, cases: list[Case]) -> None:
         for case in cases:
-            if case.device == "cuda" and case.world_size > len(probe_cuda()["names"]):
+            if self.nnodes > 1 and case.world_size > self._ranks_per_node(case) * self.nnodes:
+                raise ValueError(
+                    f"launcher.nnodes={self.nnodes}: {case.title} needs {case.world_size} ranks, "
+                    f"and {self._ranks_per_node(case)} run on a host; use more nodes or fewer ranks"
+                )
+            if (
+                self.nnodes == 1
+                and case.device == "cuda"
+                and case.world_size > len(probe_cuda()["names"])
+            ):
                 axes = case.parallel.axes
                 typed = " ".join(f"parallel.{axis}={ranks}" for axis, ranks in axes.items())
                 typed = typed or f"task.ranks={case.world_size}"
@@ -58,10 +99,59 @@ class Local(Launcher):
                     "has fewer, or device=cpu"
                 )
 
-    def launch(
-        self, cases: list[Case], options: RunOptions, store: RecordStore, progress: Progress
-    ) -> None:
-        Runner(options, store, progress).run(cases)
+    def launch(self, launch: Launch) -> list[str]:
+        cases, options = launch.cases, launch.options
+        if not cases and self.node_rank == 0:
+            return []
+        if self.nnodes > 1:
+            return self._launch_on_nodes(launch)
+        with self._said(launch) as progress:
+            Runner(options, launch.store, progress).run(cases)
+        return []
+
+    def _said(self, launch: Launch) -> contextlib.AbstractContextManager[Progress]:
+        predicted_s = [launch.predict(case) for case in launch.cases]
+        return local_run(launch.options, launch.cases, predicted_s, launch.command, launch.progress)
+
+    def _launch_on_nodes(self, launch: Launch) -> list[str]:
+        assert self.rdzv_endpoint is not None
+        address, _, port = self.rdzv_endpoint.rpartition(":")
+        per_node = self.ranks_per_node or len(probe_cuda()["names"])
+        if self.node_rank > 0:
+            logs = launch.options.results / "logs"
+            logs.mkdir(parents=True, exist_ok=True)
+            ranks = range(self.node_rank * per_node, (self.node_rank + 1) * per_node)
+            serve = partial(
+                serve_agent, address=address, port=int(port), token=self.rdzv_id, logs=logs
+            )
+            with ThreadPoolExecutor(max_workers=per_node) as pool:
+                started = sum(pool.map(lambda rank: serve(rank=rank), ranks))
+            return [f"node {self.node_rank} started {started} workers for {address}, which records"]
+        with (
+            Hosts.gathered(
+                address=address,
+                port=int(port),
+                world_size=self.nnodes * per_node,
+                local_ranks=per_node,
+                ranks_per_node=per_node,
+                token=self.rdzv_id,
+            ) as hosts,
+            self._said(launch) as progress,
+        ):
+            for warning in hosts.warnings:
+                print(f"attnbench: {warning}", file=sys.stderr)
+            Runner(launch.options, launch.store, progress, hosts).run(launch.cases)
+        return []
+
+    def _ranks_per_node(self, case: Case) -> int:
+        if self.ranks_per_node is not None:
+            return self.ranks_per_node
+        if case.device == "cuda":
+            return len(probe_cuda()["names"])
+        raise ValueError(
+            f"launcher.nnodes={self.nnodes}: say with launcher.ranks_per_node how many ranks "
+            "run on the CPU of each host"
+        )
 
 
 @cache
