@@ -33,11 +33,11 @@ test-gpu: install ## run the tests that need CUDA devices
 test-slurm: install ## run the tests on the cluster of slurm-up
 	ATTNBENCH_REQUIRE_SLURM=1 $(BIN)/python -m pytest -m slurm
 
-slurm-up: ## start a toy Slurm cluster on this machine (tools/toy_slurm.sh install gets the packages)
-	tools/toy_slurm.sh up
+slurm-up: ## start a toy Slurm cluster on this machine (.ci/toy_slurm.sh install gets the packages)
+	.ci/toy_slurm.sh up
 
 slurm-down: ## stop it
-	tools/toy_slurm.sh down
+	.ci/toy_slurm.sh down
 
 lint: install ## check style and types
 	$(BIN)/ruff check .

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
+from programs import need_program
 from records import (
     ENVIRONMENT,
     Samples,
@@ -28,7 +29,6 @@ from records import (
     write_plan,
 )
 from rich.console import Console
-from tools import need_program
 
 from harness import report
 from harness.format import integer, number, with_spread

@@ -35,7 +35,7 @@ FAST = ("launcher=slurm", "launcher.gpus_per_node=2", "launcher.poll_s=0.5")
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> dict[str, str]:
     """The environment in which Slurm's commands reach the toy cluster."""
-    how = "make slurm-up starts a toy cluster (tools/toy_slurm.sh install gets the packages)"
+    how = "make slurm-up starts a toy cluster (.ci/toy_slurm.sh install gets the packages)"
     if shutil.which("sbatch") is None:
         missing = "no Slurm here"
     elif not (TOY / "slurm.conf").exists():

@@ -11,6 +11,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from browser import Browser, find_browser
+from programs import need, need_program
 from records import (
     audit_examples,
     make_record,
@@ -19,7 +20,6 @@ from records import (
     strategy_examples,
     write_plan,
 )
-from tools import need, need_program
 
 from harness.document import Document, collect
 from harness.document_command import main, to_markdown_document, write_document

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # A toy Slurm cluster on this one machine, to try launcher=slurm without a cluster:
-#   tools/toy_slurm.sh up | down | status | install
+#   .ci/toy_slurm.sh up | down | status | install
 #
 # A controller, an accounting database and three node daemons, all with their own
 # configuration, keys and state in one folder (TOY_SLURM, /tmp/attnbench-slurm unless set),
@@ -30,7 +30,7 @@ require_programs() {
     local program
     for program in slurmctld slurmd slurmdbd munged mariadbd; do
         command -v "$program" >/dev/null || {
-            echo "toy_slurm: no $program; on Debian or Ubuntu: tools/toy_slurm.sh install" >&2
+            echo "toy_slurm: no $program; on Debian or Ubuntu: .ci/toy_slurm.sh install" >&2
             exit 2
         }
     done
@@ -225,7 +225,7 @@ status() {
 case ${1:-} in
     up | down | status | install) "$1" ;;
     *)
-        echo "usage: tools/toy_slurm.sh up | down | status | install" >&2
+        echo "usage: .ci/toy_slurm.sh up | down | status | install" >&2
         exit 2
         ;;
 esac
