@@ -125,6 +125,10 @@ def refusal(stderr: str) -> str:
     return "; ".join(dict.fromkeys(said)) or (lines[-1] if lines else "it gave no reason")
 
 
+_NO_CONTROLLER = re.compile("resolve_ctls_from_dns_srv|fetch_config|Unable to contact slurm")
+"""What commands print on hosts that have them and belong to no cluster, or where it is down."""
+
+
 def _call(*command: str) -> str:
     try:
         done = subprocess.run(
@@ -139,5 +143,10 @@ def _call(*command: str) -> str:
             f"{command[0]} did not answer in {_TIMEOUT_S:.0f} s; is the Slurm controller up?"
         ) from error
     if done.returncode != 0:
+        if _NO_CONTROLLER.search(done.stderr):
+            raise SlurmError(
+                f"{command[0]} finds no Slurm controller; run this on a login node of the "
+                "cluster, or set SLURM_CONF to its slurm.conf"
+            )
         raise SlurmError(f"{command[0]}: {refusal(done.stderr)}")
     return done.stdout

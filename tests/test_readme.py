@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
+import statistics
 
 import pytest
 
@@ -38,6 +40,29 @@ def test_kernel_rates_are_those_of_the_committed_leaderboard() -> None:
     for label, attention in shown.items():
         cells = [f"{float(rates[attention, head_dim]):.0f}" for head_dim in ("64", "128")]
         assert f"| {label} | {cells[0]} | {cells[1]} |" in README
+
+
+def test_ratios_to_cudnn_are_those_of_the_committed_records() -> None:
+    """Of both passes together, by head_dim and key heads, in head_dim_and_gqa."""
+    folder = ROOT / "results/h200"
+    plan = json.loads((folder / "sweeps/head_dim_and_gqa/plan.json").read_text())
+    medians = {}
+    for case_id in plan["case_ids"]:
+        record = json.loads((folder / f"records/{case_id}.json").read_text())
+        task, attention = record["case"]["task"], record["case"]["attention"]["name"]
+        if record["status"] == "ok":
+            (samples,) = record["phases"]["forward_backward"]["samples_ms"]
+            key = task["head_dim"], task["num_kv_heads"], attention
+            medians[key] = statistics.median(samples)
+    ratios: dict[bool, list[float]] = {True: [], False: []}
+    for head_dim, kv_heads, attention in medians:
+        if attention == "flash_triton":
+            peer = medians[head_dim, kv_heads, "sdpa_cudnn"]
+            ratios[head_dim <= 128].append(medians[head_dim, kv_heads, attention] / peer)
+    small, large = ratios[True], ratios[False]
+    words = " ".join(README.split())
+    assert f"takes {min(small):.2f} to {max(small):.2f} times cuDNN's time" in words
+    assert f"and {min(large):.1f} to {max(large):.1f} times at 256" in words
 
 
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\(([^)#]+)\)", README))))

@@ -516,3 +516,23 @@ def test_what_slurm_says_in_one_line() -> None:
     assert slurm.refusal(text) == "Batch job submission failed: Invalid qos specification"
     assert slurm.refusal("") == "it gave no reason"
     assert slurm.refusal("plain words\n") == "plain words"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "sinfo: error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host\n"
+        "sinfo: fatal: Could not establish a configuration source\n",
+        "slurm_load_partitions: Unable to contact slurm controller (connect failure)\n",
+    ],
+)
+def test_a_host_of_no_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+    program = tmp_path / "sinfo"
+    program.write_text(f"#!/bin/sh\nprintf '{said}' >&2\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with pytest.raises(
+        slurm.SlurmError, match=r"finds no Slurm controller; .*SLURM_CONF"
+    ) as caught:
+        slurm.require_partition("gpu")
+    assert "\n" not in str(caught.value)

@@ -8,9 +8,22 @@ from typing import Any
 
 import pandas as pd
 
+from harness import format as fmt
+from harness.table import Column
+
 PHASES = ("forward", "backward", "optimizer", "forward_backward", "step")
 
 UNUSED = ("task", "warmup_steps", "measure_steps", "seed", "profile")
+
+OF_A_KERNEL = (
+    Column(key="short", header="kernel", raw=("kernel_name",)),
+    Column(key="category", header="category"),
+    Column(key="calls", header="calls", format=fmt.number),
+    Column(key="ms", header="time (ms)", format=fmt.number),
+    Column(key="mean_us", header="mean (µs)", format=fmt.number),
+    Column(key="share", header="share (%)", format=fmt.percent),
+)
+"""What is said of a kernel, per step and rank."""
 
 MAX_WORDS = 64
 

@@ -9,7 +9,15 @@ import pandas as pd
 from harness import format as fmt
 from harness.findings import best_row, percent_span, sentence
 from harness.table import Column, Table, finding, make_table, table
-from harness.tables._profiles import UNUSED, cases_of, passes, profiled, short_name, total_ms
+from harness.tables._profiles import (
+    OF_A_KERNEL,
+    UNUSED,
+    cases_of,
+    passes,
+    profiled,
+    short_name,
+    total_ms,
+)
 
 LEAST = 0.01
 
@@ -40,12 +48,7 @@ def build(frame: pd.DataFrame) -> Table | None:
         metrics=[
             Column(key="phase", header="phase"),
             Column(key="range", header="range"),
-            Column(key="short", header="kernel", raw=("kernel_name",)),
-            Column(key="category", header="category"),
-            Column(key="calls", header="calls", format=fmt.number),
-            Column(key="ms", header="time (ms)", format=fmt.number),
-            Column(key="mean_us", header="mean (µs)", format=fmt.number),
-            Column(key="share", header="share (%)", format=fmt.percent),
+            *OF_A_KERNEL,
         ],
     )
 
