@@ -51,6 +51,9 @@ class CudaPeerMemory:
         self._own = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
         # Versions differ in whether symmetric memory comes out of the allocator's pools.
         self.outside_bytes = max(0, num_bytes - (torch.cuda.memory_allocated(device) - before))
+        # Its zeros are queued behind what this rank computes. A peer that has gone ahead would
+        # signal a barrier here before they are written, and wait forever for the answer.
+        torch.cuda.synchronize(device)
         self._handle: Any = symmetric.rendezvous(self._own, group)
 
     def of_rank(self, rank: int, offset: int, like: Tensor) -> Tensor:

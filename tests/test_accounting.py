@@ -311,13 +311,13 @@ def test_strategies_are_measured_in_turns() -> None:
     ]
 
 
-def noted(group: dist.ProcessGroup, name: str) -> dict[str, Any]:
+def noted(group: dist.ProcessGroup, name: str, *arguments: str) -> dict[str, Any]:
     """Notes and memory of real steps on each rank, in a world of their own."""
     votes = group
     if dist.get_backend(group) != "gloo":
         ranks = list(range(group.size()))
         votes = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    case = case_of(f"parallel={name}")
+    case = case_of(f"parallel={name}", *arguments)
     device = device_of(group)
     bench = Bench(
         device=device,
@@ -394,17 +394,18 @@ def test_real_steps_hold_and_send_what_formulas_say(name: str, calls: dict[str, 
 @pytest.mark.parametrize("name", ["ddp_naive", "ddp_bucketed", "ddp_torch", "sharded_optimizer"])
 def test_real_steps_on_gpus(name: str) -> None:
     """NCCL's kernels are found in the trace, and sizes and memory are what formulas say."""
-    case = case_of(f"parallel={name}")
+    # Large beside what no formula counts: cuBLAS keeps 64 MiB as its workspace.
+    large = ("model.d_model=1024", "model.num_heads=16", "model.num_kv_heads=16", "model.d_ff=4096")
+    case = case_of(f"parallel={name}", "model.num_layers=8", *large)
     predicted = accounting.footprint(case)
-    for rank, found in enumerate(on_gpus(2, noted, name)):
+    for rank, found in enumerate(on_gpus(2, noted, name, "model.num_layers=8", *large)):
         memory = found["memory"]
         for moment, size in (
             ("before_optimizer_bytes", predicted.before_first_optimizer_step),
             ("parameters_bytes", predicted.parameters),
             ("gradients_bytes", predicted.gradients),
         ):
-            # The last loss, and rounding up by the allocator, come to less than this.
-            assert memory[moment] == pytest.approx(size, rel=0.2)
+            assert memory[moment] == pytest.approx(size, rel=0.1)
         assert memory["activations_bytes"] > 0
         counted = {item["collective"]: item["bytes"] for item in found["traffic"][rank]}
         for collective, size in accounting.traffic_bytes(case).items():

@@ -17,6 +17,7 @@ from torch import Tensor
 from kernels import Packing
 from kernels._reference import relative_error
 from parallel import BACKENDS
+from parallel._peer_memory import PeerBuffers
 
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
@@ -129,6 +130,24 @@ def ratios_to_one_device(
         relative_error(split, want) / relative_error(one, want)
         for split, one, want in zip(found, alone, expected, strict=True)
     ]
+
+
+def meet_in_new_memory(group: dist.ProcessGroup, late: int) -> None:
+    """One rank's GPU is busy while buffers are made, and meets the others long after them."""
+    device = device_of(group)
+    buffers = PeerBuffers(group, device)
+    for size in (1 << 10, 1 << 22):
+        if dist.get_rank(group) == late:
+            torch.cuda._sleep(1 << 30)
+        buffers.get("keys", size).barrier(0)
+    torch.cuda.synchronize(device)
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_a_busy_rank_loses_no_signal(num_ranks: int) -> None:
+    """A lost one hangs, and the ranks' processes are given up."""
+    for late in range(2):
+        on_gpus(num_ranks, meet_in_new_memory, late)
 
 
 def combinations() -> list[Any]:
