@@ -395,10 +395,10 @@ def test_real_steps_hold_and_send_what_formulas_say(name: str, calls: dict[str, 
 def test_real_steps_on_gpus(name: str) -> None:
     """NCCL's kernels are found in the trace, and sizes and memory are what formulas say."""
     # Large beside what no formula counts: cuBLAS keeps 64 MiB as its workspace.
-    large = ("model.d_model=1024", "model.num_heads=16", "model.num_kv_heads=16", "model.d_ff=4096")
-    case = case_of(f"parallel={name}", "model.num_layers=8", *large)
+    large = ("model.d_model=1024", "model.num_heads=16", "model.num_kv_heads=16", "model.d_ff=16384")
+    case = case_of(f"parallel={name}", *large)
     predicted = accounting.footprint(case)
-    for rank, found in enumerate(on_gpus(2, noted, name, "model.num_layers=8", *large)):
+    for rank, found in enumerate(on_gpus(2, noted, name, *large)):
         memory = found["memory"]
         for moment, size in (
             ("before_optimizer_bytes", predicted.before_first_optimizer_step),
