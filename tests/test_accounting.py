@@ -395,7 +395,8 @@ def test_real_steps_hold_and_send_what_formulas_say(name: str, calls: dict[str, 
 def test_real_steps_on_gpus(name: str) -> None:
     """NCCL's kernels are found in the trace, and sizes and memory are what formulas say."""
     # Large beside what no formula counts: cuBLAS keeps 64 MiB as its workspace.
-    large = ("model.d_model=1024", "model.num_heads=16", "model.num_kv_heads=16", "model.d_ff=16384")
+    heads = ("model.num_heads=16", "model.num_kv_heads=16")
+    large = ("model.d_model=1024", "model.d_ff=16384", *heads)
     case = case_of(f"parallel={name}", *large)
     predicted = accounting.footprint(case)
     for rank, found in enumerate(on_gpus(2, noted, name, *large)):
