@@ -8,6 +8,10 @@
 DTensor's ``redistribute`` makes the same collectives from placements: Shard(1) to Replicate whose
 gradient is Partial, Partial to Shard(1), and Replicate whose gradient is Partial. It derives them
 anew in every call, which in every layer costs the host more than the collective's launch.
+
+The collectives are functional ones, which return what those of torch.distributed write into a
+tensor that they are given: in the backward pass of a compiled autograd.Function torch 2.11 loses
+what is written, and the gradients of a compiled block came out wrong without an error.
 """
 
 from __future__ import annotations
@@ -17,11 +21,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
 
 # Renamed in torch 2.13, which warns of the names that older versions know alone.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+_reduce_scatter = (
+    getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+)
 
 
 def gather_sequence(x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -83,21 +90,16 @@ class _SummedGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        total = gradient.clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
+        return functional.wait_tensor(functional.all_reduce(gradient, "sum", ctx.group)), None
 
 
 def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[B, s, E] of each rank -> [B, S, E], in rank order; one sequence is not copied again."""
-    by_rank = x.new_empty(group.size(), *x.shape)
-    _all_gather(by_rank.flatten(0, 1), x.contiguous(), group=group)
-    return by_rank.movedim(0, 1).flatten(1, 2)
+    by_rank = functional.wait_tensor(_all_gather(x.contiguous(), 0, group))
+    return by_rank.unflatten(0, (group.size(), -1)).movedim(0, 1).flatten(1, 2)
 
 
 def _scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[B, S, E] on each rank -> this rank's tokens [B, s, E] of their sum."""
-    by_rank = x.unflatten(1, (group.size(), -1)).movedim(1, 0).contiguous()
-    own = torch.empty_like(by_rank[0])
-    _reduce_scatter(own, by_rank.flatten(0, 1), group=group)
-    return own
+    by_rank = x.unflatten(1, (group.size(), -1)).movedim(1, 0).flatten(0, 1).contiguous()
+    return functional.wait_tensor(_reduce_scatter(by_rank, "sum", 0, group))
