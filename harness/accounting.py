@@ -8,12 +8,12 @@ against; hence arithmetic alone, without torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import cast
 
 from harness.case import Case
 from models import accounting
+from parallel._buckets import fill_buckets
 from parallel.collectives import bus_factor
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -83,6 +83,7 @@ def footprint(case: Case) -> Footprint:
     strategy, precision = case.parallel, case.precision
     whole = _of_one_data_rank(case)
     trains = whole.gradients > 0
+    sizes = gradient_sizes(case)
     gathered = 0.0
     if strategy.parameter_share < 1:
         unit = largest_unit(case) * DTYPE_BYTES[precision.parameters]
@@ -91,9 +92,9 @@ def footprint(case: Case) -> Footprint:
         parameters=whole.parameters * strategy.parameter_share,
         gathered_parameters=gathered,
         # Containers make their buffers whether or not a backward pass is to follow.
-        gradient_buffers=gradient_bytes(case) * strategy.gradient_buffers,
+        gradient_buffers=gradient_bytes(case) * strategy.gradient_buffers(sizes),
         gradients=whole.gradients * strategy.gradient_share,
-        loose_gradients=whole.gradients * strategy.loose_gradients if trains else 0.0,
+        loose_gradients=whole.gradients * strategy.loose_gradients(sizes) if trains else 0.0,
         optimizer_state=whole.optimizer_state * strategy.optimizer_state_share,
         activations=whole.activations,
         recomputed=whole.recomputed,
@@ -148,9 +149,14 @@ def gradient_bytes(case: Case) -> int:
 
     With tensor parallelism, of one rank's part of the model.
     """
+    return sum(gradient_sizes(case))
+
+
+def gradient_sizes(case: Case) -> list[int]:
+    """Bytes of each gradient, in the order of the model's parameters."""
     assert case.model is not None, "training steps have a model"
-    elements = sum(accounting.parameter_sizes(case.model, case.parallel.tp))
-    return elements * DTYPE_BYTES[case.precision.parameters]
+    element = DTYPE_BYTES[case.precision.parameters]
+    return [size * element for size in accounting.parameter_sizes(case.model, case.parallel.tp)]
 
 
 def traffic_bytes(case: Case) -> dict[str, float]:
@@ -170,22 +176,6 @@ def sent_bytes(traffic: dict[str, float], num_ranks: int) -> float:
     return sum(size * bus_factor(name, num_ranks) for name, size in traffic.items())
 
 
-def num_buckets(sizes_bytes: Iterable[float], max_bytes: float) -> int:
-    """Buckets that parameters fill in the given order, each of at most ``max_bytes`` or one."""
-    count, room = 0, -1.0
-    for size in sizes_bytes:
-        if size > room:
-            count, room = count + 1, max_bytes
-        room -= size
-    return count
-
-
 def buckets_of_case(case: Case, bucket_size_mib: float) -> int:
     """Buckets of the model's gradients, the last parameter's first."""
-    assert case.model is not None, "training steps have a model"
-    element = DTYPE_BYTES[case.precision.parameters]
-    sizes = [
-        size * element
-        for size in reversed(accounting.parameter_sizes(case.model, case.parallel.tp))
-    ]
-    return num_buckets(sizes, bucket_size_mib * MIB)
+    return len(fill_buckets(gradient_sizes(case)[::-1], bucket_size_mib * MIB))

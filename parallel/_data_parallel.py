@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, cast
 from parallel.strategy import Strategy
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import nn
 
     from parallel.data_parallel.containers import DataParallel
@@ -27,6 +29,5 @@ class DataParallelStrategy(Strategy):
 class BufferedStrategy(DataParallelStrategy):
     """One whose gradients live in buffers, from the start and between steps."""
 
-    @property
-    def gradient_buffers(self) -> float:
+    def gradient_buffers(self, sizes: Sequence[float]) -> float:
         return 1.0 if self.data_ranks > 1 else 0.0

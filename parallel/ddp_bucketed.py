@@ -6,10 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from parallel._buckets import fill_buckets
 from parallel._data_parallel import BufferedStrategy
 from parallel.strategy import strategy
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import nn
 
 
@@ -27,6 +30,13 @@ class BucketedDDPStrategy(BufferedStrategy):
             raise ValueError(
                 f"parallel.bucket_size_mb={self.bucket_size_mb:g}: must be positive and finite"
             )
+
+    def gradient_buffers(self, sizes: Sequence[float]) -> float:
+        if self.data_ranks == 1:
+            return 0.0
+        # One that fills a bucket alone travels from where it is.
+        buckets = fill_buckets(reversed(sizes), self.bucket_size_mb * 2**20)
+        return sum(sum(bucket) for bucket in buckets if len(bucket) > 1) / sum(sizes)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         from parallel.data_parallel import BucketedDDP

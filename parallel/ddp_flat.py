@@ -9,6 +9,8 @@ from parallel._data_parallel import BufferedStrategy
 from parallel.strategy import strategy
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import nn
 
 
@@ -17,8 +19,7 @@ if TYPE_CHECKING:
 class FlatDDPStrategy(BufferedStrategy):
     """:class:`parallel.data_parallel.FlatDDP` over the data ranks."""
 
-    @property
-    def loose_gradients(self) -> float:
+    def loose_gradients(self, sizes: Sequence[float]) -> float:
         # All of them, until they are moved into the buffer after the backward pass.
         return 1.0
 

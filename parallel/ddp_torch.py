@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from parallel.strategy import Strategy, strategy
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import nn
 
 
@@ -25,8 +27,7 @@ class TorchDDP(Strategy):
         if self.bucket_size_mb < 1:
             raise ValueError(f"parallel.bucket_size_mb={self.bucket_size_mb}: must be at least 1")
 
-    @property
-    def gradient_buffers(self) -> float:
+    def gradient_buffers(self, sizes: Sequence[float]) -> float:
         return 1.0 if self.world_size > 1 else 0.0
 
     def wrap(self, model: nn.Module) -> nn.Module:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from kernels.registry import Registry, joined_later
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     import torch.distributed as dist
     from torch import nn
@@ -113,6 +113,13 @@ class Strategy:
         has summed the gradients of what all of them hold.
         """
 
+    def finish(self, model: nn.Module) -> None:
+        """Called after the last step, with the wrapped model: wait for what is on its way.
+
+        PyTorch keeps the tensors of a transfer that nobody waits for, and with them the model,
+        until the group's next one.
+        """
+
     @property
     def synchronizes_after_backward(self) -> bool:
         """Whether the backward pass alone leaves gradients that are not averages yet."""
@@ -133,15 +140,17 @@ class Strategy:
         """The part of the parameters that one rank holds between steps, about."""
         return 1.0
 
-    @property
-    def gradient_buffers(self) -> float:
-        """Buffers that hold gradients from the start and between steps, over all gradients."""
+    def gradient_buffers(self, sizes: Sequence[float]) -> float:
+        """Buffers that hold gradients from the start and between steps, over all gradients.
+
+        Args:
+            sizes: bytes of each parameter's gradient, in the order of the module.
+        """
         return 0.0
 
-    @property
-    def loose_gradients(self) -> float:
+    def loose_gradients(self, sizes: Sequence[float]) -> float:
         """Gradients that lie outside such buffers at the end of backward, over all gradients."""
-        return 0.0 if self.gradient_buffers else self.gradient_share
+        return max(0.0, self.gradient_share - self.gradient_buffers(sizes))
 
     @property
     def traffic(self) -> dict[str, float]:

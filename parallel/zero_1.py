@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
+from parallel._data_parallel import BufferedStrategy
 from parallel._parts import PartsStrategy
 from parallel.ddp_bucketed import BucketedDDPStrategy
 from parallel.strategy import strategy
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import nn
+
+    from parallel.data_parallel.zero import Zero
 
 
 @strategy("zero_1")
@@ -20,7 +25,15 @@ class Zero1Strategy(PartsStrategy, BucketedDDPStrategy):
 
     peer: ClassVar[str | None] = "ddp_bucketed"
 
+    def gradient_buffers(self, sizes: Sequence[float]) -> float:
+        # Of one parameter too: the buffer is what ranks receive their parts in.
+        return BufferedStrategy.gradient_buffers(self, sizes)
+
     def wrap(self, model: nn.Module) -> nn.Module:
         from parallel.data_parallel import Zero1
 
         return Zero1(model, self.bucket_size_mb, group=self.data_group())
+
+    def finish(self, model: nn.Module) -> None:
+        # The weights of a forward pass that does not come.
+        cast("Zero", model).wait_for_gathering()

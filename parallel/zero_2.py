@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
 from parallel._parts import PartsStrategy
 from parallel.ddp_bucketed import BucketedDDPStrategy
 from parallel.strategy import strategy
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import nn
+
+    from parallel.data_parallel.zero import Zero
 
 
 @strategy("zero_2")
@@ -24,8 +28,7 @@ class Zero2Strategy(PartsStrategy, BucketedDDPStrategy):
     def gradient_share(self) -> float:
         return 1 / self.data_ranks
 
-    @property
-    def gradient_buffers(self) -> float:
+    def gradient_buffers(self, sizes: Sequence[float]) -> float:
         # A bucket's is there from its first gradient until it is reduced.
         return 0.0
 
@@ -33,3 +36,7 @@ class Zero2Strategy(PartsStrategy, BucketedDDPStrategy):
         from parallel.data_parallel import Zero2
 
         return Zero2(model, self.bucket_size_mb, group=self.data_group())
+
+    def finish(self, model: nn.Module) -> None:
+        # The weights of a forward pass that does not come.
+        cast("Zero", model).wait_for_gathering()

@@ -32,7 +32,8 @@ from harness.step_traffic import TrafficCounter, note_traffic
 from harness.table import Table, build_table
 from models.accounting import num_parameters, parameter_sizes
 from models.transformer import Transformer, cross_entropy
-from parallel.data_parallel.gradients import buckets_of
+from parallel._buckets import fill_buckets
+from parallel.data_parallel.gradients import Bucket, buckets_of
 
 SMALL = ("model=tiny", "model.num_layers=2", "batch_size=2", "seq_len=16", "device=cpu")
 
@@ -128,10 +129,17 @@ class TestFootprint:
         model = Transformer(case.model, case.attention, device="meta")
         made = buckets_of(list(model.parameters())[::-1], mib * 2**20)
         assert accounting.buckets_of_case(case, mib) == len(made)
+        bucketed = case_of("parallel=ddp_bucketed", f"parallel.bucket_size_mb={mib}")
+        in_buffers = sum(
+            4 * sum(p.numel() for p in bucket.parameters)
+            for bucket in made
+            if isinstance(bucket, Bucket)
+        )
+        assert accounting.footprint(bucketed).gradient_buffers == pytest.approx(in_buffers)
 
     def test_buckets_by_hand(self) -> None:
-        assert accounting.num_buckets([3, 1, 1, 9, 1], 4) == 4
-        assert accounting.num_buckets([3, 1, 1, 9, 1], 100) == 1
+        assert fill_buckets([3, 1, 1, 9, 1], 4) == [[3, 1], [1], [9], [1]]
+        assert fill_buckets([3, 1, 1, 9, 1], 100) == [[3, 1, 1, 9, 1]]
 
 
 class TestCommunicationAccounting:

@@ -7,7 +7,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from harness.tasks._batch import whole_batch
 from kernels import BACKENDS
 from models.transformer import Transformer, cross_entropy
 from parallel.data_parallel import FSDP, BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP, Zero1, Zero2
+from parallel.data_parallel.flat import Averaging
 from parallel.data_parallel.gradients import buckets_of
 
 CPU = torch.device("cpu")
@@ -304,13 +305,13 @@ def test_only_what_no_rank_used_has_no_gradient(wrap: Wrap) -> None:
 
 def count_calls(group: dist.ProcessGroup, wrap: Wrap) -> tuple[int, int]:
     """All-reduces of gradients that were started before the first layer's backward, and in all."""
-    started: list[torch.dtype] = []
+    started: list[Tensor] = []
     before_first: list[int] = []
-    original = dist.all_reduce
+    original = Averaging.start
 
-    def counting(tensor: Tensor, *arguments: Any, **options: Any) -> Any:
-        started.append(tensor.dtype)
-        return original(tensor, *arguments, **options)
+    def counting(averaging: Averaging, tensor: Tensor) -> dist.Work:
+        started.append(tensor)
+        return original(averaging, tensor)
 
     torch.manual_seed(1)
     module = Plain()
@@ -320,14 +321,10 @@ def count_calls(group: dist.ProcessGroup, wrap: Wrap) -> tuple[int, int]:
         )
     )
     model = wrap(module, group)
-    dist.all_reduce = counting
-    try:
+    with mock.patch.object(Averaging, "start", counting):
         model(torch.ones(2, WIDTH)).sum().backward()
         model.finish_gradient_synchronization()  # type: ignore[operator]
-    finally:
-        dist.all_reduce = original
-    # Beside them a byte a parameter.
-    return before_first[0], sum(dtype is torch.float32 for dtype in started)
+    return before_first[0], len(started)
 
 
 @pytest.mark.parametrize(
@@ -354,6 +351,24 @@ def gradients_stay_in_buckets(group: dist.ProcessGroup, set_to_none: bool) -> li
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_gradients_are_views_of_one_bucket_throughout(set_to_none: bool) -> None:
     assert on_ranks(2, gradients_stay_in_buckets, set_to_none) == [[True] * 3] * 2
+
+
+def gradient_is_copied(group: dist.ProcessGroup, bucket_size_mb: float) -> list[bool]:
+    """Of weight and bias, whether what is averaged lies elsewhere than what autograd made."""
+    made: list[int] = []
+    module = nn.Linear(8, 8)
+    model = BucketedDDP(module, bucket_size_mb, group=group)
+    for parameter in module.parameters():
+        parameter.register_hook(lambda gradient: made.append(gradient.data_ptr()))
+    model(torch.ones(2, 8)).sum().backward()
+    model.finish_gradient_synchronization()
+    assert len(made) == 2
+    return [p.grad is not None and p.grad.data_ptr() not in made for p in module.parameters()]
+
+
+def test_one_gradient_that_fills_a_bucket_stays_where_it_is() -> None:
+    assert on_ranks(2, gradient_is_copied, TINY_MB / 100) == [[False, False]] * 2
+    assert on_ranks(2, gradient_is_copied, 1.0) == [[True, True]] * 2
 
 
 def layouts_agree(group: dist.ProcessGroup, wrap: Wrap) -> bool:

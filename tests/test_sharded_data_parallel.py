@@ -32,10 +32,12 @@ from test_data_parallel import (
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from parallel import STRATEGIES
 from parallel.data_parallel import (
     FSDP,
     AgreeingGradScaler,
     Zero1,
+    Zero2,
     optimizer_of_parts,
     zero,
 )
@@ -723,3 +725,22 @@ def test_shares_of_a_rank(name: str, shares_of: tuple[float, float, float]) -> N
 def test_a_name_that_ends_in_a_number_is_kept_apart_from_the_ranks() -> None:
     assert "-zero_1x2-" in case_of("parallel=zero_1", "parallel.dp=2").slug
     assert "-fsdp2-" in case_of("parallel=fsdp", "parallel.dp=2").slug
+
+
+def under_way(group: dist.ProcessGroup, name: str) -> list[bool]:
+    """Whether a gathering is, after a step and after the task is done with the model."""
+    model = {"zero_1": Zero1, "zero_2": Zero2}[name](nn.Linear(8, 8), group=group)
+    optimizer = optimizer_of_parts(model.parameters(), torch.optim.SGD, lr=0.1)
+    model(torch.ones(2, 8)).sum().backward()
+    model.finish_gradient_synchronization()
+    optimizer.step()
+    found = []
+    for _ in range(2):
+        found.append(any(bucket._gathering is not None for bucket in model._buckets))
+        STRATEGIES[name].target(name=name).finish(model)
+    return found
+
+
+@pytest.mark.parametrize("name", ["zero_1", "zero_2"])
+def test_a_task_ends_when_the_last_gathering_has(name: str) -> None:
+    assert on_ranks(2, under_way, name) == [[True, False]] * 2

@@ -213,6 +213,7 @@ class TrainStep(Task):
         if together and trains and bench.in_last_round:
             note_traffic(bench, step)
             note_timeline(bench, step)
+        case.parallel.finish(model)
 
 
 def _model(case: Case) -> ModelConfig:

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parallel.data_parallel.flat import Averaging
 from parallel.data_parallel.gradients import Averaged, OneGradient, buckets_of
 
 MIB = 2**20
@@ -65,13 +66,15 @@ class DataParallel(nn.Module):
         self._trained.reverse()
         self._synchronizes = True
         self._averaged: Sequence[Averaged] = ()
-        self._num_started = 0
+        self._progress = _Progress(())
+        self._averaging: Averaging | None = None
         if not self._has_work():
             return
-        if self.world_size > 1:
+        if self._group is not None and self.world_size > 1:
             broadcast_from_first(module, self._group)
+            self._averaging = Averaging(self._group)
         self._averaged = self._arrange(self._trained)
-        self._missing = [len(item.parameters) for item in self._averaged]
+        self._progress = _Progress(self._averaged)
         self._used = torch.ones(
             len(self._trained), dtype=torch.uint8, device=self._trained[0].device
         )
@@ -123,8 +126,7 @@ class DataParallel(nn.Module):
             for number, item, place in unused:
                 if used[number]:
                     item.give(place)
-        self._num_started = 0
-        self._missing = [len(item.parameters) for item in self._averaged]
+        self._progress.start_over()
 
     def _unused(self) -> list[tuple[int, Averaged, int]]:
         """Parameters without a gradient here: their number, and where they travel."""
@@ -166,22 +168,40 @@ class DataParallel(nn.Module):
         In one order on all ranks, whatever order gradients come in: ranks that used different
         parameters would else pair all-reduces of different ones.
         """
-        if self._missing[index] == 0:
+        progress = self._progress
+        if progress.missing[index] == 0:
             raise RuntimeError(
                 "a gradient came again before finish_gradient_synchronization(): call that after "
                 "every backward pass, or run all passes but the last in no_sync()"
             )
-        self._missing[index] -= 1
-        number = self._num_started
-        while number < len(self._averaged) and not self._missing[number]:
+        progress.missing[index] -= 1
+        number = progress.num_started
+        while number < len(progress.missing) and not progress.missing[number]:
             number += 1
         self._start_up_to(number)
 
     def _start_up_to(self, number: int) -> None:
         """Start what comes before ``number`` and has not been started."""
-        while self._num_started < number:
-            self._averaged[self._num_started].start(self._group)
-            self._num_started += 1
+        progress = self._progress
+        while progress.num_started < number:
+            self._averaged[progress.num_started].start(self._averaging)
+            progress.num_started += 1
+
+
+class _Progress:
+    """How far a backward pass has come. Not attributes of a module, which are slow to set."""
+
+    __slots__ = ("_sizes", "missing", "num_started")
+
+    def __init__(self, averaged: Sequence[Averaged]) -> None:
+        self._sizes = [len(item.parameters) for item in averaged]
+        self.start_over()
+
+    def start_over(self) -> None:
+        self.num_started = 0
+        """Of the averages."""
+        self.missing = list(self._sizes)
+        """Gradients of each average that have not come."""
 
 
 class NaiveDDP(DataParallel):

@@ -89,26 +89,40 @@ def grouped(tensors: Sequence[Tensor], max_bytes: float = math.inf) -> list[list
     return [*full, *open_groups.values()]
 
 
-def start_average(
-    tensor: Tensor, group: dist.ProcessGroup, received: Tensor | None = None
-) -> dist.Work:
-    """Begin to average ``tensor`` over the group: in place, or a part of it into ``received``.
+class Averaging:
+    """Starts averages over a group; every rank's values are divided before they are summed.
 
-    With ``received``, this rank's part alone is there, and ``tensor`` is not to be read again
-    (reduce-scatter); ``received`` may be that part of ``tensor`` itself. Every rank's values
-    are divided before the sum, which float16 might not hold.
+    float16 might not hold the sum. What is the same in every call is found out once: a step has
+    hundreds of them, and what they cost the host a GPU waits for where it is the faster of both.
     """
-    operation = dist.ReduceOp.SUM
-    if dist.get_backend(group) == "nccl":
-        operation = dist.ReduceOp.AVG
-    else:
-        tensor.div_(group.size())
-    if received is None:
-        work = dist.all_reduce(tensor, operation, group=group, async_op=True)
-    else:
-        work = dist.reduce_scatter_tensor(received, tensor, operation, group=group, async_op=True)
-    assert work is not None, "async_op returns a handle to members of the group"
-    return work
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        averages = dist.get_backend(group) == "nccl"
+        self._operation = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+        self._divisor = None if averages else group.size()
+        self._options = dist.AllreduceOptions()
+        self._options.reduceOp = self._operation
+        # Else NCCL runs on the current stream, and what follows waits for it.
+        self._options.asyncOp = True
+
+    def start(self, tensor: Tensor, received: Tensor | None = None) -> dist.Work:
+        """Begin to average ``tensor``: in place, or a part of it into ``received``.
+
+        With ``received``, this rank's part alone is there, and ``tensor`` is not to be read
+        again (reduce-scatter); ``received`` may be that part of ``tensor`` itself.
+        """
+        if self._divisor is not None:
+            tensor.div_(self._divisor)
+        if received is None:
+            # Not dist.all_reduce, which takes as long as this to check what is known here.
+            real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            return self._group.allreduce([real], self._options)
+        work = dist.reduce_scatter_tensor(
+            received, tensor, self._operation, group=self._group, async_op=True
+        )
+        assert work is not None, "async_op returns a handle to members of the group"
+        return work
 
 
 def start_all_gather(buffer: Tensor, part: Tensor, group: dist.ProcessGroup) -> dist.Work:

@@ -286,7 +286,7 @@ class FSDP(PartsDataParallel):
         self._forget()
 
     def _complete(self, index: int) -> None:
-        if index < self._num_started and self._missing[index]:
+        if index < self._progress.num_started and self._progress.missing[index]:
             raise RuntimeError(
                 "a gradient of a block came after the backward pass had gone on to the block "
                 "before it: FSDP's blocks must run in their order, each once a backward pass; "

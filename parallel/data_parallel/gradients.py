@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel.data_parallel.flat import FlatLayout, grouped, start_average
+from parallel.data_parallel.flat import Averaging, FlatLayout, grouped
 
 
 class Averaged(Protocol):
@@ -28,8 +28,11 @@ class Averaged(Protocol):
     def absent(self) -> Sequence[int]:
         """Places in ``parameters`` of those that had no gradient on this rank at the start."""
 
-    def start(self, group: dist.ProcessGroup) -> None:
-        """Begin to average over the group; every rank starts the same ones in the same order."""
+    def start(self, averaging: Averaging | None) -> None:
+        """Begin to average; every rank starts the same ones in the same order.
+
+        None where this rank is alone, and what only converts gradients has work all the same.
+        """
 
     def wait(self) -> None:
         """The averages are there for what follows on the current stream; may be called again."""
@@ -47,12 +50,13 @@ class OneGradient:
         self._gradient: Tensor | None = None
         self._work: dist.Work | None = None
 
-    def start(self, group: dist.ProcessGroup) -> None:
+    def start(self, averaging: Averaging | None) -> None:
+        assert averaging is not None, "one rank has nothing to average"
         (parameter,) = self.parameters
         gradient = parameter.grad
         self.absent = [0] if gradient is None else []
         self._gradient = torch.zeros_like(parameter) if gradient is None else gradient
-        self._work = start_average(self._gradient, group)
+        self._work = averaging.start(self._gradient)
 
     def wait(self) -> None:
         if self._work is not None:
@@ -80,9 +84,10 @@ class Bucket:
         self._views = layout.views(self._buffer)
         self._work: dist.Work | None = None
 
-    def start(self, group: dist.ProcessGroup) -> None:
+    def start(self, averaging: Averaging | None) -> None:
+        assert averaging is not None, "one rank has nothing to average"
         self._gather()
-        self._work = start_average(self._buffer, group)
+        self._work = averaging.start(self._buffer)
 
     def _gather(self) -> None:
         """Bring every gradient into its view."""
@@ -109,6 +114,15 @@ class Bucket:
         self.parameters[place].grad = self._views[place]
 
 
-def buckets_of(parameters: Sequence[nn.Parameter], max_bytes: float = math.inf) -> list[Bucket]:
-    """Buckets of at most ``max_bytes``, as :func:`grouped` makes them."""
-    return [Bucket(members) for members in grouped(parameters, max_bytes)]
+def buckets_of(
+    parameters: Sequence[nn.Parameter], max_bytes: float = math.inf
+) -> list[Bucket | OneGradient]:
+    """Buckets of at most ``max_bytes``, as :func:`grouped` makes them.
+
+    One parameter that fills a bucket alone needs none: its gradient travels from where it is,
+    and is not copied.
+    """
+    return [
+        Bucket(members) if len(members) > 1 else OneGradient(members[0])
+        for members in grouped(parameters, max_bytes)
+    ]

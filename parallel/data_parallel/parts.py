@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel.data_parallel.containers import DataParallel
-from parallel.data_parallel.flat import FlatLayout, Lane, start_average, wait_for
+from parallel.data_parallel.flat import Averaging, FlatLayout, Lane, wait_for
 
 
 class Owner(Protocol):
@@ -124,7 +124,7 @@ class PartAverage:
         self._transfer: _Transfer | None = None
         self._gradient: Tensor | None = None
 
-    def start(self, group: dist.ProcessGroup | None) -> None:
+    def start(self, averaging: Averaging | None) -> None:
         layout = self._layout
         before = [part.grad for part in self.parts]
         if self._kept is None:
@@ -148,9 +148,9 @@ class PartAverage:
         lane = self._lane if settles and self._lane.runs_beside else None
         # All memory is of the current stream: it is not given back before that has waited.
         with contextlib.nullcontext() if lane is None else lane.after_current():
-            if group is not None and group.size() > 1:
+            if averaging is not None:
                 whole = layout.num_parts == 1
-                transfer.work = start_average(buffer, group, None if whole else received)
+                transfer.work = averaging.start(buffer, None if whole else received)
             if lane is not None:
                 self._settle(transfer)
                 transfer.mark = lane.mark()
@@ -259,7 +259,7 @@ class PartsDataParallel(DataParallel):
 
     def _start_up_to(self, number: int) -> None:
         if self.IN_FLIGHT is not None:
-            for index in range(self._num_started, number):
+            for index in range(self._progress.num_started, number):
                 if index >= self.IN_FLIGHT:
                     self._averaged[index - self.IN_FLIGHT].wait()
                 super()._start_up_to(index + 1)
