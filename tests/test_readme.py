@@ -11,6 +11,7 @@ import pytest
 
 from harness.compose import compose_request
 from harness.config import ROOT
+from harness.format import number
 from harness.readme import refreshed
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -63,6 +64,65 @@ def test_ratios_to_cudnn_are_those_of_the_committed_records() -> None:
     words = " ".join(README.split())
     assert f"takes {min(small):.2f} to {max(small):.2f} times cuDNN's time" in words
     assert f"and {min(large):.1f} to {max(large):.1f} times at 256" in words
+
+
+def split_rows(sweep: str) -> list[dict[str, str]]:
+    """What was measured of attention on sequences split over ranks."""
+    path = ROOT / f"results/h200/sweeps/{sweep}/tables/context_parallel.csv"
+    with path.open(newline="") as file:
+        return [row for row in csv.DictReader(file) if row["status"] == "ok"]
+
+
+def test_times_of_split_sequences_are_the_best_of_the_committed_table() -> None:
+    rows = split_rows("context_parallel")
+    lengths = ("16384", "32768", "65536", "131072")
+    schemes = ("zigzag", "striped", "zigzag_llama3", "context_parallel_torch", "llama3", "ring")
+    for scheme in schemes:
+        of_scheme = [row for row in rows if row["scheme"] == scheme]
+        best = [
+            min(float(row["whole_ms"]) for row in of_scheme if row["seq_len"] == length)
+            for length in lengths
+        ]
+        assert f"| `{scheme}` | {' | '.join(map(number, best))} |" in README
+    alone = {row["seq_len"]: float(row["one_device_ms"]) for row in rows[::-1]}
+    assert {row["kernel"] for row in rows if float(row["one_device_ms"]) in alone.values()} == {
+        "flash_triton"
+    }
+    cells = " | ".join(number(alone[length]) for length in lengths)
+    assert f"| one GPU, `flash_triton` | {cells} |" in README
+
+
+def test_what_is_said_of_split_sequences_is_in_the_committed_tables() -> None:
+    words = " ".join(README.split())
+    rows = [row for row in split_rows("context_parallel") if int(row["seq_len"]) >= 32768]
+    zigzag = [row for row in rows if row["scheme"] == "zigzag"]
+    best = [
+        min((row for row in zigzag if row["seq_len"] == length), key=lambda x: float(x["whole_ms"]))
+        for length in ("32768", "65536", "131072")
+    ]
+    kept = [100 * float(row["efficiency"]) for row in best]
+    assert f"keeps {min(kept):.0f} to {max(kept):.0f}% of a perfect split" in words
+    waits = {
+        transport: [
+            float(row["exposed_ms"])
+            for row in zigzag
+            if row["transport"] == transport and row["kernel"] == "flash_triton"
+        ]
+        for transport in ("symmetric", "send_recv")
+    }
+    least, most = ({k: f(v) for k, v in waits.items()} for f in (min, max))
+    assert (
+        f"waits {least['symmetric']:.1f} to {most['symmetric']:.1f} ms for others, with "
+        f"`send_recv` {least['send_recv']:.1f} to {most['send_recv']:.1f}" in words
+    )
+    packed = {
+        row["attention"]: float(row["whole_ms"])
+        for row in split_rows("zigzag_modes")[::-1]
+        if row["world_size"] == "4"
+    }
+    llama3 = packed["llama3(kernel=flash_triton)"]
+    zigzag_llama3 = packed["zigzag_llama3(kernel=flash_triton)"]
+    assert f"it takes {zigzag_llama3 / llama3:.2f} times `llama3`'s time" in words
 
 
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\(([^)#]+)\)", README))))
