@@ -216,7 +216,9 @@ def mixed_with_white(tint: str, share: float) -> tuple[float, ...]:
 def label_line_ends(
     axes: Axes, ends: list[tuple[float, float, str, str]], height_in: float
 ) -> None:
-    """Write each name at the right end of its line, moved apart until none overlap.
+    """Write each name right of where the lines end, moved apart until none overlap.
+
+    A line that ends before others do is led to its name by a dotted one.
 
     Args:
         ends: x and y of the last point, name, and colour of each line.
@@ -224,23 +226,23 @@ def label_line_ends(
     """
     low, high = (axes.transData.transform((1, y))[1] for y in axes.get_ylim())
     gap = (high - low) * 0.14 / height_in
-    for x in sorted({end[0] for end in ends}):
-        here = sorted((end for end in ends if end[0] == x), key=lambda end: (end[1], end[2]))
-        heights = [axes.transData.transform(end[:2])[1] for end in here]
-        for (_, _, name, tint), height in zip(here, _spread(heights, gap), strict=True):
-            y = axes.transData.inverted().transform((0, height))[1]
-            axes.annotate(
-                name,
-                (x, y),
-                xytext=(6, 0),
-                textcoords="offset points",
-                color=tint,
-                fontsize=8,
-                va="center",
-                annotation_clip=False,
-                # Readable also where a line ends early and others pass behind its name.
-                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.6},
-            )
+    last = max((end[0] for end in ends), default=0.0)
+    ends = sorted(ends, key=lambda end: (end[1], end[2]))
+    heights = [axes.transData.transform(end[:2])[1] for end in ends]
+    for (x, y, name, tint), height in zip(ends, _spread(heights, gap), strict=True):
+        beside = axes.transData.inverted().transform((0, height))[1]
+        axes.annotate(
+            name,
+            (last, beside),
+            xytext=(6, 0),
+            textcoords="offset points",
+            color=tint,
+            fontsize=8,
+            va="center",
+            annotation_clip=False,
+        )
+        if x < last:
+            axes.plot([x, last], [y, beside], color=tint, linewidth=0.7, linestyle=":", zorder=1)
 
 
 def draw_spread(

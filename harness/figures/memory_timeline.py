@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from textwrap import fill
 from typing import Any
 
 import pandas as pd
@@ -22,6 +23,9 @@ CAPTION = (
 
 MAX_PANELS = 6
 MAX_COLUMNS = 2
+
+TITLE_WIDTH = 46
+"""Letters of a line over a panel."""
 
 
 @figure("memory_timeline")
@@ -48,7 +52,7 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     used: set[str] = set()
     for place, (axis, (_, row)) in enumerate(zip(axes, rows.iterrows(), strict=False)):
         used |= _draw(axis, row["memory_profile"])
-        axis.set_title(describe(row, varying), pad=16)
+        axis.set_title(fill(describe(row, varying), TITLE_WIDTH), pad=16)
         if place + num_columns >= len(rows):
             axis.set_xlabel("time (ms)")
     handles = [
