@@ -156,6 +156,7 @@ class TestSnapshot:
         places = ["torch/nn/functional.py:3 linear", "models/transformer.py:7 forward"]
         assert found["largest"][0]["where"] == places
         assert found["largest"][1]["where"] == ["w"]
+        assert [item["count"] for item in found["largest"]] == [1] * 4
 
     def test_what_a_checkpointed_block_makes_again_is_activations(self) -> None:
         trace = [
@@ -321,6 +322,23 @@ class TestPredictions:
             if item["category"] == "gradients"
         ]
         assert all(name.endswith(".grad") for name in found)
+
+    def test_those_of_all_layers_are_one_kind(self, records: dict[str, Record]) -> None:
+        """Two layers: their scores after the softmax, and each weight's."""
+        profiles = [records[name].notes["memory_profile"] for name in ("naive", "forward")]
+        for profile, word in zip(profiles, ("explicit_softmax", "blocks.*."), strict=True):
+            items = profile["largest"]
+            counts = {
+                item["count"]
+                for item in items
+                if any(word in place for place in item["where"])
+                and item["category"] in ("activations", "parameters")
+            }
+            assert counts == {2}
+            kinds = [
+                (item["bytes"], item["category"], *item["where"]) for item in profile["largest"]
+            ]
+            assert len(set(kinds)) == len(kinds)
 
 
 class TestShown:

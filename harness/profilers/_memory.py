@@ -12,13 +12,14 @@ at_peak           bytes by category
 phases            [name, start_ms, end_ms]
 times_ms, series  the thinned timeline, bytes by category
 peak_ms           when
-largest           at the peak: bytes, category, where
+largest           at the peak, equal ones together: bytes, category, where, count
 predicted         by formula, where the task has one
 """
 
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
@@ -35,6 +36,7 @@ from harness.profilers._memory_page import write_page
 from harness.profilers._ranges import RangeTimer, ranges_on
 from harness.profilers._snapshot import (
     CATEGORIES,
+    Allocation,
     KnownTensor,
     Mark,
     Timeline,
@@ -212,15 +214,27 @@ def summarise(timeline: Timeline, options: MemoryProfiler) -> dict[str, Any]:
             for name, row in zip(CATEGORIES, series, strict=True)
             if row.any()
         },
-        "largest": [
-            {
-                "bytes": item.size,
-                "category": item.category,
-                "where": [item.name, *told(item.frames)] if item.name else told(item.frames),
-            }
-            for item in timeline.live_at(peak)[: options.largest]
-        ],
+        "largest": kinds(timeline.live_at(peak))[: options.largest],
     }
+
+
+def kinds(allocations: Iterable[Allocation]) -> list[dict[str, Any]]:
+    """Equal allocations together, in the order of the first: those of all layers are one kind."""
+    found: dict[tuple[int, str, str, tuple[str, ...]], int] = {}
+    for item in allocations:
+        # Of layers that are numbered.
+        name = re.sub(r"(?<=\.)\d+(?=\.)", "*", item.name)
+        kind = (item.size, item.category, name, tuple(told(item.frames)))
+        found[kind] = found.get(kind, 0) + 1
+    return [
+        {
+            "bytes": size,
+            "category": category,
+            "where": [name, *where] if name else [*where],
+            "count": count,
+        }
+        for (size, category, name, where), count in found.items()
+    ]
 
 
 def milliseconds(timeline: Timeline) -> np.ndarray[Any, Any]:

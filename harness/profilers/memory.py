@@ -28,7 +28,7 @@ class MemoryProfiler(Profiler):
     points: int = 400
     """Points of the timeline that the record keeps."""
     largest: int = 10
-    """Allocations at the peak that the record names."""
+    """Kinds of allocations at the peak that the record names; equal ones count as one."""
 
     def validate(self, case: Case) -> None:
         for key in ("max_events", "points", "largest"):

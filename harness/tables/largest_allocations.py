@@ -25,11 +25,12 @@ def build(frame: pd.DataFrame) -> Table | None:
     cases = frame[frame["memory_profile"].notna() & (frame["status"] == "ok")]
     rows = []
     for case in cases_of(cases):
+        # Records from before equal ones were counted have each by itself, among the first ten.
         together: dict[tuple[int, str, str], int] = {}
         for item in case["memory_profile"]["largest"]:
             where = _places(item["where"])
             key = (item["bytes"], item["category"], where)
-            together[key] = together.get(key, 0) + 1
+            together[key] = together.get(key, 0) + item.get("count", 1)
         for (size, category, where), count in together.items():
             values = {"allocation_mib": size / MIB, "category": category, "count": count}
             rows.append({**case, **values, "where": where})
