@@ -61,15 +61,16 @@ def shape_class(kernel: str, call: Call) -> str:
 
 
 def flash_rule(call: Call, shared_memory_bytes: int) -> Tiles:
-    """32 KiB of keys and values a tile, of which two or three are in flight."""
-    row_bytes = 2 * call.block_d * call.dtype.itemsize
-    block_n = min(128, max(16, 2**15 // row_bytes))
-    block_m = _block_m(call, 64 if call.block_d > 128 or call.dtype.itemsize > 2 else 128)
-    num_stages = 3
-    while num_stages > 1 and (
-        (num_stages - 1) * block_n * row_bytes + block_m * row_bytes // 2 > shared_memory_bytes
+    """32 KiB of keys and values a tile, two of which are in flight, or what fits of that."""
+    row_bytes = call.block_d * call.dtype.itemsize
+    wanted_n = min(128, max(16, 2**14 // row_bytes))
+    wanted_m = _block_m(call, 64 if row_bytes > 256 else 128)
+    for block_m, block_n, num_stages in (
+        (wanted_m, wanted_n, 3), (min(32, wanted_m), wanted_n, 3), (16, wanted_n, 3),
+        (16, max(16, wanted_n // 2), 3), (16, 16, 3), (16, 16, 2),
     ):  # fmt: skip
-        num_stages -= 1
+        if (block_m + 2 * (num_stages - 1) * block_n) * row_bytes <= shared_memory_bytes:
+            break
     return Tiles(
         block_m=block_m,
         block_n=block_n,
@@ -81,16 +82,16 @@ def flash_rule(call: Call, shared_memory_bytes: int) -> Tiles:
 
 def latent_rule(call: Call, shared_memory_bytes: int) -> Tiles:
     """The largest tiles whose queries and two tiles of latents fit into shared memory."""
-    width = (call.block_d + max(16, call.rope_dim)) * call.dtype.itemsize
-    for block_m, block_n in ((64, 64), (64, 32), (32, 32), (32, 16), (16, 16)):
-        block_m = _block_m(call, block_m)
-        if (block_m + 2 * block_n) * width <= shared_memory_bytes:
+    row_bytes = (call.block_d + max(16, call.rope_dim)) * call.dtype.itemsize
+    for most, block_n, num_stages in ((64, 64, 2), (64, 32, 2), (32, 32, 3), (32, 16, 3), (16, 16, 3), (16, 16, 2)):
+        block_m = _block_m(call, most)
+        if (block_m + 2 * block_n) * row_bytes <= shared_memory_bytes:
             break
     return Tiles(
         block_m=block_m,
         block_n=block_n,
-        num_warps=8,
-        num_stages=2 if block_m == 64 else 3,
+        num_warps=8 if block_m >= 32 else 4,
+        num_stages=num_stages,
         programs_per_sm=1,
     )
 

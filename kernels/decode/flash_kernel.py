@@ -164,17 +164,18 @@ def flash_decode_kernel(
                 position = length + new
                 # The caller sees to it that there is room; memory of others is never written.
                 fits = new_inside & (position < capacity)
-                if PAGE == 0:
-                    in_block = tl.cast(position, tl.int64)
-                else:
+                place = tl.cast(position, tl.int64)
+                k_rows = k_base + place * k_stride_n
+                v_rows = v_base + place * v_stride_n
+                if PAGE > 0:
                     block = tl.load(sequence_table + position // PAGE, mask=fits, other=0)
-                    in_block = tl.cast(position % PAGE, tl.int64)
-                    k_base += tl.cast(block, tl.int64)[:, None] * k_stride_b
-                    v_base += tl.cast(block, tl.int64)[:, None] * v_stride_b
+                    block = tl.cast(block, tl.int64)
+                    k_rows = k_base + block * k_stride_b + position % PAGE * k_stride_n
+                    v_rows = v_base + block * v_stride_b + position % PAGE * v_stride_n
                 columns = tl.arange(0, BLOCK_D)
                 written = fits[:, None] & (columns < HEAD_DIM)[None, :]
-                tl.store(k_base + in_block[:, None] * k_stride_n + columns[None, :], k, written)
-                tl.store(v_base + in_block[:, None] * v_stride_n + columns[None, :], v, written)
+                tl.store(k_rows[:, None] + columns[None, :], k, written)
+                tl.store(v_rows[:, None] + columns[None, :], v, written)
             seen = (new[None, :] <= token[:, None]) & new_inside[None, :]
             acc, m, l = _attend(  # noqa: E741
                 acc, m, l, q, k, v, seen, scale_log2, PRECISION, UPCAST
