@@ -330,9 +330,8 @@ class TestFlashDecode:
             )  # fmt: skip
             lengths += 3
         everywhere = torch.arange(30, device=DEVICE)
-        expected = attention(
-            rotated(q[0], everywhere, rotary), rotated(k[0], everywhere, rotary), v[0].double(), 0.25
-        )  # fmt: skip
+        queries, keys = (rotated(x[0], everywhere, rotary) for x in (q, k))
+        expected = attention(queries, keys, v[0].double(), 0.25)
         assert_close(torch.cat(rows, dim=2)[0], expected, "o", 2e-5)
 
     def test_a_full_cache_is_not_overrun(self) -> None:
@@ -422,7 +421,7 @@ class TestBadInput:
         "cache": ({"k_cache": (2, 2, 40, 8)}, r"k_cache is .*: must be \[2, 2, 40, 16\] float32"),
         "caches": ({"v_cache": (2, 2, 39, 16)}, r"v_cache is .*: must be \[2, 2, 40, 16\] float32"),
         "room": (
-            {name: (2, 2, 41, 16) for name in ("k_new", "v_new")} | {"q": (2, 4, 41, 16)},
+            dict.fromkeys(("k_new", "v_new"), (2, 2, 41, 16)) | {"q": (2, 4, 41, 16)},
             "q has 41 new tokens: must be 1 to 40, the cache's capacity",
         ),
     }
@@ -471,7 +470,10 @@ class TestBadInput:
         ("options", "message"),
         [
             ({"q_rope": torch.zeros(2, 4, 2, 8)}, r"q_rope is .*: must be \[2, 4, 1, 8\]"),
-            ({"latent_cache": torch.zeros(2, 40, 16)}, r"latent_cache is .*: must be \[2, 40, 24\]"),
+            (
+                {"latent_cache": torch.zeros(2, 40, 16)},
+                r"latent_cache is .*: must be \[2, 40, 24\]",
+            ),
             ({"latent_cache": torch.zeros(2, 1, 40, 24)}, r"must be \[batch, max_len, rank"),
             ({"block_table": torch.zeros(1, 3).int()}, r"block_table is .*: must be \[2, blocks\]"),
         ],

@@ -1,11 +1,12 @@
-"""Attention of a few new tokens over a cache, in Triton: flash decode and absorbed latent attention.
+"""Attention of new tokens over a cache, in Triton: flash decode, absorbed latent attention.
 
 Read in this order: ``rotary`` (the angles a call brings), ``schedule`` (how the keys of a ragged
 batch are divided into equal shares), ``pieces`` (a share's partial results, and who merges
 them), ``cache_tiles`` (loading from contiguous and paged caches, rotating), ``flash_kernel`` and
 ``latent_kernel`` (the two kernels), ``call`` (what is refused), ``configs`` (tile sizes),
-``workspace`` (memory for partial results) and ``launch`` (the two entry points). Nothing here
-imports torch or triton until one of the names below is used.
+``workspace`` (memory for partial results) and ``launch`` (the two entry points). Then
+``hopper_latent_kernel``, in Gluon, with ``merge_kernel`` and ``hopper_latent``, which launches
+them. Nothing here imports torch or triton until one of the names below is used.
 """
 
 from __future__ import annotations

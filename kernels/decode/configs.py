@@ -34,6 +34,8 @@ class Tiles:
     num_stages: int
     programs_per_sm: int
     """Shares of the work for each multiprocessor, if the caller does not say how many."""
+    max_registers: int = 0
+    """Of a thread, so that more programs fit a multiprocessor; 0 for what the compiler takes."""
 
 
 INTERPRETER = Tiles(block_m=16, block_n=16, num_warps=4, num_stages=1, programs_per_sm=2)
@@ -41,6 +43,12 @@ INTERPRETER = Tiles(block_m=16, block_n=16, num_warps=4, num_stages=1, programs_
 
 INTERPRETER_MULTIPROCESSORS = 3
 """As many as it takes for lines to be cut at odd places."""
+
+
+_LATENT_CANDIDATES = (
+    (64, 64, 2), (64, 32, 2), (32, 32, 3), (16, 32, 3), (16, 16, 3), (16, 16, 2),
+)  # fmt: skip
+"""Largest first: (block_m, block_n, num_stages)."""
 
 
 def choose(kernel: str, call: Call, *, interpreted: bool) -> Tiles:
@@ -83,17 +91,19 @@ def flash_rule(call: Call, shared_memory_bytes: int) -> Tiles:
 def latent_rule(call: Call, shared_memory_bytes: int) -> Tiles:
     """The largest tiles whose queries and two tiles of latents fit into shared memory."""
     row_bytes = (call.block_d + max(16, call.rope_dim)) * call.dtype.itemsize
-    for most, block_n, num_stages in ((64, 64, 2), (64, 32, 2), (32, 32, 3), (32, 16, 3), (16, 16, 3), (16, 16, 2)):
-        block_m = _block_m(call, most)
-        if (block_m + 2 * block_n) * row_bytes <= shared_memory_bytes:
+    # Accumulators of float32 operands leave no registers for more.
+    largest = 0 if call.dtype.itemsize == 2 else 3
+    for most, block_n, num_stages in _LATENT_CANDIDATES[largest:]:
+        tiles = Tiles(
+            block_m=_block_m(call, most),
+            block_n=block_n,
+            num_warps=8 if _block_m(call, most) >= 32 else 4,
+            num_stages=num_stages,
+            programs_per_sm=1,
+        )
+        if (tiles.block_m + 2 * block_n) * row_bytes <= shared_memory_bytes:
             break
-    return Tiles(
-        block_m=block_m,
-        block_n=block_n,
-        num_warps=8 if block_m >= 32 else 4,
-        num_stages=num_stages,
-        programs_per_sm=1,
-    )
+    return tiles
 
 
 def device_facts(device: torch.device) -> tuple[str, int, int]:

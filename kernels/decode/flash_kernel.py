@@ -1,4 +1,6 @@
-"""Flash decode as one kernel: rotates and appends the new tokens, attends, merges (Dao et al. 2023).
+"""Flash decode as one kernel: rotates and appends new tokens, attends, merges.
+
+After Flash-Decoding (Dao, Haziza, Massa, Sizov 2023): the keys of a sequence are split, too.
 
 The query heads that share a KV head, times the new tokens, are the rows of one tile: row
 g * NEW + t is head g of the group at new token t. A cached key is so read once for all of them,
@@ -31,7 +33,9 @@ from kernels.decode.schedule import share_of, units_of, worker_of
 from kernels.flash.tiles import dot
 
 
-@triton.jit(do_not_specialize=["batch_size", "capacity", "max_positions", "num_workers", "min_units"])
+@triton.jit(
+    do_not_specialize=["batch_size", "capacity", "max_positions", "num_workers", "min_units"]
+)
 def flash_decode_kernel(
     q_ptr,
     k_new_ptr,
@@ -97,7 +101,8 @@ def flash_decode_kernel(
     worker = tl.program_id(0) // ROW_TILES
     row_tile = tl.program_id(0) % ROW_TILES
     total, num_workers, unit, stop, sequence, before = share_of(
-        lengths_ptr, worker, num_workers, batch_size, NUM_KV_HEADS, BLOCK_N, BLOCK_B, True, min_units
+        lengths_ptr, worker, num_workers, batch_size,
+        NUM_KV_HEADS, BLOCK_N, BLOCK_B, True, min_units,
     )  # fmt: skip
     if worker >= num_workers:
         return

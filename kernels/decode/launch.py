@@ -1,4 +1,4 @@
-"""The two entry points: attention of the new tokens over a cache, one launch each.
+"""The two entry points: attention of the new tokens over a cache, in one launch or two.
 
 Neither reads ``lengths`` on the host, and no grid depends on them, so that a captured CUDA graph
 stays right when lengths, block tables and cache contents change between replays. Run a call
@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.decode import configs, workspace
+from kernels.decode import configs, hopper_latent, workspace
 from kernels.decode.call import Call, describe_flash, describe_latent
 from kernels.decode.flash_kernel import flash_decode_kernel
 from kernels.decode.latent_kernel import latent_decode_kernel
@@ -120,8 +120,9 @@ def mla_decode(
     num_splits: int | None = None,
     out: Tensor | None = None,
     tiles: configs.Tiles | None = None,
+    implementation: str = "auto",
 ) -> Tensor:
-    """Absorbed multi-latent attention: every head attends to the same latents; one kernel.
+    """Absorbed multi-latent attention: every head attends to the same latents.
 
     Unlike :func:`flash_decode` it appends nothing: the cache holds the T new tokens already, and
     ``lengths`` counts them.
@@ -135,6 +136,8 @@ def mla_decode(
         block_table: int32 [B, max_blocks].
         scale: of the scores; 1/sqrt of the width of a query before absorption.
         num_splits, out, tiles: as in :func:`flash_decode`.
+        implementation: ``plain``, one kernel for any GPU; ``hopper``, with a second launch that
+            merges, for rank 512 + 64 in 16 bits; ``auto`` takes that where it can.
 
     Returns:
         [B, H, T, R] in q_latent's dtype: weighted sums of latents, to be multiplied by W_UV.
@@ -148,13 +151,22 @@ def mla_decode(
         out = torch.empty_like(q_latent, memory_format=torch.contiguous_format)
     if q_latent.numel() == 0:
         return out
+    lengths = _dense(lengths)[0]
+    block_table = lengths if block_table is None else _dense(block_table)[0]
+    if tiles is None and _use_hopper(call, latent_cache, implementation):
+        num_workers, min_units = _workers(call, num_splits, hopper_latent.ROWS, 64, 1, 0)
+        with _on(call.device):
+            hopper_latent.launch(
+                call, q_latent, q_rope, latent_cache, lengths, block_table, out, scale=scale,
+                num_workers=num_workers, min_units=min_units,
+            )  # fmt: skip
+        return out
     tiles = tiles or configs.choose("latent", call, interpreted=INTERPRETED)
     plan = _plan(call, tiles, num_splits, appends=0, merge_values=64)
     q_latent, q_rope = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_latent, q_rope))
-    block_table = lengths if block_table is None else _dense(block_table)[0]
     with _on(call.device):
         latent_decode_kernel[(plan.pop("grid"),)](
-            q_latent, q_rope, latent_cache, _dense(lengths)[0], block_table, out,
+            q_latent, q_rope, latent_cache, lengths, block_table, out,
             plan.pop("pieces"), plan.pop("counters"),
             *q_latent.stride()[:3], *q_rope.stride()[:3], *latent_cache.stride()[:2],
             *out.stride()[:3], block_table.stride(0),
@@ -176,18 +188,11 @@ def _plan(
         appends: units of a line beyond its cached tiles; merge_values: float32 values of a
             thread while it merges.
     """
-    lines = call.batch_size * call.num_kv_heads
     block_m = min(tiles.block_m, _power_of_two(call.num_rows))
     row_tiles = triton.cdiv(call.num_rows, block_m)
-    if num_splits is None:
-        _, multiprocessors, _ = configs.device_facts(call.device)
-        most = lines * (triton.cdiv(call.capacity, tiles.block_n) + appends)
-        num_workers = min(
-            triton.cdiv(multiprocessors * tiles.programs_per_sm, row_tiles), most // _MIN_UNITS
-        )  # fmt: skip
-        num_workers, min_units = max(1, num_workers), _MIN_UNITS
-    else:
-        num_workers, min_units = num_splits * lines, 1
+    num_workers, min_units = _workers(
+        call, num_splits, tiles.block_n, block_m, tiles.programs_per_sm, appends
+    )
     grid = num_workers * row_tiles
     merge_rows = triton.next_power_of_2(min(block_m, call.num_rows))
     budget = 32 * tiles.num_warps * merge_values
@@ -197,7 +202,9 @@ def _plan(
         "num_workers": num_workers,
         "min_units": min_units,
         "pieces": workspace.pieces(grid, block_m, call.block_d, call.device),
-        "counters": workspace.counters(lines * row_tiles, call.device),
+        "counters": workspace.counters(
+            call.batch_size * call.num_kv_heads * row_tiles, call.device
+        ),
         "BLOCK_B": _power_of_two(call.batch_size),
         "BLOCK_M": block_m,
         "BLOCK_N": tiles.block_n,
@@ -209,7 +216,39 @@ def _plan(
         "UPCAST": INTERPRETED and call.dtype == torch.bfloat16,
         "num_warps": tiles.num_warps,
         "num_stages": tiles.num_stages,
+        **({"maxnreg": tiles.max_registers} if tiles.max_registers else {}),
     }
+
+
+def _workers(
+    call: Call,
+    num_splits: int | None,
+    block_n: int,
+    block_m: int,
+    programs_per_sm: int,
+    appends: int,
+) -> tuple[int, int]:
+    """Shares of the work, and units below which a share is not worth a program."""
+    lines = call.batch_size * call.num_kv_heads
+    if num_splits is not None:
+        return num_splits * lines, 1
+    _, multiprocessors, _ = configs.device_facts(call.device)
+    programs = multiprocessors * programs_per_sm
+    most = lines * (triton.cdiv(call.capacity, block_n) + appends)
+    row_tiles = triton.cdiv(call.num_rows, block_m)
+    # Rounded down: one program too many would take the time of a whole share once more.
+    return max(1, min(programs // row_tiles, most // _MIN_UNITS)), _MIN_UNITS
+
+
+def _use_hopper(call: Call, cache: Tensor, implementation: str) -> bool:
+    if implementation not in ("auto", "hopper", "plain"):
+        raise ValueError(f"implementation is {implementation}: must be auto, hopper or plain")
+    if implementation == "plain":
+        return False
+    reason = hopper_latent.why_not(call, cache)
+    if reason is not None and implementation == "hopper":
+        raise ValueError(f"implementation is hopper: {reason}")
+    return reason is None
 
 
 def _check_here(call: Call, num_splits: int | None) -> None:

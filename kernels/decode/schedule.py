@@ -24,11 +24,7 @@ import triton.language as tl
 def units_of(length, BLOCK_N: tl.constexpr, APPENDS: tl.constexpr):
     """Units of a line whose cache holds ``length`` tokens; at least one, which writes zeros."""
     tiles = (tl.maximum(length, 0) + BLOCK_N - 1) // BLOCK_N
-    if APPENDS:
-        units = tiles + 1
-    else:
-        units = tl.maximum(tiles, 1)
-    return units
+    return tiles + 1 if APPENDS else tl.maximum(tiles, 1)
 
 
 @triton.jit
