@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from itertools import product
+from itertools import pairwise, product
 from multiprocessing import get_context
 from typing import Any
 
@@ -171,7 +171,7 @@ def milliseconds(run: Callable[[], Any], repeats: int = 10) -> float:
         graph.replay()
         event.record()
     torch.cuda.synchronize()
-    times = [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
+    times = [a.elapsed_time(b) for a, b in pairwise(events)]
     return statistics.median(times) / CALLS
 
 
@@ -202,7 +202,7 @@ def candidates(shape: Shape) -> list[Tiles]:
 def compile_tiles(shape: Shape, tiles: Tiles) -> None:
     """Runs the kernel once on a small cache, which leaves it in Triton's cache on disk."""
     try:
-        prepare(replace(shape, tokens=512), tiles).run()
+        prepare(replace(shape, tokens=4096), tiles).run()
         torch.cuda.synchronize()
     except Exception:
         # Says so again, with its reason, when it is timed.
@@ -221,7 +221,8 @@ def report(name: str, shape: Shape, what: str, step: Step, copy: float) -> float
     error = float((got - wanted).norm() / wanted.norm())
     gb_s = shape.read_bytes / time_ms / 1e6
     print(
-        f"{name:<16} {what:<64} {1e3 * time_ms:8.1f} us {gb_s:6.0f} GB/s {gb_s / copy:6.1%} of copy "
+        f"{name:<16} {what:<64} {1e3 * time_ms:8.1f} us "
+        f"{gb_s:6.0f} GB/s {gb_s / copy:6.1%} of copy "
         f"{shape.flops / time_ms / 1e9:6.1f} TFLOP/s  error {error:.1e}",
         flush=True,
     )

@@ -5,6 +5,8 @@ Without a GPU they run under Triton's interpreter, with tiles of 16 and three mu
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -280,6 +282,22 @@ class TestFlashDecode:
         """Fewer and more shares than there are tiles; lines cut at odd places by raggedness."""
         check(Setting(lengths=[80 - 1, 2, 0, 50], heads=6, page=16), num_splits=num_splits)
 
+    def test_counters_are_zero_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The next launch on the stream counts with the same ones."""
+        from kernels.decode import workspace
+
+        used = torch.zeros(64, dtype=torch.int32, device=DEVICE)
+        monkeypatch.setattr(workspace, "counters", lambda count, device: used)
+        setting = Setting(lengths=[60, 33, 7], heads=6)
+        expected = check(setting, num_splits=3)
+        assert not used.any()
+        assert torch.equal(check(setting, num_splits=3), expected)
+        latent = LatentSetting(lengths=[60, 33, 7])
+        assert torch.equal(
+            check_latent(latent, num_splits=3), check_latent(latent, num_splits=3)
+        )  # fmt: skip
+        assert not used.any()
+
     def test_a_share_of_many_lines(self) -> None:
         """256 sequences, most of them empty, for six programs."""
         lengths = [0] * 256
@@ -405,6 +423,60 @@ class TestLatentDecode:
             max_len=60, scale=draw(st.floats(-1, 1)),
         )  # fmt: skip
         check_latent(setting, num_splits=draw(st.sampled_from([None, 1, 2, 7])))
+
+
+def divided(units: list[int], num_workers: int) -> list[list[tuple[int, int, int]]]:
+    """Pieces of each line, (worker, first unit, end), of shares as equal as they can be."""
+    starts = [w * sum(units) // num_workers for w in range(num_workers + 1)]
+    lines, before = [], 0
+    for count in units:
+        pieces = [
+            (w, max(a, before) - before, min(b, before + count) - before)
+            for w, (a, b) in enumerate(itertools.pairwise(starts))
+        ]
+        lines.append([piece for piece in pieces if piece[1] < piece[2]])
+        before += count
+    return lines
+
+
+class TestMerge:
+    @pytest.mark.parametrize("num_workers", [1, 2, 3, 5, 11, 13])
+    def test_pieces_of_a_launch_before(self, num_workers: int) -> None:
+        """What a kernel without a merge of its own leaves: attention over the keys of a piece."""
+        from kernels.decode.merge_kernel import merge_kernel
+
+        rows, width, block_m, row_tiles, new = 20, 16, 16, 2, 2
+        lengths = [40, 1, 0, 16, 100]
+        units = [max(1, -(-length // 16)) for length in lengths]
+        assert sum(units) == 13
+        o = torch.zeros(num_workers, row_tiles, 2, block_m, width)
+        lse = torch.full((num_workers, row_tiles, 2, block_m), torch.nan)
+        out = torch.full((len(lengths), rows // new, new, width), torch.nan)
+        expected = torch.zeros(len(lengths), rows, width, dtype=torch.float64)
+        for b, (length, pieces) in enumerate(
+            zip(lengths, divided(units, num_workers), strict=True)
+        ):
+            scores, v = randn(rows, length, seed=b).cpu().double(), randn(length, width).cpu()
+            expected[b] = (scores.softmax(-1) @ v.double()).nan_to_num(0.0)
+            if len(pieces) == 1:
+                # The kernel has written the line itself, and it stays as it is.
+                out[b] = expected[b] = b + 0.5
+                continue
+            for worker, first, end in pieces:
+                keys = slice(first * 16, end * 16)
+                part = (scores[:, keys].softmax(-1) @ v[keys].double()).nan_to_num(0.0).float()
+                part_lse = (scores[:, keys].logsumexp(-1) / math.log(2)).float()
+                for row in range(rows):
+                    place = worker, row // block_m, 0 if first else 1, row % block_m
+                    o[place], lse[place] = part[row], part_lse[row]
+        out = out.to(DEVICE)
+        merge_kernel[(len(lengths) * row_tiles, 4)](
+            int32(lengths), out, torch.cat([o.flatten(), lse.flatten()]).to(DEVICE),
+            *out.stride()[:3], rows, len(lengths), num_workers, 1, num_workers * row_tiles,
+            NEW=new, BLOCK_B=16, BLOCK_M=block_m, BLOCK_N=16, BLOCK_D=width,
+            ROW_TILES=row_tiles, MERGE_PIECES=2, MERGE_ROWS=4,
+        )  # fmt: skip
+        assert_close(out.flatten(1, 2), expected.to(DEVICE), "out", 1e-5)
 
 
 class TestBadInput:

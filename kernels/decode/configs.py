@@ -46,9 +46,9 @@ INTERPRETER_MULTIPROCESSORS = 3
 
 
 _LATENT_CANDIDATES = (
-    (64, 64, 2), (64, 32, 2), (32, 32, 3), (16, 32, 3), (16, 16, 3), (16, 16, 2),
+    (64, 64, 2), (64, 32, 2), (32, 64, 3), (32, 32, 3), (16, 32, 3), (16, 16, 3), (16, 16, 2),
 )  # fmt: skip
-"""Largest first: (block_m, block_n, num_stages)."""
+"""Largest first: (block_m, block_n, num_stages). Of 64 rows two stages are two buffers."""
 
 
 def choose(kernel: str, call: Call, *, interpreted: bool) -> Tiles:
@@ -91,13 +91,13 @@ def flash_rule(call: Call, shared_memory_bytes: int) -> Tiles:
 def latent_rule(call: Call, shared_memory_bytes: int) -> Tiles:
     """The largest tiles whose queries and two tiles of latents fit into shared memory."""
     row_bytes = (call.block_d + max(16, call.rope_dim)) * call.dtype.itemsize
-    # Accumulators of float32 operands leave no registers for more.
-    largest = 0 if call.dtype.itemsize == 2 else 3
-    for most, block_n, num_stages in _LATENT_CANDIDATES[largest:]:
+    # Accumulators of float32 operands leave no registers for more rows.
+    most = _block_m(call, 64 if call.dtype.itemsize == 2 else 16)
+    for block_m, block_n, num_stages in _LATENT_CANDIDATES[0 if most == 64 else 2 :]:
         tiles = Tiles(
-            block_m=_block_m(call, most),
+            block_m=min(block_m, most),
             block_n=block_n,
-            num_warps=8 if _block_m(call, most) >= 32 else 4,
+            num_warps=8 if min(block_m, most) >= 32 else 4,
             num_stages=num_stages,
             programs_per_sm=1,
         )

@@ -13,11 +13,15 @@ from torch import Tensor
 
 from kernels.decode import workspace
 from kernels.decode.call import Call
+from kernels.decode.configs import Tiles
 
 ROWS = 64
 """Queries of a program, and tokens of a tile."""
 
 RANK, ROPE_DIM = 512, 64
+
+TILES = Tiles(block_m=ROWS, block_n=ROWS, num_warps=4, num_stages=2, programs_per_sm=1)
+"""Fixed: one program, of three roles, takes a multiprocessor's shared memory and registers."""
 
 _HALF = 256
 _ALIGNMENT = 16

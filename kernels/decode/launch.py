@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -87,24 +88,22 @@ def flash_decode(
     if q.numel() == 0:
         return out
     tiles = tiles or configs.choose("flash", call, interpreted=INTERPRETED)
-    plan = _plan(call, tiles, num_splits, appends=1, merge_values=32)
+    constants = flash_constants(call, tiles, rotary is not None and rotary.interleaved)
+    num_workers, min_units = _workers(call, num_splits, tiles, appends=1)
+    grid = num_workers * constants["ROW_TILES"]
     q, k_new, v_new = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k_new, v_new))
     cos, sin = (lengths, lengths) if rotary is None else _dense(rotary.cos, rotary.sin)
-    block_table = lengths if block_table is None else _dense(block_table)[0]
+    lengths, block_table = _dense(lengths, lengths if block_table is None else block_table)
     with _on(call.device):
-        flash_decode_kernel[(plan.pop("grid"),)](
-            q, k_new, v_new, k_cache, v_cache, _dense(lengths)[0], block_table, cos, sin, out,
-            plan.pop("pieces"), plan.pop("counters"),
+        flash_decode_kernel[(grid,)](
+            q, k_new, v_new, k_cache, v_cache, lengths, block_table, cos, sin, out,
+            *_workspace(call, constants, grid),
             *q.stride()[:3], *k_new.stride()[:3], *v_new.stride()[:3],
             *k_cache.stride()[:3], *v_cache.stride()[:3], *out.stride()[:3],
             block_table.stride(0), cos.stride(0),
-            call.batch_size, call.capacity, cos.shape[0], plan.pop("num_workers"),
-            plan.pop("min_units"),
+            call.batch_size, call.capacity, cos.shape[0], num_workers, min_units,
             (call.head_dim**-0.5 if scale is None else scale) * math.log2(math.e),
-            NUM_KV_HEADS=call.num_kv_heads, GROUP_SIZE=call.group_size, NEW=call.new,
-            HEAD_DIM=call.head_dim, BLOCK_D=call.block_d,
-            ROTARY_DIM=call.rotary_dim, INTERLEAVED=rotary is not None and rotary.interleaved,
-            PAGE=call.page, BLOCK_T=_power_of_two(call.new), **plan,
+            **constants,
         )  # fmt: skip
     return out
 
@@ -151,10 +150,9 @@ def mla_decode(
         out = torch.empty_like(q_latent, memory_format=torch.contiguous_format)
     if q_latent.numel() == 0:
         return out
-    lengths = _dense(lengths)[0]
-    block_table = lengths if block_table is None else _dense(block_table)[0]
+    lengths, block_table = _dense(lengths, lengths if block_table is None else block_table)
     if tiles is None and _use_hopper(call, latent_cache, implementation):
-        num_workers, min_units = _workers(call, num_splits, hopper_latent.ROWS, 64, 1, 0)
+        num_workers, min_units = _workers(call, num_splits, hopper_latent.TILES, appends=0)
         with _on(call.device):
             hopper_latent.launch(
                 call, q_latent, q_rope, latent_cache, lengths, block_table, out, scale=scale,
@@ -162,53 +160,61 @@ def mla_decode(
             )  # fmt: skip
         return out
     tiles = tiles or configs.choose("latent", call, interpreted=INTERPRETED)
-    plan = _plan(call, tiles, num_splits, appends=0, merge_values=64)
+    constants = latent_constants(call, tiles)
+    num_workers, min_units = _workers(call, num_splits, tiles, appends=0)
+    grid = num_workers * constants["ROW_TILES"]
     q_latent, q_rope = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_latent, q_rope))
     with _on(call.device):
-        latent_decode_kernel[(plan.pop("grid"),)](
+        latent_decode_kernel[(grid,)](
             q_latent, q_rope, latent_cache, lengths, block_table, out,
-            plan.pop("pieces"), plan.pop("counters"),
+            *_workspace(call, constants, grid),
             *q_latent.stride()[:3], *q_rope.stride()[:3], *latent_cache.stride()[:2],
             *out.stride()[:3], block_table.stride(0),
-            call.batch_size, plan.pop("num_workers"), plan.pop("min_units"),
-            scale * math.log2(math.e),
-            NUM_HEADS=call.num_heads, NEW=call.new, RANK=call.head_dim, BLOCK_D=call.block_d,
-            ROPE_DIM=call.rope_dim, BLOCK_ROPE=_power_of_two(call.rope_dim), PAGE=call.page,
-            **plan,
+            call.batch_size, num_workers, min_units, scale * math.log2(math.e), **constants,
         )  # fmt: skip
     return out
 
 
-def _plan(
-    call: Call, tiles: configs.Tiles, num_splits: int | None, *, appends: int, merge_values: int
-) -> dict[str, Any]:
-    """Grid, workspace and what both kernels are compiled for; no value of ``lengths`` is used.
+@lru_cache(maxsize=1024)
+def flash_constants(call: Call, tiles: configs.Tiles, interleaved: bool) -> dict[str, Any]:
+    """What the flash kernel is compiled for."""
+    return {
+        "NUM_KV_HEADS": call.num_kv_heads,
+        "GROUP_SIZE": call.group_size,
+        "HEAD_DIM": call.head_dim,
+        "ROTARY_DIM": call.rotary_dim,
+        "INTERLEAVED": interleaved,
+        "BLOCK_T": _power_of_two(call.new),
+        **_shared_constants(call, tiles, merge_values=32),
+    }
 
-    Args:
-        appends: units of a line beyond its cached tiles; merge_values: float32 values of a
-            thread while it merges.
-    """
+
+@lru_cache(maxsize=1024)
+def latent_constants(call: Call, tiles: configs.Tiles) -> dict[str, Any]:
+    """What the plain latent kernel is compiled for."""
+    return {
+        "NUM_HEADS": call.num_heads,
+        "RANK": call.head_dim,
+        "ROPE_DIM": call.rope_dim,
+        "BLOCK_ROPE": _power_of_two(call.rope_dim),
+        **_shared_constants(call, tiles, merge_values=64),
+    }
+
+
+def _shared_constants(call: Call, tiles: configs.Tiles, *, merge_values: int) -> dict[str, Any]:
+    """Of both kernels; ``merge_values`` are the float32 values of a thread while it merges."""
     block_m = min(tiles.block_m, _power_of_two(call.num_rows))
-    row_tiles = triton.cdiv(call.num_rows, block_m)
-    num_workers, min_units = _workers(
-        call, num_splits, tiles.block_n, block_m, tiles.programs_per_sm, appends
-    )
-    grid = num_workers * row_tiles
     merge_rows = triton.next_power_of_2(min(block_m, call.num_rows))
     budget = 32 * tiles.num_warps * merge_values
     merge_columns = min(call.block_d, max(16, budget // (merge_rows * 4)))
     return {
-        "grid": grid,
-        "num_workers": num_workers,
-        "min_units": min_units,
-        "pieces": workspace.pieces(grid, block_m, call.block_d, call.device),
-        "counters": workspace.counters(
-            call.batch_size * call.num_kv_heads * row_tiles, call.device
-        ),
+        "NEW": call.new,
+        "BLOCK_D": call.block_d,
+        "PAGE": call.page,
         "BLOCK_B": _power_of_two(call.batch_size),
         "BLOCK_M": block_m,
         "BLOCK_N": tiles.block_n,
-        "ROW_TILES": row_tiles,
+        "ROW_TILES": triton.cdiv(call.num_rows, block_m),
         "MERGE_PIECES": min(16, max(1, budget // (merge_rows * merge_columns))),
         "MERGE_ROWS": merge_rows,
         "MERGE_COLUMNS": merge_columns,
@@ -220,24 +226,31 @@ def _plan(
     }
 
 
+def _workspace(call: Call, constants: dict[str, Any], grid: int) -> tuple[Tensor, Tensor]:
+    """Slots for pieces, and a counter for each line and row tile."""
+    num_counters = call.batch_size * call.num_kv_heads * constants["ROW_TILES"]
+    return (
+        workspace.pieces(grid, constants["BLOCK_M"], call.block_d, call.device),
+        workspace.counters(num_counters, call.device),
+    )
+
+
 def _workers(
-    call: Call,
-    num_splits: int | None,
-    block_n: int,
-    block_m: int,
-    programs_per_sm: int,
-    appends: int,
+    call: Call, num_splits: int | None, tiles: configs.Tiles, *, appends: int
 ) -> tuple[int, int]:
-    """Shares of the work, and units below which a share is not worth a program."""
+    """Shares of the work, and the units below which a share is not worth a program.
+
+    No value of ``lengths`` is used; ``appends`` are the units of a line beyond its cached tiles.
+    """
     lines = call.batch_size * call.num_kv_heads
     if num_splits is not None:
         return num_splits * lines, 1
     _, multiprocessors, _ = configs.device_facts(call.device)
-    programs = multiprocessors * programs_per_sm
-    most = lines * (triton.cdiv(call.capacity, block_n) + appends)
-    row_tiles = triton.cdiv(call.num_rows, block_m)
+    row_tiles = triton.cdiv(call.num_rows, min(tiles.block_m, _power_of_two(call.num_rows)))
     # Rounded down: one program too many would take the time of a whole share once more.
-    return max(1, min(programs // row_tiles, most // _MIN_UNITS)), _MIN_UNITS
+    programs = multiprocessors * tiles.programs_per_sm // row_tiles
+    most = lines * (triton.cdiv(call.capacity, tiles.block_n) + appends)
+    return max(1, min(programs, most // _MIN_UNITS)), _MIN_UNITS
 
 
 def _use_hopper(call: Call, cache: Tensor, implementation: str) -> bool:
