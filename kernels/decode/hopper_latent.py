@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, lru_cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -30,6 +30,13 @@ _MERGE_ROWS = 4
 
 def why_not(call: Call, cache: Tensor) -> str | None:
     """None if the kernel can run ``call`` here, else the reason."""
+    if _as_rows(cache) is None:
+        return "the cache's tokens are not evenly apart, by a multiple of 16 bytes"
+    return _why_not(call)
+
+
+@lru_cache(maxsize=1024)
+def _why_not(call: Call) -> str | None:
     if call.device.type != "cuda" or torch.cuda.get_device_capability(call.device) != (9, 0):
         return "needs a GPU of compute capability 9.0"
     if find_spec("triton.experimental.gluon") is None:
@@ -42,8 +49,6 @@ def why_not(call: Call, cache: Tensor) -> str | None:
         return f"{call.num_rows} queries of a sequence: a tile of {ROWS} would be half empty"
     if call.page % ROWS:
         return f"block size {call.page}: must be a multiple of {ROWS}"
-    if _as_rows(cache) is None:
-        return "the cache's tokens are not evenly apart, by a multiple of 16 bytes"
     return None
 
 

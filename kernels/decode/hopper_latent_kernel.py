@@ -187,7 +187,10 @@ def own_tile(
     )
     s = warpgroup_mma(q_rope.index(first), ropes.index(me).permute((1, 0)), s, is_async=True)
     if FOLLOWS:
-        mbarrier.wait(p_ready.index(other), ((count - 1) >> 1) & 1)
+        earlier = ((count - 1) >> 1) & 1
+        # The other has seen the tile arrive; who reads it must have seen so itself.
+        mbarrier.wait(ready.index(others_half), earlier)
+        mbarrier.wait(p_ready.index(other), earlier)
         m = maxima.index(other).load(ROW)
         m_new_o = maxima.index(other).load(O_ROW)
         o = rescaled(o, m_o, m_new_o)
@@ -269,7 +272,9 @@ def consume(inputs, CONSUMER: gl.constexpr, NEW: gl.constexpr):
         mbarrier.arrive(q_free)
         count += last - first
         if (count - 1) & 1 == OTHER:
-            mbarrier.wait(p_ready.index(OTHER), ((count - 1) >> 1) & 1)
+            earlier = ((count - 1) >> 1) & 1
+            mbarrier.wait(ready.index(2 * OTHER + CONSUMER), earlier)
+            mbarrier.wait(p_ready.index(OTHER), earlier)
             m_new_o = maxima.index(OTHER).load(O_ROW)
             o = rescaled(o, m_o, m_new_o)
             m_o = m_new_o

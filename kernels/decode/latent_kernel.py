@@ -132,8 +132,8 @@ def latent_decode_kernel(
             m = m_new
             blocks = next_blocks
 
-        has_key = l > 0.0
-        l = tl.where(has_key, l, 1.0)  # noqa: E741
+        # A query without any key: zero and, since m is, minus infinity.
+        l = tl.where(l > 0.0, l, 1.0)  # noqa: E741
         o = acc / l[:, None]
         out_base = out_ptr + batch * out_stride_b
         if (first == 0) & (last == units):
@@ -146,7 +146,7 @@ def latent_decode_kernel(
             )
         else:
             slot = slot_of(worker, row_tile, first > 0, ROW_TILES)
-            lse = tl.where(has_key, m + tl.log2(l), float("-inf"))
+            lse = m + tl.log2(l)
             store_piece(o, lse, pieces_ptr, piece_lse_ptr, slot, num_rows, BLOCK_M, BLOCK_D)
             first_worker = worker_of(before, total, num_workers)
             last_worker = worker_of(before + units - 1, total, num_workers)
