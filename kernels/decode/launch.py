@@ -258,7 +258,9 @@ def _use_hopper(call: Call, cache: Tensor, implementation: str) -> bool:
         raise ValueError(f"implementation is {implementation}: must be auto, hopper or plain")
     if implementation == "plain":
         return False
-    reason = hopper_latent.why_not(call, cache)
+    reason: str | None = "Triton's interpreter does not run Gluon"
+    if not INTERPRETED:
+        reason = hopper_latent.why_not(call, cache)
     if reason is not None and implementation == "hopper":
         raise ValueError(f"implementation is hopper: {reason}")
     return reason is None
