@@ -18,9 +18,10 @@ _HOMES = {
     "Rotary": "kernels.decode.rotary",
     "flash_decode": "kernels.decode.launch",
     "mla_decode": "kernels.decode.launch",
+    "why_not": "kernels.decode.launch",
 }
 
-__all__ = ["Rotary", "flash_decode", "mla_decode"]
+__all__ = ["Rotary", "flash_decode", "mla_decode", "why_not"]
 
 
 def __getattr__(name: str) -> Any:
