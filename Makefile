@@ -54,11 +54,12 @@ report: install ## make tables, figures and reports again from RESULTS
 writeup: install ## write everything in RESULTS as one document: Markdown, LaTeX, PDF, HTML
 	$(BIN)/attnbench-writeup $(RESULTS)
 
-benchmarks: install ## time the harness itself, and compile the Hopper kernels
+benchmarks: install ## time the harness itself, and compile the kernels for Hopper
 	$(BIN)/python -m benchmarks.bench_harness
 	$(BIN)/python -m benchmarks.bench_tables
 	$(BIN)/python -m benchmarks.bench_cluster
 	$(BIN)/python -m benchmarks.compile_hopper
+	$(BIN)/python -m benchmarks.compile_decode
 
 clean: ## remove the environment and caches; results stay
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
