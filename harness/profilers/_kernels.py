@@ -2,9 +2,10 @@
 
 tool      torch or nsys            steps    profiled steps
 unit      kernel, or operator      ranks    processes
-phases    per phase and for ``step``, means per step and rank: ``wall_ms`` by the host's
-          clock, ``kernel_ms`` all kernels together, ``busy_ms`` any kernel running,
-          ``launches``
+phases    per phase and for ``step``, means per step and rank: ``wall_ms`` from its start to
+          its end (of a phase on a device as events see it, from the end of what ran before to
+          the end of its last kernel; else by the host's clock), ``kernel_ms`` all kernels
+          together, ``busy_ms`` any kernel running, ``launches``
 rows      per phase, range, kernel and category, sums over steps and ranks: ``calls``,
           ``total_ms``, ``flops``, ``bytes`` (None where shapes do not tell)
 """
@@ -43,16 +44,17 @@ def summarise(trace: Trace, tool: str) -> dict[str, Any]:
         "unit": "kernel" if len(trace.kernels) else "operator",
         "steps": len(windows.steps),
         "ranks": 1,
-        **_sums(runs_of(trace, windows), windows),
+        **_sums(runs_of(trace, windows), windows, on_device=len(trace.kernels) > 0),
     }
 
 
-def _sums(runs: Iterable[Run], windows: Windows) -> dict[str, Any]:
+def _sums(runs: Iterable[Run], windows: Windows, *, on_device: bool) -> dict[str, Any]:
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     numbers: dict[tuple[Any, ...], int] = {}
     busy: dict[str, tuple[array[float], array[float]]] = {}
     phases: dict[str, dict[str, float]] = {}
     shares = _Shares()
+    ends_of: dict[tuple[str, int], float] = {}
     for run in runs:
         path = place_of(run.path)
         category = category_of(run.name, run.operator, run.phase, path)
@@ -68,15 +70,18 @@ def _sums(runs: Iterable[Run], windows: Windows) -> dict[str, Any]:
             total = phases.setdefault(name, {"kernel_ms": 0.0, "launches": 0})
             total["kernel_ms"] += run.duration_us / 1e3
             total["launches"] += 1
+            end = run.start_us + run.duration_us
+            ends_of[name, run.step] = max(end, ends_of.get((name, run.step), end))
             starts, ends = busy.setdefault(name, (array("d"), array("d")))
             starts.append(run.start_us)
-            ends.append(run.start_us + run.duration_us)
+            ends.append(end)
     for key, (flops, moved) in zip(numbers, shares.by_row(len(numbers)), strict=True):
         rows[key]["flops"], rows[key]["bytes"] = flops, moved
     steps = len(windows.steps)
+    walls = _walls(windows, ends_of if on_device else {})
     for name, total in phases.items():
         total["busy_ms"] = _covered(*busy[name]) / 1e3 / steps
-        total["wall_ms"] = _wall(windows, name) / 1e3 / steps
+        total["wall_ms"] = walls.get(name, 0.0) / 1e3 / steps
         total["kernel_ms"] /= steps
         total["launches"] /= steps
     named = [dict(zip(_KEY, key, strict=True)) | row for key, row in rows.items()]
@@ -141,14 +146,21 @@ def _covered(starts: array[float], ends: array[float]) -> float:
     return float(np.maximum(0.0, end - np.maximum(start, before)).sum())
 
 
-def _wall(windows: Windows, name: str) -> float:
-    if name == STEP:
-        return sum(end - start for start, end in windows.steps)
-    return sum(
-        end - start
-        for start, end, phase in windows.phases
-        if phase == name and windows.step_of(start) is not None
-    )
+def _walls(windows: Windows, ends_of: dict[tuple[str, int], float]) -> dict[str, float]:
+    """Microseconds from the start of each phase, and of ``step``, to its end, over all steps.
+
+    Args:
+        ends_of: by phase and step, when the last kernel ended, which the host has run ahead of.
+    """
+    total = {STEP: sum(end - start for start, end in windows.steps)}
+    clocks = [start for start, _ in windows.steps]
+    for start, end, phase in windows.phases:
+        step = windows.step_of(start)
+        if step is not None:
+            begin = max(start, clocks[step]) if ends_of else start
+            clocks[step] = max(begin, ends_of.get((phase, step), end))
+            total[phase] = total.get(phase, 0.0) + clocks[step] - begin
+    return total
 
 
 def add_attention_costs(
