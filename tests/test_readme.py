@@ -66,11 +66,15 @@ def test_ratios_to_cudnn_are_those_of_the_committed_records() -> None:
     assert f"and {min(large):.1f} to {max(large):.1f} times at 256" in words
 
 
+def rows_of(sweep: str, table: str) -> list[dict[str, str]]:
+    path = ROOT / f"results/h200/sweeps/{sweep}/tables/{table}.csv"
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def split_rows(sweep: str) -> list[dict[str, str]]:
     """What was measured of attention on sequences split over ranks."""
-    path = ROOT / f"results/h200/sweeps/{sweep}/tables/context_parallel.csv"
-    with path.open(newline="") as file:
-        return [row for row in csv.DictReader(file) if row["status"] == "ok"]
+    return [row for row in rows_of(sweep, "context_parallel") if row["status"] == "ok"]
 
 
 def test_times_of_split_sequences_are_the_best_of_the_committed_table() -> None:
@@ -123,6 +127,25 @@ def test_what_is_said_of_split_sequences_is_in_the_committed_tables() -> None:
     llama3 = packed["llama3(kernel=flash_triton)"]
     zigzag_llama3 = packed["zigzag_llama3(kernel=flash_triton)"]
     assert f"it takes {zigzag_llama3 / llama3:.2f} times `llama3`'s time" in words
+
+
+def test_what_is_said_of_memory_and_roofs_is_in_the_committed_tables() -> None:
+    words = " ".join(README.split())
+    ratios = [float(row["ratio"]) for row in rows_of("memory_profiling", "peak_memory")]
+    assert f"of {len(ratios)} steps of the 2.7B model" in words
+    assert f"is {min(ratios):.2f} to {max(ratios):.2f} times the measured one" in words
+    block = {
+        row["attention"]: (f"{float(row['memory_ratio']):.2f}", f"{float(row['time_ratio']):.2f}")
+        for row in rows_of("checkpointing", "checkpointing")
+        if row["checkpoint"] == "block"
+    }
+    assert "in {} times the memory and {} times the time".format(*block["naive"]) in words
+    assert "and {} and {} times with `sdpa`".format(*block["sdpa"]) in words
+    (roof,) = (row for row in rows_of("roofline", "device_roof") if row["precision"] == "bf16")
+    assert f"A copy reaches {number(float(roof['copy_gb_s']))} GB/s" in words
+    assert f"bfloat16 matmul {number(float(roof['matmul_tflops']))} TFLOP/s" in words
+    shares = [100 * float(roof[key]) for key in ("copy_share", "matmul_share")]
+    assert "{:.0f} and {:.0f}% of the datasheet".format(*shares) in words
 
 
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\(([^)#]+)\)", README))))

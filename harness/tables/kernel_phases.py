@@ -14,8 +14,9 @@ from harness.tables._profiles import UNUSED, phases_of, profiled
 
 CAPTION = (
     "Median time of each phase without a profiler, and its time under the profiler, on a device "
-    "from the end of what ran before to the end of its last kernel; all kernels together, and their share of the unprofiled time; the share of the "
-    "profiled time in which none ran; kernels launched. On a CPU kernels are operators, each "
+    "from the end of what ran before to the end of its last kernel; all kernels together, and "
+    "their share of the unprofiled time; the share of the profiled time in which none ran; kernels "
+    "launched. On a CPU kernels are operators, each "
     "without those that it calls. Means per step and rank."
 )
 
