@@ -52,6 +52,12 @@ class KeyValueCache:
             v_BGTD.transpose(1, 2),
         )  # fmt: skip
 
+    def sequence(self, layer: int, index: int, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """A copy of one sequence's first tokens, k and v [H_kv, num_tokens, D]."""
+        first, second = self.places.of_sequence(index, num_tokens)
+        k, v = self.keys[layer][first, :, second], self.values[layer][first, :, second]
+        return k.transpose(0, 1), v.transpose(0, 1)
+
     def dense(self, layer: int, num_tokens: int) -> tuple[Tensor, Tensor]:
         """The first ``num_tokens`` places of every sequence, k and v [B, H_kv, num_tokens, D]."""
         keys, values = self.keys[layer], self.values[layer]

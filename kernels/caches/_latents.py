@@ -48,6 +48,10 @@ class LatentCache:
         self.places.reserve(num_tokens)
         self.store(layer, next_slots(self.places, num_tokens), latents_BTC)
 
+    def sequence(self, layer: int, index: int, num_tokens: int) -> Tensor:
+        """A copy of one sequence's first tokens, [num_tokens, r + d_rope]."""
+        return self.latents[layer][self.places.of_sequence(index, num_tokens)]
+
     def dense(self, layer: int, num_tokens: int) -> Tensor:
         """The first ``num_tokens`` places of every sequence, [B, num_tokens, r + d_rope]."""
         latents = self.latents[layer]

@@ -66,6 +66,16 @@ class Places:
         else:
             self.lengths += torch.tensor(counts, dtype=torch.int32, device=self.device)
 
+    def rewind(self, num_tokens: int) -> None:
+        """Forget the last tokens of every sequence, whose places it keeps.
+
+        Raises ValueError, with nothing changed, if one has fewer.
+        """
+        if num_tokens > min(self._lengths):
+            raise ValueError(f"cache: a sequence holds fewer than {num_tokens} tokens to forget")
+        self._lengths = [length - num_tokens for length in self._lengths]
+        self.lengths -= num_tokens
+
     def fill(self, lengths: Sequence[int]) -> None:
         """Have each sequence hold as many tokens; what lies in them is up to the caller."""
         self.clear()
@@ -80,6 +90,11 @@ class Places:
     def slots(self, sequences: Tensor, positions: Tensor) -> Slots:
         """Indices of tokens at integer ``positions`` of ``sequences``, of one shape."""
         return sequences, positions
+
+    def of_sequence(self, sequence: int, num_tokens: int) -> Slots:
+        """Slots of the first tokens of one sequence."""
+        positions = torch.arange(num_tokens, device=self.device)
+        return self.slots(torch.full_like(positions, sequence), positions)
 
     def _counts(self, num_tokens: int | Sequence[int]) -> list[int]:
         counts = [num_tokens] * self.batch_size if isinstance(num_tokens, int) else [*num_tokens]
