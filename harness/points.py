@@ -87,8 +87,8 @@ class Point:
         return values.nunique(dropna=self.optional) > 1
 
 
-# Those from split to step are of tables about ranks alone, shape and attention_type of one about
-# memory; the frame has no such columns.
+# Those from split to step are of tables about ranks alone, heads, shape and attention_type of those
+# about caches; the frame has no such columns.
 POINTS: dict[str, Point] = {
     "task": Point(header="task", describe=lambda value: ""),
     "model": Point(header="model", describe=lambda value: f"model {value}", rank=model_rank),
@@ -125,6 +125,7 @@ POINTS: dict[str, Point] = {
     "batch_size": Point(
         header="batch", describe=lambda value: f"batch {fmt.integer(value)}", format=fmt.integer
     ),
+    "heads": Point(header="heads", describe=lambda value: f"heads {value}"),
     "shape": Point(header="model", describe=lambda value: f"model {value}"),
     "attention_type": Point(
         header="type",

@@ -162,4 +162,3 @@ def kernel_of(name: str) -> Any:
 def scale_of(problem: DecodeProblem) -> float:
     """1 / sqrt of the width of a whole query."""
     return float((problem.head_dim + problem.rope_head_dim) ** -0.5)
-

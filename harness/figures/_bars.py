@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from harness import format as fmt
 
@@ -27,6 +28,8 @@ def draw_bars(
             text, end = fmt.number(value), value
         axis.text(end + 0.01 * largest, place, text, va="center", fontsize=8)
     axis.set_yticks(range(len(names)), names)
-    axis.invert_yaxis()
+    axis.set_ylim(len(names) - 0.5, -0.5)
+    axis.xaxis.set_major_locator(MaxNLocator(5))
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda tick, _: f"{tick:,.10g}"))
     axis.set_xlim(0, 1.18 * largest)
     axis.grid(axis="y", visible=False)

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from harness import format as fmt
 from harness.figure import colour, draw_spread, label_line_ends, mark_out_of_memory, marker
-from harness.points import attention_rank
+from harness.points import POINTS, attention_rank
+from harness.table import point_groups
 
 LINE_STYLES = ("-", "--", ":", "-.")
 """Of caches, in the order of their names."""
 
 SERIES = ("attention", "cache")
+
+
+def with_several(rows: pd.DataFrame, x: str, across: Iterable[str]) -> pd.DataFrame:
+    """The rows of points that have more than one ``x`` to draw a line over."""
+    panel = point_groups(rows, [name for name in across if name in POINTS])
+    return rows[rows.groupby(panel)[x].transform("nunique") > 1]
 
 
 def draw_series(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pandas as pd
 
 from harness.figure import CaptionedFigure, figure
-from harness.figures._decode_lines import SERIES, draw_series
+from harness.figures._decode_lines import SERIES, draw_series, with_several
 from harness.figures._panels import panels
 from harness.findings import best_row, percent_span, sentence
-from harness.tables._decode import decoded
+from harness.tables._decode import UNUSED, decoded
 
 WIDTH_IN, HEIGHT_IN = 4.8, 3.0
 
@@ -24,7 +24,8 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     rows = decoded(frame)
     if rows.empty or rows["copy_share"].isna().all():
         return None
-    rows = rows[rows.groupby("seq_len")["batch_size"].transform("nunique") > 1]
+    across = [*SERIES, "batch_size", *UNUSED]
+    rows = with_several(rows, "batch_size", across)
     if rows.empty or rows["copy_share"].isna().all():
         return None
     percent = 100 * rows["copy_share"]
@@ -33,7 +34,6 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
         low=percent * rows["decode_median_ms"] / rows["decode_q3_ms"],
         high=percent * rows["decode_median_ms"] / rows["decode_q1_ms"],
     )
-    across = [*SERIES, "batch_size", "warmup_steps", "measure_steps"]
     drawing, drawn, common = panels(rows, across, width_in=WIDTH_IN, height_in=HEIGHT_IN)
     for axis, group in drawn:
         axis.set_ylim(0, max(100.0, 1.05 * float(group["high"].max())))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pandas as pd
 
 from harness.figure import CaptionedFigure, figure
-from harness.figures._decode_lines import SERIES, draw_series
+from harness.figures._decode_lines import SERIES, draw_series, with_several
 from harness.figures._panels import panels
 from harness.findings import say_out_of_memory, say_over_length, sentence
-from harness.tables._decode import decoded
+from harness.tables._decode import UNUSED, decoded
 
 WIDTH_IN, HEIGHT_IN = 4.8, 3.0
 
@@ -24,9 +24,9 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     rows = decoded(frame)
     if rows.empty or rows["seq_len"].nunique() < 2 or rows["step_us"].isna().all():
         return None
-    rows = rows[rows.groupby("batch_size")["seq_len"].transform("nunique") > 1]
+    across = [*SERIES, "seq_len", *UNUSED]
+    rows = with_several(rows, "seq_len", across)
     rows = rows.assign(low=rows["decode_q1_ms"] * 1e3, high=rows["decode_q3_ms"] * 1e3)
-    across = [*SERIES, "seq_len", "kv_len", "warmup_steps", "measure_steps"]
     drawing, drawn, common = panels(rows, across, width_in=WIDTH_IN, height_in=HEIGHT_IN)
     for axis, group in drawn:
         axis.set_yscale("log")

@@ -10,6 +10,7 @@ from harness.figure import CaptionedFigure, figure
 from harness.figures._panels import panels
 from harness.findings import listed, sentence
 from harness.points import attention_rank
+from harness.tables._decode import UNUSED
 from harness.tables._fusion import PARTS, parts_of, profiled_steps
 
 CAPTION = (
@@ -26,8 +27,8 @@ COLOURS = {
     "up_projection": "#882255",
     "absorb_q": "#CC79A7",
     "attention": "#E69F00",
-    "scores": "#E69F00",
-    "mask": "#DDCC77",
+    "scores": "#DDCC77",
+    "mask": "#999933",
     "softmax": "#D55E00",
     "values": "#AA7744",
     "absorb_v": "#AA4499",
@@ -41,7 +42,7 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     rows = profiled_steps(frame)
     if rows.empty:
         return None
-    across = ["attention", "profile", "warmup_steps", "measure_steps", "kv_len"]
+    across = ["attention", "profile", "seed", *UNUSED]
     bars = int(rows["attention"].nunique())
     drawing, drawn, common = panels(rows, across, width_in=5.2, height_in=1.1 + 0.42 * bars)
     used: set[str] = set()

@@ -11,7 +11,7 @@ from harness.figures._panels import panels
 from harness.findings import sentence, span
 from harness.points import attention_rank
 from harness.table import speedup_over
-from harness.tables._decode import decoded
+from harness.tables._decode import UNUSED, decoded
 
 CAPTION = "Median time of a decoding step without and with a CUDA graph."
 
@@ -21,7 +21,7 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     rows = decoded(frame)
     if rows.empty or rows["cuda_graph"].nunique() < 2 or rows["step_us"].isna().all():
         return None
-    across = ["attention", "cuda_graph", "warmup_steps", "measure_steps", "kv_len"]
+    across = ["attention", "cuda_graph", *UNUSED]
     bars = len(rows.drop_duplicates(["attention", "cuda_graph"]))
     drawing, drawn, common = panels(rows, across, width_in=5.0, height_in=1.0 + 0.3 * bars)
     for axis, group in drawn:

@@ -8,7 +8,7 @@ from harness import format as fmt
 from harness.findings import best_row, percent_span, say_fastest, say_out_of_memory, sentence
 from harness.table import Column, Table, finding, make_table, table
 from harness.tables._by_backend import apart_from_unsupported
-from harness.tables._decode import UNUSED, decoded
+from harness.tables._decode import UNUSED, decoded, operators_or_kernels
 
 CAPTION = (
     "Steps of new tokens against caches of seq_len tokens: median time, new tokens per second of "
@@ -28,11 +28,10 @@ def build(frame: pd.DataFrame) -> Table | None:
     rows["prefill_us"], rows["mixed_us"] = (
         rows[f"{phase}_median_ms"] * 1e3 for phase in ("prefill", "step")
     )
-    on_cpu = bool((rows["device"] == "cpu").all())
     built = make_table(
         caption=CAPTION,
         rows=rows,
-        lead=["num_heads", "num_kv_heads", "head_dim", "batch_size", "seq_len", "attention"],
+        lead=["heads", "batch_size", "seq_len", "attention"],
         keep=["attention", "batch_size", "seq_len"],
         without=UNUSED,
         metrics=[
@@ -43,7 +42,7 @@ def build(frame: pd.DataFrame) -> Table | None:
                 status="decode_status",
                 mark="mark",
             ),
-            Column(key="prefill_us", header="prefill (µs)", format=fmt.number),
+            Column(key="prefill_us", header="prefill (µs)", format=fmt.number, detail=True),
             Column(key="mixed_us", header="mixed step (µs)", format=fmt.number),
             Column(key="tokens_per_s", header="tokens/s", format=fmt.number),
             Column(key="gb_s", header="GB/s", format=fmt.number),
@@ -52,7 +51,7 @@ def build(frame: pd.DataFrame) -> Table | None:
             Column(key="predicted_us", header="predicted (µs)", format=fmt.number, detail=True),
             Column(
                 key="kernels_per_layer",
-                header="operators a layer" if on_cpu else "kernels a layer",
+                header=f"{operators_or_kernels(rows)} a layer",
                 format=fmt.number,
             ),
             Column(key="launches", header="launches", format=fmt.number, detail=True),

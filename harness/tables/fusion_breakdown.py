@@ -9,7 +9,6 @@ from harness.findings import listed, sentence
 from harness.table import Column, Table, finding, make_table, table
 from harness.tables._decode import UNUSED
 from harness.tables._fusion import parts_of, profiled_steps
-from harness.tables._profiles import short_name
 
 CAPTION = (
     "Kernels of one layer of a decoding step by the part of it that launched them, from a profile; "
@@ -31,23 +30,23 @@ def build(frame: pd.DataFrame) -> Table | None:
         whole = sum(row["us"] for row in kernels)
         lines = [row | {"share": row["us"] / whole} for row in kernels]
         calls = sum(row["calls"] for row in kernels)
-        lines.append({"part": ALL, "kernel": "", "calls": calls, "us": whole, "share": 1.0})
+        lines.append({"part": ALL, "short": fmt.ABSENT, "calls": calls, "us": whole, "share": 1.0})
         measured = 1e3 * case["median_ms"] / case["layers"]
-        lines.append({"part": WHOLE, "kernel": "", "calls": None, "us": measured, "share": None})
-        for line in lines:
-            line["short"] = short_name(line["kernel"]) or fmt.ABSENT
+        lines.append(
+            {"part": WHOLE, "short": fmt.ABSENT, "calls": None, "us": measured, "share": None}
+        )
         parts += [{**case, **line} for line in lines]
     if not parts:
         return None
     return make_table(
         caption=CAPTION,
         rows=pd.DataFrame(parts),
-        lead=["batch_size", "seq_len", "attention"],
+        lead=["heads", "batch_size", "seq_len", "attention"],
         keep=["attention"],
         without=(*UNUSED, "profile", "seed"),
         metrics=[
             Column(key="part", header="part"),
-            Column(key="short", header="kernel", raw=("kernel",)),
+            Column(key="short", header="kernel", raw=("kernel_name",)),
             Column(key="calls", header="calls", format=fmt.number),
             Column(key="us", header="time (µs)", format=fmt.number),
             Column(key="share", header="share (%)", format=fmt.percent),

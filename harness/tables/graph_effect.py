@@ -8,7 +8,7 @@ from harness import format as fmt
 from harness.findings import percent_span, sentence, span
 from harness.table import Column, Table, finding, make_table, speedup_over, table
 from harness.tables._by_backend import apart_from_unsupported
-from harness.tables._decode import UNUSED, decoded
+from harness.tables._decode import UNUSED, decoded, operators_or_kernels
 
 CAPTION = (
     "Decoding steps with and without a CUDA graph: time, the host's launches in a step, and the "
@@ -30,7 +30,7 @@ def build(frame: pd.DataFrame) -> Table | None:
     built = make_table(
         caption=CAPTION,
         rows=rows,
-        lead=["layers", "batch_size", "seq_len", "attention", "cuda_graph"],
+        lead=["heads", "layers", "batch_size", "seq_len", "attention", "cuda_graph"],
         keep=["attention", "cuda_graph"],
         without=UNUSED,
         metrics=[
@@ -42,7 +42,11 @@ def build(frame: pd.DataFrame) -> Table | None:
                 mark="mark",
             ),
             Column(key="launches", header="launches", format=fmt.number),
-            Column(key="kernels_per_layer", header="kernels a layer", format=fmt.number),
+            Column(
+                key="kernels_per_layer",
+                header=f"{operators_or_kernels(rows)} a layer",
+                format=fmt.number,
+            ),
             Column(key="copy_share", header="of the copy (%)", format=fmt.percent),
             Column(key="speedup", header="speed-up", format=fmt.factor),
             Column(key="reason_words", header="why not"),

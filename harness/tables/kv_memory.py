@@ -73,7 +73,9 @@ def say(rows: pd.DataFrame) -> str | None:
         per_token = part.groupby("attention_type")["bytes_per_token"].first()
         if {"mha", "mla"} <= set(per_token.index):
             ratio = per_token["mha"] / per_token["mla"]
-            parts.append(f"{shape} keeps {fmt.factor(ratio)} fewer bytes a token by MLA than by MHA")
+            parts.append(
+                f"{shape} keeps {fmt.factor(ratio)} fewer bytes a token by MLA than by MHA"
+            )
     out = rows[~rows["fits"].astype(bool)]
     if len(out):
         parts.append(f"{len(out)} of {len(rows)} caches do not fit")

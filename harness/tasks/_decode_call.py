@@ -52,9 +52,7 @@ class DecodeCall:
             )
         self._dtype, self._device = getattr(torch, problem.dtype), device
         self.inputs = self._latent_inputs() if problem.is_latent else self._inputs()
-        self.decoder = attention.decoder(
-            problem, self.cache, rotary=self.rotary, scale=self.scale
-        )
+        self.decoder = attention.decoder(problem, self.cache, rotary=self.rotary, scale=self.scale)
 
     def _storages(self) -> list[Tensor]:
         if self.problem.is_latent:
@@ -106,7 +104,9 @@ class DecodeCall:
     def history(self) -> dict[int, Any]:
         """What the last layer keeps of each sequence that is looked at."""
         lengths, last = self.cache.places.host_lengths, self.cache.shape.num_layers - 1
-        return {index: self.cache.sequence(last, index, lengths[index]) for index in self.looked_at()}
+        return {
+            index: self.cache.sequence(last, index, lengths[index]) for index in self.looked_at()
+        }
 
     def errors(self, outputs: list[Tensor], before: dict[int, Any]) -> dict[str, float]:
         """Relative errors of the last layer's output, and of what the step left in the cache."""
@@ -137,9 +137,7 @@ class DecodeCall:
         group = problem.num_heads // problem.num_kv_heads
         k_all = torch.cat((k_GKD[-1].double(), k_new[-1]))
         v_all = torch.cat((v_GKD[-1].double(), v_new[-1]))
-        expected = attend_float64(
-            self._rotated(q[-group:], length), k_all, v_all, scale=self.scale
-        )
+        expected = attend_float64(self._rotated(q[-group:], length), k_all, v_all, scale=self.scale)
         return {
             "o": relative_error(o_HTD[-group:], expected),
             "appended_k": relative_error(k_after[:, length:], k_new),

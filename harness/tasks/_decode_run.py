@@ -115,8 +115,6 @@ def _measure(
                 step()
 
     measured = decode_alone if prefill is None else mixed
-    bench.measure(
-        measured, warmup=task.warmup_steps, passes=task.measure_steps, flush_cache=True
-    )
+    bench.measure(measured, warmup=task.warmup_steps, passes=task.measure_steps, flush_cache=True)
     if case.profile is not None and bench.in_last_round:
         case.profile.run(case, bench, Program(step=measured))
