@@ -170,6 +170,11 @@ class Case:
             self.model = None
         if "compile" not in self.task.uses:
             self.compile = None
+        if self.model is not None and self.model.kv_lora_rank and not self.task.takes_latents:
+            raise ValueError(
+                f"model.kv_lora_rank={self.model.kv_lora_rank}: task={self.task.name} knows no "
+                "latent attention; use task=generate, or leave it out"
+            )
         if "cache" not in self.task.uses:
             self.cache = None
         self._drop_what_does_nothing()

@@ -42,6 +42,8 @@ class Task:
     uses: ClassVar[frozenset[str]] = frozenset()
     """Optional parts of a case that it reads: model, compile, checkpoint, profile,
     cache."""
+    takes_latents: ClassVar[bool] = False
+    """Whether it can run a model that keeps latents (model.kv_lora_rank)."""
     attends: ClassVar[bool] = True
     """Whether it makes attention calls; where not, ``attention=`` changes nothing."""
 
