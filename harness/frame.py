@@ -349,6 +349,8 @@ def _distinct_names(choices: Iterable[dict[str, Any] | None]) -> dict[str, str]:
             for field in sorted(values)
             if field == "tp" or any(peer.get(field) != values[field] for peer in peers)
         ]
-        options = ", ".join(f"{field}={values[field]}" for field in differing)
+        # An option that is not set goes without saying, beside those where it is.
+        given = [field for field in differing if values.get(field) is not None]
+        options = ", ".join(f"{field}={values[field]}" for field in given)
         names[key] = f"{values['name']}({options})" if options else values["name"]
     return names

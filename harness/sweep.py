@@ -42,10 +42,12 @@ AD_HOC = Sweep(
         *("summary", "attention_summary", "comparison", "cases", "checkpointing"),
         *("kernel_phases", "kernel_categories", "top_kernels", "kernels", "attention_parts"),
         *("peak_memory", "memory_parts", "largest_allocations", "device_roof"),
+        *("decode_latency", "graph_effect", "fusion_breakdown", "varlen_prefill", "generate"),
+        "kv_memory",
     ],
     figures=[
         *("step_time", "attention_scaling", "kernel_shares", "kernel_roofline"),
-        "memory_timeline",
+        *("memory_timeline", "decode_over_length", "decode_over_batch", "kv_memory"),
     ],
     scales={"full": [{}]},
 )

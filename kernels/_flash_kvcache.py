@@ -73,11 +73,10 @@ class KvCacheDecoder(Decoder):
         if self._rotary is None:
             return {}
         if dtype not in self._tables:
-            cos, sin, interleaved = self._rotary
             self._tables[dtype] = {
-                "rotary_cos": cos.to(dtype).contiguous(),
-                "rotary_sin": sin.to(dtype).contiguous(),
-                "rotary_interleaved": interleaved,
+                "rotary_cos": self._rotary.cos.to(dtype).contiguous(),
+                "rotary_sin": self._rotary.sin.to(dtype).contiguous(),
+                "rotary_interleaved": self._rotary.interleaved,
             }
         return self._tables[dtype]
 

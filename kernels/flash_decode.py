@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from kernels.decode.rotary import Rotary
 
+MAX_HEAD_DIM = 256
+
 
 @attention_backend("flash_decode")
 @dataclass(kw_only=True, slots=True)
@@ -43,6 +45,8 @@ class FlashDecode(DecodeOnly):
     def supports_decode(self, problem: DecodeProblem) -> str | None:
         if problem.is_latent:
             return "takes keys and values, not latents"
+        if problem.head_dim > MAX_HEAD_DIM:
+            return f"head_dim is at most {MAX_HEAD_DIM}, not {problem.head_dim}"
         reason = why_not_triton(problem.device)
         if reason is not None:
             return reason

@@ -148,7 +148,8 @@ class Generator:
         places.clear()
         places.reserve(prompts.lengths)
         slots = places.slots(prompts.sequences_T, prompts.positions_T)
-        angles = tuple(table[prompts.positions_T].unsqueeze(1) for table in self._rotary[:2])
+        tables = (self._rotary.cos, self._rotary.sin)
+        angles = tuple(table[prompts.positions_T].unsqueeze(1) for table in tables)
         x_TE = self.model.embedding(prompts.tokens_T)
         for layer, block in enumerate(self.model.blocks):
             normed = block.attention_norm(x_TE)

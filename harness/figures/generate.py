@@ -20,15 +20,15 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     if rows.empty or rows["decode_tokens_per_s"].isna().all():
         return None
     rows = rows[rows["status"] != "unsupported"]
-    across = ["attention", "cache", "cuda_graph", "seed", *UNUSED]
-    bars = len(rows.drop_duplicates(["attention", "cache", "cuda_graph"]))
+    # A model with latents is of the same size, and its cache says so.
+    rows = rows.assign(model=[case["model"]["name"] for case in rows["case"]])
+    kinds = ["attention", "cache", "lengths", "cuda_graph"]
+    across = [*kinds, "seed", *UNUSED]
+    bars = len(rows.drop_duplicates(kinds))
     drawing, drawn, common = panels(rows, across, width_in=5.2, height_in=1.0 + 0.28 * bars)
     for axis, group in drawn:
-        group = group.sort_values(["attention", "cache", "cuda_graph"], kind="stable")
-        names = [
-            f"{row['attention']}, {row['cache']}{', graph' if row['cuda_graph'] else ''}"
-            for _, row in group.iterrows()
-        ]
+        group = group.sort_values(kinds, kind="stable")
+        names = [_name(row) for _, row in group.iterrows()]
         tints = [colour(str(name)) for name in group["attention"]]
         words = [fmt.STATUS_WORDS.get(status, fmt.ABSENT) for status in group["status"]]
         draw_bars(axis, names, list(group["decode_tokens_per_s"]), tints, words=words)
@@ -42,3 +42,10 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
             f"{fmt.number(best['decode_tokens_per_s'])} tokens/s"
         ),
     )
+
+
+def _name(row: pd.Series) -> str:
+    words = [row["attention"], row["cache"]]
+    words += [row["lengths"]] if row["lengths"] != "equal" else []
+    words += ["graph"] if row["cuda_graph"] else []
+    return ", ".join(str(word) for word in words)

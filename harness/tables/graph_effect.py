@@ -21,7 +21,8 @@ CAPTION = (
 @table("graph_effect")
 def build(frame: pd.DataFrame) -> Table | None:
     rows = decoded(frame)
-    if rows.empty:
+    # Elsewhere it would repeat decode_latency.
+    if rows.empty or not rows["cuda_graph"].any():
         return None
     rows, footnotes = apart_from_unsupported(rows)
     eager = ~rows["cuda_graph"].astype(bool)

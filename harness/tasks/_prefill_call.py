@@ -102,7 +102,9 @@ class PrefillCall:
         q_THD, k_TGD, v_TGD = self.inputs
         if self._rotary is None:
             return q_THD, k_TGD, v_TGD
-        cos, sin = (table[self._positions].unsqueeze(1) for table in self._rotary[:2])
+        cos, sin = (
+            table[self._positions].unsqueeze(1) for table in (self._rotary.cos, self._rotary.sin)
+        )
         with named_range("rotary_q"):
             q_THD = rotate(q_THD, cos, sin, interleaved=self._rotary.interleaved)
         with named_range("rotary_k"):

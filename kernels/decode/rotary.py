@@ -20,7 +20,13 @@ class Rotary(NamedTuple):
     cos: Tensor
     """float32 [max_positions, P], P = rotary_dim / 2."""
     sin: Tensor
-    interleaved: bool
+    interleaved: bool = False
+    """Pairs are neighbours; else entry i goes with entry i + P."""
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many features of a head are rotated."""
+        return 2 * self.cos.shape[1]
 
 
 def rotary_table(
@@ -61,5 +67,5 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
 
 def apply_rotary(x_BHTD: Tensor, rotary: Rotary, positions_BT: Tensor) -> Tensor:
     """Rotate heads of new tokens that stand at integer positions of their sequences."""
-    cos_B1TP, sin_B1TP = (table[positions_BT].unsqueeze(1) for table in rotary[:2])
+    cos_B1TP, sin_B1TP = (x[positions_BT].unsqueeze(1) for x in (rotary.cos, rotary.sin))
     return rotate(x_BHTD, cos_B1TP, sin_B1TP, interleaved=rotary.interleaved)
