@@ -38,7 +38,7 @@ class FlashDecode(DecodeOnly):
         from importlib import metadata
 
         try:
-            return metadata.version("triton")
+            return f"triton {metadata.version('triton')}"
         except metadata.PackageNotFoundError:
             return None
 
