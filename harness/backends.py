@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -119,9 +120,7 @@ def features_of(backend: AttentionBackend, device: str) -> Features:
         if isinstance(backend, DecodeOnly) and caches == NO:
             # Which of its reasons matters: it is asked for nothing else.
             reason = _why_no_cache(backend, device)
-        return Features(
-            name=backend.name, version=version, usable=NO, reason=reason, caches=caches
-        )
+        return Features(name=backend.name, version=version, usable=NO, reason=reason, caches=caches)
     reason = None
     if not problem.needs_grad:
         reason = backend.supports(replace(problem, needs_grad=True))
@@ -147,7 +146,7 @@ def features_of(backend: AttentionBackend, device: str) -> Features:
 
 def _cache_problems(device: str) -> dict[str, list[DecodeProblem]]:
     """A small step from each kind of cache, in the dtypes that a device is used with."""
-    kinds: dict[str, dict[str, int]] = {
+    kinds: dict[str, dict[str, Any]] = {
         "contiguous": {"head_dim": 64},
         "paged": {"head_dim": 64, "block_size": 256},
         "latent": {

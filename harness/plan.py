@@ -57,7 +57,10 @@ def predicted_seconds(case: Case, device_name: str = "") -> float:
     # What decoding moves takes longer than what it computes.
     moved = sum(item.bytes or 0.0 for item in work.values())
     sent = sum(item.sent_bytes or 0.0 for item in work.values())
-    seconds_per_pass = max(flops / rate, moved / MEMORY_BYTES_PER_S[case.device]) + sent / LINK_BYTES_PER_S[case.device]
+    seconds_per_pass = (
+        max(flops / rate, moved / MEMORY_BYTES_PER_S[case.device])
+        + sent / LINK_BYTES_PER_S[case.device]
+    )
     seconds = SETUP_S + case.task.num_passes() * seconds_per_pass
     if case.attention.compiles or case.task.compiles(case):
         seconds += COMPILE_S[case.device]

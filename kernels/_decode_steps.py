@@ -13,7 +13,7 @@ from kernels.caches._key_values import KeyValueCache, next_positions
 from kernels.caches._latents import LatentCache
 from kernels.caches._places import Slots
 from kernels.decode.rotary import Rotary, rotate
-from kernels.decoding import Decoder, DecodeProblem
+from kernels.decoding import DecodeProblem, Decoder
 from kernels.ranges import named_range
 
 

@@ -1,4 +1,4 @@
-"""``flash_attn_with_kvcache`` of the FlashAttention libraries: rotary, append and attention at once.
+"""``flash_attn_with_kvcache`` of the FlashAttention libraries: rotary, append, attention at once.
 
 Versions 2 and 3 name the block table differently, ``block_table`` and ``page_table``; both take
 caches [batch, seq, heads, head_dim], which is a transposed view of this project's. Their rotary
@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from kernels._flash_library import DTYPES, call, parameters_of, why_not_head_dim
-from kernels.decoding import Decoder, DecodeProblem
+from kernels.decoding import DecodeProblem, Decoder
 from kernels.ranges import named_range
 
 if TYPE_CHECKING:
@@ -100,4 +100,4 @@ class KvCacheDecoder(Decoder):
                 **self._rotary_arguments(q.dtype),
             )
         o = o[0] if isinstance(o, tuple) else o
-        return o.transpose(1, 2)  # type: ignore[no-any-return]
+        return o.transpose(1, 2)

@@ -44,4 +44,4 @@ class FlashMlaSteps(AbsorbedSteps):
             softmax_scale=self.scale,
             causal=True,
         )
-        return o_BTHR.transpose(1, 2)  # type: ignore[no-any-return]
+        return o_BTHR.transpose(1, 2)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,7 +12,7 @@ from kernels._flash_library import call
 from kernels.caches._key_values import KeyValueCache
 from kernels.caches._places import BlockPlaces
 from kernels.decode.rotary import Rotary
-from kernels.decoding import Decoder, DecodeProblem
+from kernels.decoding import DecodeProblem, Decoder
 from kernels.ranges import named_range
 
 WORKSPACE_BYTES = 128 * 2**20
@@ -22,8 +25,7 @@ class FlashInferDecoder(Decoder):
     def __init__(
         self, problem: DecodeProblem, cache: KeyValueCache, *, rotary: Rotary | None, scale: float
     ) -> None:
-        import flashinfer
-
+        flashinfer: Any = importlib.import_module("flashinfer")
         assert isinstance(cache.places, BlockPlaces)
         self._library = flashinfer
         self._problem = problem
@@ -107,4 +109,4 @@ class FlashInferDecoder(Decoder):
                 kv_layout="HND",
             )
         with named_range("attention"):
-            return self._wrapper.run(q.contiguous(), paged).unsqueeze(2)  # type: ignore[no-any-return]
+            return self._wrapper.run(q.contiguous(), paged).unsqueeze(2)

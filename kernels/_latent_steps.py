@@ -130,7 +130,7 @@ class AbsorbedKernelSteps(AbsorbedSteps):
         self._lengths_after = self.cache.places.lengths + self.problem.new_tokens
 
     def attend_latents(self, layer: int, q_BHTR: Tensor, q_rope: Tensor) -> Tensor:
-        return self._kernel(  # type: ignore[no-any-return]
+        return self._kernel(
             q_BHTR,
             q_rope,
             self.cache.latents[layer],

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kernels.backend import attention_backend
-from kernels.decoding import Decoder, DecodeOnly, DecodeProblem, kernel_of, why_not_triton
+from kernels.decoding import DecodeOnly, DecodeProblem, Decoder, kernel_of, why_not_triton
 from kernels.ranges import named_range
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class FusedDecoder(Decoder):
     def __call__(self, layer: int, q: Tensor, k_new: Tensor, v_new: Tensor) -> Tensor:
         cache, places = self._cache, self._cache.places
         with named_range("fused"):
-            return self._kernel(  # type: ignore[no-any-return]
+            return self._kernel(
                 q,
                 k_new,
                 v_new,

@@ -35,8 +35,10 @@ class ModelConfig:
     """Width of a head's rotary part, of latent attention alone; None is half of the head."""
 
     def __post_init__(self) -> None:
-        sizes = ("vocab_size", "d_model", "d_ff", "num_layers", "num_heads", "num_kv_heads")
-        sizes += ("kv_lora_rank", "rope_head_dim")
+        sizes = (
+            *("vocab_size", "d_model", "d_ff", "num_layers", "num_heads", "num_kv_heads"),
+            *("kv_lora_rank", "rope_head_dim"),
+        )
         for field in sizes:
             value = getattr(self, field)
             if value is not None and value < 1:

@@ -36,9 +36,7 @@ def decode_problem(
     )
 
 
-def cache_shape(
-    config: ModelConfig, *, batch_size: int, max_len: int, dtype: str
-) -> CacheShape:
+def cache_shape(config: ModelConfig, *, batch_size: int, max_len: int, dtype: str) -> CacheShape:
     """What a model keeps of ``batch_size`` sequences of up to ``max_len`` tokens."""
     latent = config.kv_lora_rank is not None
     return CacheShape(

@@ -368,9 +368,17 @@ def make_decode_record(
     if cache == "latent":
         shape |= {"num_kv_heads": None, "kv_lora_rank": 512, "rope_head_dim": 64}
     record.case["task"] = {
-        **{"name": "decode", "new_tokens": 1, "lengths": "equal", "rotary": "interleaved"},
-        **{"num_layers": 1, "prompts": 0, "prompt_len": 512, "cuda_graph": cuda_graph},
-        **{"warmup_steps": 10, "measure_steps": 100, **shape},
+        "name": "decode",
+        "new_tokens": 1,
+        "lengths": "equal",
+        "rotary": "interleaved",
+        "num_layers": 1,
+        "prompts": 0,
+        "prompt_len": 512,
+        "cuda_graph": cuda_graph,
+        "warmup_steps": 10,
+        "measure_steps": 100,
+        **shape,
     }
     record.case["cache"] = {"name": cache, **({} if cache == "contiguous" else {"block_size": 64})}
     sizes = f"b{record.case['batch_size']}-s{record.case['seq_len']}"
@@ -390,8 +398,12 @@ def _decode_profile(parts: dict[str, float]) -> dict[str, Any]:
     phase = {"kernel_ms": 1.0, "busy_ms": 1.0, "wall_ms": 1.0, "launches": float(len(parts))}
     phases = {"decode": phase, "step": phase}
     return {
-        **{"tool": "torch", "unit": "kernel", "steps": 2, "ranks": 1},
-        **{"rows": rows, "phases": phases},
+        "tool": "torch",
+        "unit": "kernel",
+        "steps": 2,
+        "ranks": 1,
+        "rows": rows,
+        "phases": phases,
     }
 
 

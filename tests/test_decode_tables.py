@@ -56,11 +56,7 @@ def test_a_step_without_result_is_no_speed() -> None:
 
 def test_graphs_are_compared_with_the_same_step() -> None:
     rows = rows_of(table_of("graph_effect", *EXAMPLES))
-    found = {
-        row["attention"]: row["speed-up"]
-        for row in rows
-        if row["CUDA graph"] == "yes"
-    }
+    found = {row["attention"]: row["speed-up"] for row in rows if row["CUDA graph"] == "yes"}
     assert found == {"standard": "2.00×", "flash_decode": "1.07×"}  # noqa: RUF001
     assert build_table("graph_effect", build_frame([make_decode_record("sdpa", us=1.0)])) is None
 

@@ -76,6 +76,14 @@ class TestLatents:
         )
         check(name, step, tolerance=1e-4)
 
+    def test_the_kernel_where_it_runs(self, name: str, block_size: int | None) -> None:
+        step = Step(lengths=[3, 9], block_size=block_size, kv_lora_rank=16, rope_head_dim=4)
+        backend = backend_of("mla_absorbed", implementation="triton")
+        reason = backend.supports_decode(step.problem)
+        if reason is not None or name != "mla_absorbed":
+            pytest.skip(reason or "of one backend")
+        step.check(backend, tolerance=1e-4)
+
     @pytest.mark.parametrize("cuda_graph", [False, True])
     def test_equal_lengths(self, name: str, block_size: int | None, cuda_graph: bool) -> None:
         sizes = {"kv_lora_rank": 8, "rope_head_dim": 2, "head_dim": 6}
@@ -264,8 +272,14 @@ class TestAuto:
 
 def problem_of(**changes: Any) -> DecodeProblem:
     values: dict[str, Any] = {
-        **{"batch_size": 2, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128},
-        **{"new_tokens": 1, "max_len": 512, "dtype": "bfloat16", "device": "cuda"},
+        "batch_size": 2,
+        "num_heads": 32,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+        "new_tokens": 1,
+        "max_len": 512,
+        "dtype": "bfloat16",
+        "device": "cuda",
     }
     return DecodeProblem(**(values | changes))
 
@@ -327,7 +341,9 @@ def test_a_graph_takes_one_batch() -> None:
 @pytest.mark.gpu
 @needs_cuda
 @pytest.mark.parametrize("block_size", [None, 16])
-@pytest.mark.parametrize("name", ["standard", "sdpa", "flash_decode", "flash_attn_2", "flash_attn_3"])
+@pytest.mark.parametrize(
+    "name", ["standard", "sdpa", "flash_decode", "flash_attn_2", "flash_attn_3"]
+)
 def test_a_graph_sees_lengths_change(name: str, block_size: int | None) -> None:
     """One capture, replayed while every sequence grows, over the edges of blocks too."""
     size = 256 if block_size and name == "flash_attn_2" else block_size

@@ -16,9 +16,9 @@ UNUSED = (
 def decoded(frame: pd.DataFrame) -> pd.DataFrame:
     """One row per case of task=decode.
 
-    ``heads`` in words, and of its decode phase: ``step_us``, ``gb_s`` by the bytes that have to move, ``copy_share`` of
-    the copy bandwidth that the same worker measured, ``predicted_us`` at that bandwidth, and
-    ``roof_share``: how near the time is to the least that bytes and FLOPs allow.
+    ``heads`` in words, and of its decode phase: ``step_us``, ``gb_s`` by the bytes that have to
+    move, ``copy_share`` of the copy bandwidth that the same worker measured, ``predicted_us`` at
+    that bandwidth, and ``roof_share``: the least time that bytes and FLOPs allow over the measured.
     """
     steps = frame[frame["task"] == "decode"]
     if steps.empty:

@@ -30,7 +30,7 @@ def profiled_steps(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def parts_of(case: pd.Series | dict[str, Any]) -> list[dict[str, Any]]:
-    """Kernels of a step, in its order: ``part``, ``kernel_name``, ``calls`` and ``us`` of one layer."""
+    """Kernels of a step, in its order: ``part``, ``kernel_name``, ``calls`` and ``us`` a layer."""
     profile = case["kernel_profile"]
     count = passes(profile) * int(case["layers"])
     rows = [

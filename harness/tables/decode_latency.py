@@ -12,8 +12,8 @@ from harness.tables._decode import UNUSED, decoded, operators_or_kernels
 
 CAPTION = (
     "Steps of new tokens against caches of seq_len tokens: median time, new tokens per second of "
-    "the whole batch, bytes that have to move over that time, and their share of the bandwidth of a "
-    "large copy, which the same process measured. Predicted is the time of those bytes at that "
+    "the whole batch, bytes that have to move over that time, and their share of the bandwidth of "
+    "a large copy, which the same process measured. Predicted is the time of those bytes at that "
     "bandwidth; the share of the roof counts FLOPs at the datasheet's peak besides. Kernels are "
     "those that a layer runs, launches those of the host in a step."
 )

@@ -58,9 +58,7 @@ def build(frame: pd.DataFrame) -> Table | None:
             time_column("decode", "step (ms)"),
             Column(key="decode_tokens_per_s", header="generated (tokens/s)", format=fmt.number),
             Column(key="copy_share", header="of the copy (%)", format=fmt.percent),
-            Column(
-                key="kernels", header=f"{operators_or_kernels(rows)} a step", format=fmt.number
-            ),
+            Column(key="kernels", header=f"{operators_or_kernels(rows)} a step", format=fmt.number),
             Column(key="launches", header="launches", format=fmt.number, detail=True),
             Column(key="peak_memory_gib", header="peak memory (GiB)", format=fmt.number),
             Column(key="check_error", header="error", format=fmt.scientific, detail=True),

@@ -33,7 +33,7 @@ def counted(frame: pd.DataFrame) -> pd.DataFrame:
         shape=[task["shape"] for task in tasks],
         attention_type=[task["attention_type"] for task in tasks],
         device_gib=[task["device_gib"] for task in tasks],
-        **{name: results[name] for name in results},
+        **{str(name): results[name] for name in results},
         total_gib=results["total_bytes"] / GIB,
         of_device=results["total_bytes"] / GIB / [task["device_gib"] for task in tasks],
     )

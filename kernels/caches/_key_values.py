@@ -65,7 +65,7 @@ class KeyValueCache:
         if table is None or size is None:
             return keys[:, :, :num_tokens], values[:, :, :num_tokens]
         blocks = table[:, : -(-num_tokens // size)].long()
-        return tuple(  # type: ignore[return-value]
+        return tuple(
             # [B, blocks, G, size, D]: a copy, which a paged kernel does without.
             x[blocks].transpose(1, 2).flatten(2, 3)[:, :, :num_tokens]
             for x in (keys, values)

@@ -213,7 +213,9 @@ class BlockPlaces(Places):
             for held, new, owned in zip(self._lengths, counts, self._blocks, strict=True)
         ]
         taken = self.allocator.take(sum(max(0, number) for number in missing))
-        rows, columns, values = [], [], []
+        rows: list[int] = []
+        columns: list[int] = []
+        values: list[int] = []
         # In turns, as sequences that grow together take them.
         while any(number > 0 for number in missing):
             for sequence, number in enumerate(missing):

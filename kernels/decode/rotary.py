@@ -57,10 +57,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
     else:
         first, second = turned.split(num_pairs, dim=-1)
     parts = (first * cos - second * sin, first * sin + second * cos)
-    if interleaved:
-        rotated = torch.stack(parts, dim=-1).flatten(-2)
-    else:
-        rotated = torch.cat(parts, dim=-1)
+    rotated = torch.stack(parts, dim=-1).flatten(-2) if interleaved else torch.cat(parts, dim=-1)
     rotated = rotated.to(x.dtype)
     return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
 
