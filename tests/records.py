@@ -360,7 +360,7 @@ def make_decode_record(
         task="attention",
         mode="forward",
         attention=attention,
-        samples_ms={"decode": [[us / 1e3, us / 1e3, 1.2 * us / 1e3]]} if status == "ok" else None,
+        samples_ms={"decode": [[us / 1e3] * 2]} if status != "oom" else None,
         status=status,
         **{"notes": {"decode": {"copy_bandwidth_gb_s": 4000.0, **kernels}}, **fields},
     )
@@ -383,7 +383,9 @@ def make_decode_record(
     record.case["cache"] = {"name": cache, **({} if cache == "contiguous" else {"block_size": 64})}
     sizes = f"b{record.case['batch_size']}-s{record.case['seq_len']}"
     record.case_id = f"decode-{attention}-{cache}-{sizes}-{cuda_graph}"
-    record.work = {"decode": {"flops": 1e9, "bytes": gb * 1e9, "tokens": record.case["batch_size"]}}
+    record.work = {
+        "decode": {"flops": 989.4e6, "bytes": gb * 1e9, "tokens": record.case["batch_size"]}
+    }
     return record
 
 
@@ -437,6 +439,7 @@ def decode_examples() -> list[Record]:
             mode="forward",
             attention=attention,
             samples_ms={"attention": [[ms / 2] * 3], "prefill": [[ms] * 3]},
+            flops=989.4e9,
         )
         shape = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "rotary": "halves"}
         record.case["task"] = {"name": "prefill", "packing": packing, **shape}
@@ -446,21 +449,35 @@ def decode_examples() -> list[Record]:
     return [*steps, *replayed, *latents, *prefills, *_counted_caches(), *_generated()]
 
 
+def gone_wrong(records: Iterable[Record], *, ms: float) -> list[Record]:
+    """The same cases with a wrong result, all of whose samples took ``ms``."""
+    found = []
+    for record in records:
+        copy = Record.from_json(record.to_json())
+        copy.status, copy.error = "wrong", {"message": "off"}
+        copy.case_id += "-wrong"
+        copy.case["seed"] = 1
+        for phase in copy.phases.values():
+            phase.samples_ms = [[ms for _ in samples] for samples in phase.samples_ms]
+        found.append(copy)
+    return found
+
+
 def _counted_caches() -> list[Record]:
     found = []
     for attention_type, per_token in (("mha", 524288), ("mla", 36864)):
         for seq_len in (8192, 524288):
             record = make_record(task="attention", mode="forward", seq_len=seq_len)
             task = {"name": "kv_memory", "shape": "llama3_8b", "attention_type": attention_type}
-            record.case["task"] = {**task, "device_gib": 131.0}
+            record.case["task"] = {**task, "device_gib": 128.0}
             record.case_id = f"kv_memory-{attention_type}-{seq_len}"
             total = 4 * seq_len * per_token
             record.notes["kv_memory"] = {
                 "bytes_per_token": per_token,
                 "total_bytes": total,
-                "fits": total < 131 * 2**30,
-                "largest_batch": 131 * 2**30 // (total // 4),
-                "longest_len": 131 * 2**30 // (4 * per_token),
+                "fits": total < 128 * 2**30,
+                "largest_batch": 128 * 2**30 // (total // 4),
+                "longest_len": 128 * 2**30 // (4 * per_token),
             }
             found.append(record)
     return found
