@@ -62,8 +62,10 @@ class FlashInferDecoder(Decoder):
         self._indptr, self._indices = tensor(starts), tensor(indices)
         self._last = tensor([(length - 1) % size + 1 for length in lengths])
         dtype = getattr(torch, problem.dtype)
+        # Not the bound method: what call() remembers of it would keep its workspace alive.
         call(
-            self._wrapper.plan,
+            type(self._wrapper).plan,
+            self=self._wrapper,
             indptr=self._indptr,
             indices=self._indices,
             last_page_len=self._last,

@@ -46,18 +46,26 @@ class LatentSteps(LatentDecoder):
     def attend(self, layer: int, inputs: LatentInputs, q_rope: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def probabilities(self, scores_BHTK: Tensor, dtype: torch.dtype) -> Tensor:
-        """Softmax over the tokens that each new one sees, in float32."""
+    def probabilities(self, scores: Tensor, dtype: torch.dtype, *, heads_dim: int) -> Tensor:
+        """Softmax over the tokens that each new one sees, in float32.
+
+        Args:
+            scores: of batch, heads, new tokens and keys; ``heads_dim`` says where the heads are.
+        """
         with named_range("softmax"):
             if self.tokens.hidden is not None:
-                hidden = self.tokens.hidden.unsqueeze(1)
-                scores_BHTK = scores_BHTK.masked_fill(hidden, float("-inf"))
-            wide = torch.promote_types(scores_BHTK.dtype, torch.float32)
-            return scores_BHTK.softmax(dim=-1, dtype=wide).to(dtype)
+                hidden = self.tokens.hidden.unsqueeze(heads_dim)
+                scores = scores.masked_fill(hidden, float("-inf"))
+            wide = torch.promote_types(scores.dtype, torch.float32)
+            return scores.softmax(dim=-1, dtype=wide).to(dtype)
 
 
 class MaterialisedSteps(LatentSteps):
-    """Keys and values of all heads and all tokens, up-projected at every step."""
+    """Keys and values of all heads and all tokens, up-projected at every step.
+
+    Heads come before the batch here: one matmul for each head over the tokens of all sequences
+    gives [H, B, K, D], which nothing has to copy.
+    """
 
     def attend(self, layer: int, inputs: LatentInputs, q_rope: Tensor) -> Tensor:
         latents_BKC = self.cache.dense(layer, self.tokens.span)
@@ -65,15 +73,17 @@ class MaterialisedSteps(LatentSteps):
             (self.problem.kv_lora_rank, self.problem.rope_head_dim), dim=-1
         )
         with named_range("up_projection"):
-            # [B, 1, K, R] @ [H, R, D]
-            k_BHKD = c_BKR.unsqueeze(1) @ inputs.up_k_HDR.mT
-            v_BHKD = c_BKR.unsqueeze(1) @ inputs.up_v_HDR.mT
+            k_HBKD = up_projected(c_BKR, inputs.up_k_HDR)
+            v_HBKD = up_projected(c_BKR, inputs.up_v_HDR)
         with named_range("scores"):
-            scores = inputs.q_BHTD @ k_BHKD.mT + q_rope @ rope_BKD.unsqueeze(1).mT
+            # The rotary part is one for all heads, which are rows of one matmul a sequence.
+            shared = q_rope.flatten(1, 2) @ rope_BKD.mT
+            shared_BHTK = shared.unflatten(1, q_rope.shape[1:3])
+            scores = inputs.q_BHTD.transpose(0, 1) @ k_HBKD.mT + shared_BHTK.transpose(0, 1)
             scores = scores * self.scale
-        probabilities = self.probabilities(scores, v_BHKD.dtype)
+        probabilities = self.probabilities(scores, v_HBKD.dtype, heads_dim=0)
         with named_range("values"):
-            return probabilities @ v_BHKD
+            return (probabilities @ v_HBKD).transpose(0, 1)
 
 
 class AbsorbedSteps(LatentSteps):
@@ -96,7 +106,7 @@ class AbsorbedSteps(LatentSteps):
             # All heads and new tokens are rows of one matmul a sequence.
             scores = rows.flatten(1, 2) @ latents_BKC.mT * self.scale
         scores_BHTK = scores.unflatten(1, rows.shape[1:3])
-        probabilities = self.probabilities(scores_BHTK, latents_BKC.dtype)
+        probabilities = self.probabilities(scores_BHTK, latents_BKC.dtype, heads_dim=1)
         with named_range("values"):
             c_BKR = latents_BKC[..., : self.problem.kv_lora_rank]
             o = probabilities.flatten(1, 2) @ c_BKR
@@ -138,6 +148,13 @@ class AbsorbedKernelSteps(AbsorbedSteps):
             block_table=self.cache.places.block_table,
             scale=self.scale,
         )
+
+
+def up_projected(c_BKR: Tensor, weights_HDR: Tensor) -> Tensor:
+    """Keys or values of all heads, [H, B, K, D]; latents are read by each head, and not copied."""
+    rows_NR = c_BKR.flatten(0, 1)
+    rows_HNR = rows_NR.expand(weights_HDR.shape[0], *rows_NR.shape)
+    return torch.bmm(rows_HNR, weights_HDR.mT).unflatten(1, c_BKR.shape[:2])
 
 
 def per_head(x_BHTI: Tensor, weights_HIO: Tensor) -> Tensor:
