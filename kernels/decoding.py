@@ -159,6 +159,22 @@ def kernel_of(name: str) -> Any:
     return getattr(importlib.import_module("kernels.decode"), name, None)
 
 
+def why_no_kernel(name: str, problem: DecodeProblem) -> str | None:
+    """None if a function of :mod:`kernels.decode` can run here, else the reason in one line."""
+    reason = why_not_triton(problem.device)
+    if reason is not None:
+        return reason
+    if kernel_of(name) is None:
+        return f"kernels.decode has no {name}"
+    why_not = kernel_of("why_not")
+    if why_not is None:
+        return None
+    import torch
+
+    found: str | None = why_not(torch.device(problem.device), getattr(torch, problem.dtype))
+    return found
+
+
 def scale_of(problem: DecodeProblem) -> float:
     """1 / sqrt of the width of a whole query."""
     return float((problem.head_dim + problem.rope_head_dim) ** -0.5)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kernels.backend import attention_backend
-from kernels.decoding import DecodeOnly, DecodeProblem, Decoder, kernel_of, why_not_triton
+from kernels.decoding import DecodeOnly, DecodeProblem, Decoder, kernel_of, why_no_kernel
 from kernels.ranges import named_range
 
 if TYPE_CHECKING:
@@ -47,10 +47,7 @@ class FlashDecode(DecodeOnly):
             return "takes keys and values, not latents"
         if problem.head_dim > MAX_HEAD_DIM:
             return f"head_dim is at most {MAX_HEAD_DIM}, not {problem.head_dim}"
-        reason = why_not_triton(problem.device)
-        if reason is not None:
-            return reason
-        return None if kernel_of("flash_decode") else "kernels.decode has no flash_decode"
+        return why_no_kernel("flash_decode", problem)
 
     def decoder(
         self, problem: DecodeProblem, cache: Any, *, rotary: Rotary | None, scale: float

@@ -15,7 +15,7 @@ from kernels.decoding import (
     DecodeProblem,
     kernel_of,
     operator_workspace,
-    why_not_triton,
+    why_no_kernel,
 )
 
 if TYPE_CHECKING:
@@ -43,13 +43,7 @@ class MlaAbsorbed(DecodeOnly):
     def supports_decode(self, problem: DecodeProblem) -> str | None:
         if not problem.is_latent:
             return "takes latents: use cache=latent"
-        return self._why_no_kernel(problem) if self.implementation == "triton" else None
-
-    def _why_no_kernel(self, problem: DecodeProblem) -> str | None:
-        reason = why_not_triton(problem.device)
-        if reason is not None:
-            return reason
-        return None if kernel_of("mla_decode") else "kernels.decode has no mla_decode"
+        return why_no_kernel("mla_decode", problem) if self.implementation == "triton" else None
 
     def decode_choice(self, problem: DecodeProblem) -> str:
         """With how it computes behind its name, where that was left to it."""
@@ -60,7 +54,7 @@ class MlaAbsorbed(DecodeOnly):
     def _uses_kernel(self, problem: DecodeProblem) -> bool:
         if self.implementation == "auto" and problem.device == "cpu":
             return False
-        return self.implementation != "torch" and self._why_no_kernel(problem) is None
+        return self.implementation != "torch" and why_no_kernel("mla_decode", problem) is None
 
     def decode_workspace(self, problem: DecodeProblem) -> float:
         return 0.0 if self._uses_kernel(problem) else operator_workspace(problem)

@@ -190,10 +190,10 @@ class TestWiringOfFusedKernels:
     @pytest.fixture(autouse=True)
     def kernels_of_python(self, monkeypatch: pytest.MonkeyPatch) -> None:
         stand_in = StandIn()
-        for module in ("flash_decode", "mla_absorbed"):
+        for module in ("decoding", "flash_decode", "mla_absorbed"):
             found = f"kernels.{module}.kernel_of"
-            monkeypatch.setattr(found, lambda name: getattr(stand_in, name))
-            monkeypatch.setattr(f"kernels.{module}.why_not_triton", lambda device: None)
+            monkeypatch.setattr(found, lambda name: getattr(stand_in, name, None))
+        monkeypatch.setattr("kernels.decoding.why_not_triton", lambda device: None)
 
     @pytest.mark.parametrize("block_size", [None, 4])
     @pytest.mark.parametrize("new_tokens", [1, 2])
@@ -210,6 +210,11 @@ class TestWiringOfFusedKernels:
         backend = backend_of("mla_absorbed", implementation="triton")
         assert backend.supports_decode(step.problem) is None
         step.check(backend, tolerance=1e-4)
+
+    def test_the_kernels_own_reason_is_given(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(StandIn, "why_not", lambda *given: f"not {given[2]}", raising=False)
+        problem = Step(lengths=[1], dtype="bfloat16").problem
+        assert backend_of("flash_decode").supports_decode(problem) == "not torch.bfloat16"
 
     def test_what_it_says_of_itself(self) -> None:
         problem = Step(lengths=[1], kv_lora_rank=4, rope_head_dim=2).problem
