@@ -300,6 +300,14 @@ class TestKvMemory:
         assert found["longest_len"] == int(1.2 * 4096)
         assert not run(self.case("task.device_gib=0.9"), tmp_path).notes["kv_memory"]["fits"]
 
+    def test_work_of_a_step_over_it(self) -> None:
+        # 2 x 4,096 tokens, 32 heads in 32 layers: a score and a value of 128 numbers each.
+        keys = self.case()
+        assert keys.task.work(keys)["step"].flops == 2 * 4096 * 32 * 32 * 2 * (128 + 128)
+        latent = self.case("task.attention_type=mla")
+        pairs = 2 * 4096 * 32 * 32
+        assert latent.task.work(latent)["step"].flops == pairs * 2 * (512 + 64 + 512)
+
     def test_a_block_is_taken_whole(self, tmp_path: Path) -> None:
         record = run(self.case("seq_len=65", "task.block_size=64"), tmp_path)
         assert record.notes["kv_memory"]["total_bytes"] == 2 * 128 * 128 * 1024

@@ -80,9 +80,15 @@ class KvMemory(Task):
         return CACHES["paged"].target(name="paged", block_size=self.block_size)  # type: ignore[call-arg]
 
     def work(self, case: Case) -> dict[str, Work]:
-        """What reading the cache once moves, which every decoding step has to."""
-        moved = float(self.choice().storage_bytes(self.cache_shape(case)))
-        return {"read": Work(flops=1.0, bytes=moved)}
+        """Of one new token of each sequence over the whole cache, in all layers."""
+        shape, model = self.cache_shape(case), MODEL_SHAPES[self.shape]
+        # Scores and values: over keys and values, or over a latent and its first r numbers.
+        width = 2 * model.head_dim
+        if shape.kv_lora_rank:
+            width = 2 * shape.kv_lora_rank + shape.rope_head_dim
+        pairs = case.batch_size * case.seq_len * model.num_heads * shape.num_layers
+        moved = float(self.choice().storage_bytes(shape))
+        return {"step": Work(flops=2.0 * pairs * width, bytes=moved)}
 
     def predicted_memory(self, case: Case) -> dict[str, float]:
         """Of the count itself: nothing is allocated."""
