@@ -111,21 +111,24 @@ class LatentDecoder:
         raise NotImplementedError
 
 
-def operator_workspace(problem: DecodeProblem) -> float:
-    """Of PyTorch's operators: scores before and after the softmax, and what they gather.
+def gathered_bytes(problem: DecodeProblem) -> float:
+    """What PyTorch's operators make of a paged cache before they read it; nothing of another.
 
-    A paged cache is indexed and then laid out, so that one of keys and values is there twice
-    beside the other.
+    Keys and values are indexed and then laid out, so that one is there twice beside the other.
     """
+    if problem.block_size is None:
+        return 0.0
+    tokens = problem.batch_size * problem.max_len * (4 if problem.dtype == "float32" else 2)
+    if problem.is_latent:
+        return float(tokens * (problem.kv_lora_rank + problem.rope_head_dim))
+    return float(3 * tokens * problem.num_kv_heads * problem.head_dim)
+
+
+def operator_workspace(problem: DecodeProblem) -> float:
+    """Of attention by operators: scores before and after the softmax, and what they gather."""
     size = 4 if problem.dtype == "float32" else 2
     rows = problem.batch_size * problem.num_heads * problem.new_tokens
-    scores = rows * problem.max_len * (4 + 2 * size)
-    if problem.block_size is None:
-        return float(scores)
-    tokens = problem.batch_size * problem.max_len * size
-    if problem.is_latent:
-        return float(scores + tokens * (problem.kv_lora_rank + problem.rope_head_dim))
-    return float(scores + 3 * tokens * problem.num_kv_heads * problem.head_dim)
+    return rows * problem.max_len * (4 + 2 * size) + gathered_bytes(problem)
 
 
 @dataclass(kw_only=True, slots=True)

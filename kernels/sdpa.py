@@ -160,6 +160,11 @@ class Sdpa(AttentionBackend):
             return None
         return f"PyTorch's {self.kernel} attention takes no mask by lengths; use sdpa"
 
+    def decode_workspace(self, problem: DecodeProblem) -> float:
+        from kernels.decoding import gathered_bytes
+
+        return gathered_bytes(problem)
+
     def decoder(
         self, problem: DecodeProblem, cache: Any, *, rotary: Rotary | None, scale: float
     ) -> SdpaDecoder:
