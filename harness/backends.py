@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -18,6 +19,7 @@ from rich.table import Table
 
 from harness import format as fmt
 from kernels import AttentionBackend, AttentionProblem
+from kernels.decoding import DecodeOnly, DecodeProblem
 from parallel import BACKENDS
 
 USAGE = "attnbench backends [device=auto|cpu|cuda]"
@@ -32,6 +34,7 @@ machine, and if not why. For those that run:
   S_q ≠ S_k        a causal mask with more keys than queries, or any number of them
   ring             gives the log-sum-exp, so that it can run on a sequence over many devices
   head_dim         which widths of a head it takes
+  decodes from     caches that it attends from, with task=decode
 """
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -59,6 +62,8 @@ class Features:
     ring: str = UNKNOWN
     """Whether its log-sum-exp lets it run inside a ring of devices."""
     head_dims: str = UNKNOWN
+    caches: str = NO
+    """Caches that it can take steps from: ``contiguous, paged``; and why none, for ``reason``."""
 
 
 def main(arguments: list[str]) -> int:
@@ -109,9 +114,13 @@ def features_of(backend: AttentionBackend, device: str) -> Features:
     """Ask a backend what it can do on ``cpu`` or ``cuda``."""
     version = backend.version() or UNKNOWN
     problem = _first_supported(backend, _plain_problems(device))
+    caches = _caches(backend, device)
     if problem is None:
         reason = backend.supports(next(iter(_plain_problems(device))))
-        return Features(name=backend.name, version=version, usable=NO, reason=reason)
+        if isinstance(backend, DecodeOnly) and caches == NO:
+            # Which of its reasons matters: it is asked for nothing else.
+            reason = _why_no_cache(backend, device)
+        return Features(name=backend.name, version=version, usable=NO, reason=reason, caches=caches)
     reason = None
     if not problem.needs_grad:
         reason = backend.supports(replace(problem, needs_grad=True))
@@ -131,7 +140,53 @@ def features_of(backend: AttentionBackend, device: str) -> Features:
         lengths="any" if any_length else "S_k > S_q" if longer else NO,
         ring=YES if backend.gives_lse else NO,
         head_dims=_head_dims([dim for dim in HEAD_DIMS if takes(head_dim=dim)]),
+        caches=caches,
     )
+
+
+def _cache_problems(device: str) -> dict[str, list[DecodeProblem]]:
+    """A small step from each kind of cache, in the dtypes that a device is used with."""
+    kinds: dict[str, dict[str, Any]] = {
+        "contiguous": {"head_dim": 64},
+        "paged": {"head_dim": 64, "block_size": 256},
+        "latent": {
+            "head_dim": 128, "block_size": 64, "kv_lora_rank": 512, "rope_head_dim": 64
+        },
+    }  # fmt: skip
+    return {
+        name: [
+            DecodeProblem(
+                batch_size=2,
+                num_heads=16,
+                num_kv_heads=1 if name == "latent" else 4,
+                new_tokens=1,
+                max_len=512,
+                dtype=dtype,
+                device=device,
+                **sizes,
+            )
+            for dtype in ("bfloat16", "float32")
+        ]
+        for name, sizes in kinds.items()
+    }
+
+
+def _caches(backend: AttentionBackend, device: str) -> str:
+    found = [
+        name
+        for name, problems in _cache_problems(device).items()
+        if any(backend.supports_decode(problem) is None for problem in problems)
+    ]
+    return ", ".join(found) or NO
+
+
+def _why_no_cache(backend: AttentionBackend, device: str) -> str | None:
+    """The reason against the cache that it comes nearest to: the last one that it checks."""
+    reasons = [
+        backend.supports_decode(problems[0]) for problems in _cache_problems(device).values()
+    ]
+    telling = [reason for reason in reasons if reason and not reason.startswith("takes ")]
+    return (telling or reasons)[0]
 
 
 def _plain_problems(device: str) -> Iterable[AttentionProblem]:
@@ -196,11 +251,12 @@ def _print(rows: list[Features], device: str, console: Console) -> None:
         "S_q ≠ S_k\n(causal)": "lengths",
         "ring": "ring",
         "head_dim": "head_dims",
+        "decodes\nfrom": "caches",
     }
     for header in columns:
         table.add_column(escape(header), vertical="bottom", no_wrap=header == "attention")
     for row in rows:
-        style = "dim" if row.usable == NO else ""
+        style = "dim" if row.usable == row.caches == NO else ""
         table.add_row(*(escape(getattr(row, key)) for key in columns.values()), style=style)
     console.print(f"Attention backends on {_device_name(device)}", highlight=False)
     console.print()

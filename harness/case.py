@@ -17,6 +17,7 @@ from typing import Any
 from harness.profiler import PROFILERS, Profiler
 from harness.task import TASKS, Task
 from kernels import BACKENDS, AttentionBackend, AttentionProblem
+from kernels.caches import CACHES, CacheChoice
 from kernels.registry import JOINED_LATER, Registry
 from models.config import ModelConfig
 from parallel import STRATEGIES, Strategy
@@ -153,6 +154,7 @@ class Case:
     compile: Compile | None = None
     checkpoint: Checkpoint | None = field(default=None, metadata={JOINED_LATER: True})
     profile: Profiler | None = field(default=None, metadata={JOINED_LATER: True})
+    cache: CacheChoice | None = field(default=None, metadata={JOINED_LATER: True})
 
     def __post_init__(self) -> None:
         require_at_least("seq_len", self.seq_len, 1)
@@ -168,6 +170,13 @@ class Case:
             self.model = None
         if "compile" not in self.task.uses:
             self.compile = None
+        if self.model is not None and self.model.kv_lora_rank and not self.task.takes_latents:
+            raise ValueError(
+                f"model.kv_lora_rank={self.model.kv_lora_rank}: task={self.task.name} knows no "
+                "latent attention; use task=generate, or leave it out"
+            )
+        if "cache" not in self.task.uses:
+            self.cache = None
         self._drop_what_does_nothing()
         self.task.validate(self)
         if self.profile is not None:
@@ -210,6 +219,8 @@ class Case:
             own["checkpoint"] = Checkpoint(**own["checkpoint"])
         if own.get("profile") is not None:
             own["profile"] = PROFILERS[own["profile"]["name"]].target(**own["profile"])
+        if own.get("cache") is not None:
+            own["cache"] = CACHES[own["cache"]["name"]].target(**own["cache"])
         return cls(**own)
 
     @property
@@ -230,6 +241,7 @@ class Case:
             parts.append(f"compile_{self.compile.scope}")
         if self.checkpoint is not None:
             parts.append(f"checkpoint_{self.checkpoint.label}")
+        parts += [self.cache.label] if self.cache is not None else []
         parts += self.task.words()
         if self.parallel.world_size > 1:
             parts.append(_ranks(self.parallel))
@@ -257,6 +269,7 @@ class Case:
             if problem.num_kv_heads != problem.num_heads:
                 heads += f":{problem.num_kv_heads}"
             words.append(f"x {heads} heads of {problem.head_dim}")
+        words += [f"{self.cache.label} cache"] if self.cache is not None else []
         words += self.task.words()
         if self.world_size > 1:
             words.append(f"{_ranks(self.parallel)} on {self.world_size} ranks")

@@ -50,14 +50,20 @@ AXES = {
     ),
 }
 
-_PHASES = {"step", "forward", "forward_backward"}
+_WHOLE = {
+    "attention": ("forward", "forward_backward", "step"),
+    "decode": ("decode", "step"),
+    "prefill": ("prefill",),
+    "generate": ("prefill", "decode"),
+}
+"""Phases of tasks other than training that are worth comparing; of all others the step."""
 
 
 def comparable(frame: pd.DataFrame) -> pd.DataFrame:
-    """Rows worth comparing: whole steps, and for attention alone its forward and both passes."""
-    rows = frame[frame["phase"].isin(_PHASES)]
-    part_of_step = (rows["task"] != "attention") & (rows["phase"] != "step")
-    return rows[~part_of_step].reset_index(drop=True)
+    """Rows worth comparing: whole steps, and of other tasks the phases that stand for them."""
+    pairs = zip(frame["task"], frame["phase"], strict=True)
+    whole = [phase in _WHOLE.get(task, ("step",)) for task, phase in pairs]
+    return frame[whole].reset_index(drop=True)
 
 
 _MODES = ("train_step", "forward_backward", "forward")

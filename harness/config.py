@@ -16,11 +16,11 @@ SWEEPS = ROOT / "sweeps"
 
 GROUPS = (
     *("task", "model", "attention", "precision", "compile", "checkpoint", "profile"),
-    *("parallel", "launcher"),
+    *("cache", "parallel", "launcher"),
 )
 """Keys that choose an implementation or a file; every other key is a value."""
 
-OPTIONAL_GROUPS = ("model", "compile", "checkpoint", "profile")
+OPTIONAL_GROUPS = ("model", "compile", "checkpoint", "profile", "cache")
 """Those that a task may have no use for."""
 
 
@@ -35,6 +35,7 @@ class Config:
     compile: Compile
     checkpoint: Checkpoint
     profile: Any
+    cache: Any
     parallel: Any
     launcher: Any
     seq_len: int = 256
@@ -73,9 +74,10 @@ def registered_choices() -> dict[str, dict[str, Any]]:
     from harness.profiler import PROFILERS
     from harness.task import TASKS
     from kernels import BACKENDS
+    from kernels.caches import CACHES
     from parallel import STRATEGIES
 
-    registries: list[Any] = [TASKS, BACKENDS, PROFILERS, STRATEGIES, LAUNCHERS]
+    registries: list[Any] = [TASKS, BACKENDS, PROFILERS, CACHES, STRATEGIES, LAUNCHERS]
     return {
         registry.group: {
             entry.name: entry.target(name=entry.name, **entry.preset) for entry in registry

@@ -70,6 +70,20 @@ STRATEGY_COLOURS = {
 }
 """Of ways to train on several ranks, which no figure shows beside the others."""
 
+DECODE_COLOURS = {
+    "standard": "#555555",
+    "flash_decode": "#D55E00",
+    "flashinfer": "#009E73",
+    "mla_materialised": "#999933",
+    "mla_absorbed": "#AA4499",
+    "flash_mla": "#0072B2",
+    "mha": "#555555",
+    "gqa": "#0072B2",
+    "mqa": "#E69F00",
+    "mla": "#AA4499",
+}
+"""Of what attends from a cache alone, beside libraries that have a colour already."""
+
 MEMORY_COLOURS = {
     "parameters": "#0072B2",
     "gradients": "#D55E00",
@@ -178,13 +192,15 @@ def draw(name: str, frame: pd.DataFrame) -> tuple[str, bytes, bytes] | None:
 
 def colour(name: str) -> str:
     """The colour of a backend, a precision or another choice, the same everywhere."""
-    known = COLOURS.get(name) or SPLIT_COLOURS.get(name) or STRATEGY_COLOURS.get(name)
+    kinds = (COLOURS, SPLIT_COLOURS, STRATEGY_COLOURS, DECODE_COLOURS)
+    known = next((kind[name] for kind in kinds if name in kind), None)
     return known or _FALLBACK_COLOURS[_digest(name) % len(_FALLBACK_COLOURS)]
 
 
 def marker(name: str) -> str:
     """The marker of a backend, so that lines differ by more than colour."""
-    names = list(SPLIT_COLOURS if name in SPLIT_COLOURS else COLOURS)
+    kinds = (SPLIT_COLOURS, DECODE_COLOURS)
+    names = list(next((kind for kind in kinds if name in kind), COLOURS))
     place = names.index(name) if name in names else _digest(name)
     return _MARKERS[place % len(_MARKERS)]
 

@@ -20,6 +20,7 @@ from harness.points import BATCH_LAYOUTS
 from harness.record import Record
 from harness.stats import median, slowest_rank, summarise
 from kernels import BACKENDS
+from kernels.caches import CACHES
 from parallel import STRATEGIES
 
 GIB = 2**30
@@ -106,6 +107,8 @@ CASE_COLUMNS = [
     *("collective", "size_mib", "size_bytes", "wrong_elements"),
     *("audit", "accumulation", "case", "rank_memory", "traffic", "communication_accounting"),
     *("checkpoint", "profile", "kernel_profile", "memory_profile"),
+    *("cache", "new_tokens", "lengths", "layers", "prompts", "rotary", "cuda_graph"),
+    *("decode", "kv_memory", "generate"),
 ]
 
 
@@ -167,6 +170,21 @@ def _case_row(record: Record, names: _Names) -> tuple[Any, ...]:
         *(case, record.memory, notes.get("traffic"), notes.get("communication_accounting")),
         *(_checkpoint(case), (case.get("profile") or {}).get("name", "none")),
         *(notes.get("kernel_profile"), notes.get("memory_profile")),
+        *_decoding(case),
+        *(notes.get("decode"), notes.get("kv_memory"), notes.get("generate")),
+    )
+
+
+def _decoding(case: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells steps from a cache apart; of other tasks the value that goes without saying."""
+    task, cache = case["task"], case.get("cache")
+    prompts = task.get("prompts", 0)
+    return (
+        CACHES[cache["name"]].target(**cache).label if cache else "none",
+        *(task.get("new_tokens", 1), task.get("lengths", "equal")),
+        task.get("num_layers", 1),
+        f"{prompts} x {task['prompt_len']:,}" if prompts else "none",
+        *(task.get("rotary", "none"), bool(task.get("cuda_graph", False))),
     )
 
 
@@ -331,6 +349,8 @@ def _distinct_names(choices: Iterable[dict[str, Any] | None]) -> dict[str, str]:
             for field in sorted(values)
             if field == "tp" or any(peer.get(field) != values[field] for peer in peers)
         ]
-        options = ", ".join(f"{field}={values[field]}" for field in differing)
+        # An option that is not set goes without saying, beside those where it is.
+        given = [field for field in differing if values.get(field) is not None]
+        options = ", ".join(f"{field}={values[field]}" for field in given)
         names[key] = f"{values['name']}({options})" if options else values["name"]
     return names

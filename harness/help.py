@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from harness.config import GROUPS, SWEEPS, choices
-from kernels.auto import CHAINS
+from kernels.auto import CHAINS, DECODE_CHAINS
 
 _TEMPLATE = """\
 attnbench: which attention backend and which parallel strategy to run on your hardware.
@@ -31,6 +31,8 @@ batches (2 unless parallel=none), parallel.cp sequences, parallel.tp weights and
 
 attention=auto takes the first that runs:
 @CHAINS@
+and from a cache, with task=decode or task=generate:
+@DECODE_CHAINS@
 
 Values and their defaults (KEY=VALUE; those of a choice as task.mode=forward):
 $CONFIG
@@ -54,10 +56,12 @@ def template() -> str:
     names = {group: choices(group) for group in GROUPS}
     names["sweeps"] = sorted(path.stem for path in SWEEPS.glob("*.yaml"))
     lines = [f"  {group:<10} {', '.join(found)}" for group, found in names.items()]
-    return _TEMPLATE.replace("@CHOICES@", "\n".join(lines)).replace("@CHAINS@", _chains())
+    text = _TEMPLATE.replace("@CHOICES@", "\n".join(lines))
+    text = text.replace("@DECODE_CHAINS@", _chains(DECODE_CHAINS))
+    return text.replace("@CHAINS@", _chains(CHAINS))
 
 
-def _chains() -> str:
+def _chains(chains: dict[str, tuple[str, ...]]) -> str:
     """The order in which attention=auto tries backends, on each kind of device."""
     return "\n".join(
         textwrap.fill(
@@ -66,5 +70,5 @@ def _chains() -> str:
             initial_indent=f"  {device:<11}",
             subsequent_indent=" " * 13,
         )
-        for device, names in CHAINS.items()
+        for device, names in chains.items()
     )

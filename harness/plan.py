@@ -19,6 +19,8 @@ COMPILE_S = {"cpu": 12.0, "cuda": 8.0}
 EFFICIENCY = 0.35
 CPU_FLOPS_PER_CORE = 40e9
 FALLBACK_GPU_FLOPS = 100e12
+MEMORY_BYTES_PER_S = {"cpu": 10e9, "cuda": 1e12}
+"""Of copies, cautiously."""
 LINK_BYTES_PER_S = {"cpu": 0.5e9, "cuda": 50e9}
 """Of gloo on one host and of NCCL, cautiously."""
 
@@ -52,8 +54,13 @@ def predicted_seconds(case: Case, device_name: str = "") -> float:
         hardware = find_hardware(device_name)
         peak = hardware.peak_tflops.get(case.precision.peak) if hardware else None
         rate = EFFICIENCY * peak * 1e12 if peak else FALLBACK_GPU_FLOPS
+    # What decoding moves takes longer than what it computes.
+    moved = sum(item.bytes or 0.0 for item in work.values())
     sent = sum(item.sent_bytes or 0.0 for item in work.values())
-    seconds_per_pass = flops / rate + sent / LINK_BYTES_PER_S[case.device]
+    seconds_per_pass = (
+        max(flops / rate, moved / MEMORY_BYTES_PER_S[case.device])
+        + sent / LINK_BYTES_PER_S[case.device]
+    )
     seconds = SETUP_S + case.task.num_passes() * seconds_per_pass
     if case.attention.compiles or case.task.compiles(case):
         seconds += COMPILE_S[case.device]

@@ -24,7 +24,12 @@ PRECISION_ORDER = ("fp32", "tf32", "bf16", "bf16_pure", "fp16")
 
 COMPILE_ORDER = ("none", "block", "model")
 
-BATCH_LAYOUTS = {"none": "dense", "equal": "packed equal", "ragged": "packed ragged"}
+BATCH_LAYOUTS = {
+    "none": "dense",
+    "equal": "packed equal",
+    "ragged": "packed ragged",
+    "padded": "padded ragged",
+}
 """What tables call each ``task.packing``, the usual one first."""
 
 
@@ -82,7 +87,8 @@ class Point:
         return values.nunique(dropna=self.optional) > 1
 
 
-# Those from split to step are of tables about ranks alone; the frame has no such columns.
+# Those from split to step are of tables about ranks alone, heads, shape and attention_type of those
+# about caches; the frame has no such columns.
 POINTS: dict[str, Point] = {
     "task": Point(header="task", describe=lambda value: ""),
     "model": Point(header="model", describe=lambda value: f"model {value}", rank=model_rank),
@@ -118,6 +124,45 @@ POINTS: dict[str, Point] = {
     ),
     "batch_size": Point(
         header="batch", describe=lambda value: f"batch {fmt.integer(value)}", format=fmt.integer
+    ),
+    "heads": Point(header="heads", describe=lambda value: f"heads {value}"),
+    "shape": Point(header="model", describe=lambda value: f"model {value}"),
+    "attention_type": Point(
+        header="type",
+        describe=lambda value: str(value).upper(),
+        format=lambda value: str(value).upper(),
+        rank=_rank_in(("mha", "gqa", "mqa", "mla")),
+    ),
+    "cache": Point(
+        header="cache",
+        describe=lambda value: "" if value == "none" else f"{value} cache",
+        rank=_rank_in(("none", "contiguous")),
+    ),
+    "new_tokens": Point(
+        header="new tokens",
+        describe=lambda value: "" if value == 1 else f"{int(value)} new tokens",
+        format=fmt.integer,
+    ),
+    "lengths": Point(
+        header="lengths",
+        describe=lambda value: "" if value == "equal" else f"{value} lengths",
+    ),
+    "layers": Point(
+        header="layers",
+        describe=lambda value: "" if value == 1 else f"{int(value)} layers",
+        format=fmt.integer,
+    ),
+    "prompts": Point(
+        header="prompts",
+        describe=lambda value: "" if value == "none" else f"with prompts {value}",
+    ),
+    "rotary": Point(
+        header="rotary", describe=lambda value: "" if value == "none" else f"rotary {value}"
+    ),
+    "cuda_graph": Point(
+        header="CUDA graph",
+        describe=lambda value: "as a CUDA graph" if value else "",
+        format=fmt.yes_no,
     ),
     "precision": Point(header="precision", describe=_always, rank=precision_rank),
     "compile_scope": Point(
@@ -197,7 +242,10 @@ SHAPE_POINTS = ("head_dim", "num_heads", "num_kv_heads", "causal", "kv_len", "la
 """Given by the model in a training step, and by the task when attention is measured alone."""
 
 
-WITHOUT_MODEL = ("attention", "flop_balance", "collectives", "roofline")
+WITHOUT_MODEL = (
+    *("attention", "flop_balance", "collectives", "roofline", "decode", "prefill"),
+    "kv_memory",
+)
 """Tasks that give the shape of the attention call themselves."""
 
 OBSERVED = ("memory_source",)

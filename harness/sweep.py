@@ -39,13 +39,14 @@ AD_HOC = Sweep(
     title="Measurements",
     about="Cases chosen on the command line.",
     tables=[
-        *("summary", "attention_summary", "comparison", "cases", "checkpointing"),
+        *("summary", "attention_summary", "decode_latency", "varlen_prefill", "generate"),
+        *("kv_memory", "comparison", "cases", "graph_effect", "fusion_breakdown", "checkpointing"),
         *("kernel_phases", "kernel_categories", "top_kernels", "kernels", "attention_parts"),
         *("peak_memory", "memory_parts", "largest_allocations", "device_roof"),
     ],
     figures=[
         *("step_time", "attention_scaling", "kernel_shares", "kernel_roofline"),
-        "memory_timeline",
+        *("memory_timeline", "decode_over_length", "decode_over_batch", "kv_memory"),
     ],
     scales={"full": [{}]},
 )

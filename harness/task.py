@@ -40,7 +40,10 @@ class Task:
     name: str
 
     uses: ClassVar[frozenset[str]] = frozenset()
-    """Optional parts of a case that it reads: model, compile, checkpoint, profile."""
+    """Optional parts of a case that it reads: model, compile, checkpoint, profile,
+    cache."""
+    takes_latents: ClassVar[bool] = False
+    """Whether it can run a model that keeps latents (model.kv_lora_rank)."""
     attends: ClassVar[bool] = True
     """Whether it makes attention calls; where not, ``attention=`` changes nothing."""
 
@@ -54,6 +57,16 @@ class Task:
     def attention_problem(self, case: Case) -> AttentionProblem:
         """The attention call that the case makes, if the task attends."""
         raise NotImplementedError
+
+    def why_unsupported(self, case: Case) -> str | None:
+        """None if the attention can do here what the task asks of it, else why not, in one line."""
+        return case.attention.supports(self.attention_problem(case)) if self.attends else None
+
+    def attention_choice(self, case: Case) -> str:
+        """Name of the backend that the case's attention picks, where it picks; else its own."""
+        if not self.attends:
+            return case.attention.name
+        return case.attention.choice(self.attention_problem(case))
 
     def work(self, case: Case) -> dict[str, Work]:
         """Work of each phase, by the names that :meth:`run` records."""

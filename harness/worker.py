@@ -124,10 +124,9 @@ class Worker:
             if reason is not None:
                 outcome.status, outcome.error = "unsupported", {"message": reason}
             else:
-                if case.task.attends:
-                    chosen = case.attention.choice(case.attention_problem)
-                    if chosen != case.attention.name:
-                        outcome.notes["attention_choice"] = chosen
+                chosen = case.task.attention_choice(case)
+                if chosen != case.attention.name:
+                    outcome.notes["attention_choice"] = chosen
                 with bench.compile_watch.watching():
                     case.task.run(case, bench)
                     if case.profile is not None and bench.in_last_round:
@@ -218,7 +217,7 @@ def why_unsupported(case: Case) -> str | None:
         reason = case.profile.supports(case)
         if reason is not None:
             return reason
-    return case.attention.supports(case.attention_problem) if case.task.attends else None
+    return case.task.why_unsupported(case)
 
 
 def worst_status(statuses: list[str]) -> str:

@@ -27,6 +27,10 @@ from kernels.backend import AttentionBackend, AttentionProblem, Packing
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kernels._flash_kvcache import KvCacheDecoder
+    from kernels.decode.rotary import Rotary
+    from kernels.decoding import DecodeProblem
+
 DTYPES = ("float16", "bfloat16")
 
 
@@ -58,11 +62,45 @@ class FlashLibrary(AttentionBackend):
             return f"takes {' and '.join(DTYPES)}, not {problem.dtype}"
         return self.why_not_installed() or self.why_not_here(problem)
 
+    def supports_decode(self, problem: DecodeProblem) -> str | None:
+        from kernels import _flash_kvcache as kvcache
+
+        reason = kvcache.why_not(problem) or self._why_not_importable()
+        if reason is not None:
+            return reason
+        name = f"{self.distribution} {self.version() or ''}".strip()
+        reason = kvcache.why_no_function(self.load(), name)
+        return reason or self.why_not_decode_here(problem)
+
+    def decoder(
+        self, problem: DecodeProblem, cache: Any, *, rotary: Rotary | None, scale: float
+    ) -> KvCacheDecoder:
+        from kernels._flash_kvcache import KvCacheDecoder
+
+        return KvCacheDecoder(self.load(), cache, rotary=rotary, scale=scale)
+
+    def why_not_decode_here(self, problem: DecodeProblem) -> str | None:
+        """None if this GPU and this cache will do, else the reason."""
+        return None
+
     def why_not_installed(self) -> str | None:
         """None if the library can be imported and is recent enough, else the reason."""
+        reason = self._why_not_importable()
+        if reason is not None:
+            return reason
+        version, module = self.version(), self.load()
+        for function, parameters in self.needs.items():
+            found = parameters_of(getattr(module, function, None))
+            missing = [name for name in parameters if name not in found]
+            if missing:
+                what = f"its {function} takes no {missing[0]}" if found else f"has no {function}"
+                return f"{self.distribution} {version or ''} is of another version: {what}"
+        return None
+
+    def _why_not_importable(self) -> str | None:
         version = self.version()
         try:
-            module = self.load()
+            self.load()
         except Exception as error:
             if _is_absent(self.modules, error):
                 return f"{self.distribution} is not installed: {self.install}"
@@ -70,12 +108,6 @@ class FlashLibrary(AttentionBackend):
         if version is not None and _numbers(version) < self.oldest:
             oldest = ".".join(str(number) for number in self.oldest)
             return f"{self.distribution} {version} is too old, {oldest} is needed: {self.install}"
-        for function, parameters in self.needs.items():
-            found = parameters_of(getattr(module, function, None))
-            missing = [name for name in parameters if name not in found]
-            if missing:
-                what = f"its {function} takes no {missing[0]}" if found else f"has no {function}"
-                return f"{self.distribution} {version or ''} is of another version: {what}"
         return None
 
     def why_not_here(self, problem: AttentionProblem) -> str | None:

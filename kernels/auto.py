@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kernels.backend import (
     BACKENDS,
@@ -24,6 +24,9 @@ from kernels.backend import (
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from kernels.decode.rotary import Rotary
+    from kernels.decoding import DecodeProblem
 
 _ON_ANY_GPU = ("sdpa_flash", "flex", "sdpa", "naive", "flash_torch")
 
@@ -43,6 +46,20 @@ CHAINS: dict[str, tuple[str, ...]] = {
 }
 """Names of backends, best first. flash_torch ends each: it is slow, and refuses nothing."""
 
+DECODE_CHAINS: dict[str, tuple[str, ...]] = {
+    # Version 3 before 2, and latents by FlashMLA where it is installed: Megatron-LM's order.
+    "sm_90": (
+        *("flash_attn_3", "flash_attn_2", "flash_decode", "flashinfer", "sdpa", "standard"),
+        *("flash_mla", "mla_absorbed"),
+    ),
+    "other GPUs": (
+        *("flash_attn_2", "flash_decode", "flashinfer", "sdpa", "standard"),
+        *("flash_mla", "mla_absorbed"),
+    ),
+    "CPU": ("sdpa", "standard", "mla_absorbed"),
+}
+"""The same for steps from a cache; standard refuses no keys and values, mla_absorbed no latents."""
+
 
 @attention_backend("auto")
 @dataclass(kw_only=True, slots=True)
@@ -51,6 +68,17 @@ class Auto(AttentionBackend):
 
     def choice(self, problem: AttentionProblem) -> str:
         return choose(problem).name
+
+    def supports_decode(self, problem: DecodeProblem) -> str | None:
+        return None
+
+    def decode_choice(self, problem: DecodeProblem) -> str:
+        return choose_decode(problem).decode_choice(problem)
+
+    def decoder(
+        self, problem: DecodeProblem, cache: Any, *, rotary: Rotary | None, scale: float
+    ) -> Any:
+        return choose_decode(problem).decoder(problem, cache, rotary=rotary, scale=scale)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
         from kernels._auto import backend_of_call
@@ -143,6 +171,24 @@ def choose(problem: AttentionProblem, *, with_lse: bool = False) -> AttentionBac
         if (backend.gives_lse or not with_lse) and backend.supports(problem) is None:
             return backend
     raise AssertionError(f"flash_torch refuses nothing, and yet {problem}")
+
+
+@lru_cache(maxsize=1024)
+def choose_decode(problem: DecodeProblem) -> AttentionBackend:
+    """The first backend of the chain that can take such steps from a cache."""
+    for name in decode_chain_of(problem.device):
+        entry = BACKENDS[name]
+        backend = entry.target(name=name, **entry.preset)
+        if backend.supports_decode(problem) is None:
+            return backend
+    raise AssertionError(f"the last two of every chain refuse nothing, and yet {problem}")
+
+
+def decode_chain_of(device: str) -> tuple[str, ...]:
+    """The chain for ``cpu``, or for the GPU that this process uses."""
+    if device == "cpu":
+        return DECODE_CHAINS["CPU"]
+    return DECODE_CHAINS["sm_90" if chain_of(device) == CHAINS["sm_90"] else "other GPUs"]
 
 
 def chain_of(device: str) -> tuple[str, ...]:

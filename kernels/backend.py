@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
+    from kernels.decode.rotary import Rotary
+    from kernels.decoding import DecodeProblem
+
 BACKENDS: Registry[type[AttentionBackend]] = Registry("attention", packages=("kernels",))
 
 attention_backend = BACKENDS.register
@@ -240,6 +243,35 @@ class AttentionBackend:
         from kernels._autograd import PackedAttentionFunction
 
         return PackedAttentionFunction.apply(q, k, v, packing, self, causal, scale)
+
+    def supports_decode(self, problem: DecodeProblem) -> str | None:
+        """None if this backend can take such steps from a cache here, else why not, in one line."""
+        return "attends to whole sequences, and not from a cache"
+
+    def decode_choice(self, problem: DecodeProblem) -> str:
+        """Name of the backend that takes the steps: this one, unless it picks."""
+        return self.name
+
+    @property
+    def latent_block_size(self) -> int | None:
+        """The only size of a latent cache's blocks that it can read; None if any will do."""
+        return None
+
+    def decode_workspace(self, problem: DecodeProblem) -> float:
+        """Predicted bytes of a step beside the cache, what it is given and what it gives."""
+        return 0.0
+
+    def decoder(
+        self, problem: DecodeProblem, cache: Any, *, rotary: Rotary | None, scale: float
+    ) -> Any:
+        """Steps over a cache: a :class:`kernels.decoding.Decoder`, or of latents.
+
+        Args:
+            problem: a supported one, of which ``max_len`` may be exceeded later.
+            cache: from :mod:`kernels.caches`.
+            rotary: of as many positions as the cache has places; None rotates nothing.
+        """
+        raise NotImplementedError
 
 
 BackendT = TypeVar("BackendT", bound=AttentionBackend)

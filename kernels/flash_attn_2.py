@@ -17,6 +17,8 @@ from kernels.backend import AttentionProblem, Packing, attention_backend
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kernels.decoding import DecodeProblem
+
 _PLAIN = {
     "dropout_p": 0.0,
     "window_size_left": -1,
@@ -27,6 +29,9 @@ _PLAIN = {
     "deterministic": False,
 }
 """Features that are not used; some versions have no defaults for them."""
+
+PAGE_MULTIPLE = 256
+"""Of the tokens in a block of a paged cache."""
 
 _SHARED = ("q", "k", "v", "softmax_scale", "causal", "window_size_left")
 _VARLEN = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
@@ -53,6 +58,17 @@ class FlashAttn2(FlashLibrary):
         if major < 8:
             return f"needs compute capability 8.0 (Ampere), this device has {major}.{minor}"
         return why_not_head_dim(problem.head_dim, 256)
+
+    def why_not_decode_here(self, problem: DecodeProblem) -> str | None:
+        if problem.block_size is not None and problem.block_size % PAGE_MULTIPLE:
+            return (
+                f"takes blocks of a multiple of {PAGE_MULTIPLE} tokens, not "
+                f"cache.block_size={problem.block_size}"
+            )
+        major, minor = capability()
+        if major < 8:
+            return f"needs compute capability 8.0 (Ampere), this device has {major}.{minor}"
+        return None
 
     def library_forward(
         self,

@@ -17,6 +17,8 @@ from kernels.backend import AttentionProblem, Packing, attention_backend
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kernels.decoding import DecodeProblem
+
 _SHARED = ("q", "k", "v", "softmax_scale", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q")
 
 
@@ -27,6 +29,7 @@ class FlashAttn3(FlashLibrary):
 
     modules: ClassVar[tuple[str, ...]] = (
         "flash_attn_3.flash_attn_interface",
+        "flashattn_hopper.flash_attn_interface",
         "flash_attn_interface",
     )
     distribution: ClassVar[str] = "flash-attn-3"
@@ -43,6 +46,12 @@ class FlashAttn3(FlashLibrary):
         if major != 9:
             return f"needs compute capability 9.0 (Hopper), this device has {major}.{minor}"
         return why_not_head_dim(problem.head_dim, 256)
+
+    def why_not_decode_here(self, problem: DecodeProblem) -> str | None:
+        major, minor = capability()
+        if major != 9:
+            return f"needs compute capability 9.0 (Hopper), this device has {major}.{minor}"
+        return None
 
     def library_forward(
         self,

@@ -16,6 +16,10 @@ from kernels.backend import AttentionBackend, AttentionProblem, attention_backen
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kernels._sdpa_decode import SdpaDecoder
+    from kernels.decode.rotary import Rotary
+    from kernels.decoding import DecodeProblem
+
 SDPA_KERNELS = {
     "auto": None,
     "flash": "FLASH_ATTENTION",
@@ -145,6 +149,29 @@ class Sdpa(AttentionBackend):
         from kernels import _sdpa_operators
 
         return _sdpa_operators.backward(self._operator(q), do, q, k, v, o, lse, causal, scale)
+
+    def supports_decode(self, problem: DecodeProblem) -> str | None:
+        if problem.is_latent:
+            return "takes keys and values, not latents"
+        if self.kernel in ("auto", "math"):
+            return None
+        # Masks hide what lies behind a sequence's last token, and two kernels take none.
+        if self.kernel == "efficient" and problem.device == "cuda":
+            return None
+        return f"PyTorch's {self.kernel} attention takes no mask by lengths; use sdpa"
+
+    def decode_workspace(self, problem: DecodeProblem) -> float:
+        from kernels.decoding import gathered_bytes
+
+        return gathered_bytes(problem)
+
+    def decoder(
+        self, problem: DecodeProblem, cache: Any, *, rotary: Rotary | None, scale: float
+    ) -> SdpaDecoder:
+        from kernels._sdpa_decode import SdpaDecoder
+
+        kernel = SDPA_KERNELS[self.kernel]
+        return SdpaDecoder(problem, cache, kernel, rotary=rotary, scale=scale)
 
     def _operator(self, q: Tensor) -> str:
         if not self.gives_lse:

@@ -46,11 +46,16 @@ class ParameterCount:
 def count_parameters(config: ModelConfig) -> ParameterCount:
     """The parameters of :class:`models.transformer.Transformer`, by part."""
     d_kv = config.kv_heads * config.head_dim
+    attention, rank = config.d_model * (2 * config.d_model + 2 * d_kv), config.kv_lora_rank
+    if rank is not None:
+        # Down to the latent and its rotary part, and up to heads' keys and values.
+        up = config.num_heads * (2 * config.head_dim - config.rope_dim)
+        attention = config.d_model * (2 * config.d_model + rank + config.rope_dim) + rank * up
     return ParameterCount(
         embedding=config.vocab_size * config.d_model,
-        attention=config.num_layers * config.d_model * (2 * config.d_model + 2 * d_kv),
+        attention=config.num_layers * attention,
         feed_forward=config.num_layers * 3 * config.d_model * config.d_ff,
-        norms=(2 * config.num_layers + 1) * config.d_model,
+        norms=(2 * config.num_layers + 1) * config.d_model + config.num_layers * (rank or 0),
         head=config.vocab_size * config.d_model,
     )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kernels.registry import joined_later
+
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
@@ -27,9 +29,16 @@ class ModelConfig:
     """Base of the rotary embedding's frequencies."""
     norm_eps: float = 1e-5
     """Added to the mean square inside RMSNorm."""
+    kv_lora_rank: int | None = joined_later(None)
+    """Rank of the latents of multi-head latent attention; None keeps keys and values."""
+    rope_head_dim: int | None = joined_later(None)
+    """Width of a head's rotary part, of latent attention alone; None is half of the head."""
 
     def __post_init__(self) -> None:
-        sizes = ("vocab_size", "d_model", "d_ff", "num_layers", "num_heads", "num_kv_heads")
+        sizes = (
+            *("vocab_size", "d_model", "d_ff", "num_layers", "num_heads", "num_kv_heads"),
+            *("kv_lora_rank", "rope_head_dim"),
+        )
         for field in sizes:
             value = getattr(self, field)
             if value is not None and value < 1:
@@ -48,6 +57,34 @@ class ModelConfig:
                 f"model.num_kv_heads={self.num_kv_heads}: must divide "
                 f"model.num_heads={self.num_heads}"
             )
+
+        self._validate_latents()
+
+    def _validate_latents(self) -> None:
+        if self.kv_lora_rank is None:
+            if self.rope_head_dim is not None:
+                raise ValueError(
+                    f"model.rope_head_dim={self.rope_head_dim}: is of latent attention; set "
+                    "model.kv_lora_rank too, or leave it out"
+                )
+            return
+        if self.num_kv_heads is not None:
+            raise ValueError(
+                f"model.num_kv_heads={self.num_kv_heads}: latent attention keeps one latent for "
+                "all heads; leave it out, or model.kv_lora_rank"
+            )
+        if self.rope_dim % 2 or self.rope_dim >= self.head_dim:
+            raise ValueError(
+                f"model.rope_head_dim={self.rope_dim}: must be even and less than head_dim "
+                f"{self.head_dim}"
+            )
+
+    @property
+    def rope_dim(self) -> int:
+        """Width of what is rotated of a head: all of it, but for latent attention."""
+        if self.kv_lora_rank is None:
+            return self.head_dim
+        return self.head_dim // 2 if self.rope_head_dim is None else self.rope_head_dim
 
     @property
     def head_dim(self) -> int:

@@ -115,10 +115,16 @@ class SelfAttention(nn.Module):
         self.v_proj = Linear(config.d_model, d_kv, device=device, dtype=dtype)
         self.o_proj = Linear(d_q, config.d_model, device=device, dtype=dtype)
 
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [..., E] -> q [..., H, D], k and v [..., G, D], not rotated."""
+        q, k, v = (
+            projection(x).unflatten(-1, (-1, self.head_dim))
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return q, k, v
+
     def forward(self, x_BSE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        q_BSHD = self.q_proj(x_BSE).unflatten(-1, (-1, self.head_dim))
-        k_BSGD = self.k_proj(x_BSE).unflatten(-1, (-1, self.head_dim))
-        v_BSGD = self.v_proj(x_BSE).unflatten(-1, (-1, self.head_dim))
+        q_BSHD, k_BSGD, v_BSGD = self.heads(x_BSE)
         o_BHSD = self.attention.attend(
             rotate(q_BSHD, cos, sin).transpose(1, 2),
             rotate(k_BSGD, cos, sin).transpose(1, 2),
@@ -127,6 +133,16 @@ class SelfAttention(nn.Module):
             scale=self.head_dim**-0.5,
         )
         return self.o_proj(o_BHSD.transpose(1, 2).flatten(-2))
+
+
+def _self_attention(config: ModelConfig) -> type[nn.Module]:
+    """What kind of attention a model's blocks have."""
+    if config.kv_lora_rank is None:
+        return SelfAttention
+    # It is built on what is defined here.
+    from models.latent_attention import LatentSelfAttention
+
+    return LatentSelfAttention
 
 
 class FeedForward(nn.Module):
@@ -162,7 +178,7 @@ class Block(nn.Module):
         super().__init__()
         width, eps = config.d_model, config.norm_eps
         self.attention_norm = nn.RMSNorm(width, eps, device=device, dtype=dtype)
-        self.attention = SelfAttention(config, attention, device=device, dtype=dtype)
+        self.attention = _self_attention(config)(config, attention, device=device, dtype=dtype)
         self.feed_forward_norm = nn.RMSNorm(width, eps, device=device, dtype=dtype)
         self.feed_forward = FeedForward(config, device=device, dtype=dtype)
 
@@ -203,7 +219,7 @@ class Transformer(nn.Module):
         x_BSE = self.embedding(tokens_BS)
         cos, sin = rotary_table(
             positions_S,
-            self.config.head_dim,
+            self.config.rope_dim,
             self.config.rope_theta,
             torch.promote_types(x_BSE.dtype, torch.float32),
         )

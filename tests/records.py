@@ -344,6 +344,162 @@ def profile_examples(*, ms: float = 5.0, **fields: Any) -> list[Record]:
     return [*found, roof]
 
 
+def make_decode_record(
+    attention: str,
+    *,
+    us: float,
+    cache: str = "contiguous",
+    cuda_graph: bool = False,
+    gb: float = 1.0,
+    status: str = "ok",
+    **fields: Any,
+) -> Record:
+    """Steps of 32 query and 8 key heads of 128 that took ``us`` and have to move ``gb`` GB."""
+    kernels = {"unit": "kernel", "kernels": 6.0, "launches": 1.0 if cuda_graph else 6.0}
+    record = make_record(
+        task="attention",
+        mode="forward",
+        attention=attention,
+        samples_ms={"decode": [[us / 1e3] * 2]} if status != "oom" else None,
+        status=status,
+        **{"notes": {"decode": {"copy_bandwidth_gb_s": 4000.0, **kernels}}, **fields},
+    )
+    shape: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+    if cache == "latent":
+        shape |= {"num_kv_heads": None, "kv_lora_rank": 512, "rope_head_dim": 64}
+    record.case["task"] = {
+        "name": "decode",
+        "new_tokens": 1,
+        "lengths": "equal",
+        "rotary": "interleaved",
+        "num_layers": 1,
+        "prompts": 0,
+        "prompt_len": 512,
+        "cuda_graph": cuda_graph,
+        "warmup_steps": 10,
+        "measure_steps": 100,
+        **shape,
+    }
+    record.case["cache"] = {"name": cache, **({} if cache == "contiguous" else {"block_size": 64})}
+    sizes = f"b{record.case['batch_size']}-s{record.case['seq_len']}"
+    record.case_id = f"decode-{attention}-{cache}-{sizes}-{cuda_graph}"
+    record.work = {
+        "decode": {"flops": 989.4e6, "bytes": gb * 1e9, "tokens": record.case["batch_size"]}
+    }
+    return record
+
+
+def _decode_profile(parts: dict[str, float]) -> dict[str, Any]:
+    """A profile of two steps whose parts take so many microseconds in a kernel each."""
+    empty = {"category": "other", "recomputed": False, "flops": None, "bytes": None}
+    rows = [
+        {"phase": "decode", "range": part, "kernel": f"{part}_kernel", "calls": 2.0, **empty}
+        | {"total_ms": 2 * us / 1e3}
+        for part, us in parts.items()
+    ]
+    phase = {"kernel_ms": 1.0, "busy_ms": 1.0, "wall_ms": 1.0, "launches": float(len(parts))}
+    phases = {"decode": phase, "step": phase}
+    return {
+        "tool": "torch",
+        "unit": "kernel",
+        "steps": 2,
+        "ranks": 1,
+        "rows": rows,
+        "phases": phases,
+    }
+
+
+STANDARD_PARTS = {"rotary_q": 10.0, "rotary_k": 5.0, "append": 15.0, "attention/scores": 170.0}
+
+
+def decode_examples() -> list[Record]:
+    """Records of every kind that tables about caches are made of."""
+    steps = [
+        make_decode_record(name, us=us * seq_len / 1024, seq_len=seq_len, batch_size=batch_size)
+        for name, us in (("standard", 1000.0), ("flash_decode", 300.0))
+        for seq_len in (1024, 2048)
+        for batch_size in (1, 4)
+    ]
+    replayed = [
+        make_decode_record(name, us=us, seq_len=1024, batch_size=1, cuda_graph=True)
+        for name, us in (("standard", 500.0), ("flash_decode", 280.0))
+    ]
+    latents = [
+        make_decode_record("mla_absorbed", us=400.0, cache="latent"),
+        make_decode_record("mla_materialised", us=0.0, cache="latent", status="oom"),
+    ]
+    for record in (*steps, *replayed, *latents):
+        parts = {"fused": 200.0} if "flash" in record.case_id else STANDARD_PARTS
+        if record.status == "ok":
+            record.notes["kernel_profile"] = _decode_profile(parts)
+    prefills = []
+    for attention, packing, ms in (("sdpa", "padded", 4.0), ("flash_triton", "ragged", 2.0)):
+        record = make_record(
+            task="attention",
+            mode="forward",
+            attention=attention,
+            samples_ms={"attention": [[ms / 2] * 3], "prefill": [[ms] * 3]},
+            flops=989.4e9,
+        )
+        shape = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "rotary": "halves"}
+        record.case["task"] = {"name": "prefill", "packing": packing, **shape}
+        record.case["cache"] = {"name": "contiguous"}
+        record.case_id = f"prefill-{attention}-{packing}"
+        prefills.append(record)
+    return [*steps, *replayed, *latents, *prefills, *_counted_caches(), *_generated()]
+
+
+def gone_wrong(records: Iterable[Record], *, ms: float) -> list[Record]:
+    """The same cases with a wrong result, all of whose samples took ``ms``."""
+    found = []
+    for record in records:
+        copy = Record.from_json(record.to_json())
+        copy.status, copy.error = "wrong", {"message": "off"}
+        copy.case_id += "-wrong"
+        copy.case["seed"] = 1
+        for phase in copy.phases.values():
+            phase.samples_ms = [[ms for _ in samples] for samples in phase.samples_ms]
+        found.append(copy)
+    return found
+
+
+def _counted_caches() -> list[Record]:
+    found = []
+    for attention_type, per_token in (("mha", 524288), ("mla", 36864)):
+        for seq_len in (8192, 524288):
+            record = make_record(task="attention", mode="forward", seq_len=seq_len)
+            task = {"name": "kv_memory", "shape": "llama3_8b", "attention_type": attention_type}
+            record.case["task"] = {**task, "device_gib": 128.0}
+            record.case_id = f"kv_memory-{attention_type}-{seq_len}"
+            total = 4 * seq_len * per_token
+            record.notes["kv_memory"] = {
+                "bytes_per_token": per_token,
+                "total_bytes": total,
+                "fits": total < 128 * 2**30,
+                "largest_batch": 128 * 2**30 // (total // 4),
+                "longest_len": 128 * 2**30 // (4 * per_token),
+            }
+            found.append(record)
+    return found
+
+
+def _generated() -> list[Record]:
+    found = []
+    for attention, ms in (("sdpa", 6.0), ("flash_decode", 5.0)):
+        notes = {"copy_bandwidth_gb_s": 4000.0, "kernels": 300.0, "launches": 300.0}
+        record = make_record(
+            attention=attention,
+            samples_ms={"prefill": [[20.0, 20.0]], "decode": [[ms] * 4]},
+            notes={"generate": notes},
+        )
+        record.case["task"] = {"name": "generate", "output_len": 3, "lengths": "equal"}
+        record.case["cache"] = {"name": "paged", "block_size": 64}
+        record.case_id = f"generate-{attention}"
+        record.work["decode"] = {"flops": 1e9, "bytes": 1e10, "tokens": 4}
+        found.append(record)
+    return found
+
+
 def write_plan(
     results: Path,
     label: str,

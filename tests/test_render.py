@@ -18,6 +18,8 @@ from records import (
     ENVIRONMENT,
     Samples,
     audit_examples,
+    decode_examples,
+    gone_wrong,
     make_accounting_record,
     make_balance_record,
     make_collective_record,
@@ -319,6 +321,8 @@ class TestTables:
             *audit_examples(),
             *profile_examples(),
             *profile_examples(ms=777.7, status="wrong", message="off"),
+            *decode_examples(),
+            *gone_wrong(decode_examples(), ms=777.7),
         ]
         table = build_table(name, build_frame(cases))
         assert table is not None
@@ -452,6 +456,7 @@ class TestTables:
 
     def test_terminal_fits_100_columns(self, records: list[Record]) -> None:
         records = [*records, *split_examples(), *audit_examples(), *profile_examples()]
+        records += decode_examples()
         for name in TABLES.names():
             table = build_table(name, build_frame(records))
             assert table is not None
@@ -473,6 +478,7 @@ class TestLatex:
             for seed in range(1, 50)
         ]
         records = [*records, *split_examples(), *audit_examples(), *profile_examples()]
+        records += decode_examples()
         frames = {"small": build_frame(records), "long": build_frame([*records, *many])}
         paper = [r"\documentclass{article}\usepackage{booktabs,graphicx,longtable}"]
         paper.append(r"\begin{document}")
@@ -500,6 +506,7 @@ class TestLatex:
 class TestSweep:
     def test_every_file_and_a_complete_report(self, records: list[Record], tmp_path: Path) -> None:
         records = [*records, *split_examples(), *audit_examples(), *profile_examples()]
+        records += decode_examples()
         store = write_results(tmp_path, records, figures=FIGURES, missing=["planned-0123456789"])
         (store.folder / "broken-aaaaaaaaaa.json").write_text("{", encoding="utf-8")
         found, problems = store.load()

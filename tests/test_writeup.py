@@ -14,6 +14,7 @@ from browser import Browser, find_browser
 from programs import need, need_program
 from records import (
     audit_examples,
+    decode_examples,
     make_record,
     profile_examples,
     split_examples,
@@ -107,6 +108,7 @@ def all_frames() -> list[pd.DataFrame]:
         [*scaling(), *steps(), *split_examples(), *audit_examples()],
         strategy_examples(),
         profile_examples(),
+        decode_examples(),
     )
     return [build_frame(examples) for examples in kinds]
 

@@ -27,7 +27,7 @@ CHUNK = 1 << 20
 
 STEP, WARM_UP = "step", "warm-up"
 
-PHASES = ("forward", "backward", "optimizer", "forward_backward")
+PHASES = ("forward", "backward", "optimizer", "forward_backward", "prefill", "decode")
 
 _NOT_OURS = ("ProfilerStep#", "Optimizer.", "nccl:", "gloo:", "## ", "Torch-Compiled", "Pregraph")
 """Annotations that PyTorch makes itself."""

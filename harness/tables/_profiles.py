@@ -11,7 +11,7 @@ import pandas as pd
 from harness import format as fmt
 from harness.table import Column
 
-PHASES = ("forward", "backward", "optimizer", "forward_backward", "step")
+PHASES = ("forward", "backward", "optimizer", "forward_backward", "prefill", "decode", "step")
 
 UNUSED = ("task", "warmup_steps", "measure_steps", "seed", "profile")
 

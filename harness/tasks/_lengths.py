@@ -1,4 +1,4 @@
-"""How long the sequences of a packed batch are."""
+"""How long the sequences of a packed batch are, and those in a cache."""
 
 from __future__ import annotations
 
@@ -21,9 +21,28 @@ def ragged_lengths(num_sequences: int, seq_len: int, seed: int) -> list[int]:
     arguments give equal lengths. Rounding to whole tokens moves the pairs by at most about
     ``1 / seq_len`` of them.
     """
+    shares = _shares(num_sequences, seed)
+    scale = seq_len / math.sqrt(sum(share**2 for share in shares) / num_sequences)
+    return [max(1, round(scale * share)) for share in shares]
+
+
+def ragged_cache_lengths(num_sequences: int, seq_len: int, seed: int) -> list[int]:
+    """Unequal lengths whose mean is ``seq_len``: a step from a cache costs what tokens it holds.
+
+    Drawn as in :func:`ragged_lengths`; the longest makes up for what rounding lost.
+    """
+    shares = _shares(num_sequences, seed)
+    total = num_sequences * seq_len
+    lengths = [round(share * total / sum(shares)) for share in shares]
+    longest = lengths.index(max(lengths))
+    lengths[longest] += total - sum(lengths)
+    return lengths
+
+
+def _shares(num_sequences: int, seed: int) -> list[float]:
+    """One from each of equal parts of the range of lengths, in a random order."""
     draw = random.Random(seed)
     part = (LONGEST - SHORTEST) / num_sequences
     shares = [SHORTEST + part * (index + draw.random()) for index in range(num_sequences)]
     shares.sort(key=lambda _: draw.random())
-    scale = seq_len / math.sqrt(sum(share**2 for share in shares) / num_sequences)
-    return [max(1, round(scale * share)) for share in shares]
+    return shares

@@ -1,24 +1,68 @@
-"""The angles of rotary position embedding (Su et al. 2021, equation 34), as a call brings them."""
+"""Rotary position embedding of a few new tokens, by their places in a cache (Su et al., 2021).
+
+A table of cosines and sines holds one row per position; a token at position p has its pairs of
+features rotated by row p. Interleaved pairs are neighbours (0, 1), (2, 3), ... as in RoFormer and
+GPT-J; otherwise feature i goes with feature i + P, P pairs in all, as in GPT-NeoX and Llama.
+Features beyond the first 2P are left as they are.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
-@dataclass(slots=True, frozen=True)
-class Rotary:
-    """Rotates the first ``rotary_dim`` entries of queries and keys by their position's angles."""
+class Rotary(NamedTuple):
+    """Cosines and sines of every position, and which features make a pair."""
 
     cos: Tensor
-    """float32 [max_positions, rotary_dim / 2]."""
+    """float32 [max_positions, P], P = rotary_dim / 2."""
     sin: Tensor
-    """Like cos."""
     interleaved: bool = False
-    """Entry 2i is paired with 2i + 1 (GPT-J); else entry i with i + rotary_dim / 2 (GPT-NeoX)."""
+    """Pairs are neighbours; else entry i goes with entry i + P."""
 
     @property
     def rotary_dim(self) -> int:
-        """How many entries of a head are rotated."""
+        """How many features of a head are rotated."""
         return 2 * self.cos.shape[1]
+
+
+def rotary_table(
+    max_positions: int,
+    rotary_dim: int,
+    *,
+    theta: float = 10000.0,
+    interleaved: bool = True,
+    device: torch.device | str | None = None,
+) -> Rotary:
+    """Angles position * theta^(-2i / rotary_dim), i < P; equation 15 of RoFormer."""
+    exponents = torch.arange(0, rotary_dim, 2, device=device, dtype=torch.float32) / rotary_dim
+    positions = torch.arange(max_positions, device=device, dtype=torch.float32)
+    angles = positions[:, None] * theta**-exponents
+    return Rotary(cos=angles.cos(), sin=angles.sin(), interleaved=interleaved)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
+    """Rotate the first 2P features of x [..., D] by the rows cos, sin [..., P]; keeps x's dtype.
+
+    Computed in float32 or wider. The rows broadcast over the leading dimensions of x.
+    """
+    num_pairs = cos.shape[-1]
+    turned, rest = x[..., : 2 * num_pairs], x[..., 2 * num_pairs :]
+    turned = turned.to(torch.promote_types(x.dtype, cos.dtype))
+    if interleaved:
+        first, second = turned.unflatten(-1, (num_pairs, 2)).unbind(-1)
+    else:
+        first, second = turned.split(num_pairs, dim=-1)
+    parts = (first * cos - second * sin, first * sin + second * cos)
+    rotated = torch.stack(parts, dim=-1).flatten(-2) if interleaved else torch.cat(parts, dim=-1)
+    rotated = rotated.to(x.dtype)
+    return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
+
+
+def apply_rotary(x_BHTD: Tensor, rotary: Rotary, positions_BT: Tensor) -> Tensor:
+    """Rotate heads of new tokens that stand at integer positions of their sequences."""
+    cos_B1TP, sin_B1TP = (x[positions_BT].unsqueeze(1) for x in (rotary.cos, rotary.sin))
+    return rotate(x_BHTD, cos_B1TP, sin_B1TP, interleaved=rotary.interleaved)

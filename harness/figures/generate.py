@@ -1,0 +1,51 @@
+"""Tokens generated per second by the whole model, by attention and cache."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from harness import format as fmt
+from harness.figure import CaptionedFigure, colour, figure
+from harness.figures._bars import draw_bars
+from harness.figures._panels import panels
+from harness.findings import best_row, sentence
+from harness.tables.generate import UNUSED, generated
+
+CAPTION = "Tokens that the whole batch generates per second, by the median time of a step."
+
+
+@figure("generate")
+def build(frame: pd.DataFrame) -> CaptionedFigure | None:
+    rows = generated(frame)
+    if rows.empty or rows["decode_tokens_per_s"].isna().all():
+        return None
+    rows = rows[rows["status"] != "unsupported"]
+    # A model with latents is of the same size, and its cache says so.
+    rows = rows.assign(model=[case["model"]["name"] for case in rows["case"]])
+    kinds = ["attention", "cache", "lengths", "cuda_graph"]
+    across = [*kinds, "seed", *UNUSED]
+    bars = len(rows.drop_duplicates(kinds))
+    drawing, drawn, common = panels(rows, across, width_in=5.2, height_in=1.0 + 0.28 * bars)
+    for axis, group in drawn:
+        group = group.sort_values(kinds, kind="stable")
+        names = [_name(row) for _, row in group.iterrows()]
+        tints = [colour(str(name)) for name in group["attention"]]
+        words = [fmt.STATUS_WORDS.get(status, fmt.ABSENT) for status in group["status"]]
+        draw_bars(axis, names, list(group["decode_tokens_per_s"]), tints, words=words)
+        axis.set_xlabel("generated tokens/s")
+    best = best_row(rows, "decode_tokens_per_s")
+    return CaptionedFigure(
+        caption=f"{CAPTION} {common}".strip(),
+        figure=drawing,
+        finding=sentence(
+            f"{best['attention']} over a {best['cache']} cache generates most, "
+            f"{fmt.number(best['decode_tokens_per_s'])} tokens/s"
+        ),
+    )
+
+
+def _name(row: pd.Series) -> str:
+    words = [row["attention"], row["cache"]]
+    words += [row["lengths"]] if row["lengths"] != "equal" else []
+    words += ["graph"] if row["cuda_graph"] else []
+    return ", ".join(str(word) for word in words)

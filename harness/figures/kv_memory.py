@@ -1,0 +1,59 @@
+"""Memory of a cache over the length of its sequences, by type of attention."""
+
+from __future__ import annotations
+
+import pandas as pd
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from harness import format as fmt
+from harness.figure import CaptionedFigure, colour, figure, label_line_ends
+from harness.figures._panels import panels
+from harness.findings import sentence
+from harness.points import POINTS
+from harness.tables.kv_memory import NO_USE, counted
+
+CAPTION = (
+    "Memory of all layers' caches over the tokens of each sequence, both axes logarithmic; above "
+    "the dashed line they do not fit."
+)
+
+WIDTH_IN, HEIGHT_IN = 4.6, 2.8
+
+
+@figure("kv_memory")
+def build(frame: pd.DataFrame) -> CaptionedFigure | None:
+    rows = counted(frame)
+    if rows.empty or rows["seq_len"].nunique() < 2:
+        return None
+    across = {*NO_USE, "num_kv_heads", "layers", "cache", "attention_type", "seq_len"}
+    drawing, drawn, common = panels(
+        rows, across, width_in=WIDTH_IN, height_in=HEIGHT_IN, share_y=True
+    )
+    order = POINTS["attention_type"].rank
+    assert order is not None
+    lengths = sorted(rows["seq_len"].unique())
+    for axis, group in drawn:
+        ends: list[tuple[float, float, str, str]] = []
+        for name in sorted(group["attention_type"].unique(), key=order):
+            mine = group[group["attention_type"] == name].sort_values("seq_len")
+            words, tint = str(name).upper(), colour(name)
+            axis.plot(mine["seq_len"], mine["total_gib"], color=tint, marker="o", label=words)
+            ends.append((float(lengths[-1]), float(mine["total_gib"].iloc[-1]), words, tint))
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        for size in group["device_gib"].unique():
+            axis.axhline(size, color="#000000", linewidth=0.9, linestyle="--")
+        axis.xaxis.set_major_locator(FixedLocator(lengths))
+        axis.xaxis.set_minor_locator(NullLocator())
+        axis.xaxis.set_major_formatter(FuncFormatter(lambda length, _: fmt.integer(length)))
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda tick, _: f"{tick:,.10g}"))
+        axis.tick_params(axis="x", labelrotation=30 if len(lengths) > 5 else 0)
+        axis.set_xlabel("tokens of each sequence")
+        axis.set_ylabel("GiB")
+        label_line_ends(axis, ends, HEIGHT_IN - 0.9)
+    out = rows[~rows["fits"].astype(bool)]
+    return CaptionedFigure(
+        caption=f"{CAPTION} {common}".strip(),
+        figure=drawing,
+        finding=sentence(f"{len(out)} of {len(rows)} caches do not fit"),
+    )

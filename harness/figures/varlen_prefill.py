@@ -1,0 +1,41 @@
+"""Tokens per second of prefilling, packed and padded."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from harness import format as fmt
+from harness.figure import CaptionedFigure, colour, figure
+from harness.figures._bars import draw_bars
+from harness.figures._panels import panels
+from harness.findings import best_row, sentence
+from harness.tables.varlen_prefill import prefilled
+
+CAPTION = "Tokens of prompts prefilled per second, padding not counted."
+
+
+@figure("varlen_prefill")
+def build(frame: pd.DataFrame) -> CaptionedFigure | None:
+    rows = prefilled(frame)
+    if rows.empty or rows["prefill_tokens_per_s"].isna().all():
+        return None
+    rows = rows[rows["status"] != "unsupported"]
+    across = ["attention", "layout", "kv_len", "warmup_steps", "measure_steps"]
+    bars = len(rows.drop_duplicates(["attention", "layout"]))
+    drawing, drawn, common = panels(rows, across, width_in=5.0, height_in=1.0 + 0.28 * bars)
+    for axis, group in drawn:
+        group = group.sort_values(["layout", "attention"], kind="stable")
+        names = [f"{row['attention']}, {row['layout']}" for _, row in group.iterrows()]
+        tints = [colour(str(name)) for name in group["attention"]]
+        words = [fmt.STATUS_WORDS.get(status, fmt.ABSENT) for status in group["status"]]
+        draw_bars(axis, names, list(group["prefill_tokens_per_s"]), tints, words=words)
+        axis.set_xlabel("tokens/s")
+    best = best_row(rows, "prefill_tokens_per_s")
+    return CaptionedFigure(
+        caption=f"{CAPTION} {common}".strip(),
+        figure=drawing,
+        finding=sentence(
+            f"{best['attention']} prefills most, {fmt.number(best['prefill_tokens_per_s'])} "
+            f"tokens/s of {best['layout']} prompts"
+        ),
+    )

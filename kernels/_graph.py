@@ -1,0 +1,62 @@
+"""A step captured once as a CUDA graph and replayed for other inputs of the same shapes.
+
+A graph holds the addresses of what it reads and writes. Inputs are copied into tensors of its
+own before each replay; a cache, its lengths and its block table are read where they lie, so that
+they may change between replays, in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+WARM_UP_CALLS = 3
+"""Before capture, on a stream of their own: kernels compile, libraries allocate workspaces."""
+
+
+class GraphedStep:
+    """``step(*inputs)`` as one launch.
+
+    Args:
+        step: launches kernels on the current stream and returns tensors; it must wait for
+            nothing on the host, and give the same result when it is called twice.
+        inputs: an example of each input, on a CUDA device.
+    """
+
+    def __init__(self, step: Callable[..., Any], *inputs: Tensor) -> None:
+        self._inputs = tuple(x.clone() for x in inputs)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP_CALLS):
+                step(*self._inputs)
+        torch.cuda.current_stream().wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._outputs = step(*self._inputs)
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        """The step on these inputs; the next call overwrites what this one returns.
+
+        Raises ValueError, before anything is changed, for other shapes than were captured.
+        """
+        require_static(self._inputs, inputs)
+        for mine, given in zip(self._inputs, inputs, strict=True):
+            mine.copy_(given)
+        self._graph.replay()
+        return self._outputs
+
+
+def require_static(captured: tuple[Tensor, ...], given: tuple[Tensor, ...]) -> None:
+    """Raise ValueError unless a step is given what its graph was captured with."""
+    if len(given) != len(captured):
+        raise ValueError(f"a CUDA graph of {len(captured)} inputs was given {len(given)}")
+    for mine, other in zip(captured, given, strict=True):
+        if mine.shape != other.shape:
+            raise ValueError(
+                f"a CUDA graph replays one batch: it was captured for {tuple(mine.shape)} and "
+                f"given {tuple(other.shape)}; a dynamic batch runs without it"
+            )

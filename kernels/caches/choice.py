@@ -1,0 +1,90 @@
+"""What a choice of ``cache=`` is, and the bytes of each by formula."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kernels.registry import Registry
+
+if TYPE_CHECKING:
+    import torch
+
+CACHES: Registry[type[CacheChoice]] = Registry("cache", packages=("kernels.caches",))
+
+cache_choice = CACHES.register
+
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+INDEX_BYTES = 4
+"""Of a length, or of an entry of a block table: int32."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class CacheShape:
+    """How much a cache is to hold: tokens of a batch, and what each token leaves behind."""
+
+    num_layers: int
+    batch_size: int
+    max_len: int
+    """Tokens that each sequence has room for."""
+    num_kv_heads: int = 1
+    head_dim: int = 1
+    kv_lora_rank: int = 0
+    """Width r of the compressed latent; 0 where keys and values are kept."""
+    rope_head_dim: int = 0
+    """Width of the rotary part of a latent, which all heads share."""
+    dtype: str = "bfloat16"
+
+    @property
+    def elements_per_token(self) -> int:
+        """In one layer: keys and values of every head, or one latent with its rotary part."""
+        if self.kv_lora_rank:
+            return self.kv_lora_rank + self.rope_head_dim
+        return 2 * self.num_kv_heads * self.head_dim
+
+    @property
+    def bytes_per_token(self) -> int:
+        """In all layers."""
+        return self.num_layers * self.elements_per_token * ELEMENT_BYTES[self.dtype]
+
+
+@dataclass(kw_only=True, slots=True)
+class CacheChoice:
+    """A choice of ``cache=``; its fields are options."""
+
+    name: str
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether it keeps compressed latents instead of keys and values."""
+        return False
+
+    @property
+    def tokens_per_block(self) -> int | None:
+        """Tokens in a block; None where the tokens of a sequence lie one after another."""
+        return None
+
+    @property
+    def label(self) -> str:
+        """In a word, for names and tables: ``paged64``."""
+        size = self.tokens_per_block
+        return self.name if size is None else f"{self.name}{size}"
+
+    def storage_bytes(self, shape: CacheShape) -> int:
+        """What :meth:`allocate` takes for tokens; a last block is taken whole."""
+        size = self.tokens_per_block or 1
+        held = -(-shape.max_len // size) * size
+        return shape.batch_size * held * shape.bytes_per_token
+
+    def index_bytes(self, shape: CacheShape) -> int:
+        """What lengths and block tables take beside it."""
+        size = self.tokens_per_block
+        blocks = 0 if size is None else -(-shape.max_len // size)
+        return INDEX_BYTES * shape.batch_size * (1 + blocks)
+
+    def allocate(
+        self, shape: CacheShape, device: torch.device | str, *, seed: int | None = None
+    ) -> Any:
+        """An empty cache. With a seed, blocks are given out in an order drawn from it."""
+        raise NotImplementedError

@@ -1,0 +1,31 @@
+"""A contiguous cache: keys and values [batch, kv_heads, max_len, head_dim] of each layer.
+
+Every sequence has its longest length set aside from the start, whether it comes to use it or not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kernels.caches.choice import CacheChoice, CacheShape, cache_choice
+
+if TYPE_CHECKING:
+    import torch
+
+    from kernels.caches._key_values import KeyValueCache
+
+
+@cache_choice("contiguous")
+@dataclass(kw_only=True, slots=True)
+class Contiguous(CacheChoice):
+    """max_len places for each sequence, one after another."""
+
+    def allocate(
+        self, shape: CacheShape, device: torch.device | str, *, seed: int | None = None
+    ) -> KeyValueCache:
+        from kernels.caches._key_values import KeyValueCache
+        from kernels.caches._places import Places
+
+        places = Places(shape.batch_size, shape.max_len, device)
+        return KeyValueCache(shape, places, leading=shape.batch_size, inner=shape.max_len)

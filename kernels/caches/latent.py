@@ -1,0 +1,52 @@
+"""A latent cache: what multi-head latent attention keeps of a token (DeepSeek-V2, section 2.1).
+
+Of each token one compressed vector c of rank r, from which all heads' keys and values are
+up-projected, and one rotary part of the key that all heads share: [tokens, r + d_rope] a layer,
+contiguous or in blocks. Kernels for it often want blocks of 64 tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kernels.caches.choice import CacheChoice, CacheShape, cache_choice
+
+if TYPE_CHECKING:
+    import torch
+
+    from kernels.caches._latents import LatentCache
+
+
+@cache_choice("latent")
+@dataclass(kw_only=True, slots=True)
+class Latent(CacheChoice):
+    """Compressed latents with their rotary part."""
+
+    block_size: int | None = 64
+    """Tokens in a block; null keeps each sequence's tokens one after another."""
+
+    def __post_init__(self) -> None:
+        if self.block_size is not None and self.block_size < 1:
+            raise ValueError(f"cache.block_size={self.block_size}: must be at least 1, or null")
+
+    @property
+    def is_latent(self) -> bool:
+        return True
+
+    @property
+    def tokens_per_block(self) -> int | None:
+        return self.block_size
+
+    def allocate(
+        self, shape: CacheShape, device: torch.device | str, *, seed: int | None = None
+    ) -> LatentCache:
+        from kernels.caches._latents import LatentCache
+        from kernels.caches._places import BlockPlaces, Places
+
+        if self.block_size is None:
+            rows = Places(shape.batch_size, shape.max_len, device)
+            return LatentCache(shape, rows, leading=shape.batch_size, inner=shape.max_len)
+        places = BlockPlaces(shape.batch_size, shape.max_len, self.block_size, device, seed=seed)
+        blocks = places.allocator.num_blocks
+        return LatentCache(shape, places, leading=blocks, inner=self.block_size)

@@ -1,0 +1,183 @@
+"""Attention of a few new tokens over a cache: the problem, and what solves it step by step.
+
+Decoding moves far more bytes than it computes, so what counts is how often the cache is read and
+how many kernels are launched around it. One step rotates the new queries and keys, appends keys
+and values behind each sequence's last token, and attends to all of them; a new token sees the
+whole cache, itself, and the new tokens before it. Lengths are only read here: the owner of the
+cache reserves places before the step and advances lengths after it.
+
+Latent attention (DeepSeek-V2, section 2.1) keeps a compressed c of each token. A head's keys and
+values are W_k c and W_v c; *materialised* they are computed for all tokens at every step,
+*absorbed* W_k is applied to the query and W_v to the result, and the cache is attended to as it is.
+
+    B  batch         T  new tokens of a sequence     R  kv_lora_rank
+    H  query heads   G  key and value heads          D  head_dim (of a latent's keys: without
+    C  R + rotary part of a latent                      their rotary part)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kernels.backend import AttentionBackend, AttentionProblem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ROTARY = ("interleaved", "halves", "none")
+"""Which features of a head are rotated together: neighbours, i and i + D/2, or none."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class DecodeProblem:
+    """One decoding step in numbers: what a backend is asked whether it supports."""
+
+    batch_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    new_tokens: int
+    """Tokens that each sequence gains (T): one, or a few that were guessed."""
+    max_len: int
+    """Tokens of the longest sequence after the step."""
+    dtype: str
+    device: str
+    """``cpu`` or ``cuda``."""
+    block_size: int | None = None
+    """Tokens in a block of a paged cache; None for a contiguous one."""
+    kv_lora_rank: int = 0
+    """Rank of the latents that the cache keeps; 0 where it keeps keys and values."""
+    rope_head_dim: int = 0
+    """Width of the rotary part of a latent."""
+    rotary: str = "interleaved"
+    cuda_graph: bool = False
+    """Whether the step is captured once and replayed, while lengths change."""
+
+    @property
+    def is_latent(self) -> bool:
+        return self.kv_lora_rank > 0
+
+    @property
+    def cache_words(self) -> str:
+        """Of the cache, for messages: ``a paged cache``."""
+        if self.is_latent:
+            return "latents"
+        return "a contiguous cache" if self.block_size is None else "a paged cache"
+
+
+class Decoder:
+    """Steps of one batch over one cache, for all layers that the cache has.
+
+    In each step :meth:`plan`, then :meth:`begin`, then one call for each layer.
+    """
+
+    def plan(self) -> None:
+        """What the host must know of the step's lengths; never part of a CUDA graph."""
+
+    def begin(self) -> None:
+        """What all layers of a step share on the device, computed from the lengths there."""
+
+    def __call__(self, layer: int, q: Tensor, k_new: Tensor, v_new: Tensor) -> Tensor:
+        """q [B, H, T, D] and k, v [B, G, T, D], not rotated yet -> o [B, H, T, D]."""
+        raise NotImplementedError
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class LatentInputs:
+    """What a layer of latent attention knows of new tokens, not rotated yet."""
+
+    q_BHTD: Tensor
+    q_rope: Tensor
+    """[B, H, T, d_rope]."""
+    c_BTR: Tensor
+    k_rope: Tensor
+    """[B, T, d_rope], shared by all heads."""
+    up_k_HDR: Tensor
+    """W_k, from a latent to a head's key."""
+    up_v_HDR: Tensor
+    """W_v, from a latent to a head's value."""
+
+
+class LatentDecoder:
+    """As :class:`Decoder`, over a cache of latents."""
+
+    def plan(self) -> None: ...
+
+    def begin(self) -> None: ...
+
+    def __call__(self, layer: int, inputs: LatentInputs) -> Tensor:
+        """o [B, H, T, D]."""
+        raise NotImplementedError
+
+
+def gathered_bytes(problem: DecodeProblem) -> float:
+    """What PyTorch's operators make of a paged cache before they read it; nothing of another.
+
+    Keys and values are indexed and then laid out, so that one is there twice beside the other.
+    """
+    if problem.block_size is None:
+        return 0.0
+    tokens = problem.batch_size * problem.max_len * (4 if problem.dtype == "float32" else 2)
+    if problem.is_latent:
+        return float(tokens * (problem.kv_lora_rank + problem.rope_head_dim))
+    return float(3 * tokens * problem.num_kv_heads * problem.head_dim)
+
+
+def operator_workspace(problem: DecodeProblem) -> float:
+    """Of attention by operators: scores before and after the softmax, and what they gather."""
+    size = 4 if problem.dtype == "float32" else 2
+    rows = problem.batch_size * problem.num_heads * problem.new_tokens
+    return rows * problem.max_len * (4 + 2 * size) + gathered_bytes(problem)
+
+
+@dataclass(kw_only=True, slots=True)
+class DecodeOnly(AttentionBackend):
+    """A backend that attends from a cache, and to nothing else."""
+
+    @property
+    def gives_lse(self) -> bool:
+        return False
+
+    def supports(self, problem: AttentionProblem) -> str | None:
+        return "attends from a cache only, with task=decode or task=generate"
+
+
+def why_not_triton(device: str) -> str | None:
+    """None if Triton's kernels run here, else the reason in one line."""
+    import os
+    from importlib.util import find_spec
+
+    if find_spec("triton") is None:
+        return "needs triton, which is not installed"
+    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "runs on a CUDA device; TRITON_INTERPRET=1 runs it on a CPU, slowly"
+    return None
+
+
+def kernel_of(name: str) -> Any:
+    """A function of :mod:`kernels.decode`; None where this build has none."""
+    import importlib
+
+    return getattr(importlib.import_module("kernels.decode"), name, None)
+
+
+def why_no_kernel(name: str, problem: DecodeProblem) -> str | None:
+    """None if a function of :mod:`kernels.decode` can run here, else the reason in one line."""
+    reason = why_not_triton(problem.device)
+    if reason is not None:
+        return reason
+    if kernel_of(name) is None:
+        return f"kernels.decode has no {name}"
+    why_not = kernel_of("why_not")
+    if why_not is None:
+        return None
+    import torch
+
+    found: str | None = why_not(torch.device(problem.device), getattr(torch, problem.dtype))
+    return found
+
+
+def scale_of(problem: DecodeProblem) -> float:
+    """1 / sqrt of the width of a whole query."""
+    return float((problem.head_dim + problem.rope_head_dim) ** -0.5)

@@ -1,0 +1,82 @@
+"""Flash decoding: rotary, append and attention over split keys, in as few kernels as possible.
+
+Written in Triton for this project (:mod:`kernels.decode`). Keys are split over the device, so that
+one long sequence fills it too, and a combining pass merges the splits by their log-sum-exp (Dao
+et al., Flash-Decoding, 2023). Contiguous and paged caches; a group's query heads share a tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kernels.backend import attention_backend
+from kernels.decoding import DecodeOnly, DecodeProblem, Decoder, kernel_of, why_no_kernel
+from kernels.ranges import named_range
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kernels.decode.rotary import Rotary
+
+MAX_HEAD_DIM = 256
+
+
+@attention_backend("flash_decode")
+@dataclass(kw_only=True, slots=True)
+class FlashDecode(DecodeOnly):
+    """The fused kernel of this project."""
+
+    num_splits: int | None = None
+    """Parts that the keys of a sequence are split into; null leaves it to the kernel."""
+
+    def __post_init__(self) -> None:
+        if self.num_splits is not None and self.num_splits < 1:
+            raise ValueError(f"attention.num_splits={self.num_splits}: must be at least 1")
+
+    def version(self) -> str | None:
+        from importlib import metadata
+
+        try:
+            return f"triton {metadata.version('triton')}"
+        except metadata.PackageNotFoundError:
+            return None
+
+    def supports_decode(self, problem: DecodeProblem) -> str | None:
+        if problem.is_latent:
+            return "takes keys and values, not latents"
+        if problem.head_dim > MAX_HEAD_DIM:
+            return f"head_dim is at most {MAX_HEAD_DIM}, not {problem.head_dim}"
+        return why_no_kernel("flash_decode", problem)
+
+    def decoder(
+        self, problem: DecodeProblem, cache: Any, *, rotary: Rotary | None, scale: float
+    ) -> FusedDecoder:
+        return FusedDecoder(cache, rotary=rotary, scale=scale, num_splits=self.num_splits)
+
+
+class FusedDecoder(Decoder):
+    """One call does it all."""
+
+    def __init__(
+        self, cache: Any, *, rotary: Rotary | None, scale: float, num_splits: int | None
+    ) -> None:
+        self._cache = cache
+        self._rotary = rotary
+        self._options = {"scale": scale, "num_splits": num_splits}
+        self._kernel = kernel_of("flash_decode")
+
+    def __call__(self, layer: int, q: Tensor, k_new: Tensor, v_new: Tensor) -> Tensor:
+        cache, places = self._cache, self._cache.places
+        with named_range("fused"):
+            return self._kernel(
+                q,
+                k_new,
+                v_new,
+                cache.keys[layer],
+                cache.values[layer],
+                places.lengths,
+                block_table=places.block_table,
+                rotary=self._rotary,
+                **self._options,
+            )

@@ -1,0 +1,141 @@
+"""Tables and figures about caches: rates by hand, statuses in words, and what is said of them."""
+
+from __future__ import annotations
+
+import pytest
+from profiles import rows_of, table_of
+from records import decode_examples, make_decode_record
+
+from harness.figure import build_figure
+from harness.frame import build_frame
+from harness.record import Record
+from harness.table import build_table, finding_of
+from harness.tables._decode import decoded
+
+EXAMPLES = decode_examples()
+
+
+def test_rates_of_a_step_by_hand() -> None:
+    """1 GB in half a millisecond is 2,000 GB/s, half of a copy at 4,000 GB/s."""
+    record = make_decode_record("flash_decode", us=500.0, batch_size=4)
+    (row,) = rows_of(table_of("decode_latency", record))
+    assert (row["step (µs)"], row["GB/s"], row["of the copy (%)"]) == ("500", "2,000", "50.0")
+    assert row["tokens/s"] == "8,000"
+    assert row["predicted (µs)"] == "250"
+    assert row["kernels a layer"] == "6.00"
+
+
+@pytest.mark.parametrize(("flops", "share"), [(1e9, 0.5), (4e14, 400e12 / 989.4e12 / 500e-6)])
+def test_the_roof_that_binds(flops: float, share: float) -> None:
+    """Bytes at 4,000 GB/s take 250 of the 500 µs; many FLOPs take longer than the bytes."""
+    record = make_decode_record("mla_absorbed", us=500.0, cache="latent")
+    record.work["decode"]["flops"] = flops
+    assert decoded(build_frame([record]))["roof_share"].tolist() == pytest.approx([share])
+
+
+def test_heads_and_rank_are_told_apart() -> None:
+    grouped, latent = (
+        make_decode_record("auto", us=1.0, cache=cache) for cache in ("paged", "latent")
+    )
+    found = {row["heads"] for row in rows_of(table_of("decode_latency", grouped, latent))}
+    assert found == {"32:8 of 128", "32 of 128, rank 512 + 64"}
+
+
+def test_a_step_without_result_is_no_speed() -> None:
+    records = [
+        make_decode_record("standard", us=9.0, status="oom"),
+        make_decode_record("sdpa", us=9.0, status="wrong"),
+        make_decode_record("flash_decode", us=9.0),
+        make_decode_record("flashinfer", us=9.0, status="unsupported", message="not installed"),
+    ]
+    built = table_of("decode_latency", *records)
+    cells = {row["attention"]: row["step (µs)"] for row in rows_of(built)}
+    assert cells == {"standard": "OOM", "sdpa": "wrong result", "flash_decode": "9.00"}
+    assert built.footnotes == ["Not supported here: flashinfer (not installed)."]
+
+
+def test_graphs_are_compared_with_the_same_step() -> None:
+    rows = rows_of(table_of("graph_effect", *EXAMPLES))
+    found = {row["attention"]: row["speed-up"] for row in rows if row["CUDA graph"] == "yes"}
+    assert found == {"standard": "2.00×", "flash_decode": "1.07×"}  # noqa: RUF001
+    assert build_table("graph_effect", build_frame([make_decode_record("sdpa", us=1.0)])) is None
+
+
+def test_breakdown_adds_up() -> None:
+    record = next(item for item in EXAMPLES if item.case_id.startswith("decode-standard"))
+    rows = rows_of(table_of("fusion_breakdown", record))
+    assert [row["part"] for row in rows] == [
+        *("rotary_q", "rotary_k", "append", "scores", "all kernels", "whole step, measured"),
+    ]
+    assert [row["time (µs)"] for row in rows] == ["10.0", "5.00", "15.0", "170", "200", "1,000"]
+    assert [row["share (%)"] for row in rows[:4]] == ["5.0", "2.5", "7.5", "85.0"]
+
+
+def test_small_kernels_of_a_part_stand_together() -> None:
+    record = make_decode_record("standard", us=100.0)
+    profile = next(item for item in EXAMPLES if "kernel_profile" in item.notes).notes
+    rows = [dict(row) for row in profile["kernel_profile"]["rows"]]
+    tiny = [rows[0] | {"kernel": f"tiny_{index}", "total_ms": 1e-6} for index in range(3)]
+    record.notes["kernel_profile"] = profile["kernel_profile"] | {"rows": [*rows, *tiny]}
+    others = [row for row in rows_of(table_of("fusion_breakdown", record)) if "(" in row["kernel"]]
+    assert [(row["part"], row["calls"]) for row in others] == [("rotary_q", "3.00")]
+
+
+def test_memory_that_does_not_fit_says_so() -> None:
+    rows = rows_of(table_of("kv_memory", *EXAMPLES))
+    fits = {(row["type"], row["seq_len"]): row["fits"] for row in rows}
+    assert fits["MHA", "524,288"] == "OOM"
+    assert fits["MLA", "524,288"] == fits["MHA", "8,192"] == "yes"
+    assert {row["total (GiB)"] for row in rows} == {"16.0", "1,020", "1.12", "72.0"}
+
+
+def test_packed_prompts_over_padded_ones() -> None:
+    rows = rows_of(table_of("varlen_prefill", *EXAMPLES))
+    found = {row["batch layout"]: row["over padded"] for row in rows}
+    assert found == {"padded ragged": "1.00×", "packed ragged": "2.00×"}  # noqa: RUF001
+
+
+def test_generated_tokens_by_hand() -> None:
+    rows = {row["attention"]: row for row in rows_of(table_of("generate", *EXAMPLES))}
+    assert rows["flash_decode"]["generated (tokens/s)"] == "800"
+    # 10 GB in 5 ms are 2,000 of 4,000 GB/s.
+    assert rows["flash_decode"]["of the copy (%)"] == "50.0"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("decode_latency", "flash_decode is fastest at "),
+        ("graph_effect", "standard takes 0.50× of its time as a graph"),  # noqa: RUF001
+        ("fusion_breakdown", "standard runs 4.00 of 200 µs"),
+        ("kv_memory", "llama3_8b keeps 14.2× fewer bytes a token by MLA than by MHA"),  # noqa: RUF001
+        ("varlen_prefill", "flash_triton on packed prompts is 2.00× as fast"),  # noqa: RUF001
+        ("generate", "flash_decode is fastest"),
+    ],
+)
+def test_findings(name: str, words: str) -> None:
+    assert words in finding_of(table_of(name, *EXAMPLES))
+
+
+FIGURES = (
+    *("decode_over_length", "decode_over_batch", "fusion_breakdown", "kv_memory"),
+    *("graph_effect", "varlen_prefill", "generate"),
+)
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_figures(name: str) -> None:
+    built = build_figure(name, build_frame(EXAMPLES))
+    assert built is not None
+    assert built.finding.endswith(".")
+    assert "nan" not in built.finding
+    assert any(axis.lines or axis.patches for axis in built.figure.get_axes())
+    other: list[Record] = []
+    assert build_figure(name, build_frame(other)) is None
+
+
+def test_the_dotted_line_is_the_copy_bandwidth() -> None:
+    built = build_figure("decode_over_length", build_frame(EXAMPLES))
+    assert built is not None
+    lines = {line.get_linestyle(): line for line in built.figure.get_axes()[0].lines}
+    assert list(lines[":"].get_ydata()) == [250.0, 250.0]
