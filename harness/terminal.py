@@ -15,19 +15,38 @@ MAX_ROWS = 40
 GAP = 2
 """Spaces between columns: a divider and the padding before it."""
 
+NUM_RESULTS = 3
+"""Results that are shown beside what was measured, in however few columns that has to go."""
+
+NARROWEST = 30
+"""Characters of a column in which all that says what was measured stands together."""
+
 
 def render_terminal(table: Table, console: Console) -> None:
     """Print the table as wide as the console allows.
 
     Where columns do not fit, details are left to the files first, then the other results from
-    the right; columns that say what was measured never.
+    the right; columns that say what was measured never. Where those leave no room, they share one.
     """
     headers = ["\n".join(column.full_header.split(" ")) for column in table.columns]
     cells = [_status_once(row) for row in table.cells()[:MAX_ROWS]]
-    chosen = _fitting(table, headers, cells, console.width)
+    widths = _widths(headers, cells)
     shown = RichTable(
         box=box.SIMPLE_HEAD, padding=(0, GAP - 1, 0, 0), show_edge=False, pad_edge=False
     )
+    points = [index for index, column in enumerate(table.columns) if column.point]
+    joins = _needed(table, widths) > console.width
+    if joins:
+        room = console.width - NARROWEST - GAP
+        chosen = _fitting(table, widths, room, points=[])
+        left = console.width - sum(widths[index] + GAP for index in chosen)
+        shown.add_column(
+            escape(", ".join(table.columns[index].full_header for index in points)),
+            width=left - GAP,
+            vertical="bottom",
+        )
+    else:
+        chosen = _fitting(table, widths, console.width, points)
     for index in chosen:
         shown.add_column(
             escape(headers[index]),
@@ -37,7 +56,8 @@ def render_terminal(table: Table, console: Console) -> None:
             overflow="ellipsis",
         )
     for row in cells:
-        shown.add_row(*(escape(row[index]) for index in chosen))
+        what = [", ".join(row[index] for index in points)] if joins else []
+        shown.add_row(*(escape(cell) for cell in [*what, *(row[index] for index in chosen)]))
     console.print(escape(table.caption), highlight=False)
     console.print()
     console.print(shown)
@@ -47,7 +67,7 @@ def render_terminal(table: Table, console: Console) -> None:
         f"{count} more {what if count > 1 else what[:-1]}"
         for count, what in (
             (len(table.rows) - len(cells), "rows"),
-            (len(headers) - len(chosen), "columns"),
+            (len(headers) - len(chosen) - (len(points) if joins else 0), "columns"),
         )
         if count
     ]
@@ -64,15 +84,29 @@ def _status_once(row: list[str]) -> list[str]:
     ]
 
 
-def _fitting(table: Table, headers: list[str], cells: list[list[str]], width: int) -> list[int]:
-    """Indices of the columns to show in ``width`` characters."""
-    widths = [
+def _widths(headers: list[str], cells: list[list[str]]) -> list[int]:
+    """Characters that each column takes."""
+    return [
         max(len(text) for text in (*header.split("\n"), *(row[index] for row in cells)))
         for index, header in enumerate(headers)
     ]
-    chosen = list(range(len(headers)))
-    results = [index for index in chosen if not table.columns[index].point]
-    results.sort(key=lambda index: table.columns[index].detail)
-    while results and sum(widths[index] + GAP for index in chosen) > width:
-        chosen.remove(results.pop())
-    return chosen
+
+
+def _results(table: Table) -> list[int]:
+    """Columns that do not say what was measured, the most important first."""
+    found = [index for index, column in enumerate(table.columns) if not column.point]
+    return sorted(found, key=lambda index: table.columns[index].detail)
+
+
+def _needed(table: Table, widths: list[int]) -> int:
+    """Characters of a row with the least that is worth showing."""
+    points = [index for index, column in enumerate(table.columns) if column.point]
+    return sum(widths[index] + GAP for index in (*points, *_results(table)[:NUM_RESULTS]))
+
+
+def _fitting(table: Table, widths: list[int], width: int, points: list[int]) -> list[int]:
+    """Indices of the columns to show in ``width`` characters: ``points``, and results."""
+    results = _results(table)
+    while results and sum(widths[index] + GAP for index in (*points, *results)) > width:
+        results.pop()
+    return sorted([*points, *results])

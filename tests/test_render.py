@@ -464,6 +464,23 @@ class TestTables:
             render_terminal(table, console)
             assert max(map(len, console.export_text().splitlines())) <= 100
 
+    def test_results_are_seen_however_much_says_what_was_measured(self) -> None:
+        table = build_table("decode_latency", build_frame(decode_examples()))
+        assert table is not None
+        points = [column.full_header for column in table.columns if column.point]
+        assert sum(map(len, points)) > 40
+        for width in (80, 200):
+            console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+            render_terminal(table, console)
+            words = console.export_text().split()
+            assert {"step", "tokens/s"} <= set(words)
+            assert all(
+                row[table.columns.index(column)] in words
+                for row in table.cells()
+                for column in table.columns
+                if column.key == "step_us"
+            )
+
 
 class TestLatex:
     def test_escapes(self) -> None:
