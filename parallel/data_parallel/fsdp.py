@@ -5,9 +5,9 @@
                one after are reduce-scattered
     step       every rank updates its part of each block
 
-At most two blocks are whole at any time; what is outside of blocks is whole from the forward
-pass to the end of the backward pass. ZeRO stage 3 (Rajbhandari et al., 2020); PyTorch FSDP
-(Zhao et al., 2023), whose fully_shard is the peer.
+At most two blocks are whole at any time, and one between the passes; what is outside of blocks
+is whole from the forward pass to the end of the backward pass. ZeRO stage 3 (Rajbhandari et al.,
+2020); PyTorch FSDP (Zhao et al., 2023), whose fully_shard is the peer.
 
 Every rank asks for the same collectives in the same order, whatever modules it uses: the order
 of the blocks in the forward pass, and the reverse in the backward pass. A rank that passes a
@@ -155,6 +155,10 @@ class FSDP(PartsDataParallel):
         if not torch.is_grad_enabled():
             self._rest.release()
             self._forget()
+        elif len(self._units) > 1:
+            # The last block but one comes again while the last one's gradients are computed. Until
+            # then its memory is the loss's, where a step has its peak.
+            self._units[-2].forget()
         return outputs
 
     def finish_gradient_synchronization(self) -> None:
