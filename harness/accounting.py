@@ -80,13 +80,13 @@ class Footprint:
 def footprint(case: Case) -> Footprint:
     """Of a case of task=train_step; nothing that compiling saves is counted."""
     assert case.model is not None, "training steps have a model"
-    strategy, precision = case.parallel, case.precision
+    strategy = case.parallel
     whole = _of_one_data_rank(case)
     trains = whole.gradients > 0
     sizes = gradient_sizes(case)
     gathered = 0.0
     if strategy.parameter_share < 1:
-        unit = largest_unit(case) * DTYPE_BYTES[precision.parameters]
+        unit = largest_unit(case) * DTYPE_BYTES[_gathered_dtype(case)]
         gathered = GATHERED_UNITS * unit * (1 - strategy.parameter_share)
     return Footprint(
         parameters=whole.parameters * strategy.parameter_share,
@@ -116,6 +116,9 @@ def _of_one_data_rank(case: Case) -> accounting.MemoryPrediction:
     """Of a rank whose weights, gradients and state nobody shares but tensor-parallel ranks."""
     assert case.model is not None, "training steps have a model"
     precision, checkpoint = case.precision, case.checkpoint
+    # Weights that modules see in a low precision already are not cast by autocast.
+    casts = precision.autocast is not None and _gathered_dtype(case) == precision.parameters
+    computes = precision.compute if casts else _gathered_dtype(case)
     # Scores that are not kept for a backward pass are there for a moment all the same.
     problem = replace(case.attention_problem, needs_grad=True)
     return accounting.predict_memory(
@@ -126,13 +129,19 @@ def _of_one_data_rank(case: Case) -> accounting.MemoryPrediction:
         mode=cast(accounting.Mode, getattr(case.task, "mode", "train_step")),
         attention_saves_scores=case.attention.keeps_scores(problem),
         param_bytes=DTYPE_BYTES[precision.parameters],
-        activation_bytes=DTYPE_BYTES[precision.compute],
-        autocast=precision.autocast is not None,
+        activation_bytes=DTYPE_BYTES[computes],
+        autocast=casts,
         tp=case.parallel.tp,
         checkpoint_every=checkpoint.blocks if checkpoint is not None else None,
         checkpoint_selective=checkpoint is not None and checkpoint.scope == "selective",
         on_cpu=case.device == "cpu",
     )
+
+
+def _gathered_dtype(case: Case) -> str:
+    """What modules see their weights in, and sharded ones travel in."""
+    own: str | None = getattr(case.parallel, "compute_dtype", None)
+    return own or case.precision.parameters
 
 
 def largest_unit(case: Case) -> int:
@@ -168,7 +177,9 @@ def traffic_bytes(case: Case) -> dict[str, float]:
     """
     if getattr(case.task, "mode", "train_step") == "forward":
         return {}
-    return {name: times * gradient_bytes(case) for name, times in case.parallel.traffic.items()}
+    size = gradient_bytes(case) * DTYPE_BYTES[_gathered_dtype(case)]
+    size //= DTYPE_BYTES[case.precision.parameters]
+    return {name: times * size for name, times in case.parallel.traffic.items()}
 
 
 def sent_bytes(traffic: dict[str, float], num_ranks: int) -> float:

@@ -110,6 +110,18 @@ class TestFootprint:
         monkeypatch.setattr(type(case.parallel), "parameter_share", 1.0)
         assert case.parallel.traffic == {"all_gather": 1, "reduce_scatter": 1}
 
+    @pytest.mark.parametrize("name", ["fsdp", "fsdp_torch"])
+    def test_modules_compute_in_what_travels(self, name: str) -> None:
+        """Nothing is left for autocast to copy; what the optimizer has stays float32."""
+        low = case_of(f"parallel={name}", "parallel.compute_dtype=bfloat16", "precision=bf16")
+        pure = case_of(f"parallel={name}", "precision=bf16_pure")
+        found, wanted = accounting.footprint(low), accounting.footprint(pure)
+        assert found.activations == wanted.activations
+        assert found.gathered_parameters == wanted.gathered_parameters
+        assert found.parameters == 2 * wanted.parameters == 4 * PARAMETERS / 2
+        assert accounting.traffic_bytes(low) == accounting.traffic_bytes(pure)
+        assert accounting.traffic_bytes(low)["all_gather"] == 2 * 2 * PARAMETERS
+
     def test_what_is_sent(self) -> None:
         """Four ranks: an all-reduce carries 2 x 3/4 of a size, a broadcast all of it."""
         size = 4 * PARAMETERS
