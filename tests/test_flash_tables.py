@@ -360,16 +360,29 @@ class TestTflopsOverLength:
         # 1 TFLOP in 0.75 and in 3000 ms.
         assert list(flex.get_ydata()) == pytest.approx([1 / 0.75e-3, 1 / 3.0])
 
-    def test_lines_are_named_at_their_ends(self, by_length: pd.DataFrame) -> None:
+    def test_lines_are_named_beside_the_last_point(self, by_length: pd.DataFrame) -> None:
+        """What ends before that is led there by a dotted line."""
         built = build_figure("tflops_over_length", by_length)
         assert built is not None
+        led = 0
         for axis in built[1].get_axes():
-            lines = {line.get_label(): line for line in axis.lines}
-            names = {text.get_text(): text for text in axis.texts if text.get_text() in lines}
-            assert set(names) == set(lines)
-            for name, line in lines.items():
-                assert names[name].xy[0] == line.get_xdata()[-1]  # type: ignore[attr-defined]
+            lines = {str(line.get_label()): line for line in axis.lines}
+            named = {name: line for name, line in lines.items() if not name.startswith("_")}
+            names = {text.get_text(): text for text in axis.texts if text.get_text() in named}
+            assert set(names) == set(named)
+            last = max(line.get_xdata()[-1] for line in named.values())
+            leaders = {
+                (line.get_color(), line.get_xdata()[0]): line.get_xdata()[-1]
+                for name, line in lines.items()
+                if name.startswith("_") and line.get_linestyle() == ":"
+            }
+            for name, line in named.items():
+                assert names[name].xy[0] == last  # type: ignore[attr-defined]
                 assert names[name].get_color() == line.get_color() == colour(name)
+                if line.get_xdata()[-1] < last:
+                    led += 1
+                    assert leaders[line.get_color(), line.get_xdata()[-1]] == last
+        assert led
 
     @pytest.mark.parametrize("head_dims", [(64,), (64, 128)])
     def test_eleven_names_fit(self, head_dims: tuple[int, ...]) -> None:
