@@ -342,7 +342,7 @@ TWO_RANKS = {
 }
 
 
-@pytest.fixture(scope="module", params=["ddp_torch", "ddp_bucketed"])
+@pytest.fixture(scope="module", params=["ddp_bucketed"])
 def two_ranks(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, command: Command
 ) -> Ended:
