@@ -18,6 +18,9 @@ GAP = 2
 NUM_RESULTS = 3
 """Results that are shown beside what was measured, in however few columns that has to go."""
 
+MAX_TEXT = 28
+"""Characters of a result that is words, such as the name of a kernel; longer ones are cut."""
+
 NARROWEST = 30
 """Characters of a column in which all that says what was measured stands together."""
 
@@ -30,7 +33,7 @@ def render_terminal(table: Table, console: Console) -> None:
     """
     headers = ["\n".join(column.full_header.split(" ")) for column in table.columns]
     cells = [_status_once(row) for row in table.cells()[:MAX_ROWS]]
-    widths = _widths(headers, cells)
+    widths = _widths(table, headers, cells)
     shown = RichTable(
         box=box.SIMPLE_HEAD, padding=(0, GAP - 1, 0, 0), show_edge=False, pad_edge=False
     )
@@ -54,6 +57,7 @@ def render_terminal(table: Table, console: Console) -> None:
             vertical="bottom",
             no_wrap=True,
             overflow="ellipsis",
+            max_width=widths[index],
         )
     for row in cells:
         what = [", ".join(row[index] for index in points)] if joins else []
@@ -84,12 +88,14 @@ def _status_once(row: list[str]) -> list[str]:
     ]
 
 
-def _widths(headers: list[str], cells: list[list[str]]) -> list[int]:
+def _widths(table: Table, headers: list[str], cells: list[list[str]]) -> list[int]:
     """Characters that each column takes."""
-    return [
-        max(len(text) for text in (*header.split("\n"), *(row[index] for row in cells)))
-        for index, header in enumerate(headers)
-    ]
+    found = []
+    for index, (column, header) in enumerate(zip(table.columns, headers, strict=True)):
+        width = max(len(text) for text in (*header.split("\n"), *(row[index] for row in cells)))
+        is_words = column.align == "left" and not column.point
+        found.append(min(width, MAX_TEXT) if is_words else width)
+    return found
 
 
 def _results(table: Table) -> list[int]:

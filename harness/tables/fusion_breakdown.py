@@ -47,7 +47,7 @@ def build(frame: pd.DataFrame) -> Table | None:
         metrics=[
             Column(key="part", header="part"),
             Column(key="short", header="kernel", raw=("kernel_name",)),
-            Column(key="calls", header="calls", format=fmt.number),
+            Column(key="calls", header="calls", format=fmt.number, detail=True),
             Column(key="us", header="time (µs)", format=fmt.number),
             Column(key="share", header="share (%)", format=fmt.percent),
         ],
