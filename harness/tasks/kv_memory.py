@@ -35,8 +35,9 @@ class KvMemory(Task):
     """Width of their rotary part, for mla."""
     block_size: int | None = None
     """Tokens in a block of a paged cache; None lays tokens one after another."""
-    device_gib: float = 141e9 / GIB
-    """Memory that the cache may fill, in GiB: an H200's 141 GB, with nothing else in it."""
+    device_gib: float = 140.0
+    """Memory that the cache may fill, in GiB: an H200's 143,771 MiB by nvidia-smi, with nothing
+    else in it."""
 
     attends: ClassVar[bool] = False
 
