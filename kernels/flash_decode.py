@@ -2,7 +2,8 @@
 
 Written in Triton for this project (:mod:`kernels.decode`). Keys are split over the device, so that
 one long sequence fills it too, and the last program of a sequence merges their parts by the
-log-sum-exp (Dao et al., Flash-Decoding, 2023). Contiguous and paged caches; a group's query heads share a tile.
+log-sum-exp (Dao et al., Flash-Decoding, 2023). Contiguous and paged caches; a group's query heads
+share a tile.
 """
 
 from __future__ import annotations
