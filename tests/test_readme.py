@@ -12,9 +12,37 @@ import pytest
 from harness.compose import compose_request
 from harness.config import ROOT
 from harness.format import number
+from harness.profiler import PROFILERS
 from harness.readme import refreshed
+from harness.task import TASKS
+from kernels.caches.choice import CACHES
+from parallel import BACKENDS, STRATEGIES
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+CHOICES = {
+    "task": TASKS.names(),
+    "attention": BACKENDS.names(),
+    "cache": CACHES.names(),
+    "profile": PROFILERS.names(),
+    "parallel": STRATEGIES.names(),
+    **{
+        group: [path.stem for path in (ROOT / "conf" / group).glob("*.yaml")]
+        for group in ("model", "precision", "compile", "checkpoint")
+    },
+}
+
+
+@pytest.mark.parametrize("key", CHOICES)
+def test_every_choice_is_in_the_table(key: str) -> None:
+    (row,) = (line for line in README.splitlines() if line.startswith(f"| `{key}` |"))
+    assert set(CHOICES[key]) <= set(re.findall(r"`([\w.]+)`", row))
+
+
+def test_every_sweep_is_named() -> None:
+    names = {path.stem for path in (ROOT / "sweeps").glob("*.yaml")}
+    assert names <= set(re.findall(r"`(\w+)`", README))
 
 
 def test_tables_are_those_of_the_committed_results() -> None:
