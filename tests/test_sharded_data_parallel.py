@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -38,11 +39,12 @@ from parallel.data_parallel import (
     AgreeingGradScaler,
     Zero1,
     Zero2,
+    fsdp_weights,
     optimizer_of_parts,
     zero,
 )
 from parallel.data_parallel.blocks import blocks_of, parameters_of_blocks
-from parallel.data_parallel.flat import ALIGNMENT, FlatLayout, start_all_gather
+from parallel.data_parallel.flat import ALIGNMENT, Averaging, FlatLayout, start_all_gather
 from parallel.data_parallel.parts import PartAverage
 
 Kind = type[torch.optim.Optimizer]
@@ -192,24 +194,21 @@ def test_blocks_take_turns_in_two_slots() -> None:
 @contextlib.contextmanager
 def recorded(events: list[str]) -> Iterator[None]:
     """Names of the collectives that are started."""
-    originals = {
-        name: getattr(dist, name) for name in ("reduce_scatter_tensor", "all_gather_into_tensor")
-    }
 
-    def recording(name: str) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            events.append("reduce" if name.startswith("reduce") else "gather")
-            return originals[name](*arguments, **options)
+    def noting(event: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            events.append(event)
+            return original(*arguments)
 
         return call
 
-    for name in originals:
-        setattr(dist, name, recording(name))
-    try:
+    with contextlib.ExitStack() as patches:
+        reduce = noting("reduce", Averaging.start)
+        patches.enter_context(mock.patch.object(Averaging, "start", reduce))
+        for module in (zero, fsdp_weights):
+            gather = noting("gather", start_all_gather)
+            patches.enter_context(mock.patch.object(module, "start_all_gather", gather))
         yield
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
 
 
 def sequence(group: dist.ProcessGroup, wrap: Wrap, model_of: type[nn.Module]) -> list[str]:

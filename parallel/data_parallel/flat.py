@@ -15,6 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# Renamed in torch 2.13, which warns of the name that older versions know alone.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 ALIGNMENT = 64
 """Elements: where a tensor or a part begins. 128 bytes of bfloat16; matmuls want at least 16."""
 
@@ -99,12 +102,17 @@ class Averaging:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         averages = dist.get_backend(group) == "nccl"
-        self._operation = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+        operation = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
         self._divisor = None if averages else group.size()
-        self._options = dist.AllreduceOptions()
-        self._options.reduceOp = self._operation
-        # Else NCCL runs on the current stream, and what follows waits for it.
-        self._options.asyncOp = True
+        self._reducing, self._scattering = dist.AllreduceOptions(), dist.ReduceScatterOptions()
+        for options in (self._reducing, self._scattering):
+            options.reduceOp = operation
+            # Else NCCL runs on the current stream, and what follows waits for it.
+            options.asyncOp = True
+        # Renamed in torch 2.13.
+        self._reduce_scatter = (
+            getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base
+        )
 
     def start(self, tensor: Tensor, received: Tensor | None = None) -> dist.Work:
         """Begin to average ``tensor``: in place, or a part of it into ``received``.
@@ -114,22 +122,23 @@ class Averaging:
         """
         if self._divisor is not None:
             tensor.div_(self._divisor)
+        # Not by dist.all_reduce and the like, which take as long to check what is known here.
         if received is None:
-            # Not dist.all_reduce, which takes as long as this to check what is known here.
-            real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-            return self._group.allreduce([real], self._options)
-        work = dist.reduce_scatter_tensor(
-            received, tensor, self._operation, group=self._group, async_op=True
-        )
-        assert work is not None, "async_op returns a handle to members of the group"
+            return self._group.allreduce([_real(tensor)], self._reducing)
+        work: dist.Work = self._reduce_scatter(_real(received), _real(tensor), self._scattering)
         return work
 
 
 def start_all_gather(buffer: Tensor, part: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Begin to fill ``buffer`` with all ranks' parts; ``part`` is this rank's, in its place."""
-    work = dist.all_gather_into_tensor(buffer, part, group=group, async_op=True)
+    work = _all_gather(buffer, part, group=group, async_op=True)
     assert work is not None, "async_op returns a handle to members of the group"
     return work
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Complex numbers as pairs, which can be averaged and sent as they are."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 class Lane:

@@ -9,7 +9,6 @@ do (Rajbhandari et al., 2020, section 5; Zhao et al., 2023, section 3.2.1).
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -120,41 +119,55 @@ class PartAverage:
         self.parameters, self.parts = tuple(parameters), tuple(parts)
         self.absent: list[int] = []
         self._layout, self._number, self._lane, self._dtype = layout, number, lane, dtype
-        self._kept = self._new(layout.size, dtype) if keeps_buffer else None
+        self._kept = self._make_room(keeps=True) if keeps_buffer else None
+        self._room: _Room | None = None
+        """From the start of a transfer to its end."""
         self._transfer: _Transfer | None = None
-        self._gradient: Tensor | None = None
+        self._slices: list[Tensor] = []
+        """The parts' gradients, from the end of a transfer on."""
 
-    def start(self, averaging: Averaging | None) -> None:
+    def _make_room(self, *, keeps: bool = False) -> _Room:
         layout = self._layout
-        before = [part.grad for part in self.parts]
-        if self._kept is None:
-            buffer = self._new(layout.size, self._dtype)
-        else:
-            # They lie where the new ones come.
-            before = [None if gradient is None else gradient.clone() for gradient in before]
-            buffer = self._kept
-        self._fill(layout.views(buffer))
+        buffer = self._new(layout.size, self._dtype)
         if layout.num_parts == 1:
             received = buffer
-        elif self._kept is not None:
+        elif keeps:
             received = layout.part(buffer, self._number)
         else:
             received = self._new(layout.part_size, self._dtype)
-        self._gradient = received
+        gradient = received
         if received.dtype != self.parts[0].dtype:
-            self._gradient = self._new(layout.part_size, self.parts[0].dtype)
-        transfer = _Transfer(buffer=buffer, received=received, before=before)
-        settles = received is not self._gradient or any(old is not None for old in before)
-        lane = self._lane if settles and self._lane.runs_beside else None
-        # All memory is of the current stream: it is not given back before that has waited.
-        with contextlib.nullcontext() if lane is None else lane.after_current():
-            if averaging is not None:
-                whole = layout.num_parts == 1
-                transfer.work = averaging.start(buffer, None if whole else received)
-            if lane is not None:
-                self._settle(transfer)
-                transfer.mark = lane.mark()
-        self._transfer = transfer
+            gradient = self._new(layout.part_size, self.parts[0].dtype)
+        return _Room(
+            buffer=buffer,
+            views=layout.views(buffer),
+            received=received,
+            gradient=gradient,
+            slices=layout.slices(gradient, self._number),
+        )
+
+    def start(self, averaging: Averaging | None) -> None:
+        room = self._room = self._kept or self._make_room()
+        before: list[Tensor | None] = [part.grad for part in self.parts]
+        adds = any(gradient is not None for gradient in before)
+        if adds and room is self._kept:
+            # They lie where the new ones come.
+            before = [None if gradient is None else gradient.clone() for gradient in before]
+        self._fill(room.views)
+        transfer = self._transfer = _Transfer(before=before if adds else [])
+        if self._lane.runs_beside and (adds or room.received is not room.gradient):
+            # All memory is of the current stream: it is not given back before that has waited.
+            with self._lane.after_current():
+                self._send(averaging, room, transfer)
+                self._settle(room, transfer)
+                transfer.mark = self._lane.mark()
+        else:
+            self._send(averaging, room, transfer)
+
+    def _send(self, averaging: Averaging | None, room: _Room, transfer: _Transfer) -> None:
+        if averaging is not None:
+            whole = self._layout.num_parts == 1
+            transfer.work = averaging.start(room.buffer, None if whole else room.received)
 
     def _fill(self, views: Sequence[Tensor]) -> None:
         """Bring every gradient into the buffer, and let go of it."""
@@ -171,53 +184,64 @@ class PartAverage:
         if made:
             torch._foreach_copy_(places, made)
 
-    def _settle(self, transfer: _Transfer) -> None:
+    def _settle(self, room: _Room, transfer: _Transfer) -> None:
         """What follows the transfer: the parts' dtype, and what they had before."""
-        assert self._gradient is not None, "made at the start"
         if transfer.work is not None:
             transfer.work.wait()
-        if self._gradient is not transfer.received:
-            self._gradient.copy_(transfer.received)
-        if any(old is not None for old in transfer.before):
-            slices = self._layout.slices(self._gradient, self._number)
-            pairs = zip(slices, transfer.before, strict=True)
+        if room.gradient is not room.received:
+            room.gradient.copy_(room.received)
+        if transfer.before:
+            pairs = zip(room.slices, transfer.before, strict=True)
             added = [(new, old) for new, old in pairs if old is not None]
             torch._foreach_add_([new for new, _ in added], [old for _, old in added])
         transfer.settled = True
 
     def wait(self) -> None:
-        if self._transfer is None:
+        room, transfer = self._room, self._transfer
+        if room is None or transfer is None:
             return
-        if not self._transfer.settled:
-            self._settle(self._transfer)
-        wait_for(self._transfer.mark)
-        self._transfer = None
-        for place in range(len(self.parts)):
+        if not transfer.settled:
+            self._settle(room, transfer)
+        wait_for(transfer.mark)
+        # What has been sent goes, if it is not kept.
+        self._room = self._transfer = None
+        self._slices = room.slices
+        for place, (part, gradient) in enumerate(zip(self.parts, room.slices, strict=True)):
             if place not in self.absent:
-                self.give(place)
+                part.grad = gradient
 
     def give(self, place: int) -> None:
-        assert self._gradient is not None, "made at the start"
-        layout, number = self._layout, self._number
-        start, stop = layout.held(place, number)
-        at = layout.offsets[place] + start - number * layout.part_size if stop > start else 0
-        self.parts[place].grad = self._gradient.narrow(0, at, stop - start)
+        self.parts[place].grad = self._slices[place]
 
     def let_go(self) -> None:
         """Leave the gradients to the parts, whose users may free them."""
-        self._gradient = None
+        self._slices = []
 
     def _new(self, size: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(size, dtype=dtype, device=self.parts[0].device)
 
 
 @dataclass(kw_only=True, slots=True)
-class _Transfer:
-    """What a transfer that is under way reads and writes."""
+class _Room:
+    """Memory of one transfer, or of all transfers in turn."""
 
     buffer: Tensor
+    """What is sent."""
+    views: list[Tensor]
+    """Of each whole gradient in it."""
     received: Tensor
+    gradient: Tensor
+    """What has been received, in the dtype of the parts."""
+    slices: list[Tensor]
+    """Of each part in that."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Transfer:
+    """A transfer that is under way."""
+
     before: list[Tensor | None]
+    """Gradients that parts had before, if any had."""
     work: dist.Work | None = None
     settled: bool = False
     mark: torch.cuda.Event | None = None
