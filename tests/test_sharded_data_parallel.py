@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -312,6 +313,27 @@ def most_in_flight(group: dist.ProcessGroup, wrap: Wrap) -> int:
 @pytest.mark.parametrize(("wrap", "most"), [(zero_2, 4), (sharded, 1)])
 def test_few_whole_gradients_are_there_at_once(wrap: Wrap, most: int) -> None:
     assert on_ranks(2, most_in_flight, wrap) == [most, most]
+
+
+def whole_gradients_left(group: dist.ProcessGroup, wrap: Wrap) -> tuple[int, int]:
+    """Buffers of whole gradients that there were, and that are there while the optimizer steps."""
+    model = wrap(Deep(), group)
+    make, buffers = PartAverage._make_room, []
+
+    def noting(average: PartAverage, *, keeps: bool = False) -> Any:
+        room = make(average, keeps=keeps)
+        buffers.append(weakref.ref(room.buffer))
+        return room
+
+    with mock.patch.object(PartAverage, "_make_room", noting):
+        loss_of(model, torch.ones(2, WIDTH)).backward()
+        finish(model)
+    return len(buffers), sum(buffer() is not None for buffer in buffers)
+
+
+@pytest.mark.parametrize("wrap", [zero_2, sharded])
+def test_no_whole_gradient_is_left_for_the_step(wrap: Wrap) -> None:
+    assert on_ranks(2, whole_gradients_left, wrap) == [(7, 0), (7, 0)]
 
 
 class LateGather:
