@@ -245,7 +245,9 @@ def label_line_ends(
     last = max((end[0] for end in ends), default=0.0)
     ends = sorted(ends, key=lambda end: (end[1], end[2]))
     heights = [axes.transData.transform(end[:2])[1] for end in ends]
-    for (x, y, name, tint), height in zip(ends, _spread(heights, gap), strict=True):
+    for (x, y, name, tint), height in zip(
+        ends, _below(high, _spread(heights, gap), gap), strict=True
+    ):
         beside = axes.transData.inverted().transform((0, height))[1]
         axes.annotate(
             name,
@@ -309,6 +311,16 @@ def _spread(heights: list[float], gap: float) -> list[float]:
         for cluster in clusters
         for place in range(len(cluster))
     ]
+
+
+def _below(top: float, heights: list[float], gap: float) -> list[float]:
+    """Heights, apart by ``gap``, moved down as far as it takes for none to be above ``top``."""
+    found: list[float] = []
+    for height in reversed(heights):
+        top = min(top, height)
+        found.append(top)
+        top -= gap
+    return found[::-1]
 
 
 def _overlap(below: list[float], above: list[float], gap: float) -> bool:

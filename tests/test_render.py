@@ -33,6 +33,7 @@ from records import (
 from rich.console import Console
 
 from harness import report
+from harness.figure import _below
 from harness.format import integer, number, with_spread
 from harness.frame import build_frame
 from harness.hardware import FOLDER, find_hardware
@@ -265,6 +266,11 @@ class TestCells:
     )
     def test_three_significant_digits(self, value: float, expected: str) -> None:
         assert number(value) == expected
+
+    def test_names_at_line_ends_stay_below_the_frame(self) -> None:
+        """A gap of 2 apart, from a top of 10 down; what is low already stays."""
+        assert _below(10, [1, 5, 9, 11, 13], 2) == [1, 4, 6, 8, 10]
+        assert _below(10, [1, 2], 1) == [1, 2]
 
     def test_spread_has_the_decimals_of_the_value(self) -> None:
         assert with_spread(12.34, 0.456) == "12.3 ± 0.5"
