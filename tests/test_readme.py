@@ -147,6 +147,24 @@ def test_what_is_said_of_split_sequences_is_in_the_committed_tables() -> None:
         f"waits {least['symmetric']:.1f} to {most['symmetric']:.1f} ms for others, with "
         f"`send_recv` {least['send_recv']:.1f} to {most['send_recv']:.1f}" in words
     )
+    gathered = {
+        (row["seq_len"], row["transport"]): float(row["peak_memory_gib"])
+        for row in rows
+        if (row["scheme"], row["kernel"]) == ("zigzag_llama3", "flash_triton")
+    }
+    shares = [
+        float(row["peak_memory_gib"]) / gathered[row["seq_len"], "all_gather"]
+        for row in zigzag
+        if (row["transport"], row["kernel"]) == ("symmetric", "flash_triton")
+    ]
+    assert f"in {min(shares):.1f} to {max(shares):.1f} times `zigzag_llama3`'s memory" in words
+    backward = {
+        row["modes"]: float(row["backward_median_ms"])
+        for row in rows_of("zigzag_modes", "zigzag_modes")
+        if row["world_size"] == "4"
+    }
+    two, fused = (backward[f"two_kernels / {mode}"] for mode in ("two_kernels", "fused"))
+    assert f"in the backward pass it costs {100 * (fused / two - 1):.0f}% on four ranks" in words
     packed = {
         row["attention"]: float(row["whole_ms"])
         for row in split_rows("zigzag_modes")[::-1]

@@ -20,6 +20,8 @@ from kernels.caches import CacheChoice, CacheShape
 from kernels.decoding import ROTARY, DecodeProblem
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from harness.bench import Bench
 
 LENGTHS = ("equal", "ragged")
@@ -111,15 +113,7 @@ class Decode(Task):
                 "cache=contiguous or cache=paged"
             )
         require_block_size(case)
-        num_blocks, size = getattr(cache, "num_blocks", None), cache.tokens_per_block
-        if num_blocks is not None and size is not None:
-            lengths = [length + self._room for length in self.cache_lengths(case)]
-            needed = sum(-(-length // size) for length in lengths)
-            if needed > num_blocks:
-                raise ValueError(
-                    f"cache.num_blocks={num_blocks}: the batch needs {needed} blocks of "
-                    f"cache.block_size={size}"
-                )
+        require_blocks(case, [length + self._room for length in self.cache_lengths(case)])
 
     @property
     def _room(self) -> int:
@@ -266,6 +260,19 @@ class Decode(Task):
 def cache_of(case: Case) -> CacheChoice:
     assert case.cache is not None, "the task uses a cache"
     return case.cache
+
+
+def require_blocks(case: Case, lengths: Iterable[int]) -> None:
+    """Raise ValueError unless a paged cache has blocks for sequences of these lengths."""
+    cache = cache_of(case)
+    num_blocks, size = getattr(cache, "num_blocks", None), cache.tokens_per_block
+    if num_blocks is not None and size is not None:
+        needed = sum(-(-length // size) for length in lengths)
+        if needed > num_blocks:
+            raise ValueError(
+                f"cache.num_blocks={num_blocks}: the batch needs {needed} blocks of "
+                f"cache.block_size={size}"
+            )
 
 
 def require_block_size(case: Case) -> None:

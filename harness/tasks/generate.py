@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 from harness.case import Case, require_at_least, require_choice, require_one_process
 from harness.task import Task, Work, task
 from harness.tasks._lengths import ragged_cache_lengths
-from harness.tasks.decode import LENGTHS, cache_of, require_block_size
+from harness.tasks.decode import LENGTHS, cache_of, require_block_size, require_blocks
 from kernels import BACKENDS, AttentionBackend, AttentionProblem
 from kernels.accounting import attended_pairs
 from kernels.caches import CacheShape
@@ -72,15 +72,7 @@ class Generate(Task):
                 "cache=latent"
             )
         require_block_size(case)
-        num_blocks, size = getattr(cache, "num_blocks", None), cache.tokens_per_block
-        if num_blocks is not None and size is not None:
-            lengths = [length + self.output_len for length in self.prompt_lengths(case)]
-            needed = sum(-(-length // size) for length in lengths)
-            if needed > num_blocks:
-                raise ValueError(
-                    f"cache.num_blocks={num_blocks}: the batch needs {needed} blocks of "
-                    f"cache.block_size={size}"
-                )
+        require_blocks(case, [length + self.output_len for length in self.prompt_lengths(case)])
 
     def words(self) -> list[str]:
         found = [f"out{self.output_len}"]
