@@ -6,8 +6,10 @@ it (an all-gather of ZeRO that hides behind the next forward pass) is seen, and 
 leaves itself.
 
 On CUDA computing is every kernel but NCCL's, and communication NCCL's kernels, which include
-the time that they wait for ranks that come late. On a CPU computing is the operators of the
-thread that trains, and communication what gloo's threads do.
+the time that they wait for ranks that come late. PyTorch's operators are left out there: to
+record thousands of them a step holds up a host that launches kernels at the last moment, and
+then communication waits for it that is hidden in a step that nobody watches. On a CPU computing
+is the operators of the thread that trains, and communication what gloo's threads do.
 
 Noted in the record as ``timeline``, like that of split attention: for each pass and rank
 ``spans`` of [phase, compute or communication, number, start_ms, end_ms], from when the first
@@ -20,20 +22,21 @@ import contextlib
 import json
 import platform
 import tempfile
+import threading
+import time
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from torch.profiler import ProfilerActivity, profile, record_function, schedule
+from torch.profiler import ProfilerActivity, profile, schedule
 
 from harness.bench import Bench
 from harness.intervals import clipped, union
 
 STEPS = 3
 
-PREFIX = "attnbench:"
-"""Of the names of phases in a trace."""
+STEP = "step"
 
 COMPUTE, COMMUNICATION = "compute", "communication"
 
@@ -42,38 +45,52 @@ CLOSED_GAP_MS = 0.02
 
 Event = dict[str, Any]
 
+Mark = tuple[str, float, float]
+"""What the host does, and from when to when by the trace's own clock: milliseconds."""
+
 
 class _Phases:
-    """Stands in for a timer, and leaves its phases in the trace."""
+    """Stands in for a timer, and notes when the host was in which phase."""
 
-    def phase(self, name: str) -> contextlib.AbstractContextManager[Any]:
-        return record_function(PREFIX + name)
+    def __init__(self) -> None:
+        self._marks: list[tuple[str, int, int]] = []
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        # The clock of traces too: nanoseconds since 1970.
+        start = time.time_ns()
+        yield
+        self._marks.append((name, start, time.time_ns()))
+
+    def since(self, base_ns: int) -> list[Mark]:
+        return [(name, (a - base_ns) / 1e6, (b - base_ns) / 1e6) for name, a, b in self._marks]
 
 
 def note_timeline(bench: Bench, step: Callable[[Any], None]) -> None:
     """Run traced steps on all ranks and note what they did."""
     bench.stage("tracing")
-    activities = [ProfilerActivity.CPU]
-    if bench.device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
+    on_cuda = bench.device.type == "cuda"
     with tempfile.TemporaryDirectory(prefix="attnbench-trace-") as folder:
         path = Path(folder) / "trace.json"
         plan = schedule(wait=0, warmup=1, active=1, repeat=1)
         with profile(
-            activities=activities,
+            activities=[ProfilerActivity.CUDA if on_cuda else ProfilerActivity.CPU],
             schedule=plan,
             on_trace_ready=lambda done: done.export_chrome_trace(str(path)),
         ) as profiler:
             for steps in (1, STEPS):
                 bench.barrier()
+                phases = _Phases()
                 for _ in range(steps):
-                    with record_function(f"{PREFIX}step"):
-                        step(_Phases())
+                    with phases.phase(STEP):
+                        step(phases)
                 bench.synchronize()
                 profiler.step()
         trace = json.loads(path.read_text(encoding="utf-8"))
-    spans, origin = spans_of(trace["traceEvents"], on_cuda=bench.device.type == "cuda")
-    origin += trace.get("baseTimeNanoseconds", 0) / 1e6
+    base_ns = trace.get("baseTimeNanoseconds", 0)
+    thread = None if on_cuda else threading.get_native_id()
+    spans, origin = spans_of(trace["traceEvents"], phases.since(base_ns), thread)
+    origin += base_ns / 1e6
     found = bench.gather((platform.node(), origin, spans))
     bench.outcome.notes["timeline"] = [[{"spans": part} for part in _on_one_clock(found)]]
 
@@ -95,34 +112,36 @@ def _on_one_clock(ranks: list[tuple[str, float, list[list[Any]]]]) -> list[list[
     ]
 
 
-def spans_of(events: list[Event], *, on_cuda: bool) -> tuple[list[list[Any]], float]:
+def spans_of(
+    events: list[Event], marks: list[Mark], thread: int | None
+) -> tuple[list[list[Any]], float]:
     """Spans of the middle one of the traced steps, and when the first of them began.
 
     Args:
         events: of a trace in Chrome's format.
+        marks: steps of the host, and their phases.
+        thread: which one computes on a CPU; None on CUDA.
 
     Returns:
         Spans in ms from the beginning on, and that in ms of the trace's own clock.
     """
     events = [event for event in events if event.get("ph") == "X"]
-    marks = [event for event in events if str(event["name"]).startswith(PREFIX)]
-    # CUPTI repeats ranges on the GPU's own lane; those of the host are meant here.
-    marks = [event for event in marks if event.get("cat") == "user_annotation"]
-    steps = sorted(_times(event) for event in marks if event["name"] == f"{PREFIX}step")
-    phases = _Places(
-        [
-            (event["name"].removeprefix(PREFIX), *_times(event))
-            for event in marks
-            if event["name"] not in (f"{PREFIX}step", f"{PREFIX}communication")
-        ]
-    )
-    activity = _on_cuda(events) if on_cuda else _on_cpu(events, marks[0]["tid"])
+    steps = sorted((start, end) for name, start, end in marks if name == STEP)
+    phases = _Places([mark for mark in marks if mark[0] not in (STEP, "communication")])
+    activity = _on_cuda(events) if thread is None else _on_cpu(events, thread)
     # When each was launched decides which step and phase it is of.
     computing = [
         (phases.at(when), start, end) for kind, when, start, end in activity if kind == COMPUTE
     ]
     starts = [
-        min(times[0] for kind, when, *times in activity if kind == COMPUTE and begin <= when < end)
+        min(
+            (
+                times[0]
+                for kind, when, *times in activity
+                if kind == COMPUTE and begin <= when < end
+            ),
+            default=begin,
+        )
         for begin, end in steps
     ]
     window = starts[STEPS // 2], starts[STEPS // 2 + 1]
@@ -152,7 +171,7 @@ def spans_of(events: list[Event], *, on_cuda: bool) -> tuple[list[list[Any]], fl
 class _Places:
     """Named times of the host, to look up what a moment belongs to."""
 
-    def __init__(self, places: list[tuple[str, float, float]]) -> None:
+    def __init__(self, places: list[Mark]) -> None:
         self.places = sorted(places, key=lambda place: place[1])
         self._starts = [start for _, start, _ in self.places]
 
@@ -192,7 +211,7 @@ def _on_cuda(events: list[Event]) -> list[_Activity]:
     return found
 
 
-def _on_cpu(events: list[Event], thread: Any) -> list[_Activity]:
+def _on_cpu(events: list[Event], thread: int) -> list[_Activity]:
     found = []
     for event in events:
         times = _times(event)

@@ -266,11 +266,6 @@ class TestIntervals:
         assert clipped(first, 1, 5) == [(1, 2), (4, 5)]
 
 
-def mark(name: str, start: float, end: float) -> dict[str, Any]:
-    times = {"ts": start * 1e3, "dur": (end - start) * 1e3}
-    return {"ph": "X", "cat": "user_annotation", "name": f"attnbench:{name}", "tid": 1, **times}
-
-
 def launched(name: str, at: float, start: float, end: float, number: int) -> list[dict[str, Any]]:
     """A kernel and the call that launched it."""
     args = {"correlation": number}
@@ -286,12 +281,12 @@ class TestSpans:
 
         The host runs ahead, and communication reaches into the next step.
         """
-        events, number = [], 0
+        events: list[dict[str, Any]] = []
+        marks, number = [], 0
         for step in range(3):
             host, gpu = 100 + 10 * step, 105 + 10 * step
-            events += [mark("step", host, host + 9), mark("forward", host, host + 4)]
-            events += [mark("backward", host + 4, host + 9)]
-            events += [mark("communication", host + 8, host + 9)]
+            marks += [("step", host, host + 9), ("forward", host, host + 4)]
+            marks += [("backward", host + 4, host + 9), ("communication", host + 8, host + 9)]
             for name, at, start, end in (
                 ("gemm", host + 1, gpu, gpu + 3),
                 ("gemm", host + 5, gpu + 3.01, gpu + 9),
@@ -301,7 +296,7 @@ class TestSpans:
                 events += launched(name, at, start, end, number)
         # A barrier's, between steps: of no phase.
         events += launched("ncclDevKernel_AllReduce", 99.0, 99.5, 120.0, 1000)
-        spans, origin = spans_of(events, on_cuda=True)
+        spans, origin = spans_of(events, marks, thread=None)
         assert origin == 100
         assert spans == [
             ["forward", COMPUTE, 0, 15.0, 18.0],

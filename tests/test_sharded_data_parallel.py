@@ -318,14 +318,14 @@ def test_few_whole_gradients_are_there_at_once(wrap: Wrap, most: int) -> None:
 def whole_gradients_left(group: dist.ProcessGroup, wrap: Wrap) -> tuple[int, int]:
     """Buffers of whole gradients that there were, and that are there while the optimizer steps."""
     model = wrap(Deep(), group)
-    make, buffers = PartAverage._make_room, []
+    make, buffers = PartAverage._make_buffer, []
 
-    def noting(average: PartAverage, *, keeps: bool = False) -> Any:
-        room = make(average, keeps=keeps)
-        buffers.append(weakref.ref(room.buffer))
-        return room
+    def noting(average: PartAverage) -> Tensor:
+        buffer = make(average)
+        buffers.append(weakref.ref(buffer))
+        return buffer
 
-    with mock.patch.object(PartAverage, "_make_room", noting):
+    with mock.patch.object(PartAverage, "_make_buffer", noting):
         loss_of(model, torch.ones(2, WIDTH)).backward()
         finish(model)
     return len(buffers), sum(buffer() is not None for buffer in buffers)

@@ -274,12 +274,13 @@ class FSDP(PartsDataParallel):
         """The backward pass has left a block: its gradients are all there that will be."""
         if self._level < len(self._units):
             unit = self._units[self._level]
-            if reduces:
-                self._start_up_to(unit.last_average)
+            # First, since the gradients are to travel in memory that this gives back.
             unit.release()
             if self._level < NUM_SLOTS:
                 # No block is left that takes this slot.
                 unit.forget()
+            if reduces:
+                self._start_up_to(unit.last_average)
 
     def _end_backward(self, *, reduces: bool) -> None:
         """Do for all blocks what the backward pass does, where it has not come by."""

@@ -119,16 +119,18 @@ class PartAverage:
         self.parameters, self.parts = tuple(parameters), tuple(parts)
         self.absent: list[int] = []
         self._layout, self._number, self._lane, self._dtype = layout, number, lane, dtype
-        self._kept = self._make_room(keeps=True) if keeps_buffer else None
+        self._kept = self._make_room(self._make_buffer(), keeps=True) if keeps_buffer else None
         self._room: _Room | None = None
         """From the start of a transfer to its end."""
         self._transfer: _Transfer | None = None
         self._slices: list[Tensor] = []
         """The parts' gradients, from the end of a transfer on."""
 
-    def _make_room(self, *, keeps: bool = False) -> _Room:
+    def _make_buffer(self) -> Tensor:
+        return self._new(self._layout.size, self._dtype)
+
+    def _make_room(self, buffer: Tensor, *, keeps: bool = False) -> _Room:
         layout = self._layout
-        buffer = self._new(layout.size, self._dtype)
         if layout.num_parts == 1:
             received = buffer
         elif keeps:
@@ -140,20 +142,22 @@ class PartAverage:
             gradient = self._new(layout.part_size, self.parts[0].dtype)
         return _Room(
             buffer=buffer,
-            views=layout.views(buffer),
+            views=layout.views(buffer) if keeps else [],
             received=received,
             gradient=gradient,
             slices=layout.slices(gradient, self._number),
         )
 
     def start(self, averaging: Averaging | None) -> None:
-        room = self._room = self._kept or self._make_room()
         before: list[Tensor | None] = [part.grad for part in self.parts]
         adds = any(gradient is not None for gradient in before)
-        if adds and room is self._kept:
+        if adds and self._kept is not None:
             # They lie where the new ones come.
             before = [None if gradient is None else gradient.clone() for gradient in before]
-        self._fill(room.views)
+        buffer = self._make_buffer() if self._kept is None else self._kept.buffer
+        self._fill(self._layout.views(buffer) if self._kept is None else self._kept.views)
+        # What is received may take the memory of the gradients that have just gone.
+        room = self._room = self._kept or self._make_room(buffer)
         transfer = self._transfer = _Transfer(before=before if adds else [])
         if self._lane.runs_beside and (adds or room.received is not room.gradient):
             # All memory is of the current stream: it is not given back before that has waited.
@@ -228,7 +232,7 @@ class _Room:
     buffer: Tensor
     """What is sent."""
     views: list[Tensor]
-    """Of each whole gradient in it."""
+    """Of each whole gradient in it, if it is kept."""
     received: Tensor
     gradient: Tensor
     """What has been received, in the dtype of the parts."""
