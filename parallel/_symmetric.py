@@ -12,8 +12,13 @@ Order of events, on the streams of one rank, for a pass over P ranks:
     fetch     wait until the target buffer is no longer computed with, copy from the peer, mark
     compute   wait for the mark, compute step t
     gradient  wait for step t's part, barrier 1 (all parts of step t are published), copy mine
-              from the peer that computed it, add; a slot is written again two steps later,
+              from the peer that computed it, mark; a slot is written again two steps later,
               after barrier 1 of the step between has shown that its reader is done
+    compute   after step t + 1: wait for the mark, add
+
+Sums are the one thing here that needs SMs, and so they are not made beside an attention kernel:
+in one whose programs all run at once and wait for each other, whatever holds up one of them
+holds up all.
 """
 
 from __future__ import annotations
@@ -77,6 +82,8 @@ class SymmetricRing:
         self._published: list[Mark] = []
         """For each step, that all ranks have published, and the slot before it is free again."""
         self._totals: tuple[Tensor, Tensor] | None = None
+        self._landed: list[Tensor] = []
+        """The part of the step before, from ``_last`` on."""
         self._last = Mark(device)
 
     def visits(self, k: Tensor, v: Tensor, work: Work) -> Iterator[Visit]:
@@ -114,28 +121,41 @@ class SymmetricRing:
         assert self._totals is not None, "the first visit is of this rank's own keys"
         memory = self._buffers.get("gradients", _Pair.bytes_of(visit.k, visit.v, 2))
         slots, slot = _Pair(memory, visit.k, visit.v), visit.step % 2
+        self._add_landed(self._totals, visit.step)
         if len(self._published) >= 2:
             # Barrier 1 of the step between: whoever reads this slot has read it.
             with self._trace.span(WAIT, visit.step):
                 self._published[-1].wait()
         for name, out in zip(("dk", "dv"), slots.of_rank(self._rank, slot), strict=True):
             _write(out, contributions, name)
-        written = Mark(self._device)
         peer = (self._rank + visit.step) % self._num_ranks
+        parts = slots.of_rank(peer, slot)
+        # Memory of the computing stream, which reads it last.
+        self._landed = [torch.empty_like(part) for part in parts]
+        written = Mark(self._device)
         with aside(self._reducing, self._trace, visit.step, written):
             memory.barrier(self._GRADIENTS)
             self._published.append(Mark(self._device))
-            for total, part in zip(self._totals, slots.of_rank(peer, slot), strict=True):
-                landing = torch.empty_like(part)
+            for landing, part in zip(self._landed, parts, strict=True):
                 landing.copy_(part, non_blocking=True)
                 self._trace.sent(part.nbytes)
-                total.add_(landing)
             self._last = Mark(self._device)
+
+    def _add_landed(self, totals: tuple[Tensor, Tensor], step: int) -> None:
+        if not self._landed:
+            return
+        with self._trace.span(WAIT, step):
+            self._last.wait()
+        for total, landing in zip(totals, self._landed, strict=True):
+            total.add_(landing)
+        self._landed = []
 
     def collect(self) -> tuple[Tensor, Tensor]:
         assert self._totals is not None, "collect() follows deliver()"
         memory = self._buffers.get("gradients", 0)
-        with aside(self._reducing, self._trace, self._num_ranks, self._last):
+        read = self._last
+        self._add_landed(self._totals, self._num_ranks)
+        with aside(self._reducing, self._trace, self._num_ranks, read):
             # The next pass writes the slots anew, when all have read them.
             memory.barrier(self._GRADIENTS)
             self._last = Mark(self._device)

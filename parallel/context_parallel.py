@@ -288,7 +288,7 @@ class ContextParallelAttention(SequenceParallelAttention):
         if symmetric:
             # Two blocks fetched and one published; a sum, two published parts and one fetched,
             # and the part that the kernel gives.
-            return {"visiting_keys": 3 * kv, "dk_dv": wide * kv + 2 * kv + kv / 2 + kv}
+            return {"visiting_keys": 3 * kv, "dk_dv": wide * kv + 2 * kv + kv + kv}
         # The sum that leaves, the one that arrives, and the part that the kernel gives.
         return {"visiting_keys": 2 * kv, "dk_dv": 2 * wide * kv + kv}
 
