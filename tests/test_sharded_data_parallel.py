@@ -250,11 +250,11 @@ def sharded(module: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
 
 
 def test_fsdp_gathers_ahead_and_reduces_behind() -> None:
-    """The last block is still there when backward begins; the one before it comes anew."""
+    """Backward begins with the last block, and meanwhile asks for the one before it."""
     wanted = [
         # The third, when the first has been used.
         *("gather", "gather", "forward 0", "gather", "forward 1", "forward 2"),
-        *("gather", "backward 2", "reduce", "gather", "backward 1", "reduce"),
+        *("gather", "gather", "backward 2", "reduce", "gather", "backward 1", "reduce"),
         *("backward 0", "reduce"),
         "step",
     ]

@@ -5,7 +5,7 @@
                one after are reduce-scattered
     step       every rank updates its part of each block
 
-At most two blocks are whole at any time, and one between the passes; what is outside of blocks
+At most two blocks are whole at any time, and none between the passes; what is outside of blocks
 is whole from the forward pass to the end of the backward pass. ZeRO stage 3 (Rajbhandari et al.,
 2020); PyTorch FSDP (Zhao et al., 2023), whose fully_shard is the peer.
 
@@ -155,10 +155,11 @@ class FSDP(PartsDataParallel):
         if not torch.is_grad_enabled():
             self._rest.release()
             self._forget()
-        elif len(self._units) > 1:
-            # The last block but one comes again while the last one's gradients are computed. Until
-            # then its memory is the loss's, where a step has its peak.
-            self._units[-2].forget()
+        else:
+            # The last blocks come again when the backward pass does. Until then their memory is the
+            # loss's, where a step has its peak.
+            for unit in self._units[-NUM_SLOTS:]:
+                unit.forget()
         return outputs
 
     def finish_gradient_synchronization(self) -> None:
