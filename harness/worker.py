@@ -15,6 +15,7 @@ import os
 import re
 import sys
 import textwrap
+import time
 import traceback
 from dataclasses import asdict
 from datetime import timedelta
@@ -31,6 +32,9 @@ from harness.bench import Bench, Outcome, PeerFailed, PeerSilent, WrongResult
 from harness.case import Case
 from harness.record import STATUSES
 from kernels.toolchain import why_not_compile
+
+NCCL_WATCHDOG_S = 0.25
+"""PyTorch's watchdog holds what a collective has sent until it looks again, every 0.1 s."""
 
 
 def main() -> None:
@@ -177,6 +181,8 @@ class Worker:
         """Give every case the same start: no cached memory, no compiled code, stated numerics."""
         torch._dynamo.reset()
         self._use_compile_cache_of(case)
+        if self.world_size > 1 and self.device.type == "cuda":
+            time.sleep(NCCL_WATCHDOG_S)
         # A training step must not depend on what an earlier case left in the allocator.
         Bench(device=self.device).release_memory()
         torch.manual_seed(case.seed)

@@ -371,6 +371,22 @@ def test_one_gradient_that_fills_a_bucket_stays_where_it_is() -> None:
     assert on_ranks(2, gradient_is_copied, 1.0) == [[True, True]] * 2
 
 
+def gradients_outlive_zero_grad(group: dist.ProcessGroup, wrap: Wrap) -> int:
+    module = nn.Linear(8, 8)
+    model = wrap(module, group)
+    model(torch.ones(2, 8)).sum().backward()
+    model.finish_gradient_synchronization()  # type: ignore[operator]
+    gradients = [weakref.ref(p.grad) for p in module.parameters()]
+    model.zero_grad(set_to_none=True)
+    return sum(gradient() is not None for gradient in gradients)
+
+
+@pytest.mark.parametrize("wrap", [naive, overlapped])
+def test_gradients_outside_of_buckets_go_when_they_are_zeroed(wrap: Wrap) -> None:
+    """Their memory is the next forward pass's."""
+    assert on_ranks(2, gradients_outlive_zero_grad, wrap) == [0, 0]
+
+
 def layouts_agree(group: dist.ProcessGroup, wrap: Wrap) -> bool:
     model = wrap(Strided(), group)
     model(torch.ones(2, WIDTH)).sum().backward()

@@ -147,6 +147,15 @@ def test_what_is_said_of_split_sequences_is_in_the_committed_tables() -> None:
         f"waits {least['symmetric']:.1f} to {most['symmetric']:.1f} ms for others, with "
         f"`send_recv` {least['send_recv']:.1f} to {most['send_recv']:.1f}" in words
     )
+    assert "it wins at every length" in words
+    whole = {
+        (row["seq_len"], row["kernel"], row["transport"]): float(row["whole_ms"])
+        for row in split_rows("context_parallel")
+        if row["scheme"] == "zigzag"
+    }
+    pairs = {(seq_len, kernel) for seq_len, kernel, _ in whole}
+    assert len(pairs) == 8
+    assert all(whole[*pair, "symmetric"] < whole[*pair, "send_recv"] for pair in pairs)
     gathered = {
         (row["seq_len"], row["transport"]): float(row["peak_memory_gib"])
         for row in rows

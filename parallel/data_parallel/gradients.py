@@ -47,16 +47,19 @@ class OneGradient:
     def __init__(self, parameter: nn.Parameter) -> None:
         self.parameters = (parameter,)
         self.absent: list[int] = []
-        self._gradient: Tensor | None = None
+        self._absent: Tensor | None = None
+        """In place of a gradient that is not here; others are their parameters' alone."""
         self._work: dist.Work | None = None
 
     def start(self, averaging: Averaging | None) -> None:
         assert averaging is not None, "one rank has nothing to average"
         (parameter,) = self.parameters
         gradient = parameter.grad
-        self.absent = [0] if gradient is None else []
-        self._gradient = torch.zeros_like(parameter) if gradient is None else gradient
-        self._work = averaging.start(self._gradient)
+        self.absent, self._absent = [], None
+        if gradient is None:
+            self.absent = [0]
+            self._absent = gradient = torch.zeros_like(parameter)
+        self._work = averaging.start(gradient)
 
     def wait(self) -> None:
         if self._work is not None:
@@ -64,7 +67,7 @@ class OneGradient:
             self._work = None
 
     def give(self, place: int) -> None:
-        self.parameters[place].grad = self._gradient
+        self.parameters[place].grad, self._absent = self._absent, None
 
 
 class Bucket:
