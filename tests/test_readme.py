@@ -184,6 +184,38 @@ def test_what_is_said_of_split_sequences_is_in_the_committed_tables() -> None:
     assert f"it takes {zigzag_llama3 / llama3:.2f} times `llama3`'s time" in words
 
 
+def test_what_is_said_of_strategies_is_in_the_committed_tables() -> None:
+    words = " ".join(README.split())
+    rows = {row["strategy"]: row for row in rows_of("data_parallel_peers", "data_parallel")}
+    assert {row["status"] for row in rows.values()} == {"ok"}
+    for strategy, row in rows.items():
+        step, memory = float(row["step_median_ms"]), float(row["peak_memory_gib"])
+        rate = float(f"{float(row['step_tokens_per_s']):.3g}")
+        assert f"| `{strategy}` | {number(step)} | {rate:,.0f} | {memory:.1f} |" in README
+    fastest = min(rows, key=lambda name: float(rows[name]["step_median_ms"]))
+    assert fastest == "fsdp"
+    bucketed = float(rows["ddp_bucketed"]["step_median_ms"])
+    for strategy in ("zero_1", "zero_2"):
+        assert f"{float(rows[strategy]['step_median_ms']) / bucketed:.2f}" == "1.03"
+    assert "they take 1.03 times its time" in words
+    exposed = max(float(row["exposed_share"]) for row in rows.values())
+    assert f"at most {100 * exposed:.1f}% of a step is exposed" in words
+    shares = {
+        row["strategy"]: 100 * float(row["exposed_share"])
+        for row in rows_of("ddp_overlap", "data_parallel")
+        if row["precision"] == "fp32"
+    }
+    costs = f"{shares['ddp_naive']:.0f}% of a step with one all-reduce a parameter"
+    assert f"{costs} and {shares['ddp_flat']:.0f}% with one for all" in words
+    steps = [
+        float(row["step_median_ms"])
+        for row in rows_of("ddp_bucketed", "data_parallel")
+        if row["precision"] == "fp32" and row["strategy"].startswith("ddp_bucketed")
+    ]
+    assert len(steps) == 5
+    assert f"steps of {min(steps):.0f} to {max(steps):.0f} ms from 1 to 1,000 MiB" in words
+
+
 def test_what_is_said_of_memory_and_roofs_is_in_the_committed_tables() -> None:
     words = " ".join(README.split())
     ratios = [float(row["ratio"]) for row in rows_of("memory_profiling", "peak_memory")]
