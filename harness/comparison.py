@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 import pandas as pd
 
+from harness import format as fmt
 from harness.points import POINTS
 from harness.stats import (
     CONFIDENCE,
@@ -49,6 +50,9 @@ AXES = {
         choice="precision", columns=("precision",), baseline="fp32", needs_baseline=True
     ),
 }
+
+APART = pd.Timedelta(minutes=10)
+"""Between the starts of two measurements, beyond which their ratio may be that of two hosts."""
 
 _WHOLE = {
     "attention": ("forward", "forward_backward", "step"),
@@ -103,8 +107,9 @@ def compare_with_peers(frame: pd.DataFrame) -> pd.DataFrame:
 def compare(frame: pd.DataFrame, axis: Axis) -> pd.DataFrame:
     """The candidates of every group, with baseline, ratio, its interval and the verdict.
 
-    The ratio is the baseline's median over the candidate's, so more than 1 is faster. Empty
-    where nothing differs in the choice alone.
+    The ratio is the baseline's median over the candidate's, so more than 1 is faster.
+    ``apart_mark`` is the symbol of a footnote where both were measured long after each other.
+    Empty where nothing differs in the choice alone.
     """
     names = sorted(frame[axis.choice].unique(), key=POINTS[axis.choice].rank)
     names.sort(key=lambda name: name != axis.baseline)
@@ -125,6 +130,7 @@ def compare(frame: pd.DataFrame, axis: Axis) -> pd.DataFrame:
         baseline_id=baseline["case_id"].to_numpy(),
         baseline_ms=baseline["median_ms"].to_numpy(),
         baseline_samples=baseline["samples_ms"].to_numpy(),
+        apart_mark=_apart(rows["started_at"], baseline["started_at"]),
     )
     rows = rows[rows["case_id"] != rows["baseline_id"]]
     ratio, low, high = median_ratios(rows["baseline_samples"].tolist(), rows["samples_ms"].tolist())
@@ -134,6 +140,12 @@ def compare(frame: pd.DataFrame, axis: Axis) -> pd.DataFrame:
     ]
     verdicts = pd.Series(words, index=rows.index, dtype=object)
     return rows.assign(ratio=ratio, ratio_low=low, ratio_high=high, verdict=verdicts)
+
+
+def _apart(started: pd.Series, baseline: pd.Series) -> list[str]:
+    """Of each pair the mark of those that were not measured in turns, or at least soon after."""
+    times, others = (pd.to_datetime(x.to_numpy(), utc=True) for x in (started, baseline))
+    return [fmt.PILCROW if far else "" for far in abs(times - others) > APART]
 
 
 def fullest_phase(frame: pd.DataFrame) -> pd.DataFrame:

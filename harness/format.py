@@ -20,6 +20,7 @@ ABSENT = "–"  # noqa: RUF001 - an en dash is what a table shows where a number
 DAGGER = "†"
 DOUBLE_DAGGER = "‡"
 SECTION = "§"
+PILCROW = "¶"
 PLUS_MINUS = "±"
 TIMES = "×"  # noqa: RUF001 - the multiplication sign
 

@@ -43,6 +43,7 @@ _ESCAPES = str.maketrans(
         fmt.DAGGER: r"\dag{}",
         fmt.DOUBLE_DAGGER: r"\ddag{}",
         fmt.SECTION: r"\S{}",
+        fmt.PILCROW: r"\P{}",
         "µ": r"$\mu$",
         "…": r"\ldots{}",
     }

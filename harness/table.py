@@ -23,6 +23,11 @@ SLOW_START = (
     "deviation carry."
 )
 RECOMPILED = f"{fmt.DOUBLE_DAGGER} torch.compile compiled again inside the measured passes."
+APART = (
+    f"{fmt.PILCROW} Measured over ten minutes apart from what it is compared with: clocks, and "
+    "even hosts, may differ."
+)
+NOTES = (THROTTLED, RECOMPILED, SLOW_START, APART)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -166,7 +171,7 @@ def make_table(
     columns += [column for column in metrics if _has_content(column, rows)]
     marks = {mark for column in columns if column.mark for mark in rows[column.mark].unique()}
     symbols = "".join(marks)
-    footnotes = [note for note in (THROTTLED, RECOMPILED, SLOW_START) if note[0] in symbols]
+    footnotes = [note for note in NOTES if note[0] in symbols]
     return Table(
         caption=f"{caption} {stated}".strip(), columns=columns, rows=rows, footnotes=footnotes
     )

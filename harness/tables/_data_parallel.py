@@ -56,7 +56,7 @@ def on_ranks(frame: pd.DataFrame) -> pd.DataFrame:
 
     Columns beyond those of :func:`harness.table.per_case`: ``bucket_mib`` (None where there are
     no buckets of a size); ``over_peer``, its step's time over that of PyTorch's DDP,
-    with ``over_low`` and ``over_high``; ``communication_share`` of the step, of the
+    with ``over_low``, ``over_high`` and ``over_mark``; ``communication_share`` of the step, of the
     phase of that name; from the trace ``traced_ms``, ``hidden_share``, ``exposed_ms`` and
     ``exposed_share``; and the text's figures.
     """
@@ -70,6 +70,8 @@ def on_ranks(frame: pd.DataFrame) -> pd.DataFrame:
     inverse = {"over_peer": "ratio", "over_low": "ratio_high", "over_high": "ratio_low"}
     for name, key in inverse.items():
         rows[name] = 1 / rows["case_id"].map(pairs[key].astype(float))
+    apart = pairs["apart_mark"].to_dict()
+    rows["over_mark"] = [apart.get(case_id, "") for case_id in rows["case_id"]]
     rows["over_interval"] = [
         None if low != low else f"{low:.3f} to {high:.3f}"
         for low, high in zip(rows["over_low"], rows["over_high"], strict=True)

@@ -58,7 +58,7 @@ def build(frame: pd.DataFrame) -> Table | None:
             ),
             Column(key="baseline", header="baseline"),
             Column(key="baseline_ms", header="baseline (ms)", format=fmt.number),
-            Column(key="ratio", header="ratio", format=fmt.factor),
+            Column(key="ratio", header="ratio", format=fmt.factor, mark="apart_mark"),
             Column(key="interval", header="95% interval", raw=("ratio_low", "ratio_high")),
             Column(key="verdict", header="verdict", status="status"),
         ],

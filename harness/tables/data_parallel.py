@@ -33,7 +33,7 @@ def build(frame: pd.DataFrame) -> Table | None:
         without=UNUSED,
         metrics=[
             time_column("step", "step (ms)"),
-            Column(key="over_peer", header="over DDP", format=ratio),
+            Column(key="over_peer", header="over DDP", format=ratio, mark="over_mark"),
             Column(key="over_interval", header="95% interval", raw=("over_low", "over_high")),
             Column(
                 key="communication_median_ms",

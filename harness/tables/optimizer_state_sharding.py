@@ -97,7 +97,7 @@ def build(frame: pd.DataFrame) -> Table | None:
             Column(key="predicted", header="predicted", format=fmt.number, group="peak"),
             Column(key="peak_memory_gib", header="measured", format=fmt.number, group="peak"),
             time_column("step", "step (ms)"),
-            Column(key="over_peer", header="over DDP", format=ratio),
+            Column(key="over_peer", header="over DDP", format=ratio, mark="over_mark"),
             Column(key="text", header="three moments", group="text"),
             Column(key="text_step", header="step (ms)", format=fmt.number, group="text"),
         ],
