@@ -144,8 +144,9 @@ def compare(frame: pd.DataFrame, axis: Axis) -> pd.DataFrame:
 
 def _apart(started: pd.Series, baseline: pd.Series) -> list[str]:
     """Of each pair the mark of those that were not measured in turns, or at least soon after."""
-    times, others = (pd.to_datetime(x.to_numpy(), utc=True) for x in (started, baseline))
-    return [fmt.PILCROW if far else "" for far in abs(times - others) > APART]
+    times, others = (pd.Series(pd.to_datetime(x.to_numpy(), utc=True)) for x in (started, baseline))
+    far = (times - others).abs() > APART
+    return far.map({True: fmt.PILCROW, False: ""}).tolist()
 
 
 def fullest_phase(frame: pd.DataFrame) -> pd.DataFrame:
