@@ -16,9 +16,9 @@ Order of events, on the streams of one rank, for a pass over P ranks:
               after barrier 1 of the step between has shown that its reader is done
     compute   after step t + 1: wait for the mark, add
 
-Sums are the one thing here that needs SMs, and so they are not made beside an attention kernel:
-in one whose programs all run at once and wait for each other, whatever holds up one of them
-holds up all.
+Sums are the one thing here that needs SMs, and so the ring does not make them beside an attention
+kernel: in one whose programs all run at once and wait for each other, whatever holds up one of
+them holds up all. An all-gather's come when all heads, or those gathered at once, are computed.
 """
 
 from __future__ import annotations
