@@ -5,8 +5,8 @@ to repeat; the bench warms up, times, and collects an :class:`Outcome`.
 
 Time on CUDA comes from events recorded around each phase, without a synchronisation in
 between, so that timing does not add gaps; a whole training step is timed by the host clock
-around a synchronised step as well (CS336 assignment 2, section 1.1.3). On a CPU both are the
-host's perf_counter.
+around a synchronised step as well (CS336 assignment 2, section 1.1.3), and on several ranks from
+the beginning of one to that of the next. On a CPU all are the host's perf_counter.
 """
 
 from __future__ import annotations
@@ -312,12 +312,15 @@ class Bench:
         warmup: int,
         passes: int,
         whole_step: str | None = None,
+        in_a_row: bool = False,
         flush_cache: bool = False,
     ) -> None:
         """Repeat ``step`` ``warmup`` times untimed, then ``passes`` times timed.
 
         ``whole_step`` names a further phase: the whole step by the host clock, synchronised at
-        its end. ``flush_cache`` empties the GPU's L2 before every pass, outside the timing;
+        its end. ``in_a_row`` times it from the beginning of one pass to that of the next instead:
+        a pass may leave to the next one what hides behind it, and pays for what the one before
+        has left. ``flush_cache`` empties the GPU's L2 before every pass, outside the timing;
         without ``whole_step`` passes are queued back to back and synchronised once, so that
         launch latency hides behind the flush.
         """
@@ -343,7 +346,9 @@ class Bench:
         state_before = devices.gpu_state(self.device)
         self._start_peaks()
         whole: list[float] = []
-        for _ in range(passes):
+        if in_a_row:
+            whole = self._time_in_a_row(step, timer, passes, warm=warmup > 0)
+        for _ in range(0 if in_a_row else passes):
             if scratch is not None:
                 scratch.zero_()
             self.barrier()
@@ -367,5 +372,20 @@ class Bench:
             self.outcome.clocks[name] = phase_clock
             self.outcome.samples_ms[name] = samples
         if whole_step is not None:
-            self.outcome.clocks[whole_step] = "host"
+            self.outcome.clocks[whole_step] = phase_clock if in_a_row else "host"
             self.outcome.samples_ms[whole_step] = whole
+
+    def _time_in_a_row(
+        self, step: Callable[[PhaseTimer], None], timer: PhaseTimer, passes: int, *, warm: bool
+    ) -> list[float]:
+        """Milliseconds from the beginning of each pass to that of the next."""
+        self.barrier()
+        if warm:
+            # Not timed: it leaves to the first what every pass leaves to the next.
+            step(PhaseTimer(self.device))
+        between = PhaseTimer(self.device)
+        for _ in range(passes):
+            with between.phase("pass"):
+                step(timer)
+        self.synchronize()
+        return between.collect()["pass"]

@@ -66,8 +66,15 @@ class _Phases:
         return [(name, (a - base_ns) / 1e6, (b - base_ns) / 1e6) for name, a, b in self._marks]
 
 
-def note_timeline(bench: Bench, step: Callable[[Any], None]) -> None:
-    """Run traced steps on all ranks and note what they did."""
+def note_timeline(
+    bench: Bench, step: Callable[[Any], None], finish: Callable[[], None] = lambda: None
+) -> None:
+    """Run traced steps on all ranks and note what they did.
+
+    Args:
+        finish: waits for what the last step has left to one that does not come. Work that ends
+            after the profiler has stopped, on a thread of gloo's, would take the process along.
+    """
     bench.stage("tracing")
     on_cuda = bench.device.type == "cuda"
     with tempfile.TemporaryDirectory(prefix="attnbench-trace-") as folder:
@@ -84,6 +91,7 @@ def note_timeline(bench: Bench, step: Callable[[Any], None]) -> None:
                 for _ in range(steps):
                     with phases.phase(STEP):
                         step(phases)
+                finish()
                 bench.synchronize()
                 profiler.step()
         trace = json.loads(path.read_text(encoding="utf-8"))

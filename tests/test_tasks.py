@@ -133,6 +133,25 @@ def test_warm_up_is_not_measured_and_the_window_is() -> None:
     assert len(bench.outcome.samples_ms["work"]) == len(bench.outcome.samples_ms["step"]) == 3
 
 
+@pytest.mark.parametrize(("warmup", "untimed"), [(2, 1), (0, 0)])
+def test_passes_in_a_row_pay_for_what_the_one_before_has_left(warmup: int, untimed: int) -> None:
+    """Each leaves 20 ms to the next; without warm-up nothing may run before the first."""
+    bench = Bench(device=torch.device("cpu"))
+    calls, left = [], [0.0]
+
+    def step(timer: PhaseTimer) -> None:
+        calls.append(bench.current_stage)
+        time.sleep(left.pop())
+        with timer.phase("work"):
+            left.append(0.02)
+
+    bench.measure(step, warmup=warmup, passes=3, whole_step="step", in_a_row=True)
+    assert calls == ["warm-up"] * warmup + ["measuring"] * (untimed + 3)
+    steps = bench.outcome.samples_ms["step"]
+    assert len(steps) == len(bench.outcome.samples_ms["work"]) == 3
+    assert [sample >= 20 for sample in steps] == [warmup > 0, True, True]
+
+
 def test_a_compilation_inside_the_window_is_counted() -> None:
     bench = Bench(device=torch.device("cpu"))
     function = torch.compile(lambda x: x.sin() + 1, backend="eager", dynamic=False)

@@ -1,10 +1,13 @@
 """One training step of the transformer: forward, backward, optimizer, timed apart.
 
 The CS336 text's benchmarking_script problem. The forward phase includes the loss; the whole
-step is timed by the host clock, synchronised at its end, and so includes launch overhead. On
-several ranks the end of backward is a phase of its own too where the strategy has one:
-communication, from when this rank has its gradients until it has their averages. Besides,
-memory is noted in a first step, and what ranks send, and when, in steps after the measured ones.
+step is timed by the host clock, synchronised at its end, and so includes launch overhead.
+
+On several ranks steps follow each other without a pause and are timed from beginning to
+beginning, since a strategy may leave to the next step what hides behind it. The end of backward
+is a phase of its own too where the strategy has one: communication, from when this rank has its
+gradients until it has their averages. Besides, memory is noted in a first step, and what ranks
+send, and when, in steps after the measured ones.
 """
 
 from __future__ import annotations
@@ -198,7 +201,13 @@ class TrainStep(Task):
         if together and trains and warmup:
             note_first_step(bench, step, MemoryNotes(bench, model, optimizer, baseline))
             warmup -= 1
-        bench.measure(step, warmup=warmup, passes=self.measure_steps, whole_step="step")
+        bench.measure(
+            step,
+            warmup=warmup,
+            passes=self.measure_steps,
+            whole_step="step",
+            in_a_row=together,
+        )
         assert last_loss is not None
         losses = bench.gather(float(last_loss))
         # Ranks that share sequences have parts of one loss, and others have losses of their own.
@@ -212,7 +221,7 @@ class TrainStep(Task):
             case.profile.run(case, bench, program)
         if together and trains and bench.in_last_round:
             note_traffic(bench, step)
-            note_timeline(bench, step)
+            note_timeline(bench, step, partial(case.parallel.finish, model))
         case.parallel.finish(model)
 
 
