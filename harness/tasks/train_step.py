@@ -216,13 +216,19 @@ class TrainStep(Task):
         if not abs(loss) < float("inf"):
             raise WrongResult(f"the loss of the last step is {loss}")
         # What follows takes steps of its own.
+        finish = partial(case.parallel.finish, model)
+
+        def whole_step(timer: PhaseTimer) -> None:
+            step(timer)
+            finish()
+
         if case.profile is not None and bench.in_last_round:
-            program = Program(step=step, model=module, optimizer=optimizer)
+            program = Program(step=whole_step, model=module, optimizer=optimizer)
             case.profile.run(case, bench, program)
         if together and trains and bench.in_last_round:
             note_traffic(bench, step)
-            note_timeline(bench, step, partial(case.parallel.finish, model))
-        case.parallel.finish(model)
+            note_timeline(bench, step, finish)
+        finish()
 
 
 def _model(case: Case) -> ModelConfig:
