@@ -25,6 +25,9 @@ CAPTION = (
     "without a strategy times the ranks."
 )
 
+IMPLAUSIBLE = 1.1
+"""Efficiency that no better use of caches by smaller parts explains."""
+
 
 def scaled(frame: pd.DataFrame) -> pd.DataFrame:
     """One row per training case, with ``speedup`` and ``efficiency`` over one rank."""
@@ -59,6 +62,11 @@ def build(frame: pd.DataFrame) -> Table | None:
             Column(key="peak_memory_gib", header="peak memory (GiB)", format=fmt.number),
         ],
     )
+    if (rows["efficiency"] > IMPLAUSIBLE).any():
+        built.footnotes.append(
+            "Efficiency above 100% says that the one rank was disturbed while it was measured, or "
+            "measured on another host; measure both again."
+        )
     if (rows["device"] == "cpu").any():
         built.footnotes.append(
             "On a CPU all ranks share the cores that one rank has to itself, so that efficiency "
