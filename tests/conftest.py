@@ -15,7 +15,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 
 # When an assertion in them fails, it shows its values, as one in a test file does.
-pytest.register_assert_rewrite("exact_attention")
+pytest.register_assert_rewrite("decode_checks", "exact_attention")
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
