@@ -1,4 +1,4 @@
-"""What several test files share: the real command in a process of its own."""
+"""What many test files share: the real command in a process of its own, and exact float32."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
+
+# When an assertion in them fails, it shows its values, as one in a test file does.
+pytest.register_assert_rewrite("decode_checks", "exact_attention")
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -30,6 +33,12 @@ if not torch.cuda.is_available():
 def pytest_report_header() -> str:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return f"CUDA devices: {count}; tests marked gpu and multigpu skip without them"
+
+
+@pytest.fixture
+def exact_float32() -> None:
+    """Matrix multiplications in float32, not in TF32."""
+    torch.set_float32_matmul_precision("highest")
 
 
 @pytest.fixture(scope="session")

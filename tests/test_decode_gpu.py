@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT
-from test_decode_kernels import (
+from decode_checks import (
     LatentSetting,
     Setting,
     angles,
@@ -18,10 +18,10 @@ from test_decode_kernels import (
     check,
     check_latent,
     int32,
-    randn,
     rotated,
 )
 from torch import Tensor
+from triton_device import randn
 
 from kernels.decode import flash_decode, mla_decode
 

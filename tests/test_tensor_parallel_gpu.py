@@ -1,7 +1,7 @@
 """Tensor parallelism over NCCL, on a mesh of all GPUs: streams, fused optimizers, real kernels.
 
-What has to hold is tested on gloo ranks in test_tensor_parallel.py; here it runs in bfloat16 and
-float16 too, and as the training task runs it.
+What has to hold is tested on gloo ranks in test_tensor_parallel_training.py; here it runs in
+bfloat16 and float16 too, and as the training task runs it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import device_of, on_gpus
-from test_tensor_parallel import BOUNDS, case_of, train_on_mesh, train_one_process
+from tensor_parallel_training import BOUNDS, case_of, train_on_mesh, train_one_process
 from torch import Tensor
 
 from harness.bench import Bench

@@ -1,0 +1,80 @@
+"""FlashAttention in Triton at real sizes, beside PyTorch's kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from exact_attention import exact, exact_gradients, inputs
+from torch import Tensor
+from triton_device import CLOSENESS, DEVICE
+
+from kernels import BACKENDS
+from kernels.flash import flash_attention
+
+pytestmark = pytest.mark.usefixtures("exact_float32")
+
+REAL = {
+    "leaderboard": {"heads": 16, "kv_heads": 16, "length": 4096, "head_dim": 64},
+    "llama3_8b": {"heads": 32, "kv_heads": 8, "length": 2048, "head_dim": 128},
+    "odd length": {"heads": 4, "kv_heads": 4, "length": 1027, "head_dim": 64},
+    "padded head": {"heads": 4, "kv_heads": 2, "length": 1500, "head_dim": 80},
+    "wide head": {"heads": 2, "kv_heads": 2, "length": 1024, "head_dim": 256},
+}
+
+
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    return float((got.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device, and torch sees none")
+class TestOnCuda:
+    @pytest.mark.parametrize("shape", REAL)
+    @pytest.mark.parametrize("causal", [True, False])
+    @pytest.mark.parametrize("dtype", CLOSENESS, ids=lambda dtype: str(dtype)[6:])
+    @pytest.mark.parametrize("implementation", ["auto", "plain"])
+    def test_as_exact_as_pytorch(
+        self, shape: str, causal: bool, dtype: torch.dtype, implementation: str
+    ) -> None:
+        """Relative errors at most twice those of PyTorch's flash kernel, or math in float32."""
+        sizes = REAL[shape]
+        length, head_dim = sizes["length"], sizes["head_dim"]
+        tensors = inputs(
+            1, sizes["heads"], sizes["kv_heads"], length, length, head_dim, dtype
+        )  # fmt: skip
+        q, k, v, do = tensors
+        scale = head_dim**-0.5
+        expected = [exact(q, k, v, causal, scale)[0], *exact_gradients(*tensors, causal, scale)]
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        o = flash_attention(
+            *leaves, causal=causal, precision="ieee", implementation=implementation
+        )  # fmt: skip
+        got = [o, *torch.autograd.grad(o, leaves, do)]
+        name = "sdpa_math" if dtype == torch.float32 else "sdpa_flash"
+        peer = BACKENDS[name].target(name=name, **BACKENDS[name].preset)  # type: ignore[call-arg]
+        theirs_o = peer.attend(*leaves, causal=causal, scale=scale)
+        theirs = [theirs_o, *torch.autograd.grad(theirs_o, leaves, do)]
+        for what, x, y, z in zip(("o", "dq", "dk", "dv"), got, theirs, expected, strict=True):
+            ours, limit = relative_error(x, z), 2 * relative_error(y, z)
+            assert ours <= limit, f"{what}: {ours:.3g}, more than {limit:.3g}"
+
+    def test_tf32(self) -> None:
+        q, k, v, _ = inputs(1, 4, 4, 512, 512, 64)
+        expected = exact(q, k, v, True, 0.125)[0]
+        errors = {
+            precision: relative_error(
+                flash_attention(q, k, v, causal=True, precision=precision), expected
+            )
+            for precision in ("ieee", "tf32")
+        }
+        assert errors["ieee"] < 2e-6
+        assert errors["ieee"] < errors["tf32"] < 2e-3
+
+    def test_equal_bits_at_real_sizes(self) -> None:
+        q, k, v, do = inputs(1, 8, 2, 4096, 4096, 128, torch.bfloat16)
+        runs = []
+        for _ in range(2):
+            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+            o = flash_attention(*leaves, causal=True)
+            runs.append([o, *torch.autograd.grad(o, leaves, do)])
+        assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))

@@ -1,0 +1,189 @@
+"""The tile sizes of FlashAttention in Triton: rules, tables of a device, and the search for one."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from exact_attention import assert_close, exact, exact_gradients, inputs
+from triton_device import CLOSENESS, DEVICE, RUNS_TRITON
+
+from kernels.flash import flash_attention
+
+pytestmark = [*RUNS_TRITON, pytest.mark.usefixtures("exact_float32")]
+
+
+@pytest.fixture
+def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache folder and a device that no table knows."""
+    from kernels.flash import configs
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(configs, "_device_facts", lambda device: ("Some GPU", 100 * 1024))
+    configs._cached.cache_clear()
+    yield configs.cache_path("Some GPU")
+    configs._cached.cache_clear()
+
+
+def facts(**changes: Any) -> Any:
+    from kernels.flash.problem import Problem
+
+    values: dict[str, Any] = {
+        "device": torch.device("cpu"), "dtype": torch.bfloat16, "batch_size": 1, "num_heads": 2,
+        "num_kv_heads": 2, "q_len": 4096, "kv_len": 4096, "head_dim": 64, "causal": True,
+        "packed": False, "accumulates": False, "precision": "ieee",
+    }  # fmt: skip
+    return Problem(**{**values, **changes})
+
+
+class TestConfigs:
+    ROW = "forward/bfloat16/d64/causal/long"
+    SLOW: ClassVar = {"block_q": 16, "block_k": 16, "num_warps": 1, "num_stages": 1}
+
+    def test_rows_are_named_by_what_matters(self) -> None:
+        from kernels.flash.configs import shape_class
+
+        assert shape_class("forward", facts()) == self.ROW
+        other = facts(dtype=torch.float32, precision="tf32", head_dim=80, causal=False, q_len=1,
+                      kv_len=2048)  # fmt: skip
+        assert shape_class("backward_dq", other) == "backward_dq/tf32/d128/full/short"
+
+    def test_order(self, tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The shipped table, then the user's, then a search if asked for, then the rule."""
+        from kernels.flash import configs
+
+        def measure(config: configs.TileConfig) -> float:
+            return 1.0 if config == wanted else 2.0
+
+        wanted = configs.candidates("forward", facts(), 100 * 1024)[2]
+        rule = configs.choose("forward", facts(), measure)
+        assert rule == configs.candidates("forward", facts(), 100 * 1024)[0] != wanted
+        assert configs.choose("forward", facts(autotune=True), measure) == wanted
+        assert configs.read_table(tables) == {self.ROW: wanted}
+        configs._cached.cache_clear()
+        assert configs.choose("forward", facts()) == wanted, "read from the file"
+        pinned = configs.TileConfig(**self.SLOW)
+        monkeypatch.setattr(configs, "_pinned", lambda: {"Some GPU": {self.ROW: pinned}})
+        assert configs.choose("forward", facts()) == pinned
+
+    def test_search_skips_what_fails_and_counts_its_time(self, tables: Path) -> None:
+        from kernels.flash import configs
+
+        found = configs.candidates("backward_dq", facts(), 100 * 1024)
+        before = configs.autotune_seconds()
+
+        def measure(config: configs.TileConfig) -> float:
+            time.sleep(0.002)
+            if config != found[-1]:
+                raise RuntimeError("out of resource: shared memory")
+            return 1.0
+
+        assert configs.choose("backward_dq", facts(autotune=True), measure) == found[-1]
+        assert configs.autotune_seconds() - before >= 0.002 * len(found)
+
+        def fail(config: configs.TileConfig) -> float:
+            raise RuntimeError("out of resource: registers")
+
+        with pytest.raises(RuntimeError, match=r"no tile size works here.*registers"):
+            configs.choose("backward_dkv", facts(autotune=True), fail)
+
+    @pytest.mark.parametrize("text", ["{", "[]", '{"row": {"block_q": 1}}', '{"row": 3}', "null"])
+    def test_corrupt_file(self, tables: Path, text: str) -> None:
+        from kernels.flash import configs
+
+        tables.parent.mkdir(parents=True)
+        tables.write_text(text, encoding="utf-8")
+        with pytest.warns(UserWarning, match="ignored, not a table"):
+            chosen = configs.choose("forward", facts())
+        assert chosen == configs.candidates("forward", facts(), 100 * 1024)[0]
+
+    def test_many_writers(self, tables: Path) -> None:
+        """A reader sees a whole table at any moment."""
+        from kernels.flash import configs
+
+        table = {f"row{i}": configs.TileConfig(**self.SLOW) for i in range(50)}
+        writers = [
+            threading.Thread(target=lambda: [configs._write(tables, table) for _ in range(20)])
+            for _ in range(3)
+        ]
+        for writer in writers:
+            writer.start()
+        while any(writer.is_alive() for writer in writers):
+            assert configs.read_table(tables) in ({}, table)
+        for writer in writers:
+            writer.join()
+        assert [path.name for path in tables.parent.iterdir()] == [tables.name]
+
+    def test_shipped_table(self) -> None:
+        from kernels.flash import configs
+
+        path = Path(configs.__file__).with_name("pinned.json")
+        for rows in json.loads(path.read_text(encoding="utf-8")).values():
+            for row in rows:
+                kernel, dtype, head_dim, mask, length = row.split("/")
+                assert kernel in configs.INTERPRETER
+                assert dtype in ("float32", "tf32", "float16", "bfloat16")
+                assert head_dim in ("d16", "d32", "d64", "d128", "d256")
+                assert mask in ("causal", "full")
+                assert length in ("short", "long")
+        assert configs._pinned()["NVIDIA H200"]
+
+    @pytest.mark.parametrize("kernel", ["forward", "backward_dkv", "backward_dq"])
+    @pytest.mark.parametrize("shared_memory_kib", [48, 64, 99, 163, 227])
+    def test_every_gpu_has_a_candidate(self, kernel: str, shared_memory_kib: int) -> None:
+        from kernels.flash import configs
+
+        for dtype, head_dim in itertools.product(CLOSENESS, (16, 64, 128, 256)):
+            problem = facts(dtype=dtype, head_dim=head_dim)
+            for config in configs.candidates(kernel, problem, shared_memory_kib * 1024):
+                assert min(config.block_q, config.block_k) >= 16
+
+    def test_autotuning_leaves_the_accumulator_alone(
+        self, tables: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from kernels.flash import configs, operator, plain
+
+        q, k, v, _ = inputs(q_len=20, kv_len=20)
+        o, lse = operator.forward(q, k, v, causal=True, scale=0.3)
+        options: dict[str, Any] = {"causal": True, "scale": 0.3}
+        wanted = operator.forward(q, k, v, accumulator=(o.clone(), lse.clone()), **options)
+        monkeypatch.setattr(plain, "_configs", {})
+        measured = []
+
+        def choose(kernel: str, problem: Any, measure: Any) -> Any:
+            measured.append(measure(configs.INTERPRETER[kernel]))
+            return configs.INTERPRETER[kernel]
+
+        monkeypatch.setattr(plain, "_config", choose)
+        monkeypatch.setattr(plain, "_milliseconds", lambda run: run() or 1.0)
+        got = operator.forward(
+            q, k, v, accumulator=(o.clone(), lse.clone()), autotune=True, **options
+        )  # fmt: skip
+        assert measured
+        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device, and torch sees none")
+class TestOnCuda:
+    @pytest.mark.parametrize("dtype", CLOSENESS, ids=lambda dtype: str(dtype)[6:])
+    def test_autotune(self, dtype: torch.dtype, tables: Path) -> None:
+        """Every candidate of a kernel runs or drops out, and the winner is right."""
+        q, k, v, do = inputs(1, 4, 2, 700, 700, 128, dtype)
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        o = flash_attention(
+            *leaves, causal=True, autotune=True, precision="ieee", implementation="plain"
+        )  # fmt: skip
+        found = [o, *torch.autograd.grad(o, leaves, do)]
+        scale = 128**-0.5
+        expected = [exact(q, k, v, True, scale)[0], *exact_gradients(q, k, v, do, True, scale)]
+        for x, z in zip(found, expected, strict=True):
+            assert_close(x, z, "result", CLOSENESS[dtype])
+        assert len(json.loads(tables.read_text(encoding="utf-8"))) == 3

@@ -1,0 +1,174 @@
+"""The report of a sweep: its files, the same bytes each time, and the command that writes it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from records import (
+    audit_examples,
+    decode_examples,
+    make_record,
+    profile_examples,
+    split_examples,
+    write_plan,
+)
+from status_examples import status_examples
+
+from harness import report
+from harness.record import Record, RecordStore
+from harness.render import render_sweep
+from harness.table import TABLES
+
+FIGURES = [
+    *("attention_memory", "attention_scaling", "precision", "speedup", "step_time"),
+    "warmup_effect",
+]
+
+
+@pytest.fixture
+def records() -> list[Record]:
+    return status_examples()
+
+
+def write_results(folder: Path, records: list[Record], **plan: list[str]) -> RecordStore:
+    store = RecordStore(folder)
+    store.create()
+    for record in records:
+        store.write(record)
+    write_plan(folder, "all", records, **{"tables": TABLES.names(), **plan})
+    return store
+
+
+class TestSweep:
+    def test_every_file_and_a_complete_report(self, records: list[Record], tmp_path: Path) -> None:
+        records = [*records, *split_examples(), *audit_examples(), *profile_examples()]
+        records += decode_examples()
+        store = write_results(tmp_path, records, figures=FIGURES, missing=["planned-0123456789"])
+        (store.folder / "broken-aaaaaaaaaa.json").write_text("{", encoding="utf-8")
+        found, problems = store.load()
+        rendered = render_sweep(tmp_path, "all", found, problems)
+        assert [table.name for table in rendered.tables] == TABLES.names()
+        names = {path.relative_to(rendered.folder).as_posix() for path in rendered.paths}
+        expected = {
+            f"tables/{name}.{end}" for name in TABLES.names() for end in ("csv", "md", "tex")
+        }
+        expected |= {f"figures/{name}.{end}" for name in FIGURES for end in ("png", "svg")}
+        assert names == expected | {"report.md"}
+        assert not list(tmp_path.rglob("*.tmp"))
+        text = rendered.report.read_text(encoding="utf-8")
+        for words in (
+            "# A sweep of examples",
+            "attnbench sweeps=all",
+            "- planned-0123456789",
+            "records/broken-aaaaaaaaaa.json",
+            "CUDA out of memory",
+            "a_b & 50% \\| $",
+            "](figures/step_time.png)",
+            "| device | NVIDIA H200 |",
+            "1 wrong result",
+            "1 not measured",
+        ):
+            assert words in text
+        assert str(tmp_path) not in text
+
+    def test_rendering_again_gives_the_same_bytes(
+        self, records: list[Record], tmp_path: Path
+    ) -> None:
+        """In another folder, in another process, from records listed in another order."""
+        records += [
+            make_record(
+                attention=attention,
+                seq_len=64,
+                samples_ms={"step": [[base + index**1.5 for index in range(21)]]},
+            )
+            for attention, base in (("naive", 20.0), ("flex", 9.0))
+        ]
+        contents = []
+        for name, ordered in (("one", records), ("two", records[::-1])):
+            folder = tmp_path / name
+            write_results(folder, ordered)
+            write_plan(folder, "all", records, tables=TABLES.names(), figures=FIGURES)
+            subprocess.run(
+                [sys.executable, "-m", "harness.report", str(folder)],
+                check=True,
+                cwd=Path(__file__).parents[1],
+                env={**os.environ, "PYTHONHASHSEED": str(len(contents) + 1)},
+                capture_output=True,
+            )
+            sweep = folder / "sweeps" / "all"
+            contents.append(
+                {path.relative_to(sweep): path.read_bytes() for path in sorted(sweep.rglob("*.*"))}
+            )
+        first, second = contents
+        assert first.keys() == second.keys()
+        assert len(first) > 30
+        assert [path for path in first if first[path] != second[path]] == []
+
+    def test_a_table_that_has_become_empty_is_removed(
+        self, records: list[Record], tmp_path: Path
+    ) -> None:
+        store = write_results(tmp_path, records, tables=["summary"])
+        found, _ = store.load()
+        path = tmp_path / "sweeps" / "all" / "tables" / "summary.md"
+        render_sweep(tmp_path, "all", found, [])
+        assert path.exists()
+        render_sweep(tmp_path, "all", {}, [])
+        assert not path.exists()
+
+
+class TestReportCommand:
+    def test_renders_around_an_unreadable_record(
+        self, records: list[Record], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        store = write_results(tmp_path, records, tables=["cases"])
+        path = store.path(records[0].case_id, 1)
+        path.write_text(path.read_text(encoding="utf-8")[:100], encoding="utf-8")
+        assert report.main([str(tmp_path)]) == 0
+        output = capsys.readouterr()
+        assert str(path) in output.err
+        assert "report.md" in output.out
+        table = (tmp_path / "sweeps" / "all" / "tables" / "cases.md").read_text(encoding="utf-8")
+        assert "sdpa_flash" in table
+        text = (tmp_path / "sweeps" / "all" / "report.md").read_text(encoding="utf-8")
+        assert f"- {records[0].case_id}" in text
+
+    def test_no_folder(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert report.main([str(tmp_path / "nothing")]) == 2
+        error = capsys.readouterr().err
+        assert error == f"attnbench-report: RESULTS={tmp_path / 'nothing'}: no such folder\n"
+
+    def test_not_a_results_folder(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert report.main([str(tmp_path)]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+
+    def test_unknown_sweep(
+        self, records: list[Record], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        write_results(tmp_path, records)
+        assert report.main([str(tmp_path), "nope"]) == 2
+        assert "SWEEP=nope" in capsys.readouterr().err
+
+    def test_broken_plan_spares_the_other_sweeps(
+        self, records: list[Record], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        write_results(tmp_path, records, tables=["summary"])
+        broken = tmp_path / "sweeps" / "aaa" / "plan.json"
+        broken.parent.mkdir()
+        broken.write_text("{}", encoding="utf-8")
+        assert report.main([str(tmp_path)]) == 2
+        assert str(broken) in capsys.readouterr().err
+        assert (tmp_path / "sweeps" / "all" / "report.md").exists()
+
+
+def test_nothing_here_imports_torch() -> None:
+    code = (
+        "import sys; from harness import report; from harness.table import TABLES; "
+        "from harness.figure import FIGURES; TABLES.names(); FIGURES.names(); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    root = Path(__file__).parents[1]
+    assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0

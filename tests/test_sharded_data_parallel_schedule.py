@@ -1,0 +1,288 @@
+"""ZeRO and FSDP on gloo ranks: who holds what and for how long, and when it travels."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+from sharded_steps import finish, loss_of, sharded
+from test_data_parallel import (
+    IN_PARTS,
+    WIDTH,
+    Large,
+    Plain,
+    Run,
+    Wrap,
+    assert_equal,
+    expected,
+    fsdp,
+    train_on_rank,
+    zero_1,
+    zero_2,
+)
+from torch import Tensor, nn
+
+from parallel import STRATEGIES
+from parallel.data_parallel import FSDP, Zero1, Zero2, fsdp_weights, optimizer_of_parts, zero
+from parallel.data_parallel.flat import ALIGNMENT, Averaging, start_all_gather
+from parallel.data_parallel.parts import PartAverage
+
+
+def shares(group: dist.ProcessGroup, wrap: Wrap) -> dict[str, int]:
+    """Elements that a rank holds of a model, after a step of AdamW."""
+    model = wrap(Large(), group)
+    optimizer = optimizer_of_parts(model.parameters(), torch.optim.AdamW, lr=0.1)
+    loss_of(model, torch.ones(2, WIDTH)).backward()
+    finish(model)
+    whole = [p.grad for p in model.module.parameters() if p.grad is not None]
+    gradients = {
+        part.grad.untyped_storage().data_ptr(): part.grad.untyped_storage().nbytes() // 4
+        for part in model.parameters()
+        if part.grad is not None
+    }
+    optimizer.step()
+    return {
+        "whole gradients": len(whole),
+        "parts": sum(p.numel() for p in model.parameters()),
+        "gradients": sum(gradients.values()),
+        "state": sum(s["exp_avg"].numel() for s in optimizer.state.values()),
+        "parameters": sum(p.numel() for p in model.module.parameters()),
+    }
+
+
+def test_who_holds_what() -> None:
+    """Large: 3 layers of 64 + 8, and 344 + 43 elements: 603; buffers of 4 * 128 + 448."""
+    for wrap in IN_PARTS:
+        ranks = on_ranks(3, shares, wrap)
+        assert [found["whole gradients"] for found in ranks] == [0, 0, 0]
+        # FSDP's biases of 8 elements are on all ranks.
+        assert sum(found["parts"] for found in ranks) == 603 + (2 * 24 if wrap is fsdp else 0)
+        for found in ranks:
+            assert found["state"] == found["parts"]
+            if wrap is fsdp:
+                assert found["parameters"] == 0
+            else:
+                assert found["parameters"] == 603
+            if wrap is zero_1:
+                assert found["gradients"] >= 603
+            else:
+                assert found["gradients"] <= 603 / 3 + 7 * ALIGNMENT
+
+
+def slots(group: dist.ProcessGroup) -> tuple[list[int], list[int], list[bool], list[bool]]:
+    module = Large()
+    model = FSDP(module, replicate_below=0, group=group)
+    seen: list[int] = []
+    for layer in module.layers:
+        layer.register_forward_pre_hook(lambda m, _: seen.append(m.weight.data_ptr()) and None)
+    loss_of(model, torch.ones(2, WIDTH)).backward()
+    # Of the first two blocks, and of what is outside.
+    weights = [module.layers[0].weight, module.layers[1].weight, module.last.weight]
+    shown = [weight.numel() for weight in weights]
+    memory = [unit._slot.memory(torch.device("cpu")) for unit in (*model._units, model._rest)]
+    storages = [memory[number].untyped_storage() for number in (0, 1, 3)]
+    during = [storage.nbytes() > 0 for storage in storages]
+    finish(model)
+    return seen, shown, during, [storage.nbytes() > 0 for storage in storages]
+
+
+def test_blocks_take_turns_in_two_slots() -> None:
+    """And each slot is given back when the last block in it has been left."""
+    for (first, second, third), shown, during, after in on_ranks(2, slots):
+        assert first == third != second
+        assert shown == [WIDTH**2, 0, WIDTH * (5 * WIDTH + 3)]
+        assert during == [True, False, True]
+        assert after == [False, False, False]
+
+
+@contextlib.contextmanager
+def recorded(events: list[str]) -> Iterator[None]:
+    """Names of the collectives that are started."""
+
+    def noting(event: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            events.append(event)
+            return original(*arguments)
+
+        return call
+
+    with contextlib.ExitStack() as patches:
+        reduce = noting("reduce", Averaging.start)
+        patches.enter_context(mock.patch.object(Averaging, "start", reduce))
+        for module in (zero, fsdp_weights):
+            gather = noting("gather", start_all_gather)
+            patches.enter_context(mock.patch.object(module, "start_all_gather", gather))
+        yield
+
+
+def sequence(group: dist.ProcessGroup, wrap: Wrap, model_of: type[nn.Module]) -> list[str]:
+    """What happens in a step, in its order; blocks by their numbers."""
+    events: list[str] = []
+    module = model_of()
+    model = wrap(module, group)
+    for number, layer in enumerate(module.layers):
+
+        def note(_: nn.Module, __: Any, output: Tensor, number: int = number) -> None:
+            events.append(f"forward {number}")
+            output.register_hook(lambda _: events.append(f"backward {number}"))
+
+        layer.register_forward_hook(note)
+    optimizer = optimizer_of_parts(model.parameters(), torch.optim.SGD, lr=0.1)
+    sign = 1.0 if dist.get_rank(group) == 0 else -1.0
+    with recorded(events):
+        loss_of(model, torch.full((2, WIDTH), sign)).backward()
+        finish(model)
+        events.append("step")
+        optimizer.step()
+    return events
+
+
+def test_zero_reduces_in_backward_and_gathers_after_the_step() -> None:
+    """Three buckets of a layer each; the first one's gradients are there when backward ends."""
+    wanted = [
+        *("forward 0", "forward 1", "forward 2"),
+        *("backward 2", "reduce", "backward 1", "reduce", "backward 0", "reduce"),
+        *("step", "gather", "gather", "gather"),
+    ]
+    for wrap in (zero_1, zero_2):
+        assert on_ranks(2, sequence, wrap, Plain) == [wanted, wanted]
+
+
+def test_fsdp_gathers_ahead_and_reduces_behind() -> None:
+    """Backward begins with the last block, and meanwhile asks for the one before it."""
+    wanted = [
+        # The third, when the first has been used.
+        *("gather", "gather", "forward 0", "gather", "forward 1", "forward 2"),
+        *("gather", "gather", "backward 2", "reduce", "gather", "backward 1", "reduce"),
+        *("backward 0", "reduce"),
+        "step",
+    ]
+    assert on_ranks(2, sequence, sharded, Plain) == [wanted, wanted]
+
+
+class Skipping(Plain):
+    """The third of four layers is used where the first number is positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.append(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layers[1](self.layers[0](x))
+        return self.layers[3](self.layers[2](y) if x[0, 0] > 0 else y)
+
+
+def test_ranks_that_use_other_blocks_ask_for_the_same() -> None:
+    """In one order: else the first rank's reduction would meet the second's gathering."""
+    first, second = on_ranks(2, sequence, sharded, Skipping)
+    assert "forward 2" in first
+    assert "forward 2" not in second
+    calls = [
+        [event for event in found if event in ("gather", "reduce")] for found in (first, second)
+    ]
+    assert calls[0] == calls[1]
+    assert calls[0].count("reduce") == 4
+
+
+class Deep(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.extend(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+
+def most_in_flight(group: dist.ProcessGroup, wrap: Wrap) -> int:
+    model = wrap(Deep(), group)
+    counts = []
+    start = PartAverage.start
+
+    def counting(item: PartAverage, group: dist.ProcessGroup) -> None:
+        start(item, group)
+        counts.append(sum(other._transfer is not None for other in model._averaged))
+
+    PartAverage.start = counting  # type: ignore[method-assign]
+    try:
+        loss_of(model, torch.ones(2, WIDTH)).backward()
+        finish(model)
+    finally:
+        PartAverage.start = start  # type: ignore[method-assign]
+    assert len(counts) == 7
+    return max(counts)
+
+
+@pytest.mark.parametrize(("wrap", "most"), [(zero_2, 4), (sharded, 1)])
+def test_few_whole_gradients_are_there_at_once(wrap: Wrap, most: int) -> None:
+    assert on_ranks(2, most_in_flight, wrap) == [most, most]
+
+
+def whole_gradients_left(group: dist.ProcessGroup, wrap: Wrap) -> tuple[int, int]:
+    """Buffers of whole gradients that there were, and that are there while the optimizer steps."""
+    model = wrap(Deep(), group)
+    make, buffers = PartAverage._make_buffer, []
+
+    def noting(average: PartAverage) -> Tensor:
+        buffer = make(average)
+        buffers.append(weakref.ref(buffer))
+        return buffer
+
+    with mock.patch.object(PartAverage, "_make_buffer", noting):
+        loss_of(model, torch.ones(2, WIDTH)).backward()
+        finish(model)
+    return len(buffers), sum(buffer() is not None for buffer in buffers)
+
+
+@pytest.mark.parametrize("wrap", [zero_2, sharded])
+def test_no_whole_gradient_is_left_for_the_step(wrap: Wrap) -> None:
+    assert on_ranks(2, whole_gradients_left, wrap) == [(7, 0), (7, 0)]
+
+
+class Recurrent(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(super().forward(x))
+
+
+def out_of_order(group: dist.ProcessGroup) -> str:
+    model = FSDP(Recurrent(), replicate_below=0, group=group)
+    with pytest.raises(RuntimeError) as error:
+        loss_of(model, torch.ones(2, WIDTH)).backward()
+    return str(error.value)
+
+
+def as_a_whole(module: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
+    return FSDP(module, blocks=[], replicate_below=0, group=group)
+
+
+class TestOrderOfBlocks:
+    def test_a_block_that_runs_again_is_an_error(self) -> None:
+        for message in on_ranks(2, out_of_order):
+            assert message.startswith("a gradient of a block came after")
+            assert "\n" not in message
+
+    def test_without_blocks_it_trains(self) -> None:
+        for found in on_ranks(2, train_on_rank, as_a_whole, Recurrent, Run()):
+            assert_equal(found, expected(Recurrent, Run()), rtol=1e-5, atol=1e-6)
+
+
+def under_way(group: dist.ProcessGroup, name: str) -> list[bool]:
+    """Whether a gathering is, after a step and after the task is done with the model."""
+    model = {"zero_1": Zero1, "zero_2": Zero2}[name](nn.Linear(8, 8), group=group)
+    optimizer = optimizer_of_parts(model.parameters(), torch.optim.SGD, lr=0.1)
+    model(torch.ones(2, 8)).sum().backward()
+    model.finish_gradient_synchronization()
+    optimizer.step()
+    found = []
+    for _ in range(2):
+        found.append(any(bucket._gathering is not None for bucket in model._buckets))
+        STRATEGIES[name].target(name=name).finish(model)
+    return found
+
+
+@pytest.mark.parametrize("name", ["zero_1", "zero_2"])
+def test_a_task_ends_when_the_last_gathering_has(name: str) -> None:
+    assert on_ranks(2, under_way, name) == [[True, False]] * 2
