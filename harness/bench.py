@@ -347,6 +347,7 @@ class Bench:
         self._start_peaks()
         whole: list[float] = []
         if in_a_row:
+            self.outcome.notes["in_a_row"] = True
             whole = self._time_in_a_row(step, timer, passes, warm=warmup > 0)
         for _ in range(0 if in_a_row else passes):
             if scratch is not None:

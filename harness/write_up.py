@@ -98,6 +98,7 @@ def measurement_facts(records: Sequence[Record]) -> dict[str, set[Any]]:
     return {
         "clocks": {phase.clock for record in records for phase in record.phases.values()},
         "memory_sources": {rank.get("source") for record in records for rank in record.memory},
+        "in_a_row": {bool(record.notes.get("in_a_row")) for record in records},
     }
 
 

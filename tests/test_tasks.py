@@ -147,6 +147,7 @@ def test_passes_in_a_row_pay_for_what_the_one_before_has_left(warmup: int, untim
 
     bench.measure(step, warmup=warmup, passes=3, whole_step="step", in_a_row=True)
     assert calls == ["warm-up"] * warmup + ["measuring"] * (untimed + 3)
+    assert bench.outcome.notes["in_a_row"]
     steps = bench.outcome.samples_ms["step"]
     assert len(steps) == len(bench.outcome.samples_ms["work"]) == 3
     assert [sample >= 20 for sample in steps] == [warmup > 0, True, True]
