@@ -2,11 +2,12 @@
 
 A and B are two results folders, or two git revisions or two attention backends within the
 folder ``--in``. Cases that are equal in everything else are paired, and each pair is FASTER,
-SLOWER or SAME: B against A.
+SLOWER, SAME or UNCLEAR: B against A.
 
 Every verdict may be wrong by chance, and a run of hundreds of cases has hundreds of chances.
 The interval of each case is therefore that of ``1 - 0.05 / cases`` (Bonferroni), as far as the
-resamples can tell, so that a run compared with itself measured twice is SAME throughout.
+resamples can tell, so that a run compared with itself measured twice is SAME throughout. Where
+samples scatter so much that the interval leaves open what is true, the word is UNCLEAR.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from rich.console import Console
 from harness import format as fmt
 from harness.comparison import fullest_phase, paired
 from harness.comparison_figure import draw_comparison
-from harness.figure import save
+from harness.figure import CaptionedFigure, save
 from harness.frame import build_frame
 from harness.latex import to_latex
+from harness.points import POINTS
 from harness.record import Record, RecordStore
 from harness.render import put, render_terminal, to_csv, to_markdown
-from harness.stats import SAME_BETWEEN_RUNS
+from harness.stats import SAME_BETWEEN_RUNS, verdict_rule
 from harness.table import Column, Table, make_table, marks_of, point_groups
 
 WHOLE = "whole"
@@ -62,22 +64,42 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"attnbench-compare: {error}", file=sys.stderr)
         return 2
-    table = comparison_table(rows, sides.names, options.metric)
+    differing = differences(sides)
+    table = comparison_table(rows, sides.names, options.metric, differing)
     output: Path = options.output or sides.folder
     try:
-        paths = _write(table, rows, sides.names, output, options.bound)
+        drawn = draw_comparison(rows, sides.names, options.bound, differing)
+        paths = _write(table, drawn, output)
     except OSError as error:
         print(f"attnbench-compare: {output}: cannot be written ({error})", file=sys.stderr)
         return 2
     console = Console(soft_wrap=False)
-    shown = rows[rows["outcome"] != "SAME"]
-    if 0 < len(shown) <= ROWS_IN_TERMINAL:
-        render_terminal(comparison_table(shown, sides.names, options.metric), console)
+    shown, elsewhere = _for_terminal(rows)
+    if len(shown):
+        render_terminal(comparison_table(shown, sides.names, options.metric, differing), console)
+    if elsewhere:
+        console.print(elsewhere, highlight=False, soft_wrap=True)
     for path in paths:
         console.print(f"  {path}", highlight=False, soft_wrap=True)
     regressed = regressions(rows, options.bound) if options.bound is not None else rows.iloc[:0]
     print(summary(rows, sides, options.bound, len(regressed)))
     return 1 if len(regressed) else 0
+
+
+def _for_terminal(rows: pd.DataFrame) -> tuple[pd.DataFrame, str]:
+    """The rows worth printing, and one line on those that are not; SAME first to go."""
+    for hidden in (["SAME"], ["SAME", "UNCLEAR"]):
+        shown = rows[~rows["outcome"].isin(hidden)]
+        if len(shown) <= ROWS_IN_TERMINAL:
+            counts = rows["outcome"].value_counts()
+            words = [f"{counts[word]} {word}" for word in hidden if word in counts]
+            one = len(rows) - len(shown) == 1
+            noun = "row is" if one else "rows are"
+            return shown, f"{' and '.join(words)} {noun} in the files." if words else ""
+    return rows.iloc[:0], (
+        f"{len(shown)} rows are neither SAME nor UNCLEAR, which is more than the "
+        f"{ROWS_IN_TERMINAL} of a table here: all {len(rows)} are in the files."
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -210,8 +232,8 @@ def _newest(records: Iterable[Record], revision: str | None = None) -> list[Reco
 def compared(sides: Sides, metric: str, same_within: float = SAME_BETWEEN_RUNS) -> pd.DataFrame:
     """One row per pair: both values, ratio A over B, its interval, and the ``outcome``.
 
-    The outcome is FASTER, SLOWER or SAME (LESS or MORE of memory), or ``lost`` and ``gained``
-    where only one side has a result, or None where neither has.
+    The outcome is FASTER, SLOWER, SAME or UNCLEAR (LESS, MORE or SAME of memory), or ``lost``
+    and ``gained`` where only one side has a result, or None where neither has.
 
     Raises:
         ValueError: where nothing can be paired, or no case has the metric.
@@ -228,6 +250,19 @@ def compared(sides: Sides, metric: str, same_within: float = SAME_BETWEEN_RUNS) 
     sides_of_case = one.loc[order], other.loc[order]
     rows = paired(*sides_of_case, has_samples=metric != MEMORY, same_within=same_within)
     return rows.reset_index(drop=True).assign(same_within=same_within)
+
+
+def differences(sides: Sides) -> list[str]:
+    """The point columns in which the sides of any pair differ: what is compared."""
+    one, other = (frame.drop_duplicates("pair").set_index("pair") for frame in sides.frames)
+    common = one.index.intersection(other.index)
+    one, other = one.loc[common], other.loc[common]
+    names = [name for name in POINTS if name in one and name in other]
+    return [
+        name
+        for name in names
+        if ((one[name] != other[name]) & (one[name].notna() | other[name].notna())).any()
+    ]
 
 
 def _measured(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
@@ -284,12 +319,21 @@ CAPTION = (
 
 INTERVAL = (
     ", with a bootstrap interval of {level:.4g}%, at which all of them hold together with 95%; "
-    "SAME where it holds 1 or the ratio is within {same:g}% of it"
+    "{rule}"
 )
 
 
-def comparison_table(rows: pd.DataFrame, names: tuple[str, str], metric: str) -> Table:
-    """The rows of :func:`compared` as a table."""
+def comparison_table(
+    rows: pd.DataFrame,
+    names: tuple[str, str],
+    metric: str,
+    differing: Iterable[str] = (),
+) -> Table:
+    """The rows of :func:`compared` as a table.
+
+    Args:
+        differing: point columns of which either side has its own value, so that no row has one.
+    """
     memory = metric == MEMORY
     unit, what = ("GiB", "peak memory") if memory else ("ms", "median time")
     level = (
@@ -297,7 +341,7 @@ def comparison_table(rows: pd.DataFrame, names: tuple[str, str], metric: str) ->
         if memory
         else INTERVAL.format(
             level=100 * float(rows["confidence"].iloc[0]),
-            same=100 * float(rows["same_within"].iloc[0]),
+            rule=verdict_rule(float(rows["same_within"].iloc[0])),
         )
     )
     caption = CAPTION.format(a=names[0], b=names[1], what=what, interval=level)
@@ -313,15 +357,22 @@ def comparison_table(rows: pd.DataFrame, names: tuple[str, str], metric: str) ->
             dtype=object,
         ),
     )
+    several = rows["phase"].nunique() > 1
+    phase = [Column(key="phase", header="phase", point=True)] if several else []
     built = make_table(
         caption=caption,
         rows=rows,
         lead=["task", "model", "attention"],
         keep=["attention"] if rows["attention"].nunique() > 1 else [],
+        without=differing,
         metrics=[
-            *([Column(key="phase", header="phase")] if rows["phase"].nunique() > 1 else []),
+            *phase,
             Column(
-                key="a_value", header=f"{names[0]} ({unit})", format=fmt.number, status="a_status"
+                key="a_value",
+                header=f"{names[0]} ({unit})",
+                format=fmt.number,
+                status="a_status",
+                detail=True,
             ),
             Column(
                 key="value",
@@ -329,9 +380,10 @@ def comparison_table(rows: pd.DataFrame, names: tuple[str, str], metric: str) ->
                 format=fmt.number,
                 status="status",
                 mark="mark",
+                detail=True,
             ),
             Column(key="ratio", header="ratio", format=_three_decimals),
-            Column(key="interval", header="interval", raw=ends),
+            Column(key="interval", header="interval", raw=ends, detail=True),
             Column(key="outcome", header="verdict"),
         ],
     )
@@ -343,13 +395,10 @@ def _three_decimals(value: float) -> str:
     return f"{value:.3f}"
 
 
-def _write(
-    table: Table, rows: pd.DataFrame, names: tuple[str, str], folder: Path, bound: float | None
-) -> list[Path]:
+def _write(table: Table, drawn: CaptionedFigure | None, folder: Path) -> list[Path]:
     paths: list[Path] = []
     for suffix, convert in {"csv": to_csv, "md": to_markdown, "tex": to_latex}.items():
         put(folder / f"comparison.{suffix}", convert(table).encode(), paths)
-    drawn = draw_comparison(rows, names, bound)
     for suffix in ("png", "svg", "pdf"):
         data = None if drawn is None else save(drawn, suffix)
         put(folder / f"comparison.{suffix}", data, paths)

@@ -107,7 +107,8 @@ def compare_with_peers(frame: pd.DataFrame) -> pd.DataFrame:
 def compare(frame: pd.DataFrame, axis: Axis) -> pd.DataFrame:
     """The candidates of every group, with baseline, ratio, its interval and the verdict.
 
-    The ratio is the baseline's median over the candidate's, so more than 1 is faster.
+    The ratio is the baseline's median over the candidate's, so more than 1 is faster. ``axis``
+    is the choice that the two differ in.
     ``apart_mark`` is the symbol of a footnote where both were measured long after each other.
     Empty where nothing differs in the choice alone.
     """
@@ -139,7 +140,9 @@ def compare(frame: pd.DataFrame, axis: Axis) -> pd.DataFrame:
         for mid, start, end in zip(ratio, low, high, strict=True)
     ]
     verdicts = pd.Series(words, index=rows.index, dtype=object)
-    return rows.assign(ratio=ratio, ratio_low=low, ratio_high=high, verdict=verdicts)
+    return rows.assign(
+        axis=axis.choice, ratio=ratio, ratio_low=low, ratio_high=high, verdict=verdicts
+    )
 
 
 def _apart(started: pd.Series, baseline: pd.Series) -> list[str]:

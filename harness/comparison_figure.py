@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import matplotlib as mpl
 import numpy as np
 import pandas as pd
@@ -17,8 +19,9 @@ TINTS = {
     "SLOWER": "#D55E00",
     "MORE": "#D55E00",
     "SAME": "#777777",
+    "UNCLEAR": "#CC79A7",
 }
-MARKS = {"FASTER": "^", "LESS": "^", "SLOWER": "v", "MORE": "v", "SAME": "o"}
+MARKS = {"FASTER": "^", "LESS": "^", "SLOWER": "v", "MORE": "v", "SAME": "o", "UNCLEAR": "s"}
 
 MAX_ROWS = 40
 
@@ -32,17 +35,25 @@ CAPTION = (
 
 
 def draw_comparison(
-    rows: pd.DataFrame, names: tuple[str, str], bound: float | None
+    rows: pd.DataFrame,
+    names: tuple[str, str],
+    bound: float | None,
+    differing: Iterable[str] = (),
 ) -> CaptionedFigure | None:
-    """A figure of the rows of :func:`harness.compare.compared`; None where none has a ratio."""
+    """A figure of the rows of :func:`harness.compare.compared`; None where none has a ratio.
+
+    Args:
+        differing: point columns in which the two sides differ, which no case has one value of.
+    """
     rows = rows[rows["ratio"].notna()]
     if rows.empty:
         return None
     counts = rows["outcome"].value_counts()
     changed = np.log(rows["ratio"]).abs().sort_values(ascending=False, kind="stable").index
     total = len(rows)
+    cut = f"the {MAX_ROWS} most changed of {total} cases" if total > MAX_ROWS else ""
     rows = rows.loc[changed[:MAX_ROWS]].sort_values("ratio", kind="stable")
-    varying, common = panel_key(rows, UNNAMED)
+    varying, common = panel_key(rows, (*UNNAMED, *differing))
     labels = [describe(row, varying) or str(row["attention"]) for _, row in rows.iterrows()]
     longest = max(map(len, labels))
     with mpl.rc_context(STYLE):
@@ -64,7 +75,7 @@ def draw_comparison(
                 linestyle="none",
                 marker=MARKS[str(outcome)],
                 color=TINTS[str(outcome)],
-                label=f"{outcome} ({counts[outcome]})",
+                label=f"{outcome} ({len(mine)}{f' of {counts[outcome]}' if cut else ''})",
             )
         axes.set_xscale("log")
         ends = [*rows["ratio_low"].dropna(), *rows["ratio_high"].dropna(), *rows["ratio"], 1.0]
@@ -80,11 +91,12 @@ def draw_comparison(
         axes.set_yticks(range(len(labels)), labels)
         axes.set_ylim(-0.7, len(labels) - 0.3)
         axes.set_xlabel(f"ratio, {names[0]} over {names[1]}")
+        axes.set_title(cut)
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     words = ", and the dashed line is the bound" if bound else ""
     caption = CAPTION.format(a=names[0], b=names[1], bound=words)
-    if total > MAX_ROWS:
-        caption += f" The {MAX_ROWS} most changed of {total} cases."
+    if cut:
+        caption += f" Shown are {cut}."
     said = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
     return CaptionedFigure(
         name="comparison",

@@ -12,9 +12,9 @@ import numpy as np
 import pandas as pd
 
 from harness import format as fmt
-from harness.points import MODEL_ORDER, POINTS
+from harness.points import MODEL_ORDER, MODES_ORDER, POINTS
 from harness.table import point_groups
-from kernels import BACKENDS
+from parallel import BACKENDS, STRATEGIES
 
 
 def sentence(*parts: str | None) -> str:
@@ -22,10 +22,14 @@ def sentence(*parts: str | None) -> str:
     words = "; ".join(part for part in parts if part)
     if not words:
         return ""
-    first = words.split()[0]
-    # Names keep their case, where a sentence begins with one.
-    named = first in BACKENDS or not first.isalpha()
-    return f"{words if named else words[0].upper() + words[1:]}."
+    return f"{words if _begins_with_a_name(words) else words[0].upper() + words[1:]}."
+
+
+def _begins_with_a_name(words: str) -> bool:
+    """Whether the first word is one that users type, which keeps its case in a sentence."""
+    first = words.split()[0].rstrip(",:;")
+    chosen = first in BACKENDS or first in STRATEGIES or words.startswith(MODES_ORDER)
+    return chosen or any(character.isdigit() or character in "_(=/" for character in first)
 
 
 def best_row(rows: pd.DataFrame, value: str, *, highest: bool = True) -> pd.Series:

@@ -33,6 +33,9 @@ SEED = 336
 SAME_WITHIN = 0.01
 """Medians closer than this are called the same, however narrow the interval."""
 
+UNCLEAR_BEYOND = 0.10
+"""An interval that holds 1 and reaches further from it than this leaves open what is true."""
+
 STATISTICS = ("median_ms", "q1_ms", "q3_ms", "iqr_ms", "mean_ms", "std_ms", "min_ms")
 
 
@@ -119,10 +122,26 @@ def median_ratio(
 
 
 def verdict(ratio: float, low: float, high: float, same_within: float = SAME_WITHIN) -> str:
-    """FASTER, SLOWER or SAME, for a speed-up: time of the baseline over time of the candidate."""
-    if low <= 1 <= high or abs(ratio - 1) <= same_within:
+    """What a speed-up says, time of the baseline over time of the candidate.
+
+    FASTER or SLOWER; SAME where the interval holds 1, or the ratio is within ``same_within`` of
+    it; UNCLEAR where the interval holds 1 and is so wide that the two may as well differ.
+    """
+    if low <= 1 <= high:
+        reach = max(1 - low, high - 1)
+        return "UNCLEAR" if reach > max(UNCLEAR_BEYOND, same_within) else "SAME"
+    if abs(ratio - 1) <= same_within:
         return "SAME"
     return "FASTER" if ratio > 1 else "SLOWER"
+
+
+def verdict_rule(same_within: float = SAME_WITHIN) -> str:
+    """When :func:`verdict` says SAME and UNCLEAR, in words for a caption."""
+    reach = max(UNCLEAR_BEYOND, same_within)
+    return (
+        f"SAME where the interval holds 1 or the ratio is within {100 * same_within:g}% of it, but "
+        f"UNCLEAR where the interval holds 1 and reaches over {100 * reach:g}% from it"
+    )
 
 
 def _resampled_medians(ordered: Floats, size: int, stream: int, resamples: int) -> Floats:

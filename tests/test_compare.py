@@ -9,7 +9,8 @@ import pandas as pd
 import pytest
 from records import ENVIRONMENT, make_record
 
-from harness.compare import Sides, compared, main, regressions
+from harness.compare import ROWS_IN_TERMINAL, Sides, compared, differences, main, regressions
+from harness.comparison_figure import MAX_ROWS, draw_comparison
 from harness.frame import build_frame
 from harness.record import Record, RecordStore
 
@@ -136,6 +137,81 @@ def test_a_case_that_has_no_result_any_more_is_a_regression(
     assert regressions(rows, 50).empty
 
 
+def test_a_narrow_terminal_shows_the_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sides = []
+    for name, factor in (("before_this_change", 1.0), ("after_this_change", 2.0)):
+        records = [
+            make_record(
+                model=model,
+                attention=attention,
+                precision=precision,
+                seq_len=seq_len,
+                samples_ms={"step": [[(1.0 if attention == "sdpa" else factor) * 12.0] * 3]},
+            )
+            for model in ("small", "medium")
+            for attention in ("naive", "sdpa")
+            for precision in ("bf16", "fp32")
+            for seq_len in (512, 1024)
+        ]
+        sides.append(str(write(tmp_path / name, records)))
+    for width, left_out in (("80", ["interval"]), ("56", ["interval", "before_this_change"])):
+        monkeypatch.setenv("COLUMNS", width)
+        assert main(sides) == 0
+        lines = capsys.readouterr().out.splitlines()
+        header = next(line for line in lines if "verdict" in line)
+        assert "ratio" in header
+        end = lines.index("8 SAME rows are in the files.")
+        table = "\n".join(lines[lines.index("") : end])
+        assert not any(word in table for word in left_out)
+        assert sum("0.500" in line and line.rstrip().endswith("SLOWER") for line in lines) == 8
+
+
+def test_a_terminal_says_which_rows_it_leaves_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Wide intervals go before a table does, and where it is still too long a line says so."""
+    wide = [1.0, 5.0, 10.0]
+    for num_slower, words in (
+        (2, "1 SAME and 45 UNCLEAR rows are in the files."),
+        (ROWS_IN_TERMINAL + 1, "which is more than the 40 of a table here: all 87 are in the"),
+    ):
+        sides = []
+        for name, factor in (("a", 1.0), ("b", 2.0)):
+            clear = [
+                make_record(seq_len=64 * place, samples_ms={"step": [[factor] * 3]})
+                for place in range(1, num_slower + 1)
+            ]
+            scattered = [
+                make_record(seq_len=64 * place, attention="sdpa", samples_ms={"step": [wide]})
+                for place in range(1, 46)
+            ]
+            same = make_record(attention="flex", samples_ms={"step": [[1.0] * 3]})
+            folder = tmp_path / f"{name}{num_slower}"
+            sides.append(str(write(folder, [*clear, *scattered, same])))
+        assert main(sides) == 0
+        out = capsys.readouterr().out
+        assert words in out
+        assert ("verdict" in out) == (num_slower == 2)
+
+
+def test_a_figure_says_that_it_shows_the_most_changed() -> None:
+    sides = sides_of(measured(1), measured(3, slower=1.03))
+    rows = compared(sides, "whole")
+    drawn = draw_comparison(rows, sides.names, None)
+    assert drawn is not None
+    axes = drawn.figure.axes[0]
+    assert axes.get_title() == f"the {MAX_ROWS} most changed of 60 cases"
+    legend = axes.get_legend()
+    assert legend is not None
+    counts = [text.get_text() for text in legend.get_texts()]
+    assert counts == ["SAME (20 of 40)", "SLOWER (20 of 20)"]
+    few = draw_comparison(rows[:3], sides.names, None)
+    assert few is not None
+    assert few.figure.axes[0].get_title() == ""
+
+
 def test_table_and_figure_are_written(runs: dict[str, Path]) -> None:
     assert main([str(runs["first"]), str(runs["second"])]) == 0
     folder = runs["second"] / "comparisons" / "first..second"
@@ -158,6 +234,10 @@ def test_two_backends_of_one_folder(runs: dict[str, Path], tmp_path: Path) -> No
     rows = pd.read_csv(out / "comparison.csv")
     assert list(rows["ratio"]) == [2.0, 2.0]
     assert set(rows["outcome"]) == {"FASTER"}
+    caption = (out / "comparison.md").read_text().splitlines()[0]
+    assert "flex against naive" in caption
+    assert "All rows: model small, batch 4" in caption
+    assert "attention" not in caption
     assert main(["naive", "sdpa_flash", "--in", str(folder), "--output", str(out)]) == 0
     assert set(verdicts(out)) == {"SAME"}
 
@@ -176,6 +256,13 @@ def test_two_revisions_of_one_folder(tmp_path: Path) -> None:
     assert main([*arguments, "--bound", "21"]) == 0
     assert main([*arguments, "--metric", "forward", "--bound", "0"]) == 0
     assert set(verdicts(tmp_path / "out")) == {"SAME"}
+
+
+def test_what_two_folders_differ_in_is_found() -> None:
+    other = {**ENVIRONMENT, "device_name": "NVIDIA H100"}
+    sides = sides_of(measured(1), measured(2, environment=other))
+    assert differences(sides) == ["device_name"]
+    assert differences(sides_of(measured(1), measured(2))) == []
 
 
 def test_memory_has_no_interval(tmp_path: Path) -> None:

@@ -51,7 +51,11 @@ def say(rows: pd.DataFrame) -> str | None:
     if known.empty:
         return None
     least, most = (best_row(known, "sent", highest=high) for high in (False, True))
-    return sentence(
-        f"{least['strategy']} sends least, {fmt.number(least['sent'])} MiB, and "
-        f"{most['strategy']} most, {fmt.number(most['sent'])}"
-    )
+    low, high = (fmt.number(row["sent"]) for row in (least, most))
+    if low != high:
+        return sentence(
+            f"{least['strategy']} sends least, {low} MiB, and {most['strategy']} most, {high}"
+        )
+    if len(known) == 1:
+        return sentence(f"{least['strategy']} sends {low} MiB")
+    return sentence(f"all send the same to three digits, {low} MiB")

@@ -13,12 +13,13 @@ import pandas as pd
 from harness import format as fmt
 from harness.comparison import AXES, comparable, compare, compare_with_peers
 from harness.findings import best_row, sentence
+from harness.stats import verdict_rule
 from harness.table import Column, Table, finding, make_table, marks_of, table
 
 CAPTION = (
     "Each candidate against its baseline. Ratio: median time of the baseline over that of the "
-    "candidate, with a 95% bootstrap interval (2,000 resamples); SAME where the interval holds 1 "
-    "or the ratio is within 1% of it."
+    "candidate, so that above 1 is faster, with a 95% bootstrap interval (2,000 resamples); "
+    f"{verdict_rule()}."
 )
 
 
@@ -55,11 +56,14 @@ def build(frame: pd.DataFrame) -> Table | None:
                 format=fmt.number,
                 status="status",
                 mark="mark",
+                detail=True,
             ),
             Column(key="baseline", header="baseline"),
-            Column(key="baseline_ms", header="baseline (ms)", format=fmt.number),
+            Column(key="baseline_ms", header="baseline (ms)", format=fmt.number, detail=True),
             Column(key="ratio", header="ratio", format=fmt.factor, mark="apart_mark"),
-            Column(key="interval", header="95% interval", raw=("ratio_low", "ratio_high")),
+            Column(
+                key="interval", header="95% interval", raw=("ratio_low", "ratio_high"), detail=True
+            ),
             Column(key="verdict", header="verdict", status="status"),
         ],
     )
@@ -71,11 +75,12 @@ def say(rows: pd.DataFrame) -> str | None:
     if counts.empty:
         return None
     best = best_row(rows, "ratio")
-    compiled = best["baseline"] == "uncompiled"
-    name = f"{best['attention']} compiled by {best['compile_scope']}"
+    name = str(best[best["axis"]])
+    if best["axis"] == "compile_scope":
+        name = f"{best['attention']} compiled by {name}"
     return sentence(
         f"{counts.get('FASTER', 0)} of {counts.sum()} candidates are FASTER than their baseline, "
-        f"{counts.get('SLOWER', 0)} SLOWER and {counts.get('SAME', 0)} the SAME",
-        f"the largest ratio is {fmt.factor(best['ratio'])}, of "
-        f"{name if compiled else best['attention']} over {best['baseline']}",
+        f"{counts.get('SLOWER', 0)} SLOWER, {counts.get('SAME', 0)} the SAME and "
+        f"{counts.get('UNCLEAR', 0)} UNCLEAR",
+        f"the largest ratio is {fmt.factor(best['ratio'])}, of {name} over {best['baseline']}",
     )

@@ -11,6 +11,7 @@ import pandas as pd
 from harness import format as fmt
 from harness.comparison import Axis, compare
 from harness.findings import best_row, say_fastest, sentence
+from harness.stats import verdict_rule
 from harness.table import (
     Column,
     Table,
@@ -25,9 +26,8 @@ from harness.tables._by_backend import apart_from_unsupported
 
 CAPTION = (
     "Attention alone, the fastest first at each point: median times, and the rate of all passes "
-    "by the FLOP formula. Ratio: median time of the baseline over that of the backend, with a "
-    "95% bootstrap interval (2,000 resamples); SAME where the interval holds 1 or the ratio is "
-    "within 1% of it."
+    "by the FLOP formula. Ratio: median time of the baseline over that of the backend, so that "
+    f"above 1 is faster, with a 95% bootstrap interval (2,000 resamples); {verdict_rule()}."
 )
 
 PHASES = ("forward", "backward", "forward_backward")

@@ -1,0 +1,141 @@
+"""What a ratio with its interval is called, and how what is found is said in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from records import make_record, make_strategy_record
+
+from harness.comparison_figure import MARKS, TINTS
+from harness.findings import sentence
+from harness.frame import build_frame
+from harness.record import Record
+from harness.stats import SAME_BETWEEN_RUNS, verdict, verdict_rule
+from harness.table import Table, build_table, finding_of
+
+
+@pytest.mark.parametrize(
+    ("ratio", "low", "high", "expected"),
+    [
+        (9.89, 0.34, 29.15, "UNCLEAR"),
+        (1.5, 0.9, 2.0, "UNCLEAR"),
+        (1.0, 0.89, 1.01, "UNCLEAR"),
+        (1.0, 0.99, 1.11, "UNCLEAR"),
+        (1.0, 0.91, 1.09, "SAME"),
+        (1.05, 1.0, 1.09, "SAME"),
+        (1.005, 1.001, 1.5, "SAME"),
+        (1.3, 1.01, 9.0, "FASTER"),
+        (0.7, 0.1, 0.99, "SLOWER"),
+    ],
+)
+def test_same_is_said_only_of_what_was_found_out(
+    ratio: float, low: float, high: float, expected: str
+) -> None:
+    assert verdict(ratio, low, high) == expected
+    assert {expected} <= set(MARKS) & set(TINTS)
+
+
+def test_what_a_user_calls_the_same_is_never_unclear() -> None:
+    assert verdict(1.05, 0.85, 1.18, same_within=0.2) == "SAME"
+    assert verdict(1.05, 0.79, 1.18, same_within=0.2) == "UNCLEAR"
+    assert "within 2% of it" in verdict_rule(SAME_BETWEEN_RUNS)
+    assert "over 10% from it" in verdict_rule(SAME_BETWEEN_RUNS)
+    assert "over 20% from it" in verdict_rule(0.2)
+
+
+def built(name: str, *records: Record) -> Table:
+    table = build_table(name, build_frame(list(records)))
+    assert table is not None
+    return table
+
+
+def step(name: str, *samples: float, **fields: Any) -> Record:
+    return make_record(attention=name, samples_ms={"step": [list(samples)]}, **fields)
+
+
+class TestComparison:
+    def test_the_winner_is_named_by_what_differs(self) -> None:
+        by_strategy = built(
+            "comparison",
+            make_strategy_record("ddp_torch", ms=5.0),
+            make_strategy_record("fsdp", ms=4.0),
+        )
+        assert finding_of(by_strategy).endswith("of fsdp over ddp_torch.")
+        by_attention = built("comparison", step("naive", 6.0, 6.0), step("sdpa", 3.0, 3.0))
+        assert finding_of(by_attention).endswith("of sdpa over naive.")
+        by_compile = built(
+            "comparison",
+            step("sdpa", 6.0, 6.0),
+            step("sdpa", 3.0, 3.0, compile_scope="block"),
+        )
+        assert finding_of(by_compile).endswith("of sdpa compiled by block over uncompiled.")
+
+    def test_what_the_samples_leave_open_is_counted_apart(self) -> None:
+        table = built(
+            "comparison",
+            step("naive", 1.0, 10.0, 30.0),
+            step("sdpa", 1.0, 9.0, 31.0),
+            step("flex", 10.0, 10.0, 10.0, model="tiny"),
+            step("naive", 10.0, 10.0, 10.0, model="tiny"),
+        )
+        assert sorted(table.rows["verdict"]) == ["SAME", "UNCLEAR"]
+        assert "0 SLOWER, 1 the SAME and 1 UNCLEAR" in finding_of(table)
+
+    @pytest.mark.parametrize("name", ["comparison", "leaderboard"])
+    def test_captions_say_which_way_is_faster(self, name: str) -> None:
+        calls = {"forward": [[1.0, 1.0]]}
+        records = [
+            make_record(attention=backend, task="attention", mode="forward", samples_ms=calls)
+            for backend in ("naive", "sdpa")
+        ]
+        caption = built(name, *records).caption
+        assert "above 1 is faster" in caption
+        assert verdict_rule() in caption
+
+
+def test_a_caption_says_speed_up_where_there_is_one() -> None:
+    passes = {"forward": [[1.0]], "backward": [[1.0]], "forward_backward": [[2.0]]}
+    for name, task in (("summary", "train_step"), ("attention_summary", "attention")):
+        samples = passes if task == "attention" else {**passes, "step": [[3.0]]}
+        found = {
+            backends: built(
+                name,
+                *(make_record(attention=item, task=task, samples_ms=samples) for item in backends),
+            )
+            for backends in (("naive", "sdpa"), ("flex", "sdpa"))
+        }
+        for backends, table in found.items():
+            shown = any(column.header == "speed-up" for column in table.columns)
+            assert shown == ("naive" in backends)
+            assert ("speed-up" in table.caption) == shown
+            assert ". All rows:" in table.caption
+
+
+class TestSentences:
+    @pytest.mark.parametrize(
+        ("words", "said"),
+        [
+            ("fsdp is fastest", "fsdp is fastest."),
+            ("fused / two_kernels is fastest", "fused / two_kernels is fastest."),
+            ("ring, of all, is slow", "ring, of all, is slow."),
+            ("bf16 is fastest", "bf16 is fastest."),
+            ("checkpoint=block needs least", "checkpoint=block needs least."),
+            ("measured, least is left", "Measured, least is left."),
+            ("fused kernels are fast", "Fused kernels are fast."),
+            ("speed-up is small", "Speed-up is small."),
+        ],
+    )
+    def test_names_keep_their_case_and_nothing_else_does(self, words: str, said: str) -> None:
+        assert sentence(words) == said
+
+    def test_what_rounds_alike_is_neither_least_nor_most(self) -> None:
+        records = [make_strategy_record(name, ms=5.0) for name in ("ddp_torch", "ddp_naive")]
+        assert finding_of(built("communication_volume", records[0])) == "ddp_torch sends 1.00 MiB."
+        records[1].notes["traffic"][0][0]["bytes"] += 4
+        records[1].notes["traffic"][1] = records[1].notes["traffic"][0]
+        alike = finding_of(built("communication_volume", *records))
+        assert alike == "All send the same to three digits, 1.00 MiB."
+        records[1].notes["traffic"][0][0]["bytes"] *= 2
+        apart = finding_of(built("communication_volume", *records))
+        assert apart == "ddp_torch sends least, 1.00 MiB, and ddp_naive most, 2.00."
