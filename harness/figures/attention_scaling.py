@@ -33,7 +33,7 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     if len(groups) > MAX_ROWS:
         common = f"The first {MAX_ROWS} of {len(groups)} points. {common}"
         groups = groups[:MAX_ROWS]
-    figure = Figure(figsize=(4.6 * len(phases), ROW_HEIGHT_IN * len(groups)), layout="constrained")
+    figure = Figure(figsize=(5.0 * len(phases), ROW_HEIGHT_IN * len(groups)), layout="constrained")
     axes = figure.subplots(len(groups), len(phases), squeeze=False, sharex=True)
     for line, (_, group) in zip(axes, groups, strict=True):
         words = describe(group.iloc[0], varying)
