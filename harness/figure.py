@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import matplotlib as mpl
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
@@ -267,8 +268,8 @@ def label_line_ends(axes: Axes, lines: list[Line2D], height_in: float) -> None:
 
 
 def _end(line: Line2D) -> tuple[float, float]:
-    x, y = line.get_data()
-    return float(x[-1]), float(y[-1])
+    x, y = np.asarray(line.get_data(), dtype=float)[:, -1]
+    return float(x), float(y)
 
 
 def _write_label(axes: Axes, line: Line2D, beside: float, *, led: bool) -> None:
@@ -294,7 +295,7 @@ def _write_label(axes: Axes, line: Line2D, beside: float, *, led: bool) -> None:
             sample,
             _end(line),
             xybox=(1, beside),
-            boxcoords=offset_copy(margin, axes.get_figure(), x=MARGIN_PT, units="points"),
+            boxcoords=offset_copy(margin, axes.get_figure(root=True), x=MARGIN_PT, units="points"),
             box_alignment=(0, 0.5),
             frameon=False,
             pad=0,

@@ -26,6 +26,8 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     if frame["seq_len"].nunique() < 2:
         return None
     rows = per_case(frame, phases=("forward", "backward"), values=("median_ms", "q1_ms", "q3_ms"))
+    if rows[["forward_median_ms", "backward_median_ms"]].isna().all(axis=None):
+        return None
     phases = [phase for phase in ("forward", "backward") if rows[f"{phase}_status"].notna().any()]
     varying, common = panel_key(rows, ["attention", "seq_len"])
     rows = sort_by_points(rows, [*varying, "attention", "seq_len"])

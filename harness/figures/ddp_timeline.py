@@ -128,8 +128,8 @@ def _bars(intervals: list[Interval]) -> list[tuple[float, float]]:
 def _title(row: pd.Series) -> str:
     hidden = fmt.percent(row["hidden_share"]) if row["traced_ms"] else fmt.ABSENT
     return (
-        f"{row['strategy']}, busiest rank: {hidden}% of {fmt.number(row['traced_ms'])} ms of communication "
-        f"hidden, {fmt.percent(row['exposed_share'])}% of the step exposed"
+        f"{row['strategy']}, busiest rank: {hidden}% of {fmt.number(row['traced_ms'])} ms of "
+        f"communication hidden, {fmt.percent(row['exposed_share'])}% of the step exposed"
     )
 
 
