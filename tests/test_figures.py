@@ -49,7 +49,7 @@ class TestColours:
         found = looks(BACKENDS.names())
         assert len(set(found)) == len(found) > 20
 
-    def test_fused_transports_have_a_line_of_their_own(self) -> None:
+    def test_transports_have_a_line_of_their_own(self) -> None:
         """Of transports that one scheme can take."""
         for apart in (("symmetric", "send_recv", "all_gather"), ("allgather", "alltoall")):
             assert len({LINE_STYLES[name] for name in apart}) == len(apart)

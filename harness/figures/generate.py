@@ -28,7 +28,9 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     differ = rows["variant"].nunique() > rows["model"].nunique()
     across += ["model"] if differ and rows["model"].nunique() == 1 else []
     bars = len(rows.drop_duplicates(kinds))
-    drawing, drawn, common = panels(rows, across, width_in=5.2, height_in=1.0 + 0.28 * bars)
+    longest = max(len(_name(row, differ)) for _, row in rows.iterrows())
+    width, height = 3.6 + 0.065 * longest, 1.0 + 0.28 * bars
+    drawing, drawn, common = panels(rows, across, width_in=width, height_in=height)
     for axis, group in drawn:
         group = group.sort_values(kinds, kind="stable")
         names = [_name(row, differ) for _, row in group.iterrows()]

@@ -46,8 +46,9 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
             axis.plot([1], [rate], "o", color="#000000", label="one rank")
         together = group[group["world_size"] > 1]
         for place, (name, line) in enumerate(together.groupby("strategy", sort=True)):
-            # Beside each other where lines meet.
-            x = line["world_size"] * (1 + 0.02 * (place - together["strategy"].nunique() / 2))
+            # Beside each other where lines meet, and all near the ranks that they stand for.
+            count = together["strategy"].nunique()
+            x = line["world_size"] * (1 + min(0.02, 0.1 / count) * (place - (count - 1) / 2))
             axis.plot(
                 x,
                 line["step_tokens_per_s"],
