@@ -15,10 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import matplotlib as mpl
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.offsetbox import AnnotationBbox, DrawingArea
+from matplotlib.transforms import offset_copy
 
 from harness import format as fmt
 from harness.points import POINTS, caption_of, redundant_points
@@ -67,11 +71,16 @@ STRATEGY_COLOURS = {
     "ddp_torch": "#D55E00",
     "sharded_optimizer": "#009E73",
     "zero_redundancy_torch": "#AA4499",
+    "zero_1": "#DDCC77",
+    "zero_2": "#999933",
+    "fsdp": "#332288",
+    "fsdp_torch": "#882255",
+    "none": "#000000",
 }
 """Of ways to train on several ranks, which no figure shows beside the others."""
 
 DECODE_COLOURS = {
-    "standard": "#555555",
+    "standard": "#000000",
     "flash_decode": "#D55E00",
     "flashinfer": "#009E73",
     "mla_materialised": "#999933",
@@ -115,6 +124,12 @@ _MARKERS = "osD^vPX<>p*hd8"
 
 ON_BAR_LIGHT, ON_BAR_DARK = "#FFFFFE", "#000001"
 """Text on a coloured bar: not quite white and black, which a dark page would exchange."""
+
+LEADER = "#BBBBBB"
+"""Of what leads from a point to its label, which no data is drawn in."""
+
+MARGIN_PT, SAMPLE_PT = 12, 22
+"""From the axes to a sample of a line, and along the sample."""
 
 STYLE: dict[str, Any] = {
     "axes.grid": True,
@@ -198,8 +213,8 @@ def colour(name: str) -> str:
 
 
 def marker(name: str) -> str:
-    """The marker of a backend, so that lines differ by more than colour."""
-    kinds = (SPLIT_COLOURS, DECODE_COLOURS)
+    """The marker of a backend or a strategy, so that lines differ by more than colour."""
+    kinds = (SPLIT_COLOURS, STRATEGY_COLOURS, DECODE_COLOURS)
     names = list(next((kind for kind in kinds if name in kind), COLOURS))
     place = names.index(name) if name in names else _digest(name)
     return _MARKERS[place % len(_MARKERS)]
@@ -229,38 +244,77 @@ def mixed_with_white(tint: str, share: float) -> tuple[float, ...]:
     return tuple(1 - share * (1 - channel) for channel in to_rgb(tint))
 
 
-def label_line_ends(
-    axes: Axes, ends: list[tuple[float, float, str, str]], height_in: float
-) -> None:
-    """Write each name right of where the lines end, moved apart until none overlap.
+def label_line_ends(axes: Axes, lines: list[Line2D], height_in: float) -> None:
+    """Write each line's label into the right margin, behind a sample of the line.
 
-    A line that ends before others do is led to its name by a dotted one.
+    Labels stand as high as their lines end, moved apart until none overlap. A pale line leads
+    there from each line that runs as far as any other; one that ends early is known by its
+    sample, since what crosses the plot where it has no data would look like data.
 
     Args:
-        ends: x and y of the last point, name, and colour of each line.
+        lines: drawn lines that have labels, on axes whose limits are final.
         height_in: height of the axes in inches, to know how tall a letter is.
     """
-    low, high = (axes.transData.transform((1, y))[1] for y in axes.get_ylim())
-    gap = (high - low) * 0.14 / height_in
-    last = max((end[0] for end in ends), default=0.0)
-    ends = sorted(ends, key=lambda end: (end[1], end[2]))
-    heights = [axes.transData.transform(end[:2])[1] for end in ends]
-    for (x, y, name, tint), height in zip(
-        ends, _below(high, _spread(heights, gap), gap), strict=True
-    ):
+    bottom, top = (axes.transData.transform((1, y))[1] for y in axes.get_ylim())
+    gap = (top - bottom) * 0.14 / height_in
+    lines = sorted(lines, key=lambda line: (_end(line)[1], str(line.get_label())))
+    last = max((_end(line)[0] for line in lines), default=0.0)
+    heights = _spread([axes.transData.transform(_end(line))[1] for line in lines], gap)
+    # Not so low that a label touches the number of the last tick.
+    heights = _below(top, _above(bottom + gap / 2, heights, gap), gap)
+    for line, height in zip(lines, heights, strict=True):
         beside = axes.transData.inverted().transform((0, height))[1]
-        axes.annotate(
-            name,
-            (last, beside),
-            xytext=(6, 0),
-            textcoords="offset points",
-            color=tint,
-            fontsize=8,
-            va="center",
-            annotation_clip=False,
+        _write_label(axes, line, beside, led=_end(line)[0] == last)
+
+
+def _end(line: Line2D) -> tuple[float, float]:
+    x, y = np.asarray(line.get_data(), dtype=float)[:, -1]
+    return float(x), float(y)
+
+
+def _write_label(axes: Axes, line: Line2D, beside: float, *, led: bool) -> None:
+    """A sample of the line and its label, in the margin at the height ``beside``."""
+    margin = axes.get_yaxis_transform()
+    sample = DrawingArea(SAMPLE_PT, 8)
+    sample.add_artist(
+        Line2D(
+            [0, SAMPLE_PT / 2, SAMPLE_PT],
+            [4, 4, 4],
+            color=line.get_color(),
+            linestyle=line.get_linestyle(),
+            linewidth=line.get_linewidth(),
+            marker=line.get_marker(),
+            markevery=[1],
+            markeredgecolor=line.get_markeredgecolor(),
+            markeredgewidth=line.get_markeredgewidth(),
         )
-        if x < last:
-            axes.plot([x, last], [y, beside], color=tint, linewidth=0.7, linestyle=":", zorder=1)
+    )
+    leader = {"arrowstyle": "-", "color": LEADER, "linewidth": 0.7, "relpos": (0, 0.5)}
+    axes.add_artist(
+        AnnotationBbox(
+            sample,
+            _end(line),
+            xybox=(1, beside),
+            boxcoords=offset_copy(margin, axes.get_figure(root=True), x=MARGIN_PT, units="points"),
+            box_alignment=(0, 0.5),
+            frameon=False,
+            pad=0,
+            annotation_clip=False,
+            arrowprops={**leader, "shrinkA": 1, "shrinkB": 3} if led else None,
+            zorder=1,
+        )
+    )
+    axes.annotate(
+        str(line.get_label()),
+        (1, beside),
+        xycoords=margin,
+        xytext=(MARGIN_PT + SAMPLE_PT + 4, 0),
+        textcoords="offset points",
+        color=line.get_color(),
+        fontsize=8,
+        va="center",
+        annotation_clip=False,
+    )
 
 
 def draw_spread(
@@ -321,6 +375,11 @@ def _below(top: float, heights: list[float], gap: float) -> list[float]:
         found.append(top)
         top -= gap
     return found[::-1]
+
+
+def _above(bottom: float, heights: list[float], gap: float) -> list[float]:
+    """Heights, apart by ``gap``, moved up as far as it takes for none to be below ``bottom``."""
+    return [-height for height in _below(-bottom, [-height for height in heights[::-1]], gap)][::-1]
 
 
 def _overlap(below: list[float], above: list[float], gap: float) -> bool:

@@ -12,6 +12,7 @@ import matplotlib as mpl
 import pandas as pd
 import pytest
 from matplotlib.figure import Figure
+from matplotlib.offsetbox import AnnotationBbox
 from records import ENVIRONMENT, Samples, make_record
 
 from harness.compose import compose_request
@@ -361,28 +362,27 @@ class TestTflopsOverLength:
         assert list(flex.get_ydata()) == pytest.approx([1 / 0.75e-3, 1 / 3.0])
 
     def test_lines_are_named_beside_the_last_point(self, by_length: pd.DataFrame) -> None:
-        """What ends before that is led there by a dotted line."""
+        """A leader runs from the ends of the longest lines alone: elsewhere it looks like data."""
         built = build_figure("tflops_over_length", by_length)
         assert built is not None
-        led = 0
+        early = 0
         for axis in built[1].get_axes():
             lines = {str(line.get_label()): line for line in axis.lines}
             named = {name: line for name, line in lines.items() if not name.startswith("_")}
             names = {text.get_text(): text for text in axis.texts if text.get_text() in named}
             assert set(names) == set(named)
             last = max(line.get_xdata()[-1] for line in named.values())
-            leaders = {
-                (line.get_color(), line.get_xdata()[0]): line.get_xdata()[-1]
-                for name, line in lines.items()
-                if name.startswith("_") and line.get_linestyle() == ":"
-            }
+            boxes = [item for item in axis.get_children() if isinstance(item, AnnotationBbox)]
+            samples = {box.offsetbox.get_children()[0].get_color(): box for box in boxes}
             for name, line in named.items():
-                assert names[name].xy[0] == last  # type: ignore[attr-defined]
                 assert names[name].get_color() == line.get_color() == colour(name)
-                if line.get_xdata()[-1] < last:
-                    led += 1
-                    assert leaders[line.get_color(), line.get_xdata()[-1]] == last
-        assert led
+                sample = samples[line.get_color()]
+                assert sample.offsetbox.get_children()[0].get_marker() == line.get_marker()
+                assert sample.xybox[1] == names[name].xy[1]  # type: ignore[attr-defined]
+                assert sample.xy[0] == line.get_xdata()[-1]
+                assert (sample.arrow_patch is None) == (sample.xy[0] < last)
+                early += sample.xy[0] < last
+        assert early
 
     @pytest.mark.parametrize("head_dims", [(64,), (64, 128)])
     def test_eleven_names_fit(self, head_dims: tuple[int, ...]) -> None:

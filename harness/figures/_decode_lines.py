@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from harness import format as fmt
@@ -38,7 +39,7 @@ def draw_series(
     """``value`` over ``x``, which is logarithmic, with a bar from ``low`` to ``high``."""
     sizes = sorted(rows[x].unique())
     caches = sorted(rows["cache"].unique())
-    ends: list[tuple[float, float, str, str]] = []
+    lines: list[Line2D] = []
     crosses: list[tuple[float, str]] = []
     for name in sorted(rows["attention"].unique(), key=attention_rank):
         for cache in caches:
@@ -50,7 +51,7 @@ def draw_series(
                 continue
             tint, words = colour(name), name if len(caches) == 1 else f"{name}, {cache}"
             draw_spread(axis, shown[x], shown[low], shown[high], tint)
-            axis.plot(
+            lines += axis.plot(
                 shown[x],
                 shown[value],
                 color=tint,
@@ -58,8 +59,6 @@ def draw_series(
                 linestyle=LINE_STYLES[caches.index(cache) % len(LINE_STYLES)],
                 label=words,
             )
-            last = shown.iloc[-1]
-            ends.append((float(last[x]), float(last[value]), words, tint))
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_locator(FixedLocator(sizes))
     axis.xaxis.set_minor_locator(NullLocator())
@@ -67,4 +66,4 @@ def draw_series(
     axis.yaxis.set_major_formatter(FuncFormatter(lambda tick, _: f"{tick:,.10g}"))
     axis.tick_params(axis="x", labelrotation=30 if len(sizes) > 5 else 0)
     mark_out_of_memory(axis, crosses)
-    label_line_ends(axis, ends, height_in)
+    label_line_ends(axis, lines, height_in)

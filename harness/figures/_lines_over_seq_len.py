@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from harness import format as fmt
@@ -30,7 +31,7 @@ def draw_lines(
 
     ``spread`` names the ends of a bar through each point, ``predicted`` a dashed line.
     """
-    ends: list[tuple[float, float, str, str]] = []
+    lines: list[Line2D] = []
     crosses: list[tuple[float, str]] = []
     for name in backends_of(rows):
         mine = rows[rows["attention"] == name].sort_values("seq_len", kind="stable")
@@ -42,9 +43,9 @@ def draw_lines(
         if len(shown):
             if spread is not None:
                 draw_spread(axis, shown["seq_len"], shown[spread[0]], shown[spread[1]], tint)
-            axis.plot(shown["seq_len"], shown[value], color=tint, marker=marker(name), label=name)
-            last = shown.iloc[-1]
-            ends.append((float(last["seq_len"]), float(last[value]), name, tint))
+            lines += axis.plot(
+                shown["seq_len"], shown[value], color=tint, marker=marker(name), label=name
+            )
         crosses += [(seq_len, tint) for seq_len in mine.loc[mine["status"] == "oom", "seq_len"]]
     axis.set_xscale("log", base=2)
     # A host's memory need not have grown at all, and zeros have no logarithm.
@@ -58,7 +59,7 @@ def draw_lines(
     low, high = axis.get_ylim()
     axis.set_ylim(low, high * 1.6 if crosses else high)
     _draw_crosses(axis, crosses)
-    label_line_ends(axis, ends, height_in)
+    label_line_ends(axis, lines, height_in)
 
 
 def _draw_crosses(axis: Axes, crosses: list[tuple[float, str]]) -> None:

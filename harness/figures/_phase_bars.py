@@ -34,6 +34,8 @@ def phase_bars(frame: pd.DataFrame, category: str, caption: str) -> CaptionedFig
     rows = per_case(
         fullest_mode(frame), phases=(*PHASES, "step"), values=("median_ms", "q1_ms", "q3_ms")
     )
+    if rows[[f"{phase}_median_ms" for phase in PHASES]].isna().all(axis=None):
+        return None
     columns = {"precision": ["precision", "compute", "tf32"]}.get(category, [category])
     varying, common = panel_key(rows, columns)
     rows = sort_by_points(rows, [*varying, category])

@@ -63,26 +63,22 @@ def draw_roof(
     """
     scale, unit = (1e3, "GFLOP/s") if in_gflops else (1.0, "TFLOP/s")
     ridge = peak_tflops * 1e3 / bandwidth_gb_s
-    low, high = min(low, ridge / 4), max(high, ridge * 4)
+    low, high = min(low, ridge / 8), max(high, ridge * 4)
     x = np.array([low, ridge, high])
     y = scale * np.minimum(peak_tflops, x * bandwidth_gb_s / 1e3)
     axis.plot(x, y, color="#444444", linewidth=1)
-    axis.annotate(
-        f"{fmt.number(scale * peak_tflops)} {unit}",
-        (ridge, scale * peak_tflops),
-        xytext=(2, 3),
-        textcoords="offset points",
-        ha="left",
-        fontsize=7,
-        color="#444444",
-    )
-    axis.annotate(
-        f"{fmt.number(bandwidth_gb_s)} GB/s",
-        (low, scale * low * bandwidth_gb_s / 1e3),
-        xytext=(12, -8),
-        textcoords="offset points",
-        ha="left",
-        fontsize=7,
-        color="#444444",
-    )
+    # Left of the ridge and above the slope, where no kernel should be.
+    for words, height in (
+        (f"{fmt.number(scale * peak_tflops)} {unit}", 11),
+        (f"{fmt.number(bandwidth_gb_s)} GB/s", 2),
+    ):
+        axis.annotate(
+            words,
+            (ridge, scale * peak_tflops),
+            xytext=(-2, height),
+            textcoords="offset points",
+            ha="right",
+            fontsize=7,
+            color="#444444",
+        )
     return low, high

@@ -10,12 +10,12 @@ from harness.tables._split import split_calls
 
 LINE_STYLES = {
     "send_recv": "--",
-    "all_gather": "--",
+    "all_gather": "-.",
     "symmetric": "-",
     "allgather": "-.",
     "alltoall": ":",
 }
-"""Solid where peers' memory is read directly, dashed where messages are sent."""
+"""Solid where peers' memory is read directly, else by the kind of messages."""
 
 MAX_PANELS = 6
 

@@ -26,6 +26,8 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     if frame["seq_len"].nunique() < 2:
         return None
     rows = per_case(frame, phases=("forward", "backward"), values=("median_ms", "q1_ms", "q3_ms"))
+    if rows[["forward_median_ms", "backward_median_ms"]].isna().all(axis=None):
+        return None
     phases = [phase for phase in ("forward", "backward") if rows[f"{phase}_status"].notna().any()]
     varying, common = panel_key(rows, ["attention", "seq_len"])
     rows = sort_by_points(rows, [*varying, "attention", "seq_len"])
@@ -33,7 +35,7 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     if len(groups) > MAX_ROWS:
         common = f"The first {MAX_ROWS} of {len(groups)} points. {common}"
         groups = groups[:MAX_ROWS]
-    figure = Figure(figsize=(4.6 * len(phases), ROW_HEIGHT_IN * len(groups)), layout="constrained")
+    figure = Figure(figsize=(5.0 * len(phases), ROW_HEIGHT_IN * len(groups)), layout="constrained")
     axes = figure.subplots(len(groups), len(phases), squeeze=False, sharex=True)
     for line, (_, group) in zip(axes, groups, strict=True):
         words = describe(group.iloc[0], varying)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from harness import format as fmt
@@ -74,7 +75,7 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
 
 def _draw(axis: Axes, rows: pd.DataFrame) -> None:
     """One line for each operation."""
-    ends: list[tuple[float, float, str, str]] = []
+    lines: list[Line2D] = []
     for name, tint, shape in zip(COLLECTIVES, TINTS, MARKERS, strict=True):
         mine = rows[(rows["collective"] == name) & rows["bus_gb_s"].notna()]
         if len(mine):
@@ -82,12 +83,11 @@ def _draw(axis: Axes, rows: pd.DataFrame) -> None:
             time = mine["collective_median_ms"]
             low, high = (y * time / mine[f"collective_{end}_ms"] for end in ("q3", "q1"))
             draw_spread(axis, x, low, high, tint)
-            axis.plot(x, y, color=tint, marker=shape, label=name)
-            ends.append((float(x.iloc[-1]), float(y.iloc[-1]), name, tint))
+            lines += axis.plot(x, y, color=tint, marker=shape, label=name)
     axis.set_xscale("log")
     axis.set_yscale("log")
     axis.xaxis.set_major_locator(FixedLocator(sorted(rows["size_mib"].unique())))
     axis.xaxis.set_minor_locator(NullLocator())
     log_ticks(axis)
     axis.set_xlabel("size (MiB)")
-    label_line_ends(axis, ends, HEIGHT_IN - 0.9)
+    label_line_ends(axis, lines, HEIGHT_IN - 0.9)

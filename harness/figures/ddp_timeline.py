@@ -20,8 +20,9 @@ from harness.tables._data_parallel import COMPUTE, lanes, on_ranks
 CAPTION = (
     "One training step on every rank, from a profiler's trace: above computing (forward dark, "
     "backward lighter, optimizer palest), below communication, dark where nothing is computed "
-    "meanwhile and pale where it hides. NCCL's kernels include waiting for ranks that come late."
+    "meanwhile and pale where it hides. Shares are of the busiest rank, which computes longest."
 )
+WAITS = "NCCL's kernels include waiting for ranks that come late."
 
 TINT = "#0072B2"
 SHADES = {"forward": 1.0, "backward": 0.62, "optimizer": 0.32}
@@ -62,7 +63,12 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
         f"{first['model']}, {first['precision']}, {int(first['world_size'])} ranks, "
         f"{int(first['batch_size'])} sequences of {fmt.integer(first['seq_len'])} tokens each."
     )
-    return CaptionedFigure(caption=f"{CAPTION} {words}", figure=drawing, finding=_finding(rows))
+    waits = WAITS if (rows["device"] == "cuda").all() else ""
+    return CaptionedFigure(
+        caption=" ".join(filter(None, (CAPTION, waits, words))),
+        figure=drawing,
+        finding=_finding(rows),
+    )
 
 
 def _finding(rows: pd.DataFrame) -> str:
@@ -122,8 +128,8 @@ def _bars(intervals: list[Interval]) -> list[tuple[float, float]]:
 def _title(row: pd.Series) -> str:
     hidden = fmt.percent(row["hidden_share"]) if row["traced_ms"] else fmt.ABSENT
     return (
-        f"{row['strategy']}: {hidden}% of {fmt.number(row['traced_ms'])} ms of communication "
-        f"hidden, {fmt.percent(row['exposed_share'])}% of the step exposed"
+        f"{row['strategy']}, busiest rank: {hidden}% of {fmt.number(row['traced_ms'])} ms of "
+        f"communication hidden, {fmt.percent(row['exposed_share'])}% of the step exposed"
     )
 
 

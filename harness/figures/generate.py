@@ -20,15 +20,20 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     if rows.empty or rows["decode_tokens_per_s"].isna().all():
         return None
     rows = rows[rows["status"] != "unsupported"]
-    # A model with latents is of the same size, and its cache says so.
+    # A model with latents is of the same size and belongs beside the others.
+    rows = rows.assign(variant=rows["model"])
     rows = rows.assign(model=[case["model"]["name"] for case in rows["case"]])
-    kinds = ["attention", "cache", "lengths", "cuda_graph"]
+    kinds = ["attention", "cache", "lengths", "cuda_graph", "variant"]
     across = [*kinds, "seed", *UNUSED]
+    differ = rows["variant"].nunique() > rows["model"].nunique()
+    across += ["model"] if differ and rows["model"].nunique() == 1 else []
     bars = len(rows.drop_duplicates(kinds))
-    drawing, drawn, common = panels(rows, across, width_in=5.2, height_in=1.0 + 0.28 * bars)
+    longest = max(len(_name(row, differ)) for _, row in rows.iterrows())
+    width, height = 3.6 + 0.065 * longest, 1.0 + 0.28 * bars
+    drawing, drawn, common = panels(rows, across, width_in=width, height_in=height)
     for axis, group in drawn:
         group = group.sort_values(kinds, kind="stable")
-        names = [_name(row) for _, row in group.iterrows()]
+        names = [_name(row, differ) for _, row in group.iterrows()]
         tints = [colour(str(name)) for name in group["attention"]]
         words = [fmt.STATUS_WORDS.get(status, fmt.ABSENT) for status in group["status"]]
         draw_bars(axis, names, list(group["decode_tokens_per_s"]), tints, words=words)
@@ -44,8 +49,9 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     )
 
 
-def _name(row: pd.Series) -> str:
+def _name(row: pd.Series, name_model: bool) -> str:
     words = [row["attention"], row["cache"]]
     words += [row["lengths"]] if row["lengths"] != "equal" else []
     words += ["graph"] if row["cuda_graph"] else []
+    words += [row["variant"]] if name_model else []
     return ", ".join(str(word) for word in words)

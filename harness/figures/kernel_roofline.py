@@ -33,6 +33,9 @@ WIDTH_IN, HEIGHT_IN = 5.0, 3.4
 LEAST_SHARE = 1e-3
 LARGEST_AREA = 420.0
 
+HEADROOM = 2.5
+"""Room above the roof, for what it is called."""
+
 
 @figure("kernel_roofline")
 def build(frame: pd.DataFrame) -> CaptionedFigure | None:
@@ -118,6 +121,6 @@ def _draw(axis: Axes, row: pd.Series, in_gflops: bool) -> set[str]:
     axis.set_yscale("log")
     axis.set_xlim(low, high)
     bottom, top = axis.get_ylim()
-    axis.set_ylim(bottom, top * 1.6)
+    axis.set_ylim(bottom, top * HEADROOM)
     log_ticks(axis)
     return {item["category"] for item in points}

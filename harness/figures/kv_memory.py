@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pandas as pd
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from harness import format as fmt
@@ -14,7 +15,7 @@ from harness.tables.kv_memory import NO_USE, counted
 
 CAPTION = (
     "Memory of all layers' caches over the tokens of each sequence, both axes logarithmic; above "
-    "the dashed line they do not fit."
+    "the dashed line, the memory to be filled, they do not fit."
 )
 
 WIDTH_IN, HEIGHT_IN = 4.6, 2.8
@@ -33,16 +34,20 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     assert order is not None
     lengths = sorted(rows["seq_len"].unique())
     for axis, group in drawn:
-        ends: list[tuple[float, float, str, str]] = []
+        lines: list[Line2D] = []
         for name in sorted(group["attention_type"].unique(), key=order):
             mine = group[group["attention_type"] == name].sort_values("seq_len")
             words, tint = str(name).upper(), colour(name)
-            axis.plot(mine["seq_len"], mine["total_gib"], color=tint, marker="o", label=words)
-            ends.append((float(lengths[-1]), float(mine["total_gib"].iloc[-1]), words, tint))
+            lines += axis.plot(
+                mine["seq_len"], mine["total_gib"], color=tint, marker="o", label=words
+            )
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
         for size in group["device_gib"].unique():
-            axis.axhline(size, color="#000000", linewidth=0.9, linestyle="--")
+            words = f"{fmt.number(size)} GiB"
+            lines.append(
+                axis.axhline(size, color="#000000", linewidth=0.9, linestyle="--", label=words)
+            )
         axis.xaxis.set_major_locator(FixedLocator(lengths))
         axis.xaxis.set_minor_locator(NullLocator())
         axis.xaxis.set_major_formatter(FuncFormatter(lambda length, _: fmt.integer(length)))
@@ -50,7 +55,7 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
         axis.tick_params(axis="x", labelrotation=30 if len(lengths) > 5 else 0)
         axis.set_xlabel("tokens of each sequence")
         axis.set_ylabel("GiB")
-        label_line_ends(axis, ends, HEIGHT_IN - 0.9)
+        label_line_ends(axis, lines, HEIGHT_IN - 0.9)
     out = rows[~rows["fits"].astype(bool)]
     return CaptionedFigure(
         caption=f"{CAPTION} {common}".strip(),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
 
 from harness import format as fmt
 from harness.figure import (
@@ -32,7 +33,7 @@ CAPTION = (
     "a cross above the frame marks where memory ran out."
 )
 
-WIDTH_IN, HEIGHT_IN = 4.9, 3.3
+WIDTH_IN, HEIGHT_IN = 5.3, 3.3
 
 HEADROOM = 2.5
 """Room above the roof, for the names of many backends just under it."""
@@ -50,15 +51,12 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     figure, drawn, common = panels(
         rows, SHAPES, width_in=WIDTH_IN, height_in=HEIGHT_IN, share_y=True
     )
-    rates = [_draw(axis, group) for axis, group in drawn]
+    lines = [_draw(axis, group) for axis, group in drawn]
     top = np.nanmax(rows[["tflops", "peak_tflops"]])
     drawn[0][0].set_ylim(top=HEADROOM * top)
-    for (axis, _), last in zip(drawn, rates, strict=True):
+    for (axis, _), labelled in zip(drawn, lines, strict=True):
         log_ticks(axis)
-        # In the margin, where no line and no roof runs.
-        right = axis.get_xlim()[1]
-        ends = [(right, rate, name, colour(name)) for name, rate in last.items()]
-        label_line_ends(axis, ends, HEIGHT_IN - 0.9)
+        label_line_ends(axis, labelled, HEIGHT_IN - 0.9)
     words = (CAPTION, roof, common)
     return CaptionedFigure(
         caption=" ".join(filter(None, words)), figure=figure, finding=_finding(rows)
@@ -77,22 +75,21 @@ def _finding(rows: pd.DataFrame) -> str:
     )
 
 
-def _draw(axis: Axes, rows: pd.DataFrame) -> dict[str, float]:
-    """Draw the roof and the points; returns each backend's rate at its highest intensity."""
+def _draw(axis: Axes, rows: pd.DataFrame) -> list[Line2D]:
+    """Draw the roof and the points; returns each backend's line."""
     intensities = rows["flops_per_byte"].dropna()
     low, high = intensities.min() / 1.5, intensities.max() * 1.5
     known = rows.dropna(subset=["peak_tflops", "memory_bandwidth_gb_s"])
     if len(known):
         first = known.iloc[0]
         low, high = draw_roof(axis, first["peak_tflops"], first["memory_bandwidth_gb_s"], low, high)
-    last: dict[str, float] = {}
+    lines: list[Line2D] = []
     for name in sorted(rows["attention"].unique(), key=attention_rank):
         mine = rows[(rows["attention"] == name) & rows["tflops"].notna()]
         if mine.empty:
             continue
         mine = mine.sort_values("flops_per_byte", kind="stable")
-        last[name] = mine["tflops"].iloc[-1]
-        axis.plot(
+        lines += axis.plot(
             mine["flops_per_byte"],
             mine["tflops"],
             color=colour(name),
@@ -110,4 +107,4 @@ def _draw(axis: Axes, rows: pd.DataFrame) -> dict[str, float]:
     axis.set_xlabel("arithmetic intensity (FLOP/byte)")
     if axis.get_subplotspec().is_first_col():  # type: ignore[union-attr]
         axis.set_ylabel("TFLOP/s")
-    return last
+    return lines

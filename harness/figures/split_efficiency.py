@@ -5,6 +5,7 @@ from __future__ import annotations
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from harness import format as fmt
@@ -20,7 +21,7 @@ from harness.figure import (
 from harness.figures._split_panels import LINE_STYLES, calls_by_panel
 from harness.findings import best_row, percent_span, sentence
 
-WIDTH_IN, HEIGHT_IN = 4.2, 3.0
+WIDTH_IN, HEIGHT_IN = 4.8, 3.0
 
 CAPTION = (
     "Efficiency: time of the same kernel on one device with the whole sequence, divided by the "
@@ -65,7 +66,7 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
 
 def _draw(axis: Axes, rows: pd.DataFrame) -> None:
     """The lines of one panel, by scheme and transport."""
-    ends: list[tuple[float, float, str, str]] = []
+    lines: list[Line2D] = []
     crosses: list[tuple[float, str]] = []
     for names, mine in rows.groupby(["scheme", "transport"], sort=False):
         scheme, transport = map(str, names)
@@ -76,7 +77,7 @@ def _draw(axis: Axes, rows: pd.DataFrame) -> None:
         tint, percent = colour(scheme), 100 * shown["efficiency"]
         low, high = (percent * shown["whole_ms"] / shown[f"whole_{end}_ms"] for end in ("q3", "q1"))
         draw_spread(axis, shown["seq_len"], low, high, tint)
-        axis.plot(
+        lines += axis.plot(
             shown["seq_len"],
             percent,
             color=tint,
@@ -84,8 +85,6 @@ def _draw(axis: Axes, rows: pd.DataFrame) -> None:
             linestyle=LINE_STYLES.get(transport, "-"),
             label=f"{scheme}, {transport}",
         )
-        length, height = float(shown["seq_len"].iloc[-1]), float(percent.iloc[-1])
-        ends.append((length, height, f"{scheme}, {transport}", tint))
     axis.axhline(100, color="#444444", linewidth=0.8)
     axis.set_ylim(bottom=0)
     axis.set_xscale("log", base=2)
@@ -95,4 +94,4 @@ def _draw(axis: Axes, rows: pd.DataFrame) -> None:
     axis.xaxis.set_major_formatter(FuncFormatter(lambda length, _: fmt.integer(length)))
     axis.set_xlabel("sequence length (tokens)")
     mark_out_of_memory(axis, crosses)
-    label_line_ends(axis, ends, HEIGHT_IN - 0.9)
+    label_line_ends(axis, lines, HEIGHT_IN - 0.9)

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from harness import format as fmt
-from harness.figure import CaptionedFigure, colour, describe, figure, panel_key
+from harness.figure import CaptionedFigure, colour, describe, figure, marker, panel_key
 from harness.figures._panels import log_ticks
 from harness.findings import best_row, sentence
 from harness.points import sort_by_points
@@ -18,8 +18,6 @@ CAPTION = (
     "Tokens per second of all ranks together over ranks, both axes logarithmic; dashed: one "
     "rank's rate times the ranks."
 )
-
-MARKERS = "osD^vPX<>p*h"
 
 MAX_PANELS = 2
 
@@ -48,11 +46,15 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
             axis.plot([1], [rate], "o", color="#000000", label="one rank")
         together = group[group["world_size"] > 1]
         for place, (name, line) in enumerate(together.groupby("strategy", sort=True)):
-            mark = MARKERS[place % len(MARKERS)]
-            # Beside each other where lines meet.
-            x = line["world_size"] * (1 + 0.02 * (place - together["strategy"].nunique() / 2))
+            # Beside each other where lines meet, and all near the ranks that they stand for.
+            count = together["strategy"].nunique()
+            x = line["world_size"] * (1 + min(0.02, 0.1 / count) * (place - (count - 1) / 2))
             axis.plot(
-                x, line["step_tokens_per_s"], color=colour(str(name)), marker=mark, label=name
+                x,
+                line["step_tokens_per_s"],
+                color=colour(str(name)),
+                marker=marker(str(name)),
+                label=name,
             )
         axis.set_xscale("log")
         axis.set_yscale("log")

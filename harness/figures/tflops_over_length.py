@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from harness import format as fmt
@@ -26,7 +27,7 @@ CAPTION = (
     "rates of the quartiles; a cross above the frame marks where memory ran out."
 )
 
-WIDTH_IN, HEIGHT_IN = 4.4, 2.9
+WIDTH_IN, HEIGHT_IN = 4.8, 2.9
 
 
 @figure("tflops_over_length")
@@ -52,7 +53,7 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
 def _draw(axis: Axes, rows: pd.DataFrame) -> None:
     lengths = sorted(rows["seq_len"].unique())
     crosses: list[tuple[float, str]] = []
-    ends: list[tuple[float, float, str, str]] = []
+    lines: list[Line2D] = []
     for name in sorted(rows["attention"].unique(), key=attention_rank):
         mine = rows[rows["attention"] == name].sort_values("seq_len", kind="stable")
         shown = mine[mine["tflops"].notna()]
@@ -62,8 +63,7 @@ def _draw(axis: Axes, rows: pd.DataFrame) -> None:
         tint, x, y = colour(name), shown["seq_len"], shown["tflops"]
         low, high = (y * shown["median_ms"] / shown[quartile] for quartile in ("q3_ms", "q1_ms"))
         draw_spread(axis, x, low, high, tint)
-        axis.plot(x, y, color=tint, marker=marker(name), label=name)
-        ends.append((float(x.iloc[-1]), float(y.iloc[-1]), name, tint))
+        lines += axis.plot(x, y, color=tint, marker=marker(name), label=name)
     axis.set_xscale("log", base=2)
     axis.set_xlim(lengths[0] / 1.3, lengths[-1] * 1.3)
     axis.xaxis.set_major_locator(FixedLocator(lengths))
@@ -75,4 +75,4 @@ def _draw(axis: Axes, rows: pd.DataFrame) -> None:
     axis.set_xlabel("sequence length (tokens)")
     axis.set_ylabel("TFLOP/s")
     mark_out_of_memory(axis, crosses)
-    label_line_ends(axis, ends, HEIGHT_IN - 0.9)
+    label_line_ends(axis, lines, HEIGHT_IN - 0.9)
