@@ -12,29 +12,30 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from harness import format as fmt
 from kernels import AttentionBackend, AttentionProblem
 from kernels.decoding import DecodeOnly, DecodeProblem
 from parallel import BACKENDS
+from parallel.context_parallel import ContextParallelAttention
 
 USAGE = "attnbench backends [device=auto|cpu|cuda]"
 
 HELP = f"""\
 Usage: {USAGE}
 
-Lists every attention backend for one device with its library's version, whether it runs on this
-machine, and if not why. For those that run:
-  grouped queries  fewer heads of keys and values than of queries
-  packed           sequences of different lengths end to end: natively, or in a loop
-  S_q ≠ S_k        a causal mask with more keys than queries, or any number of them
-  ring             gives the log-sum-exp, so that it can run on a sequence over many devices
-  head_dim         which widths of a head it takes
-  decodes from     caches that it attends from, with task=decode
+Lists every attention backend for one device with its library's version, whether it is usable on
+this machine (forward: without gradients; decode: from a cache only), and if not why. For those
+that are:
+  grouped    fewer heads of keys and values than of queries
+  packed     sequences of different lengths end to end: natively, or in a loop
+  S_q≠S_k    a causal mask with more keys than queries (S_k>S_q), or any number of them
+  ring       gives the log-sum-exp, so that it can run on a sequence over many devices
+  head_dim   which widths of a head it takes; 8-256 by 8 are the multiples of 8 from 8 to 256
+Then the caches that they attend from, with task=decode, and the schemes that split a sequence over
+several ranks.
 """
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -51,14 +52,15 @@ class Features:
     name: str
     version: str
     usable: str
-    """``yes``, ``forward`` where it has no gradients here, or ``no``."""
+    """``yes``, ``forward`` where it has no gradients here, ``decode`` where it attends from a cache
+    and nothing else, or ``no``."""
     reason: str | None
     """Why it is not, or not wholly, usable."""
     grouped: str = UNKNOWN
     packed: str = UNKNOWN
     """``native``, or a ``loop`` of one call per sequence."""
     lengths: str = UNKNOWN
-    """Causal masks where keys and queries differ in number: ``any``, ``S_k > S_q``, or ``no``."""
+    """Causal masks where keys and queries differ in number: ``any``, ``S_k>S_q``, or ``no``."""
     ring: str = UNKNOWN
     """Whether its log-sum-exp lets it run inside a ring of devices."""
     head_dims: str = UNKNOWN
@@ -80,13 +82,31 @@ def main(arguments: list[str]) -> int:
     rows = [features_of(item, device) for item in backends if not item.splits_sequence]
     console = Console(soft_wrap=False)
     _print(rows, device, console)
-    schemes = ", ".join(item.name for item in backends if item.splits_sequence)
-    console.print(
-        f"\nOver parallel.cp ranks, with those above as attention.kernel=: {schemes}.",
-        highlight=False,
-        soft_wrap=True,
-    )
+    for line in _split([item for item in backends if item.splits_sequence], device):
+        console.print(f"\n{line}", highlight=False, soft_wrap=True)
     return 0
+
+
+def _split(schemes: list[AttentionBackend], device: str) -> Iterable[str]:
+    """What there is for a sequence over several ranks, and why not the rest."""
+    reasons = {item.name: _why_not_split(item, device) for item in schemes}
+    able = [item for item in schemes if reasons[item.name] is None]
+    ours = [item.name for item in able if isinstance(item, ContextParallelAttention)]
+    if ours:
+        kernels = "attention.kernel= any usable one whose ring column says yes"
+        yield f"Over parallel.cp ranks, with {kernels}: {', '.join(ours)}."
+    if others := [item.name for item in able if item.name not in ours]:
+        yield f"Over parallel.cp ranks, with kernels of their own: {', '.join(others)}."
+    for name, reason in reasons.items():
+        if reason is not None:
+            yield f"Not over parallel.cp ranks here: {name} ({reason})."
+
+
+def _why_not_split(scheme: AttentionBackend, device: str) -> str | None:
+    problems = [replace(problem, cp=2) for problem in _plain_problems(device)]
+    if _first_supported(scheme, problems) is not None:
+        return None
+    return scheme.supports(problems[0])
 
 
 def _device(arguments: list[str]) -> str:
@@ -112,7 +132,8 @@ def _device(arguments: list[str]) -> str:
 
 def features_of(backend: AttentionBackend, device: str) -> Features:
     """Ask a backend what it can do on ``cpu`` or ``cuda``."""
-    version = backend.version() or UNKNOWN
+    # Without the local part (+cpu, +cu128), which is that of one torch for all.
+    version = (backend.version() or UNKNOWN).split("+")[0]
     problem = _first_supported(backend, _plain_problems(device))
     caches = _caches(backend, device)
     if problem is None:
@@ -120,7 +141,10 @@ def features_of(backend: AttentionBackend, device: str) -> Features:
         if isinstance(backend, DecodeOnly) and caches == NO:
             # Which of its reasons matters: it is asked for nothing else.
             reason = _why_no_cache(backend, device)
-        return Features(name=backend.name, version=version, usable=NO, reason=reason, caches=caches)
+        usable = NO if caches == NO else "decode"
+        return Features(
+            name=backend.name, version=version, usable=usable, reason=reason, caches=caches
+        )
     reason = None
     if not problem.needs_grad:
         reason = backend.supports(replace(problem, needs_grad=True))
@@ -137,7 +161,7 @@ def features_of(backend: AttentionBackend, device: str) -> Features:
         reason=reason,
         grouped=YES if takes(num_kv_heads=problem.num_heads // 4) else NO,
         packed=_packed(backend, replace(problem, packed=True)),
-        lengths="any" if any_length else "S_k > S_q" if longer else NO,
+        lengths="any" if any_length else "S_k>S_q" if longer else NO,
         ring=YES if backend.gives_lse else NO,
         head_dims=_head_dims([dim for dim in HEAD_DIMS if takes(head_dim=dim)]),
         caches=caches,
@@ -235,36 +259,54 @@ def _head_dims(supported: list[int]) -> str:
     least, most, step = supported[0], supported[-1], math.gcd(*supported)
     if supported != [dim for dim in HEAD_DIMS if least <= dim <= most and dim % step == 0]:
         return ", ".join(map(str, supported))
-    multiples = f", multiples of {step}" if step > 1 else ""
-    span = f"{least} and more" if most == HEAD_DIMS[-1] else f"{least} to {most}"
-    return f"up to {most}{multiples}" if least == step else f"{span}{multiples}"
+    multiples = f" by {step}" if step > 1 else ""
+    if least == most:
+        return str(most)
+    if least == 1:
+        return f"up to {most}"
+    return f"{least}{'+' if most == HEAD_DIMS[-1] else f'-{most}'}{multiples}"
+
+
+COLUMNS = {
+    "attention": "name",
+    "version": "version",
+    "usable": "usable",
+    "grouped": "grouped",
+    "packed": "packed",
+    "S_q≠S_k": "lengths",
+    "ring": "ring",
+    "head_dim": "head_dims",
+}
+
+
+def _lines(rows: list[Features]) -> list[str]:
+    """The header and a line for each backend. A terminal may wrap them; nothing is cut."""
+    cells = [list(COLUMNS), *([getattr(row, key) for key in COLUMNS.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        " ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in cells
+    ]
 
 
 def _print(rows: list[Features], device: str, console: Console) -> None:
-    table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False, pad_edge=False)
-    columns = {
-        "attention": "name",
-        "version": "version",
-        "usable": "usable",
-        "grouped\nqueries": "grouped",
-        "packed": "packed",
-        "S_q ≠ S_k\n(causal)": "lengths",
-        "ring": "ring",
-        "head_dim": "head_dims",
-        "decodes\nfrom": "caches",
-    }
-    for header in columns:
-        table.add_column(escape(header), vertical="bottom", no_wrap=header == "attention")
-    for row in rows:
-        style = "dim" if row.usable == row.caches == NO else ""
-        table.add_row(*(escape(getattr(row, key)) for key in columns.values()), style=style)
-    console.print(f"Attention backends on {_device_name(device)}", highlight=False)
-    console.print()
-    console.print(table)
+    console.print(f"Attention backends on {_device_name(device)}\n", highlight=False)
+    header, *lines = _lines(rows)
+    console.print(header, style="bold", highlight=False, soft_wrap=True)
+    console.print("─" * max(map(len, [header, *lines])), highlight=False, soft_wrap=True)
+    for row, line in zip(rows, lines, strict=True):
+        style = "dim" if row.usable == NO else ""
+        console.print(escape(line), style=style, highlight=False, soft_wrap=True)
+    decoding = [row for row in rows if row.caches != NO]
+    if decoding:
+        width = max(len(row.name) for row in decoding)
+        console.print("\nFrom a cache, with task=decode:", highlight=False)
+        for row in decoding:
+            console.print(f"  {row.name:<{width}}  {row.caches}", highlight=False, soft_wrap=True)
     reasons = [row for row in rows if row.reason is not None]
     if reasons:
         width = max(len(row.name) for row in reasons)
-        console.print("\nWhy not:", highlight=False)
+        console.print("\nWhy not, or not wholly:", highlight=False)
         for row in reasons:
             line = f"  {row.name:<{width}}  {row.reason}"
             console.print(escape(line), highlight=False, soft_wrap=True)

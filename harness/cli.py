@@ -29,9 +29,26 @@ def main() -> None:
 
         sys.exit(list_backends(arguments[1:]))
     if any(item.startswith("-") for item in arguments):
+        if mistake := _no_such_flag(arguments):
+            sys.exit(_complain(mistake))
         _hydra_flags()
         return
     sys.exit(run(arguments))
+
+
+def _no_such_flag(arguments: list[str]) -> str | None:
+    """What is wrong, for a key with dashes as other programs have it; None for Hydra's flags."""
+    from hydra._internal.utils import get_args_parser
+
+    _, unknown = get_args_parser().parse_known_args(arguments)
+    flags = [item for item in unknown if item.startswith("-")]
+    if not flags:
+        return None
+    flag, _, value = flags[0].partition("=")
+    following = arguments[arguments.index(flags[0]) + 1 :][:1]
+    if not value and following and "=" not in following[0] and not following[0].startswith("-"):
+        value = following[0]
+    return f"{flag}: no such flag; write {flag.lstrip('-') or 'KEY'}={value or 'VALUE'}"
 
 
 def _hydra_flags() -> None:

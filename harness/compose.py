@@ -75,9 +75,9 @@ def compose_request(arguments: Sequence[str]) -> Request:
 
     device = launcher.resolve_device(run["device"])
     scale = run["scale"]
+    require_choice("scale", scale, ["auto", *sweep.scales])
     if scale == "auto":
         scale = "full" if device == "cuda" or "tiny" not in sweep.scales else "tiny"
-    require_choice("scale", scale, list(sweep.scales))
     cases = _expand(sweep.scales[scale], typed, device)
     launcher.validate(cases)
     _require_rendering(sweep)

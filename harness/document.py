@@ -20,9 +20,12 @@ from harness import format as fmt
 from harness.config import SWEEPS
 from harness.figure import CaptionedFigure, build_figure
 from harness.frame import build_frame
+from harness.plan_command import command_into
 from harness.record import Record, RecordStore
 from harness.render import PlanError, read_plan
+from harness.sweep import Sweep, load_sweep
 from harness.table import Table, build_table, finding_of
+from harness.task import TASKS
 from harness.write_up import (
     counts_of,
     environment_of,
@@ -140,7 +143,7 @@ def collect(folders: Sequence[Path]) -> Document:
                 section.title += f" ({results.name})"
             sections.append(section)
         seen += labels
-    gaps += _sweeps_without(seen, folders[0])
+    gaps += _sweeps_without(seen, folders, _folder_of_cuda(folders, records))
     every = list(records.values())
     return Document(
         title=f"Measurements of {', '.join(folder.name for folder in folders)}",
@@ -214,14 +217,15 @@ def _failures(measured: Sequence[Record]) -> list[tuple[str, str, int]]:
 
 
 def _gaps_of(plan: dict[str, Any], found: dict[str, Record], results: Path) -> Iterator[Gap]:
-    command = plan["command"] or f"attnbench sweeps={plan['label']} results={results}"
+    label = plan["label"]
+    command = command_into(plan["command"] or f"attnbench sweeps={label}", results)
     missing = [case_id for case_id in plan["case_ids"] if case_id not in found]
     if missing:
         named = ", ".join(missing[:MISSING_SHOWN])
         rest = len(missing) - MISSING_SHOWN
         more = f" and {rest} more" if rest > 0 else ""
         yield Gap(
-            what=f"{plan['label']}: {_cases(len(missing))} not measured ({named}{more})",
+            what=f"{label}: {fmt.counted(len(missing), 'case')} not measured ({named}{more})",
             command=command,
         )
     broken = Counter(
@@ -232,23 +236,53 @@ def _gaps_of(plan: dict[str, Any], found: dict[str, Record], results: Path) -> I
     if broken:
         words = ", ".join(f"{number} {fmt.STATUS_WORDS[name]}" for name, number in broken.items())
         yield Gap(
-            what=f"{plan['label']}: {_cases(broken.total())} without a result ({words})",
-            command=f"{command} retry=true",
+            what=f"{label}: {fmt.counted(broken.total(), 'case')} without a result ({words})",
+            command=command_into(command, results, retry="true"),
         )
 
 
-def _cases(count: int) -> str:
-    return f"{count} {'case' if count == 1 else 'cases'}"
+def _folder_of_cuda(
+    folders: Sequence[Path], records: dict[tuple[Path, str], Record]
+) -> Path | None:
+    """The first folder with something that ran on a CUDA device."""
+    ran = {results for (results, _), record in records.items() if record.case["device"] == "cuda"}
+    return next((folder for folder in folders if folder in ran), None)
 
 
-def _sweeps_without(labels: Sequence[str], results: Path) -> Iterator[Gap]:
-    """Named sweeps of the project that no folder was asked for; they could go into ``results``."""
+def _sweeps_without(
+    labels: Sequence[str], folders: Sequence[Path], cuda: Path | None
+) -> Iterator[Gap]:
+    """Named sweeps of the project that no folder was asked for.
+
+    What is measured belongs beside what a GPU has measured, if there is any; what is only counted
+    needs no device, and goes into the first folder.
+    """
     for path in sorted(SWEEPS.glob("*.yaml")):
-        if not any(label == path.stem or label.startswith(f"{path.stem}-") for label in labels):
+        if any(label == path.stem or label.startswith(f"{path.stem}-") for label in labels):
+            continue
+        command = f"attnbench sweeps={path.stem}"
+        if not _measures(load_sweep(path.stem)):
+            yield Gap(what=f"{path.stem}: not run", command=command_into(command, folders[0]))
+        elif cuda is not None:
             yield Gap(
                 what=f"{path.stem}: not run",
-                command=f"attnbench sweeps={path.stem} results={results}",
+                command=command_into(command, cuda, device="cuda"),
             )
+        else:
+            yield Gap(
+                what=f"{path.stem}: not run (on a CPU at a size for one; in full on a GPU, into a "
+                "folder of its own)",
+                command=command_into(command, folders[0]),
+            )
+
+
+def _measures(sweep: Sweep) -> bool:
+    """Whether any task of the sweep measures, rather than counts."""
+    named = [grid.get("task", []) for grids in sweep.scales.values() for grid in grids]
+    names = {
+        str(name) for value in named for name in (value if isinstance(value, list) else [value])
+    }
+    return not names or any(TASKS[name].target.measures for name in names)
 
 
 def _method(records: Sequence[Record]) -> list[tuple[str, str]]:

@@ -59,8 +59,18 @@ def integer(value: float) -> str:
     return f"{int(value):,}"
 
 
+def count(value: float) -> str:
+    """How often something happens: 80, 1,200; an average over several, 2.50, as a number."""
+    return integer(value) if float(value).is_integer() else number(value)
+
+
+def counted(value: float, noun: str, plural: str = "") -> str:
+    """``1 case``, ``1,200 cases``."""
+    return f"{integer(value)} {noun if value == 1 else plural or noun + 's'}"
+
+
 def percent(value: float) -> str:
-    return f"{100 * value:.1f}"
+    return f"{100 * value:,.1f}"
 
 
 def scientific(value: float) -> str:

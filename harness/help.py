@@ -14,6 +14,8 @@ Usage: attnbench KEY=VALUE[,VALUE...] ...     measure every combination
        attnbench sweeps=NAME [KEY=VALUE...]   run a named sweep; your keys win over its own
        attnbench backends [device=cpu]        list the attention backends that run here
        attnbench-report RESULTS [SWEEP...]    make tables, figures and reports again
+       attnbench-writeup RESULTS...           all of them as one document: Markdown, PDF, HTML
+       attnbench-compare A B [--in RESULTS]   what became faster or slower, case by case
        attnbench-status RESULTS               what is queued, running, done or failed
        attnbench-cancel RESULTS [JOB...]      stop what is queued or running
 
@@ -39,7 +41,8 @@ $CONFIG
 How to run, rather than what to measure:
   device      auto, cpu or cuda
   results     folder for records, tables, figures and reports
-  scale       size of a named sweep: full or tiny; auto is full on a GPU, tiny without
+  scale       size of a named sweep: full, tiny, or another that its file has; auto is full
+              on a GPU, tiny without
   plan        print the cases with predicted memory and time, and run nothing
   retry       measure failed cases again
   timeout_s   limit for one case

@@ -99,10 +99,10 @@ POINTS: dict[str, Point] = {
         header="head_dim", describe=lambda value: f"head_dim {int(value)}", format=fmt.integer
     ),
     "num_heads": Point(
-        header="heads", describe=lambda value: f"{int(value)} heads", format=fmt.integer
+        header="heads", describe=lambda value: fmt.counted(value, "head"), format=fmt.integer
     ),
     "num_kv_heads": Point(
-        header="KV heads", describe=lambda value: f"{int(value)} KV heads", format=fmt.integer
+        header="KV heads", describe=lambda value: fmt.counted(value, "KV head"), format=fmt.integer
     ),
     "causal": Point(
         header="causal",
@@ -115,7 +115,7 @@ POINTS: dict[str, Point] = {
         format=fmt.integer,
     ),
     "kv_len": Point(
-        header="keys", describe=lambda value: f"{fmt.integer(value)} keys", format=fmt.integer
+        header="keys", describe=lambda value: fmt.counted(value, "key"), format=fmt.integer
     ),
     "layout": Point(
         header="batch layout",
@@ -203,12 +203,12 @@ POINTS: dict[str, Point] = {
     "mode": Point(header="mode", describe=lambda value: f"mode {value}"),
     "warmup_steps": Point(
         header="warm-up steps",
-        describe=lambda value: f"{int(value)} warm-up steps",
+        describe=lambda value: fmt.counted(value, "warm-up step"),
         format=fmt.integer,
     ),
     "measure_steps": Point(
         header="measured steps",
-        describe=lambda value: f"{int(value)} measured steps",
+        describe=lambda value: fmt.counted(value, "measured step"),
         format=fmt.integer,
     ),
     "seed": Point(header="seed", describe=lambda value: "", format=fmt.integer),
@@ -225,7 +225,7 @@ POINTS: dict[str, Point] = {
         optional=True,
     ),
     "ranks": Point(
-        header="ranks", describe=lambda value: f"{fmt.integer(value)} ranks", format=fmt.integer
+        header="ranks", describe=lambda value: fmt.counted(value, "rank"), format=fmt.integer
     ),
     "rank": Point(header="rank", describe=_always, format=fmt.integer),
     "step": Point(header="step", describe=_always, format=fmt.integer),

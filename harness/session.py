@@ -8,6 +8,7 @@ from collections import Counter
 from rich.console import Console
 from rich.table import Table
 
+from harness import format as fmt
 from harness.agents import AgentError
 from harness.case import Case
 from harness.compose import Request
@@ -16,6 +17,9 @@ from harness.plan import Plan, make_plan, predicted_seconds, write_plan
 from harness.progress import TerminalProgress
 from harness.record import RecordStore, in_short
 from harness.workers import WorkerStartError
+
+LONG_S = 30.0
+"""Predicted seconds beyond which a command says beforehand how long it takes."""
 
 
 def run_request(request: Request) -> int:
@@ -38,10 +42,11 @@ def run_request(request: Request) -> int:
         return 0
 
     device_name = _device_name(request)
-    console.print(_opening(request, plan), highlight=False)
 
     def predict(case: Case) -> float:
         return predicted_seconds(case, device_name)
+
+    console.print(_opening(request, plan, sum(map(predict, plan.todo))), highlight=False)
 
     with TerminalProgress(console, plan.todo, predict) as progress:
         launch = Launch(
@@ -80,7 +85,7 @@ def _report(console: Console, request: Request, store: RecordStore) -> int:
         records[case.id].status if case.id in records else "missing" for case in request.cases
     )
     counted = ", ".join(f"{number} {status}" for status, number in statuses.items())
-    console.print(f"{len(request.cases)} cases: {counted}", highlight=False)
+    console.print(f"{fmt.counted(len(request.cases), 'case')}: {counted}", highlight=False)
     places = {"report": rendered.report, "tables": rendered.folder / "tables"}
     places |= {"figures": rendered.folder / "figures", "records": store.folder}
     for name, place in places.items():
@@ -88,18 +93,30 @@ def _report(console: Console, request: Request, store: RecordStore) -> int:
             console.print(f"{name:>8}  {place}", highlight=False, soft_wrap=True)
     broken = sum(statuses[status] for status in ("failed", "timeout", "wrong", "missing"))
     if broken:
+        total = fmt.counted(len(request.cases), "case")
         print(
-            f"attnbench: {broken} of {len(request.cases)} cases failed; the report says why, "
-            "retry=true measures them again",
+            f"attnbench: {broken} of {total} failed; the report says why, retry=true measures "
+            "them again",
             file=sys.stderr,
         )
     return 1 if broken else 0
 
 
-def _opening(request: Request, plan: Plan) -> str:
+def _opening(request: Request, plan: Plan, predicted_s: float) -> str:
     scale = f", scale {request.scale}" if len(request.sweep.scales) > 1 else ""
     known = f", {len(plan.done)} of them recorded already" if plan.done else ""
-    return f"{request.sweep.title} ({request.label}{scale}): {len(request.cases)} cases{known}"
+    cases = fmt.counted(len(request.cases), "case")
+    opening = f"{request.sweep.title} ({request.label}{scale}): {cases}{known}"
+    if predicted_s <= LONG_S:
+        return opening
+    return (
+        f"{opening}. Predicted time {_minutes(predicted_s)}; Ctrl-C stops, plan=true lists the "
+        "cases and runs nothing, --help says what else there is"
+    )
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds / 60:.1f} min"
 
 
 def _print_plan(console: Console, request: Request, plan: Plan) -> None:
@@ -121,8 +138,9 @@ def _print_plan(console: Console, request: Request, plan: Plan) -> None:
     console.print(table)
     total = sum(predicted_seconds(case, device_name) for case in plan.todo)
     console.print(
-        f"{len(plan.todo)} of {len(request.cases)} cases to measure on {request.cases[0].device}, "
-        f"predicted time {total / 60:.1f} min; memory and time are predictions from formulas",
+        f"{len(plan.todo)} of {fmt.counted(len(request.cases), 'case')} to measure on "
+        f"{request.cases[0].device}, predicted time {_minutes(total)}; memory and time are "
+        "predictions from formulas",
         highlight=False,
     )
 

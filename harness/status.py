@@ -15,8 +15,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from harness import format as fmt
 from harness import slurm
 from harness.agents import CLOCK_TOLERANCE_S, clocks_differ
+from harness.plan_command import command_into
 from harness.record import RecordStore, in_short
 from harness.record_heads import Head, read_heads
 from harness.run_folder import Run, RunFolder, TaskState, is_running, runs_of
@@ -95,14 +97,16 @@ def look(results: Path, now_s: float | None = None) -> Status:
             longest = max(seconds for _, seconds in lefts)
             left_s = max(left_s, longest, sum(seconds for _, seconds in lefts) / at_once)
             status.time_left_s = left_s * pace.factor
-    for case_id in _known(results, runs):
+    for case_id, command in _known(results, runs).items():
         case = found.get(case_id)
         head = heads.get(case_id)
         if head is not None and (case is None or case.status not in UNDER_WAY):
             case = CaseStatus(case_id=case_id, status=head.status, detail=head.message)
         if case is None:
             case = CaseStatus(
-                case_id=case_id, status="missing", detail="no job has it; run the command again"
+                case_id=case_id,
+                status="missing",
+                detail=f"no job has it; run {command}" if command else "no job has it",
             )
         status.cases.append(case)
     status.warnings = list(dict.fromkeys(status.warnings))
@@ -155,6 +159,10 @@ class _Share:
         else:
             self.is_active = self.is_running = is_running(run)
 
+    @property
+    def _command(self) -> str:
+        return command_into(self._run.command, self._folder.results)
+
     def describe(self, case_id: str, now_s: float) -> CaseStatus:
         """A case of the share that has no record yet."""
         state = self._state
@@ -179,9 +187,9 @@ class _Share:
             return CaseStatus(case_id=case_id, status="cancelled", detail=where)
         if self._name is None:
             return CaseStatus(
-                case_id=case_id, status="missing", detail=f"{where} ended; run the command again"
+                case_id=case_id, status="missing", detail=f"{where} ended; run {self._command}"
             )
-        reason = (state.error if state else self._why_it_never_began()) or "run the command again"
+        reason = (state.error if state else self._why_it_never_began()) or f"run {self._command}"
         how = f" ended as {ending}" if ending else " ended"
         return CaseStatus(
             case_id=case_id,
@@ -233,18 +241,22 @@ def _is_recorded(heads: dict[str, Head], case_id: str, run: Run) -> bool:
     return head is not None and head.written_s >= run.created_s - run.clock_offset_s - 1
 
 
-def _known(results: Path, runs: list[tuple[RunFolder, Run]]) -> dict[str, None]:
-    """Every case that was planned, in the order of the plans."""
-    known: dict[str, None] = {}
+def _known(results: Path, runs: list[tuple[RunFolder, Run]]) -> dict[str, str]:
+    """Every case that was planned, in the order of the plans, with the command that measures it."""
+    known: dict[str, str] = {}
     for path in sorted((results / "sweeps").glob("*/plan.json")):
         try:
-            known |= dict.fromkeys(json.loads(path.read_text(encoding="utf-8"))["case_ids"])
-        except (OSError, ValueError, KeyError, TypeError):
+            plan = json.loads(path.read_text(encoding="utf-8"))
+            command, case_ids = command_into(plan["command"], results), list(plan["case_ids"])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             # attnbench-report says what is wrong with a plan.
             continue
+        for case_id in case_ids:
+            known.setdefault(case_id, command)
     for _, run in runs:
-        for case_ids in run.case_ids:
-            known |= dict.fromkeys(case_ids)
+        command = command_into(run.command, results)
+        for case_id in (case_id for case_ids in run.case_ids for case_id in case_ids):
+            known.setdefault(case_id, command)
     return known
 
 
@@ -269,7 +281,7 @@ def show(status: Status, *, everything: bool) -> None:
     words = [f"{counts[name]:,} {name}" for name in reversed(ORDER) if counts[name]]
     words += [f"{number:,} {name}" for name, number in counts.items() if name not in ORDER]
     left = "" if status.time_left_s is None else f"; about {_duration(status.time_left_s)} left"
-    print(f"{len(status.cases):,} cases: {', '.join(words) or 'none planned'}{left}")
+    print(f"{fmt.counted(len(status.cases), 'case')}: {', '.join(words) or 'none planned'}{left}")
     everything = everything or len(status.cases) <= LIST_ALL_UP_TO
     listed = [case for case in status.cases if everything or case.status in SHOWN]
     width = max((len(case.status) for case in listed), default=0)

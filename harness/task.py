@@ -46,6 +46,8 @@ class Task:
     """Whether it can run a model that keeps latents (model.kv_lora_rank)."""
     attends: ClassVar[bool] = True
     """Whether it makes attention calls; where not, ``attention=`` changes nothing."""
+    measures: ClassVar[bool] = True
+    """Whether it runs anything; where not, results are counted by formula."""
 
     def validate(self, case: Case) -> None:
         """Raise ValueError, naming the full key, if the case makes no sense for this task."""

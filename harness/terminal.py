@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from rich import box
 from rich.console import Console
 from rich.markup import escape
@@ -31,8 +33,11 @@ def render_terminal(table: Table, console: Console) -> None:
     Where columns do not fit, details are left to the files first, then the other results from
     the right; columns that say what was measured never. Where those leave no room, they share one.
     """
-    headers = ["\n".join(column.full_header.split(" ")) for column in table.columns]
     cells = [_status_once(row) for row in table.cells()[:MAX_ROWS]]
+    headers = [
+        _header(column.full_header, [row[index] for row in cells])
+        for index, column in enumerate(table.columns)
+    ]
     widths = _widths(table, headers, cells)
     shown = RichTable(
         box=box.SIMPLE_HEAD, padding=(0, GAP - 1, 0, 0), show_edge=False, pad_edge=False
@@ -77,6 +82,12 @@ def render_terminal(table: Table, console: Console) -> None:
     ]
     if hidden:
         console.print(f"{' and '.join(hidden)} in the files.", style="dim", highlight=False)
+
+
+def _header(text: str, cells: list[str]) -> str:
+    """Over as many lines as it takes to be no wider than the cells, or than its longest word."""
+    width = max(len(word) for word in (*text.split(" "), *cells))
+    return "\n".join(textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False))
 
 
 def _status_once(row: list[str]) -> list[str]:

@@ -14,6 +14,7 @@ from harness.frame import GIB
 from harness.hardware import find_hardware
 from harness.record import STATUSES, Record
 from harness.table import Table
+from harness.task import TASKS
 
 ROWS_IN_REPORT = 100
 """Longer tables are cut in the report and complete in their own files."""
@@ -95,7 +96,11 @@ def template(name: str, *, autoescape: bool = False) -> Template:
 
 def measurement_facts(records: Sequence[Record]) -> dict[str, set[Any]]:
     """What the description of the method depends on."""
+    names = {record.case["task"]["name"] for record in records}
+    counted = {name for name in names if name in TASKS and not TASKS[name].target.measures}
     return {
+        "counted": counted,
+        "measured": names - counted,
         "clocks": {phase.clock for record in records for phase in record.phases.values()},
         "memory_sources": {rank.get("source") for record in records for rank in record.memory},
         "in_a_row": {bool(record.notes.get("in_a_row")) for record in records},

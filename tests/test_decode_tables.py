@@ -22,7 +22,7 @@ def test_rates_of_a_step_by_hand() -> None:
     assert (row["step (µs)"], row["GB/s"], row["of the copy (%)"]) == ("500", "2,000", "50.0")
     assert row["tokens/s"] == "8,000"
     assert row["predicted (µs)"] == "250"
-    assert row["kernels a layer"] == "6.00"
+    assert row["kernels a layer"] == "6"
 
 
 @pytest.mark.parametrize(("flops", "share"), [(1e9, 0.5), (4e14, 400e12 / 989.4e12 / 500e-6)])
@@ -41,6 +41,26 @@ def test_heads_and_rank_are_told_apart() -> None:
     assert found == {"32:8 of 128", "32 of 128, rank 512 + 64"}
 
 
+def test_the_caption_explains_the_columns_that_are_there() -> None:
+    """On a CPU no peak is known, and a small cache is read faster than a large copy."""
+    record = make_decode_record("standard", us=500.0)
+    assert "roof" in table_of("decode_latency", record).caption
+    record.environment["device_name"] = "AMD EPYC"
+    record.case["device"] = "cpu"
+    built = table_of("decode_latency", record)
+    headers = {column.header for column in built.columns}
+    assert "of the roof (%)" not in headers
+    assert "operators a layer" in headers
+    assert "roof" not in built.caption
+    assert "Kernels" not in built.caption
+    assert "Operators are those that a layer runs." in built.caption
+    assert not any("L3" in note for note in built.footnotes)
+    fast = make_decode_record("standard", us=5.0)
+    built = table_of("decode_latency", fast)
+    assert rows_of(built)[0]["of the copy (%)"] == "5,000.0"
+    assert any("L3" in note for note in built.footnotes)
+
+
 def test_a_step_without_result_is_no_speed() -> None:
     records = [
         make_decode_record("standard", us=9.0, status="oom"),
@@ -51,7 +71,7 @@ def test_a_step_without_result_is_no_speed() -> None:
     built = table_of("decode_latency", *records)
     cells = {row["attention"]: row["step (µs)"] for row in rows_of(built)}
     assert cells == {"standard": "OOM", "sdpa": "wrong result", "flash_decode": "9.00"}
-    assert built.footnotes == ["Not supported here: flashinfer (not installed)."]
+    assert built.footnotes[0] == "Not supported here: flashinfer (not installed)."
 
 
 def test_graphs_are_compared_with_the_same_step() -> None:

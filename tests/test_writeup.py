@@ -270,8 +270,9 @@ class TestDocument:
             "| device | NVIDIA H200 |",
             "- **Warm-up.** Every case",
             "- lengths: 1 case not measured (attention-planned-0123456789): "
-            "`attnbench sweeps=lengths`",
-            "- leaderboard: not run: `attnbench sweeps=leaderboard results=",
+            f"`attnbench sweeps=lengths results={written.parent}`",
+            f"- leaderboard: not run: `attnbench sweeps=leaderboard results={written.parent} "
+            "device=cuda`",
         ):
             assert words in text, words
         assert not re.search(r"\n\n\n\n", text)

@@ -11,9 +11,9 @@ from harness.findings import sentence
 from harness.table import Column, Table, finding, make_table, table
 
 CAPTION = (
-    "Feed-forward blocks of two linear layers, by formula: activations and what is sent in "
-    "bfloat16, weights, gradients and AdamW's state in float32; GB of 1e9 bytes. CS336's worked "
-    "answers stand beside ours at the problem's own sizes."
+    "Feed-forward blocks of two linear layers, by formula: activations saved for backward and "
+    "what is sent in bfloat16, weights, gradients and AdamW's state in float32; GB of 1e9 bytes. "
+    "CS336's worked answers stand beside ours at the problem's own sizes."
 )
 
 UNUSED = (
@@ -21,6 +21,9 @@ UNUSED = (
     *("num_kv_heads", "causal", "kv_len", "layout", "call_compiled", "compile_scope"),
     *("compile_mode", "mode", "device", "device_name", "memory_source"),
 )
+
+SIZES = {"blocks": "num_blocks", "D": "d_model", "F": "d_ff"}
+"""Of the stack, as the text and the formulas call them; a column shows those that vary."""
 
 TEXT_SIZES = {"d_model": 16384, "d_ff": 53248, "num_blocks": 126, "fsdp": 16, "tp": 4}
 
@@ -43,6 +46,10 @@ def build(frame: pd.DataFrame) -> Table | None:
     cases = cases[cases["status"] == "ok"]
     if cases.empty:
         return None
+    tasks = [case["task"] for case in cases["case"]]
+    varied = {
+        letter: key for letter, key in SIZES.items() if len({task[key] for task in tasks}) > 1
+    }
     parts = []
     for _, case in cases.iterrows():
         task, answers = case["case"]["task"], case["communication_accounting"]
@@ -57,22 +64,21 @@ def build(frame: pd.DataFrame) -> Table | None:
             }
             for part, key, words, formula in LINES
         ]
-        sizes = f"{task['num_blocks']} x {task['d_model']:,} x {task['d_ff']:,}"
+        sizes = " x ".join(f"{task[key]:,}" for key in varied.values())
         repeated = pd.DataFrame([case] * len(lines)).reset_index(drop=True)
         parts.append(pd.concat([repeated, pd.DataFrame(lines)], axis=1).assign(sizes=sizes))
     rows = pd.concat(parts, ignore_index=True)
-    varied = ["sizes"] if rows["sizes"].nunique() > 1 else []
     built = make_table(
         caption=CAPTION,
         rows=rows,
         without=UNUSED,
         order=[],
         metrics=[
-            *(Column(key=name, header="blocks x D x F") for name in varied),
-            Column(key="part", header="part"),
-            Column(key="quantity", header="quantity"),
+            *([Column(key="sizes", header=" x ".join(varied), point=True)] if varied else []),
+            Column(key="part", header="part", detail=True),
+            Column(key="quantity", header="quantity", point=True),
             Column(key="value", header="value", format=_figure),
-            Column(key="text", header="text", format=_figure),
+            Column(key="text", header="text", format=_printed),
             Column(key="formula", header="formula"),
         ],
     )
@@ -100,9 +106,9 @@ def say(rows: pd.DataFrame) -> str | None:
 
 LINES: tuple[tuple[str, str, str, str], ...] = (
     ("a", "num_parameters", "parameters", "2 D F blocks"),
-    ("a", "static_gb", "weights, gradients, optimizer state (GB)", "16 bytes a parameter"),
-    ("a", "activation_mb_per_token", "saved for backward (MB a token)", "2 (D + F) blocks bytes"),
-    ("a", "activation_gb", "saved for backward, {tokens:,} tokens (GB)", "tokens times that"),
+    ("a", "static_gb", "weights, gradients, AdamW (GB)", "16 bytes a parameter"),
+    ("a", "activation_mb_per_token", "activations (MB a token)", "2 (D + F) blocks bytes"),
+    ("a", "activation_gb", "activations, {tokens:,} tokens (GB)", "tokens times that"),
     ("a", "gpus_static", "GPUs of {gpu_gb:g} GB, without activations", "static / GPU"),
     ("a", "gpus_with_activations", "GPUs of {gpu_gb:g} GB, {tokens:,} tokens", "all / GPU"),
     ("b", "least_fsdp_empty", "least N_FSDP for {device_gb:g} GB, no tokens", "static / N < M"),
@@ -115,6 +121,11 @@ LINES: tuple[tuple[str, str, str, str], ...] = (
     ("c", "least_batch_per_device", "the same, a device (tokens)", "C / (Y W M_X)"),
     ("c", "least_d_ff", "least d_ff for tensor parallelism", "N C / (X W M_Y)"),
 )
+
+
+def _printed(value: Any) -> str:
+    """The text's own figures, with no more digits than it gives: 219.9e9."""
+    return f"{value / 1e9:.1f}e9" if value >= 1e9 else _figure(value)
 
 
 def _figure(value: Any) -> str:

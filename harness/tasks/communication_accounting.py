@@ -50,6 +50,7 @@ class CommunicationAccounting(Task):
     """W, of one axis of the network, both ways, in 1e9 bytes/s."""
 
     attends: ClassVar[bool] = False
+    measures: ClassVar[bool] = False
 
     def validate(self, case: Case) -> None:
         whole = ("d_model", "d_ff", "num_blocks", "tokens", "fsdp", "tp", "fsdp_axes", "tp_axes")

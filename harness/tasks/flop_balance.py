@@ -7,7 +7,7 @@ that the schemes of context-parallel attention compute (:mod:`parallel.balance`)
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from harness.case import Case, require_at_least, require_choice
 from harness.task import Task, Work, task
@@ -38,6 +38,8 @@ class FlopBalance(Task):
     """Queries in a tile of the kernel, for the tile count."""
     block_k: int = 128
     """Keys in a tile of the kernel."""
+
+    measures: ClassVar[bool] = False
 
     def validate(self, case: Case) -> None:
         require_choice("task.layout", self.layout, list(LAYOUTS))

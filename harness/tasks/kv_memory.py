@@ -40,6 +40,7 @@ class KvMemory(Task):
     else in it."""
 
     attends: ClassVar[bool] = False
+    measures: ClassVar[bool] = False
 
     def validate(self, case: Case) -> None:
         require_choice("task.shape", self.shape, list(MODEL_SHAPES))
