@@ -345,19 +345,11 @@ class Bench:
         compiled_before = self.compile_watch.count
         state_before = devices.gpu_state(self.device)
         self._start_peaks()
-        whole: list[float] = []
         if in_a_row:
             self.outcome.notes["in_a_row"] = True
             whole = self._time_in_a_row(step, timer, passes, warm=warmup > 0)
-        for _ in range(0 if in_a_row else passes):
-            if scratch is not None:
-                scratch.zero_()
-            self.barrier()
-            started = time.perf_counter()
-            step(timer)
-            if whole_step is not None:
-                self.synchronize()
-                whole.append((time.perf_counter() - started) * 1e3)
+        else:
+            whole = self._time_apart(step, timer, passes, scratch, ends=whole_step is not None)
         self.synchronize()
 
         self.note_memory(own_bytes=0 if scratch is None else FLUSH_BYTES)
@@ -376,6 +368,28 @@ class Bench:
             self.outcome.clocks[whole_step] = phase_clock if in_a_row else "host"
             self.outcome.samples_ms[whole_step] = whole
 
+    def _time_apart(
+        self,
+        step: Callable[[PhaseTimer], None],
+        timer: PhaseTimer,
+        passes: int,
+        scratch: torch.Tensor | None,
+        *,
+        ends: bool,
+    ) -> list[float]:
+        """Milliseconds of each pass, if each is to end before the next begins; else none."""
+        whole = []
+        for _ in range(passes):
+            if scratch is not None:
+                scratch.zero_()
+            self.barrier()
+            started = time.perf_counter()
+            step(timer)
+            if ends:
+                self.synchronize()
+                whole.append((time.perf_counter() - started) * 1e3)
+        return whole
+
     def _time_in_a_row(
         self, step: Callable[[PhaseTimer], None], timer: PhaseTimer, passes: int, *, warm: bool
     ) -> list[float]:
@@ -388,5 +402,6 @@ class Bench:
         for _ in range(passes):
             with between.phase("pass"):
                 step(timer)
+        # What the last pass leaves to one that does not come is not its own.
         self.synchronize()
         return between.collect()["pass"]

@@ -34,7 +34,8 @@ from harness.record import STATUSES
 from kernels.toolchain import why_not_compile
 
 NCCL_WATCHDOG_S = 0.25
-"""PyTorch's watchdog holds what a collective has sent until it looks again, every 0.1 s."""
+"""As long as PyTorch may hold what the last case has sent: its watchdog lets go of collectives that
+have ended when it looks, every 0.1 s."""
 
 
 def main() -> None:

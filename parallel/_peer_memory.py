@@ -112,7 +112,7 @@ class CudaPeerMemory:
         if code:
             raise RuntimeError(
                 f"the CUDA driver refuses to signal between GPUs (cuStreamBatchMemOp: {code}); "
-                "attention.transport=send_recv does without"
+                "attention.transport=send_recv, or all_gather, does without"
             )
 
 
@@ -175,7 +175,7 @@ class Lane:
     """A CUDA stream beside the one that computes; on a CPU everything happens at once."""
 
     def __init__(self, device: torch.device) -> None:
-        # Of high priority: a barrier must not queue behind the thread blocks of a long kernel.
+        # Of high priority: a sum must not queue behind the thread blocks of a long kernel.
         on_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device, priority=-1) if on_cuda else None
 

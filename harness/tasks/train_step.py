@@ -218,12 +218,13 @@ class TrainStep(Task):
         # What follows takes steps of its own.
         finish = partial(case.parallel.finish, model)
 
-        def whole_step(timer: PhaseTimer) -> None:
+        def finished_step(timer: PhaseTimer) -> None:
+            # A profiler that stops while gloo still works would take the process along.
             step(timer)
             finish()
 
         if case.profile is not None and bench.in_last_round:
-            program = Program(step=whole_step, model=module, optimizer=optimizer)
+            program = Program(step=finished_step, model=module, optimizer=optimizer)
             case.profile.run(case, bench, program)
         if together and trains and bench.in_last_round:
             note_traffic(bench, step)
