@@ -20,6 +20,21 @@ def backend_of(name: str, **options: Any) -> AttentionBackend:
     return entry.target(name=name, **{**entry.preset, **options})
 
 
+def problem_of(**changes: Any) -> DecodeProblem:
+    """A step of Llama 3 8B on a GPU, to be asked about and not run."""
+    values: dict[str, Any] = {
+        "batch_size": 2,
+        "num_heads": 32,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+        "new_tokens": 1,
+        "max_len": 512,
+        "dtype": "bfloat16",
+        "device": "cuda",
+    }
+    return DecodeProblem(**(values | changes))
+
+
 def rotated(x: Tensor, positions: Tensor, rotary: Rotary | None) -> Tensor:
     """x [..., T, D] turned in the complex plane, pair by pair."""
     x = x.double()

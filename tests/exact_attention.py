@@ -10,6 +10,7 @@ from torch import Tensor
 from triton_device import DEVICE, randn
 
 from kernels import BACKENDS, Packing
+from kernels.flash import flash_attention
 
 
 def backend(**options: object) -> Any:
@@ -79,6 +80,16 @@ def assert_close(
     error = float((got.detach().double() - expected.detach()).abs().max())
     allowed = limit * max(floor, float(expected.detach().abs().max()))
     assert error <= allowed, f"{what} is off by {error:.3g}, more than {allowed:.3g}"
+
+
+def gives_equal_bits(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> bool:
+    """Whether two calls agree in o and all gradients, bit for bit; causal."""
+    runs = []
+    for _ in range(2):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        o = flash_attention(*leaves, causal=True)
+        runs.append([o, *torch.autograd.grad(o, leaves, do)])
+    return all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
 def packed(

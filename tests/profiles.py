@@ -56,6 +56,15 @@ def table_of(name: str, *records: Record) -> Table:
     return built
 
 
+def row_of(built: Table | None, **where: str) -> dict[str, str]:
+    """The one row whose cells match, by header."""
+    assert built is not None
+    rows = rows_of(built)
+    matching = [row for row in rows if where.items() <= row.items()]
+    assert len(matching) == 1, rows
+    return matching[0]
+
+
 def rows_of(built: Table) -> list[dict[str, str]]:
     headers = [item.full_header for item in built.columns]
     return [dict(zip(headers, cells, strict=True)) for cells in built.cells()]

@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from decoding import Step, backend_of, rotated
+from decoding import Step, backend_of, problem_of, rotated
 from torch import Tensor
 
 from kernels import _flash_kvcache, flash_mla, flashinfer
 from kernels.decode.rotary import Rotary
-from kernels.decoding import DecodeProblem
 
 LENGTHS = [0, 1, 4, 7]
 
@@ -131,20 +130,6 @@ def install(monkeypatch: pytest.MonkeyPatch, path: str, **contents: Any) -> Modu
     vars(module).update(contents)
     monkeypatch.setitem(sys.modules, path, module)
     return module
-
-
-def problem_of(**changes: Any) -> DecodeProblem:
-    values: dict[str, Any] = {
-        "batch_size": 2,
-        "num_heads": 32,
-        "num_kv_heads": 8,
-        "head_dim": 128,
-        "new_tokens": 1,
-        "max_len": 512,
-        "dtype": "bfloat16",
-        "device": "cuda",
-    }
-    return DecodeProblem(**(values | changes))
 
 
 class TestFlashAttention:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from decoding import Step, backend_of, rotated
+from decoding import Step, backend_of, problem_of, rotated
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -15,7 +15,7 @@ from kernels import BACKENDS, AttentionProblem
 from kernels._graph import GraphedStep, require_static
 from kernels.auto import CHAINS, DECODE_CHAINS, choose_decode, decode_chain_of
 from kernels.decode.rotary import Rotary, apply_rotary, rotary_table
-from kernels.decoding import DecodeOnly, DecodeProblem
+from kernels.decoding import DecodeOnly
 
 KEY_VALUE = ("standard", "sdpa", "sdpa_math", "auto", "flash_decode")
 LATENT = ("mla_absorbed", "mla_materialised", "auto")
@@ -273,20 +273,6 @@ class TestAuto:
         assert choose_decode(Step(lengths=[1]).problem).name == "sdpa"
         latent = Step(lengths=[1], kv_lora_rank=4, rope_head_dim=2)
         assert backend_of("auto").decode_choice(latent.problem) == "mla_absorbed(torch)"
-
-
-def problem_of(**changes: Any) -> DecodeProblem:
-    values: dict[str, Any] = {
-        "batch_size": 2,
-        "num_heads": 32,
-        "num_kv_heads": 8,
-        "head_dim": 128,
-        "new_tokens": 1,
-        "max_len": 512,
-        "dtype": "bfloat16",
-        "device": "cuda",
-    }
-    return DecodeProblem(**(values | changes))
 
 
 LATENT_SIZES = {"kv_lora_rank": 512, "rope_head_dim": 64, "num_kv_heads": 1, "block_size": 64}

@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.offsetbox import AnnotationBbox
+from profiles import row_of
 from records import ENVIRONMENT, Samples, make_record
 
 from harness.compose import compose_request
@@ -22,7 +23,7 @@ from harness.frame import build_frame
 from harness.launchers import local
 from harness.record import Record
 from harness.render import to_csv, to_markdown
-from harness.table import Table, build_table
+from harness.table import build_table
 from kernels import BACKENDS
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -58,16 +59,6 @@ def call(attention: str, times: Samples | None = None, **options: Any) -> Record
     record.case["task"] |= task
     record.case_id += "".join(f"{key}{value}" for key, value in task.items())
     return record
-
-
-def row_of(table: Table | None, **where: str) -> dict[str, str]:
-    """The one row whose cells match, by header."""
-    assert table is not None
-    headers = [column.full_header for column in table.columns]
-    rows = [dict(zip(headers, row, strict=True)) for row in table.cells()]
-    matching = [row for row in rows if where.items() <= row.items()]
-    assert len(matching) == 1, rows
-    return matching[0]
 
 
 @pytest.fixture

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from exact_attention import assert_close, backend, exact, exact_gradients, inputs, packed
+from exact_attention import (
+    assert_close,
+    backend,
+    exact,
+    exact_gradients,
+    gives_equal_bits,
+    inputs,
+    packed,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -295,13 +303,7 @@ class TestPacked:
 
 class TestRepeatable:
     def test_equal_bits(self) -> None:
-        q, k, v, do = inputs(2, 4, 2, 70, 70, dtype=torch.float16)
-        runs = []
-        for _ in range(2):
-            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-            o = flash_attention(*leaves, causal=True)
-            runs.append([o, *torch.autograd.grad(o, leaves, do)])
-        assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+        assert gives_equal_bits(*inputs(2, 4, 2, 70, 70, dtype=torch.float16))
 
     def test_a_sequence_does_not_depend_on_its_neighbours(self) -> None:
         q, k, v, _ = inputs(batch=3)

@@ -15,7 +15,7 @@ from harness.frame import build_frame
 from harness.hardware import FOLDER, find_hardware
 from harness.record import STATUSES
 from harness.render import to_markdown
-from harness.stats import median_ratio, quartiles, slowest_rank, verdict
+from harness.stats import median_ratio, quartiles, slowest_rank
 from harness.table import TABLES, build_table
 
 
@@ -50,18 +50,6 @@ class TestStatistics:
         _, low, high = median_ratio(samples, samples)
         assert low < 0.7
         assert high > 1.4
-
-    @pytest.mark.parametrize(
-        ("ratio", "low", "high", "expected"),
-        [
-            (1.5, 1.4, 1.6, "FASTER"),
-            (0.5, 0.4, 0.6, "SLOWER"),
-            (1.5, 0.9, 2.0, "UNCLEAR"),
-            (1.005, 1.001, 1.009, "SAME"),
-        ],
-    )
-    def test_verdict(self, ratio: float, low: float, high: float, expected: str) -> None:
-        assert verdict(ratio, low, high) == expected
 
 
 class TestFrame:

@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from profiles import row_of
 from programs import need_program
 from records import (
     audit_examples,
@@ -32,7 +33,7 @@ from harness.frame import build_frame
 from harness.latex import escape, to_latex
 from harness.record import Record
 from harness.render import render_terminal, to_csv, to_markdown
-from harness.table import TABLES, Table, build_table
+from harness.table import TABLES, build_table
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -40,16 +41,6 @@ GOLDEN = Path(__file__).parent / "golden"
 @pytest.fixture
 def records() -> list[Record]:
     return status_examples()
-
-
-def cells_of(table: Table | None, **where: str) -> dict[str, str]:
-    """The one row whose cells match, by header."""
-    assert table is not None
-    headers = [column.full_header for column in table.columns]
-    rows = [dict(zip(headers, row, strict=True)) for row in table.cells()]
-    matching = [row for row in rows if where.items() <= row.items()]
-    assert len(matching) == 1, rows
-    return matching[0]
 
 
 class TestCells:
@@ -84,7 +75,7 @@ class TestCells:
 class TestTables:
     def test_summary(self, records: list[Record]) -> None:
         table = build_table("summary", build_frame(records))
-        row = cells_of(table, model="small", attention="sdpa_flash", precision="bf16")
+        row = row_of(table, model="small", attention="sdpa_flash", precision="bf16")
         assert row["forward (ms)"] == "5.00"
         assert row["step (ms)"] == "20.0"
         assert row["tokens/s"] == "102,000"
@@ -96,7 +87,7 @@ class TestTables:
         [("naive", "OOM"), ("flex", "wrong result"), ("sdpa_flash", "timeout")],
     )
     def test_statuses_in_words(self, records: list[Record], attention: str, word: str) -> None:
-        row = cells_of(
+        row = row_of(
             build_table("summary", build_frame(records)), model="large", attention=attention
         )
         assert row["forward (ms)"] == row["step (ms)"] == word
@@ -163,15 +154,15 @@ class TestTables:
 
     def test_mixed_precision_side_by_side(self, records: list[Record]) -> None:
         table = build_table("mixed_precision", build_frame(records[:4]))
-        row = cells_of(table, attention="naive")
+        row = row_of(table, attention="naive")
         assert row["fp32 forward (ms)"] == "40.0"
         assert row["bf16 forward (ms)"] == "10.0"
         assert row["bf16 speed-up"] == "4.00×"
-        assert cells_of(table, attention="sdpa_flash")["fp32 forward (ms)"] == "unsupported"
+        assert row_of(table, attention="sdpa_flash")["fp32 forward (ms)"] == "unsupported"
 
     def test_pytorch_attention_measured_and_predicted(self, records: list[Record]) -> None:
         table = build_table("pytorch_attention", build_frame(records))
-        row = cells_of(table, attention="naive", seq_len="2,048")
+        row = row_of(table, attention="naive", seq_len="2,048")
         assert row["forward (ms)"] == "8.00"
         assert row["backward (ms)"] == "16.0"
         assert row["before backward (MiB) measured"] == "512"
@@ -188,7 +179,7 @@ class TestTables:
                 ),
             ]
         )
-        row = cells_of(build_table("torch_compile", frame), compile="model")
+        row = row_of(build_table("torch_compile", frame), compile="model")
         assert row["step (ms)"] == "20.0‡"
         assert row["speed-up step"] == "2.00×"
         assert row["compile (s)"] == "12.3"
@@ -198,7 +189,7 @@ class TestTables:
             make_record(warmup_steps=warmup, samples_ms={"step": [[first, 10.0, 10.0]]})
             for warmup, first in ((0, 100.0), (5, 10.0))
         )
-        row = cells_of(build_table("warmup_effect", frame), **{"warm-up steps": "0"})
+        row = row_of(build_table("warmup_effect", frame), **{"warm-up steps": "0"})
         assert row["mean (ms)"] == "40.0"
         assert row["std (ms)"] == "52.0"
         assert row["first/median"] == "10.0×"
@@ -230,22 +221,22 @@ class TestTables:
 
     def test_comparison(self, records: list[Record]) -> None:
         table = build_table("comparison", build_frame(records))
-        row = cells_of(table, model="small", precision="bf16")
+        row = row_of(table, model="small", precision="bf16")
         assert row["attention"] == "sdpa_flash"
         assert row["baseline"] == "naive"
         assert row["ratio"] == "2.00×"
-        row = cells_of(table, seq_len="1,024", phase="forward")
+        row = row_of(table, seq_len="1,024", phase="forward")
         assert row["ratio"] == "4.00×"
         assert row["95% interval"] == "4.00 to 4.00"
         assert row["verdict"] == "FASTER"
-        assert cells_of(table, model="small", precision="fp32")["verdict"] == "unsupported"
+        assert row_of(table, model="small", precision="fp32")["verdict"] == "unsupported"
 
     def test_throttled_rows_are_marked(self) -> None:
         state = [{"before": {}, "after": {"throttle_reasons": ["hw_slowdown"]}}]
         record = make_record(samples_ms=step_samples(1, 2, 3), device_state=state)
         table = build_table("summary", build_frame([record]))
         assert table is not None
-        assert cells_of(table)["forward (ms)"] == "1.00†"
+        assert row_of(table)["forward (ms)"] == "1.00†"
         assert len(table.footnotes) == 1
 
     def test_golden_markdown(self, records: list[Record]) -> None:
