@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -378,6 +379,10 @@ def gradients_outlive_zero_grad(group: dist.ProcessGroup, wrap: Wrap) -> int:
     model.finish_gradient_synchronization()  # type: ignore[operator]
     gradients = [weakref.ref(p.grad) for p in module.parameters()]
     model.zero_grad(set_to_none=True)
+    # A thread of gloo's may let go a moment after its work has ended; a container keeps for good.
+    deadline = time.monotonic() + 5
+    while any(gradient() is not None for gradient in gradients) and time.monotonic() < deadline:
+        time.sleep(0.01)
     return sum(gradient() is not None for gradient in gradients)
 
 
