@@ -131,14 +131,16 @@ class PartAverage:
 
     def _make_room(self, buffer: Tensor, *, keeps: bool = False) -> _Room:
         layout = self._layout
+        converts = self._dtype != self.parts[0].dtype
         if layout.num_parts == 1:
             received = buffer
-        elif keeps:
+        elif keeps or converts:
             received = layout.part(buffer, self._number)
         else:
+            # The gradient, which would keep the whole buffer.
             received = self._new(layout.part_size, self._dtype)
         gradient = received
-        if received.dtype != self.parts[0].dtype:
+        if converts:
             gradient = self._new(layout.part_size, self.parts[0].dtype)
         return _Room(
             buffer=buffer,
