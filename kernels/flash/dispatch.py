@@ -6,6 +6,7 @@ the first whose ``why_not`` is None runs the problem.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache
 from importlib import import_module
@@ -115,7 +116,8 @@ def forward_of(
     with _on(problem.device):
         _choose(problem, implementation).forward(
             problem,
-            *_normalised(packing, q, k, v, o),
+            *_normalised(packing, q, k, v),
+            *_as_batch(packing, o),
             lse if packing is None else lse.unsqueeze(0),
             scale=scale,
             packing=packing,
@@ -181,7 +183,7 @@ def backward_of(
             *_normalised(packing, do, q, k, v, o),
             lse,
             dlse,
-            *_normalised(packing, dq, dk, dv),
+            *_as_batch(packing, dq, dk, dv),
             scale=scale,
             packing=packing,
         )
@@ -201,12 +203,15 @@ def _packing(
     )
 
 
-def _normalised(packing: Packing | None, *tensors: Tensor) -> list[Tensor]:
+def _normalised(packing: Packing | None, *tensors: Tensor) -> Sequence[Tensor]:
     """As [B, H, S, D] (a packed batch as [1, H, T, D]) with a last stride of 1."""
-    dense = [x if _has_dense_rows(x) else x.contiguous() for x in tensors]
+    return _as_batch(packing, *[x if _has_dense_rows(x) else x.contiguous() for x in tensors])
+
+
+def _as_batch(packing: Packing | None, *tensors: Tensor) -> Sequence[Tensor]:
     if packing is None:
-        return dense
-    return [x.transpose(0, 1).unsqueeze(0) for x in dense]
+        return tensors
+    return [x.transpose(0, 1).unsqueeze(0) for x in tensors]
 
 
 def empty_results(q: Tensor, packed: bool) -> tuple[Tensor, Tensor]:

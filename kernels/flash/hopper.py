@@ -110,43 +110,32 @@ def forward(
     if q.numel() == 0 or k.numel() == 0 or scale <= 0:
         plain.forward(problem, q, k, v, o, lse, scale=scale, packing=packing)
         return
-    q, k, v = _addressable(q), _addressable(k), _addressable(v)
+    launch = _FORWARD_PLANS.get(_forward_key(problem, q, k, v, o))
+    if launch is None or not _are_aligned(q, k, v):
+        described = (problem, _addressable(q), _addressable(k), _addressable(v), o)
+        launch = _planned(_FORWARD_PLANS, _plan_forward, _forward_key(*described), *described)
+        _, q, k, v, _ = described
+    launch(q, k, v, o, lse, *_cu_seqlens(packing, q), floats=(scale * math.log2(math.e),))
+
+
+_FORWARD_PLANS: dict[tuple, Launch] = {}
+
+
+def _forward_key(problem: Problem, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> tuple:
     # The problem has all of the shapes but the tokens of a packed batch.
-    key = (problem, q.shape[2], k.shape[2], q.stride(), k.stride(), v.stride(), o.stride())
-    plan = _planned(_FORWARD_PLANS, _plan_forward, key, problem, q, k, v, o)
-    plan.launch(
-        plan.q(q),
-        plan.k(k),
-        plan.v(v),
-        o,
-        lse,
-        *_cu_seqlens(packing, q),
-        *plan.scalars,
-        scale * math.log2(math.e),
-    )
+    return problem, q.shape[2], k.shape[2], q.stride(), k.stride(), v.stride(), o.stride()
 
 
-class _Forward(NamedTuple):
-    q: Descriptors
-    k: Descriptors
-    v: Descriptors
-    scalars: tuple[int, ...]
-    launch: Launch
-
-
-_FORWARD_PLANS: dict[tuple, _Forward] = {}
-
-
-def _plan_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> _Forward:
+def _plan_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Launch:
     from kernels.flash.hopper_forward import flash_forward
 
     block_d = _block_d(problem)
     chosen = FORWARD[block_d]
-    return _Forward(
-        q=_tiles(q, ROWS, block_d),
-        k=_tiles(k, chosen.tile, block_d),
-        v=_tiles(v, chosen.tile, block_d),
-        scalars=(
+    return Launch(
+        flash_forward,
+        _grid(problem.q_len, problem.batch_size * problem.num_heads),
+        {"BLOCK_K": chosen.tile, "STAGES": chosen.stages, **_constants(problem)},
+        integers=(
             *o.stride()[:3],
             problem.num_heads,
             problem.group_size,
@@ -154,10 +143,10 @@ def _plan_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, o: Tensor) 
             problem.kv_len,
             q.shape[2],
         ),
-        launch=Launch(
-            flash_forward,
-            _grid(problem.q_len, problem.batch_size * problem.num_heads),
-            {"BLOCK_K": chosen.tile, "STAGES": chosen.stages, **_constants(problem)},
+        descriptors=(
+            _tiles(q, ROWS, block_d),
+            _tiles(k, chosen.tile, block_d),
+            _tiles(v, chosen.tile, block_d),
         ),
     )
 
@@ -208,17 +197,14 @@ def backward(
                 packing=packing,
             )
         return
-    q, k, v, do = _addressable(q), _addressable(k), _addressable(v), _addressable(do)
-    # Triton compiled for the alignment that torch allocates with.
-    o, lse = _aligned(o), _aligned(lse)
-    key = (
-        *(problem, q.shape[2], k.shape[2], o.dtype, dlse is None),
-        *(q.stride(), k.stride(), v.stride(), do.stride(), o.stride()),
-        *(dq.stride(), dk.stride(), dv.stride()),
-    )
-    plan = _planned(
-        _BACKWARD_PLANS, _plan_backward, key, problem, q, k, v, do, o, dq, dk, dv, dlse is not None
-    )  # fmt: skip
+    key = _backward_key(problem, q, k, v, do, o, dq, dk, dv, dlse is not None)
+    plan = _BACKWARD_PLANS.get(key)
+    if plan is None or not _are_aligned(q, k, v, do, o, lse):
+        q, k, v, do = _addressable(q), _addressable(k), _addressable(v), _addressable(do)
+        # Triton compiled for the alignment that torch allocates with.
+        o, lse = _aligned(o), _aligned(lse)
+        described = (problem, q, k, v, do, o, dq, dk, dv, dlse is not None)
+        plan = _planned(_BACKWARD_PLANS, _plan_backward, _backward_key(*described), *described)
     statistics = q.new_empty(plan.statistics_shape, dtype=torch.float32)
     counts = q.new_empty(plan.counts_shape, dtype=torch.int32)
     dq_sums = q.new_empty(plan.sums_shape, dtype=torch.float32)
@@ -235,44 +221,32 @@ def backward(
         statistics,
         counts,
         cu_seqlens_q,
-        *plan.statistics_scalars,
     )
     plan.launch(
-        plan.q(q),
-        plan.do(do),
-        plan.k(k),
-        plan.v(v),
-        plan.lines(statistics),
+        q,
+        do,
+        k,
+        v,
+        statistics,
         dq_sums,
         counts,
         dk_out,
         dv_out,
         cu_seqlens_q,
         cu_seqlens_k,
-        *plan.scalars,
-        scale,
-        scale * math.log2(math.e),
+        floats=(scale, scale * math.log2(math.e)),
     )
     if plan.sum_parts is not None:
-        plan.sum_parts(dk_out, dv_out, dk, dv, *plan.parts_scalars)
-    plan.finish_dq(dq_sums, dq, cu_seqlens_q, cu_seqlens_k, *plan.finish_scalars, scale)
+        plan.sum_parts(dk_out, dv_out, dk, dv)
+    plan.finish_dq(dq_sums, dq, cu_seqlens_q, cu_seqlens_k, floats=(scale,))
 
 
 class _Backward(NamedTuple):
-    q: Descriptors
-    do: Descriptors
-    k: Descriptors
-    v: Descriptors
-    lines: Descriptors
     statistics_shape: tuple[int, int, int]
     """lse in units of log2, and rowsum(o * do) - dlse: [2, B * H, S padded]."""
     counts_shape: tuple[int, int]
     sums_shape: tuple[int, int, int]
     parts_shape: tuple[int, int, int, int]
-    statistics_scalars: tuple[int, ...]
-    scalars: tuple[int, ...]
-    finish_scalars: tuple[int, ...]
-    parts_scalars: tuple[int, ...]
     row_statistics: Launch
     launch: Launch
     finish_dq: Launch
@@ -281,6 +255,25 @@ class _Backward(NamedTuple):
 
 
 _BACKWARD_PLANS: dict[tuple, _Backward] = {}
+
+
+def _backward_key(
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    o: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    has_dlse: bool,
+) -> tuple:
+    return (
+        *(problem, q.shape[2], k.shape[2], o.dtype, has_dlse),
+        *(q.stride(), k.stride(), v.stride(), do.stride(), o.stride()),
+        *(dq.stride(), dk.stride(), dv.stride()),
+    )
 
 
 def _plan_backward(
@@ -312,56 +305,59 @@ def _plan_backward(
     dk_strides, dv_strides = dk.stride()[:3], dv.stride()[:3]
     rowwise = {"HEAD_DIM": problem.head_dim, "BLOCK_D": block_d, "BLOCK_Q": PROGRAM_ROWS}
     return _Backward(
-        q=_tiles(q, chosen.tile, block_d),
-        do=_tiles(do, chosen.tile, block_d),
-        k=_tiles(k, ROWS, block_d),
-        v=_tiles(v, ROWS, block_d),
-        lines=_lines(2 * num_lines, padded_len, chosen.tile),
         statistics_shape=(2, num_lines, padded_len),
         counts_shape=(num_lines, num_blocks),
         sums_shape=(num_lines, padded_len, block_d),
         parts_shape=parts_shape,
-        statistics_scalars=(
-            *o.stride()[:3],
-            *do.stride()[:3],
-            problem.num_heads,
-            problem.q_len,
-            lse_len,
-            padded_len,
-            num_lines * padded_len,
-        ),
-        scalars=(
-            *(dk_strides if num_parts == 1 else _contiguous_strides(parts_shape)),
-            *(dv_strides if num_parts == 1 else _contiguous_strides(parts_shape)),
-            problem.num_heads,
-            problem.group_size,
-            problem.group_size // num_parts,
-            _heads_at_once(problem),
-            problem.q_len,
-            problem.kv_len,
-            num_lines,
-            padded_len,
-        ),
-        finish_scalars=(
-            *dq.stride()[:3],
-            problem.num_heads,
-            problem.q_len,
-            problem.kv_len,
-            padded_len,
-        ),
-        parts_scalars=(*dk_strides, *dv_strides, problem.num_kv_heads, num_parts, k.shape[2]),
         row_statistics=Launch(
             row_statistics,
             by_query,
             {**rowwise, "HAS_DLSE": has_dlse, "PACKED": problem.packed},
+            integers=(
+                *o.stride()[:3],
+                *do.stride()[:3],
+                problem.num_heads,
+                problem.q_len,
+                lse_len,
+                padded_len,
+                num_lines * padded_len,
+            ),
         ),
         launch=Launch(
             flash_backward,
             (num_key_tiles * problem.batch_size * problem.num_kv_heads * num_parts, 1, 1),
             {"STAGES": chosen.stages, "RESIDENT": chosen.resident, **_constants(problem)},
+            integers=(
+                *(dk_strides if num_parts == 1 else _contiguous_strides(parts_shape)),
+                *(dv_strides if num_parts == 1 else _contiguous_strides(parts_shape)),
+                problem.num_heads,
+                problem.group_size,
+                problem.group_size // num_parts,
+                _heads_at_once(problem),
+                problem.q_len,
+                problem.kv_len,
+                num_lines,
+                padded_len,
+            ),
+            descriptors=(
+                _tiles(q, chosen.tile, block_d),
+                _tiles(do, chosen.tile, block_d),
+                _tiles(k, ROWS, block_d),
+                _tiles(v, ROWS, block_d),
+                _lines(2 * num_lines, padded_len, chosen.tile),
+            ),
         ),
         finish_dq=Launch(
-            finish_dq, by_query, {**rowwise, "CAUSAL": problem.causal, "PACKED": problem.packed}
+            finish_dq,
+            by_query,
+            {**rowwise, "CAUSAL": problem.causal, "PACKED": problem.packed},
+            integers=(
+                *dq.stride()[:3],
+                problem.num_heads,
+                problem.q_len,
+                problem.kv_len,
+                padded_len,
+            ),
         ),
         sum_parts=None
         if num_parts == 1
@@ -369,6 +365,7 @@ def _plan_backward(
             sum_parts,
             _grid(k.shape[2], k.shape[0] * problem.num_kv_heads),
             {"HEAD_DIM": problem.head_dim, "BLOCK_D": block_d, "BLOCK_K": PROGRAM_ROWS},
+            integers=(*dk_strides, *dv_strides, problem.num_kv_heads, num_parts, k.shape[2]),
         ),
     )
 
@@ -492,6 +489,10 @@ def _addressable(x: Tensor) -> Tensor:
     if x.data_ptr() % _ALIGNMENT == 0 and _has_addressable_rows(x.shape, x.stride()):
         return x
     return x.clone(memory_format=torch.contiguous_format)
+
+
+def _are_aligned(*tensors: Tensor) -> bool:
+    return not any(x.data_ptr() % _ALIGNMENT for x in tensors)
 
 
 def _aligned(x: Tensor) -> Tensor:

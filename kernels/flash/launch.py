@@ -1,51 +1,58 @@
 """Launches kernels again whose arguments, but for addresses, are those of a call before.
 
-Triton looks at every argument of every launch to choose what to run, and checks each descriptor;
-with forty arguments that takes longer than the attention of a short sequence. What is prepared
-here was looked at by Triton once, and whoever keeps it vouches that later calls differ in the
-tensors' addresses alone, which are as well aligned as the first.
+Triton looks at every argument of every launch to choose what to run, and encodes each tensor
+descriptor; with forty arguments that takes longer than the attention of a short sequence. What is
+prepared here was looked at by Triton once, and whoever keeps it vouches that later calls differ in
+the tensors' addresses, which are as well aligned as the first, and in floats alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from triton import knobs
-from triton.runtime import driver
+
+from kernels.flash.driver_launch import DriverLaunch, NotKnown
+
+Descriptor = Callable[[Tensor], Any]
+"""Makes a tensor descriptor of a tensor that lies as the first one did."""
 
 
 @dataclass(slots=True)
 class Launch:
-    """One kernel on one grid, called with its arguments in order and without its constants."""
+    """One kernel on one grid. Its parameters: tensors, integers, floats and constants."""
 
     kernel: Any
     grid: tuple[int, int, int]
     constants: dict[str, Any]
-    """Compile-time arguments, which are the kernel's last parameters."""
+    """Compile-time arguments."""
+    integers: tuple[int, ...] = ()
+    descriptors: Sequence[Descriptor] = ()
+    """Of the first tensors, which the kernel reads through TMA."""
     _compiled: Any = None
+    _again: DriverLaunch | None = None
 
-    def __call__(self, *arguments: Any) -> None:
-        compiled = self._compiled
-        if compiled is None:
-            self._compiled = self.kernel[self.grid](*arguments, **self.constants)
-        elif _is_watched():
-            compiled[self.grid](*arguments, *self.constants.values())
-        else:
-            # As CompiledKernel.__getitem__ does, but for the metadata that only hooks read.
-            stream = driver.active.get_current_stream(driver.active.get_current_device())
-            compiled.run(
-                *self.grid,
-                stream,
-                compiled.function,
-                compiled.packed_metadata,
-                None,
-                None,
-                None,
-                *arguments,
-                *self.constants.values(),
-            )
+    def __call__(self, *tensors: Tensor, floats: tuple[float, ...] = ()) -> None:
+        again = self._again
+        if again is not None and not _is_watched() and again(tensors, floats):
+            return
+        described = [make(x) for make, x in zip(self.descriptors, tensors, strict=False)]
+        plain = tensors[len(described) :]
+        arguments = (*described, *plain, *self.integers, *floats)
+        if self._compiled is not None:
+            self._compiled[self.grid](*arguments, *self.constants.values())
+            return
+        self._compiled = self.kernel[self.grid](*arguments, **self.constants)
+        try:
+            device = torch.cuda.current_device()
+            self._again = DriverLaunch(self._compiled, self.grid, arguments, device)
+        except NotKnown:
+            # Triton goes on to launch it.
+            self._again = None
 
 
 def _is_watched() -> bool:
