@@ -18,6 +18,7 @@ import re
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -361,12 +362,24 @@ class _Run:
 @contextlib.contextmanager
 def signals_held() -> Iterator[None]:
     """Deliver signals to stop after this, not in the middle of it."""
-    stopping = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR2}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, stopping)
+    if threading.current_thread() is not threading.main_thread():
+        # Handlers run in the main thread, and only it may set them.
+        yield
+        return
+    held: list[int] = []
+    # A mask would not do: it is the thread's own, and the signal then arrives in another one.
+    before = {
+        stopping: signal.signal(stopping, lambda number, frame: held.append(number))
+        for stopping in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
+        if signal.getsignal(stopping) is not None
+    }
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for stopping, handler in before.items():
+            signal.signal(stopping, handler)
+        for number in held:
+            signal.raise_signal(number)
 
 
 @contextlib.contextmanager
