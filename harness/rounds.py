@@ -84,7 +84,7 @@ class RoundStore:
             raise ValueError(f"{type(error).__name__}: {error}".splitlines()[0]) from error
 
     def tidy(self) -> None:
-        """Remove rounds whose record is written: after each record, and after a crash between."""
+        """Remove rounds whose record is written; a crash may have left some of those."""
         with contextlib.suppress(OSError):
             for path in self.folder.iterdir():
                 if (self._records.folder / f"{path.stem}.json").exists():

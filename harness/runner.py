@@ -89,7 +89,6 @@ class Runner:
         if files_before is None:
             files_before = {path.name for path in self.store.folder.iterdir()}
         self._files_before = files_before
-        self._rounds.tidy()
         pending = (
             comparison_groups(cases) if self.options.interleave > 1 else [[case] for case in cases]
         )

@@ -16,6 +16,7 @@ from harness.launcher import Launch, LaunchError
 from harness.plan import Plan, make_plan, predicted_seconds, write_plan
 from harness.progress import TerminalProgress
 from harness.record import RecordStore, in_short
+from harness.rounds import RoundStore
 from harness.workers import WorkerStartError
 
 LONG_S = 30.0
@@ -30,6 +31,7 @@ def run_request(request: Request) -> int:
     if not request.plan:
         try:
             store.create()
+            RoundStore(store).tidy()
             write_plan(request)
         except OSError as error:
             return _complain(f"results={results}: cannot be written ({error.strerror})", 2)

@@ -134,9 +134,10 @@ class Bench:
     def __post_init__(self) -> None:
         self.store = RecordStore(self.path)
         self.store.create()
-        self.cases = compose_request(
+        self.request = compose_request(
             ["model=tiny", "attention=naive,sdpa", "device=cpu", f"results={self.path}"]
-        ).cases
+        )
+        self.cases = self.request.cases
 
     def run(
         self, progress: Listener | None = None, *, rounds: int = 3, retry: bool = False
@@ -390,6 +391,18 @@ class TestEndings:
         host.turns.clear()
         assert "resumed_rounds" not in bench.run(retry=True)["naive"].notes
         assert host.turns == [("naive", 0), ("naive", 1), ("naive", 2)]
+        assert bench.files() == []
+
+    def test_a_command_with_nothing_to_measure_removes_them_too(
+        self, bench: Bench, host: Host, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        bench.stop(("naive", 2))
+        left = {path: path.read_text() for path in bench.files()}
+        bench.run()
+        for path, text in left.items():
+            path.write_text(text)
+        monkeypatch.setattr(session, "_report", lambda *arguments: 0)
+        assert session.run_request(bench.request) == 0
         assert bench.files() == []
 
     def test_given_up_by_a_job_that_ends(self, bench: Bench, host: Host) -> None:
