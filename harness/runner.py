@@ -131,10 +131,11 @@ class Runner:
             for run in runs:
                 if run.ended or round_index < run.num_finished:
                     continue
+                run.begin_round(began_at)
                 self._current = run
                 self.progress.started(run.case)
                 with self._device_of(run.case):
-                    self._measure_round(run, round_index, began_at)
+                    self._measure_round(run, round_index)
 
     def _take_up_rounds(self, runs: list[_Run]) -> None:
         """Give each case of a group the rounds that an earlier run has finished, if they hold.
@@ -183,11 +184,10 @@ class Runner:
             self._current.give_up(status, message)
             self._finish(self._current)
 
-    def _measure_round(self, run: _Run, round_index: int, began_at: str) -> None:
+    def _measure_round(self, run: _Run, round_index: int) -> None:
         case, rounds = run.case, self.options.interleave
         group = self._group_for(case)
         run.environments = group.environments
-        run.begin_round(began_at)
         turn = f"round {round_index + 1} of {rounds}, " if rounds > 1 else ""
         started = time.monotonic()
         reply = group.run(

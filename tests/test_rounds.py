@@ -425,12 +425,20 @@ class TestEndings:
         assert record.notes["resumed_rounds"] == 1
         assert bench.kept() == {"sdpa": 1}
 
-    def test_given_up_in_its_first_round(self, bench: Bench, host: Host) -> None:
-        made = Runner(RunOptions(results=bench.path), bench.store, Listener())
-        host.at[("naive", 0)] = lambda: made.give_up_current("timeout", "not done") or exit()
+    @pytest.mark.parametrize("stage", ["starting workers", "measuring"])
+    def test_given_up_before_a_round_has_ended(self, stage: str, bench: Bench, host: Host) -> None:
+        class Ending(Listener):
+            def stage(self, name: str) -> None:
+                if name == stage:
+                    made.give_up_current("timeout", "not done")
+                    raise SystemExit
+
+        made = Runner(RunOptions(results=bench.path), bench.store, Ending())
         with pytest.raises(SystemExit):
             made.run(bench.cases)
-        assert bench.records()["naive"].started_at
+        record = bench.records()["naive"]
+        assert (record.status, record.rounds) == ("timeout", [])
+        assert record.started_at
 
     def test_no_room_for_rounds(
         self,
@@ -494,9 +502,9 @@ def test_each_round_is_announced_and_predicted() -> None:
 
 
 def test_the_command_goes_on_where_it_was_stopped(tmp_path: Path, command: Command) -> None:
-    """Two cases in 30 rounds each, by SIGTERM in the middle of one."""
-    arguments = ("attention=held,witness", "interleave=30")
-    arguments += ("task.measure_steps=30", "task.warmup_steps=0")
+    """Two cases in 15 rounds each, by SIGTERM in the middle of one."""
+    arguments = ("attention=held,witness", "interleave=15")
+    arguments += ("task.measure_steps=15", "task.warmup_steps=0")
     folder = Folder(path=tmp_path, command=command)
     process = folder.start(*arguments)
     with no_process_left(process):
@@ -510,20 +518,20 @@ def test_the_command_goes_on_where_it_was_stopped(tmp_path: Path, command: Comma
     paths = sorted(folder.results.glob("rounds/*"))
     kept = [len(json.loads(path.read_text())["outcomes"]) for path in paths]
     assert len(kept) == 2
-    assert all(0 < number < 30 for number in kept)
+    assert all(0 < number < 15 for number in kept)
     assert folder.files() == {}
     (tmp_path / "hold").unlink()
     (tmp_path / "calls").unlink()
     done = folder.run(*arguments)
     assert (done.returncode, done.stderr) == (0, "")
     # One pass a round; the check was in the first.
-    assert len(folder.calls()) == sum(30 - number for number in kept)
+    assert len(folder.calls()) == sum(15 - number for number in kept)
     records = folder.records().values()
     assert sorted(record["notes"]["resumed_rounds"] for record in records) == sorted(kept)
     for record in records:
         assert record["status"] == "ok"
         assert record["check"] is not None
-        assert record["rounds"] == [1] * 30
+        assert record["rounds"] == [1] * 15
         for phase in record["phases"].values():
-            assert [len(samples) for samples in phase["samples_ms"]] == [30]
+            assert [len(samples) for samples in phase["samples_ms"]] == [15]
     assert not list(folder.results.glob("rounds/*"))
