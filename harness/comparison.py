@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from datetime import datetime, timedelta
 
 import numpy as np
 import pandas as pd
@@ -51,8 +52,9 @@ AXES = {
     ),
 }
 
-APART = pd.Timedelta(minutes=10)
-"""Between the starts of two measurements, beyond which their ratio may be that of two hosts."""
+APART = timedelta(minutes=10)
+"""Between the starts of two measurements, or of a round of theirs, beyond which their ratio may be
+that of two hosts."""
 
 _WHOLE = {
     "attention": ("forward", "forward_backward", "step"),
@@ -131,7 +133,7 @@ def compare(frame: pd.DataFrame, axis: Axis) -> pd.DataFrame:
         baseline_id=baseline["case_id"].to_numpy(),
         baseline_ms=baseline["median_ms"].to_numpy(),
         baseline_samples=baseline["samples_ms"].to_numpy(),
-        apart_mark=_apart(rows["started_at"], baseline["started_at"]),
+        apart_mark=_apart(rows["rounds_started_at"], baseline["rounds_started_at"]),
     )
     rows = rows[rows["case_id"] != rows["baseline_id"]]
     ratio, low, high = median_ratios(rows["baseline_samples"].tolist(), rows["samples_ms"].tolist())
@@ -147,9 +149,23 @@ def compare(frame: pd.DataFrame, axis: Axis) -> pd.DataFrame:
 
 def _apart(started: pd.Series, baseline: pd.Series) -> list[str]:
     """Of each pair the mark of those that were not measured in turns, or at least soon after."""
-    times, others = (pd.Series(pd.to_datetime(x.to_numpy(), utc=True)) for x in (started, baseline))
-    far = (times - others).abs() > APART
-    return far.map({True: fmt.PILCROW, False: ""}).tolist()
+    pairs = zip(started, baseline, strict=True)
+    return [fmt.PILCROW if _any_apart(*pair) else "" for pair in pairs]
+
+
+def _any_apart(one: list[str], other: list[str]) -> bool:
+    """Whether rounds of the same number began long after each other.
+
+    Cases that took turns began them together, however often they were stopped and resumed.
+    """
+    num_rounds = max(len(one), len(other))
+    times, others = (
+        [datetime.fromisoformat(text) for text in (*texts, *texts[-1:] * (num_rounds - len(texts)))]
+        for texts in (one, other)
+    )
+    if not times or not others:
+        return False
+    return any(abs(x - y) > APART for x, y in zip(times, others, strict=True))
 
 
 def fullest_phase(frame: pd.DataFrame) -> pd.DataFrame:

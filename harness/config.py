@@ -48,6 +48,7 @@ class Config:
     retry: bool = False
     plan: bool = False
     interleave: int = 1
+    """Rounds that the measured passes of each case are split into; not a number of cases."""
     scale: str = "auto"
     wait: bool = False
 

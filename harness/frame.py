@@ -100,7 +100,7 @@ CASE_COLUMNS = [
         "attention_choice",
         "check_error",
     ),
-    *("peak_tflops", "memory_bandwidth_gb_s", "wall_s", "attempt", "started_at"),
+    *("peak_tflops", "memory_bandwidth_gb_s", "wall_s", "attempt", "rounds_started_at"),
     *("cp", "scheme", "scheme_kernel", "scheme_transport", "scheme_modes"),
     *("timeline", "padding_tokens"),
     *("balance", "balance_layout", "balance_ranks"),
@@ -158,7 +158,7 @@ def _case_row(record: Record, names: _Names) -> tuple[Any, ...]:
         max(errors.values()) if errors else np.nan,
         hardware.peak_tflops.get(peak, np.nan) if hardware else np.nan,
         hardware.memory_bandwidth_gb_s if hardware else np.nan,
-        *(record.wall_s, record.attempt, record.started_at),
+        *(record.wall_s, record.attempt, _rounds_started_at(record)),
         *(case["parallel"].get("cp", 1), *_scheme(case["attention"], notes)),
         _modes(case["attention"]),
         *(notes.get("timeline"), notes.get("padding_tokens", 0)),
@@ -173,6 +173,12 @@ def _case_row(record: Record, names: _Names) -> tuple[Any, ...]:
         *_decoding(case),
         *(notes.get("decode"), notes.get("kv_memory"), notes.get("generate")),
     )
+
+
+def _rounds_started_at(record: Record) -> list[str]:
+    """When each round began; of a case that took no turns, and of older ones, when it did."""
+    started = [record.started_at] if record.started_at else []
+    return record.notes.get("rounds_started_at") or started
 
 
 def _decoding(case: dict[str, Any]) -> tuple[Any, ...]:

@@ -48,7 +48,8 @@ How to run, rather than what to measure:
   timeout_s   limit for one case
   isolate     a process of its own for each case
   wait        with launcher=slurm, follow the jobs and report at the end
-  interleave  rounds (A B A B) for cases that differ in attention or strategy alone
+  interleave  number of rounds that each case's measured passes are split into, so that cases
+              which differ in attention or strategy alone take turns (2: A B A B)
 
 Flags: --cfg job prints the composed configuration, --info all tells more, --hydra-help too.
 """

@@ -45,8 +45,11 @@ def make_plan(request: Request, records: dict[str, Record]) -> Plan:
     return plan
 
 
-def predicted_seconds(case: Case, device_name: str = "") -> float:
-    """A rough guess of a case's time, from FLOPs, bytes sent and whether something is compiled."""
+def predicted_seconds(case: Case, device_name: str = "", rounds: int = 1) -> float:
+    """A rough guess of a case's time, from FLOPs, bytes sent and whether something is compiled.
+
+    Each of ``rounds`` sets up and warms up anew, and compiles nothing after the first.
+    """
     work = case.task.work(case)
     flops = work["step"].flops if "step" in work else sum(item.flops for item in work.values())
     rate = CPU_FLOPS_PER_CORE * (os.cpu_count() or 1)
@@ -61,7 +64,9 @@ def predicted_seconds(case: Case, device_name: str = "") -> float:
         max(flops / rate, moved / MEMORY_BYTES_PER_S[case.device])
         + sent / LINK_BYTES_PER_S[case.device]
     )
-    seconds = SETUP_S + case.task.num_passes() * seconds_per_pass
+    warmup = getattr(case.task, "warmup_steps", 0)
+    num_passes = case.task.num_passes() + (rounds - 1) * warmup
+    seconds = rounds * SETUP_S + num_passes * seconds_per_pass
     if case.attention.compiles or case.task.compiles(case):
         seconds += COMPILE_S[case.device]
     return seconds

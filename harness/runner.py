@@ -4,7 +4,8 @@ The local launcher runs a whole sweep through it; a task of a cluster's job arra
 share. Cases of one world size share a worker group. With ``interleave=R`` the measured passes
 of cases that differ in nothing but their attention, or how ranks train together, are split into
 R rounds, A B A B, so that a drifting clock or a noisy neighbour meets all of them. Every round
-makes its model anew, so that no two cases have to fit into memory at once.
+makes its model anew, so that no two cases have to fit into memory at once. Finished rounds are
+kept (:mod:`harness.rounds`), and a run that follows one that was stopped takes them up.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ import json
 import os
 import re
 import signal
+import sys
 import tempfile
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -27,6 +31,7 @@ from typing import Any, Protocol
 from harness.agents import Hosts
 from harness.case import Case
 from harness.record import GOOD, STATUSES, Phase, Record, RecordStore
+from harness.rounds import Rounds, RoundStore, conditions, why_not_joined
 from harness.workers import Reply, WorkerGroup
 
 
@@ -39,6 +44,7 @@ class RunOptions:
     isolate: bool = False
     retry: bool = False
     interleave: int = 1
+    """Rounds that the measured passes of each case are split into; not a number of cases."""
     vote_timeout_s: float = 60.0
     wait: bool = False
     """Follow cases that run elsewhere until their records are there."""
@@ -67,6 +73,7 @@ class Runner:
         self.options = options
         self.store = store
         self.progress = progress
+        self._rounds = RoundStore(store)
         self._hosts = hosts
         self._group: WorkerGroup | None = None
         self._files_before: set[str] = set()
@@ -117,25 +124,58 @@ class Runner:
 
     def _measure_group(self, group: list[Case]) -> None:
         rounds = self.options.interleave
-        runs = [_Run(case) for case in group]
+        runs = [_Run(case, rounds) for case in group]
+        self._take_up_rounds(runs)
         for round_index in range(rounds):
+            began_at = datetime.now(UTC).isoformat(timespec="seconds")
             for run in runs:
-                if run.ended:
+                if run.ended or round_index < run.num_finished:
                     continue
+                run.begin_round(began_at)
                 self._current = run
                 self.progress.started(run.case)
-                waiting = partial(self.progress.stage, "waiting for another run on this device")
-                with exclusive_device(run.case.device, waiting):
-                    self._measure_round(run, rounds, round_index)
-                if run.ended or round_index == rounds - 1:
-                    self._finish(run)
+                with self._device_of(run.case):
+                    self._measure_round(run, round_index)
+
+    def _take_up_rounds(self, runs: list[_Run]) -> None:
+        """Give each case of a group the rounds that an earlier run has finished, if they hold.
+
+        Those that do not stay where they are until the first round of this run replaces them.
+        """
+        not_used: Counter[str] = Counter()
+        for run in runs:
+            try:
+                kept = self._rounds.find(run.case.id)
+            except ValueError as error:
+                not_used[f"they cannot be read ({error})"] += 1
+                continue
+            if kept is None:
+                continue
+            with self._device_of(run.case):
+                now = conditions(self._group_for(run.case).environments)
+            reason = why_not_joined(kept, self.options.interleave, now)
+            if reason is None:
+                run.take_up(kept)
+            else:
+                not_used[reason] += 1
+        for reason, number in not_used.items():
+            cases = "a case" if number == 1 else f"{number} cases"
+            print(
+                f"attnbench: finished rounds of {cases} are measured again: {reason}",
+                file=sys.stderr,
+            )
+
+    def _device_of(self, case: Case) -> contextlib.AbstractContextManager[None]:
+        waiting = partial(self.progress.stage, "waiting for another run on this device")
+        return exclusive_device(case.device, waiting)
 
     def _finish(self, run: _Run) -> None:
         # A signal to stop that comes now may wait for the milliseconds that this takes.
         with signals_held():
             self._current = None
-            record = run.to_record(self.options.interleave)
+            record = run.to_record()
             self.store.write(record)
+            self._rounds.tidy()
             self.progress.finished(record, measured_now=True)
 
     def give_up_current(self, status: str, message: str) -> None:
@@ -144,23 +184,42 @@ class Runner:
             self._current.give_up(status, message)
             self._finish(self._current)
 
-    def _measure_round(self, run: _Run, rounds: int, round_index: int) -> None:
-        case = run.case
+    def _measure_round(self, run: _Run, round_index: int) -> None:
+        case, rounds = run.case, self.options.interleave
         group = self._group_for(case)
-        run.environment = group.environments[0]
+        run.environments = group.environments
+        turn = f"round {round_index + 1} of {rounds}, " if rounds > 1 else ""
         started = time.monotonic()
         reply = group.run(
             case,
             rounds=rounds,
             round_index=round_index,
             timeout_s=self.options.timeout_s,
-            on_stage=self.progress.stage,
+            on_stage=lambda stage: self.progress.stage(turn + stage),
         )
-        run.wall_s += time.monotonic() - started
+        wall_s = time.monotonic() - started
         log_tail = "" if reply.healthy else group.log_tail()
+        # A signal to stop that comes now may wait until the round, or the case, is on disk.
+        with signals_held():
+            self._current = None
+            run.add(reply, log_tail, wall_s)
+            if run.ended or round_index == rounds - 1:
+                self._finish(run)
+            else:
+                self._keep_rounds(run)
         if not reply.healthy or self.options.isolate:
             self._close_group()
-        run.add(reply, log_tail)
+
+    def _keep_rounds(self, run: _Run) -> None:
+        try:
+            self._rounds.keep(run.to_rounds())
+        except OSError as error:
+            # The rounds are still held here, and a record that has no place either is rescued.
+            print(
+                f"attnbench: {self._rounds.folder}: cannot keep the rounds of {run.case.id} "
+                f"({error.strerror}); they are lost if this run is stopped",
+                file=sys.stderr,
+            )
 
     def _group_for(self, case: Case) -> WorkerGroup:
         fits = (
@@ -192,20 +251,47 @@ class Runner:
 class _Run:
     """One case on its way to a record, round by round."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, num_rounds: int) -> None:
         self.case = case
         self.ended = False
-        self.environment: dict[str, Any] = {}
-        self.wall_s = 0.0
-        self._started_at = datetime.now(UTC).isoformat(timespec="seconds")
+        self.environments: list[dict[str, Any]] = []
+        self._num_rounds = num_rounds
+        self._num_taken_up = 0
+        self._started_at: list[str] = []
+        self._wall_s = 0.0
         self._rounds: list[list[dict[str, Any]]] = []
         self._status = "ok"
         self._error: dict[str, Any] | None = None
 
-    def add(self, reply: Reply, log_tail: str) -> None:
+    @property
+    def num_finished(self) -> int:
+        return len(self._rounds)
+
+    def take_up(self, kept: Rounds) -> None:
+        """Begin with the rounds of an earlier run."""
+        self._num_taken_up = len(kept.outcomes)
+        self._rounds, self._started_at = kept.outcomes, kept.started_at
+        self._wall_s = kept.wall_s
+
+    def to_rounds(self) -> Rounds:
+        """What the next run needs to go on from here."""
+        return Rounds(
+            case_id=self.case.id,
+            num_rounds=self._num_rounds,
+            conditions=conditions(self.environments),
+            started_at=self._started_at,
+            wall_s=self._wall_s,
+            outcomes=self._rounds,
+        )
+
+    def begin_round(self, began_at: str) -> None:
+        self._started_at.append(began_at)
+
+    def add(self, reply: Reply, log_tail: str, wall_s: float) -> None:
         """Take in one round; a round that is not ok ends the case."""
         outcomes = sorted(reply.outcomes, key=lambda outcome: outcome["rank"])
         self._rounds.append(outcomes)
+        self._wall_s += wall_s
         if not reply.healthy and reply.fault is None:
             # The first rank to give up knows why; the others then fail for want of that rank.
             outcomes = [item for item in reply.outcomes if item["status"] != "ok"][:1]
@@ -222,7 +308,7 @@ class _Run:
         self._status, self._error = status, {"message": message}
         self.ended = True
 
-    def to_record(self, rounds: int) -> Record:
+    def to_record(self) -> Record:
         case = self.case
         record = Record(
             case_id=case.id,
@@ -230,13 +316,16 @@ class _Run:
             status=self._status,
             error=self._error,
             work={name: asdict(work) for name, work in case.task.work(case).items()},
-            environment=self.environment,
-            started_at=self._started_at,
-            wall_s=self.wall_s,
+            environment=self.environments[0] if self.environments else {},
+            started_at=self._started_at[0],
+            wall_s=self._wall_s,
         )
         record.notes["predicted_memory"] = case.task.predicted_memory(case)
-        if rounds > 1:
-            record.notes["interleaved_rounds"] = rounds
+        if self._num_rounds > 1:
+            record.notes["interleaved_rounds"] = self._num_rounds
+            record.notes["rounds_started_at"] = self._started_at
+        if self._num_taken_up:
+            record.notes["resumed_rounds"] = self._num_taken_up
         complete = [outcomes for outcomes in self._rounds if len(outcomes) == case.world_size]
         if not complete:
             return record
@@ -272,12 +361,24 @@ class _Run:
 @contextlib.contextmanager
 def signals_held() -> Iterator[None]:
     """Deliver signals to stop after this, not in the middle of it."""
-    stopping = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR2}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, stopping)
+    if threading.current_thread() is not threading.main_thread():
+        # Handlers run in the main thread, and only it may set them.
+        yield
+        return
+    held: list[int] = []
+    # A mask would not do: it is the thread's own, and the signal then arrives in another one.
+    before = {
+        stopping: signal.signal(stopping, lambda number, frame: held.append(number))
+        for stopping in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
+        if signal.getsignal(stopping) is not None
+    }
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for stopping, handler in before.items():
+            signal.signal(stopping, handler)
+        for number in held:
+            signal.raise_signal(number)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from harness.launcher import Launch, LaunchError
 from harness.plan import Plan, make_plan, predicted_seconds, write_plan
 from harness.progress import TerminalProgress
 from harness.record import RecordStore, in_short
+from harness.rounds import RoundStore
 from harness.workers import WorkerStartError
 
 LONG_S = 30.0
@@ -30,6 +31,7 @@ def run_request(request: Request) -> int:
     if not request.plan:
         try:
             store.create()
+            RoundStore(store).tidy()
             write_plan(request)
         except OSError as error:
             return _complain(f"results={results}: cannot be written ({error.strerror})", 2)
@@ -44,7 +46,7 @@ def run_request(request: Request) -> int:
     device_name = _device_name(request)
 
     def predict(case: Case) -> float:
-        return predicted_seconds(case, device_name)
+        return predicted_seconds(case, device_name, request.options.interleave)
 
     console.print(_opening(request, plan, sum(map(predict, plan.todo))), highlight=False)
 
@@ -106,7 +108,9 @@ def _opening(request: Request, plan: Plan, predicted_s: float) -> str:
     scale = f", scale {request.scale}" if len(request.sweep.scales) > 1 else ""
     known = f", {len(plan.done)} of them recorded already" if plan.done else ""
     cases = fmt.counted(len(request.cases), "case")
-    opening = f"{request.sweep.title} ({request.label}{scale}): {cases}{known}"
+    rounds = request.options.interleave
+    turns = f", each in {rounds} rounds" if rounds > 1 else ""
+    opening = f"{request.sweep.title} ({request.label}{scale}): {cases}{turns}{known}"
     if predicted_s <= LONG_S:
         return opening
     return (
@@ -122,6 +126,10 @@ def _minutes(seconds: float) -> str:
 def _print_plan(console: Console, request: Request, plan: Plan) -> None:
     """The list of ``plan=true``."""
     device_name = _device_name(request)
+
+    def seconds(case: Case) -> float:
+        return predicted_seconds(case, device_name, request.options.interleave)
+
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("case", overflow="fold")
     for header in ("memory (GiB)", "time (s)"):
@@ -133,10 +141,10 @@ def _print_plan(console: Console, request: Request, plan: Plan) -> None:
         return f"{sum(case.task.predicted_memory(case).values()) / 2**30:.3g}"
 
     for case in request.cases:
-        seconds = f"{predicted_seconds(case, device_name):.3g}"
-        table.add_row(case.title, memory_gib(case), seconds, states.get(case.id, "to measure"))
+        state = states.get(case.id, "to measure")
+        table.add_row(case.title, memory_gib(case), f"{seconds(case):.3g}", state)
     console.print(table)
-    total = sum(predicted_seconds(case, device_name) for case in plan.todo)
+    total = sum(map(seconds, plan.todo))
     console.print(
         f"{len(plan.todo)} of {fmt.counted(len(request.cases), 'case')} to measure on "
         f"{request.cases[0].device}, predicted time {_minutes(total)}; memory and time are "

@@ -2,8 +2,9 @@
 
 submitit calls :class:`ShareTask` once for every rank. Rank 0 leads: it runs the same runner as
 the local launcher does, over the share's cases; every other rank is an agent that starts its
-worker. Each case is recorded when it is measured, so a task that is told to stop has little to
-save: it says where it was, asks to be requeued, and goes on with the rest when it starts again.
+worker. Each case is recorded when it is measured, and each round of an interleaved one kept, so a
+task that is told to stop has little to save: it says where it was, asks to be requeued, and goes on
+with the rest when it starts again.
 """
 
 from __future__ import annotations
@@ -162,15 +163,13 @@ class _Watchful(StateProgress):
     """Writes states, unless a later start of the same task has begun to."""
 
     num_started = 0
-    _last: str | None = None
+    """Turns: every round of an interleaved case is one, and is kept when it ends."""
 
     def started(self, case: Case) -> None:
         newest = self._folder.read_state(self._index)
         if newest is not None and newest.restart > self.state.restart:
             raise _Superseded
-        # An interleaved case starts once a round.
-        self.num_started += case.id != self._last
-        self._last = case.id
+        self.num_started += 1
         super().started(case)
 
 

@@ -28,7 +28,7 @@ class Sweep:
     tables: list[str] = field(default_factory=list)
     figures: list[str] = field(default_factory=list)
     interleave: int = 1
-    """Rounds that cases differing in attention alone are split into, unless the user says."""
+    """Rounds that each case's measured passes are split into, unless the user says more."""
     isolate: bool = False
     """Whether the question needs every case in a process of its own."""
     scales: dict[str, list[dict[str, Any]]] = field(default_factory=dict)

@@ -44,6 +44,39 @@ def test_pairs_measured_long_after_each_other_are_marked(
     assert {ratio.endswith(fmt.PILCROW) for ratio in ratios} == {marked}
 
 
+HOURS = ("03:00:00", "04:00:00", "05:00:00")
+
+
+@pytest.mark.parametrize(
+    ("naive", "sdpa", "marked"),
+    [
+        # In turns, stopped for an hour twice.
+        (HOURS, HOURS, False),
+        # The second round of one before the stop, of the other after it.
+        (HOURS, ("03:00:00", "03:00:30", "05:00:00"), True),
+        # Whole before the other was resumed, and by a version that kept no rounds.
+        (HOURS, ("03:00:00", "03:00:10", "03:00:20"), True),
+        (HOURS, (), True),
+        (("03:00:00", "03:05:00"), (), False),
+        # Turns of a long run, and a case without turns beside it.
+        (HOURS, ("03:00:00",), True),
+    ],
+)
+def test_rounds_of_resumed_cases_are_compared_one_by_one(
+    naive: tuple[str, ...], sdpa: tuple[str, ...], marked: bool
+) -> None:
+    records = []
+    for name, times in (("naive", naive), ("sdpa", sdpa)):
+        record = make_record(attention=name, task="attention", samples_ms=SAMPLES)
+        if times:
+            moments = [f"2026-01-02T{time}+00:00" for time in times]
+            record.notes["rounds_started_at"] = moments
+        records.append(started(record, "03:00:00"))
+    built = build_table("comparison", build_frame(records))
+    assert built is not None
+    assert (APART in built.footnotes) == marked
+
+
 def test_strategies_are_marked_over_ddp() -> None:
     ddp = make_strategy_record("ddp_torch", ms=5.0)
     naive = started(make_strategy_record("ddp_naive", ms=6.0), "09:00:00")
