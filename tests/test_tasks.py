@@ -119,6 +119,37 @@ def test_the_timer_reads_milliseconds_and_nests() -> None:
     assert timer.collect() == {}
 
 
+def test_events_are_made_before_what_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Event:
+        made = 0
+        clock = 0
+
+        def __init__(self, enable_timing: bool) -> None:
+            Event.made += 1
+
+        def record(self) -> None:
+            Event.clock += 1
+            self.at = Event.clock
+
+        def elapsed_time(self, end: Event) -> float:
+            return end.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    timer = PhaseTimer(torch.device("cuda"))
+    timer.reserve(2)
+    assert Event.made == 4
+    for _ in range(2):
+        with timer.phase("outer"), timer.phase("inner"):
+            pass
+        # A tick between two marks that follow each other, three around the inner pair.
+        assert timer.collect() == {"outer": [3], "inner": [1]}
+    assert Event.made == 4
+    with timer.phase("a"), timer.phase("b"), timer.phase("c"):
+        pass
+    assert set(timer.collect()) == {"a", "b", "c"}
+    assert Event.made == 6
+
+
 def test_warm_up_is_not_measured_and_the_window_is() -> None:
     bench = Bench(device=torch.device("cpu"))
     calls = []
