@@ -52,8 +52,8 @@ class Pipeline:
 
     def __str__(self) -> str:
         return (
-            f"chunks of {self.chunk}, {self.order}, {self.prefetch} tiles ahead, "
-            f"merge {'overlapped' if self.overlap else 'after'}"
+            f"{ROWS} x {ROWS}, 9 warps, chunks of {self.chunk}, {self.order}, "
+            f"{self.prefetch} ahead, merge {'overlapped' if self.overlap else 'after'}"
         )
 
 

@@ -227,28 +227,18 @@ def add_scores(buffers, s, me, zero, phase, OF: gl.constexpr, CHUNK: gl.constexp
 
 @gluon.jit
 def wait_half(ready, number, phase, CHUNK: gl.constexpr):
-    """Until all chunks of a half have arrived, in this consumer's eyes too."""
+    """Until all chunks of a half have arrived."""
     PARTS: gl.constexpr = HALF // CHUNK
     for part in gl.static_range(PARTS):
         mbarrier.wait(ready.index(number * PARTS + part), phase)
 
 
 @gluon.jit
-def add_others(
-    buffers,
-    o,
-    m_o,
-    earlier,
-    zero,
-    number,
-    OTHER: gl.constexpr,
-    CHUNK: gl.constexpr,
-):
+def add_others(buffers, o, m_o, earlier, zero, number, OTHER: gl.constexpr):
     """Step 2: O rescaled to the other's maximum, and O += P_{j-1} V_{j-1} issued."""
     q_halves, q_rope, halves, ropes, p_tile, maxima, ready, free, rope_ready, rope_free, p_ready = (
         buffers
     )
-    wait_half(ready, number, earlier, CHUNK)
     mbarrier.wait(p_ready.index(zero + OTHER), earlier)
     m_new_o = maxima.index(zero + OTHER).load(m_o.type.layout)
     o = rescaled(o, m_o, m_new_o)
@@ -307,8 +297,11 @@ def own_tile(
         gl.zeros([ROWS, ROWS], gl.float32, S_LAYOUT), use_acc=False, is_async=True,
     )  # fmt: skip
     s = add_scores(buffers, s, me, zero, phase, CONSUMER, CHUNK)
+    if FOLLOWS:
+        # The other has seen it arrive; who reads it must have seen so itself.
+        wait_half(ready, others_half, earlier, CHUNK)
     if FOLLOWS and ORDER == BETWEEN:
-        o, m_o = add_others(buffers, o, m_o, earlier, zero, others_half, OTHER, CHUNK)
+        o, m_o = add_others(buffers, o, m_o, earlier, zero, others_half, OTHER)
         m = maxima.index(zero + OTHER).load(ROW)
     s = add_scores(buffers, s, me, zero, phase, OTHER, CHUNK)
     if FOLLOWS and ORDER == BETWEEN:
@@ -316,7 +309,7 @@ def own_tile(
         o = warpgroup_mma_wait(PARTS, deps=[o])
         mbarrier.arrive(free.index(others_half))
     if FOLLOWS and ORDER == AFTER:
-        o, m_o = add_others(buffers, o, m_o, earlier, zero, others_half, OTHER, CHUNK)
+        o, m_o = add_others(buffers, o, m_o, earlier, zero, others_half, OTHER)
         m = maxima.index(zero + OTHER).load(ROW)
         s = warpgroup_mma_wait(1, deps=[s])
     else:
@@ -325,7 +318,7 @@ def own_tile(
     s = masked(s, tile, length, num_seen, scale_log2, NEW)
     top = gl.max(s, axis=1)
     if FOLLOWS and ORDER == LAST:
-        o, m_o = add_others(buffers, o, m_o, earlier, zero, others_half, OTHER, CHUNK)
+        o, m_o = add_others(buffers, o, m_o, earlier, zero, others_half, OTHER)
         m = maxima.index(zero + OTHER).load(ROW)
     if FOLLOWS:
         m = gl.maximum(m, top)
