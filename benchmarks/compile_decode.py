@@ -55,11 +55,12 @@ VARIANTS = {
 
 PIPELINES = {
     "hopper_latent_coarse": hopper_latent.Pipeline(
-        chunk=256, order="after", prefetch=0, overlap=False
+        chunk=256, order="after", resident=False, prefetch=0, overlap=False
     ),
     "hopper_latent_after": hopper_latent.Pipeline(order="after"),
     "hopper_latent_last": hopper_latent.Pipeline(order="last"),
     "hopper_latent_128": hopper_latent.Pipeline(chunk=128),
+    "hopper_latent_shared": hopper_latent.Pipeline(resident=False),
 }
 """The kernel in other orders than the default."""
 VARIANTS |= dict.fromkeys(PIPELINES, LATENT)

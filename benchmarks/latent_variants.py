@@ -23,13 +23,14 @@ VARIANTS = (
     PIPELINE,
     replace(PIPELINE, order="after"),
     replace(PIPELINE, order="last"),
+    replace(PIPELINE, resident=False),
+    replace(PIPELINE, order="after", resident=False),
     replace(PIPELINE, chunk=128),
-    replace(PIPELINE, order="after", chunk=128),
+    replace(PIPELINE, order="last", chunk=128),
     replace(PIPELINE, prefetch=0),
     replace(PIPELINE, prefetch=2),
-    replace(PIPELINE, order="after", prefetch=0),
     replace(PIPELINE, overlap=False),
-    Pipeline(chunk=256, order="after", prefetch=0, overlap=False),
+    Pipeline(chunk=256, order="after", resident=False, prefetch=0, overlap=False),
 )
 
 

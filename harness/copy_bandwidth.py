@@ -28,8 +28,8 @@ def copy_bandwidth_gb_s(bench: Bench) -> float:
 def measured_gb_s(kind: str, index: int | None) -> float:
     """The same, of any device, without a word to a parent.
 
-    The copies are launched one by one. Captured in a CUDA graph a copy becomes a node that the
-    driver may give to a copy engine: benchmarks.decode_kernels so got two thirds of this.
+    The copies are launched one by one: one that is captured in a CUDA graph becomes a node of
+    another kind, which need not reach as much.
     """
     device = torch.device(kind, index)
     # Random bits, since zeros cost less power; uint8 so that any size is whole.

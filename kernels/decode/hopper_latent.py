@@ -36,6 +36,8 @@ class Pipeline:
     """Columns of a copy that is waited for by itself: 64, 128 or 256."""
     order: str = "between"
     """Where the other consumer's tile is multiplied, one of ORDERS."""
+    resident: bool = True
+    """Whether the queries' rotary part stays in registers, and P of both consumers in memory."""
     prefetch: int = 4
     """Tiles that L2 is asked for ahead of the copies; 0 for none."""
     overlap: bool = True
@@ -46,14 +48,16 @@ class Pipeline:
         return {
             "CHUNK": self.chunk,
             "ORDER": ORDERS.index(self.order),
+            "RESIDENT": self.resident,
             "PREFETCH": self.prefetch,
             "OVERLAPPED": self.overlap,
         }
 
     def __str__(self) -> str:
+        resident = "resident, " if self.resident else ""
         return (
             f"{ROWS} x {ROWS}, 9 warps, chunks of {self.chunk}, {self.order}, "
-            f"{self.prefetch} ahead, merge {'overlapped' if self.overlap else 'after'}"
+            f"{resident}{self.prefetch} ahead, merge {'overlapped' if self.overlap else 'after'}"
         )
 
 

@@ -25,8 +25,12 @@ the other half, which arrives later, so that half c of tile j - 1 is given back 
 softmax; or ``LAST``, after S_j's own maxima are known, which leaves less to do between the
 other's maximum and this one's.
 
-Consumers so take turns: while one computes a softmax, the other's matmuls run. The one tile of
-probabilities needs no lock, since who writes it has read what it overwrites. Row sums stay
+RESIDENT keeps the queries' rotary part in registers: the matmuls' operands take shared memory to
+its limit, and where those queries were is room for a P of each consumer's own, so that it need not
+wait in step 4 for step 2 before it hands over. Else one tile of probabilities needs no lock, since
+who writes it has read what it overwrites.
+
+Consumers so take turns: while one computes a softmax, the other's matmuls run. Row sums stay
 apart, each consumer's over its own tiles, and are exchanged at the end of a piece.
 
 Waiting tells only even from odd phases, so no barrier may complete two while one waits for it.
@@ -58,7 +62,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from kernels.flash.hopper_backward import opaque
@@ -137,7 +140,7 @@ def load_half(cache_desc, parts, ready, free, row, buffer, half, phase, CHUNK: g
 def produce(inputs, PAGE: gl.constexpr, CHUNK: gl.constexpr, PREFETCH: gl.constexpr):
     """The producer: queries of each piece, and its tiles, part by part."""
     (
-        q_desc, q_rope_desc, cache_desc, rope_desc, q_halves, q_rope, parts, ropes,
+        q_desc, q_rope_desc, cache_desc, rope_desc, q_halves, squares, parts, ropes,
         q_ready, q_free, ready, free, rope_ready, rope_free, lengths_ptr, table_ptr,
         table_stride, cache_ptr, cache_stride, num_tokens, max_len, num_rows, row_tile,
         unit, stop, sequence, before,
@@ -153,7 +156,7 @@ def produce(inputs, PAGE: gl.constexpr, CHUNK: gl.constexpr, PREFETCH: gl.conste
         q_row = sequence * num_rows + row_tile * ROWS
         tma.async_copy_global_to_shared(q_desc, [q_row, 0], q_ready, q_halves.index(0))
         tma.async_copy_global_to_shared(q_desc, [q_row, HALF], q_ready, q_halves.index(1))
-        tma.async_copy_global_to_shared(q_rope_desc, [q_row, 0], q_ready, q_rope.index(0))
+        tma.async_copy_global_to_shared(q_rope_desc, [q_row, 0], q_ready, squares.index(1))
         for tile in range(first, last):
             row = row_of(tile, sequence, max_len, table_ptr, table_stride, PAGE)
             buffer = count & 1
@@ -206,11 +209,8 @@ def clear_tail(halves, half, num_tokens):
 
 
 @gluon.jit
-def add_scores(buffers, s, me, zero, phase, OF: gl.constexpr, CHUNK: gl.constexpr):
+def add_scores(q_halves, halves, ready, s, me, zero, phase, OF: gl.constexpr, CHUNK: gl.constexpr):
     """Issues S += Q K^T over half ``OF`` of buffer ``me``, chunk by chunk as they arrive."""
-    q_halves, q_rope, halves, ropes, p_tile, maxima, ready, free, rope_ready, rope_free, p_ready = (
-        buffers
-    )
     PARTS: gl.constexpr = HALF // CHUNK
     # A tile of 256 columns is four of 64, one behind the other.
     q_parts = q_halves._reinterpret(q_halves.dtype, [2 * PARTS, ROWS, CHUNK], q_halves.type.layout)
@@ -234,16 +234,10 @@ def wait_half(ready, number, phase, CHUNK: gl.constexpr):
 
 
 @gluon.jit
-def add_others(buffers, o, m_o, earlier, zero, number, OTHER: gl.constexpr):
+def add_others(p, half, o, m_o, m_new):
     """Step 2: O rescaled to the other's maximum, and O += P_{j-1} V_{j-1} issued."""
-    q_halves, q_rope, halves, ropes, p_tile, maxima, ready, free, rope_ready, rope_free, p_ready = (
-        buffers
-    )
-    mbarrier.wait(p_ready.index(zero + OTHER), earlier)
-    m_new_o = maxima.index(zero + OTHER).load(m_o.type.layout)
-    o = rescaled(o, m_o, m_new_o)
-    o = warpgroup_mma(p_tile.index(zero), halves.index(number), o, is_async=True)
-    return o, m_new_o
+    o = rescaled(o, m_o, m_new)
+    return warpgroup_mma(p, half, o, is_async=True), m_new
 
 
 @gluon.jit
@@ -259,6 +253,7 @@ def masked(s, tile, length, num_seen, scale_log2, NEW: gl.constexpr):
 @gluon.jit
 def own_tile(
     buffers,
+    q_rope,
     o,
     m_o,
     m_sum,
@@ -273,16 +268,16 @@ def own_tile(
     NEW: gl.constexpr,
     CHUNK: gl.constexpr,
     ORDER: gl.constexpr,
+    RESIDENT: gl.constexpr,
     S_LAYOUT: gl.constexpr,
     O_LAYOUT: gl.constexpr,
     P_LAYOUT: gl.constexpr,
 ):
     """Steps 1 to 5 for a tile of this consumer's; FOLLOWS: the piece has one before it."""
-    q_halves, q_rope, halves, ropes, p_tile, maxima, ready, free, rope_ready, rope_free, p_ready = (
-        buffers
-    )
+    q_halves, squares, halves, ropes, maxima, ready, free, rope_ready, rope_free, p_ready = buffers
     OTHER: gl.constexpr = 1 - CONSUMER
     PARTS: gl.constexpr = HALF // CHUNK
+    OTHERS_P: gl.constexpr = OTHER if RESIDENT else 0
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     O_ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     phase = (count >> 1) & 1
@@ -293,48 +288,63 @@ def own_tile(
     others_half = 2 * (zero + OTHER) + me
     mbarrier.wait(rope_ready.index(me), phase)
     s = warpgroup_mma(
-        q_rope.index(zero), ropes.index(me).permute((1, 0)),
+        q_rope if RESIDENT else squares.index(zero + 1), ropes.index(me).permute((1, 0)),
         gl.zeros([ROWS, ROWS], gl.float32, S_LAYOUT), use_acc=False, is_async=True,
     )  # fmt: skip
-    s = add_scores(buffers, s, me, zero, phase, CONSUMER, CHUNK)
+    s = add_scores(q_halves, halves, ready, s, me, zero, phase, CONSUMER, CHUNK)
     if FOLLOWS:
         # The other has seen it arrive; who reads it must have seen so itself.
         wait_half(ready, others_half, earlier, CHUNK)
     if FOLLOWS and ORDER == BETWEEN:
-        o, m_o = add_others(buffers, o, m_o, earlier, zero, others_half, OTHER)
-        m = maxima.index(zero + OTHER).load(ROW)
-    s = add_scores(buffers, s, me, zero, phase, OTHER, CHUNK)
+        mbarrier.wait(p_ready.index(zero + OTHER), earlier)
+        o, m_o = add_others(
+            squares.index(zero + OTHERS_P), halves.index(others_half), o, m_o,
+            maxima.index(zero + OTHER).load(O_ROW),
+        )  # fmt: skip
+    s = add_scores(q_halves, halves, ready, s, me, zero, phase, OTHER, CHUNK)
     if FOLLOWS and ORDER == BETWEEN:
         # All but the matmuls issued since.
         o = warpgroup_mma_wait(PARTS, deps=[o])
         mbarrier.arrive(free.index(others_half))
     if FOLLOWS and ORDER == AFTER:
-        o, m_o = add_others(buffers, o, m_o, earlier, zero, others_half, OTHER)
-        m = maxima.index(zero + OTHER).load(ROW)
+        mbarrier.wait(p_ready.index(zero + OTHER), earlier)
+        o, m_o = add_others(
+            squares.index(zero + OTHERS_P), halves.index(others_half), o, m_o,
+            maxima.index(zero + OTHER).load(O_ROW),
+        )  # fmt: skip
         s = warpgroup_mma_wait(1, deps=[s])
     else:
         s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(rope_free.index(me))
     s = masked(s, tile, length, num_seen, scale_log2, NEW)
-    top = gl.max(s, axis=1)
+    m = gl.max(s, axis=1)
     if FOLLOWS and ORDER == LAST:
-        o, m_o = add_others(buffers, o, m_o, earlier, zero, others_half, OTHER)
-        m = maxima.index(zero + OTHER).load(ROW)
+        mbarrier.wait(p_ready.index(zero + OTHER), earlier)
+        o, m_o = add_others(
+            squares.index(zero + OTHERS_P), halves.index(others_half), o, m_o,
+            maxima.index(zero + OTHER).load(O_ROW),
+        )  # fmt: skip
     if FOLLOWS:
-        m = gl.maximum(m, top)
-    else:
-        m = top
+        m = gl.maximum(m, maxima.index(zero + OTHER).load(ROW))
     reference = finite(m)
     p = gl.exp2(s - reference[:, None])
     total = total * gl.exp2(m_sum - reference) + gl.sum(p, axis=1)
-    p = p.to(p_tile.dtype)
-    if FOLLOWS and ORDER != BETWEEN:
-        o = warpgroup_mma_wait(0, deps=[o])
-        mbarrier.arrive(free.index(others_half))
-    p_tile.index(zero).store(p)
+    p = p.to(halves.dtype)
+    if RESIDENT:
+        # The other has multiplied this consumer's last P.
+        mbarrier.wait(free.index(2 * me + OTHER), phase ^ 1)
+        squares.index(me).store(p)
+    else:
+        if FOLLOWS and ORDER != BETWEEN:
+            o = warpgroup_mma_wait(0, deps=[o])
+            mbarrier.arrive(free.index(others_half))
+        squares.index(zero).store(p)
     maxima.index(me).store(m)
     fence_async_shared()
     mbarrier.arrive(p_ready.index(me))
+    if RESIDENT and FOLLOWS and ORDER != BETWEEN:
+        o = warpgroup_mma_wait(0, deps=[o])
+        mbarrier.arrive(free.index(others_half))
     m_new_o = gl.convert_layout(m, O_ROW)
     o = rescaled(o, m_o, m_new_o)
     if (tile + 1) * ROWS > length:
@@ -352,23 +362,24 @@ def consume(
     NEW: gl.constexpr,
     CHUNK: gl.constexpr,
     ORDER: gl.constexpr,
+    RESIDENT: gl.constexpr,
 ):
     """One consumer: scores of every other tile, one half of the output."""
     (
-        q_halves, q_rope, halves, ropes, p_tile, maxima, totals, q_ready, q_free, ready, free,
+        q_halves, squares, halves, ropes, maxima, totals, q_ready, q_free, q_taken, ready, free,
         rope_ready, rope_free, p_ready, totals_ready, lengths_ptr, out_ptr, out_stride_b,
-        out_stride_h, out_stride_t, pieces_ptr, piece_lse_ptr, piece_slot, num_rows, row_tile, unit, stop, sequence, before,
-        scale_log2,
+        out_stride_h, out_stride_t, pieces_ptr, piece_lse_ptr, piece_slot, num_rows,
+        row_tile, unit, stop, sequence, before, scale_log2,
     ) = inputs  # fmt: skip
     OTHER: gl.constexpr = 1 - CONSUMER
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    Q_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     O_ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     buffers = (
-        q_halves, q_rope, halves, ropes, p_tile, maxima, ready, free, rope_ready, rope_free,
-        p_ready,
+        q_halves, squares, halves, ropes, maxima, ready, free, rope_ready, rope_free, p_ready
     )  # fmt: skip
     token = (row_tile * ROWS + gl.arange(0, ROWS, ROW)) % NEW
     row = row_tile * ROWS + gl.arange(0, ROWS, O_ROW)
@@ -384,22 +395,32 @@ def consume(
         m_sum = gl.full([ROWS], float("-inf"), gl.float32, ROW)
         total = gl.zeros([ROWS], gl.float32, ROW)
         mbarrier.wait(q_ready, piece & 1)
+        q_rope = squares.index(1)
+        if RESIDENT:
+            q_rope = q_rope.load(Q_LAYOUT)
+            # Consumer 1's P goes there.
+            if CONSUMER == 0:
+                mbarrier.arrive(q_taken)
+            else:
+                mbarrier.wait(q_taken, piece & 1)
         # Tiles of this share are counted through, and tile n lies in buffer n mod 2.
         tile = first
         if count & 1 == CONSUMER:
             o, m_o, m_sum, total = own_tile(
-                buffers, o, m_o, m_sum, total, count, tile, length, num_seen, scale_log2,
-                CONSUMER, False, NEW, CHUNK, ORDER, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+                buffers, q_rope, o, m_o, m_sum, total, count, tile, length, num_seen, scale_log2,
+                CONSUMER, False, NEW, CHUNK, ORDER, RESIDENT, S_LAYOUT, O_LAYOUT, P_LAYOUT,
             )  # fmt: skip
             tile += 1
         tile += 1
         while tile < last:
             o, m_o, m_sum, total = own_tile(
-                buffers, o, m_o, m_sum, total, count + tile - first, tile, length, num_seen,
-                scale_log2, CONSUMER, True, NEW, CHUNK, ORDER, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+                buffers, q_rope, o, m_o, m_sum, total, count + tile - first, tile, length, num_seen,
+                scale_log2, CONSUMER, True, NEW, CHUNK, ORDER, RESIDENT, S_LAYOUT, O_LAYOUT,
+                P_LAYOUT,
             )  # fmt: skip
             tile += 2
-        mbarrier.arrive(q_free)
+        if not RESIDENT:
+            mbarrier.arrive(q_free)
         count += last - first
         if (count - 1) & 1 == OTHER:
             earlier = ((count - 1) >> 1) & 1
@@ -410,9 +431,12 @@ def consume(
             m_o = m_new_o
             if last * ROWS > length:
                 clear_tail(halves, 2 * OTHER + CONSUMER, length - (last - 1) * ROWS)
-            o = warpgroup_mma(p_tile.index(0), halves.index(2 * OTHER + CONSUMER), o, is_async=True)
+            others_p = squares.index(OTHER if RESIDENT else 0)
+            o = warpgroup_mma(others_p, halves.index(2 * OTHER + CONSUMER), o, is_async=True)
             o = warpgroup_mma_wait(0, deps=[o])
             mbarrier.arrive(free.index(2 * OTHER + CONSUMER))
+        if RESIDENT:
+            mbarrier.arrive(q_free)
 
         # Row sums of both, relative to the last maximum. Slots and barriers alternate with the
         # pieces: a consumer may be done with the next one, if it is short, before the other
@@ -479,6 +503,7 @@ def hopper_latent_kernel(
     ROW_TILES: gl.constexpr,
     CHUNK: gl.constexpr,
     ORDER: gl.constexpr,
+    RESIDENT: gl.constexpr,
     PREFETCH: gl.constexpr,
     OVERLAPPED: gl.constexpr,
     num_warps: gl.constexpr,
@@ -496,15 +521,16 @@ def hopper_latent_kernel(
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_halves = gl.allocate_shared_memory(dtype, [2, ROWS, HALF], TILE)
-    q_rope = gl.allocate_shared_memory(dtype, [1, ROWS, ROPE], TILE)
+    # Probabilities, and queries' rotary part: P of each consumer once that is in registers.
+    squares = gl.allocate_shared_memory(dtype, [2, ROWS, ROPE], TILE)
     # Half h of buffer b is number 2 b + h.
     halves = gl.allocate_shared_memory(dtype, [4, ROWS, HALF], TILE)
     ropes = gl.allocate_shared_memory(dtype, [2, ROWS, ROPE], TILE)
-    p_tile = gl.allocate_shared_memory(dtype, [1, ROWS, ROWS], TILE)
     maxima = gl.allocate_shared_memory(gl.float32, [2, ROWS], LINE)
     totals = gl.allocate_shared_memory(gl.float32, [4, ROWS], LINE)
     q_ready = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     q_free = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    q_taken = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     PARTS: gl.constexpr = HALF // CHUNK
     parts = halves._reinterpret(dtype, [4 * PARTS, ROWS, CHUNK], TILE)
     ready = gl.allocate_shared_memory(gl.int64, [4 * PARTS, 1], BARRIER)
@@ -515,6 +541,7 @@ def hopper_latent_kernel(
     totals_ready = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
     mbarrier.init(q_ready, count=1)
     mbarrier.init(q_free, count=2)
+    mbarrier.init(q_taken, count=1)
     for i in gl.static_range(4 * PARTS):
         mbarrier.init(ready.index(i), count=1)
     for i in gl.static_range(4):
@@ -545,21 +572,21 @@ def hopper_latent_kernel(
 
     piece_lse_ptr = pieces_ptr + gl.num_programs(0).to(gl.int64) * (2 * ROWS * RANK)
     producer = (
-        q_desc, q_rope_desc, cache_desc, rope_desc, q_halves, q_rope, parts, ropes,
+        q_desc, q_rope_desc, cache_desc, rope_desc, q_halves, squares, parts, ropes,
         q_ready, q_free, ready, free, rope_ready, rope_free, lengths_ptr, table_ptr,
         table_stride, cache_ptr, cache_stride, num_tokens, max_len, num_rows, row_tile,
         start, stop, sequence, before,
     )  # fmt: skip
     inputs = (
-        q_halves, q_rope, halves, ropes, p_tile, maxima, totals, q_ready, q_free, ready, free,
+        q_halves, squares, halves, ropes, maxima, totals, q_ready, q_free, q_taken, ready, free,
         rope_ready, rope_free, p_ready, totals_ready, lengths_ptr, out_ptr, out_stride_b,
-        out_stride_h, out_stride_t, pieces_ptr, piece_lse_ptr, gl.program_id(0) * 2, num_rows, row_tile, start, stop,
-        sequence, before, scale_log2,
+        out_stride_h, out_stride_t, pieces_ptr, piece_lse_ptr, gl.program_id(0) * 2, num_rows,
+        row_tile, start, stop, sequence, before, scale_log2,
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (consume, (inputs, 0, NEW, CHUNK, ORDER)),
-            (consume, (inputs, 1, NEW, CHUNK, ORDER)),
+            (consume, (inputs, 0, NEW, CHUNK, ORDER, RESIDENT)),
+            (consume, (inputs, 1, NEW, CHUNK, ORDER, RESIDENT)),
             (produce, (producer, PAGE, CHUNK, PREFETCH)),
         ],
         [4, 1],
