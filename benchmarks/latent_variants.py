@@ -66,9 +66,9 @@ def _measure(variant: Pipeline, name: str) -> None:
     got = step.run()[-1, :, 0].double()
     wanted = step.expected()
     error = float((got - wanted).norm() / wanted.norm())
-    time_ms = milliseconds(step.run)
+    time_ms = milliseconds(step.run, repeats=30)
     print(
-        f"{name:<12} {variant!s:<76} {1e3 * time_ms:7.1f} us "
+        f"{name:<12} {variant!s:<78} {1e3 * time_ms:7.1f} us "
         f"{shape.flops / time_ms / 1e9:6.1f} TFLOP/s  error {error:.1e}",
         flush=True,
     )

@@ -35,12 +35,14 @@ apart, each consumer's over its own tiles, and are exchanged at the end of a pie
 
 Waiting tells only even from odd phases, so no barrier may complete two while one waits for it.
 Every part's ``ready`` and ``free`` take turns: it is loaded anew only when it was given back,
-which its last reader does; consumer c reads the other half of buffer c in step 1 only, before
+which its last reader does: consumer c reads the other half of buffer c in step 1 only, before
 it hands over the P_j without which the other does not read, nor give back, that half. ``p_ready``
 of a consumer is awaited once for each tile of its, before the other hands over a P of its own,
 without which the first does not get to the next. Nobody waits for what comes later in the order
 of tiles: the producer waits for parts of tile j - 2 to load tile j, given back in the steps of
-tiles j - 2 and j - 1, which only need tiles up to j - 1. So nothing can stand still.
+tiles j - 2 and j - 1, which only need tiles up to j - 1; and a consumer, with a P of its own, for
+its half of tile j - 2 that the other multiplies by the P which P_j overwrites. Pieces follow each
+other through ``q_free`` and ``totals_ready``, which both consumers pass. So nothing stands still.
 
 Tokens behind a sequence's length may be anything: their scores are masked, and before the last
 tile's values are multiplied each consumer overwrites their rows of its half with zeros.
@@ -157,8 +159,16 @@ def produce(inputs, PAGE: gl.constexpr, CHUNK: gl.constexpr, PREFETCH: gl.conste
         tma.async_copy_global_to_shared(q_desc, [q_row, 0], q_ready, q_halves.index(0))
         tma.async_copy_global_to_shared(q_desc, [q_row, HALF], q_ready, q_halves.index(1))
         tma.async_copy_global_to_shared(q_rope_desc, [q_row, 0], q_ready, squares.index(1))
+        row = row_of(first, sequence, max_len, table_ptr, table_stride, PAGE)
         for tile in range(first, last):
-            row = row_of(tile, sequence, max_len, table_ptr, table_stride, PAGE)
+            if PAGE == 0:
+                row = row_of(tile, sequence, max_len, table_ptr, table_stride, PAGE)
+            else:
+                # The table is far away: asked now for what is needed at the end of this turn.
+                later = gl.minimum(tile + 1, last - 1)
+                next_row = row_of(later, sequence, max_len, table_ptr, table_stride, PAGE)
+                later = gl.minimum(tile + PREFETCH, last - 1)
+                distant_row = row_of(later, sequence, max_len, table_ptr, table_stride, PAGE)
             buffer = count & 1
             phase = ((count >> 1) & 1) ^ 1
             mbarrier.wait(rope_free.index(buffer), phase)
@@ -170,13 +180,19 @@ def produce(inputs, PAGE: gl.constexpr, CHUNK: gl.constexpr, PREFETCH: gl.conste
             load_half(cache_desc, parts, ready, free, row, buffer, 1 - buffer, phase, CHUNK)
             count += 1
             if PREFETCH > 0:
-                # Ahead of a piece's first tile nothing was asked for.
-                ahead = gl.where(
-                    tile == first, gl.minimum(tile + 2, tile + PREFETCH), tile + PREFETCH
-                )
-                for later in range(ahead, gl.minimum(tile + PREFETCH + 1, last)):
-                    row = row_of(later, sequence, max_len, table_ptr, table_stride, PAGE)
-                    prefetch(cache_ptr, cache_stride, num_tokens, row)
+                # Of a piece, nothing was asked for before its first tile.
+                nearest = tile + (PREFETCH if PAGE == 0 else PREFETCH + 1)
+                if tile == first:
+                    nearest = tile + 2
+                for later in range(nearest, gl.minimum(tile + PREFETCH + 1, last)):
+                    ahead = row_of(later, sequence, max_len, table_ptr, table_stride, PAGE)
+                    prefetch(cache_ptr, cache_stride, num_tokens, ahead)
+                if PAGE != 0:
+                    due = (tile != first) & (tile + PREFETCH < last)
+                    if due:
+                        prefetch(cache_ptr, cache_stride, num_tokens, distant_row)
+            if PAGE != 0:
+                row = next_row
         unit = before + last
         if last == units:
             sequence += 1
