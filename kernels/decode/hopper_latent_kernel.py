@@ -159,16 +159,8 @@ def produce(inputs, PAGE: gl.constexpr, CHUNK: gl.constexpr, PREFETCH: gl.conste
         tma.async_copy_global_to_shared(q_desc, [q_row, 0], q_ready, q_halves.index(0))
         tma.async_copy_global_to_shared(q_desc, [q_row, HALF], q_ready, q_halves.index(1))
         tma.async_copy_global_to_shared(q_rope_desc, [q_row, 0], q_ready, squares.index(1))
-        row = row_of(first, sequence, max_len, table_ptr, table_stride, PAGE)
         for tile in range(first, last):
-            if PAGE == 0:
-                row = row_of(tile, sequence, max_len, table_ptr, table_stride, PAGE)
-            else:
-                # The table is far away: asked now for what is needed at the end of this turn.
-                later = gl.minimum(tile + 1, last - 1)
-                next_row = row_of(later, sequence, max_len, table_ptr, table_stride, PAGE)
-                later = gl.minimum(tile + PREFETCH, last - 1)
-                distant_row = row_of(later, sequence, max_len, table_ptr, table_stride, PAGE)
+            row = row_of(tile, sequence, max_len, table_ptr, table_stride, PAGE)
             buffer = count & 1
             phase = ((count >> 1) & 1) ^ 1
             mbarrier.wait(rope_free.index(buffer), phase)
@@ -181,18 +173,12 @@ def produce(inputs, PAGE: gl.constexpr, CHUNK: gl.constexpr, PREFETCH: gl.conste
             count += 1
             if PREFETCH > 0:
                 # Of a piece, nothing was asked for before its first tile.
-                nearest = tile + (PREFETCH if PAGE == 0 else PREFETCH + 1)
+                nearest = tile + PREFETCH
                 if tile == first:
-                    nearest = tile + 2
+                    nearest = tile + gl.minimum(PREFETCH, 2)
                 for later in range(nearest, gl.minimum(tile + PREFETCH + 1, last)):
                     ahead = row_of(later, sequence, max_len, table_ptr, table_stride, PAGE)
                     prefetch(cache_ptr, cache_stride, num_tokens, ahead)
-                if PAGE != 0:
-                    due = (tile != first) & (tile + PREFETCH < last)
-                    if due:
-                        prefetch(cache_ptr, cache_stride, num_tokens, distant_row)
-            if PAGE != 0:
-                row = next_row
         unit = before + last
         if last == units:
             sequence += 1
