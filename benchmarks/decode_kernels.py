@@ -2,8 +2,9 @@
 
 Run as ``python -m benchmarks.decode_kernels [OPTIONS]`` in the repository on a GPU. Prints, for
 each shape, the time of a call in a replayed CUDA graph, the bytes of cache that it reads each
-second and their share of what a copy moves here (bytes read and written), TFLOP/s, and the
-error against float64 attention of one sequence. ``--search`` tries a grid of tiles, compiled
+second and their share of what a copy moves here (:mod:`harness.copy_bandwidth`), TFLOP/s, and the
+error against float64 attention of one sequence. ``--latent-variants`` compares the Hopper kernel's
+pipelines instead (:mod:`benchmarks.latent_variants`). ``--search`` tries a grid of tiles, compiled
 beforehand by as many processes as there are cores; ``--save`` keeps the fastest of each shape
 in the user's table, which :mod:`kernels.decode.configs` reads first.
 """
@@ -25,7 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.decode import Rotary, flash_decode, mla_decode
+from benchmarks import latent_variants
+from harness.copy_bandwidth import measured_gb_s
+from kernels.decode import Rotary, flash_decode, hopper_latent, mla_decode
 from kernels.decode.call import describe_flash, describe_latent
 from kernels.decode.configs import Tiles, choose, shape_class, user_table_path
 
@@ -175,13 +178,6 @@ def milliseconds(run: Callable[[], Any], repeats: int = 10) -> float:
     return statistics.median(times) / CALLS
 
 
-def copy_gb_s() -> float:
-    """What a copy of 2 GiB moves, bytes read and written."""
-    source = torch.randn(2**29, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / milliseconds(lambda: target.copy_(source)) / 1e6
-
-
 def candidates(shape: Shape) -> list[Tiles]:
     """What a search tries; programs_per_sm needs no other kernel."""
     if shape.kernel == "latent":
@@ -242,12 +238,19 @@ def main() -> int:
     )
     parser.add_argument("--shape", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--search", action="store_true", help="try a grid of tiles")
+    parser.add_argument(
+        "--latent-variants", action="store_true", help="compare pipelines of the Hopper kernel"
+    )
     parser.add_argument("--save", action="store_true", help="keep the fastest in the user's table")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("decode_kernels: needs a CUDA device, and torch sees none", file=sys.stderr)
         return 2
-    copy = copy_gb_s()
+    if arguments.latent_variants:
+        named = [name for name in arguments.shape if name in ("mla", "mla_paged64")]
+        latent_variants.compare(named)
+        return 0
+    copy = measured_gb_s("cuda", torch.cuda.current_device())
     print(f"{torch.cuda.get_device_name()}: a copy moves {copy:.0f} GB/s", flush=True)
     table: dict[str, Tiles] = {}
     for name in arguments.shape:
@@ -258,7 +261,9 @@ def main() -> int:
             except ValueError as error:
                 print(f"{name:<16} {error}")
                 continue
-            report(name, shape, f"{implementation}, {describe(step.tiles)}", step, copy)
+            hopper = implementation == "hopper"
+            tiles = str(hopper_latent.PIPELINE) if hopper else describe(step.tiles)
+            report(name, shape, f"{implementation}, {tiles}", step, copy)
             del step
         if not arguments.search:
             continue

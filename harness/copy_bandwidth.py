@@ -21,11 +21,16 @@ PASSES = 20
 def copy_bandwidth_gb_s(bench: Bench) -> float:
     """Bytes read and written over time, in 1e9 bytes a second, of this worker's device."""
     bench.stage("measuring the copy bandwidth")
-    return _measured(bench.device.type, bench.device.index)
+    return measured_gb_s(bench.device.type, bench.device.index)
 
 
 @cache
-def _measured(kind: str, index: int | None) -> float:
+def measured_gb_s(kind: str, index: int | None) -> float:
+    """The same, of any device, without a word to a parent.
+
+    The copies are launched one by one: one that is captured in a CUDA graph becomes a node of
+    another kind, which need not reach as much.
+    """
     device = torch.device(kind, index)
     # Random bits, since zeros cost less power; uint8 so that any size is whole.
     source = torch.randint(256, (COPY_BYTES[kind],), dtype=torch.uint8, device=device)
