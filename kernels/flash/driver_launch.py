@@ -71,6 +71,8 @@ class DriverLaunch:
         self._device = device
         self._memory, self._maps = layout.memory, layout.maps
         self._num_maps = len(layout.maps)
+        self._mapped = [descriptor.base.data_ptr() for _, descriptor, _ in layout.encodings]
+        """To which addresses the maps lead; allocators give the same ones again and again."""
         self._pack, self._changing = Struct(layout.format).pack_into, layout.changing
         self._replace = driver.cuTensorMapReplaceAddress
         self._launch = driver.cuLaunchKernelEx
@@ -88,8 +90,10 @@ class DriverLaunch:
         addresses = [x.data_ptr() for x in tensors]
         with self._lock:
             for place, address in enumerate(self._maps):
-                if self._replace(address, addresses[place]):
-                    return False
+                if addresses[place] != self._mapped[place]:
+                    if self._replace(address, addresses[place]):
+                        return False
+                    self._mapped[place] = addresses[place]
             self._pack(self._changing, 0, *addresses[self._num_maps :], *floats)
             self._config.stream = torch._C._cuda_getCurrentRawStream(self._device)
             return not self._launch(*self._arguments)

@@ -48,27 +48,26 @@ def flash_attention(
         q.requires_grad or k.requires_grad or v.requires_grad
     )  # fmt: skip
     if needs_grad and not torch.compiler.is_compiling():
-        o, lse = _Attention.apply(
-            q, k, v, causal, scale, packing, precision, implementation, autotune
+        return _Attention.apply(
+            q, k, v, causal, scale, packing, return_lse, precision, implementation, autotune
         )  # fmt: skip
-    else:
-        # Under torch.compile the operator brings its own derivative.
-        o, lse = operator.forward(
-            q,
-            k,
-            v,
-            causal=causal,
-            scale=scale,
-            packing=packing,
-            precision=precision,
-            implementation=implementation,
-            autotune=autotune,
-        )
+    # Under torch.compile the operator brings its own derivative.
+    o, lse = operator.forward(
+        q,
+        k,
+        v,
+        causal=causal,
+        scale=scale,
+        packing=packing,
+        precision=precision,
+        implementation=implementation,
+        autotune=autotune,
+    )
     return (o, lse) if return_lse else o
 
 
 class _Attention(torch.autograd.Function):
-    """(o, lse), both differentiable; saves q, k, v, o and lse."""
+    """o, or (o, lse), both differentiable; saves q, k, v, o and lse."""
 
     @staticmethod
     def forward(
@@ -79,10 +78,11 @@ class _Attention(torch.autograd.Function):
         causal: bool,
         scale: float,
         packing: Packing | None,
+        return_lse: bool,
         precision: str,
         implementation: str,
         autotune: bool,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         problem = describe(
             q, k, v, causal=causal, packing=packing, precision=precision, autotune=autotune
         )  # fmt: skip
@@ -94,16 +94,16 @@ class _Attention(torch.autograd.Function):
         ctx.options = {"scale": scale, "packing": packing, "implementation": implementation}
         # lse rarely has a gradient; None is cheaper than zeros.
         ctx.set_materialize_grads(False)
-        return o, lse
+        return (o, lse) if return_lse else o
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None = None) -> Any:
         q, k, v, o, lse = ctx.saved_tensors
         if do is None:
             do = torch.zeros_like(o)
         # Autograd has seen to it that do and dlse have the shapes and dtypes of o and lse.
         gradients = dispatch.backward_of(ctx.problem, do, q, k, v, o, lse, dlse, **ctx.options)
-        return *gradients, *(None,) * 6
+        return *gradients, *(None,) * 7
 
 
 class FlashTriton(torch.autograd.Function):
