@@ -12,6 +12,7 @@ import hashlib
 import io
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from textwrap import fill
 from typing import Any
 
 import matplotlib as mpl
@@ -178,9 +179,47 @@ def build_figure(name: str, frame: pd.DataFrame) -> CaptionedFigure | None:
         return None
     with mpl.rc_context(STYLE):
         built = FIGURES[name].target(frame)
-    if built is not None:
-        built.name = name
+        if built is not None:
+            built.name = name
+            wrap_titles(built.figure)
     return built
+
+
+_LEAST_LETTER = 0.4
+"""Mean width of letters, in units of their size, that no title stays below."""
+
+
+def wrap_titles(drawing: Figure) -> None:
+    """Break titles that would reach into the panel beside theirs, or out of the figure."""
+    wide = [axes for axes in drawing.axes if _may_be_too_wide(drawing, axes)]
+    if not wide:
+        return
+    drawing.draw_without_rendering()
+    for axes in wide:
+        left, right = _column_of(drawing, axes)
+        extent = axes.title.get_window_extent()
+        centre = (extent.x0 + extent.x1) / 2
+        room = 2 * min(centre - left, right - centre)
+        text = axes.get_title()
+        if extent.width > room > 0:
+            axes.title.set_text(fill(text, max(12, int(len(text) * room / extent.width))))
+
+
+def _may_be_too_wide(drawing: Figure, axes: Axes) -> bool:
+    if axes.get_subplotspec() is None or "\n" in axes.get_title():
+        return False
+    left, right = _column_of(drawing, axes)
+    letter = _LEAST_LETTER * float(axes.title.get_fontsize()) * drawing.dpi / 72
+    return len(axes.get_title()) * letter > (right - left) / 2
+
+
+def _column_of(drawing: Figure, axes: Axes) -> tuple[float, float]:
+    """From where to where the panel's column of the figure goes, in pixels."""
+    spec = axes.get_subplotspec()
+    assert spec is not None, "asked of panels alone"
+    num_columns = spec.get_gridspec().ncols
+    column = drawing.bbox.width / num_columns
+    return spec.colspan.start * column, spec.colspan.stop * column
 
 
 _METADATA: dict[str, dict[str, None]] = {

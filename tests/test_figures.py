@@ -19,7 +19,15 @@ from records import (
     profile_examples,
 )
 
-from harness.figure import FIGURES, CaptionedFigure, build_figure, colour, label_line_ends, marker
+from harness.figure import (
+    FIGURES,
+    CaptionedFigure,
+    build_figure,
+    colour,
+    label_line_ends,
+    marker,
+    wrap_titles,
+)
 from harness.figures._roof import draw_roof
 from harness.figures._split_panels import LINE_STYLES
 from harness.frame import build_frame
@@ -180,3 +188,22 @@ def test_nothing_is_drawn_of_what_is_unsupported(name: str) -> None:
         record.phases, record.notes = {}, {}
     for group in (records, kinds):
         assert build_figure(name, build_frame(group)) is None
+
+
+@pytest.mark.parametrize("num_columns", [1, 2, 3])
+def test_titles_stay_above_their_panels(num_columns: int) -> None:
+    words = "sequence length 16,384, batch 32, heads 128 of 128, rank 512 + 64, latent64 cache"
+    drawing = Figure(figsize=(10, 3), layout="constrained")
+    panels = drawing.subplots(1, num_columns, squeeze=False)[0]
+    for axes in panels:
+        axes.set_title(words)
+        axes.set_yticks([0], ["a label that moves the middle"])
+    wrap_titles(drawing)
+    drawing.draw_without_rendering()
+    column = drawing.bbox.width / num_columns
+    for place, axes in enumerate(panels):
+        extent = axes.title.get_window_extent()
+        assert place * column <= extent.x0
+        assert extent.x1 <= (place + 1) * column
+        assert " ".join(axes.get_title().split()) == words
+        assert ("\n" in axes.get_title()) == (num_columns > 1)
