@@ -50,8 +50,8 @@ def latent_append(
         lengths: int32 [B], tokens in the cache before this call; left as they are. The caller
             sees to it that lengths + T fit: tokens beyond the capacity are not written.
         block_table: int32 [B, max_blocks]; entries up to position lengths + T - 1 are used.
-        rotary: angles for the positions, float32 or float64, in which it then computes; none if
-            q_rope and k_rope are as they should be.
+        rotary: angles for the positions, float32 or float64 (the rotation is in float32); none
+            if q_rope and k_rope are as they should be.
         lengths_after: int32 [B] to be filled with lengths + T, and not lengths itself.
 
     Returns:

@@ -104,8 +104,7 @@ def latent_append_kernel(
         _store_rows(rows, c, fits, RANK, BLOCK_D)
         _store_rows(rows + RANK, k_rope, fits, ROPE_DIM, BLOCK_ROPE)
         if COUNTS:
-            if tile == ROW_TILES:
-                tl.store(lengths_after_ptr + sequence, length + NEW)
+            tl.store(lengths_after_ptr + sequence, length + NEW, mask=tile == ROW_TILES)
 
 
 @triton.jit

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from kernels.decode.call import (
     Call,
-    _Facts,
     _cache_size,
     _check_dense_rows,
     _check_dims,
     _check_lengths,
     _check_like,
     _check_new,
+    _Facts,
     _facts,
     _name,
     _out_facts,
