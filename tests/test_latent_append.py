@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton_device import CLOSENESS, DEVICE, RUNS_TRITON, randn
 
+from harness.launches import count_launches
 from kernels._absorbed_kernel_steps import per_head_in_token_order
 from kernels.decode import Rotary, latent_append
 
@@ -343,3 +344,33 @@ class TestOnAGpu:
             assert torch.equal(result, run(eager, eager_after))
             assert torch.equal(captured, eager)
             assert after.tolist() == eager_after.tolist() == [value + 1 for value in values]
+
+    def test_matmuls_copy_nothing(self) -> None:
+        """Beside the result no memory is taken, so neither rows nor result were laid out anew."""
+        batch, heads = 32, 128
+        x = randn(batch, 1, heads, 192, dtype=torch.bfloat16)[..., :128].transpose(1, 2)
+        weights = randn(heads, 128, 512, dtype=torch.bfloat16)
+        for rows, matrix in ((x, weights), (per_head_in_token_order(x, weights), weights.mT)):
+            per_head_in_token_order(rows, matrix)
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+            o = per_head_in_token_order(rows, matrix)
+            peak = torch.cuda.memory_stats()["requested_bytes.all.peak"]
+            assert peak - before == o.nbytes
+
+    @pytest.mark.parametrize("block_size", [None, 64])
+    def test_launches_of_a_layer(self, block_size: int | None) -> None:
+        """Append, two matmuls, attention, and the launch that merges on Hopper."""
+        step = Step(
+            lengths=[3000, 64, 0, 700], num_heads=128, head_dim=128, kv_lora_rank=512,
+            rope_head_dim=64, dtype="bfloat16", device="cuda", block_size=block_size,
+        )  # fmt: skip
+        decoder = step.decoder(backend_of("mla_absorbed"))
+
+        def layer() -> None:
+            decoder.begin()
+            decoder(1, *step.inputs)
+
+        layer()
+        # A matmul may add up its parts in a launch of its own.
+        assert count_launches(layer, torch.device("cuda"))["launches"] <= 6
