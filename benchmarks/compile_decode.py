@@ -19,10 +19,11 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from benchmarks.compile_hopper import HOPPER, assembler_report
-from kernels.decode import configs, hopper_latent, launch
+from kernels.decode import append, configs, hopper_latent, launch
 from kernels.decode.call import Call
 from kernels.decode.flash_kernel import flash_decode_kernel
 from kernels.decode.hopper_latent_kernel import hopper_latent_kernel
+from kernels.decode.latent_append_kernel import latent_append_kernel
 from kernels.decode.latent_kernel import latent_decode_kernel
 from kernels.decode.merge_kernel import merge_kernel
 
@@ -51,6 +52,10 @@ VARIANTS = {
     "hopper_latent": LATENT,
     "hopper_latent_paged64_3_new": replace(LATENT, page=64, new=3),
     "merge": LATENT,
+    "append": replace(LATENT, rotary_dim=64),
+    "append_paged64_3_new": replace(LATENT, rotary_dim=64, page=64, new=3),
+    "append_fp32": replace(LATENT, rotary_dim=64, dtype=torch.float32),
+    "append_no_rotary": LATENT,
 }
 
 PIPELINES = {
@@ -84,6 +89,10 @@ def compile_variant(name: str) -> tuple[Any, str]:
             "MERGE_PIECES": 4, "MERGE_ROWS": 4, "OVERLAPS": True,
         }  # fmt: skip
         return _compile(merge_kernel, call, constants, {"num_warps": 4})
+    if kind == "append":
+        constants = dict(append.append_constants(call, True, True))
+        options = {"num_warps": constants.pop("num_warps")}
+        return _compile(latent_append_kernel, call, constants, options)
     row = configs.shape_class(kind, call)
     rule = configs.flash_rule if kind == "flash" else configs.latent_rule
     pinned = configs._pinned()["NVIDIA H200"].get(row)
@@ -137,7 +146,7 @@ def _type(name: str, dtype: str, chunk: int) -> str:
         layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
         columns = 64 if "rope" in name else chunk if name == "cache_desc" else 256
         return f"tensordesc<{dtype}[64, {columns}],{layout!r}>"
-    if name in ("lengths_ptr", "table_ptr", "counters_ptr"):
+    if name in ("lengths_ptr", "table_ptr", "counters_ptr", "lengths_after_ptr"):
         return "*i32"
     if name in ("cos_ptr", "sin_ptr", "pieces_ptr"):
         return "*fp32"

@@ -29,8 +29,9 @@ from torch import Tensor
 from benchmarks import latent_variants
 from harness.copy_bandwidth import measured_gb_s
 from kernels.decode import Rotary, flash_decode, hopper_latent, mla_decode
-from kernels.decode.call import describe_flash, describe_latent
+from kernels.decode.call import describe_flash
 from kernels.decode.configs import Tiles, choose, shape_class, user_table_path
+from kernels.decode.latent_call import describe_latent
 
 CALLS = 10
 """Of one graph: long enough for the launch of a graph not to count."""

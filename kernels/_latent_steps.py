@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -111,43 +109,6 @@ class AbsorbedSteps(LatentSteps):
             c_BKR = latents_BKC[..., : self.problem.kv_lora_rank]
             o = probabilities.flatten(1, 2) @ c_BKR
         return o.unflatten(1, rows.shape[1:3])
-
-
-class AbsorbedKernelSteps(AbsorbedSteps):
-    """The same with one kernel that takes lengths and block table as they lie on the device.
-
-    Args:
-        kernel: ``mla_decode`` of :mod:`kernels.decode`; its lengths include the new tokens.
-    """
-
-    needs_mask = False
-
-    def __init__(
-        self,
-        problem: DecodeProblem,
-        cache: LatentCache,
-        kernel: Any,
-        *,
-        rotary: Rotary | None,
-        scale: float,
-    ) -> None:
-        super().__init__(problem, cache, rotary=rotary, scale=scale)
-        self._kernel = kernel
-        self._lengths_after: Tensor
-
-    def begin(self) -> None:
-        super().begin()
-        self._lengths_after = self.cache.places.lengths + self.problem.new_tokens
-
-    def attend_latents(self, layer: int, q_BHTR: Tensor, q_rope: Tensor) -> Tensor:
-        return self._kernel(
-            q_BHTR,
-            q_rope,
-            self.cache.latents[layer],
-            self._lengths_after,
-            block_table=self.cache.places.block_table,
-            scale=self.scale,
-        )
 
 
 def up_projected(c_BKR: Tensor, weights_HDR: Tensor) -> Tensor:

@@ -13,13 +13,13 @@ from kernels.backend import attention_backend
 from kernels.decoding import (
     DecodeOnly,
     DecodeProblem,
+    LatentDecoder,
     kernel_of,
     operator_workspace,
     why_no_kernel,
 )
 
 if TYPE_CHECKING:
-    from kernels._latent_steps import AbsorbedSteps
     from kernels.decode.rotary import Rotary
 
 IMPLEMENTATIONS = ("auto", "triton", "torch")
@@ -61,10 +61,11 @@ class MlaAbsorbed(DecodeOnly):
 
     def decoder(
         self, problem: DecodeProblem, cache: Any, *, rotary: Rotary | None, scale: float
-    ) -> AbsorbedSteps:
-        from kernels._latent_steps import AbsorbedKernelSteps, AbsorbedSteps
+    ) -> LatentDecoder:
+        from kernels._absorbed_kernel_steps import AbsorbedKernelSteps
+        from kernels._latent_steps import AbsorbedSteps
 
         if self._uses_kernel(problem):
-            kernel = kernel_of("mla_decode")
-            return AbsorbedKernelSteps(problem, cache, kernel, rotary=rotary, scale=scale)
+            kernels = (kernel_of("latent_append"), kernel_of("mla_decode"))
+            return AbsorbedKernelSteps(cache, *kernels, rotary=rotary, scale=scale)
         return AbsorbedSteps(problem, cache, rotary=rotary, scale=scale)

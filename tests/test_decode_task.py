@@ -16,9 +16,11 @@ from harness.bench import Bench, WrongResult
 from harness.case import Case
 from harness.compose import compose_request
 from harness.copy_bandwidth import COPY_BYTES, _measured
+from harness.figures.fusion_breakdown import COLOURS
 from harness.frame import build_frame
 from harness.launches import count_launches
 from harness.plan import predicted_seconds
+from harness.tables._fusion import PARTS
 from harness.tasks._decode_call import DecodeCall
 from harness.tasks._lengths import ragged_cache_lengths
 from harness.tasks._prefill_call import PrefillCall
@@ -183,6 +185,18 @@ class TestDecode:
         rows = record.notes["kernel_profile"]["rows"]
         found = {row["range"].split("/")[0] for row in rows if row["phase"] == "decode"}
         assert {"positions", "rotary_q", "rotary_k", "append", "attention"} <= found
+
+    def test_profiled_parts_of_the_latent_kernels(self, tmp_path: Path) -> None:
+        """None that the kernels make superfluous, and each one that the breakdown can draw."""
+        keys = ("attention=mla_absorbed", "attention.implementation=triton", "profile=torch")
+        case = case_of(*LATENT, *keys)
+        reason = why_unsupported(case)
+        if reason is not None:
+            pytest.skip(reason)
+        rows = run(case, tmp_path).notes["kernel_profile"]["rows"]
+        found = {row["range"].split("/")[0] for row in rows if row["phase"] == "decode"}
+        assert found - {""} == {"rotary_append", "absorb_q", "attention", "absorb_v"}
+        assert found - {""} <= set(PARTS) <= set(COLOURS)
 
     def test_graphs_need_a_gpu(self) -> None:
         case = case_of(*SMALL, "task.cuda_graph=true")

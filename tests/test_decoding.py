@@ -76,8 +76,16 @@ class TestLatents:
         )
         check(name, step, tolerance=1e-4)
 
-    def test_the_kernel_where_it_runs(self, name: str, block_size: int | None) -> None:
-        step = Step(lengths=[3, 9], block_size=block_size, kv_lora_rank=16, rope_head_dim=4)
+    @pytest.mark.parametrize(
+        ("new_tokens", "rotary"), [(1, "interleaved"), (3, "halves"), (2, "none")]
+    )
+    def test_the_kernels_where_they_run(
+        self, name: str, block_size: int | None, new_tokens: int, rotary: str
+    ) -> None:
+        step = Step(
+            lengths=[3, 9, 0], block_size=block_size, new_tokens=new_tokens, rotary=rotary,
+            kv_lora_rank=16, rope_head_dim=4,
+        )  # fmt: skip
         backend = backend_of("mla_absorbed", implementation="triton")
         reason = backend.supports_decode(step.problem)
         if reason is not None or name != "mla_absorbed":
@@ -116,7 +124,7 @@ def test_any_step(data: st.DataObject) -> None:
 
 
 class StandIn:
-    """What kernels.decode promises of its two functions, one sequence at a time."""
+    """What kernels.decode promises of its functions, one sequence at a time."""
 
     def flash_decode(
         self,
@@ -156,6 +164,32 @@ class StandIn:
             o[index] = (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ values).to(q.dtype)
         return o
 
+    def latent_append(
+        self,
+        q_rope: Tensor,
+        c_new: Tensor,
+        k_rope: Tensor,
+        latent_cache: Tensor,
+        lengths: Tensor,
+        *,
+        block_table: Tensor | None = None,
+        rotary: Rotary | None = None,
+        lengths_after: Tensor,
+    ) -> Tensor:
+        turned = torch.empty_like(q_rope)
+        new, size = c_new.shape[1], latent_cache.shape[1]
+        for index, length in enumerate(lengths.tolist()):
+            positions = torch.arange(length, length + new)
+            turned[index] = rotated(q_rope[index], positions, rotary)
+            k = rotated(k_rope[index], positions, rotary).to(c_new.dtype)
+            for place, position in enumerate(positions.tolist()):
+                row, column = index, position
+                if block_table is not None:
+                    row, column = int(block_table[index, position // size]), position % size
+                latent_cache[row, column] = torch.cat((c_new[index, place], k[place]))
+        lengths_after.copy_(lengths + new)
+        return turned
+
     def mla_decode(
         self,
         q_latent: Tensor,
@@ -165,8 +199,9 @@ class StandIn:
         *,
         block_table: Tensor | None = None,
         scale: float,
+        out: Tensor,
     ) -> Tensor:
-        o = torch.empty_like(q_latent)
+        o = out
         new, rank = q_latent.shape[2:]
         for index, length in enumerate(lengths.tolist()):
             rows = _gathered(latent_cache.unsqueeze(1), index, length, block_table)[0].double()

@@ -119,6 +119,26 @@ def test_greedy_output_is_the_same(
     assert generator.cache.places.host_lengths == [len(x) + NUM_TOKENS - 1 for x in prompts]
 
 
+@pytest.mark.parametrize("block_size", [4, None])
+def test_greedy_output_of_the_latent_kernels(block_size: int | None) -> None:
+    backend = backend_of("mla_absorbed", implementation="triton")
+    lengths = (5, 1, 17)
+    try:
+        generator = Generator(
+            model_of(LATENTS),
+            backend,
+            backend_of("naive"),
+            CACHES["latent"].target(name="latent", block_size=block_size),
+            batch_size=3,
+            max_len=MAX_LEN,
+            dtype="float32",
+        )
+    except ValueError as error:
+        pytest.skip(str(error))
+    found = generator.generate(prompts_of(*lengths), NUM_TOKENS)
+    assert torch.equal(found, without_a_cache(True, lengths))
+
+
 class TestLatentAttention:
     def test_parameters_are_counted(self) -> None:
         for sizes in (GROUPED, LATENTS, config(kv_lora_rank=7, rope_head_dim=2)):

@@ -24,6 +24,7 @@ COLOURS = {
     "rotary_k": "#56B4E9",
     "rotary_qk": "#0072B2",
     "append": "#009E73",
+    "rotary_append": "#117733",
     "up_projection": "#882255",
     "absorb_q": "#CC79A7",
     "attention": "#E69F00",

@@ -11,7 +11,8 @@ from harness.tables._decode import heads_of
 from harness.tables._profiles import passes, profiled, short_name
 
 PARTS = (
-    *("positions", "rotary_q", "rotary_k", "rotary_qk", "append", "up_projection", "absorb_q"),
+    *("positions", "rotary_q", "rotary_k", "rotary_qk", "append", "rotary_append"),
+    *("up_projection", "absorb_q"),
     *("attention", "scores", "mask", "softmax", "values", "absorb_v", "fused"),
 )
 """In the order in which a step comes to them."""

@@ -3,10 +3,11 @@
 Read in this order: ``rotary`` (the angles a call brings), ``schedule`` (how the keys of a ragged
 batch are divided into equal shares), ``pieces`` (a share's partial results, and who merges
 them), ``cache_tiles`` (loading from contiguous and paged caches, rotating), ``flash_kernel`` and
-``latent_kernel`` (the two kernels), ``call`` (what is refused), ``configs`` (tile sizes),
-``workspace`` (memory for partial results) and ``launch`` (the two entry points). Then
-``hopper_latent_kernel``, in Gluon, with ``merge_kernel`` and ``hopper_latent``, which launches
-them. Nothing here imports torch or triton until one of the names below is used.
+``latent_kernel`` (the two kernels), ``call`` and ``latent_call`` (what is refused), ``configs``
+(tile sizes), ``workspace`` (memory for partial results) and ``launch`` (the two entry points).
+Then ``hopper_latent_kernel``, in Gluon, with ``merge_kernel`` and ``hopper_latent``, which
+launches them; and ``latent_append_kernel`` with ``append``, which launches it before
+latent attention. Nothing here imports torch or triton until one of the names below is used.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from typing import Any
 _HOMES = {
     "Rotary": "kernels.decode.rotary",
     "flash_decode": "kernels.decode.launch",
+    "latent_append": "kernels.decode.append",
     "mla_decode": "kernels.decode.launch",
     "why_not": "kernels.decode.launch",
 }
 
-__all__ = ["Rotary", "flash_decode", "mla_decode", "why_not"]
+__all__ = ["Rotary", "flash_decode", "latent_append", "mla_decode", "why_not"]
 
 
 def __getattr__(name: str) -> Any:

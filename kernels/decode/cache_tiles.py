@@ -95,8 +95,8 @@ def load_rotated(
         )  # fmt: skip
         known = (inside & (positions < max_positions))[:, None] & turned[None, :]
         angles = tl.cast(positions, tl.int64)[:, None] * angle_stride + angle[None, :]
-        cos = tl.load(cos_ptr + angles, mask=known, other=1.0)
-        sin = tl.load(sin_ptr + angles, mask=known, other=0.0)
+        cos = tl.load(cos_ptr + angles, mask=known, other=1.0).to(tl.float32)
+        sin = tl.load(sin_ptr + angles, mask=known, other=0.0).to(tl.float32)
         other = tl.where(is_first[None, :], -1.0, 1.0) * y.to(tl.float32)
         x = (x.to(tl.float32) * cos + other * sin).to(x.dtype)
     return x

@@ -79,23 +79,6 @@ def describe_flash(
     )
 
 
-def describe_latent(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    latent_cache: Tensor,
-    lengths: Tensor,
-    block_table: Tensor | None,
-    out: Tensor | None,
-) -> Call:
-    """The facts of a call of mla_decode; ValueError if it makes no sense."""
-    _check_dense_rows("latent_cache", latent_cache)
-    return _checked_latent(
-        *map(_facts, (q_latent, q_rope, latent_cache, lengths)),
-        None if block_table is None else _facts(block_table),
-        _out_facts(out),
-    )
-
-
 @lru_cache(maxsize=4096)
 def _checked_flash(
     q: _Facts,
@@ -142,48 +125,6 @@ def _checked_flash(
         capacity=capacity,
         page=page,
         rotary_dim=rotary_dim,
-    )
-
-
-@lru_cache(maxsize=4096)
-def _checked_latent(
-    q: _Facts,
-    q_rope: _Facts,
-    cache: _Facts,
-    lengths: _Facts,
-    block_table: _Facts | None,
-    out: _Facts | None,
-) -> Call:
-    _check_dims("q_latent", q, "[batch, heads, new tokens, rank]")
-    _check_dims("q_rope", q_rope, "[batch, heads, new tokens, rope_dim]")
-    batch_size, num_heads, new, rank = q[0]
-    rope_dim = q_rope[0][3]
-    if min(num_heads, rank, rope_dim) < 1:
-        raise ValueError(
-            f"q_latent is {_show(q[0])} and q_rope {_show(q_rope[0])}: "
-            "must have heads, a rank and a rope_dim of 1 or more"
-        )
-    _check_like("q_rope", q_rope, torch.Size((batch_size, num_heads, new, rope_dim)), q)
-    if len(cache[0]) != 3:
-        layout = "[batch, max_len, rank + rope_dim], or with a block table [blocks, block_size, ..]"
-        raise ValueError(f"latent_cache is {_show(cache[0])}: must be {layout}")
-    rows, page, capacity = _cache_size(cache[0][0], cache[0][1], batch_size, block_table)
-    _check_like("latent_cache", cache, torch.Size((rows, cache[0][1], rank + rope_dim)), q)
-    _check_lengths(lengths, block_table, batch_size, q[2])
-    _check_new(new, capacity)
-    if out is not None:
-        _check_like("out", out, q[0], q)
-    return Call(
-        device=q[2],
-        dtype=q[1],
-        batch_size=batch_size,
-        num_heads=num_heads,
-        num_kv_heads=1,
-        new=new,
-        head_dim=rank,
-        capacity=capacity,
-        page=page,
-        rope_dim=rope_dim,
     )
 
 
@@ -239,12 +180,20 @@ def _check_new(new: int, capacity: int) -> None:
         raise ValueError("the cache has no room: its capacity must be 1 token or more")
 
 
-def _rotary_dim(cos: _Facts, sin: _Facts, head_dim: int, device: torch.device) -> int:
+def _rotary_dim(
+    cos: _Facts,
+    sin: _Facts,
+    head_dim: int,
+    device: torch.device,
+    *,
+    dtypes: Sequence[torch.dtype] = (torch.float32,),
+) -> int:
     for name, facts in (("rotary.cos", cos), ("rotary.sin", sin)):
-        if len(facts[0]) != 2 or facts[1:] != (torch.float32, device) or facts != cos:
+        known = facts[1] in dtypes and facts[2] == device
+        if len(facts[0]) != 2 or not known or facts != cos:
             raise ValueError(
-                f"{name} is {_show(facts[0])} {_name(facts[1])} on {facts[2]}: must be "
-                f"[positions, rotary_dim / 2] float32 on {device}, cos and sin alike"
+                f"{name} is {_show(facts[0])} {_name(facts[1])} on {facts[2]}: must be [positions, "
+                f"rotary_dim / 2] {' or '.join(map(_name, dtypes))} on {device}, cos and sin alike"
             )
     rotary_dim = 2 * cos[0][1]
     if rotary_dim > head_dim:

@@ -17,8 +17,9 @@ import triton
 from torch import Tensor
 
 from kernels.decode import configs, hopper_latent, workspace
-from kernels.decode.call import Call, describe_flash, describe_latent
+from kernels.decode.call import Call, describe_flash
 from kernels.decode.flash_kernel import flash_decode_kernel
+from kernels.decode.latent_call import describe_latent
 from kernels.decode.latent_kernel import latent_decode_kernel
 from kernels.decode.rotary import Rotary
 
