@@ -15,7 +15,7 @@ from torch import Tensor
 from harness.bench import Bench, WrongResult
 from harness.case import Case
 from harness.compose import compose_request
-from harness.copy_bandwidth import COPY_BYTES, _measured
+from harness.copy_bandwidth import COPY_BYTES, measured_gb_s
 from harness.figures.fusion_breakdown import COLOURS
 from harness.frame import build_frame
 from harness.launches import count_launches
@@ -42,7 +42,7 @@ OLD_ID = "train_step-train_step-tiny-naive-fp32-b4-s64-cpu-4756de7e2a"
 @pytest.fixture(autouse=True)
 def small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(COPY_BYTES, "cpu", 2**20)
-    _measured.cache_clear()
+    measured_gb_s.cache_clear()
 
 
 class TestFormulas:
