@@ -240,6 +240,79 @@ def test_what_is_said_of_memory_and_roofs_is_in_the_committed_tables() -> None:
     assert "{:.0f} and {:.0f}% of the datasheet".format(*shares) in words
 
 
+def test_what_is_said_of_decoding_is_in_the_committed_tables() -> None:
+    words = " ".join(README.split())
+    rows = [row for row in rows_of("decode_latency", "decode_latency") if row["status"] == "ok"]
+
+    def step_us(attention: str, batch_size: str, seq_len: str, cache: str) -> dict[str, str]:
+        (row,) = (
+            row
+            for row in rows
+            if (row["attention"], row["batch_size"]) == (attention, batch_size)
+            and (row["seq_len"], row["cache"]) == (seq_len, cache)
+        )
+        return row
+
+    for batch_size, seq_len, cache in (
+        ("16", "32768", "contiguous"),
+        ("16", "32768", "paged64"),
+        ("1", "131072", "contiguous"),
+    ):
+        found = [
+            step_us(name, batch_size, seq_len, cache)
+            for name in ("standard", "sdpa", "flash_decode")
+        ]
+        times = " | ".join(number(float(row["step_us"])) for row in found)
+        share = 100 * float(found[-1]["copy_share"])
+        assert f"| {batch_size}, {int(seq_len):,}, {cache} | {times} | {share:.0f}% |" in README
+    absorbed, materialised = (
+        step_us(name, "32", "16384", "latent64") for name in ("mla_absorbed", "mla_materialised")
+    )
+    times = [number(float(row["step_us"])) for row in (absorbed, materialised)]
+    assert "{} µs where `mla_materialised` takes {}".format(*times) in words
+    assert f"in {float(absorbed['launches']):.0f} launches, of which" in words
+    graphs = {
+        (row["attention"], row["cuda_graph"]): number(float(row["step_us"]))
+        for row in rows_of("graph_effect", "graph_effect")
+        if row["status"] == "ok"
+        and (row["batch_size"], row["seq_len"], row["cache"]) == ("1", "512", "contiguous")
+    }
+    fused = graphs["flash_decode", "False"], graphs["flash_decode", "True"]
+    assert "take {} µs launched one by one and {} µs as one graph".format(*fused) in words
+    plain = graphs["standard", "False"], graphs["standard", "True"]
+    assert "(`standard` {} and {};".format(*plain) in words
+
+
+def test_what_is_said_of_kernels_and_precisions_is_in_the_committed_tables() -> None:
+    words = " ".join(README.split())
+    rows = rows_of("nsys_profile", "kernel_categories")
+    shares = {
+        mode: [
+            100 * float(row["matmul_share"]) for row in rows if (row["mode"], row["phase"]) == key
+        ]
+        for mode, key in (("forward", ("forward",) * 2), ("step", ("train_step", "step")))
+    }
+    forward, step = shares["forward"], shares["step"]
+    assert f"{min(forward):.0f} to {max(forward):.0f}% of the forward pass's kernel time" in words
+    assert f"and {min(step):.0f} to {max(step):.0f}% of a training step's" in words
+    parts = rows_of("nsys_profile", "attention_parts")
+    times, flops = ([float(row[key]) for row in parts] for key in ("time_ratio", "flops_ratio"))
+    assert f"takes {min(times):.2f} to {max(times):.2f} times as long as the two matmuls" in words
+    assert f"for 1/{1 / min(flops):.0f} to 1/{1 / max(flops):.0f} of their FLOPs" in words
+    assert {row["model"] for row in parts} == {"small", "large", "2.7B"}
+    assert {row["seq_len"] for row in parts} == {"128", "512"}
+    audit = [
+        row for row in rows_of("precision_audit", "precision_error") if row["model"] == "small"
+    ]
+    errors = {row["precision"]: f"{100 * float(row['gradient_error']):.1f}%" for row in audit}
+    assert f"off by {errors['bf16']} under bfloat16 autocast" in words
+    assert f"by {errors['bf16_pure']} in bfloat16 throughout" in words
+    assert f"autocast by {errors['fp16(grad_scaler=False)']} without gradient scaling" in words
+    (lost,) = (row for row in audit if row["precision"] == "fp16(grad_scaler=False)")
+    assert f"where {float(lost['underflowed']) / 1e6:.0f} million elements" in words
+    assert f"and by {errors['fp16(grad_scaler=True)']} with it" in words
+
+
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\(([^)#]+)\)", README))))
 def test_links_lead_somewhere(target: str) -> None:
     assert target.startswith("http") or (ROOT / target).exists()
