@@ -169,6 +169,8 @@ class Bench:
         self.world_size = world_size
         self.outcome = Outcome(rank=rank)
         self.current_stage = "start"
+        self._stage_began = time.perf_counter()
+        self._stage_s: dict[str, float] = {}
         self.compile_watch = CompileWatch()
         self._vote_group = vote_group
         self._on_stage = on_stage
@@ -189,8 +191,21 @@ class Bench:
 
     def stage(self, name: str) -> None:
         """Say what happens next: shown as progress, and named in an error."""
+        self._end_stage()
         self.current_stage = name
         self._on_stage(name)
+
+    def _end_stage(self) -> None:
+        now = time.perf_counter()
+        spent = self._stage_s.get(self.current_stage, 0.0) + now - self._stage_began
+        self._stage_s[self.current_stage], self._stage_began = spent, now
+
+    def note_stages(self) -> None:
+        """Record the seconds of each stage by the host's clock: where the time of a case goes."""
+        self._end_stage()
+        self.outcome.notes["stages_s"] = {
+            name: round(spent, 3) for name, spent in self._stage_s.items()
+        }
 
     def artifact(self, name: str) -> Path:
         """Where a file called ``name`` goes that stays beside the case's record."""

@@ -153,6 +153,7 @@ class Worker:
             }
             if outcome.status == "failed":
                 outcome.error["traceback"] = traceback.format_exc()
+        bench.note_stages()
         outcome.compilation["compile_s"] = bench.compile_watch.seconds
         outcome.compilation["compilations"] = bench.compile_watch.count
         outcome.compilation["autotune_s"] = bench.compile_watch.autotune_seconds

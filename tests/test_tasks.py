@@ -150,6 +150,22 @@ def test_events_are_made_before_what_is_timed(monkeypatch: pytest.MonkeyPatch) -
     assert Event.made == 6
 
 
+def test_each_stage_is_noted_with_its_seconds() -> None:
+    bench = Bench(device=torch.device("cpu"))
+    bench.stage("set-up")
+    time.sleep(0.02)
+    bench.measure(lambda timer: time.sleep(0.01), warmup=2, passes=3)
+    bench.stage("set-up")
+    time.sleep(0.02)
+    bench.note_stages()
+    stages = bench.outcome.notes["stages_s"]
+    assert list(stages) == ["start", "set-up", "warm-up", "measuring"]
+    # Two times in set-up add up.
+    assert stages["set-up"] >= 0.04
+    assert stages["warm-up"] >= 0.02
+    assert stages["measuring"] >= 0.03
+
+
 def test_warm_up_is_not_measured_and_the_window_is() -> None:
     bench = Bench(device=torch.device("cpu"))
     calls = []
