@@ -86,7 +86,7 @@ def compose_request(arguments: Sequence[str]) -> Request:
         timeout_s=run["timeout_s"],
         isolate=run["isolate"] or sweep.isolate,
         retry=run["retry"],
-        interleave=max(run["interleave"], sweep.interleave),
+        interleave=_rounds(cases, run["interleave"], sweep.interleave),
         wait=run["wait"],
         vote_timeout_s=getattr(
             launcher, "vote_timeout_s", RunOptions(results=Path()).vote_timeout_s
@@ -102,6 +102,18 @@ def compose_request(arguments: Sequence[str]) -> Request:
         command=shlex.join(["attnbench", *arguments]),
         plan=run["plan"],
     )
+
+
+def _rounds(cases: list[Case], wanted: int, of_sweep: int) -> int:
+    """How many rounds to measure in: the sweep's or more, and no more than cases have passes."""
+    passes = [case.task.measure_steps for case in cases if hasattr(case.task, "measure_steps")]
+    fewest = min(passes, default=wanted)
+    if wanted > fewest:
+        raise ValueError(
+            f"interleave={wanted}: splits the measured passes of a case into as many rounds, and "
+            f"task.measure_steps={fewest}; must be at most that"
+        )
+    return max(wanted, min(of_sweep, fewest))
 
 
 def _require_rendering(sweep: Sweep) -> None:

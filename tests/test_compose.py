@@ -105,6 +105,10 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
     "negative seed": (["seed=-1"], ["seed=-1:", "at least 0"]),
     "negative time": (["timeout_s=-5"], ["timeout_s=-5:", "positive"]),
     "no rounds": (["interleave=0"], ["interleave=0:", "at least 1"]),
+    "rounds without passes": (
+        ["interleave=9", "task.measure_steps=5"],
+        ["interleave=9:", "task.measure_steps=5; must be at most that"],
+    ),
     "negative ranks": (["parallel=ddp_torch", "parallel.dp=-1"], ["parallel.dp=-1:", "at least 1"]),
     "ranks without a strategy": (["parallel.dp=2"], ["parallel.dp=2:", "ddp_torch"]),
     "no vote": (["launcher.vote_timeout_s=0"], ["launcher.vote_timeout_s=0", "positive"]),
@@ -463,3 +467,15 @@ class TestCase:
         values["attention"]["name"] = "gone"
         with pytest.raises(ValueError, match="attention=gone: no such choice"):
             Case.from_dict(values)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rounds"), [([], 4), (["interleave=6"], 6), (["task.measure_steps=3"], 3)]
+)
+def test_a_sweeps_rounds_are_its_own_or_more_and_never_empty(
+    arguments: list[str], rounds: int
+) -> None:
+    request = compose_request(
+        ["sweeps=short_sequences", "scale=tiny", "device=cpu", "seq_len=64", *arguments]
+    )
+    assert request.options.interleave == rounds
