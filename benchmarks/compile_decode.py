@@ -19,7 +19,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from benchmarks.compile_hopper import HOPPER, assembler_report
-from kernels.decode import append, configs, hopper_latent, launch
+from kernels.decode import append, configs, hopper_latent, plans
 from kernels.decode.call import Call
 from kernels.decode.flash_kernel import flash_decode_kernel
 from kernels.decode.hopper_latent_kernel import hopper_latent_kernel
@@ -98,10 +98,10 @@ def compile_variant(name: str) -> tuple[Any, str]:
     pinned = configs._pinned()["NVIDIA H200"].get(row)
     tiles = pinned or rule(call, SHARED_MEMORY_BYTES)
     if kind == "flash":
-        constants = dict(launch.flash_constants(call, tiles, False))
+        constants = dict(plans.flash_constants(call, tiles, False))
         kernel = flash_decode_kernel
     else:
-        constants = dict(launch.latent_constants(call, tiles))
+        constants = dict(plans.latent_constants(call, tiles))
         kernel = latent_decode_kernel
     options = {
         option: constants.pop(option)
