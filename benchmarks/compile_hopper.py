@@ -142,6 +142,12 @@ def launched_sizes(compiled: Any) -> list[int]:
     return Parameters(compiled, arguments).sizes
 
 
+def parameters_differ(compiled: Any) -> list[str]:
+    """A line if a launch without Triton would pass other parameters than the kernel has."""
+    wanted, passed = parameter_sizes(compiled.asm["ptx"]), launched_sizes(compiled)
+    return [] if wanted == passed else [f"parameters of {wanted} bytes: {passed} would be passed"]
+
+
 def main() -> int:
     failed = False
     chosen = sys.argv[1:] or list(KERNELS)
@@ -159,9 +165,7 @@ def main() -> int:
                 lines = [line.strip() for line in report.splitlines()]
                 spills = next(line for line in lines if "spill" in line)
                 slow = [line for line in lines if "serialized" in line]
-                wanted, passed = parameter_sizes(compiled.asm["ptx"]), launched_sizes(compiled)
-                if wanted != passed:
-                    slow.append(f"parameters of {wanted} bytes: {passed} would be passed")
+                slow += parameters_differ(compiled)
                 failed = failed or bool(slow)
                 print(
                     f"{kernel:<14} d {head_dim:<4} {variant.dtype} "

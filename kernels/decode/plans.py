@@ -37,7 +37,7 @@ def layouts(*tensors: Tensor | None) -> tuple:
 
 
 def copies_of_sparse(*tensors: Tensor | None) -> list[Any] | None:
-    """With copies of those whose rows the kernels do not take; None if they take all as they are."""
+    """With copies of those that the kernels do not take as they lie; None if they take all."""
     dense = [x if x is None or x.stride(-1) == 1 else x.contiguous() for x in tensors]
     changed = any(x is not y for x, y in zip(tensors, dense, strict=True))
     return dense if changed else None
