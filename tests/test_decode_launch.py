@@ -205,6 +205,7 @@ def test_what_is_not_dense_is_copied_each_time(flash: Fake) -> None:
     ("change", "message"),
     [
         (lambda: {"lengths": int32(2).long()}, "lengths is .*int64"),
+        (lambda: {"lengths": int32(2).to("meta")}, "lengths is .* on meta"),
         (lambda: {"k_cache": empty(2, 2, 16, 64).mT}, "k_cache has a last stride"),
         (lambda: {"num_splits": 0}, "num_splits is 0"),
     ],
