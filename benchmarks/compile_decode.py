@@ -2,8 +2,9 @@
 
 Run as ``python -m benchmarks.compile_decode [VARIANT ...]`` in the repository, with triton
 installed and TRITON_INTERPRET unset. Prints one row for each variant, with the tiles that an
-H200 gets, and exits with 1 if one needs more shared memory than a Hopper GPU has, or if the
-Gluon kernel spills registers or its matmuls are serialised.
+H200 gets, and exits with 1 if one needs more shared memory than a Hopper GPU has, if the Gluon
+kernel spills registers or its matmuls are serialised, or if :mod:`kernels._driver_launch` has
+another idea of a kernel's parameters than its code: then Triton launches it, which takes longer.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 
-from benchmarks.compile_hopper import HOPPER, assembler_report
-from kernels.decode import append, configs, hopper_latent, launch
+from benchmarks.compile_hopper import HOPPER, assembler_report, parameters_differ
+from kernels.decode import append, configs, hopper_latent, plans
 from kernels.decode.call import Call
 from kernels.decode.flash_kernel import flash_decode_kernel
 from kernels.decode.hopper_latent_kernel import hopper_latent_kernel
@@ -88,7 +89,7 @@ def compile_variant(name: str) -> tuple[Any, str]:
             "NEW": 1, "BLOCK_B": 32, "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_D": 512, "ROW_TILES": 2,
             "MERGE_PIECES": 4, "MERGE_ROWS": 4, "OVERLAPS": True,
         }  # fmt: skip
-        return _compile(merge_kernel, call, constants, {"num_warps": 4})
+        return _compile(merge_kernel, call, constants, {"num_warps": 4, "launch_pdl": True})
     if kind == "append":
         constants = dict(append.append_constants(call, True, True))
         options = {"num_warps": constants.pop("num_warps")}
@@ -98,10 +99,10 @@ def compile_variant(name: str) -> tuple[Any, str]:
     pinned = configs._pinned()["NVIDIA H200"].get(row)
     tiles = pinned or rule(call, SHARED_MEMORY_BYTES)
     if kind == "flash":
-        constants = dict(launch.flash_constants(call, tiles, False))
+        constants = dict(plans.flash_constants(call, tiles, False))
         kernel = flash_decode_kernel
     else:
-        constants = dict(launch.latent_constants(call, tiles))
+        constants = dict(plans.latent_constants(call, tiles))
         kernel = latent_decode_kernel
     options = {
         option: constants.pop(option)
@@ -163,12 +164,15 @@ def main() -> int:
         spills = next(line.strip() for line in report if "spill" in line)
         registers = next(line.split("Used ")[1].split(",")[0] for line in report if "Used" in line)
         slow = [line.strip() for line in report if "serialized" in line]
+        differ = parameters_differ(compiled)
         shared = compiled.metadata.shared
-        failed = failed or shared > SHARED_MEMORY_BYTES
+        failed = failed or shared > SHARED_MEMORY_BYTES or bool(differ)
         if name.startswith("hopper"):
             failed = failed or bool(slow) or " 0 bytes spill stores" not in spills
         print(
-            f"{name:<28} {what:<52} {shared / 1024:6.1f} KiB shared  {registers}  {spills}", *slow
+            f"{name:<28} {what:<52} {shared / 1024:6.1f} KiB shared  {registers}  {spills}",
+            *slow,
+            *differ,
         )
         sys.stdout.flush()
     return int(failed)

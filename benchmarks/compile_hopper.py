@@ -3,7 +3,7 @@
 Run as ``python -m benchmarks.compile_hopper [KERNEL ...]`` in the repository, with triton installed
 and TRITON_INTERPRET unset. Prints one row for each kernel and variant, and exits with 1 if ptxas
 serialised the matmuls of any: then nothing runs beside them, whatever the source says. And if
-:mod:`kernels.flash.driver_launch` has another idea of a kernel's parameters than its code: then
+:mod:`kernels._driver_launch` has another idea of a kernel's parameters than its code: then
 Triton launches it, which takes longer.
 """
 
@@ -24,8 +24,8 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 
+from kernels._driver_launch import Parameters
 from kernels.flash import hopper, hopper_backward, hopper_forward
-from kernels.flash.driver_launch import Parameters
 
 HOPPER = GPUTarget("cuda", 90, 32)
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
@@ -142,6 +142,12 @@ def launched_sizes(compiled: Any) -> list[int]:
     return Parameters(compiled, arguments).sizes
 
 
+def parameters_differ(compiled: Any) -> list[str]:
+    """A line if a launch without Triton would pass other parameters than the kernel has."""
+    wanted, passed = parameter_sizes(compiled.asm["ptx"]), launched_sizes(compiled)
+    return [] if wanted == passed else [f"parameters of {wanted} bytes: {passed} would be passed"]
+
+
 def main() -> int:
     failed = False
     chosen = sys.argv[1:] or list(KERNELS)
@@ -159,9 +165,7 @@ def main() -> int:
                 lines = [line.strip() for line in report.splitlines()]
                 spills = next(line for line in lines if "spill" in line)
                 slow = [line for line in lines if "serialized" in line]
-                wanted, passed = parameter_sizes(compiled.asm["ptx"]), launched_sizes(compiled)
-                if wanted != passed:
-                    slow.append(f"parameters of {wanted} bytes: {passed} would be passed")
+                slow += parameters_differ(compiled)
                 failed = failed or bool(slow)
                 print(
                     f"{kernel:<14} d {head_dim:<4} {variant.dtype} "

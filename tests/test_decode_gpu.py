@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,7 +24,9 @@ from decode_checks import (
 from torch import Tensor
 from triton_device import randn
 
-from kernels.decode import flash_decode, hopper_latent, mla_decode
+from kernels import _launch
+from kernels._driver_launch import DriverLaunch
+from kernels.decode import flash_decode, hopper_latent, latent_append, mla_decode
 
 CUDA = torch.cuda.is_available()
 HOPPER = CUDA and torch.cuda.get_device_capability() == (9, 0)
@@ -272,6 +275,86 @@ class TestLatentDecode:
             graph.replay()
             got = result.clone()
             assert torch.equal(got, run())
+
+
+@pytest.mark.gpu
+@needs_cuda
+class TestLaunchedAgain:
+    """Without Triton, with other tensors that lie alike: as a launch of Triton's own."""
+
+    @pytest.fixture
+    def by_the_driver(self, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+        launched: list[bool] = []
+        launch = DriverLaunch.__call__
+
+        def counted(self: DriverLaunch, addresses: list[int], floats: list[float]) -> bool:
+            launched.append(launch(self, addresses, floats))
+            return launched[-1]
+
+        monkeypatch.setattr(DriverLaunch, "__call__", counted)
+        return launched
+
+    def agree(self, run: Callable[[list[Tensor]], Tensor], shapes: list[tuple[int, ...]]) -> None:
+        """Of three sets of tensors: as launched by Triton, and then again."""
+        sets = [
+            [randn(*shape, dtype=torch.bfloat16, seed=10 * i + j) for j, shape in enumerate(shapes)]
+            for i in range(3)
+        ]
+        again = [[x.clone() for x in given] for given in sets]
+        expected = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_launch, "_is_watched", lambda: True)
+            for given in sets:
+                expected.append(run(given).clone())
+        for given, wanted in zip(again, expected, strict=True):
+            assert torch.equal(run(given), wanted)
+        for one, other in zip(sets, again, strict=True):
+            assert all(map(torch.equal, one, other))
+
+    @pytest.mark.parametrize("num_splits", [1, 6])
+    def test_flash(self, by_the_driver: list[bool], num_splits: int) -> None:
+        lengths, rotary = int32([1000, 3]), angles(1100, 128)
+        shapes = [(2, 8, 1, 128), *[(2, 2, 1, 128)] * 2, *[(2, 2, 1024, 128)] * 2]
+        self.agree(
+            lambda given: flash_decode(*given, lengths, rotary=rotary, num_splits=num_splits),
+            shapes,
+        )
+        assert by_the_driver == [True] * 3
+
+    @pytest.mark.parametrize(
+        "implementation", ["plain", pytest.param("hopper", marks=needs_hopper)]
+    )
+    def test_latent(self, by_the_driver: list[bool], implementation: str) -> None:
+        lengths = int32([1000, 3])
+        self.agree(
+            lambda given: mla_decode(
+                *given, lengths, scale=0.05, num_splits=6, implementation=implementation
+            ),
+            [(2, 128, 1, 512), (2, 128, 1, 64), (2, 1024, 576)],
+        )
+        assert by_the_driver == [True] * (6 if implementation == "hopper" else 3)
+
+    def test_append(self, by_the_driver: list[bool]) -> None:
+        lengths, rotary = int32([1000, 3]), angles(1100, 64)
+        self.agree(
+            lambda given: latent_append(*given, lengths, rotary=rotary),
+            [(2, 128, 1, 64), (2, 1, 512), (2, 1, 64), (2, 1024, 576)],
+        )
+        assert by_the_driver == [True] * 3
+
+    def test_misaligned(self, by_the_driver: list[bool]) -> None:
+        """Not by the driver, whose kernel loads 16 bytes at once, and with equal results."""
+        lengths = int32([1000, 3])
+        q, k, v = (randn(2, h, 1, 128, dtype=torch.bfloat16, seed=h) for h in (8, 2, 3))
+        v = v[:, :2].contiguous()
+        caches = [randn(2, 2, 1024, 128, dtype=torch.bfloat16, seed=i) for i in (5, 6)]
+        expected = flash_decode(q, k, v, *[x.clone() for x in caches], lengths, num_splits=2)
+        shifted = [x.new_empty(x.numel() + 1)[1:].view_as(x).copy_(x) for x in caches]
+        before = len(by_the_driver)
+        for _ in range(2):
+            got = flash_decode(q, k, v, *shifted, lengths, num_splits=2)
+            assert float((got - expected).abs().max()) < 4e-2
+        assert len(by_the_driver) == before
 
 
 @pytest.mark.gpu

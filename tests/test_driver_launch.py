@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from fake_driver import FACTS, STREAM, Compiled, Driver, Kernel, install, number
 from torch import Tensor
 
-from kernels.flash import driver_launch, launch
-from kernels.flash.driver_launch import DriverLaunch, NotKnown
-from kernels.flash.launch import Launch
-
-STREAM = 77
+from kernels import _launch as launch
+from kernels._driver_launch import DriverLaunch, NotKnown
+from kernels._launch import Launch
 
 SIGNATURE = {
     "x_desc": "tensordesc<bf16[1, 64],layout>",
@@ -29,103 +28,16 @@ SIGNATURE = {
 SIZES = [128, 4, 4, 8, 8, 8, 8, 8, 4, 4, 8, 8]
 """Map, two of shape, two strides, two tensors, two integers, a float, and two of scratch."""
 
-FACTS = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [1, 64], "fp4_padded": False}
-
-
-class Driver:
-    """Keeps what it is asked to launch."""
-
-    def __init__(self) -> None:
-        self.sizes = list(SIZES)
-        self.refuses = False
-        self.num_replaced = 0
-        self.launches: list[dict[str, Any]] = []
-        self.encoded: list[dict[str, Any]] = []
-
-    def cuFuncGetParamInfo(self, function: Any, number: Any, offset: Any, size: Any) -> int:
-        if number.value >= len(self.sizes):
-            return 1
-        size._obj.value = self.sizes[number.value]
-        return 0
-
-    def cuTensorMapEncodeTiled(
-        self, room: Any, dtype: int, rank: int, base: Any, sizes: Any, strides: Any, box: Any,
-        *options: Any,
-    ) -> int:  # fmt: skip
-        ctypes.c_uint64.from_address(room.value).value = base.value
-        self.encoded.append(
-            {
-                "rank": rank,
-                "base": base.value,
-                "sizes": list(sizes),
-                "strides": list(strides)[: rank - 1],
-                "box": list(box),
-                "swizzle": options[2],
-            }
-        )
-        return 0
-
-    def cuTensorMapReplaceAddress(self, room: int, address: int) -> int:
-        assert room % 64 == 0
-        self.num_replaced += 1
-        ctypes.c_uint64.from_address(room).value = address
-        return 0
-
-    def cuLaunchKernelEx(self, config: int, function: int, pointers: Any, extra: None) -> int:
-        if self.refuses:
-            return 1
-        found = driver_launch._LaunchConfig.from_address(config)
-        sizes = [min(size, 8) for size in self.sizes]
-        values = [
-            ctypes.string_at(pointer, size) for pointer, size in zip(pointers, sizes, strict=True)
-        ]
-        self.launches.append(
-            {
-                "function": function,
-                "grid": (found.grid_x, found.grid_y, found.grid_z),
-                "threads": (found.block_x, found.block_y, found.block_z),
-                "shared": found.shared_memory_bytes,
-                "stream": found.stream,
-                "attributes": found.num_attributes,
-                "values": values,
-            }
-        )
-        return 0
-
-
-class Compiled:
-    """Of a kernel, what Triton gives; counts its own launches."""
-
-    def __init__(self, **metadata: Any) -> None:
-        self.src = SimpleNamespace(signature=SIGNATURE)
-        self.function = 1234
-        self.launched: list[tuple[Any, ...]] = []
-        facts = {"num_warps": 12, "shared": 1000, "tensordesc_meta": [FACTS], **metadata}
-        self.metadata = SimpleNamespace(**facts)
-
-    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
-        return lambda *arguments, **_: self.launched.append(arguments)
-
-
-class Kernel:
-    def __init__(self, compiled: Compiled) -> None:
-        self.compiled = compiled
-
-    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
-        def run(*arguments: Any, **constants: Any) -> Compiled:
-            self.compiled[grid](*arguments)
-            return self.compiled
-
-        return run
-
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    made = Driver()
-    monkeypatch.setattr(driver_launch, "_driver", lambda: made)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
+    made = install(monkeypatch)
+    made.sizes = list(SIZES)
     return made
+
+
+def compiled_kernel(**metadata: Any) -> Compiled:
+    return Compiled(SIGNATURE, **metadata)
 
 
 def described(x: Tensor) -> SimpleNamespace:
@@ -134,7 +46,11 @@ def described(x: Tensor) -> SimpleNamespace:
 
 def prepared(compiled: Compiled) -> Launch:
     return Launch(
-        Kernel(compiled), (5, 6, 1), {"BLOCK": 64}, integers=(2**40, 1, 32), descriptors=[described]
+        Kernel(compiled),
+        (5, 6, 1),
+        {"num_stages": 3, "BLOCK": 64},
+        integers=(2**40, 1, 32),
+        descriptors=[described],
     )
 
 
@@ -143,12 +59,8 @@ def tensors() -> tuple[Tensor, Tensor, Tensor]:
     return bf16, torch.empty(8), torch.empty_like(bf16)
 
 
-def number(raw: bytes) -> int:
-    return int.from_bytes(raw, "little")
-
-
 def test_later_launches_pass_new_addresses_and_floats(driver: Driver) -> None:
-    compiled = Compiled()
+    compiled = compiled_kernel()
     call = prepared(compiled)
     first, second, third = tensors(), tensors(), tensors()
     call(*first, floats=(1.0,))
@@ -162,7 +74,7 @@ def test_later_launches_pass_new_addresses_and_floats(driver: Driver) -> None:
     for made, (x, y, z), scale in zip(driver.launches, (second, third), (0.5, 0.25), strict=True):
         assert made["function"] == 1234
         assert (made["grid"], made["threads"]) == ((5, 6, 1), (384, 1, 1))
-        assert (made["shared"], made["stream"], made["attributes"]) == (1000, STREAM, 0)
+        assert (made["shared"], made["stream"], made["attributes"]) == (1000, STREAM, b"")
         values = made["values"]
         assert number(values[0]) == x.data_ptr()
         assert [number(raw) for raw in values[1:5]] == [32, 64, 64, 1]
@@ -173,7 +85,7 @@ def test_later_launches_pass_new_addresses_and_floats(driver: Driver) -> None:
 
 
 def test_maps_are_left_alone_while_they_lead_to_the_same_place(driver: Driver) -> None:
-    call = prepared(Compiled())
+    call = prepared(compiled_kernel())
     first, second = tensors(), tensors()
     wanted = []
     for given, replaced in ((first, 0), (first, 0), (second, 1), (second, 1), (first, 2)):
@@ -187,7 +99,7 @@ def test_maps_are_left_alone_while_they_lead_to_the_same_place(driver: Driver) -
 def test_maps_are_encoded_as_triton_does_it(driver: Driver) -> None:
     pytest.importorskip("triton.backends.nvidia.driver")
     x, y, z = tensors()
-    prepared(Compiled())(x, y, z, floats=(1.0,))
+    prepared(compiled_kernel())(x, y, z, floats=(1.0,))
     assert driver.encoded == [
         {
             "rank": 2,
@@ -202,20 +114,62 @@ def test_maps_are_encoded_as_triton_does_it(driver: Driver) -> None:
 
 
 def test_triton_launches_what_the_driver_refuses(driver: Driver) -> None:
-    compiled = Compiled()
+    compiled = compiled_kernel()
     call = prepared(compiled)
     for refuses in (False, True, False):
         driver.refuses = refuses
         call(*tensors(), floats=(1.0,))
     # The first one, and the refused one with its constant.
     assert [arguments[-1] for arguments in compiled.launched] == [1.0, 64]
+    assert len(compiled.launched[1]) == len(SIGNATURE)
     assert len(driver.launches) == 1
+
+
+def test_misaligned_tensors_are_left_to_triton_as_a_whole(driver: Driver) -> None:
+    """What it compiled for aligned ones would read them wrongly; nor is theirs kept for others."""
+    compiled = compiled_kernel()
+    call = prepared(compiled)
+    x, y, z = tensors()
+    shifted = torch.empty(9)[1:]
+    for given, looked_at, launched in (
+        ((x, shifted, z), 1, 0),
+        ((x, y, z), 2, 0),
+        ((x, y, z), 2, 1),
+        ((x, shifted, z), 3, 1),
+        ((x, y, z), 3, 2),
+    ):
+        call(*given, floats=(1.0,))
+        assert call.kernel.num_looked_at == looked_at
+        assert len(driver.launches) == launched
+
+
+def test_dependent_launches_have_their_attribute(driver: Driver) -> None:
+    """CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, padded to 8 bytes, and a 1 of 64."""
+    call = prepared(compiled_kernel(launch_pdl=True))
+    for _ in range(2):
+        call(*tensors(), floats=(1.0,))
+    (made,) = driver.launches
+    assert made["attributes"] == bytes([6, *[0] * 7, 1, *[0] * 63])
+
+
+def test_an_interpreter_is_called_each_time(driver: Driver) -> None:
+    called = []
+
+    class Interpreted:
+        def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+            return lambda *arguments, **constants: called.append((arguments, constants))
+
+    call = Launch(Interpreted(), (1, 1, 1), {"BLOCK": 4}, integers=(3,))
+    x = torch.empty(4)
+    for scale in (1.0, 2.0):
+        call(x, floats=(scale,))
+    assert called == [((x, 3, scale), {"BLOCK": 4}) for scale in (1.0, 2.0)]
 
 
 def test_triton_launches_while_a_profiler_listens(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiled = Compiled()
+    compiled = compiled_kernel()
     call = prepared(compiled)
     call(*tensors(), floats=(1.0,))
     monkeypatch.setattr(launch, "_is_watched", lambda: True)
@@ -229,7 +183,6 @@ def test_triton_launches_while_a_profiler_listens(
     [
         ({"global_scratch_size": 8}, "scratch"),
         ({"profile_scratch_size": 8}, "scratch"),
-        ({"launch_pdl": True}, "another kind of launch"),
         ({"launch_cooperative_grid": True}, "another kind of launch"),
         ({"num_ctas": 2}, "clusters"),
         ({"tensordesc_meta": None}, "not a plain map"),
@@ -237,7 +190,7 @@ def test_triton_launches_while_a_profiler_listens(
     ],
 )
 def test_what_is_left_to_triton(driver: Driver, metadata: dict[str, Any], why: str) -> None:
-    compiled = Compiled(**metadata)
+    compiled = compiled_kernel(**metadata)
     x, y, z = tensors()
     arguments = (described(x), y, z, 2**40, 1, 32, 1.0)
     with pytest.raises(NotKnown, match=why):
@@ -255,7 +208,7 @@ def test_parameters_that_the_driver_knows_otherwise_are_left_to_triton(
 ) -> None:
     """A triton that passes one more, or one of another size, must not be misled."""
     driver.sizes = change
-    compiled = Compiled()
+    compiled = compiled_kernel()
     call = prepared(compiled)
     for _ in range(2):
         call(*tensors(), floats=(1.0,))
@@ -267,4 +220,4 @@ def test_a_missing_driver_is_left_to_triton() -> None:
     if torch.cuda.is_available():
         pytest.skip("has CUDA's driver")
     with pytest.raises(NotKnown, match="CUDA's driver"):
-        DriverLaunch(Compiled(), (1, 1, 1), (), 0)
+        DriverLaunch(compiled_kernel(), (1, 1, 1), (), 0)

@@ -4,7 +4,8 @@ Read in this order: ``rotary`` (the angles a call brings), ``schedule`` (how the
 batch are divided into equal shares), ``pieces`` (a share's partial results, and who merges
 them), ``cache_tiles`` (loading from contiguous and paged caches, rotating), ``flash_kernel`` and
 ``latent_kernel`` (the two kernels), ``call`` and ``latent_call`` (what is refused), ``configs``
-(tile sizes), ``workspace`` (memory for partial results) and ``launch`` (the two entry points).
+(tile sizes), ``workspace`` (memory for partial results), ``plans`` (what is kept from one launch
+to the next) and ``launch`` (the two entry points).
 Then ``hopper_latent_kernel``, in Gluon, with ``merge_kernel`` and ``hopper_latent``, which
 launches them; and ``latent_append_kernel`` with ``append``, which launches it before
 latent attention. Nothing here imports torch or triton until one of the names below is used.

@@ -6,16 +6,18 @@ As those of :mod:`kernels.decode.launch` it reads no length on the host.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
+from kernels._launch import Launch, planned
 from kernels.decode.call import Call
 from kernels.decode.latent_append_kernel import latent_append_kernel
 from kernels.decode.latent_call import describe_append
-from kernels.decode.launch import _check_here, _dense, _on, _power_of_two
+from kernels.decode.launch import _check_here
+from kernels.decode.plans import copies_of_sparse, layouts, on, power_of_two
 from kernels.decode.rotary import Rotary
 
 _BLOCK_M = 16
@@ -60,31 +62,77 @@ def latent_append(
     Raises:
         ValueError: one line on what does not fit, before anything is written.
     """
-    call = describe_append(
-        q_rope, c_new, k_rope, latent_cache, lengths, block_table, rotary, lengths_after
+    cos, sin, interleaved = (None, None, False) if rotary is None else rotary
+    key = (
+        layouts(q_rope, c_new, k_rope, latent_cache, lengths, block_table, cos, sin, lengths_after),
+        interleaved,
     )
-    _check_here(call, None)
-    out = q_rope
-    if call.rotary_dim:
-        out = torch.empty_like(q_rope, memory_format=torch.contiguous_format)
-    if call.batch_size == 0:
-        return out
-    constants = append_constants(
-        call, rotary is not None and rotary.interleaved, lengths_after is not None
-    )
-    grid = call.batch_size * (constants["ROW_TILES"] + constants["TOKEN_TILES"])
-    q_rope, c_new, k_rope = _dense(q_rope, c_new, k_rope)
-    cos, sin = (lengths, lengths) if rotary is None else _dense(rotary.cos, rotary.sin)
-    after = lengths if lengths_after is None else lengths_after
-    lengths, block_table = _dense(lengths, lengths if block_table is None else block_table)
-    with _on(call.device):
-        latent_append_kernel[(grid,)](
-            q_rope, c_new, k_rope, latent_cache, lengths, block_table, cos, sin, out, after,
-            *q_rope.stride()[:3], *c_new.stride()[:2], *k_rope.stride()[:2],
-            *latent_cache.stride()[:2], block_table.stride(0), cos.stride(0),
-            call.capacity, cos.shape[0], **constants,
+    plan = _PLANS.get(key)
+    if plan is None:
+        call = describe_append(
+            q_rope, c_new, k_rope, latent_cache, lengths, block_table, rotary, lengths_after
+        )
+        _check_here(call, None)
+        if call.batch_size == 0:
+            return torch.empty_like(q_rope) if call.rotary_dim else q_rope
+        dense = copies_of_sparse(q_rope, c_new, k_rope, lengths, block_table, cos, sin)
+        if dense is not None:
+            given = q_rope
+            q_rope, c_new, k_rope, lengths, block_table, cos, sin = dense
+            turned = latent_append(
+                q_rope, c_new, k_rope, latent_cache, lengths, block_table=block_table,
+                rotary=None if rotary is None else Rotary(cos, sin, interleaved),
+                lengths_after=lengths_after,
+            )  # fmt: skip
+            return turned if call.rotary_dim else given
+        plan = planned(
+            _PLANS, _plan, key, call, q_rope, c_new, k_rope, latent_cache,
+            lengths if block_table is None else block_table, lengths if cos is None else cos,
+            interleaved, lengths_after is not None,
+        )  # fmt: skip
+    launch, device, turns = plan
+    out = torch.empty_like(q_rope, memory_format=torch.contiguous_format) if turns else q_rope
+    with on(device):
+        launch(
+            q_rope, c_new, k_rope, latent_cache, lengths,
+            # What a kernel is not compiled to read it gets as well.
+            lengths if block_table is None else block_table,
+            lengths if cos is None else cos, lengths if sin is None else sin, out,
+            lengths if lengths_after is None else lengths_after,
         )  # fmt: skip
     return out
+
+
+class _Plan(NamedTuple):
+    launch: Launch
+    device: torch.device
+    turns: bool
+    """Whether queries are rotated."""
+
+
+_PLANS: dict[tuple, _Plan] = {}
+
+
+def _plan(
+    call: Call,
+    q_rope: Tensor,
+    c_new: Tensor,
+    k_rope: Tensor,
+    latent_cache: Tensor,
+    block_table: Tensor,
+    cos: Tensor,
+    interleaved: bool,
+    counts: bool,
+) -> _Plan:
+    constants = append_constants(call, interleaved, counts)
+    grid = call.batch_size * (constants["ROW_TILES"] + constants["TOKEN_TILES"])
+    integers = (
+        *q_rope.stride()[:3], *c_new.stride()[:2], *k_rope.stride()[:2],
+        *latent_cache.stride()[:2], block_table.stride(0), cos.stride(0),
+        call.capacity, cos.shape[0],
+    )  # fmt: skip
+    launch = Launch(latent_append_kernel, (grid, 1, 1), constants, integers=integers)
+    return _Plan(launch, call.device, bool(call.rotary_dim))
 
 
 @lru_cache(maxsize=1024)
@@ -97,7 +145,7 @@ def append_constants(call: Call, interleaved: bool, counts: bool) -> dict[str, A
         "RANK": call.head_dim,
         "BLOCK_D": call.block_d,
         "ROPE_DIM": call.rope_dim,
-        "BLOCK_ROPE": _power_of_two(call.rope_dim),
+        "BLOCK_ROPE": power_of_two(call.rope_dim),
         "ROTARY_DIM": call.rotary_dim,
         "INTERLEAVED": interleaved,
         "PAGE": call.page,

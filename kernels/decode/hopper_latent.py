@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
+from kernels._launch import Descriptors, Launch
 from kernels.decode import workspace
 from kernels.decode.call import Call
 from kernels.decode.configs import Tiles
+from kernels.decode.plans import LOG2_E, on
 
 ROWS = 64
 """Queries of a program, and tokens of a tile."""
@@ -65,7 +66,9 @@ PIPELINE = Pipeline()
 """What every launch uses."""
 
 _HALF = 256
-_ALIGNMENT = 16
+ALIGNMENT = 16
+"""Bytes: what the tensor memory accelerator needs of addresses and of the stride of rows."""
+
 _MERGE_ROWS = 4
 
 
@@ -93,50 +96,88 @@ def _why_not(call: Call) -> str | None:
     return None
 
 
-def launch(
+class Plan(NamedTuple):
+    """Of one launch, or two."""
+
+    attend: Launch
+    merge: Launch | None
+    """None where each line is in one piece."""
+    device: torch.device
+    num_programs: int
+
+    def __call__(
+        self,
+        q: Tensor,
+        q_rope: Tensor,
+        cache: Tensor,
+        lengths: Tensor,
+        block_table: Tensor,
+        out: Tensor,
+        *,
+        scale: float,
+    ) -> None:
+        """Fills out [B, H, T, R]; arguments as of :func:`kernels.decode.launch.mla_decode`."""
+        with on(self.device):
+            pieces = workspace.pieces(self.num_programs, ROWS, RANK, self.device)
+            self.attend(
+                _aligned(q), _aligned(q_rope), cache, cache, lengths, block_table, cache, out,
+                pieces, floats=(scale * LOG2_E,),
+            )  # fmt: skip
+            if self.merge is not None:
+                self.merge(lengths, out, pieces)
+
+
+def plan(
     call: Call,
-    q: Tensor,
-    q_rope: Tensor,
     cache: Tensor,
-    lengths: Tensor,
     block_table: Tensor,
     out: Tensor,
     *,
-    scale: float,
     num_workers: int,
     min_units: int,
-) -> None:
-    """Fills out [B, H, T, R]; arguments as of :func:`kernels.decode.launch.mla_decode`."""
+) -> Plan:
+    """For tensors that lie like these; queries are made contiguous."""
     from kernels.decode.hopper_latent_kernel import hopper_latent_kernel
     from kernels.decode.merge_kernel import merge_kernel
 
     rows = _as_rows(cache)
     assert rows is not None
     row_tiles = triton.cdiv(call.num_rows, ROWS)
-    grid = num_workers * row_tiles
-    pieces = workspace.pieces(grid, ROWS, RANK, call.device)
+    num_programs = num_workers * row_tiles
+    num_queries = call.batch_size * call.num_rows
+    q, q_rope = (torch.empty(num_queries, n, dtype=call.dtype) for n in (RANK, ROPE_DIM))
     constants = {
         "NEW": call.new,
         "BLOCK_B": max(32, triton.next_power_of_2(call.batch_size)),
         "ROW_TILES": row_tiles,
     }
-    hopper_latent_kernel[(grid,)](
-        _tiles(_aligned(q).view(-1, RANK), _HALF),
-        _tiles(_aligned(q_rope).view(-1, ROPE_DIM), ROPE_DIM),
-        _tiles(rows, PIPELINE.chunk), _tiles(rows, ROPE_DIM),
-        lengths, block_table, rows, out, pieces, *out.stride()[:3], block_table.stride(0),
-        rows.stride(0), rows.shape[0], call.capacity, call.num_rows, call.batch_size,
-        num_workers, min_units, scale * math.log2(math.e), PAGE=call.page, num_warps=4,
-        **PIPELINE.constants(), **constants,
+    attend = Launch(
+        hopper_latent_kernel,
+        (num_programs, 1, 1),
+        {"PAGE": call.page, "num_warps": 4, **PIPELINE.constants(), **constants},
+        integers=(
+            *out.stride()[:3], block_table.stride(0), rows.stride(0), rows.shape[0],
+            call.capacity, call.num_rows, call.batch_size, num_workers, min_units,
+        ),
+        descriptors=(
+            _tiles(q, _HALF), _tiles(q_rope, ROPE_DIM),
+            _tiles(rows, PIPELINE.chunk), _tiles(rows, ROPE_DIM),
+        ),
     )  # fmt: skip
-    if num_workers > 1:
-        overlap = PIPELINE.overlap
-        merge_kernel[(call.batch_size * row_tiles, ROWS // _MERGE_ROWS)](
-            lengths, out, pieces, *out.stride()[:3], call.num_rows, call.batch_size,
-            num_workers, min_units, grid, BLOCK_M=ROWS, BLOCK_N=ROWS, BLOCK_D=RANK,
-            MERGE_PIECES=4, MERGE_ROWS=_MERGE_ROWS, OVERLAPS=overlap, num_warps=4,
-            **({"launch_pdl": True} if overlap else {}), **constants,
-        )  # fmt: skip
+    merge = Launch(
+        merge_kernel,
+        (call.batch_size * row_tiles, ROWS // _MERGE_ROWS, 1),
+        {
+            "BLOCK_M": ROWS, "BLOCK_N": ROWS, "BLOCK_D": RANK, "MERGE_PIECES": 4,
+            "MERGE_ROWS": _MERGE_ROWS, "OVERLAPS": PIPELINE.overlap, "num_warps": 4,
+            **({"launch_pdl": True} if PIPELINE.overlap else {}), **constants,
+        },
+        integers=(
+            *out.stride()[:3], call.num_rows, call.batch_size, num_workers, min_units,
+            num_programs,
+        ),
+    )  # fmt: skip
+    return Plan(attend, merge if num_workers > 1 else None, call.device, num_programs)
 
 
 def _as_rows(cache: Tensor) -> Tensor | None:
@@ -145,22 +186,22 @@ def _as_rows(cache: Tensor) -> Tensor | None:
     stride_b, stride_n, _ = cache.stride()
     if first > 1 and stride_b != tokens * stride_n:
         return None
-    if stride_n * cache.element_size() % _ALIGNMENT or cache.data_ptr() % _ALIGNMENT:
+    if stride_n * cache.element_size() % ALIGNMENT or cache.data_ptr() % ALIGNMENT:
         return None
     return cache.as_strided((first * tokens, width), (stride_n, 1))
 
 
 def _aligned(x: Tensor) -> Tensor:
     """Contiguous, as TMA addresses it."""
-    if x.is_contiguous() and x.data_ptr() % _ALIGNMENT == 0:
+    if x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _tiles(x: Tensor, columns: int) -> Any:
+def _tiles(x: Tensor, columns: int) -> Descriptors:
     """For copies of [ROWS, columns] tiles; what lies outside of x comes as zero."""
     descriptor, layout = _gluon()
-    return descriptor(x, list(x.shape), [x.stride(0), 1], [ROWS, columns], layout)
+    return Descriptors(descriptor(x, list(x.shape), [x.stride(0), 1], [ROWS, columns], layout))
 
 
 @cache

@@ -2,32 +2,32 @@
 
 Neither reads ``lengths`` on the host, and no grid depends on them, so that a captured CUDA graph
 stays right when lengths, block tables and cache contents change between replays. Run a call
-once before capturing it: Triton compiles and loads a kernel at its first launch.
+once before capturing it: Triton compiles and loads a kernel at its first launch. Later calls whose
+tensors lie alike are launched by :mod:`kernels._launch`, without asking Triton.
 """
 
 from __future__ import annotations
 
-import math
-from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
-from typing import Any
-
 import torch
-import triton
 from torch import Tensor
 
-from kernels.decode import configs, hopper_latent, workspace
+from kernels._launch import planned
+from kernels.decode import configs, hopper_latent
 from kernels.decode.call import Call, describe_flash
-from kernels.decode.flash_kernel import flash_decode_kernel
 from kernels.decode.latent_call import describe_latent
-from kernels.decode.latent_kernel import latent_decode_kernel
+from kernels.decode.plans import (
+    INTERPRETED,
+    Plan,
+    copies_of_sparse,
+    layouts,
+    plan_flash,
+    plan_latent,
+    workers,
+)
 from kernels.decode.rotary import Rotary
 
-INTERPRETED = not isinstance(flash_decode_kernel, triton.JITFunction)
-"""Whether triton was first imported under TRITON_INTERPRET=1; it cannot change later."""
-
-_MIN_UNITS = 4
-"""Tiles that make a share worth a program of its own: below, merging costs more than it spares."""
+_FLASH_PLANS: dict[tuple, Plan] = {}
+_LATENT_PLANS: dict[tuple, Plan | hopper_latent.Plan] = {}
 
 
 def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -82,30 +82,41 @@ def flash_decode(
     Raises:
         ValueError: one line on what does not fit, before anything is written.
     """
-    call = describe_flash(q, k_new, v_new, k_cache, v_cache, lengths, block_table, rotary, out)
-    _check_here(call, num_splits)
+    cos, sin, interleaved = (None, None, False) if rotary is None else rotary
+    key = (
+        layouts(q, k_new, v_new, k_cache, v_cache, lengths, block_table, cos, sin, out),
+        *(interleaved, num_splits, tiles),
+    )
+    plan = _FLASH_PLANS.get(key)
+    if plan is None:
+        call = describe_flash(q, k_new, v_new, k_cache, v_cache, lengths, block_table, rotary, out)
+        _check_here(call, num_splits)
+        if out is None:
+            out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        if q.numel() == 0:
+            return out
+        dense = copies_of_sparse(q, k_new, v_new, lengths, block_table, cos, sin)
+        if dense is not None:
+            q, k_new, v_new, lengths, block_table, cos, sin = dense
+            return flash_decode(
+                q, k_new, v_new, k_cache, v_cache, lengths, block_table=block_table,
+                rotary=None if rotary is None else Rotary(cos, sin, interleaved), scale=scale,
+                num_splits=num_splits, out=out, tiles=tiles,
+            )  # fmt: skip
+        plan = planned(
+            _FLASH_PLANS, plan_flash, key, call, q, k_new, v_new, k_cache, v_cache,
+            lengths if block_table is None else block_table, lengths if cos is None else cos, out,
+            interleaved, num_splits, tiles,
+        )  # fmt: skip
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    if q.numel() == 0:
-        return out
-    tiles = tiles or configs.choose("flash", call, interpreted=INTERPRETED)
-    constants = flash_constants(call, tiles, rotary is not None and rotary.interleaved)
-    num_workers, min_units = _workers(call, num_splits, tiles, appends=1)
-    grid = num_workers * constants["ROW_TILES"]
-    q, k_new, v_new = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k_new, v_new))
-    cos, sin = (lengths, lengths) if rotary is None else _dense(rotary.cos, rotary.sin)
-    lengths, block_table = _dense(lengths, lengths if block_table is None else block_table)
-    with _on(call.device):
-        flash_decode_kernel[(grid,)](
-            q, k_new, v_new, k_cache, v_cache, lengths, block_table, cos, sin, out,
-            *_workspace(call, constants, grid),
-            *q.stride()[:3], *k_new.stride()[:3], *v_new.stride()[:3],
-            *k_cache.stride()[:3], *v_cache.stride()[:3], *out.stride()[:3],
-            block_table.stride(0), cos.stride(0),
-            call.batch_size, call.capacity, cos.shape[0], num_workers, min_units,
-            (call.head_dim**-0.5 if scale is None else scale) * math.log2(math.e),
-            **constants,
-        )  # fmt: skip
+    plan(
+        q, k_new, v_new, k_cache, v_cache, lengths,
+        # What a kernel is not compiled to read it gets as well.
+        lengths if block_table is None else block_table,
+        lengths if cos is None else cos, lengths if sin is None else sin, out,
+        scale=q.shape[3] ** -0.5 if scale is None else scale,
+    )  # fmt: skip
     return out
 
 
@@ -145,113 +156,56 @@ def mla_decode(
     Raises:
         ValueError: one line on what does not fit, before anything is written.
     """
-    call = describe_latent(q_latent, q_rope, latent_cache, lengths, block_table, out)
-    _check_here(call, num_splits)
+    key = (
+        layouts(q_latent, q_rope, latent_cache, lengths, block_table, out),
+        # The Hopper kernel takes no other cache.
+        latent_cache.data_ptr() % hopper_latent.ALIGNMENT,
+        *(num_splits, tiles, implementation, hopper_latent.PIPELINE),
+    )
+    plan = _LATENT_PLANS.get(key)
+    if plan is None:
+        call = describe_latent(q_latent, q_rope, latent_cache, lengths, block_table, out)
+        _check_here(call, num_splits)
+        if out is None:
+            out = torch.empty_like(q_latent, memory_format=torch.contiguous_format)
+        if q_latent.numel() == 0:
+            return out
+        dense = copies_of_sparse(q_latent, q_rope, lengths, block_table)
+        if dense is not None:
+            q_latent, q_rope, lengths, block_table = dense
+            return mla_decode(
+                q_latent, q_rope, latent_cache, lengths, block_table=block_table, scale=scale,
+                num_splits=num_splits, out=out, tiles=tiles, implementation=implementation,
+            )  # fmt: skip
+        plan = planned(
+            _LATENT_PLANS, _plan_latent, key, call, q_latent, q_rope, latent_cache,
+            lengths if block_table is None else block_table, out, num_splits, tiles,
+            implementation,
+        )  # fmt: skip
     if out is None:
         out = torch.empty_like(q_latent, memory_format=torch.contiguous_format)
-    if q_latent.numel() == 0:
-        return out
-    lengths, block_table = _dense(lengths, lengths if block_table is None else block_table)
-    if tiles is None and _use_hopper(call, latent_cache, implementation):
-        num_workers, min_units = _workers(call, num_splits, hopper_latent.TILES, appends=0)
-        with _on(call.device):
-            hopper_latent.launch(
-                call, q_latent, q_rope, latent_cache, lengths, block_table, out, scale=scale,
-                num_workers=num_workers, min_units=min_units,
-            )  # fmt: skip
-        return out
-    tiles = tiles or configs.choose("latent", call, interpreted=INTERPRETED)
-    constants = latent_constants(call, tiles)
-    num_workers, min_units = _workers(call, num_splits, tiles, appends=0)
-    grid = num_workers * constants["ROW_TILES"]
-    q_latent, q_rope = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_latent, q_rope))
-    with _on(call.device):
-        latent_decode_kernel[(grid,)](
-            q_latent, q_rope, latent_cache, lengths, block_table, out,
-            *_workspace(call, constants, grid),
-            *q_latent.stride()[:3], *q_rope.stride()[:3], *latent_cache.stride()[:2],
-            *out.stride()[:3], block_table.stride(0),
-            call.batch_size, num_workers, min_units, scale * math.log2(math.e), **constants,
-        )  # fmt: skip
+    table = lengths if block_table is None else block_table
+    plan(q_latent, q_rope, latent_cache, lengths, table, out, scale=scale)
     return out
 
 
-@lru_cache(maxsize=1024)
-def flash_constants(call: Call, tiles: configs.Tiles, interleaved: bool) -> dict[str, Any]:
-    """What the flash kernel is compiled for."""
-    return {
-        "NUM_KV_HEADS": call.num_kv_heads,
-        "GROUP_SIZE": call.group_size,
-        "HEAD_DIM": call.head_dim,
-        "ROTARY_DIM": call.rotary_dim,
-        "INTERLEAVED": interleaved,
-        "BLOCK_T": _power_of_two(call.new),
-        **_shared_constants(call, tiles, merge_values=32),
-    }
-
-
-@lru_cache(maxsize=1024)
-def latent_constants(call: Call, tiles: configs.Tiles) -> dict[str, Any]:
-    """What the plain latent kernel is compiled for."""
-    return {
-        "NUM_HEADS": call.num_heads,
-        "RANK": call.head_dim,
-        "ROPE_DIM": call.rope_dim,
-        "BLOCK_ROPE": _power_of_two(call.rope_dim),
-        **_shared_constants(call, tiles, merge_values=64),
-    }
-
-
-def _shared_constants(call: Call, tiles: configs.Tiles, *, merge_values: int) -> dict[str, Any]:
-    """Of both kernels; ``merge_values`` are the float32 values of a thread while it merges."""
-    block_m = min(tiles.block_m, _power_of_two(call.num_rows))
-    merge_rows = triton.next_power_of_2(min(block_m, call.num_rows))
-    budget = 32 * tiles.num_warps * merge_values
-    merge_columns = min(call.block_d, max(16, budget // (merge_rows * 4)))
-    return {
-        "NEW": call.new,
-        "BLOCK_D": call.block_d,
-        "PAGE": call.page,
-        "BLOCK_B": _power_of_two(call.batch_size),
-        "BLOCK_M": block_m,
-        "BLOCK_N": tiles.block_n,
-        "ROW_TILES": triton.cdiv(call.num_rows, block_m),
-        "MERGE_PIECES": min(16, max(1, budget // (merge_rows * merge_columns))),
-        "MERGE_ROWS": merge_rows,
-        "MERGE_COLUMNS": merge_columns,
-        "PRECISION": "tf32x3" if call.dtype == torch.float32 else "ieee",
-        "UPCAST": INTERPRETED and call.dtype == torch.bfloat16,
-        "num_warps": tiles.num_warps,
-        "num_stages": tiles.num_stages,
-        **({"maxnreg": tiles.max_registers} if tiles.max_registers else {}),
-    }
-
-
-def _workspace(call: Call, constants: dict[str, Any], grid: int) -> tuple[Tensor, Tensor]:
-    """Slots for pieces, and a counter for each line and row tile."""
-    num_counters = call.batch_size * call.num_kv_heads * constants["ROW_TILES"]
-    return (
-        workspace.pieces(grid, constants["BLOCK_M"], call.block_d, call.device),
-        workspace.counters(num_counters, call.device),
-    )
-
-
-def _workers(
-    call: Call, num_splits: int | None, tiles: configs.Tiles, *, appends: int
-) -> tuple[int, int]:
-    """Shares of the work, and the units below which a share is not worth a program.
-
-    No value of ``lengths`` is used; ``appends`` are the units of a line beyond its cached tiles.
-    """
-    lines = call.batch_size * call.num_kv_heads
-    if num_splits is not None:
-        return num_splits * lines, 1
-    _, multiprocessors, _ = configs.device_facts(call.device)
-    row_tiles = triton.cdiv(call.num_rows, min(tiles.block_m, _power_of_two(call.num_rows)))
-    # Rounded down: one program too many would take the time of a whole share once more.
-    programs = multiprocessors * tiles.programs_per_sm // row_tiles
-    most = lines * (triton.cdiv(call.capacity, tiles.block_n) + appends)
-    return max(1, min(programs, most // _MIN_UNITS)), _MIN_UNITS
+def _plan_latent(
+    call: Call,
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latent_cache: Tensor,
+    block_table: Tensor,
+    out: Tensor,
+    num_splits: int | None,
+    tiles: configs.Tiles | None,
+    implementation: str,
+) -> Plan | hopper_latent.Plan:
+    if tiles is None and _use_hopper(call, latent_cache, implementation):
+        num_workers, min_units = workers(call, num_splits, hopper_latent.TILES, appends=0)
+        return hopper_latent.plan(
+            call, latent_cache, block_table, out, num_workers=num_workers, min_units=min_units
+        )
+    return plan_latent(call, q_latent, q_rope, latent_cache, block_table, out, num_splits, tiles)
 
 
 def _use_hopper(call: Call, cache: Tensor, implementation: str) -> bool:
@@ -273,20 +227,3 @@ def _check_here(call: Call, num_splits: int | None) -> None:
         raise ValueError(f"the Triton decode kernels: {reason}")
     if num_splits is not None and num_splits < 1:
         raise ValueError(f"num_splits is {num_splits}: must be 1 or more, or None")
-
-
-def _power_of_two(count: int) -> int:
-    """The next one, and at least the 16 that a matmul needs."""
-    return max(16, triton.next_power_of_2(count))
-
-
-def _dense(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """With a last stride of 1; these are small."""
-    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
-
-
-def _on(device: torch.device) -> AbstractContextManager[None]:
-    """Triton launches on the current device."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(device)

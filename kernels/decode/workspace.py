@@ -25,7 +25,7 @@ def counters(count: int, device: torch.device) -> Tensor:
         return torch.zeros(count, dtype=torch.int32, device=device)
     if torch.cuda.is_current_stream_capturing():
         return _reserved(count, device)
-    key = (device.index, torch.cuda.current_stream(device).cuda_stream)
+    key = (device.index, torch._C._cuda_getCurrentRawStream(device.index))
     found = _by_stream.get(key)
     if found is None or found.numel() < count:
         found = torch.zeros(max(count, _SMALLEST), dtype=torch.int32, device=device)

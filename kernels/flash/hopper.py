@@ -11,7 +11,6 @@ strides, and is kept in a plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from importlib.util import find_spec
@@ -21,9 +20,9 @@ import torch
 import triton
 from torch import Tensor
 
+from kernels._launch import MAX_PLANS, Descriptors, Launch, planned
 from kernels.backend import Packing
 from kernels.flash import plain
-from kernels.flash.launch import Descriptors, Launch
 from kernels.flash.problem import Problem
 
 ROWS = 64
@@ -81,19 +80,6 @@ def why_not(problem: Problem) -> str | None:
     return None
 
 
-_MAX_PLANS = 1024
-
-
-def _planned(plans: dict[Any, Any], build: Callable[..., Any], key: tuple, *arguments: Any) -> Any:
-    """What ``build`` makes of the arguments, kept under ``key``, all that it depends on."""
-    plan = plans.get(key)
-    if plan is None:
-        if len(plans) >= _MAX_PLANS:
-            plans.clear()
-        plan = plans[key] = build(*arguments)
-    return plan
-
-
 def forward(
     problem: Problem,
     q: Tensor,
@@ -113,7 +99,7 @@ def forward(
     launch = _FORWARD_PLANS.get(_forward_key(problem, q, k, v, o))
     if launch is None or not _are_aligned(q, k, v):
         described = (problem, _addressable(q), _addressable(k), _addressable(v), o)
-        launch = _planned(_FORWARD_PLANS, _plan_forward, _forward_key(*described), *described)
+        launch = planned(_FORWARD_PLANS, _plan_forward, _forward_key(*described), *described)
         _, q, k, v, _ = described
     launch(q, k, v, o, lse, *_cu_seqlens(packing, q), floats=(scale * math.log2(math.e),))
 
@@ -204,7 +190,7 @@ def backward(
         # Triton compiled for the alignment that torch allocates with.
         o, lse = _aligned(o), _aligned(lse)
         described = (problem, q, k, v, do, o, dq, dk, dv, dlse is not None)
-        plan = _planned(_BACKWARD_PLANS, _plan_backward, _backward_key(*described), *described)
+        plan = planned(_BACKWARD_PLANS, _plan_backward, _backward_key(*described), *described)
     statistics = q.new_empty(plan.statistics_shape, dtype=torch.float32)
     counts = q.new_empty(plan.counts_shape, dtype=torch.int32)
     dq_sums = q.new_empty(plan.sums_shape, dtype=torch.float32)
@@ -392,7 +378,7 @@ _PARTS_BYTES = 1 << 30
 """Bytes of the parts of dk and dv, beyond which the backward pass takes the heads in slices."""
 
 
-@lru_cache(maxsize=_MAX_PLANS)
+@lru_cache(maxsize=MAX_PLANS)
 def _key_heads_of_slice(problem: Problem, num_keys: int) -> int:
     """Key heads whose parts of dk and dv stay within _PARTS_BYTES; all if there are no parts.
 
@@ -430,7 +416,7 @@ def backward_workspace(
     return key_heads * (group_size * one_head + parts)
 
 
-@lru_cache(maxsize=_MAX_PLANS)
+@lru_cache(maxsize=MAX_PLANS)
 def _of_key_heads(problem: Problem, num_kv_heads: int) -> Problem:
     """The problem of so many of its key heads and their queries; the same one each time."""
     num_heads = num_kv_heads * problem.group_size

@@ -3,20 +3,29 @@
 Triton looks at every argument of every launch to choose what to run, and encodes each tensor
 descriptor; with forty arguments that takes longer than the attention of a short sequence. What is
 prepared here was looked at by Triton once, and whoever keeps it vouches that later calls differ in
-the tensors' addresses, which are as well aligned as the first, and in floats alone.
+the tensors' addresses and in floats alone. What Triton compiles depends on addresses in one way,
+whether they are multiples of 16 bytes: a call with one that is not is left to Triton as a whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
 from torch import Tensor
 from triton import knobs
 
-from kernels.flash.driver_launch import DriverLaunch, NotKnown
+from kernels._driver_launch import DriverLaunch, NotKnown
+
+MAX_PLANS = 1024
+"""How many launches, of how many calls, are kept at once."""
+
+_ALIGNMENT = 16
+"""Bytes, a power of two: what Triton compiles for if it finds it, and what TMA needs."""
 
 Descriptor = Callable[[Tensor], Any]
 """Makes a tensor descriptor of a tensor that lies as the first one did."""
@@ -29,7 +38,7 @@ class Launch:
     kernel: Any
     grid: tuple[int, int, int]
     constants: dict[str, Any]
-    """Compile-time arguments."""
+    """Compile-time arguments, the last parameters, and options such as ``num_stages``."""
     integers: tuple[int, ...] = ()
     descriptors: Sequence[Descriptor] = ()
     """Of the first tensors, which the kernel reads through TMA."""
@@ -37,22 +46,42 @@ class Launch:
     _again: DriverLaunch | None = None
 
     def __call__(self, *tensors: Tensor, floats: tuple[float, ...] = ()) -> None:
+        addresses = [x.data_ptr() for x in tensors]
+        is_aligned = not reduce(or_, addresses, 0) % _ALIGNMENT
         again = self._again
-        if again is not None and not _is_watched() and again(tensors, floats):
+        if is_aligned and again is not None and not _is_watched() and again(addresses, floats):
             return
         described = [make(x) for make, x in zip(self.descriptors, tensors, strict=False)]
         plain = tensors[len(described) :]
         arguments = (*described, *plain, *self.integers, *floats)
-        if self._compiled is not None:
-            self._compiled[self.grid](*arguments, *self.constants.values())
+        if is_aligned and self._compiled is not None:
+            self._compiled[self.grid](*arguments, *self._constant_arguments())
             return
-        self._compiled = self.kernel[self.grid](*arguments, **self.constants)
+        compiled = self.kernel[self.grid](*arguments, **self.constants)
+        # Triton's interpreter compiles nothing.
+        if not is_aligned or compiled is None:
+            return
+        self._compiled = compiled
         try:
             device = torch.cuda.current_device()
             self._again = DriverLaunch(self._compiled, self.grid, arguments, device)
         except NotKnown:
             # Triton goes on to launch it.
             self._again = None
+
+    def _constant_arguments(self) -> list[Any]:
+        """As a compiled kernel takes them: by position, and without Triton's options."""
+        return [self.constants[name] for name in self.kernel.arg_names if name in self.constants]
+
+
+def planned(plans: dict[Any, Any], build: Callable[..., Any], key: tuple, *arguments: Any) -> Any:
+    """What ``build`` makes of the arguments, kept under ``key``, all that it depends on."""
+    plan = plans.get(key)
+    if plan is None:
+        if len(plans) >= MAX_PLANS:
+            plans.clear()
+        plan = plans[key] = build(*arguments)
+    return plan
 
 
 def _is_watched() -> bool:

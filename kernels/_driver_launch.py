@@ -22,7 +22,6 @@ from threading import Lock
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 _INTEGERS = {
     "i32": ctypes.c_int32,
@@ -34,6 +33,7 @@ _MAP_BYTES = 128
 _MAP_ALIGNMENT = 64
 _L2_PROMOTION_128B = 2
 _MAX_RANK = 5
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6
 
 
 class NotKnown(Exception):
@@ -58,8 +58,8 @@ class DriverLaunch:
     ) -> None:
         driver = _driver()
         metadata = compiled.metadata
-        special = ("launch_cooperative_grid", "launch_pdl", "global_scratch_size")
-        if any(getattr(metadata, name, 0) for name in (*special, "profile_scratch_size")):
+        special = ("launch_cooperative_grid", "global_scratch_size", "profile_scratch_size")
+        if any(getattr(metadata, name, 0) for name in special):
             raise NotKnown("needs scratch memory or another kind of launch")
         if getattr(metadata, "num_ctas", 1) != 1:
             raise NotKnown("runs in clusters")
@@ -77,17 +77,20 @@ class DriverLaunch:
         self._replace = driver.cuTensorMapReplaceAddress
         self._launch = driver.cuLaunchKernelEx
         self._config = _LaunchConfig(*grid, 32 * metadata.num_warps, 1, 1, metadata.shared)
+        if getattr(metadata, "launch_pdl", False):
+            self._attribute = _LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 1)
+            self._config.attributes = ctypes.addressof(self._attribute)
+            self._config.num_attributes = 1
         self._arguments = (ctypes.addressof(self._config), compiled.function, layout.pointers, None)
         # The parameters are one place, and the backward pass runs in a thread of its own.
         self._lock = Lock()
 
-    def __call__(self, tensors: Sequence[Tensor], floats: Sequence[float]) -> bool:
+    def __call__(self, addresses: Sequence[int], floats: Sequence[float]) -> bool:
         """Launch on the current stream; False if the driver refuses, which Triton may explain.
 
         Args:
-            tensors: all, also those of tensor descriptors.
+            addresses: of all tensors, also those of tensor descriptors.
         """
-        addresses = [x.data_ptr() for x in tensors]
         with self._lock:
             for place, address in enumerate(self._maps):
                 if addresses[place] != self._mapped[place]:
@@ -110,6 +113,20 @@ class _LaunchConfig(ctypes.Structure):
         ("attributes", ctypes.c_void_p),
         ("num_attributes", ctypes.c_uint),
     ]
+
+
+class _LaunchAttribute(ctypes.Structure):
+    """CUDA's CUlaunchAttribute, whose value is a union of 64 bytes, with a number in it."""
+
+    _fields_: ClassVar = [
+        ("id", ctypes.c_uint),
+        ("pad", ctypes.c_char * 4),
+        ("value", ctypes.c_int),
+        ("rest_of_value", ctypes.c_char * 60),
+    ]
+
+    def __init__(self, number: int, value: int) -> None:
+        super().__init__(id=number, value=value)
 
 
 class Parameters:
