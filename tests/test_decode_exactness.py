@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from triton_device import CLOSENESS, DEVICE, RUNS_TRITON, randn
 
-from kernels.decode import flash_decode
+from kernels.decode import Rotary, flash_decode
 
 pytestmark = RUNS_TRITON
 
@@ -66,6 +66,13 @@ class TestFlashDecode:
         """All entries of a head or the first few, paired as neighbours or as halves."""
         rotary = angles(80, rotary_dim, interleaved)
         check(Setting(lengths=[0, 21, 64], head_dim=20, new=2, rotary=rotary))
+
+    def test_tables_that_lie_apart(self) -> None:
+        """Kernels know one stride of both."""
+        cos, sin, interleaved = angles(80, 16)
+        apart = Rotary(cos, sin.repeat(1, 3)[:, :8], interleaved)
+        assert apart.cos.stride() != apart.sin.stride()
+        check(Setting(lengths=[0, 21, 64], head_dim=20, new=2, rotary=apart))
 
     @pytest.mark.parametrize("num_splits", [1, 2, 3, 5, 24])
     def test_shares(self, num_splits: int) -> None:

@@ -128,6 +128,12 @@ class TestLatentAppend:
         wide = Rotary(narrow.cos.double(), narrow.sin.double())
         check(Setting(lengths=[30, 9], max_len=40, dtype=dtype, rotary=wide))
 
+    def test_tables_that_lie_apart(self) -> None:
+        """The kernel knows one stride of both."""
+        cos, sin, interleaved = angles(40, 16)
+        apart = Rotary(cos, sin.repeat(1, 3)[:, :8], interleaved)
+        check(Setting(lengths=[30, 9], max_len=40, rotary=apart))
+
     @pytest.mark.parametrize("page", [0, 4])
     def test_a_full_cache_is_not_overrun(self, page: int) -> None:
         """New tokens 2 and 3 of the first sequence have no place; the second has room."""

@@ -75,7 +75,7 @@ def latent_append(
         _check_here(call, None)
         if call.batch_size == 0:
             return torch.empty_like(q_rope) if call.rotary_dim else q_rope
-        dense = copies_of_sparse(q_rope, c_new, k_rope, lengths, block_table, cos, sin)
+        dense = copies_of_sparse(q_rope, c_new, k_rope, lengths, block_table, cos=cos, sin=sin)
         if dense is not None:
             given = q_rope
             q_rope, c_new, k_rope, lengths, block_table, cos, sin = dense

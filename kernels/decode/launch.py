@@ -95,7 +95,7 @@ def flash_decode(
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
         if q.numel() == 0:
             return out
-        dense = copies_of_sparse(q, k_new, v_new, lengths, block_table, cos, sin)
+        dense = copies_of_sparse(q, k_new, v_new, lengths, block_table, cos=cos, sin=sin)
         if dense is not None:
             q, k_new, v_new, lengths, block_table, cos, sin = dense
             return flash_decode(
@@ -172,7 +172,7 @@ def mla_decode(
             return out
         dense = copies_of_sparse(q_latent, q_rope, lengths, block_table)
         if dense is not None:
-            q_latent, q_rope, lengths, block_table = dense
+            q_latent, q_rope, lengths, block_table, *_ = dense
             return mla_decode(
                 q_latent, q_rope, latent_cache, lengths, block_table=block_table, scale=scale,
                 num_splits=num_splits, out=out, tiles=tiles, implementation=implementation,

@@ -36,10 +36,19 @@ def layouts(*tensors: Tensor | None) -> tuple:
     return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors])
 
 
-def copies_of_sparse(*tensors: Tensor | None) -> list[Any] | None:
-    """With copies of those that the kernels do not take as they lie; None if they take all."""
-    dense = [x if x is None or x.stride(-1) == 1 else x.contiguous() for x in tensors]
-    changed = any(x is not y for x, y in zip(tensors, dense, strict=True))
+def copies_of_sparse(
+    *tensors: Tensor | None, cos: Tensor | None = None, sin: Tensor | None = None
+) -> list[Any] | None:
+    """With copies of those that the kernels do not take as they lie; None if they take all.
+
+    What is given comes back in its order, with the two tables last, of which kernels know one
+    stride.
+    """
+    given = (*tensors, cos, sin)
+    dense = [x if x is None or x.stride(-1) == 1 else x.contiguous() for x in given]
+    if cos is not None and sin is not None and cos.stride() != sin.stride():
+        dense[-2:] = [cos.contiguous(), sin.contiguous()]
+    changed = any(x is not y for x, y in zip(given, dense, strict=True))
     return dense if changed else None
 
 
