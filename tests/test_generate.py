@@ -15,7 +15,7 @@ from profiles import case_of, run
 from torch import Tensor
 
 from harness.bench import WrongResult
-from harness.copy_bandwidth import COPY_BYTES, _measured
+from harness.copy_bandwidth import COPY_BYTES, measured_gb_s
 from harness.worker import why_unsupported
 from kernels.caches import CACHES
 from models.accounting import count_parameters
@@ -237,7 +237,7 @@ class TestTask:
     @pytest.fixture(autouse=True)
     def small_copies(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(COPY_BYTES, "cpu", 2**20)
-        _measured.cache_clear()
+        measured_gb_s.cache_clear()
 
     KEYS = (
         *("task=generate", "model=tiny", "model.num_layers=1", "seq_len=6", "batch_size=2"),
