@@ -6,11 +6,12 @@ real command.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,17 @@ ENVIRONMENT = {
 
 Turn = tuple[str, int]
 """A backend, and the number of its round from 0."""
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """SIGINT raises, also where a shell has started the tests with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
 
 ALL = [("naive", 0), ("sdpa", 0), ("naive", 1), ("sdpa", 1), ("naive", 2), ("sdpa", 2)]
 
@@ -240,7 +252,7 @@ class TestGoingOn:
             os.kill(os.getpid(), signal.SIGINT)
             keep(self, rounds)
 
-        with pytest.MonkeyPatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch, interruptible():
             patch.setattr(RoundStore, "keep", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 bench.run()
