@@ -16,7 +16,7 @@ from kernels._launch import Launch, planned
 from kernels.decode.call import Call
 from kernels.decode.latent_append_kernel import latent_append_kernel
 from kernels.decode.latent_call import describe_append
-from kernels.decode.launch import _check_here
+from kernels.decode.launch import check_here
 from kernels.decode.plans import copies_of_sparse, layouts, on, power_of_two
 from kernels.decode.rotary import Rotary
 
@@ -72,7 +72,7 @@ def latent_append(
         call = describe_append(
             q_rope, c_new, k_rope, latent_cache, lengths, block_table, rotary, lengths_after
         )
-        _check_here(call, None)
+        check_here(call, None)
         if call.batch_size == 0:
             return torch.empty_like(q_rope) if call.rotary_dim else q_rope
         dense = copies_of_sparse(q_rope, c_new, k_rope, lengths, block_table, cos=cos, sin=sin)

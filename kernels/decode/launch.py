@@ -90,7 +90,7 @@ def flash_decode(
     plan = _FLASH_PLANS.get(key)
     if plan is None:
         call = describe_flash(q, k_new, v_new, k_cache, v_cache, lengths, block_table, rotary, out)
-        _check_here(call, num_splits)
+        check_here(call, num_splits)
         if out is None:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
         if q.numel() == 0:
@@ -165,7 +165,7 @@ def mla_decode(
     plan = _LATENT_PLANS.get(key)
     if plan is None:
         call = describe_latent(q_latent, q_rope, latent_cache, lengths, block_table, out)
-        _check_here(call, num_splits)
+        check_here(call, num_splits)
         if out is None:
             out = torch.empty_like(q_latent, memory_format=torch.contiguous_format)
         if q_latent.numel() == 0:
@@ -221,7 +221,8 @@ def _use_hopper(call: Call, cache: Tensor, implementation: str) -> bool:
     return reason is None
 
 
-def _check_here(call: Call, num_splits: int | None) -> None:
+def check_here(call: Call, num_splits: int | None) -> None:
+    """ValueError if no kernel of this package can run a call on its device."""
     reason = why_not(call.device, call.dtype)
     if reason is not None:
         raise ValueError(f"the Triton decode kernels: {reason}")
