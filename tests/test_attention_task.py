@@ -142,8 +142,8 @@ class TestRun:
         case = make_case("attention=naive", f"task.packing={packing}")
         lengths = lengths_of(case)
         outcome = run(case).outcome
-        # The check, the memory before backward, a warm-up and two measured passes.
-        assert len(seen) == 5
+        # The check's two, the memory before backward, a warm-up and two measured passes.
+        assert len(seen) == 6
         assert seen[0][0] == (sum(lengths), 4, 16)
         starts = [0, *itertools.accumulate(lengths)]
         assert seen[0][1].cu_seqlens_q.tolist() == seen[0][1].cu_seqlens_k.tolist() == starts
@@ -168,6 +168,23 @@ class TestRun:
         break_sequence(monkeypatch, lengths_of(case), 2, float("nan"))
         with pytest.raises(WrongResult):
             run(case)
+
+    def test_a_kernel_that_remembers_its_first_tensors_is_found(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As one would that is launched again with the addresses of the first time."""
+        remembered: list[Any] = []
+        attend = Naive.attend
+
+        def forgetful(self: Naive, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+            if not remembered:
+                remembered[:] = [k, v]
+                return attend(self, q, k, v, **options)
+            return attend(self, q, *remembered, **options) + 0 * (k.sum() + v.sum())
+
+        monkeypatch.setattr(Naive, "attend", forgetful)
+        with pytest.raises(WrongResult, match="relative error of"):
+            run(make_case("attention=naive"))
 
     def test_more_keys_than_queries(self) -> None:
         outcome = run(make_case("attention=naive", "task.kv_len=100")).outcome
