@@ -39,7 +39,7 @@ class Pipeline:
     """Where the other consumer's tile is multiplied, one of ORDERS."""
     resident: bool = True
     """Whether the queries' rotary part stays in registers, and P of both consumers in memory."""
-    prefetch: int = 4
+    prefetch: int = 0
     """Tiles that L2 is asked for ahead of the copies; 0 for none."""
     overlap: bool = True
     """Whether the launch that merges may start, and wait, before the first one ends."""
