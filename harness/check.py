@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,16 +11,9 @@ from torch import Tensor
 
 from harness.bench import Bench, WrongResult
 from harness.case import Case
+from harness.passes import Passes
 from kernels._reference import TOLERANCE, check_slice
 from kernels.backend import AttentionProblem
-
-
-def autocast(case: Case) -> contextlib.AbstractContextManager[None]:
-    """The case's autocast context; does nothing in a pure precision."""
-    if case.precision.autocast is None:
-        return contextlib.nullcontext()
-    dtype = getattr(torch, case.precision.autocast)
-    return torch.autocast(case.device, dtype=dtype)
 
 
 def random_qkv(
@@ -103,7 +95,7 @@ class DenseCall:
         return [Part(problem=self.problem, take=lambda x: x)]
 
 
-def check_call(case: Case, bench: Bench, call: Call) -> None:
+def check_call(case: Case, bench: Bench, call: Call, passes: type[Passes] = Passes) -> None:
     """Make a call at full size and compare slices of its parts with float64.
 
     The call is made twice, each time on tensors of its own, and its second result is compared:
@@ -117,8 +109,9 @@ def check_call(case: Case, bench: Bench, call: Call) -> None:
     bench.stage("checking")
     problem = call.problem
     first_inputs = call.inputs()
-    _results_of(case, call, first_inputs)
-    tensors = _results_of(case, call, call.inputs())
+    _results_of(passes(case, call, first_inputs), call, first_inputs)
+    inputs = call.inputs()
+    tensors = _results_of(passes(case, call, inputs), call, inputs)
     del first_inputs  # held until here, so that the second call's lie elsewhere
     with torch.no_grad():
         found = [
@@ -143,15 +136,15 @@ def check_call(case: Case, bench: Bench, call: Call) -> None:
         )
 
 
-def _results_of(case: Case, call: Call, inputs: tuple[Tensor, Tensor, Tensor]) -> dict[str, Tensor]:
+def _results_of(
+    passes: Passes, call: Call, inputs: tuple[Tensor, Tensor, Tensor]
+) -> dict[str, Tensor]:
     """q, k, v and what the call makes of them: o and, if the problem needs them, do, dq, dk, dv."""
-    q, k, v = inputs
-    tensors = {"q": q.detach(), "k": k.detach(), "v": v.detach()}
-    with autocast(case), torch.set_grad_enabled(call.problem.needs_grad):
-        o = call.attend(q, k, v)
+    tensors = {name: x.detach() for name, x in zip("qkv", inputs, strict=True)}
+    o = passes.forward()
     tensors["o"] = o.detach()
     if call.problem.needs_grad:
         do = call.output_gradient(o)
-        dq, dk, dv = torch.autograd.grad(o, inputs, do)
+        dq, dk, dv = passes.backward(o, do)
         tensors |= {"do": do, "dq": dq, "dk": dk, "dv": dv}
     return tensors

@@ -14,7 +14,8 @@ import torch
 
 from harness.bench import Bench
 from harness.case import Case
-from harness.check import Call, autocast
+from harness.check import Call
+from harness.passes import autocast
 from parallel._bound import SplitAttention
 from parallel._trace import NO_TRACE, Recorder
 

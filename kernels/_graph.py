@@ -28,15 +28,7 @@ class GraphedStep:
 
     def __init__(self, step: Callable[..., Any], *inputs: Tensor) -> None:
         self._inputs = tuple(x.clone() for x in inputs)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UP_CALLS):
-                step(*self._inputs)
-        torch.cuda.current_stream().wait_stream(stream)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self._outputs = step(*self._inputs)
+        self._graph, self._outputs, _ = capture(lambda: step(*self._inputs))
 
     def __call__(self, *inputs: Tensor) -> Any:
         """The step on these inputs; the next call overwrites what this one returns.
@@ -48,6 +40,33 @@ class GraphedStep:
             mine.copy_(given)
         self._graph.replay()
         return self._outputs
+
+
+def capture(
+    step: Callable[[], Any],
+    *,
+    warm_up: Callable[[], Any] | None = None,
+    pool: Any = None,
+) -> tuple[torch.cuda.CUDAGraph, Any, int]:
+    """A graph of ``step()``, what it returned, and the bytes that it took and gave back.
+
+    Args:
+        step: as of :class:`GraphedStep`.
+        warm_up: called before instead of ``step``, which then is called once.
+        pool: of a graph that is replayed before this one each time, and shares its memory.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UP_CALLS):
+            (warm_up or step)()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.reset_peak_memory_stats()
+    with torch.cuda.graph(graph, pool=pool):
+        result = step()
+    held = torch.cuda.memory_allocated()
+    return graph, result, torch.cuda.max_memory_allocated() - held
 
 
 def require_static(captured: tuple[Tensor, ...], given: tuple[Tensor, ...]) -> None:

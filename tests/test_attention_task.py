@@ -6,12 +6,13 @@ import itertools
 import sys
 import types
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
+import harness.passes
 from harness.bench import Bench, WrongResult
 from harness.case import Case
 from harness.compose import compose_request
@@ -190,6 +191,78 @@ class TestRun:
         outcome = run(make_case("attention=naive", "task.kv_len=100")).outcome
         assert outcome.check is not None
         assert max(outcome.check["errors"].values()) < 1e-5
+
+
+class Graph:
+    """Stands in for a CUDA graph: counts its replays, and what it gives stays what it was."""
+
+    made: ClassVar[list[Graph]] = []
+
+    def __init__(self) -> None:
+        self.replays = 0
+        Graph.made.append(self)
+
+    def pool(self) -> Graph:
+        return self
+
+    def replay(self) -> None:
+        self.replays += 1
+
+
+class TestCudaGraph:
+    @pytest.fixture
+    def warm_ups(self, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+        """Results of the calls before each capture, of graphs that a CPU can have."""
+        seen: list[Any] = []
+
+        def capture(step: Any, *, warm_up: Any, pool: Any) -> tuple[Graph, Any, int]:
+            seen.append(warm_up())
+            assert pool is None or pool in Graph.made
+            return Graph(), step(), 7
+
+        monkeypatch.setattr(harness.passes, "capture", capture)
+        monkeypatch.setattr(Graph, "made", [])
+        return seen
+
+    def test_each_pass_is_captured_once_and_replayed(self, warm_ups: list[Any]) -> None:
+        outcome = run(make_case("attention=naive", "task.cuda_graph=true")).outcome
+        # The check's two calls; then memory before backward, a warm-up and two measured passes.
+        assert [graph.replays for graph in Graph.made] == [1, 1, 1, 1, 4, 3]
+        assert len(warm_ups) == 6
+        assert outcome.check is not None
+        assert 0 < max(outcome.check["errors"].values()) < 1e-5
+        assert set(outcome.samples_ms) == {"forward", "backward", "forward_backward"}
+
+    def test_without_gradients_there_is_one(self, warm_ups: list[Any]) -> None:
+        run(make_case("attention=naive", "task.mode=forward", "task.cuda_graph=true"))
+        assert [graph.replays for graph in Graph.made] == [1, 1, 3]
+
+    def test_needs_a_device_that_has_them(self) -> None:
+        case = make_case("attention=naive", "task.cuda_graph=true")
+        assert why_unsupported(case) == "CUDA graphs exist on CUDA devices only"
+
+    def test_one_rank_only(self) -> None:
+        with pytest.raises(ValueError, match=r"task.cuda_graph=true: .*use parallel.cp=1 or"):
+            make_case("attention=ring", "parallel.cp=2", "task.cuda_graph=true")
+
+    def test_the_name_says_so(self) -> None:
+        plain, graphed = make_case("attention=naive"), make_case("task.cuda_graph=true")
+        assert "cuda_graph" in graphed.task.words()
+        assert "cuda_graph" not in plain.task.words()
+
+    @pytest.mark.gpu
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    @pytest.mark.parametrize("attention", ["naive", "sdpa", "sdpa_cudnn", "flash_triton", "flex"])
+    @pytest.mark.parametrize("mode", ["forward", "forward_backward"])
+    def test_on_a_gpu(self, attention: str, mode: str) -> None:
+        words = [f"attention={attention}", f"task.mode={mode}", "task.cuda_graph=true"]
+        shape = ["task=attention", "task.num_heads=4", "task.head_dim=64", *SHAPE[4:]]
+        words += [*shape, "precision=bf16_pure", "device=cuda"]
+        (case,) = compose_request(words).cases
+        bench = Bench(device=torch.device("cuda"))
+        case.task.run(case, bench)
+        assert bench.outcome.check is not None
+        assert 0 < max(bench.outcome.check["errors"].values()) <= bench.outcome.check["tolerance"]
 
 
 def break_sequence(

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from harness.bench import Bench, PhaseTimer, WrongResult
 from harness.case import Case
-from harness.check import autocast
 from harness.copy_bandwidth import copy_bandwidth_gb_s
 from harness.launches import count_launches
+from harness.passes import autocast
 from harness.program import Program
 from kernels._reference import TOLERANCE, relative_error
 from models.generation import Generator, Prompts

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from harness.bench import Bench
 from harness.case import Case
-from harness.check import autocast
+from harness.passes import autocast
 from models.transformer import Block, SelfAttention
 
 LOGITS = "logits"

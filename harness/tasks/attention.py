@@ -50,6 +50,9 @@ class Attention(Task):
     compile: bool = joined_later(False)
     """Call the attention through torch.compile, as the CS336 leaderboard does; a backend that
     goes through it anyway is called as it is."""
+    cuda_graph: bool = joined_later(False)
+    """Capture the forward and the backward pass once each and replay them: what kernels take by
+    themselves, and what a program with static shapes can have."""
     warmup_steps: int = 10
     """Untimed passes before measuring."""
     measure_steps: int = 100
@@ -100,6 +103,11 @@ class Attention(Task):
                 f"task.kv_len={self.kv_len}: a sequence that is split over parallel.cp="
                 f"{case.parallel.cp} ranks has as many keys as queries; leave it out"
             )
+        if case.parallel.cp > 1 and self.cuda_graph:
+            raise ValueError(
+                f"task.cuda_graph=true: the host leads what parallel.cp={case.parallel.cp} ranks "
+                "send each other; use parallel.cp=1 or task.cuda_graph=false"
+            )
 
     def compiles(self, case: Case) -> bool:
         return self.compile
@@ -107,10 +115,16 @@ class Attention(Task):
     def words(self) -> list[str]:
         found = [self.packing] if self.packing != "none" else []
         found += [f"kv{self.kv_len}"] if self.kv_len is not None else []
-        return found + (["torch_compile"] if self.compile else [])
+        found += ["torch_compile"] if self.compile else []
+        return found + (["cuda_graph"] if self.cuda_graph else [])
 
     def num_passes(self) -> int:
         return self.warmup_steps + self.measure_steps
+
+    def why_unsupported(self, case: Case) -> str | None:
+        if self.cuda_graph and case.device != "cuda":
+            return "CUDA graphs exist on CUDA devices only"
+        return Task.why_unsupported(self, case)
 
     def attention_problem(self, case: Case) -> AttentionProblem:
         dense = AttentionProblem(
@@ -215,49 +229,42 @@ class Attention(Task):
         """Check and measure one call."""
         import torch
 
-        from harness.check import autocast, check_call
+        from harness.check import check_call
+        from harness.passes import GraphedPasses, Passes
 
         if self.compile and not case.attention.compiles:
             # One compilation serves the check and the measurement, as a program would have it.
             call.attend = torch.compile(call.attend, dynamic=False)  # type: ignore[method-assign]
-        check_call(case, bench, call)
+        made = GraphedPasses if self.cuda_graph else Passes
+        check_call(case, bench, call, made)
         bench.vote()
 
         bench.stage("set-up")
         bench.release_memory()
         baseline = bench.allocated_bytes()
-        q, k, v = call.inputs()
-
-        def attend() -> torch.Tensor:
-            with autocast(case), torch.set_grad_enabled(call.problem.needs_grad):
-                return call.attend(q, k, v)
-
+        inputs = call.inputs()
+        passes = made(case, call, inputs)
         if self.mode == "forward":
 
-            def forward(timer: PhaseTimer) -> None:
+            def step(timer: PhaseTimer) -> None:
                 with timer.phase("forward"):
-                    attend()
+                    passes.forward()
 
-            bench.measure(
-                forward, warmup=self.warmup_steps, passes=self.measure_steps, flush_cache=True
-            )
-            _profile(case, bench, forward)
-            return
+        else:
+            bench.note_before_backward(passes.forward, inputs=inputs, baseline=baseline)
+            do = call.output_gradient(inputs[0])
 
-        bench.note_before_backward(attend, inputs=(q, k, v), baseline=baseline)
-        do = call.output_gradient(q)
+            def step(timer: PhaseTimer) -> None:
+                with timer.phase("forward_backward"):
+                    with timer.phase("forward"):
+                        o = passes.forward()
+                    with timer.phase("backward"):
+                        passes.backward(o, do)
 
-        def forward_backward(timer: PhaseTimer) -> None:
-            with timer.phase("forward_backward"):
-                with timer.phase("forward"):
-                    o = attend()
-                with timer.phase("backward"):
-                    torch.autograd.grad(o, (q, k, v), do)
-
-        bench.measure(
-            forward_backward, warmup=self.warmup_steps, passes=self.measure_steps, flush_cache=True
-        )
-        _profile(case, bench, forward_backward)
+        bench.measure(step, warmup=self.warmup_steps, passes=self.measure_steps, flush_cache=True)
+        if isinstance(passes, GraphedPasses):
+            bench.add_temporaries(passes.temporary_bytes)
+        _profile(case, bench, step)
 
 
 def _profile(case: Case, bench: Bench, step: Callable[[PhaseTimer], None]) -> None:

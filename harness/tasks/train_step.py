@@ -141,7 +141,8 @@ class TrainStep(Task):
         import torch
 
         from harness.bench import WrongResult
-        from harness.check import autocast, check_call
+        from harness.check import check_call
+        from harness.passes import autocast
         from harness.program import Program
         from harness.step_memory import MemoryNotes, note_first_step
         from harness.step_trace import note_timeline
