@@ -94,6 +94,7 @@ class Worker:
         # Collecting garbage between cases would walk every object of torch, at 0.15 s a time.
         gc.collect()
         gc.freeze()
+        gc.enable()
         self._send(event="ready", environment=devices.environment(self.device))
         for line in sys.stdin:
             job = json.loads(line)

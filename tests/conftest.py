@@ -25,6 +25,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="attnbench-tests-")
     tempfile.tempdir = None
 
+# Every command that a test runs imports the project anew: compiling its modules each time, as
+# this variable asks for in many containers, would take longer than some of the tests.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 if not torch.cuda.is_available():
     # Read once, when triton is imported: its kernels then run on a CPU, slowly.
     os.environ.setdefault("TRITON_INTERPRET", "1")
