@@ -21,7 +21,7 @@ PR_SET_PDEATHSIG = 1
 def main() -> None:
     die_with_parent(int(os.environ[PARENT]))
     # While modules are imported nearly nothing becomes garbage, and looking for it again and
-    # again takes a fifth of the time; the worker goes on with collecting when it is ready.
+    # again takes a fifth of the time; the worker collects from when it is ready.
     gc.disable()
     from harness.worker import main as work
 

@@ -60,7 +60,7 @@ def run(folder: Path, command: Command, scheme: str, transport: str) -> Ended:
         f"results={results}",
         "device=cpu",
         "timeout_s=8",
-        "launcher.vote_timeout_s=3",
+        "launcher.vote_timeout_s=2",
         environment={"ATTNBENCH_PLUGINS": "tests.faults", "TMPDIR": str(folder)},
     )
     records = [json.loads(path.read_text()) for path in (results / "records").glob("*.json")]
