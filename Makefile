@@ -25,7 +25,7 @@ bench: install ## measure attention backends and model sizes on this machine
 	$(BIN)/attnbench sweeps=quickstart results=$(RESULTS)
 
 test: install ## run the tests that need nothing but a CPU
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadscope
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test-gpu: install ## run the tests that need CUDA devices
 	$(BIN)/python -m pytest -m "gpu or multigpu"

@@ -280,7 +280,13 @@ def _default_choice(group: str) -> str:
 
 @cache
 def _group_node(group: str, name: str) -> DictConfig:
+    """A choice as Hydra composes it, which Hydra is asked for only where it reads a file."""
     require_choice_of_group(group, name)
+    if name == _default_choice(group):
+        return cast(DictConfig, _defaults()[group])
+    registered = registered_choices().get(group, {})
+    if name in registered and not (CONF / group / f"{name}.yaml").exists():
+        return cast(DictConfig, OmegaConf.structured(registered[name]))
     return cast(DictConfig, _compose([f"{group}={name}"])[group])
 
 

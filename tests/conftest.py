@@ -24,10 +24,32 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # tests that run at the same time are not to wait for each other.
     os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="attnbench-tests-")
     tempfile.tempdir = None
+    # Two processes share the cores: threads of one that wait for each other, as those of small
+    # shapes mostly do, would keep the other from working.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+# Every command that a test runs imports the project anew: compiling its modules each time, as
+# this variable asks for in many containers, would take longer than some of the tests.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
+# For every vector instruction set that the CPU has, Inductor would otherwise compile a program
+# to see whether the compiler knows it: ten seconds and more in every process.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 if not torch.cuda.is_available():
     # Read once, when triton is imported: its kernels then run on a CPU, slowly.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files whose tests run the command come first.
+
+    They take longest, and a process that begins one when the other has nothing left works alone.
+    """
+    runs_commands = {item.path for item in items if "command" in getattr(item, "fixturenames", ())}
+    items.sort(key=lambda item: item.path not in runs_commands)
 
 
 def pytest_report_header() -> str:

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 from conftest import ROOT, Command
+from omegaconf import OmegaConf
 
 from harness import session
 from harness.case import Case, label
 from harness.cli import run
-from harness.compose import Request, compose_request
+from harness.compose import Request, _compose, _group_node, compose_request
 from harness.config import choices
 from kernels import BACKENDS
 
@@ -479,3 +480,20 @@ def test_a_sweeps_rounds_are_its_own_or_more_and_never_empty(
         ["sweeps=short_sequences", "scale=tiny", "device=cpu", "seq_len=64", *arguments]
     )
     assert request.options.interleave == rounds
+
+
+@pytest.mark.parametrize(
+    ("group", "name"),
+    [
+        ("task", "attention"),
+        ("attention", "flash_triton"),
+        ("parallel", "fsdp"),
+        ("model", "small"),
+    ],
+)
+def test_a_choice_is_made_as_hydra_would(group: str, name: str) -> None:
+    """Hydra is asked for those in files alone, since it takes a tenth of a second for each."""
+    ours = OmegaConf.to_object(_group_node(group, name))
+    theirs = OmegaConf.to_object(_compose([f"{group}={name}"])[group])
+    assert type(ours) is type(theirs)
+    assert ours == theirs

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from conftest import Command
-from test_faults import Folder, no_process_left, wait_until
+from fault_folders import Folder, no_process_left, wait_until
 
 import harness.rounds
 from harness import runner, session

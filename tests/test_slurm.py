@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 from conftest import ROOT, Command
-from test_faults import Folder, wait_until
+from fault_folders import Folder, wait_until
 
 TOY = Path(os.environ.get("TOY_SLURM", "/tmp/attnbench-slurm"))
 

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pandas as pd
@@ -102,6 +103,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@cache
 def all_frames() -> list[pd.DataFrame]:
     """Something for every table and figure; apart where examples of two kinds share an id."""
     kinds = (

@@ -1,0 +1,163 @@
+"""A results folder, and the real command that runs there on one CPU, whatever becomes of it.
+
+Its sweep trains transformers of a few hundred parameters with the misbehaving backends of
+:mod:`tests.faults`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from conftest import ROOT, Command
+
+SWEEP = """
+title: Faults
+tables: [summary]
+scales:
+  tiny:
+    - task: train_step
+      model: tiny
+      model.d_model: 16
+      model.d_ff: 16
+      model.num_layers: 1
+      model.num_heads: 2
+      model.vocab_size: 16
+      seq_len: 16
+      batch_size: 1
+      task.warmup_steps: 1
+      task.measure_steps: 2
+"""
+
+
+@dataclass(kw_only=True, slots=True)
+class Folder:
+    """One results folder, and the folder through which backends talk to a test."""
+
+    path: Path
+    command: Command
+
+    def __post_init__(self) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        (self.path / "faults.yaml").write_text(SWEEP, encoding="utf-8")
+
+    @property
+    def results(self) -> Path:
+        return self.path / "results"
+
+    def arguments(self, *overrides: str) -> list[str]:
+        sweep = f"sweeps={self.path / 'faults.yaml'}"
+        return [sweep, f"results={self.results}", "device=cpu", *overrides]
+
+    def environment(self) -> dict[str, str]:
+        # A temporary folder of its own, so that no other run on this host has to be waited for.
+        temporary = self.path / "tmp"
+        temporary.mkdir(exist_ok=True)
+        return {
+            "ATTNBENCH_PLUGINS": "tests.faults",
+            "ATTNBENCH_TEST_FOLDER": str(self.path),
+            "TMPDIR": str(temporary),
+        }
+
+    def run(self, *overrides: str) -> subprocess.CompletedProcess[str]:
+        return self.command(*self.arguments(*overrides), environment=self.environment())
+
+    def start(
+        self, *overrides: str, environment: dict[str, str] | None = None, **options: Any
+    ) -> subprocess.Popen[str]:
+        """Start the command without waiting, as a terminal would: in a session of its own."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "harness", *self.arguments(*overrides)],
+            cwd=ROOT,
+            env={**os.environ, **self.environment(), **(environment or {})},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            **options,
+        )
+
+    def files(self) -> dict[str, tuple[int, bytes]]:
+        """Every record file: when it was written, and what it holds."""
+        return {
+            path.name: (path.stat().st_mtime_ns, path.read_bytes())
+            for path in sorted((self.results / "records").glob("*.json"))
+        }
+
+    def records(self) -> dict[str, dict[str, Any]]:
+        """The first record of each backend."""
+        records = [json.loads(content) for _, content in self.files().values()]
+        firsts = [record for record in records if record["attempt"] == 1]
+        found = {record["case"]["attention"]["name"]: record for record in firsts}
+        assert len(found) == len(firsts), "a backend has several cases"
+        return found
+
+    def calls(self) -> list[tuple[int, int]]:
+        """Process and sequence length of every call of a witness, in order."""
+        lines = (self.path / "calls").read_text(encoding="utf-8").splitlines()
+        pairs = [line.split() for line in lines]
+        return [(int(pid), int(seq_len)) for pid, seq_len in pairs]
+
+    def table(self) -> dict[str, list[str]]:
+        """Cells of the summary table by backend."""
+        (path,) = self.results.glob("sweeps/*/tables/summary.md")
+        rows = [
+            [cell.strip() for cell in line.strip("|").split("|")]
+            for line in path.read_text(encoding="utf-8").splitlines()
+            if line.startswith("|")
+        ]
+        return {row[0].strip("`").replace("\\", ""): row[1:] for row in rows}
+
+
+@contextmanager
+def no_process_left(process: subprocess.Popen[str]) -> Iterator[None]:
+    """Whatever the test finds, nothing that it started outlives it."""
+    try:
+        yield
+    finally:
+        family = [process.pid, *(child.pid for child in descendants(process.pid))]
+        for pid in family:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.communicate()
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """Those that have got as far as being workers."""
+    found = []
+    for child in descendants(process.pid):
+        with suppress(psutil.Error):
+            if "harness.worker_process" in child.cmdline():
+                found.append(child)
+    return found
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_until(condition: Any, what: str, timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
+        time.sleep(0.02)
