@@ -81,9 +81,11 @@ def _run(
 @cache
 def _pool(backend: str, num_processes: int) -> list[Connection]:
     """A connection to each process; they end with this one."""
-    # Forked from one process that has imported what takes long, and has started nothing.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "harness.worker"])
+    # Forked from one process that has imported what takes long, and has started nothing; CUDA
+    # does not survive that.
+    context = multiprocessing.get_context("forkserver" if backend == "gloo" else "spawn")
+    if backend == "gloo":
+        context.set_forkserver_preload(["torch.distributed", "harness.worker"])
     folder = tempfile.TemporaryDirectory(prefix="attnbench-ranks-")
     ends, processes = [], []
     for rank in range(num_processes):

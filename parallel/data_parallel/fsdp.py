@@ -127,6 +127,9 @@ class FSDP(PartsDataParallel):
                 if weights.parameters[0].requires_grad
             ]
             unit.last_average = len(averages)
+        for unit in (*self._units[:NUM_SLOTS], self._rest):
+            # Until the first pass nothing is whole.
+            unit.vacate()
         return averages
 
     def _flatten(self, parameters: Sequence[nn.Parameter], *, shards: bool) -> list[FlatWeights]:

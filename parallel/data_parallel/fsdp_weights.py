@@ -162,6 +162,10 @@ class Unit:
             weights.place(memory.narrow(0, start, weights.num_bytes))
             start += weights.num_bytes
 
+    def vacate(self) -> None:
+        """Give back the slot's memory, in which all have their places and nothing lies yet."""
+        self._slot.give_back()
+
     @property
     def is_here(self) -> bool:
         return self._slot.holder is self
