@@ -61,7 +61,7 @@ VARIANTS = {
 
 PIPELINES = {
     "hopper_latent_coarse": hopper_latent.Pipeline(
-        chunk=256, order="after", resident=False, prefetch=0, overlap=False
+        chunk=256, order="after", resident=False, overlap=False
     ),
     "hopper_latent_after": hopper_latent.Pipeline(order="after"),
     "hopper_latent_last": hopper_latent.Pipeline(order="last"),

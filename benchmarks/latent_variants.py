@@ -27,10 +27,8 @@ VARIANTS = (
     replace(PIPELINE, order="after", resident=False),
     replace(PIPELINE, chunk=128),
     replace(PIPELINE, order="last", chunk=128),
-    replace(PIPELINE, prefetch=0),
-    replace(PIPELINE, prefetch=2),
     replace(PIPELINE, overlap=False),
-    Pipeline(chunk=256, order="after", resident=False, prefetch=0, overlap=False),
+    Pipeline(chunk=256, order="after", resident=False, overlap=False),
 )
 
 

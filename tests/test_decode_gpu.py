@@ -233,7 +233,7 @@ class TestLatentDecode:
         self, resident: bool, chunk: int, order: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         pipeline = hopper_latent.Pipeline(
-            chunk=chunk, order=order, resident=resident, prefetch=chunk // 64, overlap=resident
+            chunk=chunk, order=order, resident=resident, overlap=resident
         )
         monkeypatch.setattr(hopper_latent, "PIPELINE", pipeline)
         for page in (0, 64):

@@ -304,7 +304,7 @@ def test_latent_attention_on_hopper(monkeypatch: pytest.MonkeyPatch, driver: Dri
         "q_desc": given["q_latent"], "q_rope_desc": given["q_rope"],
         "cache_desc": given["latent_cache"], "rope_desc": given["latent_cache"],
         "lengths_ptr": given["lengths"], "table_ptr": given["lengths"],
-        "cache_ptr": given["latent_cache"], "out_ptr": out, "pieces_ptr": pieces[-1],
+        "out_ptr": out, "pieces_ptr": pieces[-1],
     }  # fmt: skip
     assert attend.addresses(*wanted) == [x.data_ptr() for x in wanted.values()]
     wanted = {name: wanted[name] for name in ("lengths_ptr", "out_ptr", "pieces_ptr")}

@@ -203,8 +203,7 @@ def test_what_is_said_of_strategies_is_in_the_committed_tables() -> None:
     exposed = {name: 100 * float(row["exposed_share"]) for name, row in rows.items()}
     worst = max(exposed[name] for name in ("ddp_bucketed", "zero_1", "fsdp"))
     assert f"at most {worst:.1f}% of a step is exposed" in words
-    late = f"({exposed['zero_2']:.1f}% of `zero_2`'s traced step, and {exposed['fsdp_torch']:.1f}%"
-    assert late in words
+    assert f"({exposed['zero_2']:.1f}% of `zero_2`'s traced step:" in words
     shares = {
         row["strategy"]: 100 * float(row["exposed_share"])
         for row in rows_of("ddp_overlap", "data_parallel")
@@ -270,7 +269,6 @@ def test_what_is_said_of_decoding_is_in_the_committed_tables() -> None:
     )
     times = [number(float(row["step_us"])) for row in (absorbed, materialised)]
     assert "{} µs where `mla_materialised` takes {}".format(*times) in words
-    assert f"in {float(absorbed['launches']):.0f} launches, of which" in words
     graphs = {
         (row["attention"], row["cuda_graph"]): number(float(row["step_us"]))
         for row in rows_of("graph_effect", "graph_effect")

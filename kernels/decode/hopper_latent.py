@@ -39,8 +39,6 @@ class Pipeline:
     """Where the other consumer's tile is multiplied, one of ORDERS."""
     resident: bool = True
     """Whether the queries' rotary part stays in registers, and P of both consumers in memory."""
-    prefetch: int = 0
-    """Tiles that L2 is asked for ahead of the copies; 0 for none."""
     overlap: bool = True
     """Whether the launch that merges may start, and wait, before the first one ends."""
 
@@ -50,7 +48,6 @@ class Pipeline:
             "CHUNK": self.chunk,
             "ORDER": ORDERS.index(self.order),
             "RESIDENT": self.resident,
-            "PREFETCH": self.prefetch,
             "OVERLAPPED": self.overlap,
         }
 
@@ -58,7 +55,7 @@ class Pipeline:
         resident = "resident, " if self.resident else ""
         return (
             f"{ROWS} x {ROWS}, 9 warps, chunks of {self.chunk}, {self.order}, "
-            f"{resident}{self.prefetch} ahead, merge {'overlapped' if self.overlap else 'after'}"
+            f"{resident}merge {'overlapped' if self.overlap else 'after'}"
         )
 
 
@@ -120,8 +117,8 @@ class Plan(NamedTuple):
         with on(self.device):
             pieces = workspace.pieces(self.num_programs, ROWS, RANK, self.device)
             self.attend(
-                _aligned(q), _aligned(q_rope), cache, cache, lengths, block_table, cache, out,
-                pieces, floats=(scale * LOG2_E,),
+                _aligned(q), _aligned(q_rope), cache, cache, lengths, block_table, out, pieces,
+                floats=(scale * LOG2_E,),
             )  # fmt: skip
             if self.merge is not None:
                 self.merge(lengths, out, pieces)
@@ -156,8 +153,8 @@ def plan(
         (num_programs, 1, 1),
         {"PAGE": call.page, "num_warps": 4, **PIPELINE.constants(), **constants},
         integers=(
-            *out.stride()[:3], block_table.stride(0), rows.stride(0), rows.shape[0],
-            call.capacity, call.num_rows, call.batch_size, num_workers, min_units,
+            *out.stride()[:3], block_table.stride(0), call.capacity, call.num_rows,
+            call.batch_size, num_workers, min_units,
         ),
         descriptors=(
             _tiles(q, _HALF), _tiles(q_rope, ROPE_DIM),

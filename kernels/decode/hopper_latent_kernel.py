@@ -8,8 +8,7 @@ rank, as in DeepSeek's FlashMLA. Shared memory holds the queries, two tiles of l
 
 - A producer warp keeps the two buffers filled through TMA, as their parts are given back: of
   buffer c the rotary part, then half c (0: entries 0 to 255), then the other half, each half in
-  chunks of CHUNK columns that are announced one by one. It asks L2 for the rows of the tile
-  PREFETCH further on, since a part has nowhere to lie before it is due.
+  chunks of CHUNK columns that are announced one by one.
 - Consumer c owns the tiles of buffer c and, of every tile, half c. For each tile j of its own:
 
   1. S_j = Q K_j^T is issued, chunk by chunk, in the order in which they come;
@@ -108,23 +107,6 @@ def row_of(tile, sequence, max_len, table_ptr, table_stride, PAGE: gl.constexpr)
 
 
 @gluon.jit
-def prefetch(cache_ptr, cache_stride, num_tokens, row):
-    """Asks L2 for ROWS rows of the cache, two a lane, and waits for nothing."""
-    LANES: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
-    # The last tile of a cache may reach beyond it.
-    rows = gl.minimum(row + gl.arange(0, ROWS, LANES), num_tokens - 1)
-    # 1152 bytes: RANK + ROPE entries of 16 bits.
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], 1152; mov.b32 $0, 0;",
-        "=r,l",
-        [cache_ptr + rows.to(gl.int64) * cache_stride],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
 def load_half(cache_desc, parts, ready, free, row, buffer, half, phase, CHUNK: gl.constexpr):
     """Fills half ``half`` of a buffer, once it is given back."""
     PARTS: gl.constexpr = HALF // CHUNK
@@ -139,13 +121,12 @@ def load_half(cache_desc, parts, ready, free, row, buffer, half, phase, CHUNK: g
 
 
 @gluon.jit
-def produce(inputs, PAGE: gl.constexpr, CHUNK: gl.constexpr, PREFETCH: gl.constexpr):
+def produce(inputs, PAGE: gl.constexpr, CHUNK: gl.constexpr):
     """The producer: queries of each piece, and its tiles, part by part."""
     (
         q_desc, q_rope_desc, cache_desc, rope_desc, q_halves, squares, parts, ropes,
         q_ready, q_free, ready, free, rope_ready, rope_free, lengths_ptr, table_ptr,
-        table_stride, cache_ptr, cache_stride, num_tokens, max_len, num_rows, row_tile,
-        unit, stop, sequence, before,
+        table_stride, max_len, num_rows, row_tile, unit, stop, sequence, before,
     ) = inputs  # fmt: skip
     count = 0
     # Everything starts free: waiting for the phase before the first one returns at once.
@@ -171,14 +152,6 @@ def produce(inputs, PAGE: gl.constexpr, CHUNK: gl.constexpr, PREFETCH: gl.conste
             load_half(cache_desc, parts, ready, free, row, buffer, buffer, phase, CHUNK)
             load_half(cache_desc, parts, ready, free, row, buffer, 1 - buffer, phase, CHUNK)
             count += 1
-            if PREFETCH > 0:
-                # Of a piece, nothing was asked for before its first tile.
-                nearest = tile + PREFETCH
-                if tile == first:
-                    nearest = tile + gl.minimum(PREFETCH, 2)
-                for later in range(nearest, gl.minimum(tile + PREFETCH + 1, last)):
-                    ahead = row_of(later, sequence, max_len, table_ptr, table_stride, PAGE)
-                    prefetch(cache_ptr, cache_stride, num_tokens, ahead)
         unit = before + last
         if last == units:
             sequence += 1
@@ -476,7 +449,7 @@ def consume(
             before = unit
 
 
-@gluon.jit(do_not_specialize=["batch_size", "num_workers", "min_units", "max_len", "num_tokens"])
+@gluon.jit(do_not_specialize=["batch_size", "num_workers", "min_units", "max_len"])
 def hopper_latent_kernel(
     q_desc,
     q_rope_desc,
@@ -484,15 +457,12 @@ def hopper_latent_kernel(
     rope_desc,
     lengths_ptr,
     table_ptr,
-    cache_ptr,
     out_ptr,
     pieces_ptr,
     out_stride_b,
     out_stride_h,
     out_stride_t,
     table_stride,
-    cache_stride,
-    num_tokens,
     max_len,
     num_rows,
     batch_size,
@@ -506,13 +476,12 @@ def hopper_latent_kernel(
     CHUNK: gl.constexpr,
     ORDER: gl.constexpr,
     RESIDENT: gl.constexpr,
-    PREFETCH: gl.constexpr,
     OVERLAPPED: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     """Output, or pieces of it, of one worker's share; grid: num_workers * ROW_TILES.
 
-    Queries come as [B * num_rows, 512] and [B * num_rows, 64], the cache as [num_tokens, 576].
+    Queries come as [B * num_rows, 512] and [B * num_rows, 64], the cache as [tokens, 576].
     OVERLAPPED: the next launch waits by itself for what this one writes, and may start when all
     programs have.
     """
@@ -576,8 +545,7 @@ def hopper_latent_kernel(
     producer = (
         q_desc, q_rope_desc, cache_desc, rope_desc, q_halves, squares, parts, ropes,
         q_ready, q_free, ready, free, rope_ready, rope_free, lengths_ptr, table_ptr,
-        table_stride, cache_ptr, cache_stride, num_tokens, max_len, num_rows, row_tile,
-        start, stop, sequence, before,
+        table_stride, max_len, num_rows, row_tile, start, stop, sequence, before,
     )  # fmt: skip
     inputs = (
         q_halves, squares, halves, ropes, maxima, totals, q_ready, q_free, q_taken, ready, free,
@@ -589,7 +557,7 @@ def hopper_latent_kernel(
         [
             (consume, (inputs, 0, NEW, CHUNK, ORDER, RESIDENT)),
             (consume, (inputs, 1, NEW, CHUNK, ORDER, RESIDENT)),
-            (produce, (producer, PAGE, CHUNK, PREFETCH)),
+            (produce, (producer, PAGE, CHUNK)),
         ],
         [4, 1],
         [240, 24],
