@@ -61,7 +61,7 @@ class Outcome:
 
 
 class PhaseTimer:
-    """Times named phases of a step; see :meth:`phase`.
+    """Times named phases of a step; see :meth:`phase` and :meth:`phases`.
 
     Events are made beforehand (:meth:`reserve`) and used again: making one takes the host as long
     as launching a kernel, inside of what is timed.
@@ -69,8 +69,10 @@ class PhaseTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
-        self._marks: list[tuple[str, Any, Any]] = []
+        self._spans: list[tuple[str, Any, Any]] = []
+        """Name, and the moments of its start and end."""
         self._spare: list[Any] = []
+        self._recorded: list[Any] = []
 
     def reserve(self, num_phases: int) -> None:
         """Have events for so many phases more."""
@@ -85,28 +87,49 @@ class PhaseTimer:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Everything inside, on the device's stream, is one sample of phase ``name``."""
-        if self._on_cuda:
-            if len(self._spare) < 2:
-                self.reserve(1)
-            start, end = self._spare.pop(), self._spare.pop()
-            start.record()
-            yield
-            end.record()
-            self._marks.append((name, start, end))
-        else:
-            started = time.perf_counter()
-            yield
-            self._marks.append((name, started, time.perf_counter()))
+        start = self._now()
+        yield
+        self._spans.append((name, start, self._now()))
+
+    @contextlib.contextmanager
+    def phases(self, whole: str) -> Iterator[Callable[[str], None]]:
+        """Phases that follow each other, each from where its name is told, and all as ``whole``.
+
+        Where one begins the one before ends: both are one event, and a host for which a GPU waits
+        has half as many to record.
+        """
+        began: list[tuple[str, Any]] = []
+
+        def begins(name: str) -> None:
+            began.append((name, self._now()))
+
+        yield begins
+        end = self._now()
+        ends = [*(start for _, start in began[1:]), end]
+        for (name, start), stop in zip(began, ends, strict=True):
+            self._spans.append((name, start, stop))
+        self._spans.append((whole, began[0][1], end))
+
+    def _now(self) -> Any:
+        """An event on the device's stream, or on a CPU the time."""
+        if not self._on_cuda:
+            return time.perf_counter()
+        if not self._spare:
+            self.reserve(1)
+        event = self._spare.pop()
+        event.record()
+        self._recorded.append(event)
+        return event
 
     def collect(self) -> dict[str, list[float]]:
         """Milliseconds of every sample by phase, in order. Call after a synchronisation."""
         samples: dict[str, list[float]] = {}
-        for name, start, end in self._marks:
+        for name, start, end in self._spans:
             elapsed = start.elapsed_time(end) if self._on_cuda else (end - start) * 1e3
             samples.setdefault(name, []).append(elapsed)
-            if self._on_cuda:
-                self._spare += [start, end]
-        self._marks.clear()
+        self._spans.clear()
+        self._spare += self._recorded
+        self._recorded.clear()
         return samples
 
 

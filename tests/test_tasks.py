@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch
 from harness.bench import Bench, PhaseTimer
 from harness.case import Case
 from harness.compose import compose_request
+from harness.profilers._ranges import RangeTimer
 from kernels import AttentionProblem, accounting
 
 
@@ -119,6 +122,37 @@ def test_the_timer_reads_milliseconds_and_nests() -> None:
     assert timer.collect() == {}
 
 
+def test_phases_that_follow_each_other() -> None:
+    timer = PhaseTimer(torch.device("cpu"))
+    with timer.phases("both") as begins:
+        begins("first")
+        time.sleep(0.01)
+        begins("second")
+        time.sleep(0.03)
+    samples = {name: values[0] for name, values in timer.collect().items()}
+    assert 10 <= samples["first"] < 30 <= samples["second"]
+    assert samples["both"] == pytest.approx(samples["first"] + samples["second"])
+
+
+def test_a_profiler_sees_phases_that_follow_each_other() -> None:
+    seen: list[str] = []
+
+    @contextlib.contextmanager
+    def make(name: str) -> Iterator[None]:
+        seen.append(name)
+        yield
+        seen.append(f"end of {name}")
+
+    timer = RangeTimer(torch.device("cpu"), make, on_end=lambda name: seen.append(f"after {name}"))
+    with timer.phases("both") as begins:
+        begins("first")
+        begins("second")
+    assert seen == [
+        *("both", "first", "end of first", "after first"),
+        *("second", "end of second", "after second", "end of both", "after both"),
+    ]
+
+
 def test_events_are_made_before_what_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     class Event:
         made = 0
@@ -147,6 +181,13 @@ def test_events_are_made_before_what_is_timed(monkeypatch: pytest.MonkeyPatch) -
     with timer.phase("a"), timer.phase("b"), timer.phase("c"):
         pass
     assert set(timer.collect()) == {"a", "b", "c"}
+    assert Event.made == 6
+    for _ in range(2):
+        with timer.phases("both") as begins:
+            begins("first")
+            begins("second")
+        # Three ticks for six moments.
+        assert timer.collect() == {"first": [1], "second": [1], "both": [2]}
     assert Event.made == 6
 
 

@@ -53,6 +53,16 @@ class RangeTimer(PhaseTimer):
             yield
         self._on_end(name)
 
+    @contextlib.contextmanager
+    def phases(self, whole: str) -> Iterator[Callable[[str], None]]:
+        with self.phase(whole), contextlib.ExitStack() as inner:
+
+            def begins(name: str) -> None:
+                inner.close()
+                inner.enter_context(self.phase(name))
+
+            yield begins
+
 
 @contextlib.contextmanager
 def ranges_on(

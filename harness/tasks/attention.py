@@ -255,11 +255,11 @@ class Attention(Task):
             do = call.output_gradient(inputs[0])
 
             def step(timer: PhaseTimer) -> None:
-                with timer.phase("forward_backward"):
-                    with timer.phase("forward"):
-                        o = passes.forward()
-                    with timer.phase("backward"):
-                        passes.backward(o, do)
+                with timer.phases("forward_backward") as begins:
+                    begins("forward")
+                    o = passes.forward()
+                    begins("backward")
+                    passes.backward(o, do)
 
         bench.measure(step, warmup=self.warmup_steps, passes=self.measure_steps, flush_cache=True)
         if isinstance(passes, GraphedPasses):
