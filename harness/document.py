@@ -97,15 +97,20 @@ class Document:
     records: dict[tuple[Path, str], Record]
     """The records of all sections, by results folder and case id."""
 
-    def findings(self) -> Iterator[tuple[str, int, str, str]]:
-        """``Table`` or ``Figure``, its number, its anchor and its sentence."""
+    def main_findings(self) -> Iterator[tuple[str, int, str, str]]:
+        """What each sweep found first: ``Table`` or ``Figure``, number, anchor and sentence.
+
+        The sentences of its other tables and figures stand below them.
+        """
         for section in self.sections:
-            for item in section.tables:
-                if item.finding:
-                    yield "Table", item.number, item.anchor, item.finding
-            for figure in section.figures:
-                if figure.drawn.finding:
-                    yield "Figure", figure.number, figure.anchor, figure.drawn.finding
+            found = [
+                *(("Table", item.number, item.anchor, item.finding) for item in section.tables),
+                *(
+                    ("Figure", item.number, item.anchor, item.drawn.finding)
+                    for item in section.figures
+                ),
+            ]
+            yield from [finding for finding in found if finding[-1]][:1]
 
 
 def collect(folders: Sequence[Path]) -> Document:

@@ -56,7 +56,7 @@ def to_latex_document(document: Document) -> str:
     """The whole file; figures are expected as ``figures/ANCHOR.pdf``."""
     lines = [_PREAMBLE, rf"\title{{{escape(document.title)}}}", r"\author{attnbench}", r"\date{}"]
     lines += [r"\begin{document}", r"\maketitle"]
-    findings = list(document.findings())
+    findings = list(document.main_findings())
     if findings:
         lines += [r"\section*{Main findings}", r"\begin{itemize}\setlength{\itemsep}{0pt}"]
         lines += [

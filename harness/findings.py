@@ -104,21 +104,26 @@ def say_fastest(
     highest: bool = False,
     word: str = "fastest",
 ) -> str | None:
-    """``sdpa is fastest at 5 of 6 points, by 12% over the next (median); flex at the other.``"""
+    """``sdpa is fastest at 5 of 6 points, by 12% over the next (median), ahead of flex at 1``"""
     best = leaders(rows, value, varied, highest=highest)
     if best.empty:
         return None
     counts = best[varied[0]].value_counts()
     first, wins = str(counts.index[0]), int(counts.iloc[0])
-    margin = float(best.loc[best[varied[0]] == first, "margin"].median()) - 1
+    margin = _by(float(best.loc[best[varied[0]] == first, "margin"].median()))
     if len(best) == 1:
-        return f"{first} is {word}, by {_whole_percent(margin)} over the next"
+        return f"{first} is {word}, {margin} over the next"
     where = f"{wins} of {len(best)} points"
     if wins == len(best):
         where = "both points" if wins == 2 else f"all {wins} points"
     others = [f"{name} at {count}" for name, count in counts.iloc[1:4].items()]
     rest = f", ahead of {listed(others)}" if others else ""
-    return f"{first} is {word} at {where}, by {_whole_percent(margin)} over the next (median){rest}"
+    return f"{first} is {word} at {where}, {margin} over the next (median){rest}"
+
+
+def _by(ratio: float) -> str:
+    """``by 12%``; from twice on ``by a factor of 8.45``."""
+    return f"by {_whole_percent(ratio - 1)}" if ratio < 2 else f"by a factor of {fmt.number(ratio)}"
 
 
 def say_over(

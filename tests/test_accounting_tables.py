@@ -21,7 +21,7 @@ from harness.overhead import Link
 from harness.record import Phase, Record
 from harness.runner import comparison_groups
 from harness.step_trace import COMMUNICATION, COMPUTE
-from harness.table import Table, build_table
+from harness.table import Table, build_table, finding_of
 
 
 def test_strategies_are_measured_in_turns() -> None:
@@ -117,6 +117,14 @@ class TestTables:
         assert cells(table, "traced exposed (%)")[0] == "20.0"
         assert cells(table, "text step (ms)")[0] == "935"
         assert cells(table, "text communication (%)")[0] == "30.8"
+
+    def test_a_step_that_cannot_be_told_from_the_peers(self) -> None:
+        peer, naive, none = self.records()
+        found = finding_of(table_of("data_parallel", peer, naive))
+        assert "cannot be told" not in found
+        close = training_record(*XL, "parallel=ddp_flat", step_ms=100.0)
+        found = finding_of(table_of("data_parallel", peer, naive, close))
+        assert "; 1 of 2 cannot be told from ddp_torch;" in found
 
     def test_scaling(self) -> None:
         """Two ranks in 100 and 150 ms against one in 90: 1.8 and 1.2 times its tokens."""

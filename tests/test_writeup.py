@@ -149,8 +149,8 @@ class TestFindings:
         table = build_table("summary", build_frame(steps()))
         assert table is not None
         assert finding_of(table) == (
-            "sdpa_flash is fastest, by 150% over the next; the largest speed-up over naive is "
-            "2.50×, of sdpa_flash."  # noqa: RUF001
+            "sdpa_flash is fastest, by a factor of 2.50 over the next; the largest speed-up over "
+            "naive is 2.50×, of sdpa_flash."  # noqa: RUF001
         )
 
     def test_length_and_memory(self) -> None:
@@ -174,7 +174,9 @@ class TestFindings:
         assert best.loc[512, "margin"] == pytest.approx(2.5)
         said = say_fastest(rows, "median_ms")
         assert said is not None
-        assert said.startswith("flex is fastest at 3 of 4 points, by 100% over the next (median)")
+        assert said.startswith(
+            "flex is fastest at 3 of 4 points, by a factor of 2.00 over the next"
+        )
         highest = leaders(rows, "median_ms", highest=True).set_index("seq_len")
         assert highest.loc[1024, "attention"] == "naive"
 
@@ -260,11 +262,17 @@ class TestDocument:
         assert tables == [1, 2, 3, 4]
         assert figures == [1, 2, 3]
 
+    def test_each_sweep_has_one_main_finding(self, document: Document) -> None:
+        found = [(kind, number) for kind, number, *_ in document.main_findings()]
+        measured = [section for section in document.sections if section.tables]
+        assert found == [("Table", section.tables[0].number) for section in measured]
+
     def test_markdown(self, written: Path, document: Document) -> None:
         text = (written / "writeup.md").read_text(encoding="utf-8")
         for words in (
             "## Main findings",
-            "- [Table 2](#tab-lengths-flash-benchmarking): flex is fastest from 1,024 tokens on",
+            "- [Table 1](#tab-lengths-attention-summary): flex is fastest at ",
+            "> flex is fastest from 1,024 tokens on;",
             "**Table 4.** Median time of the phases",
             "**Figure 3.** Median time",
             "![attention_scaling](figures/fig-lengths-attention-scaling.svg)",

@@ -80,7 +80,16 @@ def say(rows: pd.DataFrame) -> str | None:
             f"the least communication in sight is {percent_span([best['exposed_share']])} of the "
             f"step, of {best['strategy']}"
         )
-    return sentence(say_fastest(rows, "step_median_ms", ("strategy",)), least)
+    return sentence(say_fastest(rows, "step_median_ms", ("strategy",)), _say_uncertain(rows), least)
+
+
+def _say_uncertain(rows: pd.DataFrame) -> str | None:
+    """How many steps the measurement cannot tell from those of PyTorch's DDP."""
+    compared = rows[rows["over_low"].notna()]
+    alike = compared[(compared["over_low"] <= 1) & (compared["over_high"] >= 1)]
+    if alike.empty:
+        return None
+    return f"{len(alike)} of {len(compared)} cannot be told from ddp_torch"
 
 
 CPU_NOTE = (
