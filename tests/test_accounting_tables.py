@@ -119,7 +119,7 @@ class TestTables:
         assert cells(table, "text communication (%)")[0] == "30.8"
 
     def test_a_step_that_cannot_be_told_from_the_peers(self) -> None:
-        peer, naive, none = self.records()
+        peer, naive, _ = self.records()
         found = finding_of(table_of("data_parallel", peer, naive))
         assert "cannot be told" not in found
         close = training_record(*XL, "parallel=ddp_flat", step_ms=100.0)
