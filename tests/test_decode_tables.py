@@ -33,6 +33,21 @@ def test_the_roof_that_binds(flops: float, share: float) -> None:
     assert decoded(build_frame([record]))["roof_share"].tolist() == pytest.approx([share])
 
 
+def test_the_roof_is_what_a_matmul_reached() -> None:
+    """400 TFLOP at 800 TFLOP/s in the same process take all of the 0.5 s; a peak is a promise."""
+    record = make_decode_record("mla_absorbed", us=5e5, cache="latent")
+    record.work["decode"]["flops"] = 400e12
+    by_datasheet = table_of("decode_latency", record)
+    assert "besides, at the datasheet's peak." in by_datasheet.caption
+    record.notes["decode"]["matmul_tflops"] = 800.0
+    assert decoded(build_frame([record]))["roof_share"].tolist() == pytest.approx([1.0])
+    measured = table_of("decode_latency", record)
+    assert "at the rate of a large matmul in the same process." in measured.caption
+    older = make_decode_record("mla_absorbed", us=5e5, cache="latent", seq_len=128)
+    both = table_of("decode_latency", record, older)
+    assert "or, of older records, the datasheet's peak." in both.caption
+
+
 def test_heads_and_rank_are_told_apart() -> None:
     grouped, latent = (
         make_decode_record("auto", us=1.0, cache=cache) for cache in ("paged", "latent")

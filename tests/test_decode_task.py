@@ -110,6 +110,7 @@ class TestDecode:
         record = run(case, tmp_path)
         assert set(record.phases) == {"decode"} == set(record.work)
         assert record.notes["decode"]["copy_bandwidth_gb_s"] > 0
+        assert record.notes["decode"]["matmul_tflops"] > 0
         assert record.notes["decode"]["kernels"] > 5
         (row,) = build_frame([record]).to_dict("records")
         assert row["cache"] == (case.cache.label if case.cache else None)
@@ -351,6 +352,18 @@ class TestCounting:
         first = copy_bandwidth_gb_s(bench)
         monkeypatch.setitem(COPY_BYTES, "cpu", 2**10)
         assert copy_bandwidth_gb_s(bench) == first > 0
+
+    def test_matmuls_are_measured_once_for_each_dtype(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from harness.matmul_rate import MATMUL_SIZE, matmul_tflops
+
+        monkeypatch.setitem(MATMUL_SIZE, "cpu", 256)
+        bench = Bench(device=torch.device("cpu"))
+        first = matmul_tflops(bench, "float32")
+        monkeypatch.setitem(MATMUL_SIZE, "cpu", 64)
+        assert matmul_tflops(bench, "float32") == first > 0
+        assert matmul_tflops(bench, "float64") != first
 
 
 def test_a_case_survives_its_json_and_old_ids_stand() -> None:

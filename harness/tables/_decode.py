@@ -18,23 +18,28 @@ def decoded(frame: pd.DataFrame) -> pd.DataFrame:
 
     ``heads`` in words, and of its decode phase: ``step_us``, ``gb_s`` by the bytes that have to
     move, ``copy_share`` of the copy bandwidth that the same worker measured, ``predicted_us`` at
-    that bandwidth, and ``roof_share``: the least time that bytes and FLOPs allow over the measured.
+    that bandwidth, and ``roof_share``: the least time that bytes and FLOPs allow over the measured,
+    by the rate of a matmul that the same worker measured, or where an older record has none
+    (``from_datasheet``) by the datasheet's peak.
     """
     steps = frame[frame["task"] == "decode"]
     if steps.empty:
         return steps
     values = ("median_ms", "q1_ms", "q3_ms", "work_bytes", "work_flops", "tokens_per_s")
     rows = per_case(steps, phases=("decode", "prefill", "step"), values=values)
-    for key in ("copy_bandwidth_gb_s", "kernels", "launches"):
+    for key in ("copy_bandwidth_gb_s", "matmul_tflops", "kernels", "launches"):
         rows[key] = [
-            note[key] if isinstance(note, dict) else float("nan") for note in rows["decode"]
+            note.get(key, float("nan")) if isinstance(note, dict) else float("nan")
+            for note in rows["decode"]
         ]
     ms, moved = rows["decode_median_ms"], rows["decode_work_bytes"].astype(float)
     rows["step_us"] = ms * 1e3
     rows["gb_s"] = moved / ms / 1e6
     rows["copy_share"] = rows["gb_s"] / rows["copy_bandwidth_gb_s"]
     rows["predicted_us"] = moved / rows["copy_bandwidth_gb_s"] / 1e3
-    by_flops_us = rows["decode_work_flops"].astype(float) / rows["peak_tflops"] / 1e6
+    rows["from_datasheet"] = rows["matmul_tflops"].isna() & rows["peak_tflops"].notna()
+    tflops = rows["matmul_tflops"].fillna(rows["peak_tflops"])
+    by_flops_us = rows["decode_work_flops"].astype(float) / tflops / 1e6
     least_us = rows["predicted_us"].combine(by_flops_us, max)
     rows["roof_share"] = (least_us / rows["step_us"]).where(by_flops_us.notna())
     rows["heads"] = heads_of(rows)

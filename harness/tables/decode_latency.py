@@ -27,11 +27,19 @@ def caption_of(rows: pd.DataFrame) -> str:
     what = operators_or_kernels(rows)
     about = {
         "predicted_us": "Predicted is the time of those bytes at the copy's bandwidth.",
-        "roof_share": "The share of the roof counts FLOPs at the datasheet's peak besides.",
+        "roof_share": f"The share of the roof counts FLOPs besides, at {_flops_rate(rows)}.",
         "kernels_per_layer": f"{what.capitalize()} are those that a layer runs.",
         "launches": "Launches are those of the host in a step.",
     }
     return " ".join([CAPTION, *(text for key, text in about.items() if rows[key].notna().any())])
+
+
+def _flops_rate(rows: pd.DataFrame) -> str:
+    measured, datasheet = "the rate of a large matmul in the same process", "the datasheet's peak"
+    old = rows.loc[rows["roof_share"].notna(), "from_datasheet"]
+    if old.all():
+        return datasheet
+    return f"{measured} or, of older records, {datasheet}" if old.any() else measured
 
 
 @table("decode_latency")

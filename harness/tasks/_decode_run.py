@@ -11,6 +11,7 @@ from harness.bench import Bench, PhaseTimer, WrongResult
 from harness.case import Case
 from harness.copy_bandwidth import copy_bandwidth_gb_s
 from harness.launches import count_launches
+from harness.matmul_rate import matmul_tflops
 from harness.program import Program
 from harness.tasks._decode_call import DecodeCall
 from kernels._graph import GraphedStep
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
 def run(task: Decode, case: Case, bench: Bench) -> None:
     from harness.tasks.decode import cache_of
 
-    bandwidth = copy_bandwidth_gb_s(bench)
+    roof = {
+        "copy_bandwidth_gb_s": copy_bandwidth_gb_s(bench),
+        "matmul_tflops": matmul_tflops(bench, case.precision.compute),
+    }
     bench.stage("set-up")
     bench.release_memory()
     with torch.no_grad():
@@ -46,7 +50,7 @@ def run(task: Decode, case: Case, bench: Bench) -> None:
         if bench.in_last_round:
             bench.stage("counting kernels")
             counted = count_launches(step, bench.device)
-            bench.outcome.notes["decode"] = {"copy_bandwidth_gb_s": bandwidth, **counted}
+            bench.outcome.notes["decode"] = {**roof, **counted}
 
 
 def _check(
