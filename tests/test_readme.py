@@ -100,6 +100,21 @@ def rows_of(sweep: str, table: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def test_what_is_said_of_short_sequences_is_in_the_committed_table() -> None:
+    words = " ".join(README.split())
+    both = {
+        (row["attention"], row["seq_len"]): number(float(row["forward_backward_median_ms"]))
+        for row in rows_of("short_sequences", "attention_summary")
+        if row["status"] == "ok"
+    }
+    ours, peer = (both[name, "1024"] for name in ("flash_triton", "sdpa_cudnn"))
+    assert (
+        f"take `flash_triton` {ours} ms in Python, forward and backward, and cuDNN {peer}" in words
+    )
+    ours, peer = (both[name, "2048"] for name in ("flash_triton", "sdpa_cudnn"))
+    assert f"at 2,048 tokens {ours} and {peer} (" in words
+
+
 def split_rows(sweep: str) -> list[dict[str, str]]:
     """What was measured of attention on sequences split over ranks."""
     return [row for row in rows_of(sweep, "context_parallel") if row["status"] == "ok"]
