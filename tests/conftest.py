@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from triton_interpreter import patch_the_language_once
 
 ROOT = Path(__file__).parents[1]
 
@@ -41,6 +42,8 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 if not torch.cuda.is_available():
     # Read once, when triton is imported: its kernels then run on a CPU, slowly.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    patch_the_language_once()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
