@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import gc
+import importlib
 import json
 import os
 import re
@@ -181,7 +182,11 @@ class Worker:
 
     def _forget_last_case(self, case: Case) -> None:
         """Give every case the same start: no cached memory, no compiled code, stated numerics."""
-        torch._dynamo.reset()
+        if _uses_dynamo(case):
+            # Now, and not inside one of the case's passes.
+            importlib.import_module("torch._dynamo")
+        if "torch._dynamo" in sys.modules:
+            torch._dynamo.reset()
         self._use_compile_cache_of(case)
         if self.world_size > 1 and self.device.type == "cuda":
             time.sleep(NCCL_WATCHDOG_S)
@@ -197,7 +202,7 @@ class Worker:
         through torch.compile, Triton keeps what it compiles where the user has it: that takes
         ten seconds for the kernels of one backend, which no measurement counts.
         """
-        if not (case.task.compiles(case) or (case.task.attends and case.attention.compiles)):
+        if not _compiles(case):
             for name, value in self._users_caches.items():
                 os.environ.pop(name, None)
                 if value is not None:
@@ -211,6 +216,16 @@ class Worker:
 
     def _send(self, **event: Any) -> None:
         self._events.write(json.dumps(event) + "\n")
+
+
+def _compiles(case: Case) -> bool:
+    """Whether something of the case goes through torch.compile."""
+    return case.task.compiles(case) or (case.task.attends and case.attention.compiles)
+
+
+def _uses_dynamo(case: Case) -> bool:
+    """Whether it compiles, or has a model: optimizers and checkpointing import Dynamo as well."""
+    return _compiles(case) or case.model is not None
 
 
 def why_unsupported(case: Case) -> str | None:
