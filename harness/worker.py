@@ -50,9 +50,12 @@ def main() -> None:
     parser.add_argument("--rendezvous", default="", help="torch.distributed's init_method")
     parser.add_argument("--scratch", required=True, help="folder shared by the ranks of a host")
     parser.add_argument("--vote-timeout-s", type=float, default=30.0)
+    parser.add_argument("--dynamo", action="store_true", help="imported before the first case")
     parser.add_argument("--collective-timeout-s", type=float, default=600.0)
     arguments = parser.parse_args()
     faulthandler.enable()
+    if arguments.dynamo:
+        importlib.import_module("torch._dynamo")
     Worker(arguments).serve()
 
 
@@ -182,7 +185,7 @@ class Worker:
 
     def _forget_last_case(self, case: Case) -> None:
         """Give every case the same start: no cached memory, no compiled code, stated numerics."""
-        if _uses_dynamo(case):
+        if case.uses_dynamo:
             # Now, and not inside one of the case's passes.
             importlib.import_module("torch._dynamo")
         if "torch._dynamo" in sys.modules:
@@ -202,7 +205,7 @@ class Worker:
         through torch.compile, Triton keeps what it compiles where the user has it: that takes
         ten seconds for the kernels of one backend, which no measurement counts.
         """
-        if not _compiles(case):
+        if not case.compiles:
             for name, value in self._users_caches.items():
                 os.environ.pop(name, None)
                 if value is not None:
@@ -216,16 +219,6 @@ class Worker:
 
     def _send(self, **event: Any) -> None:
         self._events.write(json.dumps(event) + "\n")
-
-
-def _compiles(case: Case) -> bool:
-    """Whether something of the case goes through torch.compile."""
-    return case.task.compiles(case) or (case.task.attends and case.attention.compiles)
-
-
-def _uses_dynamo(case: Case) -> bool:
-    """Whether it compiles, or has a model: optimizers and checkpointing import Dynamo as well."""
-    return _compiles(case) or case.model is not None
 
 
 def why_unsupported(case: Case) -> str | None:
