@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._dynamo.callback import CallbackTrigger, callback_handler
 
 from harness import devices
 from harness.record import STATUSES
@@ -136,7 +135,9 @@ class PhaseTimer:
 class CompileWatch:
     """Counts torch.compile's compilations and the time they take, from Dynamo's callbacks.
 
-    And the time that our own kernels spend on trying configurations, which they count.
+    And the time that our own kernels spend on trying configurations, which they count. Dynamo
+    takes as long to import as torch: who is to compile something imports it before, and where
+    nothing has, nothing is compiled.
     """
 
     def __init__(self) -> None:
@@ -144,10 +145,12 @@ class CompileWatch:
         self.count = 0
         self.autotune_seconds = 0.0
         self._started = 0.0
+        self._watching = False
+        self._callbacks: Any = None
 
     def start(self, event: Any) -> None:
         self._started = time.perf_counter()
-        if event.callback_trigger in (CallbackTrigger.DYNAMO, CallbackTrigger.LAZY_BACKWARD):
+        if event.callback_trigger.name in ("DYNAMO", "LAZY_BACKWARD"):
             self.count += 1
 
     def end(self, event: Any) -> None:
@@ -155,15 +158,26 @@ class CompileWatch:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        callback_handler.register_start_callback(self.start)
-        callback_handler.register_end_callback(self.end)
         tuned_before = _autotune_seconds()
+        self._watching = True
+        self.attach()
         try:
             yield
         finally:
-            callback_handler.remove_start_callback(self.start)
-            callback_handler.remove_end_callback(self.end)
+            self._watching = False
+            if self._callbacks is not None:
+                self._callbacks.remove_start_callback(self.start)
+                self._callbacks.remove_end_callback(self.end)
+                self._callbacks = None
             self.autotune_seconds += _autotune_seconds() - tuned_before
+
+    def attach(self) -> None:
+        """Hear Dynamo, if it is watched and has been imported by now."""
+        dynamo = sys.modules.get("torch._dynamo.callback")
+        if self._watching and self._callbacks is None and dynamo is not None:
+            self._callbacks = dynamo.callback_handler
+            self._callbacks.register_start_callback(self.start)
+            self._callbacks.register_end_callback(self.end)
 
 
 def _autotune_seconds() -> float:
@@ -215,6 +229,7 @@ class Bench:
     def stage(self, name: str) -> None:
         """Say what happens next: shown as progress, and named in an error."""
         self._end_stage()
+        self.compile_watch.attach()
         self.current_stage = name
         self._on_stage(name)
 

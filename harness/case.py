@@ -193,6 +193,16 @@ class Case:
             self.profile = None
 
     @property
+    def compiles(self) -> bool:
+        """Whether something of it goes through torch.compile."""
+        return self.task.compiles(self) or (self.task.attends and self.attention.compiles)
+
+    @property
+    def uses_dynamo(self) -> bool:
+        """Whether it compiles, or has a model: optimizers and checkpointing import Dynamo too."""
+        return self.compiles or self.model is not None
+
+    @property
     def world_size(self) -> int:
         return self.task.world_size(self)
 

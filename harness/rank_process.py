@@ -35,6 +35,8 @@ class RankStart:
     timeout_s: float
     rendezvous: str
     """torch.distributed's init_method."""
+    dynamo: bool = False
+    """Whether the first case needs it: imported with torch, and not in the case's time."""
 
 
 class RankProcess(Protocol):
@@ -155,6 +157,7 @@ def start_rank(start: RankStart, *, logs: Path, scratch: str) -> LocalRank:
     command += [f"--device={start.device}", f"--rank={start.rank}"]
     command += [f"--local-rank={start.local_rank}", f"--ranks-on-host={start.ranks_on_host}"]
     command += [f"--world-size={start.world_size}", f"--vote-timeout-s={start.vote_timeout_s}"]
+    command += ["--dynamo"] if start.dynamo else []
     command += [f"--scratch={scratch}", f"--rendezvous={start.rendezvous}"]
     # Above the parent's own limit, so that the parent ends a hang and knows it for one.
     command += [f"--collective-timeout-s={start.timeout_s + 60}"]

@@ -238,6 +238,7 @@ class Runner:
                 vote_timeout_s=self.options.vote_timeout_s,
                 timeout_s=self.options.timeout_s,
                 hosts=self._hosts,
+                dynamo=case.uses_dynamo,
             )
         assert self._group is not None
         return self._group

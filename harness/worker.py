@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import gc
+import importlib
 import json
 import os
 import re
@@ -49,9 +50,12 @@ def main() -> None:
     parser.add_argument("--rendezvous", default="", help="torch.distributed's init_method")
     parser.add_argument("--scratch", required=True, help="folder shared by the ranks of a host")
     parser.add_argument("--vote-timeout-s", type=float, default=30.0)
+    parser.add_argument("--dynamo", action="store_true", help="imported before the first case")
     parser.add_argument("--collective-timeout-s", type=float, default=600.0)
     arguments = parser.parse_args()
     faulthandler.enable()
+    if arguments.dynamo:
+        importlib.import_module("torch._dynamo")
     Worker(arguments).serve()
 
 
@@ -181,7 +185,11 @@ class Worker:
 
     def _forget_last_case(self, case: Case) -> None:
         """Give every case the same start: no cached memory, no compiled code, stated numerics."""
-        torch._dynamo.reset()
+        if case.uses_dynamo:
+            # Now, and not inside one of the case's passes.
+            importlib.import_module("torch._dynamo")
+        if "torch._dynamo" in sys.modules:
+            torch._dynamo.reset()
         self._use_compile_cache_of(case)
         if self.world_size > 1 and self.device.type == "cuda":
             time.sleep(NCCL_WATCHDOG_S)
@@ -197,7 +205,7 @@ class Worker:
         through torch.compile, Triton keeps what it compiles where the user has it: that takes
         ten seconds for the kernels of one backend, which no measurement counts.
         """
-        if not (case.task.compiles(case) or (case.task.attends and case.attention.compiles)):
+        if not case.compiles:
             for name, value in self._users_caches.items():
                 os.environ.pop(name, None)
                 if value is not None:

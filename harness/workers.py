@@ -56,6 +56,7 @@ class WorkerGroup:
         vote_timeout_s: float,
         timeout_s: float,
         hosts: Hosts | None = None,
+        dynamo: bool = False,
     ) -> None:
         self.device = device
         self.world_size = world_size
@@ -78,6 +79,7 @@ class WorkerGroup:
                     vote_timeout_s=vote_timeout_s,
                     timeout_s=timeout_s,
                     rendezvous=rendezvous,
+                    dynamo=dynamo,
                 )
                 try:
                     process = hosts.start(start, logs=logs, scratch=self._scratch.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from triton_interpreter import patch_the_language_once
 
 ROOT = Path(__file__).parents[1]
 
@@ -22,8 +24,14 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Commands on one device take turns, by a lock in the folder of temporary files; those of
     # tests that run at the same time are not to wait for each other.
+    shared = Path(tempfile.gettempdir(), f"attnbench-{os.environ['PYTEST_XDIST_TESTRUNUID']}")
     os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="attnbench-tests-")
     tempfile.tempdir = None
+    # But for a header that Inductor compiles in seven seconds, under a lock of its own.
+    (shared / "precompiled_headers").mkdir(parents=True, exist_ok=True)
+    caches = Path(os.environ["TMPDIR"], f"torchinductor_{getpass.getuser()}")
+    caches.mkdir()
+    (caches / "precompiled_headers").symlink_to(shared / "precompiled_headers")
     # Two processes share the cores: threads of one that wait for each other, as those of small
     # shapes mostly do, would keep the other from working.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -41,6 +49,8 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 if not torch.cuda.is_available():
     # Read once, when triton is imported: its kernels then run on a CPU, slowly.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    patch_the_language_once()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -62,6 +62,8 @@ def check(
         assert_close(got, wanted, what, limit, floor)
 
 
+NARROW = [dtype for dtype in CLOSENESS if dtype != torch.float32]
+
 LENGTHS = {
     "square": (37, 37),
     "more keys": (19, 70),
@@ -76,11 +78,17 @@ LENGTHS = {
 
 class TestAgainstFloat64:
     @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-    @pytest.mark.parametrize("dtype", CLOSENESS, ids=lambda dtype: str(dtype)[6:])
     @pytest.mark.parametrize("lengths", LENGTHS)
-    def test_lengths(self, lengths: str, dtype: torch.dtype, causal: bool) -> None:
+    def test_lengths(self, lengths: str, causal: bool) -> None:
         q_len, kv_len = LENGTHS[lengths]
-        check(*inputs(heads=2, q_len=q_len, kv_len=kv_len, dtype=dtype), causal=causal)
+        check(*inputs(q_len=q_len, kv_len=kv_len), causal=causal)
+
+    @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+    @pytest.mark.parametrize("dtype", NARROW, ids=lambda dtype: str(dtype)[6:])
+    @pytest.mark.parametrize("lengths", ["square", "more keys", "fewer keys", "no keys"])
+    def test_lengths_in_narrow_types(self, lengths: str, dtype: torch.dtype, causal: bool) -> None:
+        q_len, kv_len = LENGTHS[lengths]
+        check(*inputs(1, 1, 1, q_len, kv_len, dtype=dtype), causal=causal)
 
     @pytest.mark.parametrize("dtype", CLOSENESS, ids=lambda dtype: str(dtype)[6:])
     @pytest.mark.parametrize("head_dim", [1, 16, 40, 80, 96, 128, 256])
@@ -88,8 +96,14 @@ class TestAgainstFloat64:
         tensors = inputs(heads=1, kv_heads=1, q_len=35, kv_len=50, head_dim=head_dim, dtype=dtype)
         check(*tensors, causal=True, scale=head_dim**-0.5)
 
-    @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (4, 1), (3, 3)])
-    @pytest.mark.parametrize("dtype", CLOSENESS, ids=lambda dtype: str(dtype)[6:])
+    @pytest.mark.parametrize(
+        ("heads", "kv_heads", "dtype"),
+        [
+            *((6, 2, torch.float32), (4, 1, torch.float32), (3, 3, torch.float32)),
+            *((4, 2, dtype) for dtype in NARROW),
+        ],
+        ids=lambda value: str(value).removeprefix("torch."),
+    )
     def test_grouped_queries(self, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
         for causal in (True, False):
             check(*inputs(2, heads, kv_heads, 20, 35, dtype=dtype), causal=causal)
@@ -98,7 +112,7 @@ class TestAgainstFloat64:
         check(*inputs(batch=0), causal=True)
 
     @settings(
-        max_examples=20, deadline=None, derandomize=True,
+        max_examples=16, deadline=None, derandomize=True,
         suppress_health_check=[HealthCheck.function_scoped_fixture],
     )  # fmt: skip
     @given(
@@ -259,8 +273,14 @@ class TestLse:
 
 
 class TestPacked:
-    @pytest.mark.parametrize("causal", [True, False])
-    @pytest.mark.parametrize("dtype", CLOSENESS, ids=lambda dtype: str(dtype)[6:])
+    @pytest.mark.parametrize(
+        ("dtype", "causal"),
+        [
+            *((torch.float32, True), (torch.float32, False)),
+            *((torch.float16, False), (torch.bfloat16, True)),
+        ],
+        ids=lambda value: str(value).removeprefix("torch."),
+    )
     def test_each_sequence_alone(self, dtype: torch.dtype, causal: bool) -> None:
         """Among them an empty one, one without keys, and one with fewer keys than queries."""
         q, k, v, do, packing = packed([(40, 40), (0, 0), (1, 50), (7, 0), (35, 3)], dtype)
@@ -303,7 +323,7 @@ class TestPacked:
 
 class TestRepeatable:
     def test_equal_bits(self) -> None:
-        assert gives_equal_bits(*inputs(2, 4, 2, 70, 70, dtype=torch.float16))
+        assert gives_equal_bits(*inputs(2, 2, 1, 70, 70, dtype=torch.float16))
 
     def test_a_sequence_does_not_depend_on_its_neighbours(self) -> None:
         q, k, v, _ = inputs(batch=3)

@@ -46,20 +46,25 @@ class Ended:
     """How a sweep ended, and its records by kernel."""
 
     done: subprocess.CompletedProcess[str]
+    statuses: dict[str, str]
     records: dict[str, dict[str, Any]]
     table: str
 
 
 def run(folder: Path, command: Command, scheme: str, transport: str) -> Ended:
+    statuses = dict(STATUSES)
+    if transport == "symmetric":
+        # Raised and told as ValueError is; what it is called is decided without the transport.
+        del statuses["split_fault_oom"]
     # The one that works comes last: every fault before it has been overcome.
-    sweep = SWEEP.format(scheme=scheme, transport=transport, kernels=", ".join(STATUSES))
+    sweep = SWEEP.format(scheme=scheme, transport=transport, kernels=", ".join(statuses))
     (folder / "faults.yaml").write_text(sweep, encoding="utf-8")
     results = folder / "results"
     done = command(
         f"sweeps={folder / 'faults.yaml'}",
         f"results={results}",
         "device=cpu",
-        "timeout_s=6",
+        "timeout_s=8",
         "launcher.vote_timeout_s=2",
         environment={"ATTNBENCH_PLUGINS": "tests.faults", "TMPDIR": str(folder)},
     )
@@ -67,6 +72,7 @@ def run(folder: Path, command: Command, scheme: str, transport: str) -> Ended:
     (table,) = results.glob("sweeps/*/tables/context_parallel.md")
     return Ended(
         done=done,
+        statuses=statuses,
         records={record["case"]["attention"]["kernel"]: record for record in records},
         table=table.read_text(encoding="utf-8"),
     )
@@ -81,7 +87,7 @@ def ended(
 
 class TestFaults:
     def test_every_fault_becomes_a_record_and_the_sweep_goes_on(self, ended: Ended) -> None:
-        assert {name: item["status"] for name, item in ended.records.items()} == STATUSES
+        assert {name: item["status"] for name, item in ended.records.items()} == ended.statuses
         assert ended.done.returncode == 1
 
     @pytest.mark.parametrize(
@@ -91,21 +97,23 @@ class TestFaults:
             ("split_fault_raise_backward", "rank 1: ValueError: this backend always raises"),
             ("split_fault_oom", "rank 1: OutOfMemoryError: CUDA out of memory."),
             ("split_fault_sigkill", "rank 1 was killed by signal 9 (SIGKILL"),
-            ("split_fault_hang", "exceeded timeout_s=6 (rank 0 in checking, rank 1 in checking)"),
+            ("split_fault_hang", "exceeded timeout_s=8 (rank 0 in checking, rank 1 in checking)"),
             ("split_fault_wrong", "rank 0: WrongResult: relative error of"),
         ],
     )
     def test_what_happened_on_which_rank(self, ended: Ended, kernel: str, message: str) -> None:
+        if kernel not in ended.statuses:
+            return
         error = ended.records[kernel]["error"]
         assert error["message"].startswith(message)
 
     def test_all_ranks_end_in_time(self, ended: Ended) -> None:
         for name, record in ended.records.items():
-            assert record["wall_s"] < 6 + 5, name
+            assert record["wall_s"] < 8 + 5, name
 
     def test_no_fault_is_shown_as_a_speed(self, ended: Ended) -> None:
         faults = [line for line in ended.table.splitlines() if "split_fault" in line]
-        assert len(faults) == len(STATUSES) - 1
+        assert len(faults) == len(ended.statuses) - 1
         for line in faults:
             assert any(word in line for word in ("failed", "OOM", "timeout", "wrong result"))
             assert "\u00d7" not in line

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import sys
 import time
 from collections.abc import Iterator
 
@@ -254,3 +256,26 @@ def test_a_compilation_inside_the_window_is_counted() -> None:
         bench.measure(step, warmup=2, passes=2)
     assert bench.compile_watch.count == 2
     assert bench.outcome.compilation["recompilations"] == 1
+
+
+def test_a_compilation_by_what_was_imported_meanwhile_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a case that says of nothing that it compiles, for which no Dynamo is imported before."""
+    callbacks = importlib.import_module("torch._dynamo.callback")
+    monkeypatch.delitem(sys.modules, "torch._dynamo.callback")
+    function = torch.compile(lambda x: x.sin() + 1, backend="eager", dynamic=False)
+    sizes = iter([3, 5])
+
+    def step(timer: PhaseTimer) -> None:
+        with timer.phase("work"):
+            function(torch.ones(next(sizes)))
+        sys.modules["torch._dynamo.callback"] = callbacks
+
+    bench = Bench(device=torch.device("cpu"))
+    with bench.compile_watch.watching():
+        bench.measure(step, warmup=1, passes=1)
+        assert bench.outcome.compilation["recompilations"] == 1
+        assert bench.compile_watch.count == 1
+    function(torch.ones(7))
+    assert bench.compile_watch.count == 1, "hears nothing after the case"
