@@ -20,16 +20,21 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     if rows.empty or rows["prefill_tokens_per_s"].isna().all():
         return None
     rows = rows[rows["status"] != "unsupported"]
-    across = ["attention", "layout", "kv_len", "warmup_steps", "measure_steps"]
-    bars = len(rows.drop_duplicates(["attention", "layout"]))
-    drawing, drawn, common = panels(rows, across, width_in=5.0, height_in=1.0 + 0.28 * bars)
+    kinds = ["layout", "attention", "cache"]
+    across = [*kinds, "kv_len", "warmup_steps", "measure_steps"]
+    bars = len(rows.drop_duplicates(kinds))
+    name_cache = rows["cache"].nunique() > 1
+    drawing, drawn, common = panels(
+        rows, across, width_in=5.0 + 0.7 * name_cache, height_in=1.0 + 0.28 * bars
+    )
     for axis, group in drawn:
-        group = group.sort_values(["layout", "attention"], kind="stable")
-        names = [f"{row['attention']}, {row['layout']}" for _, row in group.iterrows()]
+        group = group.sort_values(kinds, kind="stable")
+        names = [_name(row, name_cache) for _, row in group.iterrows()]
         tints = [colour(str(name)) for name in group["attention"]]
         words = [fmt.STATUS_WORDS.get(status, fmt.ABSENT) for status in group["status"]]
-        draw_bars(axis, names, list(group["prefill_tokens_per_s"]), tints, words=words)
-        axis.set_xlabel("tokens/s")
+        thousands = [value / 1e3 for value in group["prefill_tokens_per_s"]]
+        draw_bars(axis, names, thousands, tints, words=words)
+        axis.set_xlabel("thousand tokens/s")
     best = best_row(rows, "prefill_tokens_per_s")
     return CaptionedFigure(
         caption=f"{CAPTION} {common}".strip(),
@@ -39,3 +44,8 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
             f"tokens/s of {best['layout']} prompts"
         ),
     )
+
+
+def _name(row: pd.Series, name_cache: bool) -> str:
+    words = [row["attention"], row["layout"], *([row["cache"]] if name_cache else [])]
+    return ", ".join(str(word) for word in words)
