@@ -77,6 +77,11 @@ class GraphedPasses(Passes):
     def _capture(
         self, step: Callable[[], Any], warm_up: Callable[[], Any], pool: Any
     ) -> tuple[torch.cuda.CUDAGraph, Any]:
-        graph, result, temporary_bytes = capture(step, warm_up=warm_up, pool=pool)
-        self.temporary_bytes = max(self.temporary_bytes, temporary_bytes)
-        return graph, result
+        def watched() -> Any:
+            torch.cuda.reset_peak_memory_stats()
+            result = step()
+            given_back = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+            self.temporary_bytes = max(self.temporary_bytes, given_back)
+            return result
+
+        return capture(watched, warm_up=warm_up, pool=pool)

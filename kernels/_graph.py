@@ -28,7 +28,7 @@ class GraphedStep:
 
     def __init__(self, step: Callable[..., Any], *inputs: Tensor) -> None:
         self._inputs = tuple(x.clone() for x in inputs)
-        self._graph, self._outputs, _ = capture(lambda: step(*self._inputs))
+        self._graph, self._outputs = capture(lambda: step(*self._inputs))
 
     def __call__(self, *inputs: Tensor) -> Any:
         """The step on these inputs; the next call overwrites what this one returns.
@@ -47,8 +47,8 @@ def capture(
     *,
     warm_up: Callable[[], Any] | None = None,
     pool: Any = None,
-) -> tuple[torch.cuda.CUDAGraph, Any, int]:
-    """A graph of ``step()``, what it returned, and the bytes that it took and gave back.
+) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A graph of ``step()``, and what it returned.
 
     Args:
         step: as of :class:`GraphedStep`.
@@ -62,11 +62,9 @@ def capture(
             (warm_up or step)()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    torch.cuda.reset_peak_memory_stats()
     with torch.cuda.graph(graph, pool=pool):
         result = step()
-    held = torch.cuda.memory_allocated()
-    return graph, result, torch.cuda.max_memory_allocated() - held
+    return graph, result
 
 
 def require_static(captured: tuple[Tensor, ...], given: tuple[Tensor, ...]) -> None:

@@ -12,12 +12,13 @@ import torch
 import triton
 from torch import Tensor
 
+from kernels._device import on
 from kernels._launch import Launch, planned
 from kernels.decode.call import Call
 from kernels.decode.latent_append_kernel import latent_append_kernel
 from kernels.decode.latent_call import describe_append
 from kernels.decode.launch import check_here
-from kernels.decode.plans import copies_of_sparse, layouts, on, power_of_two
+from kernels.decode.plans import copies_of_sparse, layouts, power_of_two
 from kernels.decode.rotary import Rotary
 
 _BLOCK_M = 16

@@ -11,11 +11,12 @@ import torch
 import triton
 from torch import Tensor
 
+from kernels._device import on
 from kernels._launch import Descriptors, Launch
 from kernels.decode import workspace
 from kernels.decode.call import Call
 from kernels.decode.configs import Tiles
-from kernels.decode.plans import LOG2_E, on
+from kernels.decode.plans import LOG2_E
 
 ROWS = 64
 """Queries of a program, and tokens of a tile."""
@@ -129,7 +130,6 @@ def plan(
     cache: Tensor,
     block_table: Tensor,
     out: Tensor,
-    *,
     num_workers: int,
     min_units: int,
 ) -> Plan:

@@ -162,6 +162,7 @@ def mla_decode(
         latent_cache.data_ptr() % hopper_latent.ALIGNMENT,
         *(num_splits, tiles, implementation, hopper_latent.PIPELINE),
     )
+    table = lengths if block_table is None else block_table
     plan = _LATENT_PLANS.get(key)
     if plan is None:
         call = describe_latent(q_latent, q_rope, latent_cache, lengths, block_table, out)
@@ -177,35 +178,20 @@ def mla_decode(
                 q_latent, q_rope, latent_cache, lengths, block_table=block_table, scale=scale,
                 num_splits=num_splits, out=out, tiles=tiles, implementation=implementation,
             )  # fmt: skip
-        plan = planned(
-            _LATENT_PLANS, _plan_latent, key, call, q_latent, q_rope, latent_cache,
-            lengths if block_table is None else block_table, out, num_splits, tiles,
-            implementation,
-        )  # fmt: skip
+        if tiles is None and _use_hopper(call, latent_cache, implementation):
+            shares = workers(call, num_splits, hopper_latent.TILES, appends=0)
+            plan = planned(
+                _LATENT_PLANS, hopper_latent.plan, key, call, latent_cache, table, out, *shares
+            )  # fmt: skip
+        else:
+            plan = planned(
+                _LATENT_PLANS, plan_latent, key, call, q_latent, q_rope, latent_cache, table, out,
+                num_splits, tiles,
+            )  # fmt: skip
     if out is None:
         out = torch.empty_like(q_latent, memory_format=torch.contiguous_format)
-    table = lengths if block_table is None else block_table
     plan(q_latent, q_rope, latent_cache, lengths, table, out, scale=scale)
     return out
-
-
-def _plan_latent(
-    call: Call,
-    q_latent: Tensor,
-    q_rope: Tensor,
-    latent_cache: Tensor,
-    block_table: Tensor,
-    out: Tensor,
-    num_splits: int | None,
-    tiles: configs.Tiles | None,
-    implementation: str,
-) -> Plan | hopper_latent.Plan:
-    if tiles is None and _use_hopper(call, latent_cache, implementation):
-        num_workers, min_units = workers(call, num_splits, hopper_latent.TILES, appends=0)
-        return hopper_latent.plan(
-            call, latent_cache, block_table, out, num_workers=num_workers, min_units=min_units
-        )
-    return plan_latent(call, q_latent, q_rope, latent_cache, block_table, out, num_splits, tiles)
 
 
 def _use_hopper(call: Call, cache: Tensor, implementation: str) -> bool:

@@ -8,7 +8,6 @@ the options, under which a plan is kept.
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
+from kernels._device import on
 from kernels._launch import Launch
 from kernels.decode import configs, workspace
 from kernels.decode.call import Call
@@ -90,17 +90,16 @@ def plan_flash(
 ) -> Plan:
     """For tensors that lie like these, as the kernel takes them."""
     tiles = tiles or configs.choose("flash", call, interpreted=INTERPRETED)
-    num_workers, min_units = workers(call, num_splits, tiles, appends=1)
     return _plan(
         flash_decode_kernel,
         call,
         flash_constants(call, tiles, interleaved),
-        num_workers,
+        workers(call, num_splits, tiles, appends=1),
         (
             *q.stride()[:3], *k_new.stride()[:3], *v_new.stride()[:3],
             *k_cache.stride()[:3], *v_cache.stride()[:3], *out.stride()[:3],
             block_table.stride(0), cos.stride(0),
-            call.batch_size, call.capacity, cos.shape[0], num_workers, min_units,
+            call.batch_size, call.capacity, cos.shape[0],
         ),
     )  # fmt: skip
 
@@ -117,15 +116,14 @@ def plan_latent(
 ) -> Plan:
     """For tensors that lie like these, as the plain kernel takes them."""
     tiles = tiles or configs.choose("latent", call, interpreted=INTERPRETED)
-    num_workers, min_units = workers(call, num_splits, tiles, appends=0)
     return _plan(
         latent_decode_kernel,
         call,
         latent_constants(call, tiles),
-        num_workers,
+        workers(call, num_splits, tiles, appends=0),
         (
             *q_latent.stride()[:3], *q_rope.stride()[:3], *latent_cache.stride()[:2],
-            *out.stride()[:3], block_table.stride(0), call.batch_size, num_workers, min_units,
+            *out.stride()[:3], block_table.stride(0), call.batch_size,
         ),
     )  # fmt: skip
 
@@ -134,13 +132,14 @@ def _plan(
     kernel: Any,
     call: Call,
     constants: dict[str, Any],
-    num_workers: int,
+    shares: tuple[int, int],
     integers: tuple[int, ...],
 ) -> Plan:
+    """``integers`` are the kernel's before those of ``shares``, as :func:`workers` gives them."""
     row_tiles = constants["ROW_TILES"]
-    num_programs = num_workers * row_tiles
+    num_programs = shares[0] * row_tiles
     return Plan(
-        launch=Launch(kernel, (num_programs, 1, 1), constants, integers=integers),
+        launch=Launch(kernel, (num_programs, 1, 1), constants, integers=(*integers, *shares)),
         device=call.device,
         pieces=(num_programs, constants["BLOCK_M"], call.block_d),
         num_counters=call.batch_size * call.num_kv_heads * row_tiles,
@@ -219,10 +218,3 @@ def workers(
 def power_of_two(count: int) -> int:
     """The next one, and at least the 16 that a matmul needs."""
     return max(16, triton.next_power_of_2(count))
-
-
-def on(device: torch.device) -> AbstractContextManager[None]:
-    """Triton launches on the current device."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(device)

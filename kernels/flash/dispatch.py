@@ -7,7 +7,6 @@ the first whose ``why_not`` is None runs the problem.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache
 from importlib import import_module
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels._device import on
 from kernels.backend import Packing
 from kernels.flash.problem import Problem, check_gradient, describe
 
@@ -113,7 +113,7 @@ def forward_of(
         o, lse = empty_results(q, packing is not None)
     else:
         o, lse = _writable(accumulator[0]), accumulator[1].contiguous()
-    with _on(problem.device):
+    with on(problem.device):
         _choose(problem, implementation).forward(
             problem,
             *_normalised(packing, q, k, v),
@@ -177,7 +177,7 @@ def backward_of(
     if packing is not None:
         lse = lse.unsqueeze(0)
         dlse = None if dlse is None else dlse.unsqueeze(0)
-    with _on(problem.device):
+    with on(problem.device):
         _choose(problem, implementation).backward(
             problem,
             *_normalised(packing, do, q, k, v, o),
@@ -237,10 +237,3 @@ def _has_dense_rows(x: Tensor) -> bool:
     """Whether a row is contiguous, and the next not too far for offsets of 32 bits in a tile."""
     strides = x.stride()
     return strides[-1] == 1 and strides[-2 if len(strides) == 4 else 0] <= _MAX_ROW_STRIDE
-
-
-def _on(device: torch.device) -> AbstractContextManager[None]:
-    """Triton launches on the current device."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(device)
