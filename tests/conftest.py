@@ -22,16 +22,6 @@ pytest.register_assert_rewrite("decode_checks", "exact_attention")
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # Commands on one device take turns, by a lock in the folder of temporary files; those of
-    # tests that run at the same time are not to wait for each other.
-    shared = Path(tempfile.gettempdir(), f"attnbench-{os.environ['PYTEST_XDIST_TESTRUNUID']}")
-    os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="attnbench-tests-")
-    tempfile.tempdir = None
-    # But for a header that Inductor compiles in seven seconds, under a lock of its own.
-    (shared / "precompiled_headers").mkdir(parents=True, exist_ok=True)
-    caches = Path(os.environ["TMPDIR"], f"torchinductor_{getpass.getuser()}")
-    caches.mkdir()
-    (caches / "precompiled_headers").symlink_to(shared / "precompiled_headers")
     # Two processes share the cores: threads of one that wait for each other, as those of small
     # shapes mostly do, would keep the other from working.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -51,6 +41,27 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 if os.environ.get("TRITON_INTERPRET") == "1":
     patch_the_language_once()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give each of several processes a folder of temporary files, beside pytest's own.
+
+    Commands on one device take turns, by a lock in that folder; those of tests that run at the
+    same time are not to wait for each other. Pytest removes all of it some runs later.
+    """
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is None:
+        return
+    shared = Path(config.option.basetemp).parent
+    temporary = shared / f"tmp-{worker}"
+    # But for a header that Inductor compiles in seven seconds, under a lock of its own.
+    headers = shared / "precompiled_headers"
+    headers.mkdir(exist_ok=True)
+    caches = temporary / f"torchinductor_{getpass.getuser()}"
+    caches.mkdir(parents=True)
+    (caches / "precompiled_headers").symlink_to(headers)
+    os.environ["TMPDIR"] = str(temporary)
+    tempfile.tempdir = None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
