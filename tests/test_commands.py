@@ -121,6 +121,14 @@ class TestCounted:
             **measurement_facts([make_decode_record("sdpa", us=1.0)])
         )
 
+    @pytest.mark.parametrize("in_a_row", [False, True])
+    def test_every_point_has_a_line(self, in_a_row: bool) -> None:
+        record = make_record(samples_ms={"step": [[1.0]]})
+        record.notes["in_a_row"] = in_a_row
+        text = template("method.md.j2").render(**measurement_facts([record]))
+        assert ("without a pause" in text) == in_a_row
+        assert text.count("- **") == text.count("\n- **") + text.startswith("- **")
+
 
 class TestTerminal:
     def test_what_was_counted_is_never_cut(self) -> None:

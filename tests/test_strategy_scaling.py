@@ -9,9 +9,17 @@ from harness.frame import build_frame
 from harness.table import build_table
 
 
-@pytest.mark.parametrize(("alone_ms", "implausible"), [(10.5, False), (100.0, True)])
-def test_more_than_all_of_one_rank(alone_ms: float, implausible: bool) -> None:
-    split = make_strategy_record("ddp_bucketed", ms=10.0)
+@pytest.mark.parametrize(
+    ("strategy", "alone_ms", "notes"),
+    [
+        ("ddp_bucketed", 10.5, []),
+        ("fsdp", 9.5, []),
+        ("fsdp", 10.5, ["FSDP casts its share"]),
+        ("ddp_bucketed", 100.0, ["Efficiency above 100%"]),
+    ],
+)
+def test_more_than_all_of_one_rank(strategy: str, alone_ms: float, notes: list[str]) -> None:
+    split = make_strategy_record(strategy, ms=10.0)
     case = split.case
     alone = make_record(
         samples_ms={"step": [[alone_ms] * 4]},
@@ -23,5 +31,7 @@ def test_more_than_all_of_one_rank(alone_ms: float, implausible: bool) -> None:
     )
     built = build_table("strategy_scaling", build_frame([alone, split]))
     assert built is not None
-    assert built.rows["efficiency"].max() == pytest.approx(alone_ms / 10, rel=0.01)
-    assert any("above 100%" in note for note in built.footnotes) == implausible
+    together = built.rows[built.rows["world_size"] > 1]
+    assert together["efficiency"].tolist() == pytest.approx([alone_ms / 10], rel=0.01)
+    assert len(built.footnotes) == len(notes)
+    assert all(map(str.startswith, built.footnotes, notes))

@@ -63,10 +63,11 @@ def log_ticks(axis: Axes) -> None:
     """Plain numbers at the decades of both logarithmic axes, and between them if those are few."""
     for ticks, (low, high) in ((axis.xaxis, axis.get_xlim()), (axis.yaxis, axis.get_ylim())):
         ticks.set_major_formatter(FuncFormatter(lambda tick, _: f"{tick:,.10g}"))
-        few = high / low < 40
-        ticks.set_minor_formatter(FuncFormatter(_minor_tick) if few else NullFormatter())
+        # As many of each decade as do not overlap.
+        labelled = "23456789" if high / low < 4 else "25" if high / low < 40 else ""
+        ticks.set_minor_formatter(_minor_ticks(labelled) if labelled else NullFormatter())
 
 
-def _minor_tick(tick: float, _: int) -> str:
-    """Labels for 2 and 5 of each decade; more would overlap."""
-    return f"{tick:,.10g}" if f"{tick:.0e}"[0] in "25" else ""
+def _minor_ticks(labelled: str) -> FuncFormatter:
+    """Labels for the ticks that begin with one of these digits."""
+    return FuncFormatter(lambda tick, _: f"{tick:,.10g}" if f"{tick:.0e}"[0] in labelled else "")

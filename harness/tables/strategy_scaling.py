@@ -28,6 +28,8 @@ CAPTION = (
 IMPLAUSIBLE = 1.1
 """Efficiency that no better use of caches by smaller parts explains."""
 
+SHARDED_WEIGHTS = ("fsdp", "fsdp_torch")
+
 
 def scaled(frame: pd.DataFrame) -> pd.DataFrame:
     """One row per training case, with ``speedup`` and ``efficiency`` over one rank."""
@@ -66,6 +68,11 @@ def build(frame: pd.DataFrame) -> Table | None:
         built.footnotes.append(
             "Efficiency above 100% says that the one rank was disturbed while it was measured, or "
             "measured on another host; measure both again."
+        )
+    if (rows["strategy"].isin(SHARDED_WEIGHTS) & (rows["efficiency"] > 1)).any():
+        built.footnotes.append(
+            "FSDP casts its share of the weights once a step, before it gathers them; under "
+            "autocast one rank casts all of them, so that more than 100% can be right."
         )
     if (rows["device"] == "cpu").any():
         built.footnotes.append(
