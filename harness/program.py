@@ -20,4 +20,6 @@ class Program:
     step: Callable[[PhaseTimer], None]
     model: nn.Module | None = None
     """Without what a strategy wraps around it."""
+    wrapped: nn.Module | None = None
+    """With that; its parameters are those that are trained, which may be parts of the model's."""
     optimizer: Optimizer | None = None

@@ -12,9 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from profiles import TINY, case_of, rows_of, run, table_of
+from ranks import on_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from harness.bench import Bench
+from harness.case import Case
 from harness.figure import draw
 from harness.frame import build_frame
 from harness.profilers import _cpu_memory
@@ -339,6 +343,40 @@ class TestPredictions:
                 (item["bytes"], item["category"], *item["where"]) for item in profile["largest"]
             ]
             assert len(set(kinds)) == len(kinds)
+
+
+def profile_rank(group: dist.ProcessGroup, case: Case, folder: Path) -> dict[str, Any]:
+    bench = Bench(
+        device=torch.device("cpu"),
+        rank=dist.get_rank(),
+        world_size=group.size(),
+        vote_group=dist.group.WORLD,
+        artifacts=folder,
+    )
+    case.task.run(case, bench)
+    profile: dict[str, Any] = bench.outcome.notes["memory_profile"]
+    return profile
+
+
+class TestOnRanks:
+    @pytest.mark.parametrize(
+        "strategy",
+        [("parallel=fsdp", "parallel.replicate_below=0"), ("parallel=fsdp_torch",)],
+        ids=["fsdp", "PyTorch's"],
+    )
+    def test_of_sharded_weights_each_rank_holds_its_part(
+        self, tmp_path: Path, strategy: tuple[str, ...]
+    ) -> None:
+        """PyTorch's are DTensors, whose own storage has no memory."""
+        case = case_of(*SIZE, *STEPS, *strategy, "parallel.dp=4")
+        for profile in on_ranks(4, profile_rank, case, tmp_path):
+            predicted = profile["predicted"]
+            for part, wanted in (
+                ("parameters", predicted["parameters"]),
+                ("gradients", predicted["gradients"]),
+                ("optimizer state", predicted["optimizer_state"]),
+            ):
+                assert profile["tensor_bytes"][part] == pytest.approx(wanted, rel=0.01)
 
 
 class TestShown:

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from harness.accounting import step_memory
 from harness.bench import Bench
@@ -47,6 +47,7 @@ from harness.profilers._snapshot import (
 from harness.profilers._trace import PHASES
 from harness.profilers.memory import MemoryProfiler
 from harness.program import Program
+from harness.step_memory import storages
 from harness.tasks.train_step import TrainStep
 from models import accounting
 from models.checkpointing import CHECKPOINTED
@@ -68,7 +69,7 @@ def profile_memory(options: MemoryProfiler, case: Case, bench: Bench, program: P
     note = recorder.note | summarise(timeline, options)
     if isinstance(case.task, TrainStep) and case.model is not None:
         note["predicted"] = asdict(step_memory(case))
-        parameter = next(iter(program.model.parameters())) if program.model is not None else None
+        parameter = next((tensor for _, tensor in recorder.parameters()), None)
         note["residual_stream_bytes"] = accounting.residual_stream_bytes(
             case.model,
             batch_size=case.batch_size,
@@ -126,28 +127,35 @@ class _Recorder:
             self._program.step(timer)
 
     def _phase_ended(self, phase: str) -> None:
-        if phase == "backward" and self._program.model is not None:
+        if phase == "backward":
             tensors: Tensors = [
                 ("gradients", f"{name}.grad", parameter.grad)
-                for name, parameter in self._program.model.named_parameters()
+                for name, parameter in self.parameters()
                 if parameter.grad is not None
             ]
             # Of the last step, where it runs more than once.
             self._sizes.pop("gradients", None)
             self._gradients = self._addresses(tensors)
 
+    def parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+        """Names and parameters as they are trained: of a sharded model this rank's parts."""
+        trained = self._program.wrapped or self._program.model
+        if trained is not None:
+            for name, parameter in trained.named_parameters():
+                yield name.removeprefix("module."), parameter
+
     def _addresses(self, tensors: Tensors) -> list[tuple[str, str, int]]:
         """Where tensors lie; adds up what they hold, each storage once."""
         seen = set()
         found = []
         for category, name, tensor in tensors:
-            storage = tensor.untyped_storage()
-            address = storage.data_ptr()
-            if tensor.device.type != self._bench.device.type or address in seen:
+            if tensor.device.type != self._bench.device.type:
                 continue
-            seen.add(address)
-            found.append((category, name, address))
-            self._sizes[category] = self._sizes.get(category, 0) + storage.nbytes()
+            for address, size in storages([tensor]).items():
+                if address not in seen:
+                    seen.add(address)
+                    found.append((category, name, address))
+                    self._sizes[category] = self._sizes.get(category, 0) + size
         return found
 
     def timeline(self, snapshot: dict[str, Any]) -> Timeline:
@@ -175,7 +183,7 @@ class _Recorder:
         if program.model is None:
             return
         names = {}
-        for name, parameter in program.model.named_parameters():
+        for name, parameter in self.parameters():
             names[parameter] = name
             yield "parameters", name, parameter
         for name, buffer in program.model.named_buffers():

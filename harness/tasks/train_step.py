@@ -225,7 +225,7 @@ class TrainStep(Task):
             finish()
 
         if case.profile is not None and bench.in_last_round:
-            program = Program(step=finished_step, model=module, optimizer=optimizer)
+            program = Program(step=finished_step, model=module, wrapped=model, optimizer=optimizer)
             case.profile.run(case, bench, program)
         if together and trains and bench.in_last_round:
             note_traffic(bench, step)
