@@ -203,10 +203,18 @@ def test_what_is_said_of_strategies_is_in_the_committed_tables() -> None:
     words = " ".join(README.split())
     rows = {row["strategy"]: row for row in rows_of("data_parallel_peers", "data_parallel")}
     assert {row["status"] for row in rows.values()} == {"ok"}
-    for strategy, row in rows.items():
+    scaling = {row["strategy"]: row for row in rows_of("strategy_scaling", "strategy_scaling")}
+    assert len(scaling) == 9
+    for strategy, row in scaling.items():
         step, memory = float(row["step_median_ms"]), float(row["peak_memory_gib"])
         rate = float(f"{float(row['step_tokens_per_s']):.3g}")
-        assert f"| `{strategy}` | {number(step)} | {rate:,.0f} | {memory:.1f} |" in README
+        name = "`none`, one GPU" if strategy == "none" else f"`{strategy}`"
+        efficiency = f"{100 * float(row['efficiency']):.1f}"
+        cells = f"| {name} | {number(step)} | {rate:,.0f} | {efficiency} | {memory:.1f} |"
+        assert cells in README
+        # One run, which both sweeps show.
+        if strategy in rows:
+            assert row["step_median_ms"] == rows[strategy]["step_median_ms"]
     fastest = min(rows, key=lambda name: float(rows[name]["step_median_ms"]))
     assert fastest == "fsdp"
     bucketed = float(rows["ddp_bucketed"]["step_median_ms"])
@@ -216,9 +224,9 @@ def test_what_is_said_of_strategies_is_in_the_committed_tables() -> None:
     spared = peaks["ddp_bucketed"] - peaks["zero_2"]
     assert f"it takes 0.99 times its time and {spared:.1f} GiB less" in words
     exposed = {name: 100 * float(row["exposed_share"]) for name, row in rows.items()}
-    worst = max(exposed[name] for name in ("ddp_bucketed", "zero_1", "fsdp"))
+    worst = max(exposed[name] for name in ("ddp_bucketed", "zero_2", "fsdp"))
     assert f"at most {worst:.1f}% of a step is exposed" in words
-    assert f"({exposed['zero_2']:.1f}% of `zero_2`'s traced step:" in words
+    assert f"({exposed['zero_1']:.1f}% of `zero_1`'s traced step:" in words
     shares = {
         row["strategy"]: 100 * float(row["exposed_share"])
         for row in rows_of("ddp_overlap", "data_parallel")
@@ -312,8 +320,8 @@ def test_what_is_said_of_kernels_and_precisions_is_in_the_committed_tables() -> 
     times, flops = ([float(row[key]) for row in parts] for key in ("time_ratio", "flops_ratio"))
     assert f"takes {min(times):.2f} to {max(times):.2f} times as long as the two matmuls" in words
     assert f"for 1/{1 / min(flops):.0f} to 1/{1 / max(flops):.0f} of their FLOPs" in words
-    assert {row["model"] for row in parts} == {"small", "large", "2.7B"}
-    assert {row["seq_len"] for row in parts} == {"128", "512"}
+    assert {row["model"] for row in parts} == {"small", "medium", "large", "xl", "2.7B"}
+    assert {row["seq_len"] for row in parts} == {"128", "256", "512", "1024"}
     audit = [
         row for row in rows_of("precision_audit", "precision_error") if row["model"] == "small"
     ]
