@@ -49,6 +49,8 @@ class Variant:
     packed: bool
     full_precision: bool = False
     """Whether dK and dV are parts in float32, to be added up."""
+    tiles: int = 1
+    """Query tiles of a program of the forward kernel."""
 
 
 def compile_variant(variant: Variant) -> Any:
@@ -61,6 +63,7 @@ def compile_variant(variant: Variant) -> Any:
         "HEAD_DIM": variant.head_dim,
         "BLOCK_D": variant.head_dim,
         "STAGES": schedule.stages,
+        "TILES": variant.tiles,
         "RESIDENT": schedule.resident,
         "CAUSAL": variant.causal,
         "PACKED": variant.packed,
