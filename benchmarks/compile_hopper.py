@@ -162,6 +162,8 @@ def main() -> int:
             ]
             if kernel == "backward":
                 variants.append(replace(variants[0], full_precision=True))
+            else:
+                variants.append(replace(variants[0], tiles=2))
             for variant in variants:
                 compiled = compile_variant(variant)
                 report = assembler_report(compiled.asm["ptx"])
@@ -175,6 +177,7 @@ def main() -> int:
                     f"{'causal' if variant.causal else 'full':<7}"
                     f"{'packed' if variant.packed else 'dense':<7}"
                     f"{'parts' if variant.full_precision else '':<6}"
+                    f"{'pairs' if variant.tiles == 2 else '':<6}"
                     f"{compiled.metadata.shared / 1024:4.0f} KiB shared  {spills}",
                     *slow,
                     sep="\n    ",

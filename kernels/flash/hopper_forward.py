@@ -271,9 +271,7 @@ def consume(
     phase = 0
     for turn in range(TILES):
         first = query_tile(turn, num_tiles, TILES, CAUSAL) * PROGRAM_ROWS
-        num_key_tiles, num_unmasked = key_tiles(
-            first, q_len, kv_len, PROGRAM_ROWS, BLOCK_K, CAUSAL
-        )
+        num_key_tiles, num_unmasked = key_tiles(first, q_len, kv_len, PROGRAM_ROWS, BLOCK_K, CAUSAL)
         q_tile = q_tiles.index(turn * CONSUMERS + CONSUMER)
         first_row = first + CONSUMER * ROWS
         m = gl.full([ROWS], float("-inf"), gl.float32, ROW)
