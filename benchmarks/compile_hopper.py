@@ -49,6 +49,8 @@ class Variant:
     packed: bool
     full_precision: bool = False
     """Whether dK and dV are parts in float32, to be added up."""
+    tiles: int = 1
+    """Query tiles of a program of the forward kernel."""
 
 
 def compile_variant(variant: Variant) -> Any:
@@ -61,6 +63,7 @@ def compile_variant(variant: Variant) -> Any:
         "HEAD_DIM": variant.head_dim,
         "BLOCK_D": variant.head_dim,
         "STAGES": schedule.stages,
+        "TILES": variant.tiles,
         "RESIDENT": schedule.resident,
         "CAUSAL": variant.causal,
         "PACKED": variant.packed,
@@ -159,6 +162,8 @@ def main() -> int:
             ]
             if kernel == "backward":
                 variants.append(replace(variants[0], full_precision=True))
+            else:
+                variants.append(replace(variants[0], tiles=2))
             for variant in variants:
                 compiled = compile_variant(variant)
                 report = assembler_report(compiled.asm["ptx"])
@@ -172,6 +177,7 @@ def main() -> int:
                     f"{'causal' if variant.causal else 'full':<7}"
                     f"{'packed' if variant.packed else 'dense':<7}"
                     f"{'parts' if variant.full_precision else '':<6}"
+                    f"{'pairs' if variant.tiles == 2 else '':<6}"
                     f"{compiled.metadata.shared / 1024:4.0f} KiB shared  {spills}",
                     *slow,
                     sep="\n    ",

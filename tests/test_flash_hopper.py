@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from kernels import flash_triton
 from kernels.backend import Packing
-from kernels.flash import dispatch, hopper, operator
+from kernels.flash import dispatch, hopper, operator, pairing
 from kernels.flash.problem import Problem, describe
 
 ROOT = Path(__file__).parent.parent
@@ -41,7 +42,7 @@ def test_compiles_without_serialised_matmuls(kernel: str) -> None:
     )
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
     rows = [line for line in run.stdout.splitlines() if line.startswith(kernel)]
-    assert len(rows) == {"forward": 4, "backward": 6}[kernel]
+    assert len(rows) == 6
     # What is spilled at head_dim 128 is used where masks are, in a few tiles of many.
     limits = {"d 64": 16, "d 128": 512}
     for row in rows:
@@ -139,6 +140,110 @@ class TestSchedule:
     def test_heads_that_take_turns_fit_the_cache(self, tokens: int, heads_at_once: int) -> None:
         # 8 bytes of q, do and the sums of dq for each of 128 columns.
         assert hopper._heads_at_once(self.problem((32, 32), tokens)) == heads_at_once
+
+
+class TestPairs:
+    """Which query tiles share a forward program, and when they should."""
+
+    @pytest.mark.parametrize("causal", [True, False])
+    @pytest.mark.parametrize("tiles", [1, 2, 3])
+    @pytest.mark.parametrize("num_tiles", [1, 2, 3, 8, 9, 17])
+    def test_each_tile_is_computed_once(self, num_tiles: int, tiles: int, causal: bool) -> None:
+        """test_hopper_protocol compares the kernel's own arithmetic with this."""
+        grid = pairing.programs(num_tiles, tiles, causal)
+        assert len(grid) == hopper._grid(128 * num_tiles - 5, 7, tiles)[0]
+        assert all(grid)
+        assert sorted(tile for program in grid for tile in program) == list(range(num_tiles))
+
+    def test_pairs_of_a_causal_head_are_as_long_as_each_other(self) -> None:
+        assert pairing.programs(4, 2, causal=True) == [[3, 0], [2, 1]]
+        assert pairing.programs(5, 2, causal=True) == [[4], [3, 0], [2, 1]]
+        assert pairing.programs(5, 2, causal=False) == [[0, 1], [2, 3], [4]]
+        for tokens in (1024, 1152):
+            lengths = pairing.key_tile_counts(tokens, tokens, causal=True)
+            pairs = pairing.programs(len(lengths), 2, causal=True)
+            assert {sum(lengths[tile] for tile in pair) for pair in pairs} == {9}
+
+    @pytest.mark.parametrize(
+        ("q_len", "kv_len", "causal", "counts"),
+        [
+            (300, 300, True, [1, 2, 3]),
+            (300, 300, False, [3, 3, 3]),
+            # The first 200 of 400 queries see no key, the last ones all 200.
+            (400, 200, True, [0, 1, 2, 2]),
+            # The first query sees 301 keys.
+            (200, 500, True, [4, 4]),
+        ],
+    )
+    def test_key_tiles(self, q_len: int, kv_len: int, causal: bool, counts: list[int]) -> None:
+        assert pairing.key_tile_counts(q_len, kv_len, causal) == counts
+
+    def test_programs_start_in_order_where_there_is_room(self) -> None:
+        # Two processors and twice 1, 3: one has 1, 1 and 3, the other 3.
+        assert pairing.makespan([1.0, 3.0], heads=2, processors=2) == 5.0
+        assert pairing.makespan([3.0, 2.0, 1.0], heads=1, processors=9) == 3.0
+
+    @pytest.mark.parametrize(
+        ("heads", "tokens", "block_d", "measured_us"),
+        [(96, 1024, 64, 61), (96, 2048, 64, 165), (16, 2048, 64, 40), (16, 16384, 128, 1750)],
+    )
+    def test_single_tiles_take_what_was_measured(
+        self, heads: int, tokens: int, block_d: int, measured_us: float
+    ) -> None:
+        predicted = pairing.predicted_us(**self.shape(heads, tokens, block_d), tiles=1)
+        assert predicted == pytest.approx(measured_us, rel=0.02)
+
+    def test_by_hand(self) -> None:
+        """Two heads of two tiles on two processors: 1 and 2 key tiles, or a pair of 3."""
+        costs = pairing.COSTS[64]
+        shape = self.shape(2, 256, 64) | {"processors": 2}
+        # The longer tiles first: each processor has both of one head after the other.
+        single = 2 * (costs.program + costs.tile) + 3 * costs.key_tile
+        predicted = pairing.predicted_us(**shape, tiles=1)
+        assert predicted == pytest.approx(costs.launch + single)
+        predicted = pairing.predicted_us(**shape, tiles=2)
+        assert predicted == pytest.approx(costs.launch + single - costs.program)
+
+    @pytest.mark.parametrize(
+        ("heads", "tokens", "tiles"), [(96, 1024, 2), (16, 2048, 2), (16, 1024, 1), (16, 16384, 1)]
+    )
+    def test_pairs_where_programs_are_many_and_short(
+        self, heads: int, tokens: int, tiles: int
+    ) -> None:
+        assert pairing.tiles_of_program(**self.shape(heads, tokens, 64)) == tiles
+
+    def test_too_many_to_simulate(self) -> None:
+        few, many = (self.shape(heads, 512, 64) for heads in (1024, 1025))
+        for tiles in (1, 2):
+            simulated, mean = (pairing.predicted_us(**x, tiles=tiles) for x in (few, many))
+            assert mean == pytest.approx(simulated, rel=0.02)
+
+    @staticmethod
+    def shape(heads: int, tokens: int, block_d: int) -> dict[str, Any]:
+        return {
+            "q_len": tokens,
+            "kv_len": tokens,
+            "heads": heads,
+            "block_d": block_d,
+            "causal": True,
+            "processors": 132,
+        }
+
+    @pytest.mark.parametrize(
+        ("packed", "forced", "grid"), [(False, None, 4), (True, None, 8), (False, 1, 8)]
+    )
+    def test_plans(
+        self, monkeypatch: pytest.MonkeyPatch, packed: bool, forced: int | None, grid: int
+    ) -> None:
+        pytest.importorskip("triton.experimental.gluon")
+        properties = SimpleNamespace(multi_processor_count=132)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        monkeypatch.setattr(hopper, "FORWARD_TILES", forced)
+        q = torch.empty(8, 12, 1024, 64, dtype=torch.bfloat16)
+        problem = replace(describe(q, q, q, causal=True), packed=packed)
+        launch = hopper._plan_forward(problem, q, q, q, q)
+        assert launch.grid == (grid, 96, 1)
+        assert launch.constants["TILES"] == 8 // grid
 
 
 @pytest.mark.skipif(not hopper.plain.INTERPRETED, reason="runs under Triton's interpreter")
@@ -244,6 +349,48 @@ class TestOnHopper:
             ("o", "dq", "dk", "dv"), (o, *gradients), (expected[0], *expected[2:]), strict=True
         ):
             assert_near(got, wanted, what)
+
+    @pytest.mark.parametrize("head_dim", [64, 80, 128])
+    @pytest.mark.parametrize("causal", [True, False])
+    @pytest.mark.parametrize(
+        ("batch", "heads", "q_len", "kv_len"),
+        # Odd and even numbers of tiles; queries before the first key: tiles that see none.
+        [
+            *((8, 12, 1024, 1024), (2, 3, 1000, 1000), (1, 2, 129, 129), (1, 2, 128, 128)),
+            *((1, 4, 600, 900), (1, 4, 900, 600), (2, 4, 1152, 100), (3, 5, 257, 1)),
+        ],
+    )
+    def test_pairs_give_the_bits_of_single_tiles(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        batch: int,
+        heads: int,
+        q_len: int,
+        kv_len: int,
+        causal: bool,
+        head_dim: int,
+    ) -> None:
+        torch.manual_seed(6)
+        q = torch.randn(batch, heads, q_len, head_dim, device="cuda", dtype=torch.bfloat16)
+        k, v = (
+            torch.randn(batch, heads, kv_len, head_dim, device="cuda", dtype=torch.bfloat16)
+            for _ in range(2)
+        )
+        problem = describe(q, k, v, causal=causal)
+        results = {}
+        for tiles in (1, 2):
+            monkeypatch.setattr(hopper, "FORWARD_TILES", tiles)
+            monkeypatch.setattr(hopper, "_FORWARD_PLANS", {})
+            for _ in range(50):
+                # What is not written stays no number, which equals nothing.
+                o, lse = torch.full_like(q, torch.nan), q.new_full(q.shape[:3], torch.nan).float()
+                hopper.forward(problem, q, k, v, o, lse, scale=0.1, packing=None)
+                first = results.setdefault(tiles, (o, lse))
+                assert torch.equal(o, first[0])
+                assert torch.equal(lse, first[1])
+            assert [plan.constants["TILES"] for plan in hopper._FORWARD_PLANS.values()] == [tiles]
+        for single, paired in zip(results[1], results[2], strict=True):
+            assert torch.equal(single, paired)
 
     @pytest.mark.parametrize("head_dim", [64, 128])
     @pytest.mark.parametrize(("kv_heads", "parts"), [(8, 1), (2, 1), (2, 2), (2, 4)])

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kernels._launch import MAX_PLANS, Descriptors, Launch, planned
 from kernels.backend import Packing
-from kernels.flash import plain
+from kernels.flash import pairing, plain
 from kernels.flash.problem import Problem
 
 ROWS = 64
@@ -56,6 +56,12 @@ BACKWARD = {
     # dK and dV alone take half of the registers.
     128: Schedule(tile=64, stages=2),
 }
+
+FORWARD_TILES: int | None = None
+"""Query tiles of every forward program planned from now on; None leaves it to ``pairing``.
+
+For measurements and tests, which have to forget the plans made before (``_FORWARD_PLANS``).
+"""
 
 
 def why_not(problem: Problem) -> str | None:
@@ -117,10 +123,16 @@ def _plan_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, o: Tensor) 
 
     block_d = _block_d(problem)
     chosen = FORWARD[block_d]
+    tiles = FORWARD_TILES or _tiles_of_program(problem)
     return Launch(
         flash_forward,
-        _grid(problem.q_len, problem.batch_size * problem.num_heads),
-        {"BLOCK_K": chosen.tile, "STAGES": chosen.stages, **_constants(problem)},
+        _grid(problem.q_len, problem.batch_size * problem.num_heads, tiles),
+        {
+            "BLOCK_K": chosen.tile,
+            "STAGES": chosen.stages,
+            "TILES": tiles,
+            **_constants(problem),
+        },
         integers=(
             *o.stride()[:3],
             problem.num_heads,
@@ -134,6 +146,24 @@ def _plan_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, o: Tensor) 
             _tiles(k, chosen.tile, block_d),
             _tiles(v, chosen.tile, block_d),
         ),
+    )
+
+
+def _tiles_of_program(problem: Problem) -> int:
+    """How many query tiles a forward program takes one after another.
+
+    The lengths of a packed batch are known to the GPU alone, and so is what its programs cost.
+    """
+    if problem.packed:
+        return 1
+    processors = torch.cuda.get_device_properties(problem.device).multi_processor_count
+    return pairing.tiles_of_program(
+        q_len=problem.q_len,
+        kv_len=problem.kv_len,
+        heads=problem.batch_size * problem.num_heads,
+        block_d=_block_d(problem),
+        causal=problem.causal,
+        processors=processors,
     )
 
 
@@ -454,8 +484,9 @@ def _constants(problem: Problem) -> dict[str, Any]:
     }
 
 
-def _grid(rows: int, heads: int) -> tuple[int, int, int]:
-    return -(-rows // PROGRAM_ROWS), heads, 1
+def _grid(rows: int, heads: int, tiles: int = 1) -> tuple[int, int, int]:
+    """Programs of ``tiles`` times PROGRAM_ROWS rows of one head."""
+    return -(-rows // (tiles * PROGRAM_ROWS)), heads, 1
 
 
 def _block_d(problem: Problem) -> int:

@@ -1,0 +1,136 @@
+"""Whether a program of the Hopper forward kernel takes one tile of queries or a pair.
+
+A multiprocessor runs one program at a time, and each begins with set-up and first copies that
+nothing hides. A pair pays that once for two tiles; but pairs are longer than single tiles, and
+fewer long programs may leave more multiprocessors idle at the end. So both schedules are simulated
+as the hardware runs them, each program in order on the first multiprocessor that is free (list
+scheduling), with a cost for each program, each query tile, and each key tile that one visits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from heapq import heapreplace
+
+TILE_ROWS = 128
+"""Queries of a query tile, and keys of a key tile."""
+
+MARGIN = 0.03
+"""Pairs are taken if this share of the time is predicted to be saved: the model is no better."""
+
+MAX_SIMULATED = 4096
+"""Query tiles of all heads beyond which the time is the mean load and half of the longest program.
+
+A simulation of as many programs takes 2 ms, once for each problem."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Costs:
+    """Microseconds on one multiprocessor."""
+
+    launch: float
+    """Of the kernel, before its first program and after its last."""
+    program: float
+    """Until the first keys have come, and from the last stores until the next program."""
+    tile: float
+    """Of a query tile: softmax and matmul that run alone at its ends, and its stores."""
+    key_tile: float
+
+
+COSTS = {
+    # launch, program + tile and key_tile from forward times on an H200, causal, bfloat16: 61 and
+    # 165 us for 8 x 12 heads and 1,024 and 2,048 tokens, 40 us for 16 heads and 2,048 tokens.
+    # How program + tile divides single tiles do not tell: an estimate.
+    64: Costs(launch=3.0, program=3.0, tile=1.2, key_tile=1.02),
+    # key_tile from 1.75 ms for 16 heads and 16,384 tokens; the rest is an estimate.
+    128: Costs(launch=3.0, program=3.3, tile=1.6, key_tile=1.67),
+}
+"""By padded head dim."""
+
+
+@lru_cache(maxsize=1024)
+def tiles_of_program(
+    *, q_len: int, kv_len: int, heads: int, block_d: int, causal: bool, processors: int
+) -> int:
+    """1 or 2: the query tiles of a program with which the forward pass should end sooner.
+
+    Args:
+        heads: query heads, over the whole batch.
+        block_d: padded head dim, 64 or 128.
+        processors: of the GPU.
+    """
+    single, pairs = (
+        predicted_us(
+            q_len=q_len,
+            kv_len=kv_len,
+            heads=heads,
+            block_d=block_d,
+            causal=causal,
+            processors=processors,
+            tiles=tiles,
+        )
+        for tiles in (1, 2)
+    )
+    return 2 if pairs < (1 - MARGIN) * single else 1
+
+
+def predicted_us(
+    *,
+    q_len: int,
+    kv_len: int,
+    heads: int,
+    block_d: int,
+    causal: bool,
+    processors: int,
+    tiles: int,
+) -> float:
+    """Microseconds of the forward pass with programs of ``tiles`` query tiles."""
+    costs = COSTS[block_d]
+    num_key_tiles = key_tile_counts(q_len, kv_len, causal)
+    durations = [
+        costs.program + sum(costs.tile + costs.key_tile * num_key_tiles[tile] for tile in program)
+        for program in programs(len(num_key_tiles), tiles, causal)
+    ]
+    # By tiles, not by programs: what is compared has to be told in the same way.
+    if len(num_key_tiles) * heads > MAX_SIMULATED:
+        return costs.launch + sum(durations) * heads / processors + max(durations) / 2
+    return costs.launch + makespan(durations, heads, processors)
+
+
+def key_tile_counts(q_len: int, kv_len: int, causal: bool) -> list[int]:
+    """How many key tiles each query tile of a head visits."""
+    counts = []
+    for first in range(0, q_len, TILE_ROWS):
+        visible = kv_len
+        if causal:
+            visible += min(first + TILE_ROWS, q_len) - q_len
+        counts.append(max(0, -(-visible // TILE_ROWS)))
+    return counts
+
+
+def programs(num_tiles: int, tiles: int, causal: bool) -> list[list[int]]:
+    """The query tiles of a head's programs, as :func:`hopper_forward.query_tile` has them."""
+    num_programs = -(-num_tiles // tiles)
+    found = []
+    for program in range(num_programs):
+        if causal:
+            # Every other turn goes backwards through the programs, from the longest tile on.
+            places = [
+                turn * num_programs + (num_programs - 1 - program if turn % 2 else program)
+                for turn in range(tiles)
+            ]
+            mine = [num_tiles - 1 - place for place in places]
+        else:
+            mine = [program * tiles + turn for turn in range(tiles)]
+        found.append([tile for tile in mine if 0 <= tile < num_tiles])
+    return found
+
+
+def makespan(durations: list[float], heads: int, processors: int) -> float:
+    """When the last of the programs ends, which start in order: those of a head, head by head."""
+    ends = [0.0] * processors
+    for _ in range(heads):
+        for duration in durations:
+            heapreplace(ends, ends[0] + duration)
+    return max(ends)

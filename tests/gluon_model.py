@@ -1,0 +1,397 @@
+"""Runs the Hopper forward kernel's own source on a model of a multiprocessor, without numbers.
+
+What is modelled is who waits for whom. Barriers know the parity of their phase, as the hardware's
+do; copies and matmuls are finished later than they are asked for; and the kernel's three roles run
+in an order drawn at random between any two of these steps. Tiles carry the name of their tensor
+and their first row, so that who reads too early, or writes too early, is found out.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import textwrap
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+class ProtocolError(AssertionError):
+    """A deadlock, a tile read before it came, or one overwritten while it was read."""
+
+
+class _Stopped(BaseException):
+    """Ends the roles that are left over once one has failed."""
+
+
+class Anything:
+    """A tensor, layout or type of no interest: all that is done with it gives it again."""
+
+    def _same(self, *_: Any, **__: Any) -> Any:
+        return self
+
+    __call__ = __getattr__ = __getitem__ = __add__ = __radd__ = __mul__ = __rmul__ = _same
+    __sub__ = __rsub__ = __truediv__ = __eq__ = __and__ = __lt__ = _same
+
+
+ANYTHING = Anything()
+
+
+class Barrier:
+    """An mbarrier: counts arrivals and bytes, and tells how many phases are over modulo two."""
+
+    def __init__(self) -> None:
+        self.count = self.missing = self.bytes = self.phases = 0
+
+    def arrive(self) -> None:
+        self.missing -= 1
+        if self.missing < 0:
+            raise ProtocolError("more arrivals than the barrier counts")
+        self.settle()
+
+    def settle(self) -> None:
+        if self.missing == 0 and self.bytes == 0:
+            self.phases += 1
+            self.missing = self.count
+
+    def is_over(self, parity: int) -> bool:
+        return self.phases % 2 != parity
+
+
+@dataclass
+class Tile:
+    """A buffer in shared memory."""
+
+    holds: tuple[str, int] | None = None
+    """Name of the tensor and first row; None before the first copy and while one is under way."""
+
+    def permute(self, _: Any) -> Tile:
+        return self
+
+
+class Buffers:
+    """What ``allocate_shared_memory`` gives: several tiles, or several barriers."""
+
+    dtype = type = ANYTHING
+
+    def __init__(self, make: Callable[[], Any], count: int) -> None:
+        self.parts = [make() for _ in range(count)]
+
+    def index(self, i: int) -> Any:
+        return self.parts[i]
+
+    def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> Buffers:
+        assert shape[0] == len(self.parts)
+        return self
+
+
+@dataclass
+class Matmul:
+    """One wgmma under way, and what its operands in shared memory held when it began."""
+
+    operands: list[tuple[Tile, tuple[str, int]]]
+
+    def finish(self) -> None:
+        for tile, held in self.operands:
+            if tile.holds != held:
+                raise ProtocolError(f"{held} was overwritten by {tile.holds} under a matmul")
+
+
+@dataclass
+class Scores(Anything):
+    """S or P of a tile of queries and one of keys."""
+
+    query: int
+    key: int
+
+    def to(self, _: Any) -> Scores:
+        return self
+
+
+@dataclass
+class Output(Anything):
+    """o of one tile of queries: the scores that were multiplied into it."""
+
+    parts: list[Scores]
+
+
+class Role:
+    """A warp, or a warpgroup, as a thread that runs only when it is told to."""
+
+    def __init__(self, machine: Machine, function: Callable[..., None], arguments: Any) -> None:
+        self.machine = machine
+        self.ready: Callable[[], bool] = lambda: True
+        self.resume = threading.Semaphore(0)
+        self.is_done = False
+        self.matmuls: list[Matmul] = []
+        self.thread = threading.Thread(target=self._run, args=(function, arguments), daemon=True)
+
+    def _run(self, function: Callable[..., None], arguments: Any) -> None:
+        self.resume.acquire()
+        try:
+            if not self.machine.error:
+                function(*arguments)
+        except _Stopped:
+            pass
+        except BaseException as error:
+            self.machine.error = self.machine.error or error
+        self.is_done = True
+        self.machine.back.release()
+
+    def pause(self, ready: Callable[[], bool] = lambda: True) -> None:
+        """Lets others run, and comes back some time after ``ready``."""
+        self.ready = ready
+        self.machine.back.release()
+        self.resume.acquire()
+        if self.machine.error:
+            raise _Stopped
+
+
+class Machine:
+    """One program of the kernel; ``stored`` is what it wrote, by consumer's first row."""
+
+    def __init__(self, seed: int, program: tuple[int, int], grid: int) -> None:
+        self.random = random.Random(seed)
+        self.program, self.grid = program, grid
+        self.back = threading.Semaphore(0)
+        self.error: BaseException | None = None
+        self.copies: list[Callable[[], None]] = []
+        self.roles: list[Role] = []
+        self.current: Role | None = None
+        self.stored: dict[int, list[Scores]] = {}
+
+    def warp_specialize(self, partitions: list[Any], *_: Any) -> None:
+        """Runs all roles to their end, or raises what the first one to fail did."""
+        self.roles = [Role(self, function, arguments) for function, arguments in partitions]
+        for role in self.roles:
+            role.thread.start()
+        # How often each gets its turn differs by run: a role far behind is what goes wrong.
+        weights = {role: self.random.choice((1, 4, 16)) for role in self.roles}
+        copying = self.random.choice((1, 4, 16))
+        while not all(role.is_done for role in self.roles):
+            able = [r for r in self.roles if not r.is_done and (self.error or r.ready())]
+            if not able and not self.copies:
+                self.error = ProtocolError("deadlock")
+                continue
+            chances = [weights[role] for role in able] + [copying] * bool(self.copies)
+            chosen = self.random.choices([*able, None][: len(chances)], chances)[0]
+            if chosen is None:
+                self.copies.pop(self.random.randrange(len(self.copies)))()
+                continue
+            self.current = chosen
+            chosen.resume.release()
+            self.back.acquire()
+        if self.error:
+            raise self.error
+
+    @property
+    def role(self) -> Role:
+        assert self.current is not None
+        return self.current
+
+    # mbarrier
+
+    MBarrierLayout = ANYTHING
+
+    def init(self, barrier: Barrier, count: int) -> None:
+        barrier.count = barrier.missing = count
+
+    def expect(self, barrier: Barrier, bytes_: int) -> None:
+        self.role.pause()
+        barrier.bytes += bytes_
+        barrier.arrive()
+
+    def arrive(self, barrier: Barrier) -> None:
+        self.role.pause()
+        barrier.arrive()
+
+    def wait(self, barrier: Barrier, parity: int, pred: bool = True) -> None:
+        assert parity in (0, 1)
+        if pred:
+            self.role.pause(lambda: barrier.is_over(parity))
+
+    # tma
+
+    def async_copy_global_to_shared(
+        self, name: Any, coordinates: list[int], barrier: Barrier, tile: Tile
+    ) -> None:
+        self.role.pause()
+        tile.holds = None
+
+        def land() -> None:
+            tile.holds = (name.name, coordinates[2])
+            barrier.bytes -= name.block_type.nbytes
+            barrier.settle()
+
+        self.copies.append(land)
+
+    # warpgroup_mma
+
+    def warpgroup_mma(self, a: Any, b: Tile, c: Any, **_: Any) -> Any:
+        self.role.pause()
+        tiles = [x for x in (a, b) if isinstance(x, Tile)]
+        for tile in tiles:
+            if tile.holds is None:
+                raise ProtocolError("a matmul reads a tile that is not there")
+        self.role.matmuls.append(Matmul([(tile, tile.holds) for tile in tiles if tile.holds]))
+        assert b.holds is not None
+        name, row = b.holds
+        if isinstance(a, Tile):
+            assert a.holds is not None
+            if (a.holds[0], name) != ("q", "k"):
+                raise ProtocolError(f"scores of {a.holds} and {b.holds}")
+            return Scores(query=a.holds[1], key=row)
+        if name != "v" or a.key != row:
+            raise ProtocolError(f"probabilities of keys {a.key} times {b.holds}")
+        before = c.parts if isinstance(c, Output) else []
+        return Output(parts=[*before, a])
+
+    def warpgroup_mma_wait(self, pending: int, deps: list[Any]) -> Any:
+        self.role.pause()
+        while len(self.role.matmuls) > pending:
+            self.role.matmuls.pop(0).finish()
+        return deps[0] if len(deps) == 1 else deps
+
+    # what the kernel does with numbers
+
+    def store_rows(self, o: Any, *arguments: Any) -> None:
+        first_row, _, q_len = arguments[6:9]
+        parts = o.parts if isinstance(o, Output) else []
+        if first_row < 0:
+            raise ProtocolError(f"stores rows from {first_row} on")
+        if first_row < q_len:
+            if first_row in self.stored:
+                raise ProtocolError(f"stores rows from {first_row} on twice")
+            self.stored[first_row] = parts
+
+    # gluon.language
+
+    def program_id(self, axis: int) -> int:
+        return self.program[axis]
+
+    def num_programs(self, axis: int) -> int:
+        assert axis == 0
+        return self.grid
+
+    def allocate_shared_memory(self, dtype: Any, shape: list[int], _: Any) -> Buffers:
+        return Buffers(Barrier if isinstance(dtype, str) else Tile, shape[0])
+
+
+class Language:
+    """``gl``: integers are Python's, tensors are Anything."""
+
+    int64, int32, float32, constexpr = "int64", ANYTHING, ANYTHING, ANYTHING
+    static_range = range
+    max = full = zeros = sum = exp2 = log2 = arange = store = ANYTHING
+    SliceLayout = NVMMADistributedLayout = DotOperandLayout = NVMMASharedLayout = ANYTHING
+
+    def __init__(self, machine: Machine) -> None:
+        self.program_id, self.num_programs = machine.program_id, machine.num_programs
+        self.allocate_shared_memory = machine.allocate_shared_memory
+        self.warp_specialize = machine.warp_specialize
+
+    def static_assert(self, condition: bool) -> None:
+        assert condition
+
+    def cdiv(self, a: int, b: int) -> int:
+        return -(-a // b)
+
+    def minimum(self, a: int, b: int) -> int:
+        return min(a, b)
+
+    def maximum(self, a: int, b: int) -> int:
+        return max(a, b)
+
+    def where(self, condition: Any, a: Any, b: Any) -> Any:
+        return (a if condition else b) if isinstance(condition, bool) else ANYTHING
+
+    def convert_layout(self, x: Any, _: Any) -> Any:
+        return x
+
+    def load(self, place: Place) -> int:
+        return place.numbers[place.offset]
+
+
+@dataclass
+class Place:
+    """A pointer to numbers that the kernel reads."""
+
+    numbers: list[int]
+    offset: int = 0
+
+    def __add__(self, step: int) -> Place:
+        return Place(self.numbers, self.offset + step)
+
+
+class Descriptor:
+    """Of q, k or v; the unit of bytes is one copy."""
+
+    dtype = layout = ANYTHING
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.block_type = type("Block", (), {"nbytes": 1, "shape": [1]})
+
+
+class Heads(int):
+    """An integer that leads to addresses, which the model has no use for."""
+
+    def __rmul__(self, _: int) -> Any:
+        return ANYTHING
+
+
+def run_program(
+    *,
+    seed: int,
+    program: int,
+    grid: int,
+    q_len: int,
+    kv_len: int,
+    tiles: int,
+    stages: int,
+    causal: bool,
+    cu_seqlens: tuple[list[int], list[int]] | None = None,
+    sequence: int = 0,
+    edit: tuple[str, str] | None = None,
+) -> dict[int, list[Scores]]:
+    """What one program stores: for each consumer's first row, the scores that made up its o.
+
+    Args:
+        cu_seqlens: of queries and keys of a packed batch, whose longest have q_len and kv_len.
+        edit: a line of the kernel's source, and what to put in its place.
+    """
+    from kernels.flash import hopper_forward, hopper_tiles
+
+    machine = Machine(seed, (program, sequence), grid)
+    names: dict[str, Any] = {
+        "gl": Language(machine),
+        "mbarrier": machine,
+        "tma": machine,
+        "warpgroup_mma": machine.warpgroup_mma,
+        "warpgroup_mma_wait": machine.warpgroup_mma_wait,
+        "store_rows": machine.store_rows,
+        "masked": lambda s, *_: s,
+        "row_sums_by_thread": ANYTHING,
+        "softmax_step": lambda s, m, total, *_: (s, m, total, ANYTHING),
+    }
+    for name in ("ROWS", "CONSUMERS", "PROGRAM_ROWS", "CONSUMER_REGISTERS", "LN_2"):
+        names[name] = getattr(hopper_tiles, name).value
+    for module, functions in (
+        (hopper_tiles, ("sequence", "key_tiles")),
+        (hopper_forward, ("query_tile", "produce", "advance", "consume", "flash_forward")),
+    ):
+        for function in functions:
+            source = textwrap.dedent(inspect.getsource(getattr(module, function).fn))
+            source = source[source.index("def ") :]
+            if edit is not None and edit[0] in source:
+                source = source.replace(*edit)
+            exec("from __future__ import annotations\n" + source, names)
+    starts = [Place(numbers) for numbers in cu_seqlens] if cu_seqlens else [ANYTHING, ANYTHING]
+    names["flash_forward"](
+        *(Descriptor(name) for name in "qkv"),
+        *(ANYTHING, ANYTHING, *starts, 0, 0, 0),
+        *(Heads(1), 1, q_len, kv_len, 0, ANYTHING),
+        *(128, stages, tiles, 64, 64, causal, cu_seqlens is not None, 4),
+    )
+    return machine.stored
