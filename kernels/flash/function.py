@@ -11,6 +11,8 @@ from kernels.backend import Packing
 from kernels.flash import dispatch, native, operator
 from kernels.flash.problem import describe
 
+AUTOGRAD = ("auto", "native", "python")
+
 
 def flash_attention(
     q: Tensor,
@@ -80,9 +82,6 @@ def flash_attention(
         autotune=autotune,
     )
     return (o, lse) if return_lse else o
-
-
-AUTOGRAD = ("auto", "native", "python")
 
 
 class _Attention(torch.autograd.Function):
