@@ -7,6 +7,8 @@ seconds, and kept in the user's cache; where that cannot be done gradients run t
 
 It repeats calls that ran before. Python runs the first of a kind (a device, a dtype, a layout of
 q, k and v), then :func:`learn_forward` and :func:`learn_backward` hand over what was launched.
+PyTorch's compiled autograd, which wants to trace every node, cannot trace this one: under it, of a
+forward pass that is not compiled, choose Python's.
 """
 
 from __future__ import annotations
@@ -240,7 +242,7 @@ def _command() -> list[str]:
     return [
         *shlex.split(os.environ.get("CXX") or "g++"),
         *("-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-w"),
-        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         f"-I{include}",
         f"-I{include / 'torch' / 'csrc' / 'api' / 'include'}",
         f"-I{sysconfig.get_path('include')}",
