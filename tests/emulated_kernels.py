@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -107,6 +108,8 @@ class EmulatedGpu:
         self.streams: list[int | None] = []
         self.error = 0
         """What launches give instead of running, unless 0."""
+        self.delay_s = 0.0
+        """For how long launches leave their parameters unread, for other threads to change."""
         self.kernels: dict[str, Kernel] = {}
 
     def add(self, kernel: Kernel, signature: dict[str, str], given: dict[str, Any]) -> int:
@@ -126,6 +129,7 @@ class EmulatedGpu:
         """In the place of CUDA's cuLaunchKernelEx."""
         if self.error:
             return self.error
+        time.sleep(self.delay_s)
         self._record(config, function, pointers, None)
         made = self.driver.launches.pop()
         kernel, signature, given = self.functions[function]

@@ -347,6 +347,7 @@ class TestAutograd:
 
     def test_threads_share_a_plan(self, setting: Setting) -> None:
         learn()
+        setting.gpu.delay_s = 1e-3
         failures: list[BaseException] = []
 
         def work(seed: int) -> None:
