@@ -35,6 +35,12 @@ _L2_PROMOTION_128B = 2
 _MAX_RANK = 5
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 
+PARAMETER_KINDS = ("fixed", "map", "word", "float")
+"""Of a kernel's parameters: as they were, a tensor map, a tensor's address, a float."""
+
+Contents = tuple[int, bytes, bytes, list[tuple[int, bytes]]]
+"""A launch: function, CUDA's configuration and attributes, kind and bytes of each parameter."""
+
 
 class NotKnown(Exception):
     """A kernel that is launched by Triton alone; says why."""
@@ -69,7 +75,7 @@ class DriverLaunch:
         for address, descriptor, facts in layout.encodings:
             _encode(address, descriptor, facts)
         self._device = device
-        self._memory, self._maps = layout.memory, layout.maps
+        self._layout, self._maps = layout, layout.maps
         self._num_maps = len(layout.maps)
         self._mapped = [descriptor.base.data_ptr() for _, descriptor, _ in layout.encodings]
         """To which addresses the maps lead; allocators give the same ones again and again."""
@@ -100,6 +106,19 @@ class DriverLaunch:
             self._pack(self._changing, 0, *addresses[self._num_maps :], *floats)
             self._config.stream = torch._C._cuda_getCurrentRawStream(self._device)
             return not self._launch(*self._arguments)
+
+    def contents(self) -> Contents:
+        """Copies of all that a launch consists of, for another to make launches of its own."""
+        function, layout = self._arguments[1], self._layout
+        attributes = bytes(self._attribute) if self._config.num_attributes else b""
+        with self._lock:
+            parameters = [
+                (kind, ctypes.string_at(address, size))
+                for kind, address, size in zip(
+                    layout.kinds, layout.pointers, layout.sizes, strict=True
+                )
+            ]
+            return function, bytes(self._config), attributes, parameters
 
 
 class _LaunchConfig(ctypes.Structure):
@@ -140,6 +159,8 @@ class Parameters:
         self.sizes: list[int] = []
         self.memory: list[Any] = []
         """Keeps what the addresses point to."""
+        self.kinds: list[int] = []
+        """Of each parameter, its place in PARAMETER_KINDS."""
         self._addresses: list[int] = []
         kinds = [kind for kind in compiled.src.signature.values() if kind != "constexpr"]
         num_words = sum(kind.startswith("*") for kind in kinds)
@@ -155,11 +176,11 @@ class Parameters:
             if kind == "constexpr":
                 continue
             if kind.startswith("*"):
-                self._add(start + next(words), 8)
+                self._add(start + next(words), 8, "word")
             elif kind.startswith("tensordesc"):
                 self._add_descriptor(value, next(facts, None))
             elif kind == "fp32":
-                self._add(start + next(floats), 4)
+                self._add(start + next(floats), 4, "float")
             elif kind in _INTEGERS:
                 self._add_fixed(_INTEGERS[kind](value))
             else:
@@ -168,13 +189,14 @@ class Parameters:
             self._add_fixed(ctypes.c_uint64(0))
         self.pointers = (ctypes.c_void_p * len(self._addresses))(*self._addresses)
 
-    def _add(self, address: int, size: int) -> None:
+    def _add(self, address: int, size: int, kind: str) -> None:
         self._addresses.append(address)
         self.sizes.append(size)
+        self.kinds.append(PARAMETER_KINDS.index(kind))
 
     def _add_fixed(self, cell: Any) -> None:
         self.memory.append(cell)
-        self._add(ctypes.addressof(cell), ctypes.sizeof(cell))
+        self._add(ctypes.addressof(cell), ctypes.sizeof(cell), "fixed")
 
     def _add_descriptor(self, value: Any, facts: dict[str, Any] | None) -> None:
         if facts is None or facts.get("fp4_padded") or value.padding != "zero":
@@ -182,7 +204,7 @@ class Parameters:
         room = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
         address = -(-ctypes.addressof(room) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
         self.memory.append(room)
-        self._add(address, _MAP_BYTES)
+        self._add(address, _MAP_BYTES, "map")
         self.maps.append(address)
         self.encodings.append((address, value, facts))
         for size in value.shape:

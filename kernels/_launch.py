@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from kernels._driver_launch import DriverLaunch, NotKnown
+from kernels._driver_launch import Contents, DriverLaunch, NotKnown
 
 MAX_PLANS = 1024
 """How many launches, of how many calls, are kept at once."""
@@ -49,7 +49,7 @@ class Launch:
         addresses = [x.data_ptr() for x in tensors]
         is_aligned = not reduce(or_, addresses, 0) % _ALIGNMENT
         again = self._again
-        if is_aligned and again is not None and not _is_watched() and again(addresses, floats):
+        if is_aligned and again is not None and not is_watched() and again(addresses, floats):
             return
         described = [make(x) for make, x in zip(self.descriptors, tensors, strict=False)]
         plain = tensors[len(described) :]
@@ -69,6 +69,10 @@ class Launch:
             # Triton goes on to launch it.
             self._again = None
 
+    def contents(self) -> Contents | None:
+        """What another launcher would need; None while only Triton can launch it."""
+        return None if self._again is None else self._again.contents()
+
     def _constant_arguments(self) -> list[Any]:
         """As a compiled kernel takes them: by position, and without Triton's options."""
         return [self.constants[name] for name in self.kernel.arg_names if name in self.constants]
@@ -84,7 +88,7 @@ def planned(plans: dict[Any, Any], build: Callable[..., Any], key: tuple, *argum
     return plan
 
 
-def _is_watched() -> bool:
+def is_watched() -> bool:
     """Whether a profiler has asked Triton to tell it of every launch."""
     hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     # None in triton 3.4, since then a chain of calls that may be empty.

@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from kernels.backend import AttentionBackend, AttentionProblem, Packing, attention_backend
+from kernels.registry import joined_later
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,6 +26,9 @@ MAX_HEAD_DIM = 256
 
 IMPLEMENTATIONS = ("auto", "hopper", "plain")
 """Of kernels.flash.dispatch, whose import would bring torch; a test holds the two together."""
+
+AUTOGRAD = ("auto", "native", "python")
+"""Of kernels.flash.function, likewise."""
 
 
 @attention_backend("flash_triton")
@@ -38,6 +42,9 @@ class FlashTriton(AttentionBackend):
     """Of float32 matmuls: ieee, tf32, or auto to follow torch.get_float32_matmul_precision()."""
     autotune: bool = False
     """Whether to search for tile sizes, and remember them, where no table has an answer."""
+    autograd: str = joined_later("auto")
+    """Of the Hopper kernels' gradients: native (a compiled node), python, or auto (native where a
+    C++ compiler can build it)."""
 
     def __post_init__(self) -> None:
         if self.implementation not in IMPLEMENTATIONS:
@@ -49,6 +56,14 @@ class FlashTriton(AttentionBackend):
             raise ValueError(
                 f"attention.float32_precision={self.float32_precision}: "
                 "must be one of auto, ieee, tf32"
+            )
+        if self.autograd not in AUTOGRAD:
+            raise ValueError(
+                f"attention.autograd={self.autograd}: must be one of {', '.join(AUTOGRAD)}"
+            )
+        if self.autograd == "native" and self.implementation == "plain":
+            raise ValueError(
+                "attention.autograd=native: the Hopper kernels have it, not implementation=plain"
             )
 
     def version(self) -> str | None:
@@ -91,7 +106,8 @@ class FlashTriton(AttentionBackend):
             accumulates=False,
             precision="ieee",
         )
-        return dispatch.why_not(facts, self.implementation)
+        implementation = "hopper" if self.autograd == "native" else self.implementation
+        return dispatch.why_not(facts, implementation)
 
     def backward_workspace(self, problem: AttentionProblem) -> float:
         """Of the Hopper kernels; those for any GPU need no more than a number a row."""
@@ -138,7 +154,9 @@ class FlashTriton(AttentionBackend):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
         from kernels.flash.function import flash_attention
 
-        return flash_attention(q, k, v, causal=causal, scale=scale, **self._options())
+        return flash_attention(
+            q, k, v, causal=causal, scale=scale, autograd=self.autograd, **self._options()
+        )  # fmt: skip
 
     def forward_onto(
         self,

@@ -303,7 +303,7 @@ class TestLaunchedAgain:
         again = [[x.clone() for x in given] for given in sets]
         expected = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_launch, "_is_watched", lambda: True)
+            patch.setattr(_launch, "is_watched", lambda: True)
             for given in sets:
                 expected.append(run(given).clone())
         for given, wanted in zip(again, expected, strict=True):

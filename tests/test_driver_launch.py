@@ -172,7 +172,7 @@ def test_triton_launches_while_a_profiler_listens(
     compiled = compiled_kernel()
     call = prepared(compiled)
     call(*tensors(), floats=(1.0,))
-    monkeypatch.setattr(launch, "_is_watched", lambda: True)
+    monkeypatch.setattr(launch, "is_watched", lambda: True)
     call(*tensors(), floats=(1.0,))
     assert len(compiled.launched) == 2
     assert not driver.launches

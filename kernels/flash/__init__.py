@@ -6,8 +6,9 @@ Read in this order: ``tiles`` (what a tile is), ``forward_kernel`` and ``backwar
 implementation), ``operator`` (the entry points, also for torch.compile) and ``function``
 (autograd). Then the Hopper kernels, in Gluon: ``hopper_tiles`` (what they share),
 ``hopper_forward``, ``pairing`` (how many query tiles its programs take), ``hopper_backward`` and
-``hopper_rows`` (what runs around it), and ``hopper``, which launches them. Nothing here imports
-torch or triton until one of the names below is used.
+``hopper_rows`` (what runs around it), and ``hopper``, which launches them; ``native`` and
+``native.cpp``, their gradients without Python. Nothing here imports torch or triton until one of
+the names below is used.
 """
 
 from __future__ import annotations

@@ -150,9 +150,14 @@ def autotune_seconds() -> float:
 
 def cache_path(device_name: str) -> Path:
     """This machine's table for one kind of device and these versions of torch and triton."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     name = f"{device_name}-torch{torch.__version__}-triton{triton.__version__}"
-    return Path(root) / "attnbench" / "flash" / (re.sub(r"[^\w.+-]+", "_", name) + ".json")
+    return cache_folder() / (re.sub(r"[^\w.+-]+", "_", name) + ".json")
+
+
+def cache_folder() -> Path:
+    """Where the user's cache keeps what this machine found or built for flash attention."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "attnbench" / "flash"
 
 
 def read_table(path: Path) -> Table:

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from kernels.backend import Packing
-from kernels.flash import dispatch, operator
+from kernels.flash import dispatch, native, operator
 from kernels.flash.problem import describe
+
+AUTOGRAD = ("auto", "native", "python")
 
 
 def flash_attention(
@@ -24,6 +26,7 @@ def flash_attention(
     precision: str = "auto",
     implementation: str = "auto",
     autotune: bool = False,
+    autograd: str = "auto",
 ) -> Any:
     """o = softmax(q k^T * scale) v, by tiles; gradients reach q, k, v through o and through lse.
 
@@ -35,21 +38,36 @@ def flash_attention(
         scale: 1/sqrt(D) if not given.
         return_lse: give (o, lse) with lse float32 [B, H, S] or [H, T], natural logarithm.
         precision, implementation, autotune: see :func:`kernels.flash.operator.forward`.
+        autograd: what runs the gradients of the Hopper kernels: the compiled node of
+            :mod:`kernels.flash.native` (``native``), ``python``, or ``auto``: native where it can
+            be built. Packed batches, and calls that return lse, are Python's.
 
     Returns:
         o, or (o, lse). A query that sees no key has output zero and lse minus infinity.
+
+    Raises:
+        ValueError: the call makes no sense, cannot run here, or not with native gradients.
     """
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     if scale is None:
         scale = q.shape[-1] ** -0.5
+    if autograd not in AUTOGRAD:
+        raise ValueError(f"autograd is {autograd}: must be one of {', '.join(AUTOGRAD)}")
     needs_grad = torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad
     )  # fmt: skip
     if needs_grad and not torch.compiler.is_compiling():
+        if packing is not None or return_lse:
+            autograd = "python"
+        if autograd != "python" and implementation != "plain":
+            o = native.attend(q, k, v, causal, scale)
+            if o is not None:
+                return o
         return _Attention.apply(
-            q, k, v, causal, scale, packing, return_lse, precision, implementation, autotune
+            *(q, k, v, causal, scale, packing, return_lse, precision, implementation, autotune),
+            autograd,
         )  # fmt: skip
     # Under torch.compile the operator brings its own derivative.
     o, lse = operator.forward(
@@ -82,16 +100,25 @@ class _Attention(torch.autograd.Function):
         precision: str,
         implementation: str,
         autotune: bool,
+        autograd: str,
     ) -> Tensor | tuple[Tensor, Tensor]:
         problem = describe(
             q, k, v, causal=causal, packing=packing, precision=precision, autotune=autotune
         )  # fmt: skip
+        if autograd == "native":
+            reason = "implementation=plain has none" if implementation == "plain" else None
+            reason = reason or dispatch.why_not(problem, "hopper")
+            if reason is not None:
+                raise ValueError(f"flash attention: autograd=native: {reason}")
         o, lse = dispatch.forward_of(
             problem, q, k, v, scale=scale, packing=packing, implementation=implementation
         )  # fmt: skip
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.problem = problem
         ctx.options = {"scale": scale, "packing": packing, "implementation": implementation}
+        ctx.learns = autograd != "python" and implementation != "plain"
+        if ctx.learns:
+            native.learn_forward(problem, q, k, v, o, lse, required=autograd == "native")
         # lse rarely has a gradient; None is cheaper than zeros.
         ctx.set_materialize_grads(False)
         return (o, lse) if return_lse else o
@@ -103,7 +130,9 @@ class _Attention(torch.autograd.Function):
             do = torch.zeros_like(o)
         # Autograd has seen to it that do and dlse have the shapes and dtypes of o and lse.
         gradients = dispatch.backward_of(ctx.problem, do, q, k, v, o, lse, dlse, **ctx.options)
-        return *gradients, *(None,) * 7
+        if ctx.learns and dlse is None:
+            native.learn_backward(ctx.problem, do, q, k, v, o, lse, gradients)
+        return *gradients, *(None,) * 8
 
 
 class FlashTriton(torch.autograd.Function):

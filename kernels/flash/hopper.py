@@ -11,6 +11,7 @@ strides, and is kept in a plan.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from importlib.util import find_spec
@@ -107,7 +108,44 @@ def forward(
         described = (problem, _addressable(q), _addressable(k), _addressable(v), o)
         launch = planned(_FORWARD_PLANS, _plan_forward, _forward_key(*described), *described)
         _, q, k, v, _ = described
-    launch(q, k, v, o, lse, *_cu_seqlens(packing, q), floats=(scale * math.log2(math.e),))
+    _run(_forward_steps(launch, q, k, v, o, lse, scale=scale, packing=packing))
+
+
+Step = tuple[Launch, tuple[Tensor, ...], tuple[float, ...]]
+"""A launch, and the tensors and floats that it is called with."""
+
+
+def _run(steps: list[Step]) -> None:
+    for launch, tensors, floats in steps:
+        launch(*tensors, floats=floats)
+
+
+def _forward_steps(
+    launch: Launch,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    packing: Packing | None,
+) -> list[Step]:
+    tensors = (q, k, v, o, lse, *_cu_seqlens(packing, q))
+    return [(launch, tensors, (scale * math.log2(math.e),))]
+
+
+def planned_forward(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
+) -> list[Step] | None:
+    """What :func:`forward` launches for a dense batch and a scale of 1, whose floats are products.
+
+    None if it has not launched it yet, or does more than launch.
+    """
+    launch = _FORWARD_PLANS.get(_forward_key(problem, q, k, v, o))
+    if launch is None or not _are_aligned(q, k, v):
+        return None
+    return _forward_steps(launch, q, k, v, o, lse, scale=1.0, packing=None)
 
 
 _FORWARD_PLANS: dict[tuple, Launch] = {}
@@ -221,53 +259,97 @@ def backward(
         o, lse = _aligned(o), _aligned(lse)
         described = (problem, q, k, v, do, o, dq, dk, dv, dlse is not None)
         plan = planned(_BACKWARD_PLANS, _plan_backward, _backward_key(*described), *described)
-    statistics = q.new_empty(plan.statistics_shape, dtype=torch.float32)
-    counts = q.new_empty(plan.counts_shape, dtype=torch.int32)
-    dq_sums = q.new_empty(plan.sums_shape, dtype=torch.float32)
-    dk_out, dv_out = dk, dv
-    if plan.sum_parts is not None:
-        dk_out = q.new_empty(plan.parts_shape, dtype=torch.float32)
-        dv_out = q.new_empty(plan.parts_shape, dtype=torch.float32)
-    cu_seqlens_q, cu_seqlens_k = _cu_seqlens(packing, q)
-    plan.row_statistics(
-        o,
-        do,
-        lse,
-        lse if dlse is None else _aligned(dlse),
-        statistics,
-        counts,
-        cu_seqlens_q,
+    workspace = [q.new_empty(shape, dtype=dtype) for shape, dtype in plan.workspace]
+    _run(
+        _backward_steps(
+            plan, do, q, k, v, o, lse, dlse, dq, dk, dv, workspace, scale=scale, packing=packing
+        )
     )
-    plan.launch(
-        q,
-        do,
-        k,
-        v,
-        statistics,
-        dq_sums,
-        counts,
-        dk_out,
-        dv_out,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        floats=(scale, scale * math.log2(math.e)),
-    )
-    if plan.sum_parts is not None:
-        plan.sum_parts(dk_out, dv_out, dk, dv)
-    plan.finish_dq(dq_sums, dq, cu_seqlens_q, cu_seqlens_k, floats=(scale,))
 
 
 class _Backward(NamedTuple):
-    statistics_shape: tuple[int, int, int]
-    """lse in units of log2, and rowsum(o * do) - dlse: [2, B * H, S padded]."""
-    counts_shape: tuple[int, int]
-    sums_shape: tuple[int, int, int]
-    parts_shape: tuple[int, int, int, int]
+    workspace: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    """Shapes and dtypes. lse in units of log2, and rowsum(o * do) - dlse: [2, B * H, S padded];
+    counts of programs; sums of dq; and where programs share a group, parts of dk and dv."""
     row_statistics: Launch
     launch: Launch
     finish_dq: Launch
     sum_parts: Launch | None
     """None where one program has all query heads of a group."""
+
+
+def _backward_steps(
+    plan: _Backward,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    workspace: Sequence[Tensor],
+    *,
+    scale: float,
+    packing: Packing | None,
+) -> list[Step]:
+    statistics, counts, dq_sums, *parts = workspace
+    dk_out, dv_out = parts or (dk, dv)
+    cu_q, cu_k = _cu_seqlens(packing, q)
+    dlse = lse if dlse is None else _aligned(dlse)
+    before = (o, do, lse, dlse, statistics, counts, cu_q)
+    streamed = (q, do, k, v, statistics, dq_sums, counts, dk_out, dv_out, cu_q, cu_k)
+    steps: list[Step] = [
+        (plan.row_statistics, before, ()),
+        (plan.launch, streamed, (scale, scale * math.log2(math.e))),
+    ]
+    if plan.sum_parts is not None:
+        steps.append((plan.sum_parts, (dk_out, dv_out, dk, dv), ()))
+    steps.append((plan.finish_dq, (dq_sums, dq, cu_q, cu_k), (scale,)))
+    return steps
+
+
+class PlannedBackward(NamedTuple):
+    """What :func:`backward` launches for a dense batch, no dlse, and a scale of 1."""
+
+    steps: list[Step]
+    workspace: list[Tensor]
+    """Stands for memory, as large but without any."""
+    copies_do: bool
+    """Whether the launches are given a contiguous copy of do."""
+
+
+def planned_backward(
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    do: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> PlannedBackward | None:
+    """None if it has not launched it yet, or does more than launch and copy do."""
+    for given in (do, torch.empty(do.shape, dtype=do.dtype, device="meta")):
+        key = _backward_key(problem, q, k, v, given, o, dq, dk, dv, has_dlse=False)
+        plan = _BACKWARD_PLANS.get(key)
+        if plan is not None:
+            break
+    else:
+        return None
+    if not _are_aligned(q, k, v, do, o, lse):
+        return None
+    workspace = [
+        torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in plan.workspace
+    ]  # fmt: skip
+    steps = _backward_steps(
+        plan, do, q, k, v, o, lse, None, dq, dk, dv, workspace, scale=1.0, packing=None
+    )
+    return PlannedBackward(steps, workspace, copies_do=given is not do)
 
 
 _BACKWARD_PLANS: dict[tuple, _Backward] = {}
@@ -320,11 +402,14 @@ def _plan_backward(
     parts_shape = (k.shape[0], problem.num_kv_heads * num_parts, k.shape[2], problem.head_dim)
     dk_strides, dv_strides = dk.stride()[:3], dv.stride()[:3]
     rowwise = {"HEAD_DIM": problem.head_dim, "BLOCK_D": block_d, "BLOCK_Q": PROGRAM_ROWS}
+    parts = ((parts_shape, torch.float32),) * 2
     return _Backward(
-        statistics_shape=(2, num_lines, padded_len),
-        counts_shape=(num_lines, num_blocks),
-        sums_shape=(num_lines, padded_len, block_d),
-        parts_shape=parts_shape,
+        workspace=(
+            ((2, num_lines, padded_len), torch.float32),
+            ((num_lines, num_blocks), torch.int32),
+            ((num_lines, padded_len, block_d), torch.float32),
+            *(() if num_parts == 1 else parts),
+        ),
         row_statistics=Launch(
             row_statistics,
             by_query,
