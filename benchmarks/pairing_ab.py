@@ -84,7 +84,10 @@ def compare(batch_size: int, heads: int, tokens: int, head_dim: int, causal: boo
     }
     predicted = [pairing.predicted_us(**facts, tiles=tiles) for tiles in (1, 2)]
     chosen = "pairs" if pairing.tiles_of_program(**facts) == 2 else "single"
-    differ = "" if all(map(torch.equal, outputs[1], outputs[2])) else "  RESULTS DIFFER"
+    agree = torch.equal(outputs[1][0], outputs[2][0])
+    # Rounded differently: two kernels, whose compiler fuses other operations.
+    agree = agree and torch.allclose(outputs[1][1], outputs[2][1], rtol=1e-6, atol=1e-6)
+    differ = "" if agree else "  RESULTS DIFFER"
     return (
         f"{batch_size} x {heads} x {tokens} x {head_dim:<4} {'causal' if causal else 'full':<7}"
         f"{single:9.1f} {pairs:9.1f} {pairs / single:6.3f}   "

@@ -142,6 +142,27 @@ class TestSchedule:
         assert hopper._heads_at_once(self.problem((32, 32), tokens)) == heads_at_once
 
 
+MEASURED = [
+    (96, 512, 64, True, 23.3, 24.5),
+    (96, 1024, 64, True, 59.2, 53.0),
+    (96, 2048, 64, True, 164.6, 153.9),
+    (16, 1024, 64, True, 14.5, 17.2),
+    (16, 2048, 64, True, 39.5, 28.0),
+    (16, 4096, 64, True, 106.1, 91.4),
+    (16, 16384, 64, True, 1182.4, 1342.4),
+    (16, 1024, 128, True, 17.5, 21.5),
+    (16, 2048, 128, True, 49.6, 34.3),
+    (16, 4096, 128, True, 142.0, 116.0),
+    (16, 16384, 128, True, 1783.3, 1831.3),
+    (96, 512, 64, False, 25.2, 27.5),
+    (96, 1024, 64, False, 78.2, 69.5),
+    (16, 1024, 64, False, 14.3, 23.4),
+    (16, 2048, 64, False, 44.8, 41.3),
+    (16, 2048, 128, False, 57.2, 55.6),
+]
+"""Heads, tokens, head dim, causal, us with single tiles and with pairs, on an H200."""
+
+
 class TestPairs:
     """Which query tiles share a forward program, and when they should."""
 
@@ -183,15 +204,16 @@ class TestPairs:
         assert pairing.makespan([1.0, 3.0], heads=2, processors=2) == 5.0
         assert pairing.makespan([3.0, 2.0, 1.0], heads=1, processors=9) == 3.0
 
-    @pytest.mark.parametrize(
-        ("heads", "tokens", "block_d", "measured_us"),
-        [(96, 1024, 64, 61), (96, 2048, 64, 165), (16, 2048, 64, 40), (16, 16384, 128, 1750)],
-    )
-    def test_single_tiles_take_what_was_measured(
-        self, heads: int, tokens: int, block_d: int, measured_us: float
+    @pytest.mark.parametrize(("heads", "tokens", "block_d", "causal", "single", "pairs"), MEASURED)
+    def test_predictions_and_choices_are_near_what_was_measured(
+        self, heads: int, tokens: int, block_d: int, causal: bool, single: float, pairs: float
     ) -> None:
-        predicted = pairing.predicted_us(**self.shape(heads, tokens, block_d), tiles=1)
-        assert predicted == pytest.approx(measured_us, rel=0.02)
+        shape = self.shape(heads, tokens, block_d) | {"causal": causal}
+        found = [pairing.predicted_us(**shape, tiles=tiles) for tiles in (1, 2)]
+        assert found[0] == pytest.approx(single, rel=0.08)
+        assert found[1] / found[0] == pytest.approx(pairs / single, rel=0.11)
+        chosen = (single, pairs)[pairing.tiles_of_program(**shape) - 1]
+        assert chosen <= 1.08 * min(single, pairs)
 
     def test_by_hand(self) -> None:
         """Two heads of two tiles on two processors: 1 and 2 key tiles, or a pair of 3."""
@@ -203,14 +225,6 @@ class TestPairs:
         assert predicted == pytest.approx(costs.launch + single)
         predicted = pairing.predicted_us(**shape, tiles=2)
         assert predicted == pytest.approx(costs.launch + single - costs.program)
-
-    @pytest.mark.parametrize(
-        ("heads", "tokens", "tiles"), [(96, 1024, 2), (16, 2048, 2), (16, 1024, 1), (16, 16384, 1)]
-    )
-    def test_pairs_where_programs_are_many_and_short(
-        self, heads: int, tokens: int, tiles: int
-    ) -> None:
-        assert pairing.tiles_of_program(**self.shape(heads, tokens, 64)) == tiles
 
     def test_too_many_to_simulate(self) -> None:
         few, many = (self.shape(heads, 512, 64) for heads in (1024, 1025))
@@ -389,8 +403,10 @@ class TestOnHopper:
                 assert torch.equal(o, first[0])
                 assert torch.equal(lse, first[1])
             assert [plan.constants["TILES"] for plan in hopper._FORWARD_PLANS.values()] == [tiles]
-        for single, paired in zip(results[1], results[2], strict=True):
-            assert torch.equal(single, paired)
+        (o, lse), (paired_o, paired_lse) = results[1], results[2]
+        assert torch.equal(o, paired_o)
+        # Two kernels, whose compiler fuses other multiplications and additions.
+        torch.testing.assert_close(paired_lse, lse, rtol=1e-6, atol=1e-6)
 
     @pytest.mark.parametrize("head_dim", [64, 128])
     @pytest.mark.parametrize(("kv_heads", "parts"), [(8, 1), (2, 1), (2, 2), (2, 4)])
