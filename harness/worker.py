@@ -136,7 +136,7 @@ class Worker:
                 chosen = case.task.attention_choice(case)
                 if chosen != case.attention.name:
                     outcome.notes["attention_choice"] = chosen
-                with bench.compile_watch.watching():
+                with bench.compile_watch.watching(), case.attention.noting(outcome.notes):
                     case.task.run(case, bench)
                     if case.profile is not None and bench.in_last_round:
                         case.profile.after(case, bench)

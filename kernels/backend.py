@@ -11,7 +11,7 @@ A packed batch has sequences of different lengths end to end, ``[tokens, heads, 
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -116,6 +116,10 @@ class AttentionBackend:
         May query the device and look for libraries; never raises.
         """
         return None
+
+    def noting(self, notes: dict[str, Any]) -> AbstractContextManager[None]:
+        """Around the calls of a case: notes what is found out while they run, for its record."""
+        return nullcontext()
 
     def keeps_scores(self, problem: AttentionProblem) -> bool:
         """Whether the S x S probabilities stay in memory for backward; predicts the memory."""

@@ -12,6 +12,8 @@ implementations of them, are in :mod:`kernels.flash`.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -108,6 +110,16 @@ class FlashTriton(AttentionBackend):
         )
         implementation = "hopper" if self.autograd == "native" else self.implementation
         return dispatch.why_not(facts, implementation)
+
+    @contextmanager
+    def noting(self, notes: dict[str, Any]) -> Iterator[None]:
+        """Whether gradients ran through the compiled node, which autograd=auto leaves open."""
+        from kernels.flash import native
+
+        before = native.num_calls()
+        yield
+        if native.num_calls() > before:
+            notes["autograd"] = "native"
 
     def backward_workspace(self, problem: AttentionProblem) -> float:
         """Of the Hopper kernels; those for any GPU need no more than a number a row."""

@@ -498,6 +498,23 @@ class TestWhatIsLeftToPython:
         assert numbers == [3, 0, 2, 0]
 
 
+class TestRecords:
+    def test_they_say_where_gradients_ran_through_the_node(self, setting: Setting) -> None:
+        q, k, v, do = inputs()
+        for autograd, noted in (
+            ("auto", {}),
+            ("auto", {"autograd": "native"}),
+            ("python", {}),
+            ("native", {"autograd": "native"}),
+        ):
+            notes: dict[str, Any] = {}
+            backend = flash_triton.FlashTriton(name="flash_triton", autograd=autograd)
+            with backend.noting(notes):
+                o = backend.attend(q, k, v, causal=True, scale=0.1)
+                torch.autograd.grad(o, (q, k, v), do)
+            assert notes == noted
+
+
 class TestChoice:
     def test_names_are_one_list(self) -> None:
         assert function.AUTOGRAD == flash_triton.AUTOGRAD

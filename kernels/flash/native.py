@@ -53,6 +53,7 @@ class _Node:
     module: Any = None
     reason: str | None = None
     """Why it cannot be had."""
+    num_calls = 0
     is_watched: Callable[[], bool]
     """kernels._launch's, whose import brings Triton."""
 
@@ -65,7 +66,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tenso
     module = _Node.module
     if module is None or _Node.is_watched():
         return None
-    return module.attend(q, k, v, causal, scale)
+    o = module.attend(q, k, v, causal, scale)
+    if o is not None:
+        _Node.num_calls += 1
+    return o
+
+
+def num_calls() -> int:
+    """How many calls of this process have run without Python."""
+    return _Node.num_calls
 
 
 def learn_forward(
