@@ -20,7 +20,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from benchmarks.compile_hopper import HOPPER, assembler_report, parameters_differ
-from kernels.decode import append, configs, hopper_latent, plans
+from kernels.decode import append, configs, plans
 from kernels.decode.call import Call
 from kernels.decode.flash_kernel import flash_decode_kernel
 from kernels.decode.hopper_latent_kernel import hopper_latent_kernel
@@ -59,18 +59,6 @@ VARIANTS = {
     "append_no_rotary": LATENT,
 }
 
-PIPELINES = {
-    "hopper_latent_coarse": hopper_latent.Pipeline(
-        chunk=256, order="after", resident=False, overlap=False
-    ),
-    "hopper_latent_after": hopper_latent.Pipeline(order="after"),
-    "hopper_latent_last": hopper_latent.Pipeline(order="last"),
-    "hopper_latent_128": hopper_latent.Pipeline(chunk=128),
-    "hopper_latent_shared": hopper_latent.Pipeline(resident=False),
-}
-"""The kernel in other orders than the default."""
-VARIANTS |= dict.fromkeys(PIPELINES, LATENT)
-
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -79,17 +67,16 @@ def compile_variant(name: str) -> tuple[Any, str]:
     call = VARIANTS[name]
     kind = name.split("_")[0]
     if kind == "hopper":
-        pipeline = PIPELINES.get(name, hopper_latent.PIPELINE)
-        constants = {"NEW": call.new, "PAGE": call.page, "BLOCK_B": 32, "ROW_TILES": 2}
-        constants |= pipeline.constants() | {"num_warps": 4}
-        compiled, _ = _compile(hopper_latent_kernel, call, constants, {"num_warps": 4})
-        return compiled, str(pipeline)
+        constants = {
+            "NEW": call.new, "PAGE": call.page, "BLOCK_B": 32, "ROW_TILES": 2, "num_warps": 4,
+        }  # fmt: skip
+        return _compile(hopper_latent_kernel, call, constants, {"num_warps": 4})
     if kind == "merge":
         constants = {
             "NEW": 1, "BLOCK_B": 32, "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_D": 512, "ROW_TILES": 2,
-            "MERGE_PIECES": 4, "MERGE_ROWS": 4, "OVERLAPS": True,
+            "MERGE_PIECES": 4, "MERGE_ROWS": 4,
         }  # fmt: skip
-        return _compile(merge_kernel, call, constants, {"num_warps": 4, "launch_pdl": True})
+        return _compile(merge_kernel, call, constants, {"num_warps": 4})
     if kind == "append":
         constants = dict(append.append_constants(call, True, True))
         options = {"num_warps": constants.pop("num_warps")}
@@ -117,10 +104,7 @@ def _compile(
 ) -> tuple[Any, str]:
     names = kernel.arg_names
     signature = {
-        name: "constexpr"
-        if name in constants
-        else _type(name, TYPES[call.dtype], constants.get("CHUNK", 0))
-        for name in names
+        name: "constexpr" if name in constants else _type(name, TYPES[call.dtype]) for name in names
     }
     # As Triton finds them when it looks at what torch allocated.
     aligned = {
@@ -141,11 +125,11 @@ def _compile(
     return triton.compile(source, target=HOPPER, options=options), f"{tiles} {what}".strip()
 
 
-def _type(name: str, dtype: str, chunk: int) -> str:
+def _type(name: str, dtype: str) -> str:
     """Triton's name for the type of one argument."""
     if name.endswith("_desc"):
         layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-        columns = 64 if "rope" in name else chunk if name == "cache_desc" else 256
+        columns = 64 if "rope" in name else 256
         return f"tensordesc<{dtype}[64, {columns}],{layout!r}>"
     if name in ("lengths_ptr", "table_ptr", "counters_ptr", "lengths_after_ptr"):
         return "*i32"

@@ -3,8 +3,7 @@
 Run as ``python -m benchmarks.decode_kernels [OPTIONS]`` in the repository on a GPU. Prints, for
 each shape, the time of a call in a replayed CUDA graph, the bytes of cache that it reads each
 second and their share of what a copy moves here (:mod:`harness.copy_bandwidth`), TFLOP/s, and the
-error against float64 attention of one sequence. ``--latent-variants`` compares the Hopper kernel's
-pipelines instead (:mod:`benchmarks.latent_variants`). ``--search`` tries a grid of tiles, compiled
+error against float64 attention of one sequence. ``--search`` tries a grid of tiles, compiled
 beforehand by as many processes as there are cores; ``--save`` keeps the fastest of each shape
 in the user's table, which :mod:`kernels.decode.configs` reads first.
 """
@@ -26,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import latent_variants
 from harness.copy_bandwidth import measured_gb_s
 from kernels.decode import Rotary, flash_decode, hopper_latent, mla_decode
 from kernels.decode.call import describe_flash
@@ -239,18 +237,11 @@ def main() -> int:
     )
     parser.add_argument("--shape", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--search", action="store_true", help="try a grid of tiles")
-    parser.add_argument(
-        "--latent-variants", action="store_true", help="compare pipelines of the Hopper kernel"
-    )
     parser.add_argument("--save", action="store_true", help="keep the fastest in the user's table")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("decode_kernels: needs a CUDA device, and torch sees none", file=sys.stderr)
         return 2
-    if arguments.latent_variants:
-        named = [name for name in arguments.shape if name in ("mla", "mla_paged64")]
-        latent_variants.compare(named)
-        return 0
     copy = measured_gb_s("cuda", torch.cuda.current_device())
     print(f"{torch.cuda.get_device_name()}: a copy moves {copy:.0f} GB/s", flush=True)
     table: dict[str, Tiles] = {}
@@ -262,9 +253,8 @@ def main() -> int:
             except ValueError as error:
                 print(f"{name:<16} {error}")
                 continue
-            hopper = implementation == "hopper"
-            tiles = str(hopper_latent.PIPELINE) if hopper else describe(step.tiles)
-            report(name, shape, f"{implementation}, {tiles}", step, copy)
+            tiles = hopper_latent.TILES if implementation == "hopper" else step.tiles
+            report(name, shape, f"{implementation}, {describe(tiles)}", step, copy)
             del step
         if not arguments.search:
             continue

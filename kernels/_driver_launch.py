@@ -33,13 +33,12 @@ _MAP_BYTES = 128
 _MAP_ALIGNMENT = 64
 _L2_PROMOTION_128B = 2
 _MAX_RANK = 5
-_PROGRAMMATIC_STREAM_SERIALIZATION = 6
 
 PARAMETER_KINDS = ("fixed", "map", "word", "float")
 """Of a kernel's parameters: as they were, a tensor map, a tensor's address, a float."""
 
-Contents = tuple[int, bytes, bytes, list[tuple[int, bytes]]]
-"""A launch: function, CUDA's configuration and attributes, kind and bytes of each parameter."""
+Contents = tuple[int, bytes, list[tuple[int, bytes]]]
+"""A launch: function, CUDA's configuration, kind and bytes of each parameter."""
 
 
 class NotKnown(Exception):
@@ -64,8 +63,9 @@ class DriverLaunch:
     ) -> None:
         driver = _driver()
         metadata = compiled.metadata
-        special = ("launch_cooperative_grid", "global_scratch_size", "profile_scratch_size")
-        if any(getattr(metadata, name, 0) for name in special):
+        launches = ("launch_cooperative_grid", "launch_pdl")
+        scratch = ("global_scratch_size", "profile_scratch_size")
+        if any(getattr(metadata, name, 0) for name in (*launches, *scratch)):
             raise NotKnown("needs scratch memory or another kind of launch")
         if getattr(metadata, "num_ctas", 1) != 1:
             raise NotKnown("runs in clusters")
@@ -83,10 +83,6 @@ class DriverLaunch:
         self._replace = driver.cuTensorMapReplaceAddress
         self._launch = driver.cuLaunchKernelEx
         self._config = _LaunchConfig(*grid, 32 * metadata.num_warps, 1, 1, metadata.shared)
-        if getattr(metadata, "launch_pdl", False):
-            self._attribute = _LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 1)
-            self._config.attributes = ctypes.addressof(self._attribute)
-            self._config.num_attributes = 1
         self._arguments = (ctypes.addressof(self._config), compiled.function, layout.pointers, None)
         # The parameters are one place, and the backward pass runs in a thread of its own.
         self._lock = Lock()
@@ -110,7 +106,6 @@ class DriverLaunch:
     def contents(self) -> Contents:
         """Copies of all that a launch consists of, for another to make launches of its own."""
         function, layout = self._arguments[1], self._layout
-        attributes = bytes(self._attribute) if self._config.num_attributes else b""
         with self._lock:
             parameters = [
                 (kind, ctypes.string_at(address, size))
@@ -118,11 +113,11 @@ class DriverLaunch:
                     layout.kinds, layout.pointers, layout.sizes, strict=True
                 )
             ]
-            return function, bytes(self._config), attributes, parameters
+            return function, bytes(self._config), parameters
 
 
 class _LaunchConfig(ctypes.Structure):
-    """CUDA's CUlaunchConfig."""
+    """CUDA's CUlaunchConfig; none of ours has attributes."""
 
     _fields_: ClassVar = [
         *[(name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z")],
@@ -132,20 +127,6 @@ class _LaunchConfig(ctypes.Structure):
         ("attributes", ctypes.c_void_p),
         ("num_attributes", ctypes.c_uint),
     ]
-
-
-class _LaunchAttribute(ctypes.Structure):
-    """CUDA's CUlaunchAttribute, whose value is a union of 64 bytes, with a number in it."""
-
-    _fields_: ClassVar = [
-        ("id", ctypes.c_uint),
-        ("pad", ctypes.c_char * 4),
-        ("value", ctypes.c_int),
-        ("rest_of_value", ctypes.c_char * 60),
-    ]
-
-    def __init__(self, number: int, value: int) -> None:
-        super().__init__(id=number, value=value)
 
 
 class Parameters:

@@ -73,9 +73,7 @@ class Driver:
                 "threads": (found.block_x, found.block_y, found.block_z),
                 "shared": found.shared_memory_bytes,
                 "stream": found.stream,
-                "attributes": ctypes.string_at(found.attributes, 72 * found.num_attributes)
-                if found.num_attributes
-                else b"",
+                "num_attributes": found.num_attributes,
                 "values": values,
             }
         )

@@ -280,6 +280,6 @@ class TestMerge:
             int32(lengths), out, torch.cat([o.flatten(), lse.flatten()]).to(DEVICE),
             *out.stride()[:3], rows, len(lengths), num_workers, 1, num_workers * row_tiles,
             NEW=new, BLOCK_B=16, BLOCK_M=block_m, BLOCK_N=16, BLOCK_D=width,
-            ROW_TILES=row_tiles, MERGE_PIECES=2, MERGE_ROWS=4, OVERLAPS=False,
+            ROW_TILES=row_tiles, MERGE_PIECES=2, MERGE_ROWS=4,
         )  # fmt: skip
         assert_close(out.flatten(1, 2), expected.to(DEVICE), "out", 1e-5)

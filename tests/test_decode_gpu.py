@@ -26,7 +26,7 @@ from triton_device import randn
 
 from kernels import _launch
 from kernels._driver_launch import DriverLaunch
-from kernels.decode import flash_decode, hopper_latent, latent_append, mla_decode
+from kernels.decode import flash_decode, latent_append, mla_decode
 
 CUDA = torch.cuda.is_available()
 HOPPER = CUDA and torch.cuda.get_device_capability() == (9, 0)
@@ -223,25 +223,6 @@ class TestLatentDecode:
                 max_len=3072, dtype=dtype, scale=0.05,
             )  # fmt: skip
             for num_splits in (None, 1, 2, 5):
-                check_latent(setting, implementation="hopper", num_splits=num_splits)
-
-    @needs_hopper
-    @pytest.mark.parametrize("order", hopper_latent.ORDERS)
-    @pytest.mark.parametrize("chunk", [64, 256])
-    @pytest.mark.parametrize("resident", [False, True])
-    def test_hopper_pipelines(
-        self, resident: bool, chunk: int, order: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        pipeline = hopper_latent.Pipeline(
-            chunk=chunk, order=order, resident=resident, overlap=resident
-        )
-        monkeypatch.setattr(hopper_latent, "PIPELINE", pipeline)
-        for page in (0, 64):
-            setting = LatentSetting(
-                lengths=[3, 63, 64, 65, 129, 1000, 3000], heads=40, new=2, rank=512, rope_dim=64,
-                page=page, max_len=3072, dtype=torch.bfloat16, scale=0.05,
-            )  # fmt: skip
-            for num_splits in (None, 1, 7):
                 check_latent(setting, implementation="hopper", num_splits=num_splits)
 
     @needs_hopper

@@ -74,7 +74,7 @@ def test_later_launches_pass_new_addresses_and_floats(driver: Driver) -> None:
     for made, (x, y, z), scale in zip(driver.launches, (second, third), (0.5, 0.25), strict=True):
         assert made["function"] == 1234
         assert (made["grid"], made["threads"]) == ((5, 6, 1), (384, 1, 1))
-        assert (made["shared"], made["stream"], made["attributes"]) == (1000, STREAM, b"")
+        assert (made["shared"], made["stream"], made["num_attributes"]) == (1000, STREAM, 0)
         values = made["values"]
         assert number(values[0]) == x.data_ptr()
         assert [number(raw) for raw in values[1:5]] == [32, 64, 64, 1]
@@ -143,15 +143,6 @@ def test_misaligned_tensors_are_left_to_triton_as_a_whole(driver: Driver) -> Non
         assert len(driver.launches) == launched
 
 
-def test_dependent_launches_have_their_attribute(driver: Driver) -> None:
-    """CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, padded to 8 bytes, and a 1 of 64."""
-    call = prepared(compiled_kernel(launch_pdl=True))
-    for _ in range(2):
-        call(*tensors(), floats=(1.0,))
-    (made,) = driver.launches
-    assert made["attributes"] == bytes([6, *[0] * 7, 1, *[0] * 63])
-
-
 def test_an_interpreter_is_called_each_time(driver: Driver) -> None:
     called = []
 
@@ -184,6 +175,7 @@ def test_triton_launches_while_a_profiler_listens(
         ({"global_scratch_size": 8}, "scratch"),
         ({"profile_scratch_size": 8}, "scratch"),
         ({"launch_cooperative_grid": True}, "another kind of launch"),
+        ({"launch_pdl": True}, "another kind of launch"),
         ({"num_ctas": 2}, "clusters"),
         ({"tensordesc_meta": None}, "not a plain map"),
         ({"tensordesc_meta": [FACTS | {"fp4_padded": True}]}, "not a plain map"),

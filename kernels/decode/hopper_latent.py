@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -25,43 +24,6 @@ RANK, ROPE_DIM = 512, 64
 
 TILES = Tiles(block_m=ROWS, block_n=ROWS, num_warps=4, num_stages=2, programs_per_sm=1)
 """Fixed: one program, of three roles, takes a multiprocessor's shared memory and registers."""
-
-ORDERS = ("after", "between", "last")
-"""What :mod:`kernels.decode.hopper_latent_kernel` calls ORDER."""
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Pipeline:
-    """How the kernel's copies and matmuls follow each other; all give the same results."""
-
-    chunk: int = 64
-    """Columns of a copy that is waited for by itself: 64, 128 or 256."""
-    order: str = "between"
-    """Where the other consumer's tile is multiplied, one of ORDERS."""
-    resident: bool = True
-    """Whether the queries' rotary part stays in registers, and P of both consumers in memory."""
-    overlap: bool = True
-    """Whether the launch that merges may start, and wait, before the first one ends."""
-
-    def constants(self) -> dict[str, int | bool]:
-        """As the kernel's parameters."""
-        return {
-            "CHUNK": self.chunk,
-            "ORDER": ORDERS.index(self.order),
-            "RESIDENT": self.resident,
-            "OVERLAPPED": self.overlap,
-        }
-
-    def __str__(self) -> str:
-        resident = "resident, " if self.resident else ""
-        return (
-            f"{ROWS} x {ROWS}, 9 warps, chunks of {self.chunk}, {self.order}, "
-            f"{resident}merge {'overlapped' if self.overlap else 'after'}"
-        )
-
-
-PIPELINE = Pipeline()
-"""What every launch uses."""
 
 _HALF = 256
 ALIGNMENT = 16
@@ -151,14 +113,14 @@ def plan(
     attend = Launch(
         hopper_latent_kernel,
         (num_programs, 1, 1),
-        {"PAGE": call.page, "num_warps": 4, **PIPELINE.constants(), **constants},
+        {"PAGE": call.page, "num_warps": 4, **constants},
         integers=(
             *out.stride()[:3], block_table.stride(0), call.capacity, call.num_rows,
             call.batch_size, num_workers, min_units,
         ),
         descriptors=(
             _tiles(q, _HALF), _tiles(q_rope, ROPE_DIM),
-            _tiles(rows, PIPELINE.chunk), _tiles(rows, ROPE_DIM),
+            _tiles(rows, _HALF), _tiles(rows, ROPE_DIM),
         ),
     )  # fmt: skip
     merge = Launch(
@@ -166,8 +128,7 @@ def plan(
         (call.batch_size * row_tiles, ROWS // _MERGE_ROWS, 1),
         {
             "BLOCK_M": ROWS, "BLOCK_N": ROWS, "BLOCK_D": RANK, "MERGE_PIECES": 4,
-            "MERGE_ROWS": _MERGE_ROWS, "OVERLAPS": PIPELINE.overlap, "num_warps": 4,
-            **({"launch_pdl": True} if PIPELINE.overlap else {}), **constants,
+            "MERGE_ROWS": _MERGE_ROWS, "num_warps": 4, **constants,
         },
         integers=(
             *out.stride()[:3], call.num_rows, call.batch_size, num_workers, min_units,

@@ -7,11 +7,11 @@ rank, as in DeepSeek's FlashMLA. Shared memory holds the queries, two tiles of l
 0 for even tiles, 1 for odd ones) and one tile of probabilities. Roles of the warps:
 
 - A producer warp keeps the two buffers filled through TMA, as their parts are given back: of
-  buffer c the rotary part, then half c (0: entries 0 to 255), then the other half, each half in
-  chunks of CHUNK columns that are announced one by one.
+  buffer c the rotary part, then half c (0: entries 0 to 255), then the other half. Each is one
+  copy, with barriers of its own.
 - Consumer c owns the tiles of buffer c and, of every tile, half c. For each tile j of its own:
 
-  1. S_j = Q K_j^T is issued, chunk by chunk, in the order in which they come;
+  1. S_j = Q K_j^T is issued, part by part, in the order in which they come;
   2. the other's P_{j-1} and its running maximum are awaited, O is rescaled to the latter,
      and O += P_{j-1} V_{j-1} is issued;
   3. the softmax of S_j runs beside that matmul, from the other's maximum on: there is one
@@ -19,18 +19,10 @@ rank, as in DeepSeek's FlashMLA. Shared memory holds the queries, two tiles of l
   4. half c of tile j - 1 is given back; P_j and the new maximum go to shared memory;
   5. O += P_j V_j, and half c of tile j is given back.
 
-ORDER says where in step 1 step 2 comes: ``AFTER`` it; ``BETWEEN`` S_j over half c and S_j over
-the other half, which arrives later, so that half c of tile j - 1 is given back before the
-softmax; or ``LAST``, after S_j's own maxima are known, which leaves less to do between the
-other's maximum and this one's.
-
-RESIDENT keeps the queries' rotary part in registers: the matmuls' operands take shared memory to
-its limit, and where those queries were is room for a P of each consumer's own, so that it need not
-wait in step 4 for step 2 before it hands over. Else one tile of probabilities needs no lock, since
-who writes it has read what it overwrites.
-
-Consumers so take turns: while one computes a softmax, the other's matmuls run. Row sums stay
-apart, each consumer's over its own tiles, and are exchanged at the end of a piece.
+Consumers so take turns: while one computes a softmax, the other's matmuls run. The one tile of
+probabilities needs no lock, since who writes it has read what it overwrites. Row sums stay
+apart, each consumer's over its own tiles, and are exchanged at the end of a piece. What else
+was tried and gained nothing: results/README.md, "What decoding took".
 
 Waiting tells only even from odd phases, so no barrier may complete two while one waits for it.
 Every part's ``ready`` and ``free`` take turns: it is loaded anew only when it was given back,
@@ -39,9 +31,8 @@ it hands over the P_j without which the other does not read, nor give back, that
 of a consumer is awaited once for each tile of its, before the other hands over a P of its own,
 without which the first does not get to the next. Nobody waits for what comes later in the order
 of tiles: the producer waits for parts of tile j - 2 to load tile j, given back in the steps of
-tiles j - 2 and j - 1, which only need tiles up to j - 1; and a consumer, with a P of its own, for
-its half of tile j - 2 that the other multiplies by the P which P_j overwrites. Pieces follow each
-other through ``q_free`` and ``totals_ready``, which both consumers pass. So nothing stands still.
+tiles j - 2 and j - 1, which only need tiles up to j - 1. Pieces follow each other through
+``q_free`` and ``totals_ready``, which both consumers pass. So nothing stands still.
 
 Tokens behind a sequence's length may be anything: their scores are masked, and before the last
 tile's values are multiplied each consumer overwrites their rows of its half with zeros.
@@ -63,7 +54,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from kernels.flash.hopper_backward import opaque
 
@@ -75,10 +65,6 @@ HALF: gl.constexpr = gl.constexpr(256)
 
 ROPE: gl.constexpr = gl.constexpr(64)
 RANK: gl.constexpr = gl.constexpr(512)
-
-AFTER: gl.constexpr = gl.constexpr(0)
-BETWEEN: gl.constexpr = gl.constexpr(1)
-LAST: gl.constexpr = gl.constexpr(2)
 
 
 @gluon.jit
@@ -107,24 +93,21 @@ def row_of(tile, sequence, max_len, table_ptr, table_stride, PAGE: gl.constexpr)
 
 
 @gluon.jit
-def load_half(cache_desc, parts, ready, free, row, buffer, half, phase, CHUNK: gl.constexpr):
+def load_half(cache_desc, halves, ready, free, row, buffer, half, phase):
     """Fills half ``half`` of a buffer, once it is given back."""
-    PARTS: gl.constexpr = HALF // CHUNK
     number = 2 * buffer + half
     mbarrier.wait(free.index(number), phase)
-    for part in gl.static_range(PARTS):
-        place = number * PARTS + part
-        mbarrier.expect(ready.index(place), cache_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(
-            cache_desc, [row, half * HALF + part * CHUNK], ready.index(place), parts.index(place)
-        )
+    mbarrier.expect(ready.index(number), cache_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(
+        cache_desc, [row, half * HALF], ready.index(number), halves.index(number)
+    )
 
 
 @gluon.jit
-def produce(inputs, PAGE: gl.constexpr, CHUNK: gl.constexpr):
+def produce(inputs, PAGE: gl.constexpr):
     """The producer: queries of each piece, and its tiles, part by part."""
     (
-        q_desc, q_rope_desc, cache_desc, rope_desc, q_halves, squares, parts, ropes,
+        q_desc, q_rope_desc, cache_desc, rope_desc, q_halves, q_rope, halves, ropes,
         q_ready, q_free, ready, free, rope_ready, rope_free, lengths_ptr, table_ptr,
         table_stride, max_len, num_rows, row_tile, unit, stop, sequence, before,
     ) = inputs  # fmt: skip
@@ -139,7 +122,7 @@ def produce(inputs, PAGE: gl.constexpr, CHUNK: gl.constexpr):
         q_row = sequence * num_rows + row_tile * ROWS
         tma.async_copy_global_to_shared(q_desc, [q_row, 0], q_ready, q_halves.index(0))
         tma.async_copy_global_to_shared(q_desc, [q_row, HALF], q_ready, q_halves.index(1))
-        tma.async_copy_global_to_shared(q_rope_desc, [q_row, 0], q_ready, squares.index(1))
+        tma.async_copy_global_to_shared(q_rope_desc, [q_row, 0], q_ready, q_rope.index(0))
         for tile in range(first, last):
             row = row_of(tile, sequence, max_len, table_ptr, table_stride, PAGE)
             buffer = count & 1
@@ -149,8 +132,8 @@ def produce(inputs, PAGE: gl.constexpr, CHUNK: gl.constexpr):
             tma.async_copy_global_to_shared(
                 rope_desc, [row, RANK], rope_ready.index(buffer), ropes.index(buffer)
             )
-            load_half(cache_desc, parts, ready, free, row, buffer, buffer, phase, CHUNK)
-            load_half(cache_desc, parts, ready, free, row, buffer, 1 - buffer, phase, CHUNK)
+            load_half(cache_desc, halves, ready, free, row, buffer, buffer, phase)
+            load_half(cache_desc, halves, ready, free, row, buffer, 1 - buffer, phase)
             count += 1
         unit = before + last
         if last == units:
@@ -184,35 +167,13 @@ def clear_tail(halves, half, num_tokens):
 
 
 @gluon.jit
-def add_scores(q_halves, halves, ready, s, me, zero, phase, OF: gl.constexpr, CHUNK: gl.constexpr):
-    """Issues S += Q K^T over half ``OF`` of buffer ``me``, chunk by chunk as they arrive."""
-    PARTS: gl.constexpr = HALF // CHUNK
-    # A tile of 256 columns is four of 64, one behind the other.
-    q_parts = q_halves._reinterpret(q_halves.dtype, [2 * PARTS, ROWS, CHUNK], q_halves.type.layout)
-    parts = halves._reinterpret(halves.dtype, [4 * PARTS, ROWS, CHUNK], halves.type.layout)
-    for part in gl.static_range(PARTS):
-        place = (2 * me + OF) * PARTS + part
-        mbarrier.wait(ready.index(place), phase)
-        s = warpgroup_mma(
-            q_parts.index(zero + OF * PARTS + part), parts.index(place).permute((1, 0)), s,
-            is_async=True,
-        )  # fmt: skip
-    return s
-
-
-@gluon.jit
-def wait_half(ready, number, phase, CHUNK: gl.constexpr):
-    """Until all chunks of a half have arrived."""
-    PARTS: gl.constexpr = HALF // CHUNK
-    for part in gl.static_range(PARTS):
-        mbarrier.wait(ready.index(number * PARTS + part), phase)
-
-
-@gluon.jit
-def add_others(p, half, o, m_o, m_new):
-    """Step 2: O rescaled to the other's maximum, and O += P_{j-1} V_{j-1} issued."""
-    o = rescaled(o, m_o, m_new)
-    return warpgroup_mma(p, half, o, is_async=True), m_new
+def add_scores(q_halves, halves, ready, s, me, zero, phase, OF: gl.constexpr):
+    """Issues S += Q K^T over half ``OF`` of buffer ``me``, once that has arrived."""
+    half = 2 * me + OF
+    mbarrier.wait(ready.index(half), phase)
+    return warpgroup_mma(
+        q_halves.index(zero + OF), halves.index(half).permute((1, 0)), s, is_async=True
+    )
 
 
 @gluon.jit
@@ -228,7 +189,6 @@ def masked(s, tile, length, num_seen, scale_log2, NEW: gl.constexpr):
 @gluon.jit
 def own_tile(
     buffers,
-    q_rope,
     o,
     m_o,
     m_sum,
@@ -241,18 +201,15 @@ def own_tile(
     CONSUMER: gl.constexpr,
     FOLLOWS: gl.constexpr,
     NEW: gl.constexpr,
-    CHUNK: gl.constexpr,
-    ORDER: gl.constexpr,
-    RESIDENT: gl.constexpr,
     S_LAYOUT: gl.constexpr,
     O_LAYOUT: gl.constexpr,
     P_LAYOUT: gl.constexpr,
 ):
     """Steps 1 to 5 for a tile of this consumer's; FOLLOWS: the piece has one before it."""
-    q_halves, squares, halves, ropes, maxima, ready, free, rope_ready, rope_free, p_ready = buffers
+    (
+        q_halves, q_rope, p_tile, halves, ropes, maxima, ready, free, rope_ready, rope_free, p_ready
+    ) = buffers  # fmt: skip
     OTHER: gl.constexpr = 1 - CONSUMER
-    PARTS: gl.constexpr = HALF // CHUNK
-    OTHERS_P: gl.constexpr = OTHER if RESIDENT else 0
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     O_ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     phase = (count >> 1) & 1
@@ -263,63 +220,39 @@ def own_tile(
     others_half = 2 * (zero + OTHER) + me
     mbarrier.wait(rope_ready.index(me), phase)
     s = warpgroup_mma(
-        q_rope if RESIDENT else squares.index(zero + 1), ropes.index(me).permute((1, 0)),
+        q_rope.index(zero), ropes.index(me).permute((1, 0)),
         gl.zeros([ROWS, ROWS], gl.float32, S_LAYOUT), use_acc=False, is_async=True,
     )  # fmt: skip
-    s = add_scores(q_halves, halves, ready, s, me, zero, phase, CONSUMER, CHUNK)
+    s = add_scores(q_halves, halves, ready, s, me, zero, phase, CONSUMER)
     if FOLLOWS:
         # The other has seen it arrive; who reads it must have seen so itself.
-        wait_half(ready, others_half, earlier, CHUNK)
-    if FOLLOWS and ORDER == BETWEEN:
+        mbarrier.wait(ready.index(others_half), earlier)
+    s = add_scores(q_halves, halves, ready, s, me, zero, phase, OTHER)
+    if FOLLOWS:
         mbarrier.wait(p_ready.index(zero + OTHER), earlier)
-        o, m_o = add_others(
-            squares.index(zero + OTHERS_P), halves.index(others_half), o, m_o,
-            maxima.index(zero + OTHER).load(O_ROW),
-        )  # fmt: skip
-    s = add_scores(q_halves, halves, ready, s, me, zero, phase, OTHER, CHUNK)
-    if FOLLOWS and ORDER == BETWEEN:
-        # All but the matmuls issued since.
-        o = warpgroup_mma_wait(PARTS, deps=[o])
-        mbarrier.arrive(free.index(others_half))
-    if FOLLOWS and ORDER == AFTER:
-        mbarrier.wait(p_ready.index(zero + OTHER), earlier)
-        o, m_o = add_others(
-            squares.index(zero + OTHERS_P), halves.index(others_half), o, m_o,
-            maxima.index(zero + OTHER).load(O_ROW),
-        )  # fmt: skip
+        m_new_o = maxima.index(zero + OTHER).load(O_ROW)
+        o = rescaled(o, m_o, m_new_o)
+        m_o = m_new_o
+        o = warpgroup_mma(p_tile.index(zero), halves.index(others_half), o, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s])
     else:
         s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(rope_free.index(me))
     s = masked(s, tile, length, num_seen, scale_log2, NEW)
     m = gl.max(s, axis=1)
-    if FOLLOWS and ORDER == LAST:
-        mbarrier.wait(p_ready.index(zero + OTHER), earlier)
-        o, m_o = add_others(
-            squares.index(zero + OTHERS_P), halves.index(others_half), o, m_o,
-            maxima.index(zero + OTHER).load(O_ROW),
-        )  # fmt: skip
     if FOLLOWS:
         m = gl.maximum(m, maxima.index(zero + OTHER).load(ROW))
     reference = finite(m)
     p = gl.exp2(s - reference[:, None])
     total = total * gl.exp2(m_sum - reference) + gl.sum(p, axis=1)
     p = p.to(halves.dtype)
-    if RESIDENT:
-        # The other has multiplied this consumer's last P.
-        mbarrier.wait(free.index(2 * me + OTHER), phase ^ 1)
-        squares.index(me).store(p)
-    else:
-        if FOLLOWS and ORDER != BETWEEN:
-            o = warpgroup_mma_wait(0, deps=[o])
-            mbarrier.arrive(free.index(others_half))
-        squares.index(zero).store(p)
+    if FOLLOWS:
+        o = warpgroup_mma_wait(0, deps=[o])
+        mbarrier.arrive(free.index(others_half))
+    p_tile.index(zero).store(p)
     maxima.index(me).store(m)
     fence_async_shared()
     mbarrier.arrive(p_ready.index(me))
-    if RESIDENT and FOLLOWS and ORDER != BETWEEN:
-        o = warpgroup_mma_wait(0, deps=[o])
-        mbarrier.arrive(free.index(others_half))
     m_new_o = gl.convert_layout(m, O_ROW)
     o = rescaled(o, m_o, m_new_o)
     if (tile + 1) * ROWS > length:
@@ -331,17 +264,10 @@ def own_tile(
 
 
 @gluon.jit
-def consume(
-    inputs,
-    CONSUMER: gl.constexpr,
-    NEW: gl.constexpr,
-    CHUNK: gl.constexpr,
-    ORDER: gl.constexpr,
-    RESIDENT: gl.constexpr,
-):
+def consume(inputs, CONSUMER: gl.constexpr, NEW: gl.constexpr):
     """One consumer: scores of every other tile, one half of the output."""
     (
-        q_halves, squares, halves, ropes, maxima, totals, q_ready, q_free, q_taken, ready, free,
+        q_halves, q_rope, p_tile, halves, ropes, maxima, totals, q_ready, q_free, ready, free,
         rope_ready, rope_free, p_ready, totals_ready, lengths_ptr, out_ptr, out_stride_b,
         out_stride_h, out_stride_t, pieces_ptr, piece_lse_ptr, piece_slot, num_rows,
         row_tile, unit, stop, sequence, before, scale_log2,
@@ -350,11 +276,10 @@ def consume(
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
-    Q_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     O_ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     buffers = (
-        q_halves, squares, halves, ropes, maxima, ready, free, rope_ready, rope_free, p_ready
+        q_halves, q_rope, p_tile, halves, ropes, maxima, ready, free, rope_ready, rope_free, p_ready
     )  # fmt: skip
     token = (row_tile * ROWS + gl.arange(0, ROWS, ROW)) % NEW
     row = row_tile * ROWS + gl.arange(0, ROWS, O_ROW)
@@ -370,48 +295,35 @@ def consume(
         m_sum = gl.full([ROWS], float("-inf"), gl.float32, ROW)
         total = gl.zeros([ROWS], gl.float32, ROW)
         mbarrier.wait(q_ready, piece & 1)
-        q_rope = squares.index(1)
-        if RESIDENT:
-            q_rope = q_rope.load(Q_LAYOUT)
-            # Consumer 1's P goes there.
-            if CONSUMER == 0:
-                mbarrier.arrive(q_taken)
-            else:
-                mbarrier.wait(q_taken, piece & 1)
         # Tiles of this share are counted through, and tile n lies in buffer n mod 2.
         tile = first
         if count & 1 == CONSUMER:
             o, m_o, m_sum, total = own_tile(
-                buffers, q_rope, o, m_o, m_sum, total, count, tile, length, num_seen, scale_log2,
-                CONSUMER, False, NEW, CHUNK, ORDER, RESIDENT, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+                buffers, o, m_o, m_sum, total, count, tile, length, num_seen, scale_log2,
+                CONSUMER, False, NEW, S_LAYOUT, O_LAYOUT, P_LAYOUT,
             )  # fmt: skip
             tile += 1
         tile += 1
         while tile < last:
             o, m_o, m_sum, total = own_tile(
-                buffers, q_rope, o, m_o, m_sum, total, count + tile - first, tile, length, num_seen,
-                scale_log2, CONSUMER, True, NEW, CHUNK, ORDER, RESIDENT, S_LAYOUT, O_LAYOUT,
-                P_LAYOUT,
+                buffers, o, m_o, m_sum, total, count + tile - first, tile, length, num_seen,
+                scale_log2, CONSUMER, True, NEW, S_LAYOUT, O_LAYOUT, P_LAYOUT,
             )  # fmt: skip
             tile += 2
-        if not RESIDENT:
-            mbarrier.arrive(q_free)
+        mbarrier.arrive(q_free)
         count += last - first
         if (count - 1) & 1 == OTHER:
             earlier = ((count - 1) >> 1) & 1
-            wait_half(ready, 2 * OTHER + CONSUMER, earlier, CHUNK)
+            mbarrier.wait(ready.index(2 * OTHER + CONSUMER), earlier)
             mbarrier.wait(p_ready.index(OTHER), earlier)
             m_new_o = maxima.index(OTHER).load(O_ROW)
             o = rescaled(o, m_o, m_new_o)
             m_o = m_new_o
             if last * ROWS > length:
                 clear_tail(halves, 2 * OTHER + CONSUMER, length - (last - 1) * ROWS)
-            others_p = squares.index(OTHER if RESIDENT else 0)
-            o = warpgroup_mma(others_p, halves.index(2 * OTHER + CONSUMER), o, is_async=True)
+            o = warpgroup_mma(p_tile.index(0), halves.index(2 * OTHER + CONSUMER), o, is_async=True)
             o = warpgroup_mma_wait(0, deps=[o])
             mbarrier.arrive(free.index(2 * OTHER + CONSUMER))
-        if RESIDENT:
-            mbarrier.arrive(q_free)
 
         # Row sums of both, relative to the last maximum. Slots and barriers alternate with the
         # pieces: a consumer may be done with the next one, if it is short, before the other
@@ -473,27 +385,19 @@ def hopper_latent_kernel(
     PAGE: gl.constexpr,
     BLOCK_B: gl.constexpr,
     ROW_TILES: gl.constexpr,
-    CHUNK: gl.constexpr,
-    ORDER: gl.constexpr,
-    RESIDENT: gl.constexpr,
-    OVERLAPPED: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     """Output, or pieces of it, of one worker's share; grid: num_workers * ROW_TILES.
 
     Queries come as [B * num_rows, 512] and [B * num_rows, 64], the cache as [tokens, 576].
-    OVERLAPPED: the next launch waits by itself for what this one writes, and may start when all
-    programs have.
     """
-    if OVERLAPPED:
-        gdc_launch_dependents()
     dtype: gl.constexpr = q_desc.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_halves = gl.allocate_shared_memory(dtype, [2, ROWS, HALF], TILE)
-    # Probabilities, and queries' rotary part: P of each consumer once that is in registers.
-    squares = gl.allocate_shared_memory(dtype, [2, ROWS, ROPE], TILE)
+    p_tile = gl.allocate_shared_memory(dtype, [1, ROWS, ROWS], TILE)
+    q_rope = gl.allocate_shared_memory(dtype, [1, ROWS, ROPE], TILE)
     # Half h of buffer b is number 2 b + h.
     halves = gl.allocate_shared_memory(dtype, [4, ROWS, HALF], TILE)
     ropes = gl.allocate_shared_memory(dtype, [2, ROWS, ROPE], TILE)
@@ -501,10 +405,7 @@ def hopper_latent_kernel(
     totals = gl.allocate_shared_memory(gl.float32, [4, ROWS], LINE)
     q_ready = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     q_free = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    q_taken = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    PARTS: gl.constexpr = HALF // CHUNK
-    parts = halves._reinterpret(dtype, [4 * PARTS, ROWS, CHUNK], TILE)
-    ready = gl.allocate_shared_memory(gl.int64, [4 * PARTS, 1], BARRIER)
+    ready = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
     free = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
     rope_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     rope_free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
@@ -512,10 +413,8 @@ def hopper_latent_kernel(
     totals_ready = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
     mbarrier.init(q_ready, count=1)
     mbarrier.init(q_free, count=2)
-    mbarrier.init(q_taken, count=1)
-    for i in gl.static_range(4 * PARTS):
-        mbarrier.init(ready.index(i), count=1)
     for i in gl.static_range(4):
+        mbarrier.init(ready.index(i), count=1)
         mbarrier.init(free.index(i), count=1)
         mbarrier.init(totals_ready.index(i), count=1)
     for i in gl.static_range(2):
@@ -543,21 +442,21 @@ def hopper_latent_kernel(
 
     piece_lse_ptr = pieces_ptr + gl.num_programs(0).to(gl.int64) * (2 * ROWS * RANK)
     producer = (
-        q_desc, q_rope_desc, cache_desc, rope_desc, q_halves, squares, parts, ropes,
+        q_desc, q_rope_desc, cache_desc, rope_desc, q_halves, q_rope, halves, ropes,
         q_ready, q_free, ready, free, rope_ready, rope_free, lengths_ptr, table_ptr,
         table_stride, max_len, num_rows, row_tile, start, stop, sequence, before,
     )  # fmt: skip
     inputs = (
-        q_halves, squares, halves, ropes, maxima, totals, q_ready, q_free, q_taken, ready, free,
+        q_halves, q_rope, p_tile, halves, ropes, maxima, totals, q_ready, q_free, ready, free,
         rope_ready, rope_free, p_ready, totals_ready, lengths_ptr, out_ptr, out_stride_b,
         out_stride_h, out_stride_t, pieces_ptr, piece_lse_ptr, gl.program_id(0) * 2, num_rows,
         row_tile, start, stop, sequence, before, scale_log2,
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (consume, (inputs, 0, NEW, CHUNK, ORDER, RESIDENT)),
-            (consume, (inputs, 1, NEW, CHUNK, ORDER, RESIDENT)),
-            (produce, (producer, PAGE, CHUNK)),
+            (consume, (inputs, 0, NEW)),
+            (consume, (inputs, 1, NEW)),
+            (produce, (producer, PAGE)),
         ],
         [4, 1],
         [240, 24],

@@ -160,7 +160,7 @@ def mla_decode(
         layouts(q_latent, q_rope, latent_cache, lengths, block_table, out),
         # The Hopper kernel takes no other cache.
         latent_cache.data_ptr() % hopper_latent.ALIGNMENT,
-        *(num_splits, tiles, implementation, hopper_latent.PIPELINE),
+        *(num_splits, tiles, implementation),
     )
     table = lengths if block_table is None else block_table
     plan = _LATENT_PLANS.get(key)

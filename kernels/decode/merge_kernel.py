@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 from kernels.decode.pieces import merge_pieces
 from kernels.decode.schedule import share_of, units_of, worker_of
@@ -37,13 +36,10 @@ def merge_kernel(
     ROW_TILES: tl.constexpr,
     MERGE_PIECES: tl.constexpr,
     MERGE_ROWS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
     """Output of the lines that are in pieces; grid: sequences * ROW_TILES, BLOCK_M / MERGE_ROWS.
 
-    ``num_programs`` are those that wrote the pieces. OVERLAPS: launched before they were all done
-    (programmatic dependent launch). Every program waits for them, also one that merges nothing:
-    what follows on the stream waits for this launch alone, and may write to the pieces.
+    ``num_programs`` are those that wrote the pieces.
     """
     sequence = tl.program_id(0) // ROW_TILES
     row_tile = tl.program_id(0) % ROW_TILES
@@ -57,8 +53,6 @@ def merge_kernel(
     after = before + units_of(tl.load(lengths_ptr + sequence), BLOCK_N, False)
     first_worker = worker_of(before, total, num_workers)
     last_worker = worker_of(after - 1, total, num_workers)
-    if OVERLAPS:
-        gdc_wait()
     if first_worker == last_worker:
         return
     tile_row = tl.program_id(1) * MERGE_ROWS + tl.arange(0, MERGE_ROWS)

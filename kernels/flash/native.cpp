@@ -73,7 +73,7 @@ struct WithoutGil {
   }
 };
 
-// CUDA's CUlaunchConfig.
+// CUDA's CUlaunchConfig; no launch has attributes.
 struct LaunchConfig {
   unsigned grid[3], block[3], shared_memory_bytes;
   void* stream;
@@ -84,18 +84,16 @@ struct LaunchConfig {
 // A kernel on a grid, with its parameters: those of DriverLaunch.contents in _driver_launch.py.
 class Launch {
  public:
-  // (function, config, attributes, [(kind, bytes)], slots, multipliers of the scale)
+  // (function, config, [(kind, bytes)], slots, multipliers of the scale)
   explicit Launch(const py::handle& contents) {
     const auto fields = py::cast<py::tuple>(contents);
     function_ = reinterpret_cast<void*>(py::cast<uint64_t>(fields[0]));
     const auto config = py::cast<std::string>(fields[1]);
     TORCH_CHECK(config.size() == sizeof(config_), "a launch's configuration has another size");
     std::memcpy(&config_, config.data(), sizeof(config_));
-    attributes_ = py::cast<std::string>(fields[2]);
-    config_.attributes = attributes_.empty() ? nullptr : attributes_.data();
-    const auto parameters = py::cast<py::list>(fields[3]);
-    const auto slots = py::cast<py::tuple>(fields[4]);
-    const auto multipliers = py::cast<py::tuple>(fields[5]);
+    const auto parameters = py::cast<py::list>(fields[2]);
+    const auto slots = py::cast<py::tuple>(fields[3]);
+    const auto multipliers = py::cast<py::tuple>(fields[4]);
     // Addresses of these are kept.
     parameters_.resize(parameters.size());
     size_t next_slot = 0, next_multiplier = 0;
@@ -166,7 +164,6 @@ class Launch {
 
   void* function_;
   LaunchConfig config_;
-  std::string attributes_;
   std::vector<Parameter> parameters_;
   std::vector<void*> pointers_;
   std::vector<Address> maps_, words_;
