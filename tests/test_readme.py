@@ -100,19 +100,18 @@ def rows_of(sweep: str, table: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_what_is_said_of_short_sequences_is_in_the_committed_table() -> None:
-    words = " ".join(README.split())
+def test_times_of_short_sequences_are_the_committed_tables() -> None:
     both = {
-        (row["attention"], row["seq_len"]): number(float(row["forward_backward_median_ms"]))
+        (row["attention"], row["seq_len"], row["cuda_graph"]): float(
+            row["forward_backward_median_ms"]
+        )
         for row in rows_of("short_sequences", "attention_summary")
         if row["status"] == "ok"
     }
-    ours, peer = (both[name, "1024"] for name in ("flash_triton", "sdpa_cudnn"))
-    assert (
-        f"take `flash_triton` {ours} ms in Python, forward and backward, and cuDNN {peer}" in words
-    )
-    ours, peer = (both[name, "2048"] for name in ("flash_triton", "sdpa_cudnn"))
-    assert f"at 2,048 tokens {ours} and {peer} (" in words
+    columns = [(length, graph) for length in ("512", "1024", "2048") for graph in ("False", "True")]
+    for name in ("flash_triton", "sdpa_cudnn", "sdpa_flash", "flex", "flash_attn_4"):
+        cells = " | ".join(number(both[name, *column]) for column in columns)
+        assert f"| `{name}` | {cells} |" in README
 
 
 def split_rows(sweep: str) -> list[dict[str, str]]:
@@ -302,6 +301,20 @@ def test_what_is_said_of_decoding_is_in_the_committed_tables() -> None:
     assert "take {} µs launched one by one and {} µs as one graph".format(*fused) in words
     plain = graphs["standard", "False"], graphs["standard", "True"]
     assert "(`standard` {} and {};".format(*plain) in words
+    rates = {
+        (row["attention"], row["batch_size"], row["cache"]): number(
+            float(row["decode_tokens_per_s"])
+        )
+        for row in rows_of("generate", "generate")
+        if (row["status"], row["cuda_graph"], row["lengths"]) == ("ok", "True", "equal")
+    }
+    for batch_size in ("1", "16"):
+        for cache in ("contiguous", "paged64"):
+            cells = " | ".join(
+                rates.get((name, batch_size, cache), "–")
+                for name in ("standard", "sdpa", "flash_decode")
+            )
+            assert f"| {batch_size}, {cache} | {cells} |" in README
 
 
 def test_what_is_said_of_kernels_and_precisions_is_in_the_committed_tables() -> None:
