@@ -53,7 +53,11 @@ def main(arguments: list[str] | None = None) -> int:
     if not any(path.suffix == ".pdf" for path in paths):
         print("  no PDF: pdflatex is not installed (apt-get install texlive-latex-recommended)")
     if document.gaps:
-        print(f"{len(document.gaps)} things are missing; the document says how to make them")
+        count = len(document.gaps)
+        words = "thing is missing; the document says how to make it"
+        if count > 1:
+            words = "things are missing; the document says how to make them"
+        print(f"{count} {words}")
     return 0
 
 

@@ -158,6 +158,10 @@ def test_a_model_with_latents_is_named() -> None:
     caption, labels = names(plain, latent)
     assert "model small" not in caption
     assert "mla_absorbed, contiguous, small(kv_lora_rank=32)" in labels
+    latent.case["cache"] = {"name": "latent"}
+    caption, labels = names(plain, latent)
+    assert labels == ["mla_absorbed, latent64", "sdpa, contiguous"]
+    assert "small over contiguous caches; small(kv_lora_rank=32) over latent64 caches." in caption
     caption, labels = names(plain)
     assert "model small" in caption
     assert labels == ["sdpa, contiguous"]

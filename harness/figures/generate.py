@@ -25,8 +25,11 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     rows = rows.assign(model=[case["model"]["name"] for case in rows["case"]])
     kinds = ["attention", "cache", "lengths", "cuda_graph", "variant"]
     across = [*kinds, "seed", *UNUSED]
-    differ = rows["variant"].nunique() > rows["model"].nunique()
-    across += ["model"] if differ and rows["model"].nunique() == 1 else []
+    several = rows["variant"].nunique() > rows["model"].nunique()
+    across += ["model"] if several and rows["model"].nunique() == 1 else []
+    # Where its cache tells the model, bars need not.
+    told = several and (rows.groupby("cache")["variant"].nunique() == 1).all()
+    differ = several and not told
     bars = len(rows.drop_duplicates(kinds))
     longest = max(len(_name(row, differ)) for _, row in rows.iterrows())
     width, height = 3.6 + 0.065 * longest, 1.0 + 0.28 * bars
@@ -38,6 +41,8 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
         words = [fmt.STATUS_WORDS.get(status, fmt.ABSENT) for status in group["status"]]
         draw_bars(axis, names, list(group["decode_tokens_per_s"]), tints, words=words)
         axis.set_xlabel("generated tokens/s")
+    if told:
+        common = f"{_models(rows)} {common}"
     best = best_row(rows, "decode_tokens_per_s")
     return CaptionedFigure(
         caption=f"{CAPTION} {common}".strip(),
@@ -47,6 +52,15 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
             f"{fmt.number(best['decode_tokens_per_s'])} tokens/s"
         ),
     )
+
+
+def _models(rows: pd.DataFrame) -> str:
+    """Which model has which caches."""
+    parts = [
+        f"{variant} over {' and '.join(sorted(group['cache'].unique()))} caches"
+        for variant, group in rows.groupby("variant", sort=True)
+    ]
+    return f"Models: {'; '.join(parts)}."
 
 
 def _name(row: pd.Series, name_model: bool) -> str:
