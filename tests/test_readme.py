@@ -11,7 +11,7 @@ import pytest
 
 from harness.compose import compose_request
 from harness.config import ROOT
-from harness.format import number
+from harness.format import ABSENT, number
 from harness.profiler import PROFILERS
 from harness.readme import refreshed
 from harness.task import TASKS
@@ -311,7 +311,7 @@ def test_what_is_said_of_decoding_is_in_the_committed_tables() -> None:
     for batch_size in ("1", "16"):
         for cache in ("contiguous", "paged64"):
             cells = " | ".join(
-                rates.get((name, batch_size, cache), "–")
+                rates.get((name, batch_size, cache), ABSENT)
                 for name in ("standard", "sdpa", "flash_decode")
             )
             assert f"| {batch_size}, {cache} | {cells} |" in README
