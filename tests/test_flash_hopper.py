@@ -374,7 +374,7 @@ class TestOnHopper:
             *((1, 4, 600, 900), (1, 4, 900, 600), (2, 4, 1152, 100), (3, 5, 257, 1)),
         ],
     )
-    def test_pairs_give_the_bits_of_single_tiles(
+    def test_pairs_agree_with_single_tiles(
         self,
         monkeypatch: pytest.MonkeyPatch,
         batch: int,

@@ -461,8 +461,7 @@ Tensor FlashAttentionBackward::not_differentiable(const Tensor& gradient) {
   torch::autograd::set_history(
       result,
       held(new torch::autograd::Error(
-          "flash_triton's backward pass cannot be differentiated; implementation=plain neither, "
-          "attention=naive can")));
+          "flash_triton's backward pass cannot be differentiated; that of attention=naive can")));
   return result;
 }
 
