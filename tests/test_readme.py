@@ -11,6 +11,7 @@ import pytest
 
 from harness.compose import compose_request
 from harness.config import ROOT
+from harness.document_command import ROWS_IN_MARKDOWN
 from harness.format import ABSENT, number
 from harness.profiler import PROFILERS
 from harness.readme import refreshed
@@ -345,6 +346,22 @@ def test_what_is_said_of_kernels_and_precisions_is_in_the_committed_tables() -> 
     (lost,) = (row for row in audit if row["precision"] == "fp16(grad_scaler=False)")
     assert f"where {float(lost['underflowed']) / 1e6:.0f} million elements" in words
     assert f"and by {errors['fp16(grad_scaler=True)']} with it" in words
+
+
+def test_the_committed_write_up_shows_the_committed_tables() -> None:
+    """Longer tables are cut in Markdown; the others stand there row by row."""
+    folder = ROOT / "results/h200"
+    lines = set((folder / "writeup/writeup.md").read_text(encoding="utf-8").splitlines())
+    compared = 0
+    for plan in sorted(folder.glob("sweeps/*/plan.json")):
+        for name in json.loads(plan.read_text(encoding="utf-8"))["tables"]:
+            table = (plan.parent / "tables" / f"{name}.md").read_text(encoding="utf-8")
+            rows = [line for line in table.splitlines() if line.startswith("|")][2:]
+            if len(rows) <= ROWS_IN_MARKDOWN:
+                missing = [row for row in rows if row not in lines]
+                assert not missing, f"{plan.parent.name}: attnbench-writeup results/h200"
+                compared += len(rows)
+    assert compared > 500
 
 
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\(([^)#]+)\)", README))))
