@@ -226,6 +226,15 @@ class TestPairs:
         predicted = pairing.predicted_us(**shape, tiles=2)
         assert predicted == pytest.approx(costs.launch + single - costs.program)
 
+    @pytest.mark.parametrize(
+        ("heads", "q_len", "kv_len"), [(16, 6144, 6144), (16, 8192, 8192), (32, 1024, 8192)]
+    )
+    def test_no_pairs_where_none_were_measured(self, heads: int, q_len: int, kv_len: int) -> None:
+        shape = self.shape(heads, q_len, 128) | {"kv_len": kv_len}
+        single, pairs = (pairing.predicted_us(**shape, tiles=tiles) for tiles in (1, 2))
+        assert pairs < (1 - pairing.MARGIN) * single, "the model alone would choose them"
+        assert pairing.tiles_of_program(**shape) == 1
+
     def test_too_many_to_simulate(self) -> None:
         few, many = (self.shape(heads, 512, 64) for heads in (1024, 1025))
         for tiles in (1, 2):
