@@ -10,6 +10,7 @@ says what it was.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -68,6 +69,10 @@ class Auto(AttentionBackend):
 
     def choice(self, problem: AttentionProblem) -> str:
         return choose(problem).name
+
+    def noting(self, notes: dict[str, Any]) -> AbstractContextManager[None]:
+        """Those of the one backend that finds something out, if it is what runs the calls."""
+        return BACKENDS["flash_triton"].target(name="flash_triton").noting(notes)
 
     def supports_decode(self, problem: DecodeProblem) -> str | None:
         return None

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from kernels import flash_triton
+from kernels.auto import Auto
 from kernels.flash import flash_attention, function, native
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -509,6 +510,20 @@ class TestRecords:
         ):
             notes: dict[str, Any] = {}
             backend = flash_triton.FlashTriton(name="flash_triton", autograd=autograd)
+            with backend.noting(notes):
+                o = backend.attend(q, k, v, causal=True, scale=0.1)
+                torch.autograd.grad(o, (q, k, v), do)
+            assert notes == noted
+
+    def test_attention_auto_says_so_too(
+        self, setting: Setting, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        q, k, v, do = inputs()
+        chosen = flash_triton.FlashTriton(name="flash_triton")
+        monkeypatch.setattr("kernels._auto.backend_of_call", lambda *call: chosen)
+        for noted in ({}, {"autograd": "native"}):
+            notes: dict[str, Any] = {}
+            backend = Auto(name="auto")
             with backend.noting(notes):
                 o = backend.attend(q, k, v, causal=True, scale=0.1)
                 torch.autograd.grad(o, (q, k, v), do)
