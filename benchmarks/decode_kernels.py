@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from harness.copy_bandwidth import measured_gb_s
+from kernels._graph import capture
 from kernels.decode import Rotary, flash_decode, hopper_latent, mla_decode
 from kernels.decode.call import describe_flash
 from kernels.decode.configs import Tiles, choose, shape_class, user_table_path
@@ -157,15 +158,7 @@ def prepare(shape: Shape, tiles: Tiles | None, implementation: str = "auto") -> 
 
 def milliseconds(run: Callable[[], Any], repeats: int = 10) -> float:
     """Median time of a call, over replays of a graph of several."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS):
-            run()
+    graph, _ = capture(lambda: [run() for _ in range(CALLS)], warm_up=run)
     graph.replay()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
     events[0].record()

@@ -14,6 +14,7 @@ import sys
 import torch
 from torch import Tensor
 
+from kernels._graph import capture
 from kernels.flash import hopper, pairing
 from kernels.flash.problem import Problem, describe
 
@@ -41,15 +42,7 @@ def captured(
     hopper.FORWARD_TILES = tiles
     hopper._FORWARD_PLANS.clear()
     try:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            run()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(LAUNCHES):
-                run()
+        graph, _ = capture(lambda: [run() for _ in range(LAUNCHES)], warm_up=run)
     finally:
         hopper.FORWARD_TILES = None
         hopper._FORWARD_PLANS.clear()
