@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -107,3 +108,21 @@ def command() -> Command:
         )
 
     return run
+
+
+@pytest.fixture(scope="session")
+def native_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the tests' processes look for the autograd node that one of them has built."""
+    base = tmp_path_factory.getbasetemp()
+    return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "native"
+
+
+@pytest.fixture(scope="session")
+def native_module(native_folder: Path) -> Any:
+    """The compiled autograd node."""
+    from programs import need_program
+
+    from kernels.flash import native
+
+    need_program("g++", "g++")
+    return native.build(native_folder)

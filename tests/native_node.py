@@ -1,0 +1,21 @@
+"""What tests of the compiled autograd node share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.flash import flash_attention
+
+ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+NODE = "FlashAttentionBackward"
+"""As autograd names it."""
+
+
+def run(q: Tensor, k: Tensor, v: Tensor, do: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    """o, dq, dk, dv."""
+    o = flash_attention(q, k, v, **options)
+    return o.detach(), *torch.autograd.grad(o, (q, k, v), do)
