@@ -18,10 +18,10 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from harness.case import Case
-from harness.record import Phase, Record, RecordStore
-from harness.record_heads import read_heads
-from harness.run_folder import TaskState, runs_of
+from harness.cases.case import Case
+from harness.run.run_folder import TaskState, runs_of
+from harness.store.heads import read_heads
+from harness.store.record import Phase, Record, RecordStore
 
 NUM_CASES = 10_000
 
@@ -170,9 +170,12 @@ def main() -> None:
         ((_, run),) = runs_of(results)
         assert sum(map(len, run.case_ids)) == NUM_CASES
         simulate(results)
-        show("status of 10,000 cases", *_with_goal(measured("harness.status", str(results)), 2))
+        show(
+            "status of 10,000 cases",
+            *_with_goal(measured("harness.commands.status", str(results)), 2),
+        )
         done = subprocess.run(
-            [sys.executable, "-m", "harness.status", "--json", str(results)],
+            [sys.executable, "-m", "harness.commands.status", "--json", str(results)],
             check=True,
             capture_output=True,
         )

@@ -15,10 +15,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from harness.case import Case
-from harness.compose import compose_request
-from harness.record import Record, RecordStore
-from harness.runner import Runner
+from harness.cases.case import Case
+from harness.request.compose import compose_request
+from harness.run.runner import Runner
+from harness.store.record import Record, RecordStore
 
 REPEATS = 5
 

@@ -54,7 +54,8 @@ def step(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, do: Ten
 
 
 def compare(shape: list[int]) -> None:
-    from kernels.flash import flash_attention, native
+    from kernels.flash import flash_attention
+    from kernels.flash.hopper import native
 
     made = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
     given = [x.requires_grad_(place < 3) for place, x in enumerate(made)]

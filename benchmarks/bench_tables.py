@@ -14,11 +14,11 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.frame import build_frame
-from harness.latex import to_latex
-from harness.record import RecordStore
-from harness.render import to_csv, to_markdown
-from harness.table import TABLES, build_table
+from harness.analysis.frame import build_frame
+from harness.render.files import to_csv, to_markdown
+from harness.render.latex import to_latex
+from harness.render.table import TABLES, build_table
+from harness.store.record import RecordStore
 from tests.records import audit_examples, make_record, split_examples
 
 

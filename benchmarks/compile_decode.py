@@ -3,7 +3,7 @@
 Run as ``python -m benchmarks.compile_decode [VARIANT ...]`` in the repository, with triton
 installed and TRITON_INTERPRET unset. Prints one row for each variant, with the tiles that an
 H200 gets, and exits with 1 if one needs more shared memory than a Hopper GPU has, if the Gluon
-kernel spills registers or its matmuls are serialised, or if :mod:`kernels._driver_launch` has
+kernel spills registers or its matmuls are serialised, or if :mod:`kernels.launching.driver` has
 another idea of a kernel's parameters than its code: then Triton launches it, which takes longer.
 """
 
@@ -20,12 +20,13 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from benchmarks.compile_hopper import HOPPER, assembler_report, parameters_differ
-from kernels.decode import append, configs, plans
+from kernels.decode import configs, plans
 from kernels.decode.call import Call
-from kernels.decode.flash_kernel import flash_decode_kernel
-from kernels.decode.hopper_latent_kernel import hopper_latent_kernel
-from kernels.decode.latent_append_kernel import latent_append_kernel
-from kernels.decode.latent_kernel import latent_decode_kernel
+from kernels.decode.dense.kernel import flash_decode_kernel
+from kernels.decode.latent import append
+from kernels.decode.latent.append_kernel import latent_append_kernel
+from kernels.decode.latent.hopper_kernel import hopper_latent_kernel
+from kernels.decode.latent.kernel import latent_decode_kernel
 from kernels.decode.merge_kernel import merge_kernel
 
 SHARED_MEMORY_BYTES = 227 * 1024

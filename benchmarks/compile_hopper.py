@@ -3,7 +3,7 @@
 Run as ``python -m benchmarks.compile_hopper [KERNEL ...]`` in the repository, with triton installed
 and TRITON_INTERPRET unset. Prints one row for each kernel and variant, and exits with 1 if ptxas
 serialised the matmuls of any: then nothing runs beside them, whatever the source says. And if
-:mod:`kernels._driver_launch` has another idea of a kernel's parameters than its code: then
+:mod:`kernels.launching.driver` has another idea of a kernel's parameters than its code: then
 Triton launches it, which takes longer.
 """
 
@@ -24,8 +24,10 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 
-from kernels._driver_launch import Parameters
-from kernels.flash import hopper, hopper_backward, hopper_forward
+from kernels.flash.hopper import backward as hopper_backward
+from kernels.flash.hopper import forward as hopper_forward
+from kernels.flash.hopper import launch as hopper
+from kernels.launching.driver import Parameters
 
 HOPPER = GPUTarget("cuda", 90, 32)
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"

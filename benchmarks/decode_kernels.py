@@ -2,10 +2,10 @@
 
 Run as ``python -m benchmarks.decode_kernels [OPTIONS]`` in the repository on a GPU. Prints, for
 each shape, the time of a call in a replayed CUDA graph, the bytes of cache that it reads each
-second and their share of what a copy moves here (:mod:`harness.copy_bandwidth`), TFLOP/s, and the
-error against float64 attention of one sequence. ``--search`` tries a grid of tiles, compiled
-beforehand by as many processes as there are cores; ``--save`` keeps the fastest of each shape
-in the user's table, which :mod:`kernels.decode.configs` reads first.
+second and their share of what a copy moves here (:mod:`harness.bench.copy_bandwidth`), TFLOP/s,
+and the error against float64 attention of one sequence. ``--search`` tries a grid of tiles,
+compiled beforehand by as many processes as there are cores; ``--save`` keeps the fastest of each
+shape in the user's table, which :mod:`kernels.decode.configs` reads first.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.copy_bandwidth import measured_gb_s
-from kernels._graph import capture
-from kernels.decode import Rotary, flash_decode, hopper_latent, mla_decode
+from harness.bench.copy_bandwidth import measured_gb_s
+from kernels.decode import Rotary, flash_decode, mla_decode
 from kernels.decode.call import describe_flash
 from kernels.decode.configs import Tiles, choose, shape_class, user_table_path
-from kernels.decode.latent_call import describe_latent
+from kernels.decode.latent import hopper as hopper_latent
+from kernels.decode.latent.call import describe_latent
+from kernels.launching.graphs import capture
 
 CALLS = 10
 """Of one graph: long enough for the launch of a graph not to count."""

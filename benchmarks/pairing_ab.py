@@ -2,7 +2,7 @@
 
 Run as ``python -m benchmarks.pairing_ab [--mask causal full]`` in the repository. Both schedules
 run in turns, each as a replayed CUDA graph of several launches; times are medians over the turns.
-``model`` is what :mod:`kernels.flash.pairing` predicts, and ``takes`` what it chooses.
+``model`` is what :mod:`kernels.flash.hopper.pairing` predicts, and ``takes`` what it chooses.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import sys
 import torch
 from torch import Tensor
 
-from kernels._graph import capture
-from kernels.flash import hopper, pairing
+from kernels.flash.hopper import launch as hopper
+from kernels.flash.hopper import pairing
 from kernels.flash.problem import Problem, describe
+from kernels.launching.graphs import capture
 
 SHAPES = [
     *((8, 12, tokens, 64) for tokens in (512, 1024, 2048)),

@@ -1,9 +1,10 @@
 """Searches tile sizes for the any-GPU kernels, and writes them to the table that ships with them.
 
 Run as ``python -m benchmarks.tile_search [OPTIONS]`` in the repository on the GPU to search for;
-``--write`` puts the rows into kernels/flash/pinned.json, in place of those of the same device and
-class. Without it they are printed. All candidates are compiled first, by as many processes as
-there are cores; then they are timed, one after another. float16 gets the rows of bfloat16.
+``--write`` puts the rows into kernels/flash/any_gpu/pinned.json, in place of those of the same
+device and class. Without it they are printed. All candidates are compiled first, by as many
+processes as there are cores; then they are timed, one after another. float16 gets the rows of
+bfloat16.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from typing import Any
 
 import torch
 
-from kernels.flash import configs, operator
+from kernels.flash import operator
+from kernels.flash.any_gpu import configs
 
 PINNED = Path(configs.__file__).with_name("pinned.json")
 

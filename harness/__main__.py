@@ -1,5 +1,5 @@
 """``python -m harness`` is the command ``attnbench``."""
 
-from harness.cli import main
+from harness.commands.attnbench import main
 
 main()

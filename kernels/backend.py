@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from kernels.decode.rotary import Rotary
     from kernels.decoding import DecodeProblem
 
-BACKENDS: Registry[type[AttentionBackend]] = Registry("attention", packages=("kernels",))
+BACKENDS: Registry[type[AttentionBackend]] = Registry(
+    "attention", decorator="attention_backend", packages=("kernels.backends",)
+)
 
 attention_backend = BACKENDS.register
 
@@ -168,7 +170,7 @@ class AttentionBackend:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
         """Differentiable attention: shapes as in :meth:`forward`, gives o alone."""
-        from kernels._autograd import AttentionFunction
+        from kernels.autograd import AttentionFunction
 
         return AttentionFunction.apply(q, k, v, self, causal, scale)
 
@@ -191,7 +193,7 @@ class AttentionBackend:
         Returns:
             The float32 (o, lse) over both sets of keys; the arguments may be overwritten.
         """
-        from kernels._merge import merge
+        from kernels.merge import merge
 
         return merge(o, lse, *self.forward(q, k, v, causal=causal, scale=scale))
 
@@ -199,7 +201,7 @@ class AttentionBackend:
         self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
         """q [T, H, D], k and v [T_k, H_kv, D] -> o [T, H, D] and lse [H, T] float32."""
-        from kernels._packed import forward_each
+        from kernels.packed import forward_each
 
         return forward_each(self, q, k, v, packing, causal=causal, scale=scale)
 
@@ -216,7 +218,7 @@ class AttentionBackend:
         scale: float,
     ) -> tuple[Tensor, Tensor]:
         """:meth:`forward_onto` over a packed batch: float32 o [T, H, D] and lse [H, T]."""
-        from kernels._merge import merge
+        from kernels.merge import merge
 
         part_o, part_lse = self.forward_packed(q, k, v, packing, causal=causal, scale=scale)
         merged_o, merged_lse = merge(o.transpose(0, 1), lse, part_o.transpose(0, 1), part_lse)
@@ -236,7 +238,7 @@ class AttentionBackend:
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients (dq, dk, dv) of :meth:`forward_packed`, in the shapes of q, k and v."""
-        from kernels._packed import backward_each
+        from kernels.packed import backward_each
 
         return backward_each(self, do, q, k, v, o, lse, packing, causal=causal, scale=scale)
 
@@ -244,7 +246,7 @@ class AttentionBackend:
         self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, causal: bool, scale: float
     ) -> Tensor:
         """Differentiable :meth:`forward_packed`, gives o alone."""
-        from kernels._autograd import PackedAttentionFunction
+        from kernels.autograd import PackedAttentionFunction
 
         return PackedAttentionFunction.apply(q, k, v, packing, self, causal, scale)
 

@@ -1,22 +1,23 @@
 """A table of named choices, filled by a decorator.
 
-Everything a user can choose by name (an attention backend, a task, a strategy, a
-launcher, a table, a figure) is registered here by the file that implements it; the
-command line, its help, its error messages and the tests' parametrisation read the table.
+Everything a user can choose by name (an attention backend, a task, a strategy, a launcher, a
+table, a figure) is registered by a decorator in the file that implements it. The command line,
+its help, its error messages and the tests' parametrisation read the table.
 
-Registered files are imported to build the command line, where a second spent on importing
-torch would be felt at every ``--help``. So they import torch inside the functions that
-compute, and keep code that needs it at module level in a file whose name starts with an
-underscore, which :meth:`Registry.discover` leaves alone. A test holds them to it.
+The names of all choices are read from the decorators in the source files, without importing
+them; a file is imported when its choice is used. So a choice may import whatever it needs, and
+costs a command that does not use it nothing.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
 import os
-import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -48,20 +49,23 @@ class Registry(Generic[T]):
 
     Args:
         group: the key a user types to choose (``attention``), used in error messages.
-        packages: packages whose public modules register choices when imported.
+        decorator: the name under which choices call :meth:`register`, as it stands in their files.
+        packages: packages whose modules hold choices, at any depth.
     """
 
-    def __init__(self, group: str, packages: tuple[str, ...]) -> None:
+    def __init__(self, group: str, *, decorator: str, packages: tuple[str, ...]) -> None:
         self.group = group
+        self.decorator = decorator
         self.packages = packages
         self._entries: dict[str, Entry[T]] = {}
-        self._discovered = False
+        self._modules: dict[str, str] | None = None
 
     def register(self, name: str, **preset: Any) -> Callable[[T], T]:
         """Decorator: make the decorated object the choice ``name``, with ``preset`` options."""
 
         def decorate(target: T) -> T:
-            if name in self._entries:
+            home = (self._modules or {}).get(name)
+            if name in self._entries or home not in (None, target.__module__):
                 raise ValueError(f"{self.group}={name} is registered twice")
             self._entries[name] = Entry(name=name, target=target, preset=preset)
             return target
@@ -71,35 +75,54 @@ class Registry(Generic[T]):
     def extend(self, package: str) -> None:
         """Look for choices in a further package: one that builds on the registry's own."""
         self.packages += (package,)
-        self._discovered = False
+        self._modules = None
 
-    def discover(self) -> None:
-        """Import every public module of the packages, and of the user's plugins, once."""
-        if self._discovered:
-            return
-        self._discovered = True
-        plugins = [name for name in os.environ.get(PLUGINS_VARIABLE, "").split(",") if name]
-        for plugin in plugins:
-            importlib.import_module(plugin)
-        for package_name in self.packages:
-            package = importlib.import_module(package_name)
-            for module in pkgutil.iter_modules(package.__path__):
-                if not module.name.startswith("_"):
-                    importlib.import_module(f"{package_name}.{module.name}")
+    def modules(self) -> dict[str, str]:
+        """The module that registers each choice, by the choice's name; imports plugins alone."""
+        if self._modules is None:
+            self._modules = {}
+            for package in self.packages:
+                for name, module in _decorated(package, self.decorator):
+                    if name in self._modules:
+                        raise ValueError(f"{self.group}={name} is registered twice")
+                    self._modules[name] = module
+            # A plugin may register in ways that no source shows, so it is imported.
+            for plugin in filter(None, os.environ.get(PLUGINS_VARIABLE, "").split(",")):
+                importlib.import_module(plugin)
+        return self._modules
 
     def names(self) -> list[str]:
-        self.discover()
-        return sorted(self._entries)
+        """Every choice that there is, sorted."""
+        return sorted({*self.modules(), *self._entries})
 
     def __iter__(self) -> Iterator[Entry[T]]:
-        return iter([self._entries[name] for name in self.names()])
+        return iter([self[name] for name in self.names()])
 
     def __contains__(self, name: object) -> bool:
         return name in self.names()
 
     def __getitem__(self, name: str) -> Entry[T]:
-        self.discover()
+        if name not in self._entries and (module := self.modules().get(name)):
+            importlib.import_module(module)
         if name not in self._entries:
             choices = ", ".join(self.names())
             raise ValueError(f"{self.group}={name}: no such choice; one of {choices}")
         return self._entries[name]
+
+
+def _decorated(package: str, decorator: str) -> Iterator[tuple[str, str]]:
+    """Names that ``@decorator("name")`` gives in the sources of a package, with their modules."""
+    spec = find_spec(package)
+    if spec is None:
+        raise ModuleNotFoundError(f"{package}: no such package")
+    for folder in map(Path, spec.submodule_search_locations or ()):
+        for path in sorted(folder.rglob("*.py")):
+            text = path.read_text(encoding="utf-8")
+            # Parsing takes far longer than reading, and most files register nothing.
+            if f"@{decorator}(" not in text:
+                continue
+            module = ".".join((package, *path.relative_to(folder).with_suffix("").parts))
+            for node in ast.parse(text).body:
+                for call in getattr(node, "decorator_list", ()):
+                    if isinstance(call, ast.Call) and ast.unparse(call.func) == decorator:
+                        yield ast.literal_eval(call.args[0]), module

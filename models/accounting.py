@@ -198,7 +198,7 @@ def predict_memory(
     weight, kept until autocast exits. The backward pass begins with the peak: the gradients of
     the log-softmax and of the logits are 8 T V more.
 
-    With tensor parallelism, by :mod:`parallel.tensor_parallel`, each rank has 1 / tp of every
+    With tensor parallelism, by :mod:`parallel.tensor`, each rank has 1 / tp of every
     weight but the norms', of heads H and G, of F and of V; and of the tokens T in the residual
     stream and the inputs of norms. Inputs of q, k, v, of w1, w3 and of the head are of all
     tokens, one copy in each place also under autocast, since they are cast before they are

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels._graph import GraphedStep
 from kernels.backend import AttentionBackend, Packing
 from kernels.caches import CacheChoice
 from kernels.decode.rotary import rotary_table, rotate
 from kernels.decoding import LatentInputs, scale_of
+from kernels.launching.graphs import GraphedStep
 from models.latent_attention import LatentSelfAttention
 from models.sizes import cache_shape, decode_problem
 from models.transformer import SelfAttention, Transformer

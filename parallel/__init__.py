@@ -4,6 +4,6 @@ from kernels import BACKENDS
 from parallel.strategy import STRATEGIES, Strategy, strategy
 
 # What runs over several ranks is chosen by attention= too.
-BACKENDS.extend("parallel.attention")
+BACKENDS.extend("parallel.context.schemes")
 
 __all__ = ["BACKENDS", "STRATEGIES", "Strategy", "strategy"]

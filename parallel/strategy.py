@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
-STRATEGIES: Registry[type[Strategy]] = Registry("parallel", packages=("parallel",))
+STRATEGIES: Registry[type[Strategy]] = Registry(
+    "parallel", decorator="strategy", packages=("parallel.strategies",)
+)
 
 strategy = STRATEGIES.register
 
@@ -73,7 +75,7 @@ class Strategy:
 
     def cp_group(self) -> dist.ProcessGroup:
         """The ranks that share this rank's sequences, and hold the same weights."""
-        from parallel._mesh import cp_group
+        from parallel.mesh import cp_group
 
         return cp_group(self.dp, self.cp, self.tp)
 
@@ -81,26 +83,26 @@ class Strategy:
         """The ranks that hold the same weights as this one; None for one rank alone."""
         if self.world_size == 1:
             return None
-        from parallel._mesh import data_group
+        from parallel.mesh import data_group
 
         return data_group(self.dp, self.cp, self.tp)
 
     def data_mesh(self) -> DeviceMesh:
         """:meth:`data_group` as a mesh of one axis, for what takes no group."""
-        from parallel._mesh import data_mesh
+        from parallel.mesh import data_mesh
 
         return data_mesh(self.dp, self.cp, self.tp)
 
     def tp_mesh(self) -> DeviceMesh:
         """The ranks that share this rank's weights, as a mesh of one axis."""
-        from parallel._mesh import device_mesh
+        from parallel.mesh import device_mesh
 
         return device_mesh(self.dp, self.cp, self.tp)["tp"]
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Prepare the model, already on its device, for training; called once.
 
-        With ``tp`` above 1 it has been split (:mod:`parallel.tensor_parallel`): its parameters
+        With ``tp`` above 1 it has been split (:mod:`parallel.tensor`): its parameters
         are plain tensors, this rank's parts, and equal over :meth:`data_group` alone.
         """
         return model
@@ -181,6 +183,6 @@ class Strategy:
 
         if not self.gradients_differ:
             return torch.amp.GradScaler(device, enabled=enabled)
-        from parallel.data_parallel import AgreeingGradScaler
+        from parallel.data import AgreeingGradScaler
 
         return AgreeingGradScaler(device, enabled=enabled)

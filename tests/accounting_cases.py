@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from harness.case import Case
-from harness.compose import compose_request
+from harness.cases.case import Case
+from harness.request.compose import compose_request
 
 SMALL = ("model=tiny", "model.num_layers=2", "batch_size=2", "seq_len=16", "device=cpu")
 

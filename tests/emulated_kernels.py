@@ -19,7 +19,8 @@ import torch
 from fake_driver import FACTS, Compiled, Driver, install, number
 from torch import Tensor
 
-from kernels.flash import dispatch, hopper
+from kernels.flash import dispatch
+from kernels.flash.hopper import launch as hopper
 
 CONTEXT = 5
 LOG2_E = math.log2(math.e)
@@ -236,7 +237,9 @@ def finish_dq(x: Values) -> None:
 
 def emulate(monkeypatch: pytest.MonkeyPatch, batch: int) -> EmulatedGpu:
     """Hopper kernels run here, on CPU tensors of so many sequences."""
-    from kernels.flash import hopper_backward, hopper_forward, hopper_rows
+    from kernels.flash.hopper import backward as hopper_backward
+    from kernels.flash.hopper import forward as hopper_forward
+    from kernels.flash.hopper import rows as hopper_rows
 
     gpu = EmulatedGpu(install(monkeypatch))
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import _driver_launch as driver_launch
+from kernels.launching import driver as driver_launch
 
 STREAM = 77
 

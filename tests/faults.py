@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kernels.backend import AttentionBackend, AttentionProblem, attention_backend
-from kernels.naive import Naive
+from kernels.backends.naive import Naive
 
 if TYPE_CHECKING:
     from torch import Tensor

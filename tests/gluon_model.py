@@ -361,7 +361,8 @@ def run_program(
         cu_seqlens: of queries and keys of a packed batch, whose longest have q_len and kv_len.
         edit: a line of the kernel's source, and what to put in its place.
     """
-    from kernels.flash import hopper_forward, hopper_tiles
+    from kernels.flash.hopper import forward as hopper_forward
+    from kernels.flash.hopper import tiles as hopper_tiles
 
     machine = Machine(seed, (program, sequence), grid)
     names: dict[str, Any] = {

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
-from harness.bench import Bench
-from harness.case import Case
-from harness.compose import compose_request
-from harness.frame import build_frame
-from harness.record import Phase, Record
-from harness.table import Table, build_table
+from harness.analysis.frame import build_frame
+from harness.bench.bench import Bench
+from harness.cases.case import Case
+from harness.render.table import Table, build_table
+from harness.request.compose import compose_request
+from harness.store.record import Phase, Record
 
 SHORT = ("task.warmup_steps=1", "task.measure_steps=1")
 TINY = ("model=tiny", "model.num_layers=2", "seq_len=32", "batch_size=2", *SHORT)

@@ -85,7 +85,7 @@ def _pool(backend: str, num_processes: int) -> list[Connection]:
     # does not survive that.
     context = multiprocessing.get_context("forkserver" if backend == "gloo" else "spawn")
     if backend == "gloo":
-        context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "harness.worker"])
+        context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "harness.run.worker"])
     folder = tempfile.TemporaryDirectory(prefix="attnbench-ranks-")
     ends, processes = [], []
     for rank in range(num_processes):

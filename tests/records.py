@@ -9,8 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from harness.record import Phase, Record
-from harness.tasks.communication_accounting import CommunicationAccounting
+from harness.store.record import Phase, Record
+from harness.tasks.counting.communication_accounting import CommunicationAccounting
 
 MODELS = {
     "tiny": (128, 512, 2, 4),

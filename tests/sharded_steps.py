@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel.data_parallel import FSDP
+from parallel.data import FSDP
 
 
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:

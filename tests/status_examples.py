@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from records import Samples, make_record
 
-from harness.record import Record
+from harness.store.record import Record
 
 
 def step_samples(forward: float, backward: float, optimizer: float) -> Samples:

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from harness.case import Case
-from harness.compose import compose_request
-from harness.tasks._batch import Batch, split_batch, whole_batch
+from harness.cases.case import Case
+from harness.request.compose import compose_request
+from harness.tasks.training.batch import Batch, split_batch, whole_batch
 from kernels import BACKENDS
 from models.transformer import Transformer, cross_entropy
-from parallel.tensor_parallel import (
+from parallel.tensor import (
     split_transformer,
     vocab_parallel_cross_entropy,
     whole_parameters,

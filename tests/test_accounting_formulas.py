@@ -10,16 +10,16 @@ import torch
 from accounting_cases import PARAMETERS, case_of
 from profiles import rows_of, table_of
 
-from harness import accounting
-from harness.bench import Bench
-from harness.compose import compose_request
-from harness.feed_forward_accounting import FeedForwardStack, Mesh
-from harness.overhead import Link, fit_link
-from harness.record import Record
+from harness.bench.bench import Bench
+from harness.predictions import training as accounting
+from harness.predictions.bucket_overhead import Link, fit_link
+from harness.predictions.feed_forward import FeedForwardStack, Mesh
+from harness.request.compose import compose_request
+from harness.store.record import Record
 from models.accounting import num_parameters, parameter_sizes
 from models.transformer import Transformer
-from parallel._buckets import fill_buckets
-from parallel.data_parallel.gradients import Bucket, buckets_of
+from parallel.data.buckets import fill_buckets
+from parallel.data.gradients import Bucket, buckets_of
 
 STEP_COUNTS = 4 * 21
 """Bytes in which AdamW counts the steps of each of the model's 21 tensors."""

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from accounting_cases import case_of
 from ranks import device_of, on_gpus, on_ranks
 
-from harness import accounting
-from harness.bench import Bench, PhaseTimer
-from harness.intervals import clipped, length, overlap, union
-from harness.step_memory import MemoryNotes, held_bytes, note_first_step
-from harness.step_trace import COMMUNICATION, COMPUTE, note_timeline, spans_of
-from harness.step_traffic import TrafficCounter, note_traffic
+from harness.bench.bench import Bench, PhaseTimer
+from harness.bench.intervals import clipped, length, overlap, union
+from harness.bench.step_memory import MemoryNotes, held_bytes, note_first_step
+from harness.bench.step_trace import COMMUNICATION, COMPUTE, note_timeline, spans_of
+from harness.bench.step_traffic import TrafficCounter, note_traffic
+from harness.predictions import training as accounting
 from models.transformer import Transformer, cross_entropy
 
 

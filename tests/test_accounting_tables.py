@@ -13,15 +13,15 @@ from accounting_cases import PARAMETERS, SMALL, case_of
 from conftest import Command
 from profiles import table_of
 
-from harness import accounting
-from harness.compose import compose_request
-from harness.figure import draw
-from harness.frame import build_frame
-from harness.overhead import Link
-from harness.record import Phase, Record
-from harness.runner import comparison_groups
-from harness.step_trace import COMMUNICATION, COMPUTE
-from harness.table import Table, build_table, finding_of
+from harness.analysis.frame import build_frame
+from harness.bench.step_trace import COMMUNICATION, COMPUTE
+from harness.predictions import training as accounting
+from harness.predictions.bucket_overhead import Link
+from harness.render.figure import draw
+from harness.render.table import Table, build_table, finding_of
+from harness.request.compose import compose_request
+from harness.run.runner import comparison_groups
+from harness.store.record import Phase, Record
 
 
 def test_strategies_are_measured_in_turns() -> None:

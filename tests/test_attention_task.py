@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-import harness.passes
-from harness.bench import Bench, WrongResult
-from harness.case import Case
-from harness.compose import compose_request
-from harness.tasks._lengths import ragged_lengths
-from harness.tasks.attention import Attention
-from harness.worker import why_unsupported
+import harness.measure.passes
+from harness.bench.bench import Bench, WrongResult
+from harness.cases.case import Case
+from harness.request.compose import compose_request
+from harness.run.worker import why_unsupported
+from harness.tasks.attention.attention import Attention
+from harness.tasks.attention.lengths import ragged_lengths
 from kernels import Packing
-from kernels.naive import Naive
+from kernels.backends.naive import Naive
 
 SHAPE = (
     *("task=attention", "task.num_heads=4", "task.num_kv_heads=2", "task.head_dim=16"),
@@ -224,7 +224,7 @@ class TestCudaGraph:
         for name, value in peaks.items():
             monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
 
-        monkeypatch.setattr(harness.passes, "capture", capture)
+        monkeypatch.setattr(harness.measure.passes, "capture", capture)
         monkeypatch.setattr(Graph, "made", [])
         return seen
 
@@ -347,7 +347,7 @@ class TestAutotuneSeconds:
     def test_what_a_case_spent(self, monkeypatch: pytest.MonkeyPatch) -> None:
         total = 7.0
         module = types.SimpleNamespace(autotune_seconds=lambda: total)
-        monkeypatch.setitem(sys.modules, "kernels.flash.configs", module)
+        monkeypatch.setitem(sys.modules, "kernels.flash.any_gpu.configs", module)
         watch = Bench(device=torch.device("cpu")).compile_watch
         with watch.watching():
             total = 9.5
@@ -355,19 +355,19 @@ class TestAutotuneSeconds:
         assert watch.autotune_seconds == 2.5
 
     def test_nothing_where_the_kernels_were_not_used(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.delitem(sys.modules, "kernels.flash.configs", raising=False)
+        monkeypatch.delitem(sys.modules, "kernels.flash.any_gpu.configs", raising=False)
         watch = Bench(device=torch.device("cpu")).compile_watch
         with watch.watching():
             pass
         assert watch.autotune_seconds == 0.0
-        assert "kernels.flash.configs" not in sys.modules
+        assert "kernels.flash.any_gpu.configs" not in sys.modules
 
     def test_imported_meanwhile(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.delitem(sys.modules, "kernels.flash.configs", raising=False)
+        monkeypatch.delitem(sys.modules, "kernels.flash.any_gpu.configs", raising=False)
         watch = Bench(device=torch.device("cpu")).compile_watch
         with watch.watching():
             module = types.SimpleNamespace(autotune_seconds=lambda: 1.5)
-            monkeypatch.setitem(sys.modules, "kernels.flash.configs", module)
+            monkeypatch.setitem(sys.modules, "kernels.flash.any_gpu.configs", module)
         assert watch.autotune_seconds == 1.5
 
 

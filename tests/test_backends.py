@@ -14,12 +14,13 @@ import pytest
 import torch
 from conftest import Command
 
-from harness import backends as listing
-from harness.backends import features_of
-from harness.format import ABSENT
-from kernels import BACKENDS, AttentionBackend, AttentionProblem, Packing, auto
-from kernels.auto import CHAINS, choose
-from parallel.context_parallel import kernels
+from harness.cases.format import ABSENT
+from harness.commands import backends as listing
+from harness.commands.backends import features_of
+from kernels import BACKENDS, AttentionBackend, AttentionProblem, Packing
+from kernels.backends import auto
+from kernels.backends.auto import CHAINS, choose
+from parallel.context.attention import kernels
 
 PROBLEM = AttentionProblem(
     batch_size=2,
@@ -245,7 +246,7 @@ class TestAuto:
             asked.append((problem, with_lse))
             return choose(problem, with_lse=with_lse)
 
-        monkeypatch.setattr("kernels._auto.choose", note)
+        monkeypatch.setattr("kernels.backends._auto.choose", note)
         backend = BACKENDS["auto"].target(name="auto")
         q, k = torch.randn(2, 4, 16, 8), torch.randn(2, 2, 16, 8)
         backend.attend(q, k, k, causal=True, scale=0.3)

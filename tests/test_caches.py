@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.caches import CACHES, CacheChoice, CacheShape
-from kernels.caches._key_values import KeyValueCache
-from kernels.caches._places import BlockAllocator, BlockPlaces, Places
+from kernels.caches.key_values import KeyValueCache
+from kernels.caches.places import BlockAllocator, BlockPlaces, Places
 from kernels.caches.sizes import ATTENTION_TYPES, MODEL_SHAPES
 
 HEADS, DIM, RANK, ROPE = 2, 3, 4, 2

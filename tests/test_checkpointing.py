@@ -10,10 +10,10 @@ import torch
 from profiles import TINY, case_of, run, table_of
 from torch import Tensor
 
-from harness.case import Case
-from harness.compose import compose_request
-from harness.tasks._batch import whole_batch
-from harness.tasks.train_step import _build_model
+from harness.cases.case import Case
+from harness.request.compose import compose_request
+from harness.tasks.training.batch import whole_batch
+from harness.tasks.training.train_step import _build_model
 from models.transformer import cross_entropy
 
 CPU = torch.device("cpu")

@@ -14,12 +14,12 @@ from conftest import Command
 from ranks import on_ranks
 from records import make_collective_record
 
-from harness.case import Case
-from harness.compose import compose_request
-from harness.figure import draw
-from harness.frame import build_frame
-from harness.plan import predicted_seconds
-from harness.table import build_table
+from harness.analysis.frame import build_frame
+from harness.cases.case import Case
+from harness.render.figure import draw
+from harness.render.table import build_table
+from harness.request.compose import compose_request
+from harness.request.plan import predicted_seconds
 from parallel._collectives import Setting, exchange
 from parallel.collectives import COLLECTIVES, bus_factor, num_elements
 

@@ -11,18 +11,19 @@ import pytest
 from records import decode_examples, make_decode_record, make_record, write_plan
 from rich.console import Console
 
-from harness import cli, session
-from harness import format as fmt
-from harness.compose import compose_request
-from harness.document import collect
-from harness.plan import make_plan
-from harness.plan_command import command_into
-from harness.points import POINTS
-from harness.record import Record, RecordStore
-from harness.render import render_sweep, render_terminal
-from harness.status import look
-from harness.table import Column, Table, build_table
-from harness.write_up import measurement_facts, template
+from harness.cases import format as fmt
+from harness.cases.columns import POINTS
+from harness.commands import attnbench as cli
+from harness.commands.status import look
+from harness.render.files import render_sweep, render_terminal
+from harness.render.report import measurement_facts, template
+from harness.render.table import Column, Table, build_table
+from harness.request import session
+from harness.request.compose import compose_request
+from harness.request.plan import make_plan
+from harness.store.plan_command import command_into
+from harness.store.record import Record, RecordStore
+from harness.writeup.document import collect
 
 
 def write_folder(folder: Path, label: str, records: list[Record], **plan: list[str]) -> Path:
@@ -133,7 +134,7 @@ class TestCounted:
 class TestTerminal:
     def test_what_was_counted_is_never_cut(self) -> None:
         """Two stacks in 80 columns: words may wrap, and every one of them is there."""
-        from harness.frame import build_frame
+        from harness.analysis.frame import build_frame
 
         requests = compose_request(
             ["task=communication_accounting", "task.d_ff=53248,1024", "device=cpu"]

@@ -9,10 +9,17 @@ import pandas as pd
 import pytest
 from records import ENVIRONMENT, make_record
 
-from harness.compare import ROWS_IN_TERMINAL, Sides, compared, differences, main, regressions
-from harness.comparison_figure import MAX_ROWS, draw_comparison
-from harness.frame import build_frame
-from harness.record import Record, RecordStore
+from harness.analysis.frame import build_frame
+from harness.commands.compare import (
+    ROWS_IN_TERMINAL,
+    Sides,
+    compared,
+    differences,
+    main,
+    regressions,
+)
+from harness.reports.general.ratios_figure import MAX_ROWS, draw_comparison
+from harness.store.record import Record, RecordStore
 
 NUM_SAMPLES = 30
 NUM_CASES = 60

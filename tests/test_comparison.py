@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from records import make_record, make_strategy_record
 
-from harness import format as fmt
-from harness.frame import build_frame
-from harness.record import Record
-from harness.table import APART, build_table
+from harness.analysis.frame import build_frame
+from harness.cases import format as fmt
+from harness.render.table import APART, build_table
+from harness.store.record import Record
 
 SAMPLES = {"forward_backward": [[1.0, 1.1, 1.2]]}
 

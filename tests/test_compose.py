@@ -14,11 +14,11 @@ import pytest
 from conftest import ROOT, Command
 from omegaconf import OmegaConf
 
-from harness import session
-from harness.case import Case, label
-from harness.cli import run
-from harness.compose import Request, _compose, _group_node, compose_request
-from harness.config import choices
+from harness.cases.case import Case, label
+from harness.commands.attnbench import run
+from harness.request import session
+from harness.request.compose import Request, _compose, _group_node, compose_request
+from harness.request.config import choices
 from kernels import BACKENDS
 
 
@@ -178,7 +178,7 @@ class TestBadInput:
         capsys: pytest.CaptureFixture[str],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        from harness.launchers import local
+        from harness.run.launchers import local
 
         monkeypatch.setattr(local, "probe_cuda", lambda: {"names": [], "reason": "no GPU here"})
         arguments, words = BAD[name]
@@ -239,7 +239,7 @@ class TestBadInput:
             compose("model=tiny", "seq_len=8,16", "model.num_heads=4,7")
 
     def test_more_gpus_than_there_are(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from harness.launchers import local
+        from harness.run.launchers import local
 
         monkeypatch.setattr(local, "probe_cuda", lambda: {"names": ["NVIDIA H200"]})
         with pytest.raises(ValueError, match=r"parallel\.dp=2: .* this host has 1"):
@@ -277,7 +277,7 @@ class TestFlags:
 
     def test_a_thousand_cases_without_torch(self) -> None:
         code = (
-            "import sys; from harness.compose import compose_request; "
+            "import sys; from harness.request.compose import compose_request; "
             "request = compose_request(['device=cpu', 'attention=naive,sdpa,flex,compiled', "
             "'precision=fp32,bf16', 'seq_len=range(1,126)']); "
             "print(len({case.id for case in request.cases}), 'torch' in sys.modules)"
@@ -426,7 +426,7 @@ class TestCase:
         case = one_case("model=tiny", "attention=naive")
         assert case.id.startswith(expected)
         code = (
-            "from harness.compose import compose_request; "
+            "from harness.request.compose import compose_request; "
             "print(compose_request(['attention=naive', 'model=tiny', 'device=cpu']).cases[0].id)"
         )
         done = subprocess.run(

@@ -12,10 +12,10 @@ from ranks import on_ranks
 from torch import Tensor
 
 from kernels import BACKENDS, AttentionProblem, Packing
-from kernels.naive import Naive
-from parallel._trace import COMPUTE, Recorder
-from parallel.attention.zigzag_llama3 import MODES
-from parallel.context_parallel import ContextParallelAttention
+from kernels.backends.naive import Naive
+from parallel.context.attention import ContextParallelAttention
+from parallel.context.blocks.trace import COMPUTE, Recorder
+from parallel.context.schemes.zigzag_llama3 import MODES
 
 CPU = torch.device("cpu")
 

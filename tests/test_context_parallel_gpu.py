@@ -15,9 +15,9 @@ from ranks import device_of, on_gpus
 from torch import Tensor
 
 from kernels import Packing
-from kernels._reference import relative_error
+from kernels.reference import relative_error
 from parallel import BACKENDS
-from parallel._peer_memory import PeerBuffers
+from parallel.context.transports.peer_memory import PeerBuffers
 
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 

@@ -17,14 +17,14 @@ from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from harness.case import Case
-from harness.compose import compose_request
-from harness.tasks._batch import whole_batch
+from harness.cases.case import Case
+from harness.request.compose import compose_request
+from harness.tasks.training.batch import whole_batch
 from kernels import BACKENDS
 from models.transformer import Transformer, cross_entropy
-from parallel.data_parallel import FSDP, BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP, Zero1, Zero2
-from parallel.data_parallel.flat import Averaging
-from parallel.data_parallel.gradients import buckets_of
+from parallel.data import FSDP, BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP, Zero1, Zero2
+from parallel.data.flat import Averaging
+from parallel.data.gradients import buckets_of
 
 CPU = torch.device("cpu")
 WIDTH, BATCH, STEPS = 8, 12, 4

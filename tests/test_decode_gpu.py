@@ -24,9 +24,9 @@ from decode_checks import (
 from torch import Tensor
 from triton_device import randn
 
-from kernels import _launch
-from kernels._driver_launch import DriverLaunch
 from kernels.decode import flash_decode, latent_append, mla_decode
+from kernels.launching import prepared as _launch
+from kernels.launching.driver import DriverLaunch
 
 CUDA = torch.cuda.is_available()
 HOPPER = CUDA and torch.cuda.get_device_capability() == (9, 0)

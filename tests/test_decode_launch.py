@@ -14,17 +14,11 @@ from fake_driver import FACTS, Compiled, Driver, Kernel, install, number
 from torch import Tensor
 from triton_device import DEVICE, RUNS_TRITON
 
-from kernels.decode import (
-    Rotary,
-    append,
-    flash_decode,
-    hopper_latent,
-    latent_append,
-    mla_decode,
-    plans,
-)
+from kernels.decode import Rotary, flash_decode, latent_append, mla_decode, plans
 from kernels.decode import launch as entry_points
 from kernels.decode.configs import Tiles
+from kernels.decode.latent import append
+from kernels.decode.latent import hopper as hopper_latent
 
 pytestmark = RUNS_TRITON
 
@@ -278,7 +272,8 @@ def test_latent_attention_on_hopper(monkeypatch: pytest.MonkeyPatch, driver: Dri
     """Two launches, the first with tensor maps; queries in another order are copied."""
     pytest.importorskip("triton.experimental.gluon")
     pytest.importorskip("triton.backends.nvidia.driver")
-    from kernels.decode import hopper_latent_kernel, merge_kernel
+    from kernels.decode import merge_kernel
+    from kernels.decode.latent import hopper_kernel as hopper_latent_kernel
 
     def use_hopper(call: Any, cache: Tensor, implementation: str) -> bool:
         return cache.data_ptr() % 16 == 0

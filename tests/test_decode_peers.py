@@ -17,8 +17,9 @@ import torch
 from decoding import Step, backend_of, problem_of, rotated
 from torch import Tensor
 
-from kernels import _flash_kvcache, flash_mla, flashinfer
+from kernels.backends import flash_mla, flashinfer
 from kernels.decode.rotary import Rotary
+from kernels.libraries import flash_kvcache as _flash_kvcache
 
 LENGTHS = [0, 1, 4, 7]
 
@@ -341,6 +342,6 @@ class TestFlashMla:
         sizes = {"kv_lora_rank": 512, "rope_head_dim": 64, "block_size": 64, "num_kv_heads": 1}
         backend, problem = backend_of("flash_mla"), problem_of(**sizes)
         assert "needs compute capability 9.0" in (backend.supports_decode(problem) or "")
-        monkeypatch.setattr("kernels.flash_mla.capability", lambda: (9, 0))
+        monkeypatch.setattr("kernels.backends.flash_mla.capability", lambda: (9, 0))
         flash_mla.why_not_installed.cache_clear()
         assert "flash_mla is not installed" in (backend.supports_decode(problem) or "")

@@ -6,11 +6,11 @@ import pytest
 from profiles import rows_of, table_of
 from records import decode_examples, make_decode_record
 
-from harness.figure import build_figure
-from harness.frame import build_frame
-from harness.record import Record
-from harness.table import build_table, finding_of
-from harness.tables._decode import decoded
+from harness.analysis.frame import build_frame
+from harness.render.figure import build_figure
+from harness.render.table import build_table, finding_of
+from harness.reports.decoding.step_rows import decoded
+from harness.store.record import Record
 
 EXAMPLES = decode_examples()
 

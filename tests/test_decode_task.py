@@ -12,21 +12,21 @@ import torch
 from profiles import SHORT, case_of, run
 from torch import Tensor
 
-from harness.bench import Bench, WrongResult
-from harness.case import Case
-from harness.compose import compose_request
-from harness.copy_bandwidth import COPY_BYTES, measured_gb_s
-from harness.figures.fusion_breakdown import COLOURS
-from harness.frame import build_frame
-from harness.launches import count_launches
-from harness.plan import predicted_seconds
-from harness.tables._fusion import PARTS
-from harness.tasks._decode_call import DecodeCall
-from harness.tasks._lengths import ragged_cache_lengths
-from harness.tasks._prefill_call import PrefillCall
-from harness.worker import why_unsupported
-from kernels._decode_steps import MatmulDecoder
+from harness.analysis.frame import build_frame
+from harness.bench.bench import Bench, WrongResult
+from harness.bench.copy_bandwidth import COPY_BYTES, measured_gb_s
+from harness.bench.launches import count_launches
+from harness.cases.case import Case
+from harness.reports.decoding.fusion_breakdown_figure import COLOURS
+from harness.reports.decoding.fusion_rows import PARTS
+from harness.request.compose import compose_request
+from harness.request.plan import predicted_seconds
+from harness.run.worker import why_unsupported
+from harness.tasks.attention.lengths import ragged_cache_lengths
+from harness.tasks.decoding.decode_call import DecodeCall
+from harness.tasks.decoding.prefill_call import PrefillCall
 from kernels.decode.rotary import Rotary
+from kernels.decode.steps.operators import MatmulDecoder
 
 DECODE = ("task=decode", "attention=standard", *SHORT)
 SMALL = (*DECODE, "task.num_heads=4", "task.num_kv_heads=2", "task.head_dim=8", "batch_size=3")
@@ -346,7 +346,7 @@ class TestCounting:
         assert counted == {"unit": "operator", "kernels": 2.0, "launches": 2.0}
 
     def test_bandwidth_is_measured_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from harness.copy_bandwidth import copy_bandwidth_gb_s
+        from harness.bench.copy_bandwidth import copy_bandwidth_gb_s
 
         bench = Bench(device=torch.device("cpu"))
         first = copy_bandwidth_gb_s(bench)
@@ -356,7 +356,7 @@ class TestCounting:
     def test_matmuls_are_measured_once_for_each_dtype(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from harness.matmul_rate import MATMUL_SIZE, matmul_tflops
+        from harness.bench.matmul_rate import MATMUL_SIZE, matmul_tflops
 
         monkeypatch.setitem(MATMUL_SIZE, "cpu", 256)
         bench = Bench(device=torch.device("cpu"))

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels import BACKENDS, AttentionProblem
-from kernels._graph import GraphedStep, require_static
-from kernels.auto import CHAINS, DECODE_CHAINS, choose_decode, decode_chain_of
+from kernels.backends.auto import CHAINS, DECODE_CHAINS, choose_decode, decode_chain_of
 from kernels.decode.rotary import Rotary, apply_rotary, rotary_table
 from kernels.decoding import DecodeOnly
+from kernels.launching.graphs import GraphedStep, require_static
 
 KEY_VALUE = ("standard", "sdpa", "sdpa_math", "auto", "flash_decode")
 LATENT = ("mla_absorbed", "mla_materialised", "auto")
@@ -299,9 +299,9 @@ class TestAuto:
 
     def test_the_chain_follows_the_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert decode_chain_of("cpu") == DECODE_CHAINS["CPU"]
-        monkeypatch.setattr("kernels.auto.chain_of", lambda device: CHAINS["sm_90"])
+        monkeypatch.setattr("kernels.backends.auto.chain_of", lambda device: CHAINS["sm_90"])
         assert decode_chain_of("cuda") == DECODE_CHAINS["sm_90"]
-        monkeypatch.setattr("kernels.auto.chain_of", lambda device: CHAINS["older GPUs"])
+        monkeypatch.setattr("kernels.backends.auto.chain_of", lambda device: CHAINS["older GPUs"])
         assert decode_chain_of("cuda") == DECODE_CHAINS["other GPUs"]
 
     def test_on_this_cpu(self) -> None:

@@ -11,9 +11,9 @@ import torch
 from fake_driver import FACTS, STREAM, Compiled, Driver, Kernel, install, number
 from torch import Tensor
 
-from kernels import _launch as launch
-from kernels._driver_launch import DriverLaunch, NotKnown
-from kernels._launch import Launch
+from kernels.launching import prepared as launch
+from kernels.launching.driver import DriverLaunch, NotKnown
+from kernels.launching.prepared import Launch
 
 SIGNATURE = {
     "x_desc": "tensordesc<bf16[1, 64],layout>",

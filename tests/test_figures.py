@@ -19,7 +19,8 @@ from records import (
     profile_examples,
 )
 
-from harness.figure import (
+from harness.analysis.frame import build_frame
+from harness.render.figure import (
     FIGURES,
     CaptionedFigure,
     build_figure,
@@ -28,10 +29,9 @@ from harness.figure import (
     marker,
     wrap_titles,
 )
-from harness.figures._roof import draw_roof
-from harness.figures._split_panels import LINE_STYLES
-from harness.frame import build_frame
-from harness.record import Record
+from harness.render.roof import draw_roof
+from harness.reports.context.split_panels import LINE_STYLES
+from harness.store.record import Record
 from kernels.backend import BACKENDS
 from parallel.strategy import STRATEGIES
 

@@ -16,9 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import flash_triton
 from kernels.backend import Packing
-from kernels.flash import dispatch, hopper, operator, pairing
+from kernels.backends import flash_triton
+from kernels.flash import dispatch, operator
+from kernels.flash.hopper import launch as hopper
+from kernels.flash.hopper import pairing
 from kernels.flash.problem import Problem, describe
 
 ROOT = Path(__file__).parent.parent
@@ -271,7 +273,7 @@ class TestPairs:
 
 @pytest.mark.skipif(not hopper.plain.INTERPRETED, reason="runs under Triton's interpreter")
 def test_parts_add_up() -> None:
-    from kernels.flash.hopper_rows import sum_parts
+    from kernels.flash.hopper.rows import sum_parts
 
     torch.manual_seed(4)
     dk_parts, dv_parts = torch.randn(2, 2, 3 * 2, 70, 40)

@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from kernels import flash_triton
-from kernels.auto import Auto
-from kernels.flash import flash_attention, function, native
+from kernels.backends import flash_triton
+from kernels.backends.auto import Auto
+from kernels.flash import flash_attention, function
+from kernels.flash.hopper import native
 
 PASS = ["flash_forward", "row_statistics", "flash_backward", "finish_dq"]
 
@@ -495,7 +496,7 @@ class TestRecords:
     ) -> None:
         q, k, v, do = inputs()
         chosen = flash_triton.FlashTriton(name="flash_triton")
-        monkeypatch.setattr("kernels._auto.backend_of_call", lambda *call: chosen)
+        monkeypatch.setattr("kernels.backends._auto.backend_of_call", lambda *call: chosen)
         for noted in ({}, {"autograd": "native"}):
             notes: dict[str, Any] = {}
             backend = Auto(name="auto")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kernels.flash import native
+from kernels.flash.hopper import native
 
 
 @pytest.fixture

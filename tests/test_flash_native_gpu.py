@@ -9,7 +9,8 @@ import torch
 from native_node import NODE, ON_HOPPER, run
 from torch import Tensor
 
-from kernels.flash import flash_attention, native
+from kernels.flash import flash_attention
+from kernels.flash.hopper import native
 
 
 def random(*shape: int, seed: int, transposed: bool = False) -> Tensor:

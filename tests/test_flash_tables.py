@@ -16,14 +16,14 @@ from matplotlib.offsetbox import AnnotationBbox
 from profiles import row_of
 from records import ENVIRONMENT, Samples, make_record
 
-from harness.compose import compose_request
-from harness.figure import COLOURS, FIGURES, STYLE, colour, draw, marker
-from harness.figures._panels import whole_calls
-from harness.frame import build_frame
-from harness.launchers import local
-from harness.record import Record
-from harness.render import to_csv, to_markdown
-from harness.table import build_table
+from harness.analysis.frame import build_frame
+from harness.render.figure import COLOURS, FIGURES, STYLE, colour, draw, marker
+from harness.render.files import to_csv, to_markdown
+from harness.render.panels import whole_calls
+from harness.render.table import build_table
+from harness.request.compose import compose_request
+from harness.run.launchers import local
+from harness.store.record import Record
 from kernels import BACKENDS
 
 GOLDEN = Path(__file__).parent / "golden"

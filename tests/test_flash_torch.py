@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import AttentionProblem
-from kernels._flash_torch import FlashTorch as Function
-from kernels._flash_torch import Tiling
-from kernels.flash_torch import FlashTorch
+from kernels.backends.flash_torch import FlashTorch
+from kernels.flash.pytorch import FlashTorch as Function
+from kernels.flash.pytorch import Tiling
 from kernels.toolchain import why_not_compile
 
 LENGTHS = [(33, 33), (64, 64), (16, 16), (1, 40), (40, 1), (21, 50), (50, 21), (7, 0)]

@@ -23,7 +23,7 @@ pytestmark = [*RUNS_TRITON, pytest.mark.usefixtures("exact_float32")]
 @pytest.fixture
 def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache folder and a device that no table knows."""
-    from kernels.flash import configs
+    from kernels.flash.any_gpu import configs
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(configs, "_device_facts", lambda device: ("Some GPU", 100 * 1024))
@@ -48,7 +48,7 @@ class TestConfigs:
     SLOW: ClassVar = {"block_q": 16, "block_k": 16, "num_warps": 1, "num_stages": 1}
 
     def test_rows_are_named_by_what_matters(self) -> None:
-        from kernels.flash.configs import shape_class
+        from kernels.flash.any_gpu.configs import shape_class
 
         assert shape_class("forward", facts()) == self.ROW
         other = facts(dtype=torch.float32, precision="tf32", head_dim=80, causal=False, q_len=1,
@@ -57,7 +57,7 @@ class TestConfigs:
 
     def test_order(self, tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """The shipped table, then the user's, then a search if asked for, then the rule."""
-        from kernels.flash import configs
+        from kernels.flash.any_gpu import configs
 
         def measure(config: configs.TileConfig) -> float:
             return 1.0 if config == wanted else 2.0
@@ -74,7 +74,7 @@ class TestConfigs:
         assert configs.choose("forward", facts()) == pinned
 
     def test_search_skips_what_fails_and_counts_its_time(self, tables: Path) -> None:
-        from kernels.flash import configs
+        from kernels.flash.any_gpu import configs
 
         found = configs.candidates("backward_dq", facts(), 100 * 1024)
         before = configs.autotune_seconds()
@@ -96,7 +96,7 @@ class TestConfigs:
 
     @pytest.mark.parametrize("text", ["{", "[]", '{"row": {"block_q": 1}}', '{"row": 3}', "null"])
     def test_corrupt_file(self, tables: Path, text: str) -> None:
-        from kernels.flash import configs
+        from kernels.flash.any_gpu import configs
 
         tables.parent.mkdir(parents=True)
         tables.write_text(text, encoding="utf-8")
@@ -106,7 +106,7 @@ class TestConfigs:
 
     def test_many_writers(self, tables: Path) -> None:
         """A reader sees a whole table at any moment."""
-        from kernels.flash import configs
+        from kernels.flash.any_gpu import configs
 
         table = {f"row{i}": configs.TileConfig(**self.SLOW) for i in range(50)}
         writers = [
@@ -122,7 +122,7 @@ class TestConfigs:
         assert [path.name for path in tables.parent.iterdir()] == [tables.name]
 
     def test_shipped_table(self) -> None:
-        from kernels.flash import configs
+        from kernels.flash.any_gpu import configs
 
         path = Path(configs.__file__).with_name("pinned.json")
         for rows in json.loads(path.read_text(encoding="utf-8")).values():
@@ -138,7 +138,7 @@ class TestConfigs:
     @pytest.mark.parametrize("kernel", ["forward", "backward_dkv", "backward_dq"])
     @pytest.mark.parametrize("shared_memory_kib", [48, 64, 99, 163, 227])
     def test_every_gpu_has_a_candidate(self, kernel: str, shared_memory_kib: int) -> None:
-        from kernels.flash import configs
+        from kernels.flash.any_gpu import configs
 
         for dtype, head_dim in itertools.product(CLOSENESS, (16, 64, 128, 256)):
             problem = facts(dtype=dtype, head_dim=head_dim)
@@ -148,7 +148,9 @@ class TestConfigs:
     def test_autotuning_leaves_the_accumulator_alone(
         self, tables: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from kernels.flash import configs, operator, plain
+        from kernels.flash import operator
+        from kernels.flash.any_gpu import configs
+        from kernels.flash.any_gpu import launch as plain
 
         q, k, v, _ = inputs(q_len=20, kv_len=20)
         o, lse = operator.forward(q, k, v, causal=True, scale=0.3)

@@ -11,12 +11,12 @@ from omegaconf import OmegaConf
 from records import ENVIRONMENT, make_record
 from status_examples import step_samples
 
-from harness.frame import build_frame
-from harness.hardware import FOLDER, find_hardware
-from harness.record import STATUSES
-from harness.render import to_markdown
-from harness.stats import median_ratio, quartiles, slowest_rank
-from harness.table import TABLES, build_table
+from harness.analysis.frame import build_frame
+from harness.analysis.stats import median_ratio, quartiles, slowest_rank
+from harness.cases.hardware import FOLDER, find_hardware
+from harness.render.files import to_markdown
+from harness.render.table import TABLES, build_table
+from harness.store.record import STATUSES
 
 
 class TestStatistics:

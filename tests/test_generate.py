@@ -14,9 +14,9 @@ from decoding import backend_of
 from profiles import case_of, run
 from torch import Tensor
 
-from harness.bench import WrongResult
-from harness.copy_bandwidth import COPY_BYTES, measured_gb_s
-from harness.worker import why_unsupported
+from harness.bench.bench import WrongResult
+from harness.bench.copy_bandwidth import COPY_BYTES, measured_gb_s
+from harness.run.worker import why_unsupported
 from kernels.caches import CACHES
 from models.accounting import count_parameters
 from models.config import ModelConfig

@@ -9,7 +9,7 @@ from itertools import accumulate
 import pytest
 from gluon_model import ProtocolError, run_program
 
-from kernels.flash.pairing import key_tile_counts, programs
+from kernels.flash.hopper.pairing import key_tile_counts, programs
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 

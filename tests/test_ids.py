@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.case import Case
+from harness.cases.case import Case
 
 RESULTS = Path(__file__).parent.parent / "results"
 RECORDS = sorted(RESULTS.glob("*/records/*.json"))

@@ -20,19 +20,19 @@ from ranks import on_ranks
 from torch import distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from harness.bench import Bench, PhaseTimer
-from harness.figure import draw
-from harness.frame import build_frame
+from harness.analysis.frame import build_frame
+from harness.bench.bench import Bench, PhaseTimer
+from harness.bench.program import Program
 from harness.profilers import nsight
-from harness.profilers._categories import kernel_category, operator_category, operator_cost
-from harness.profilers._kernels import merge, summarise
-from harness.profilers._nsys import read_nsys
-from harness.profilers._ranges import RANGES, ranges_on
-from harness.profilers._trace import read_chrome_trace, trace_events
 from harness.profilers.torch_profiler import TorchProfiler
-from harness.program import Program
-from harness.record import Record
-from harness.worker import why_unsupported
+from harness.profilers.traces.categories import kernel_category, operator_category, operator_cost
+from harness.profilers.traces.kernels import merge, summarise
+from harness.profilers.traces.nsys import read_nsys
+from harness.profilers.traces.ranges import RANGES, ranges_on
+from harness.profilers.traces.trace import read_chrome_trace, trace_events
+from harness.render.figure import draw
+from harness.run.worker import why_unsupported
+from harness.store.record import Record
 from kernels.ranges import named_range, ranges_made_by
 from models.transformer import Transformer
 
@@ -297,7 +297,7 @@ class TestNsys:
         calls = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
         assert [call[0] for call in calls] == ["profile", "export"]
         assert "--capture-range=cudaProfilerApi" in calls[0]
-        assert calls[0][-2] == "harness.profilers._nsys_child"
+        assert calls[0][-2] == "harness.profilers.traces.nsys_child"
         program.write_text(f"#!{sys.executable}\nimport sys\nsys.exit('no permission')\n")
         with pytest.raises(RuntimeError, match="nsys profile ended with code 1: no permission"):
             case.profile.after(case, bench)  # type: ignore[union-attr]

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from kernels import BACKENDS, AttentionBackend, AttentionProblem, accounting
-from kernels._reference import ROWS, TOLERANCE, check_slice
+from kernels.reference import ROWS, TOLERANCE, check_slice
 from kernels.toolchain import why_not_compile
-from parallel.context_parallel import kernels
+from parallel.context.attention import kernels
 
 NO_CUDA = "needs a CUDA device, and torch sees none"
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_CUDA)

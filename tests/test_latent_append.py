@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton_device import CLOSENESS, DEVICE, RUNS_TRITON, randn
 
-from harness.launches import count_launches
-from kernels._absorbed_kernel_steps import per_head_in_token_order
+from harness.bench.launches import count_launches
 from kernels.decode import Rotary, latent_append
+from kernels.decode.steps.absorbed_kernels import per_head_in_token_order
 
 pytestmark = RUNS_TRITON
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parallel.balance import Balance, attended, count_flops, tiled
-from parallel.layouts import (
+from parallel.context.blocks.balance import Balance, attended, count_flops, tiled
+from parallel.context.blocks.layouts import (
     LAYOUTS,
     Block,
     Contiguous,

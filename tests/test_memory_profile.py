@@ -17,14 +17,12 @@ from profiles import TINY, case_of, rows_of, run, table_of
 from ranks import on_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from harness.bench import Bench
-from harness.case import Case
-from harness.figure import draw
-from harness.frame import build_frame
-from harness.profilers import _cpu_memory
-from harness.profilers._memory import summarise
-from harness.profilers._memory_page import write_page
-from harness.profilers._snapshot import (
+from harness.analysis.frame import build_frame
+from harness.bench.bench import Bench
+from harness.cases.case import Case
+from harness.profilers.allocations import cpu as _cpu_memory
+from harness.profilers.allocations.page import write_page
+from harness.profilers.allocations.snapshot import (
     CATEGORIES,
     ROOT,
     KnownTensor,
@@ -34,8 +32,10 @@ from harness.profilers._snapshot import (
     read_timeline,
     told,
 )
+from harness.profilers.allocations.step import summarise
 from harness.profilers.memory import MemoryProfiler
-from harness.record import Record
+from harness.render.figure import draw
+from harness.store.record import Record
 
 KIB = 1024
 
@@ -48,7 +48,7 @@ MODEL = [
     frame("/x/site-packages/torch/nn/functional.py", 3, "linear"),
     frame(f"{ROOT}/models/transformer.py", 7),
 ]
-RING = [frame(f"{ROOT}/parallel/_send_recv.py", 9, "start"), *MODEL]
+RING = [frame(f"{ROOT}/parallel/context/transports/send_recv.py", 9, "start"), *MODEL]
 
 
 def entry(action: str, address: int, size: int, time_us: int, frames: Any = ()) -> dict[str, Any]:

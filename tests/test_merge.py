@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels._merge import merge
+from kernels.merge import merge
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -47,7 +47,7 @@ def test_is_one_softmax(shape: tuple[int, ...], dtype: torch.dtype, fused: bool)
     o, lse, new_o, new_lse = parts(shape, dtype)
     expected = by_torch(o, lse, new_o, new_lse)
     if fused:
-        from kernels import _merge_kernel
+        from kernels import merge_kernel as _merge_kernel
 
         assert _merge_kernel.takes(o, new_o)
         got = _merge_kernel.merge(o, lse, new_o, new_lse)
@@ -64,7 +64,7 @@ def test_is_one_softmax(shape: tuple[int, ...], dtype: torch.dtype, fused: bool)
 @needs_triton
 def test_views_with_other_strides() -> None:
     """As packed batches come: [T, H, D] seen as [H, T, D], and lse [H, T] of a longer one."""
-    from kernels import _merge_kernel
+    from kernels import merge_kernel as _merge_kernel
 
     o, lse, new_o, new_lse = parts((5, 44, 24))
     expected = by_torch(o, lse, new_o, new_lse)
@@ -78,7 +78,7 @@ def test_views_with_other_strides() -> None:
 
 @needs_triton
 def test_what_the_kernel_leaves_to_pytorch() -> None:
-    from kernels import _merge_kernel
+    from kernels import merge_kernel as _merge_kernel
 
     o, _, new_o, _ = parts((2, 3, 8, 16))
     assert not _merge_kernel.takes(o.bfloat16(), new_o)

@@ -19,7 +19,7 @@ from test_kernels import attention_by_definition
 from torch import Tensor
 
 from kernels import BACKENDS, AttentionBackend, AttentionProblem, Packing
-from kernels import _flash_library as library
+from kernels.libraries import flash_attention as library
 
 NAMES = ("flash_attn_2", "flash_attn_3", "flash_attn_4")
 DISTRIBUTIONS = dict(zip(NAMES, ("flash-attn", "flash-attn-3", "flash-attn-4"), strict=True))

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from harness.bench import Bench
-from harness.case import Case
-from harness.compose import compose_request
-from harness.frame import build_frame
-from harness.record import Record
-from harness.table import Table, build_table
-from harness.tasks._precision_audit import compare
-from harness.worker import why_unsupported
+from harness.analysis.frame import build_frame
+from harness.bench.bench import Bench
+from harness.cases.case import Case
+from harness.render.table import Table, build_table
+from harness.request.compose import compose_request
+from harness.run.worker import why_unsupported
+from harness.store.record import Record
+from harness.tasks.precision.audit import compare
 
 TOY = ("task=precision_audit_toy", "batch_size=4")
 TINY = ("task=precision_audit", "model=tiny", "model.num_layers=2", "seq_len=16", "batch_size=2")

@@ -9,13 +9,13 @@ import statistics
 
 import pytest
 
-from harness.compose import compose_request
-from harness.config import ROOT
-from harness.document_command import ROWS_IN_MARKDOWN
-from harness.format import ABSENT, number
-from harness.profiler import PROFILERS
-from harness.readme import refreshed
-from harness.task import TASKS
+from harness.cases.format import ABSENT, number
+from harness.cases.profiler import PROFILERS
+from harness.cases.task import TASKS
+from harness.commands.readme import refreshed
+from harness.commands.writeup import ROWS_IN_MARKDOWN
+from harness.request.compose import compose_request
+from harness.request.config import ROOT
 from kernels.caches.choice import CACHES
 from parallel import BACKENDS, STRATEGIES
 
@@ -48,7 +48,7 @@ def test_every_sweep_is_named() -> None:
 
 def test_tables_are_those_of_the_committed_results() -> None:
     assert README.count("<!-- table: ") == 2
-    assert refreshed(README) == README, "run python -m harness.readme"
+    assert refreshed(README) == README, "run python -m harness.commands.readme"
 
 
 def test_kernel_rates_are_those_of_the_committed_leaderboard() -> None:

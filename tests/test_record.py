@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from records import make_record
 
-from harness.record import STATUSES, Phase, Record, RecordError, RecordStore
+from harness.store.record import STATUSES, Phase, Record, RecordError, RecordStore
 
 TESTS = Path(__file__).parent
 
@@ -211,7 +211,7 @@ class TestReading:
         """Readers see whole records only, and each one that they have seen stays."""
         code = (
             "import sys; from pathlib import Path; from records import make_record;"
-            "from harness.record import RecordStore; store = RecordStore(Path(sys.argv[1]));"
+            "from harness.store.record import RecordStore; store = RecordStore(Path(sys.argv[1]));"
             "samples = {'step': [[1.25] * 2000]};"
             "[store.write(make_record(seed=seed, samples_ms=samples)) for seed in range(80)]"
         )
@@ -289,7 +289,7 @@ def test_json_round_trip(record: Record) -> None:
 CLAIM = """
 import sys
 from pathlib import Path
-from harness.record import RecordStore
+from harness.store.record import RecordStore
 store = RecordStore(Path(sys.argv[1]))
 with store.claim(sys.argv[2], wait=sys.argv[3] == "wait") as mine:
     print("mine" if mine else "taken", flush=True)

@@ -18,10 +18,10 @@ from records import (
 )
 from status_examples import status_examples
 
-from harness import report
-from harness.record import Record, RecordStore
-from harness.render import render_sweep
-from harness.table import TABLES
+from harness.commands import report
+from harness.render.files import render_sweep
+from harness.render.table import TABLES
+from harness.store.record import Record, RecordStore
 
 FIGURES = [
     *("attention_memory", "attention_scaling", "precision", "speedup", "step_time"),
@@ -93,7 +93,7 @@ class TestSweep:
             write_results(folder, ordered)
             write_plan(folder, "all", records, tables=TABLES.names(), figures=FIGURES)
             subprocess.run(
-                [sys.executable, "-m", "harness.report", str(folder)],
+                [sys.executable, "-m", "harness.commands.report", str(folder)],
                 check=True,
                 cwd=Path(__file__).parents[1],
                 env={**os.environ, "PYTHONHASHSEED": str(len(contents) + 1)},
@@ -166,8 +166,8 @@ class TestReportCommand:
 
 def test_nothing_here_imports_torch() -> None:
     code = (
-        "import sys; from harness import report; from harness.table import TABLES; "
-        "from harness.figure import FIGURES; TABLES.names(); FIGURES.names(); "
+        "import sys; from harness import report; from harness.render.table import TABLES; "
+        "from harness.render.figure import FIGURES; TABLES.names(); FIGURES.names(); "
         "sys.exit('torch' in sys.modules)"
     )
     root = Path(__file__).parents[1]

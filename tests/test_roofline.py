@@ -10,12 +10,12 @@ import torch
 from profiles import case_of, rows_of, run, table_of
 from records import make_record
 
-from harness.bench import WrongResult
-from harness.compose import compose_request
-from harness.figure import draw
-from harness.figures._roof import DATASHEET, MEASURED, with_measured_roof
-from harness.frame import build_frame
-from harness.record import Record
+from harness.analysis.frame import build_frame
+from harness.bench.bench import WrongResult
+from harness.render.figure import draw
+from harness.render.roof import DATASHEET, MEASURED, with_measured_roof
+from harness.request.compose import compose_request
+from harness.store.record import Record
 
 SMALL = (
     *("task=roofline", "task.copy_mib=1", "task.matmul_size=64"),

@@ -20,17 +20,18 @@ import pytest
 from conftest import Command
 from fault_folders import Folder, no_process_left, wait_until
 
-import harness.rounds
-from harness import runner, session
-from harness.case import Case
-from harness.compose import compose_request
-from harness.plan import SETUP_S, make_plan, predicted_seconds
-from harness.record import Record, RecordStore
-from harness.rounds import RoundStore
-from harness.run_folder import RunFolder, TaskState
-from harness.runner import Runner, RunOptions
-from harness.slurm_task import Leader, ShareTask, _Watchful
-from harness.workers import Reply
+import harness.store.rounds
+from harness.cases.case import Case
+from harness.request import session
+from harness.request.compose import compose_request
+from harness.request.plan import SETUP_S, make_plan, predicted_seconds
+from harness.run import runner
+from harness.run.run_folder import RunFolder, TaskState
+from harness.run.runner import Runner, RunOptions
+from harness.run.slurm.task import Leader, ShareTask, _Watchful
+from harness.run.workers import Reply
+from harness.store.record import Record, RecordStore
+from harness.store.rounds import RoundStore
 
 ENVIRONMENT = {
     "torch": "2.11.0",
@@ -279,7 +280,7 @@ def change(key: str, value: Any) -> Callable[[Host, pytest.MonkeyPatch], None]:
 
 
 def edit_code(host: Host, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(harness.rounds, "_code", lambda: "edited")
+    patch.setattr(harness.store.rounds, "_code", lambda: "edited")
 
 
 class TestOtherConditions:
@@ -363,8 +364,8 @@ class TestOtherConditions:
         found = []
         for text in ("x = 1", "x = 2", "x = 1"):
             file.write_text(text)
-            monkeypatch.setattr(harness.rounds, "__file__", str(tmp_path / "harness" / "rounds.py"))
-            found.append(harness.rounds._code.__wrapped__())
+            monkeypatch.setattr(harness.store.rounds, "ROOT", tmp_path)
+            found.append(harness.store.rounds._code.__wrapped__())
         assert found[0] == found[2] != found[1]
 
 
@@ -465,7 +466,7 @@ class TestEndings:
             raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as patch:
-            patch.setattr(harness.rounds.os, "fsync", full)
+            patch.setattr(harness.store.rounds.os, "fsync", full)
             bench.store.write = lambda record: bench.path  # type: ignore[method-assign]
             bench.run(rounds=2)
         lines = capsys.readouterr().err.splitlines()

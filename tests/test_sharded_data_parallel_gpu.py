@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from parallel.data_parallel import FSDP, BucketedDDP, Zero1, Zero2, optimizer_of_parts
+from parallel.data import FSDP, BucketedDDP, Zero1, Zero2, optimizer_of_parts
 
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 

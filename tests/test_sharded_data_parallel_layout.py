@@ -9,9 +9,9 @@ from ranks import on_ranks
 from test_data_parallel import IN_PARTS, Plain, Tied, Wrap, case_of, fsdp
 from torch import nn
 
-from parallel.data_parallel import FSDP, Zero1, optimizer_of_parts
-from parallel.data_parallel.blocks import blocks_of, parameters_of_blocks
-from parallel.data_parallel.flat import ALIGNMENT, FlatLayout
+from parallel.data import FSDP, Zero1, optimizer_of_parts
+from parallel.data.blocks import blocks_of, parameters_of_blocks
+from parallel.data.flat import ALIGNMENT, FlatLayout
 
 
 class TestLayout:

@@ -30,9 +30,9 @@ from test_data_parallel import (
 from torch import Tensor, nn
 
 from parallel import STRATEGIES
-from parallel.data_parallel import FSDP, Zero1, Zero2, fsdp_weights, optimizer_of_parts, zero
-from parallel.data_parallel.flat import ALIGNMENT, Averaging, start_all_gather
-from parallel.data_parallel.parts import PartAverage
+from parallel.data import FSDP, Zero1, Zero2, fsdp_weights, optimizer_of_parts, zero
+from parallel.data.flat import ALIGNMENT, Averaging, start_all_gather
+from parallel.data.parts import PartAverage
 
 
 def shares(group: dist.ProcessGroup, wrap: Wrap) -> dict[str, int]:

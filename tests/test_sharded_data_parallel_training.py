@@ -28,8 +28,8 @@ from test_data_parallel import (
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from parallel.data_parallel import FSDP, AgreeingGradScaler, optimizer_of_parts, zero
-from parallel.data_parallel.flat import start_all_gather
+from parallel.data import FSDP, AgreeingGradScaler, optimizer_of_parts, zero
+from parallel.data.flat import start_all_gather
 
 Kind = type[torch.optim.Optimizer]
 

@@ -11,8 +11,8 @@ from ranks import on_ranks
 from test_data_parallel import case_of, train_case, train_case_on_rank
 from torch import Tensor, nn
 
-from harness.tasks.train_step import TrainStep
-from parallel.data_parallel import ShardedOptimizer
+from harness.tasks.training.train_step import TrainStep
+from parallel.data import ShardedOptimizer
 
 SIZES = [(6, 10), (3,), (20,), (5, 5), (7,)]
 """60, 3, 20, 25 and 7 elements: 115 in all."""

@@ -27,7 +27,7 @@ REQUIRED = bool(os.environ.get("ATTNBENCH_REQUIRE_SLURM"))
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
 
-CANCEL = "import sys; from harness.status import cancel_main; sys.exit(cancel_main())"
+CANCEL = "import sys; from harness.commands.status import cancel_main; sys.exit(cancel_main())"
 
 FAST = ("launcher=slurm", "launcher.gpus_per_node=2", "launcher.poll_s=0.5")
 
@@ -59,7 +59,7 @@ class Submitted(Folder):
     def status(self) -> dict[str, dict[str, str]]:
         """By case id, what attnbench-status says."""
         done = subprocess.run(
-            [sys.executable, "-m", "harness.status", "--json", str(self.results)],
+            [sys.executable, "-m", "harness.commands.status", "--json", str(self.results)],
             cwd=ROOT,
             capture_output=True,
             text=True,

@@ -14,21 +14,22 @@ from typing import Any
 
 import pytest
 
-from harness import run_folder, slurm
-from harness.agents import AgentError, Hosts, _Link, clocks_differ, serve_agent
-from harness.case import Case
-from harness.compose import Request, compose_request
-from harness.config import CONF, choices
-from harness.launcher import LaunchError
-from harness.launchers.slurm import Slurm, active_cases
-from harness.rank_process import RankStart
-from harness.record import SCHEMA, Record, RecordStore
-from harness.run_folder import RunFolder, TaskState, runs_of
-from harness.runner import Runner, RunOptions
-from harness.session import run_request
-from harness.shares import Shape, pack, shape_of
-from harness.status import cancel_main, look
-from harness.status import main as status_main
+from harness.cases.case import Case
+from harness.commands.status import cancel_main, look
+from harness.commands.status import main as status_main
+from harness.request.compose import Request, compose_request
+from harness.request.config import CONF, choices
+from harness.request.session import run_request
+from harness.run import run_folder
+from harness.run.agents import AgentError, Hosts, _Link, clocks_differ, serve_agent
+from harness.run.launcher import LaunchError
+from harness.run.launchers.slurm import Slurm, active_cases
+from harness.run.rank_process import RankStart
+from harness.run.run_folder import RunFolder, TaskState, runs_of
+from harness.run.runner import Runner, RunOptions
+from harness.run.slurm import commands as slurm
+from harness.run.slurm.shares import Shape, pack, shape_of
+from harness.store.record import SCHEMA, Record, RecordStore
 
 SMALL = ("device=cpu", "model=tiny", "batch_size=12", "launcher=slurm")
 

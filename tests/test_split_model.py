@@ -11,12 +11,12 @@ import torch.distributed as dist
 from ranks import GROUPS, on_ranks
 from torch import Tensor, nn
 
-from harness.case import Case
-from harness.compose import compose_request
-from harness.tasks._batch import Batch, split_batch, whole_batch
+from harness.cases.case import Case
+from harness.request.compose import compose_request
+from harness.tasks.training.batch import Batch, split_batch, whole_batch
 from kernels import BACKENDS
 from models.transformer import Transformer, cross_entropy
-from parallel._gradients import average
+from parallel.data.averaging import average
 
 CPU = torch.device("cpu")
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 from records import ENVIRONMENT
 
-from harness.bench import Bench
-from harness.compose import compose_request
-from harness.figure import FIGURES, draw
-from harness.format import ABSENT
-from harness.frame import build_frame
-from harness.record import Phase, Record
-from harness.table import Table, build_table
-from harness.tables._split import split_calls
+from harness.analysis.frame import build_frame
+from harness.bench.bench import Bench
+from harness.cases.format import ABSENT
+from harness.render.figure import FIGURES, draw
+from harness.render.table import Table, build_table
+from harness.reports.context.split_rows import split_calls
+from harness.request.compose import compose_request
+from harness.store.record import Phase, Record
 
 SHAPE = (
     *("task=attention", "task.num_heads=4", "task.num_kv_heads=2", "task.head_dim=64"),

@@ -8,8 +8,8 @@ from unittest import mock
 import torch
 from torch.profiler import profile
 
-from harness.bench import Bench
-from harness.step_trace import STEPS, note_timeline
+from harness.bench.bench import Bench
+from harness.bench.step_trace import STEPS, note_timeline
 
 
 def test_steps_are_finished_before_the_profiler_moves_on() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from records import make_record, make_strategy_record
 
-from harness.frame import build_frame
-from harness.table import build_table
+from harness.analysis.frame import build_frame
+from harness.render.table import build_table
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from harness.figure import FIGURES
-from harness.launcher import LAUNCHERS
-from harness.table import TABLES
-from harness.task import TASKS
+from harness.cases.task import TASKS
+from harness.render.figure import FIGURES
+from harness.render.table import TABLES
+from harness.run.launcher import LAUNCHERS
 from kernels import BACKENDS
 from kernels.registry import Registry
 from parallel import STRATEGIES
@@ -87,12 +87,12 @@ class TestLightness:
     @pytest.mark.parametrize(
         "statement",
         [
-            "import harness.cli",
-            "import harness.compose",
-            "import harness.session",
-            "import harness.report",
-            "from harness.config import registered_choices; registered_choices()",
-            "from harness.table import TABLES; TABLES.discover()",
+            "import harness.commands.attnbench",
+            "import harness.request.compose",
+            "import harness.request.session",
+            "import harness.commands.report",
+            "from harness.request.config import registered_choices; registered_choices()",
+            "from harness.render.table import TABLES; TABLES.names()",
             "import models.accounting, models.config",
         ],
     )

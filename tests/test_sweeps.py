@@ -8,15 +8,15 @@ import math
 import pytest
 import yaml
 
-from harness.case import Case
-from harness.compose import Request, compose_request
-from harness.config import CONF, GROUPS, SWEEPS, choices, registered_choices
-from harness.figure import FIGURES
-from harness.launchers import local
-from harness.plan import predicted_seconds
-from harness.runner import comparison_groups
-from harness.sweep import AD_HOC, load_sweep
-from harness.table import TABLES
+from harness.cases.case import Case
+from harness.cases.sweep import AD_HOC, load_sweep
+from harness.render.figure import FIGURES
+from harness.render.table import TABLES
+from harness.request.compose import Request, compose_request
+from harness.request.config import CONF, GROUPS, SWEEPS, choices, registered_choices
+from harness.request.plan import predicted_seconds
+from harness.run.launchers import local
+from harness.run.runner import comparison_groups
 
 NAMES = sorted(path.stem for path in SWEEPS.glob("*.yaml"))
 

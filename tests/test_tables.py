@@ -27,13 +27,13 @@ from records import (
 from rich.console import Console
 from status_examples import status_examples, step_samples
 
-from harness.figure import _below
-from harness.format import integer, number, with_spread
-from harness.frame import build_frame
-from harness.latex import escape, to_latex
-from harness.record import Record
-from harness.render import render_terminal, to_csv, to_markdown
-from harness.table import TABLES, build_table
+from harness.analysis.frame import build_frame
+from harness.cases.format import integer, number, with_spread
+from harness.render.figure import _below
+from harness.render.files import render_terminal, to_csv, to_markdown
+from harness.render.latex import escape, to_latex
+from harness.render.table import TABLES, build_table
+from harness.store.record import Record
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from harness.bench import Bench, PhaseTimer
-from harness.case import Case
-from harness.compose import compose_request
-from harness.profilers._ranges import RangeTimer
+from harness.bench.bench import Bench, PhaseTimer
+from harness.cases.case import Case
+from harness.profilers.traces.ranges import RangeTimer
+from harness.request.compose import compose_request
 from kernels import AttentionProblem, accounting
 
 

@@ -11,12 +11,12 @@ from ranks import on_ranks
 from records import make_record
 from tensor_parallel_training import CPU, MODEL, ON_FOUR, case_of
 
-from harness.bench import Bench
-from harness.case import Case
-from harness.compose import compose_request
-from harness.frame import build_frame
+from harness.analysis.frame import build_frame
+from harness.bench.bench import Bench
+from harness.cases.case import Case
+from harness.request.compose import compose_request
 from parallel import STRATEGIES
-from parallel.data_parallel import AgreeingGradScaler
+from parallel.data import AgreeingGradScaler
 
 
 def groups_of(group: dist.ProcessGroup) -> dict[str, list[int]]:

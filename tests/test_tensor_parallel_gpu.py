@@ -16,9 +16,9 @@ from ranks import device_of, on_gpus
 from tensor_parallel_training import BOUNDS, case_of, train_on_mesh, train_one_process
 from torch import Tensor
 
-from harness.bench import Bench
-from harness.case import Case
-from harness.compose import compose_request
+from harness.bench.bench import Bench
+from harness.cases.case import Case
+from harness.request.compose import compose_request
 
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 

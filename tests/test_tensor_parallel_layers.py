@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from harness.case import Case
-from harness.tasks._batch import whole_batch
+from harness.cases.case import Case
+from harness.tasks.training.batch import whole_batch
 from models import accounting
 from models.transformer import NO_TARGET, cross_entropy
-from parallel.tensor_parallel import (
+from parallel.tensor import (
     ColumnParallel,
     GatherInput,
     RowParallel,
@@ -29,7 +29,7 @@ from parallel.tensor_parallel import (
     split_transformer,
     vocab_parallel_cross_entropy,
 )
-from parallel.tensor_parallel.moves import gather_sequence, scatter_sum, summed_gradient
+from parallel.tensor.moves import gather_sequence, scatter_sum, summed_gradient
 
 
 def shapes_of(group: dist.ProcessGroup, case: Case) -> dict[str, Any]:

@@ -23,17 +23,17 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from harness.case import Case
-from harness.tasks._batch import whole_batch
+from harness.cases.case import Case
+from harness.tasks.training.batch import whole_batch
 from models.transformer import cross_entropy
 from parallel import STRATEGIES
-from parallel.tensor_parallel import (
+from parallel.tensor import (
     gradient_norm,
     split_transformer,
     vocab_parallel_cross_entropy,
     whole_parameters,
 )
-from parallel.tensor_parallel.plan import split_dim
+from parallel.tensor.plan import split_dim
 
 
 def train_fully_sharded(group: dist.ProcessGroup, case: Case) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from conftest import ROOT
 pytest.importorskip("triton")
 
 from benchmarks.tile_search import PINNED, merged, with_float16
-from kernels.flash.configs import TileConfig
+from kernels.flash.any_gpu.configs import TileConfig
 
 ROW = "forward/bfloat16/d64/causal/long"
 TILES = TileConfig(block_q=16, block_k=32, num_warps=4, num_stages=1)

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from records import make_record, make_strategy_record
 
-from harness.comparison_figure import MARKS, TINTS
-from harness.findings import sentence
-from harness.frame import build_frame
-from harness.record import Record
-from harness.stats import SAME_BETWEEN_RUNS, verdict, verdict_rule
-from harness.table import Table, build_table, finding_of
+from harness.analysis.frame import build_frame
+from harness.analysis.stats import SAME_BETWEEN_RUNS, verdict, verdict_rule
+from harness.render.findings import sentence
+from harness.render.table import Table, build_table, finding_of
+from harness.reports.general.ratios_figure import MARKS, TINTS
+from harness.store.record import Record
 
 
 @pytest.mark.parametrize(

@@ -23,12 +23,10 @@ from records import (
     write_plan,
 )
 
-from harness.document import Document, collect
-from harness.document_command import main, to_markdown_document, write_document
-from harness.document_html import DARK_PAGE, contrast, on_dark, to_html
-from harness.document_latex import LatexError, compile_pdf, to_latex_document
-from harness.figure import COLOURS, FIGURES, SPLIT_COLOURS, build_figure, save
-from harness.findings import (
+from harness.analysis.frame import build_frame
+from harness.commands.writeup import main, to_markdown_document, write_document
+from harness.render.figure import COLOURS, FIGURES, SPLIT_COLOURS, build_figure, save
+from harness.render.findings import (
     best_row,
     from_wide,
     leaders,
@@ -39,10 +37,12 @@ from harness.findings import (
     sentence,
     span,
 )
-from harness.frame import build_frame
-from harness.hover import spots
-from harness.record import Record, RecordStore
-from harness.table import FINDINGS, TABLES, build_table, finding_of
+from harness.render.hover import spots
+from harness.render.table import FINDINGS, TABLES, build_table, finding_of
+from harness.store.record import Record, RecordStore
+from harness.writeup.document import Document, collect
+from harness.writeup.html import DARK_PAGE, contrast, on_dark, to_html
+from harness.writeup.latex import LatexError, compile_pdf, to_latex_document
 
 SPEEDS = {"naive": 4.0, "flex": 1.0, "sdpa_flash": 2.0}
 
@@ -426,7 +426,7 @@ def column(page: Browser, index: int) -> list[str]:
 def test_a_page_of_thousands_of_rows_is_cut(
     document: Document, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("harness.document_html.MAX_ROWS", 5)
+    monkeypatch.setattr("harness.writeup.html.MAX_ROWS", 5)
     text = to_html(document, Path())
     assert "7 more rows are in the CSV." in text
 

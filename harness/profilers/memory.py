@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from harness.profiler import Profiler, profiler
+from harness.cases.profiler import Profiler, profiler
 
 if TYPE_CHECKING:
-    from harness.bench import Bench
-    from harness.case import Case
-    from harness.program import Program
+    from harness.bench.bench import Bench
+    from harness.bench.program import Program
+    from harness.cases.case import Case
 
 
 @profiler("memory")
@@ -37,6 +37,6 @@ class MemoryProfiler(Profiler):
                 raise ValueError(f"profile.{key}={value}: must be at least 1")
 
     def run(self, case: Case, bench: Bench, program: Program) -> None:
-        from harness.profilers._memory import profile_memory
+        from harness.profilers.allocations.step import profile_memory
 
         profile_memory(self, case, bench, program)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from harness.profiler import Profiler, profiler
+from harness.cases.profiler import Profiler, profiler
 
 
 @profiler("none")

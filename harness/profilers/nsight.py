@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.profiler import Profiler, profiler, require_steps
+from harness.cases.profiler import Profiler, profiler, require_steps
+from harness.paths import ROOT
 
 if TYPE_CHECKING:
-    from harness.bench import Bench
-    from harness.case import Case
+    from harness.bench.bench import Bench
+    from harness.cases.case import Case
 
 
 @profiler("nsys")
@@ -45,9 +46,9 @@ class Nsight(Profiler):
     def after(self, case: Case, bench: Bench) -> None:
         import json
 
-        from harness.profilers._kernels import summarise
-        from harness.profilers._nsys import read_nsys
-        from harness.profilers._ranges import RANGES
+        from harness.profilers.traces.kernels import summarise
+        from harness.profilers.traces.nsys import read_nsys
+        from harness.profilers.traces.ranges import RANGES
 
         bench.stage("profiling")
         # The process that is watched needs the memory that this one keeps for later.
@@ -72,7 +73,7 @@ def profile_command(report: Path, job: Path) -> list[str]:
         *("nsys", "profile", "--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none"),
         *("--capture-range=cudaProfilerApi", "--capture-range-end=stop"),
         *("--force-overwrite=true", f"--output={report}"),
-        *(sys.executable, "-m", "harness.profilers._nsys_child", str(job)),
+        *(sys.executable, "-m", "harness.profilers.traces.nsys_child", str(job)),
     ]
 
 
@@ -86,8 +87,7 @@ def _run(command: list[str]) -> None:
     """Run a program of Nsight Systems; RuntimeError with its last words if it fails."""
     import subprocess
 
-    root = Path(__file__).resolve().parents[2]
-    paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:

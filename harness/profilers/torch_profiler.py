@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from harness.profiler import Profiler, profiler, require_steps
+from harness.cases.profiler import Profiler, profiler, require_steps
 
 if TYPE_CHECKING:
-    from harness.bench import Bench
-    from harness.case import Case
-    from harness.program import Program
+    from harness.bench.bench import Bench
+    from harness.bench.program import Program
+    from harness.cases.case import Case
 
 
 @profiler("torch")
@@ -32,9 +32,9 @@ class TorchProfiler(Profiler):
         import torch
         from torch.profiler import ProfilerActivity, record_function
 
-        from harness.profilers._kernels import add_attention_costs, merge, summarise
-        from harness.profilers._ranges import RangeTimer, ranges_on
-        from harness.profilers._trace import STEP, WARM_UP, read_chrome_trace
+        from harness.profilers.traces.kernels import add_attention_costs, merge, summarise
+        from harness.profilers.traces.ranges import RangeTimer, ranges_on
+        from harness.profilers.traces.trace import STEP, WARM_UP, read_chrome_trace
 
         bench.stage("profiling")
         activities = [ProfilerActivity.CPU]

@@ -10,7 +10,9 @@ from kernels.registry import Registry
 if TYPE_CHECKING:
     import torch
 
-CACHES: Registry[type[CacheChoice]] = Registry("cache", packages=("kernels.caches",))
+CACHES: Registry[type[CacheChoice]] = Registry(
+    "cache", decorator="cache_choice", packages=("kernels.caches",)
+)
 
 cache_choice = CACHES.register
 

@@ -13,7 +13,7 @@ from kernels.caches.choice import CacheChoice, CacheShape, cache_choice
 if TYPE_CHECKING:
     import torch
 
-    from kernels.caches._key_values import KeyValueCache
+    from kernels.caches.key_values import KeyValueCache
 
 
 @cache_choice("contiguous")
@@ -24,8 +24,8 @@ class Contiguous(CacheChoice):
     def allocate(
         self, shape: CacheShape, device: torch.device | str, *, seed: int | None = None
     ) -> KeyValueCache:
-        from kernels.caches._key_values import KeyValueCache
-        from kernels.caches._places import Places
+        from kernels.caches.key_values import KeyValueCache
+        from kernels.caches.places import Places
 
         places = Places(shape.batch_size, shape.max_len, device)
         return KeyValueCache(shape, places, leading=shape.batch_size, inner=shape.max_len)

@@ -15,7 +15,7 @@ from kernels.caches.choice import CacheChoice, CacheShape, cache_choice
 if TYPE_CHECKING:
     import torch
 
-    from kernels.caches._latents import LatentCache
+    from kernels.caches.latents import LatentCache
 
 
 @cache_choice("latent")
@@ -41,8 +41,8 @@ class Latent(CacheChoice):
     def allocate(
         self, shape: CacheShape, device: torch.device | str, *, seed: int | None = None
     ) -> LatentCache:
-        from kernels.caches._latents import LatentCache
-        from kernels.caches._places import BlockPlaces, Places
+        from kernels.caches.latents import LatentCache
+        from kernels.caches.places import BlockPlaces, Places
 
         if self.block_size is None:
             rows = Places(shape.batch_size, shape.max_len, device)

@@ -15,7 +15,7 @@ from kernels.caches.choice import CacheChoice, CacheShape, cache_choice
 if TYPE_CHECKING:
     import torch
 
-    from kernels.caches._key_values import KeyValueCache
+    from kernels.caches.key_values import KeyValueCache
 
 
 @cache_choice("paged")
@@ -47,8 +47,8 @@ class Paged(CacheChoice):
     def allocate(
         self, shape: CacheShape, device: torch.device | str, *, seed: int | None = None
     ) -> KeyValueCache:
-        from kernels.caches._key_values import KeyValueCache
-        from kernels.caches._places import BlockPlaces
+        from kernels.caches.key_values import KeyValueCache
+        from kernels.caches.places import BlockPlaces
 
         places = BlockPlaces(
             shape.batch_size,

@@ -19,7 +19,7 @@ from typing import Any
 _HOMES = {
     "Rotary": "kernels.decode.rotary",
     "flash_decode": "kernels.decode.launch",
-    "latent_append": "kernels.decode.append",
+    "latent_append": "kernels.decode.latent.append",
     "mla_decode": "kernels.decode.launch",
     "why_not": "kernels.decode.launch",
 }

@@ -3,7 +3,7 @@
 Neither reads ``lengths`` on the host, and no grid depends on them, so that a captured CUDA graph
 stays right when lengths, block tables and cache contents change between replays. Run a call
 once before capturing it: Triton compiles and loads a kernel at its first launch. Later calls whose
-tensors lie alike are launched by :mod:`kernels._launch`, without asking Triton.
+tensors lie alike are launched by :mod:`kernels.launching.prepared`, without asking Triton.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels._launch import planned
-from kernels.decode import configs, hopper_latent
+from kernels.decode import configs
 from kernels.decode.call import Call, describe_flash
-from kernels.decode.latent_call import describe_latent
+from kernels.decode.latent import hopper as hopper_latent
+from kernels.decode.latent.call import describe_latent
 from kernels.decode.plans import (
     INTERPRETED,
     Plan,
@@ -25,6 +25,7 @@ from kernels.decode.plans import (
     workers,
 )
 from kernels.decode.rotary import Rotary
+from kernels.launching.prepared import planned
 
 _FLASH_PLANS: dict[tuple, Plan] = {}
 _LATENT_PLANS: dict[tuple, Plan | hopper_latent.Plan] = {}

@@ -15,12 +15,12 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels._device import on
-from kernels._launch import Launch
 from kernels.decode import configs, workspace
 from kernels.decode.call import Call
-from kernels.decode.flash_kernel import flash_decode_kernel
-from kernels.decode.latent_kernel import latent_decode_kernel
+from kernels.decode.dense.kernel import flash_decode_kernel
+from kernels.decode.latent.kernel import latent_decode_kernel
+from kernels.launching.device import on
+from kernels.launching.prepared import Launch
 
 INTERPRETED = not isinstance(flash_decode_kernel, triton.JITFunction)
 """Whether triton was first imported under TRITON_INTERPRET=1; it cannot change later."""

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels._device import on
 from kernels.backend import Packing
 from kernels.flash.problem import Problem, check_gradient, describe
+from kernels.launching.device import on
 
 IMPLEMENTATIONS = {
-    "hopper": "kernels.flash.hopper",
-    "plain": "kernels.flash.plain",
+    "hopper": "kernels.flash.hopper.launch",
+    "plain": "kernels.flash.any_gpu.launch",
 }
-"""Name and module, the preferred first. :mod:`kernels.flash.plain` says what a module has."""
+"""Name and module, the preferred first; :mod:`kernels.flash.any_gpu.launch` says what one has."""
 
 
 def why_not(problem: Problem, implementation: str = "auto") -> str | None:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from kernels.backend import Packing
-from kernels.flash import dispatch, native, operator
+from kernels.flash import dispatch, operator
+from kernels.flash.hopper import native
 from kernels.flash.problem import describe
 
 AUTOGRAD = ("auto", "native", "python")
@@ -39,8 +40,8 @@ def flash_attention(
         return_lse: give (o, lse) with lse float32 [B, H, S] or [H, T], natural logarithm.
         precision, implementation, autotune: see :func:`kernels.flash.operator.forward`.
         autograd: what runs the gradients of the Hopper kernels: the compiled node of
-            :mod:`kernels.flash.native` (``native``), ``python``, or ``auto``: native where it can
-            be built. Packed batches, and calls that return lse, are Python's.
+            module ``hopper.native`` (``native``), ``python``, or ``auto``: native where it can be
+            built. Packed batches, and calls that return lse, are Python's.
 
     Returns:
         o, or (o, lse). A query that sees no key has output zero and lse minus infinity.

@@ -1,0 +1,1 @@
+"""From records to a tidy frame, statistics, and comparisons with an interval."""

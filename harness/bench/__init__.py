@@ -1,0 +1,1 @@
+"""What measures on one rank: clocks, memory, device state, launches, traffic, traces."""

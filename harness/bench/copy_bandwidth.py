@@ -1,0 +1,44 @@
+"""What this device's memory reaches: a large copy, measured once in each worker.
+
+The roof of whatever moves bytes and computes little, such as decoding. As in task=roofline, one
+copy reads and writes each byte once, and the fastest pass counts.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from harness.bench.bench import Bench, PhaseTimer
+
+COPY_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
+"""Beyond any cache, and little beside what is left of the memory."""
+
+PASSES = 20
+
+
+def copy_bandwidth_gb_s(bench: Bench) -> float:
+    """Bytes read and written over time, in 1e9 bytes a second, of this worker's device."""
+    bench.stage("measuring the copy bandwidth")
+    return measured_gb_s(bench.device.type, bench.device.index)
+
+
+@cache
+def measured_gb_s(kind: str, index: int | None) -> float:
+    """The same, of any device, without a word to a parent.
+
+    The copies are launched one by one: one that is captured in a CUDA graph becomes a node of
+    another kind, which need not reach as much.
+    """
+    device = torch.device(kind, index)
+    # Random bits, since zeros cost less power; uint8 so that any size is whole.
+    source = torch.randint(256, (COPY_BYTES[kind],), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    timer = PhaseTimer(device)
+    for _ in range(PASSES):
+        with timer.phase("copy"):
+            target.copy_(source)
+    if kind == "cuda":
+        torch.cuda.synchronize(device)
+    return 2 * COPY_BYTES[kind] / min(timer.collect()["copy"]) / 1e6

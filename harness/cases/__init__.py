@@ -1,0 +1,1 @@
+"""What can be measured: cases, tasks and profilers as types, sweeps, hardware, table columns."""

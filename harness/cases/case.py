@@ -1,0 +1,335 @@
+"""A case: one point of a sweep, typed, validated and named, before anything runs.
+
+A case says what to measure and not where, how often or by whom; that is the run's business
+(:mod:`harness.request.compose`). Two commands that mean the same measurement make the same case, so
+its id finds the record that an earlier command wrote.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from typing import Any
+
+from harness.cases.profiler import PROFILERS, Profiler
+from harness.cases.task import TASKS, Task
+from kernels import BACKENDS, AttentionBackend, AttentionProblem
+from kernels.caches import CACHES, CacheChoice
+from kernels.registry import JOINED_LATER, Registry
+from models.config import ModelConfig
+from parallel import STRATEGIES, Strategy
+
+DTYPES = ("float32", "bfloat16", "float16")
+COMPILE_SCOPES = ("none", "model", "block")
+CHECKPOINT_SCOPES = ("none", "block", "every_k", "selective")
+COMPILE_MODES = (
+    "default",
+    "reduce-overhead",
+    "max-autotune",
+    "max-autotune-no-cudagraphs",
+)
+DEVICES = ("cpu", "cuda")
+
+
+def require_choice(key: str, value: str, choices: Sequence[str]) -> None:
+    """Raise ValueError that lists the choices unless ``value`` is one of them."""
+    if value not in choices:
+        raise ValueError(f"{key}={value}: must be one of {', '.join(choices)}")
+
+
+def require_at_least(key: str, value: float, least: float) -> None:
+    """Raise ValueError unless ``value`` is at least ``least``."""
+    if value < least:
+        raise ValueError(f"{key}={value}: must be at least {least}")
+
+
+def require_one_process(case: Case) -> None:
+    """Raise ValueError, naming the mesh axis, for a task that does not run on several ranks."""
+    for axis, ranks in case.parallel.axes.items():
+        raise ValueError(
+            f"parallel.{axis}={ranks}: task={case.task.name} runs in one process; leave it at 1"
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class Precision:
+    """Number formats of a training step; values live in ``conf/precision/*.yaml``."""
+
+    name: str
+    parameters: str = "float32"
+    """dtype of parameters, gradients and optimizer state."""
+    autocast: str | None = None
+    """dtype that torch.autocast casts matmuls to; None runs in the parameters' dtype."""
+    tf32: bool = False
+    """Let float32 matmuls run in TF32 on CUDA: about three decimal digits, much faster."""
+    grad_scaler: bool = False
+    """Scale the loss so that small float16 gradients do not become zero."""
+
+    def __post_init__(self) -> None:
+        require_choice("precision.parameters", self.parameters, DTYPES)
+        if self.autocast is not None:
+            require_choice("precision.autocast", self.autocast, DTYPES[1:])
+        if self.grad_scaler and self.compute != "float16":
+            raise ValueError(
+                f"precision.grad_scaler=true: only float16 gradients need scaling, "
+                f"and this precision computes in {self.compute}"
+            )
+
+    @property
+    def compute(self) -> str:
+        """dtype that matmuls and attention see."""
+        return self.autocast or self.parameters
+
+    @property
+    def peak(self) -> str:
+        """Which of the hardware's peak rates bounds the matmuls: a dtype, or ``tf32``."""
+        return "tf32" if self.compute == "float32" and self.tf32 else self.compute
+
+
+@dataclass(kw_only=True, slots=True)
+class Compile:
+    """What torch.compile is applied to; values live in ``conf/compile/*.yaml``."""
+
+    scope: str = "none"
+    """``none``, the whole ``model``, or each transformer ``block`` on its own."""
+    mode: str = "default"
+    """torch.compile's mode; reduce-overhead brings CUDA graphs."""
+
+    def __post_init__(self) -> None:
+        require_choice("compile.scope", self.scope, COMPILE_SCOPES)
+        require_choice("compile.mode", self.mode, COMPILE_MODES)
+        if self.scope == "none" and self.mode != "default":
+            raise ValueError(
+                f"compile.mode={self.mode}: compiles nothing unless compile=model or compile=block"
+            )
+
+
+@dataclass(kw_only=True, slots=True)
+class Checkpoint:
+    """Which activations are computed again in the backward pass; ``conf/checkpoint/*.yaml``."""
+
+    scope: str = "none"
+    """``none``, those of each ``block``, of ``every_k``-th block, or ``selective`` by operator."""
+    every: int = 2
+    """k of ``every_k``: of how many blocks one is checkpointed."""
+
+    def __post_init__(self) -> None:
+        require_choice("checkpoint.scope", self.scope, CHECKPOINT_SCOPES)
+        require_at_least("checkpoint.every", self.every, 1)
+        if self.scope != "every_k" and self.every != 2:
+            raise ValueError(
+                f"checkpoint.every={self.every}: counts blocks for checkpoint=every_k alone; "
+                "leave it out"
+            )
+
+    @property
+    def label(self) -> str:
+        return f"every_{self.every}" if self.scope == "every_k" else self.scope
+
+    @property
+    def blocks(self) -> int:
+        """Of how many blocks one is computed again, in whole or in part."""
+        return self.every if self.scope == "every_k" else 1
+
+
+@dataclass(kw_only=True, slots=True)
+class Case:
+    """What to measure. Parts that the task has no use for are None.
+
+    ``checkpoint`` and ``profile`` are None as well where nothing is checkpointed or profiled.
+    """
+
+    task: Task
+    attention: AttentionBackend
+    precision: Precision
+    parallel: Strategy
+    seq_len: int
+    batch_size: int
+    seed: int
+    device: str
+    model: ModelConfig | None = None
+    compile: Compile | None = None
+    checkpoint: Checkpoint | None = field(default=None, metadata={JOINED_LATER: True})
+    profile: Profiler | None = field(default=None, metadata={JOINED_LATER: True})
+    cache: CacheChoice | None = field(default=None, metadata={JOINED_LATER: True})
+
+    def __post_init__(self) -> None:
+        require_at_least("seq_len", self.seq_len, 1)
+        require_at_least("batch_size", self.batch_size, 1)
+        require_at_least("seed", self.seed, 0)
+        require_choice("device", self.device, DEVICES)
+        if self.parallel.cp > 1 and not self.attention.splits_sequence:
+            raise ValueError(
+                f"parallel.cp={self.parallel.cp}: attention={self.attention.name} runs on whole "
+                f"sequences; choose one that splits them, {', '.join(_that_split_sequences())}"
+            )
+        if "model" not in self.task.uses:
+            self.model = None
+        if "compile" not in self.task.uses:
+            self.compile = None
+        if self.model is not None and self.model.kv_lora_rank and not self.task.takes_latents:
+            raise ValueError(
+                f"model.kv_lora_rank={self.model.kv_lora_rank}: task={self.task.name} knows no "
+                "latent attention; use task=generate, or leave it out"
+            )
+        if "cache" not in self.task.uses:
+            self.cache = None
+        self._drop_what_does_nothing()
+        self.task.validate(self)
+        if self.profile is not None:
+            self.profile.validate(self)
+
+    def _drop_what_does_nothing(self) -> None:
+        if "checkpoint" not in self.task.uses or (
+            self.checkpoint is not None and self.checkpoint.scope == "none"
+        ):
+            self.checkpoint = None
+        if "profile" not in self.task.uses or (
+            self.profile is not None and self.profile.name == "none"
+        ):
+            self.profile = None
+
+    @property
+    def compiles(self) -> bool:
+        """Whether something of it goes through torch.compile."""
+        return self.task.compiles(self) or (self.task.attends and self.attention.compiles)
+
+    @property
+    def uses_dynamo(self) -> bool:
+        """Whether it compiles, or has a model: optimizers and checkpointing import Dynamo too."""
+        return self.compiles or self.model is not None
+
+    @property
+    def world_size(self) -> int:
+        return self.task.world_size(self)
+
+    @property
+    def attention_problem(self) -> AttentionProblem:
+        return self.task.attention_problem(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values; :meth:`from_dict` inverts it."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Case:
+        """Rebuild a case from a record or from a worker's input."""
+        own = dict(values)
+        for key, registry in _REGISTRIES.items():
+            own[key] = registry[own[key]["name"]].target(**own[key])
+        own["precision"] = Precision(**own["precision"])
+        if own["model"] is not None:
+            own["model"] = ModelConfig(**own["model"])
+        if own["compile"] is not None:
+            own["compile"] = Compile(**own["compile"])
+        if own.get("checkpoint") is not None:
+            own["checkpoint"] = Checkpoint(**own["checkpoint"])
+        if own.get("profile") is not None:
+            own["profile"] = PROFILERS[own["profile"]["name"]].target(**own["profile"])
+        if own.get("cache") is not None:
+            own["cache"] = CACHES[own["cache"]["name"]].target(**own["cache"])
+        return cls(**own)
+
+    @property
+    def id(self) -> str:
+        """A slug that a person can read and a hash of everything that defines the case."""
+        canonical = json.dumps(_defining(self), sort_keys=True, separators=(",", ":"))
+        digest = hashlib.sha256(canonical.encode()).hexdigest()[:10]
+        return f"{self.slug}-{digest}"
+
+    @property
+    def slug(self) -> str:
+        parts = [self.task.name, getattr(self.task, "mode", None)]
+        parts += [self.model.name if self.model else None]
+        parts += [label(self.attention)] if self.task.attends else []
+        parts += [self.precision.name]
+        parts += [f"b{self.batch_size}", f"s{self.seq_len}"] if self.task.attends else []
+        if self.compile is not None and self.compile.scope != "none":
+            parts.append(f"compile_{self.compile.scope}")
+        if self.checkpoint is not None:
+            parts.append(f"checkpoint_{self.checkpoint.label}")
+        parts += [self.cache.label] if self.cache is not None else []
+        parts += self.task.words()
+        if self.parallel.world_size > 1:
+            parts.append(_ranks(self.parallel))
+        if self.profile is not None:
+            parts.append(f"profile_{self.profile.name}")
+        parts.append(self.device)
+        text = "-".join(part for part in parts if part)
+        return re.sub(r"[^A-Za-z0-9._-]+", "_", text)[:120]
+
+    @property
+    def title(self) -> str:
+        """The case in a few words, for progress lines."""
+        if not self.task.attends:
+            return " ".join([self.task.name, self.precision.name, *self.task.words()])
+        words = [self.model.name if self.model else None, label(self.attention)]
+        words += [self.precision.name, getattr(self.task, "mode", None)]
+        if self.compile is not None and self.compile.scope != "none":
+            words.append(f"compile={self.compile.scope}")
+        if self.checkpoint is not None:
+            words.append(f"checkpoint={self.checkpoint.label}")
+        words.append(f"batch {self.batch_size} x seq {self.seq_len}")
+        if self.model is None:
+            problem = self.attention_problem
+            heads = str(problem.num_heads)
+            if problem.num_kv_heads != problem.num_heads:
+                heads += f":{problem.num_kv_heads}"
+            words.append(f"x {heads} heads of {problem.head_dim}")
+        words += [f"{self.cache.label} cache"] if self.cache is not None else []
+        words += self.task.words()
+        if self.world_size > 1:
+            words.append(f"{_ranks(self.parallel)} on {self.world_size} ranks")
+        if self.profile is not None:
+            words.append(f"profile={self.profile.name}")
+        return " ".join(word for word in words if word)
+
+
+_REGISTRIES: dict[str, Registry[Any]] = {
+    "task": TASKS,
+    "attention": BACKENDS,
+    "parallel": STRATEGIES,
+}
+
+
+def _that_split_sequences() -> list[str]:
+    made = (entry.target(name=entry.name, **entry.preset) for entry in BACKENDS)
+    return [attention.name for attention in made if attention.splits_sequence]
+
+
+def _ranks(parallel: Strategy) -> str:
+    """What each mesh axis of a world is for and how long it is: ``ddp_torch2-cp4``, ``tp2``.
+
+    ``zero_1x2`` where the name ends in a number.
+    """
+    times = "x" if parallel.name[-1].isdigit() else ""
+    names = {"dp": parallel.name + times}
+    return "-".join(f"{names.get(axis, axis)}{ranks}" for axis, ranks in parallel.axes.items())
+
+
+def _defining(value: Any) -> Any:
+    """A dataclass as plain values, without the options that joined later and are at their default.
+
+    A record from before such an option is the record of that case, and is to be found as such.
+    """
+    if not is_dataclass(value):
+        return value
+    return {
+        item.name: _defining(getattr(value, item.name))
+        for item in fields(value)
+        if JOINED_LATER not in item.metadata or getattr(value, item.name) != item.default
+    }
+
+
+def label(choice: AttentionBackend | Strategy) -> str:
+    """The choice's name, with the options that differ from what its registration presets."""
+    registry = BACKENDS if isinstance(choice, AttentionBackend) else STRATEGIES
+    entry = registry[choice.name]
+    preset = asdict(entry.target(name=choice.name, **entry.preset))
+    changed = {key: value for key, value in asdict(choice).items() if value != preset[key]}
+    if not changed:
+        return choice.name
+    return f"{choice.name}({', '.join(f'{key}={value}' for key, value in changed.items())})"

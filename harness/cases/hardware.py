@@ -1,0 +1,51 @@
+"""Peak rates of accelerators, by the name that the driver reports; values in ``conf/hardware``.
+
+Model FLOPs utilisation divides by the dense peak of the precision. A device that no file
+names exactly has no peak here, and its MFU stays blank: variants of one chip (SXM, PCIe, NVL,
+a MIG slice) differ by up to a factor of several, so a near match would be a wrong number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from harness.paths import CONF
+
+FOLDER = CONF / "hardware"
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Hardware:
+    """One device model; every number comes from ``source``."""
+
+    name: str
+    match: tuple[str, ...]
+    """Names that torch and NVML report, compared whole, without case and vendor."""
+    peak_tflops: dict[str, float]
+    """Dense peak by ``bfloat16``, ``float16``, ``tf32``, ``float32``; absent if it has none."""
+    memory_bandwidth_gb_s: float
+    memory_gib: float
+    source: str
+
+
+def find_hardware(device_name: str | None) -> Hardware | None:
+    """The hardware that the driver calls ``device_name``, or None if no file knows it."""
+    return _by_device_name().get(_normalised(device_name or ""))
+
+
+@cache
+def _by_device_name() -> dict[str, Hardware]:
+    found: dict[str, Hardware] = {}
+    for path in sorted(FOLDER.glob("*.yaml")):
+        values: Any = OmegaConf.to_container(OmegaConf.load(path))
+        hardware = Hardware(**{**values, "match": tuple(values["match"])})
+        found.update(dict.fromkeys(map(_normalised, hardware.match), hardware))
+    return found
+
+
+def _normalised(device_name: str) -> str:
+    return device_name.strip().lower().removeprefix("nvidia ").removeprefix("tesla ")

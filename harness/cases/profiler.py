@@ -1,0 +1,50 @@
+"""What a profiler is: a look at where time or memory goes, in passes beside the measured ones.
+
+A profiled case is measured as any other first. Then the same steps run again under the
+profiler, whose cost is thus in none of the reported times, and what it found joins the record's
+notes; traces, snapshots and pages are files in ``profiles/CASE/`` of the results folder.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kernels.registry import Registry
+
+if TYPE_CHECKING:
+    from harness.bench.bench import Bench
+    from harness.bench.program import Program
+    from harness.cases.case import Case
+
+PROFILERS: Registry[type[Profiler]] = Registry(
+    "profile", decorator="profiler", packages=("harness.profilers",)
+)
+
+profiler = PROFILERS.register
+
+
+def require_steps(key: str, steps: int) -> None:
+    """Raise ValueError unless at least one step is to be profiled."""
+    if steps < 1:
+        raise ValueError(f"{key}={steps}: must be at least 1")
+
+
+@dataclass(kw_only=True, slots=True)
+class Profiler:
+    """A choice of ``profile=``; its fields are options."""
+
+    name: str
+
+    def validate(self, case: Case) -> None:
+        """Raise ValueError, naming the full key, if it makes no sense for the case."""
+
+    def supports(self, case: Case) -> str | None:
+        """None if it can run here, else the reason why not, in one line."""
+        return None
+
+    def run(self, case: Case, bench: Bench, program: Program) -> None:
+        """Profile on this rank, after the measurement and with what that used; all ranks do."""
+
+    def after(self, case: Case, bench: Bench) -> None:
+        """Called once the task has ended and its memory is free."""

@@ -1,0 +1,80 @@
+"""Named sweeps: one YAML file per table or figure of a write-up.
+
+A sweep file says what it is for, which tables and figures it makes, and for each ``scale`` a
+list of grids. A grid maps keys of the command line to one value or a list of values, and
+stands for every combination of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from harness.paths import SWEEPS
+
+_KEYS = {"title", "about", "tables", "figures", "interleave", "isolate", "scales"}
+
+
+@dataclass(kw_only=True, slots=True)
+class Sweep:
+    """What a sweep file says."""
+
+    name: str
+    title: str
+    about: str = ""
+    tables: list[str] = field(default_factory=list)
+    figures: list[str] = field(default_factory=list)
+    interleave: int = 1
+    """Rounds that each case's measured passes are split into, unless the user says more."""
+    isolate: bool = False
+    """Whether the question needs every case in a process of its own."""
+    scales: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+
+AD_HOC = Sweep(
+    name="run",
+    title="Measurements",
+    about="Cases chosen on the command line.",
+    tables=[
+        *("summary", "attention_summary", "decode_latency", "varlen_prefill", "generate"),
+        *("kv_memory", "comparison", "cases", "graph_effect", "fusion_breakdown", "checkpointing"),
+        *("kernel_phases", "kernel_categories", "top_kernels", "kernels", "attention_parts"),
+        *("peak_memory", "memory_parts", "largest_allocations", "device_roof"),
+    ],
+    figures=[
+        *("step_time", "attention_scaling", "kernel_shares", "kernel_roofline"),
+        *("memory_timeline", "decode_over_length", "decode_over_batch", "kv_memory"),
+    ],
+    scales={"full": [{}]},
+)
+"""What a command without ``sweeps=`` runs: one grid, given by its own keys."""
+
+
+def load_sweep(name: str) -> Sweep:
+    """Read a sweep by name or by path. ValueError in one line if it is not one."""
+    path = Path(name) if name.endswith((".yaml", ".yml")) else SWEEPS / f"{name}.yaml"
+    if not path.is_file():
+        known = ", ".join(sorted(item.stem for item in SWEEPS.glob("*.yaml")))
+        raise ValueError(
+            f"sweeps={name}: no such sweep; one of {known}, or the path of a YAML file"
+        )
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        problem = " ".join(str(error).split())
+        raise ValueError(f"{path}: not valid YAML: {problem}") from error
+    if not isinstance(values, dict) or not isinstance(values.get("scales"), dict):
+        raise ValueError(f"{path}: needs a mapping 'scales' with a list of grids for each scale")
+    unknown = sorted(set(values) - _KEYS)
+    if unknown:
+        raise ValueError(f"{path}: unknown key {unknown[0]}; known are {', '.join(sorted(_KEYS))}")
+    for scale, grids in values["scales"].items():
+        if not isinstance(grids, list) or not all(isinstance(grid, dict) for grid in grids):
+            raise ValueError(
+                f"{path}: scales.{scale} must be a list of mappings from key to values"
+            )
+    values.setdefault("title", path.stem)
+    return Sweep(name=path.stem, **values)

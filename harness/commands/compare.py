@@ -1,0 +1,409 @@
+"""``attnbench-compare A B``: what became faster or slower, and whether the measurement can tell.
+
+A and B are two results folders, or two git revisions or two attention backends within the
+folder ``--in``. Cases that are equal in everything else are paired, and each pair is FASTER,
+SLOWER, SAME or UNCLEAR: B against A.
+
+Every verdict may be wrong by chance, and a run of hundreds of cases has hundreds of chances.
+The interval of each case is therefore that of ``1 - 0.05 / cases`` (Bonferroni), as far as the
+resamples can tell, so that a run compared with itself measured twice is SAME throughout. Where
+samples scatter so much that the interval leaves open what is true, the word is UNCLEAR.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+from rich.console import Console
+
+from harness.analysis.comparison import fullest_phase, paired
+from harness.analysis.frame import build_frame
+from harness.analysis.stats import SAME_BETWEEN_RUNS, verdict_rule
+from harness.cases import format as fmt
+from harness.cases.columns import POINTS
+from harness.render.figure import CaptionedFigure, save
+from harness.render.files import put, render_terminal, to_csv, to_markdown
+from harness.render.latex import to_latex
+from harness.render.table import Column, Table, make_table, marks_of, point_groups
+from harness.reports.general.ratios_figure import draw_comparison
+from harness.store.record import Record, RecordStore
+
+WHOLE = "whole"
+MEMORY = "peak_memory"
+
+ROWS_IN_TERMINAL = 40
+
+
+@dataclass(kw_only=True, slots=True)
+class Sides:
+    """What is compared with what: a frame each, and the key that pairs their rows."""
+
+    names: tuple[str, str]
+    frames: tuple[pd.DataFrame, pd.DataFrame]
+    """With a column ``pair``, equal for the two sides of one case."""
+    folder: Path
+    """Where the comparison is written, unless the user says."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Compare, write table and figure, print a summary.
+
+    Returns:
+        0, or 1 where something regressed beyond the bound, or 2 where the command is wrong.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        sides = _sides(options.a, options.b, options.folder)
+        rows = compared(sides, options.metric, options.same / 100)
+    except ValueError as error:
+        print(f"attnbench-compare: {error}", file=sys.stderr)
+        return 2
+    differing = differences(sides)
+    table = comparison_table(rows, sides.names, options.metric, differing)
+    output: Path = options.output or sides.folder
+    try:
+        drawn = draw_comparison(rows, sides.names, options.bound, differing)
+        paths = _write(table, drawn, output)
+    except OSError as error:
+        print(f"attnbench-compare: {output}: cannot be written ({error})", file=sys.stderr)
+        return 2
+    console = Console(soft_wrap=False)
+    shown, elsewhere = _for_terminal(rows)
+    if len(shown):
+        render_terminal(comparison_table(shown, sides.names, options.metric, differing), console)
+    if elsewhere:
+        console.print(elsewhere, highlight=False, soft_wrap=True)
+    for path in paths:
+        console.print(f"  {path}", highlight=False, soft_wrap=True)
+    regressed = regressions(rows, options.bound) if options.bound is not None else rows.iloc[:0]
+    print(summary(rows, sides, options.bound, len(regressed)))
+    return 1 if len(regressed) else 0
+
+
+def _for_terminal(rows: pd.DataFrame) -> tuple[pd.DataFrame, str]:
+    """The rows worth printing, and one line on those that are not; SAME first to go."""
+    for hidden in (["SAME"], ["SAME", "UNCLEAR"]):
+        shown = rows[~rows["outcome"].isin(hidden)]
+        if len(shown) <= ROWS_IN_TERMINAL:
+            counts = rows["outcome"].value_counts()
+            words = [f"{counts[word]} {word}" for word in hidden if word in counts]
+            one = len(rows) - len(shown) == 1
+            noun = "row is" if one else "rows are"
+            return shown, f"{' and '.join(words)} {noun} in the files." if words else ""
+    return rows.iloc[:0], (
+        f"{len(shown)} rows are neither SAME nor UNCLEAR, which is more than the "
+        f"{ROWS_IN_TERMINAL} of a table here: all {len(rows)} are in the files."
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="attnbench-compare",
+        description="Compare B with A, case by case: two results folders, or two git revisions or "
+        "two attention backends of one folder. Nothing is measured, and records are only read.",
+    )
+    parser.add_argument("a", metavar="A", help="the baseline")
+    parser.add_argument("b", metavar="B", help="what is compared with it")
+    parser.add_argument(
+        "--in",
+        dest="folder",
+        type=Path,
+        metavar="RESULTS",
+        help="the results folder that holds both revisions or backends",
+    )
+    parser.add_argument(
+        "--metric",
+        default=WHOLE,
+        help=f"{WHOLE} (the default: the whole step, or all passes of attention), a phase such as "
+        f"forward or backward, or {MEMORY}",
+    )
+    parser.add_argument(
+        "--bound",
+        type=_percent,
+        metavar="PERCENT",
+        help="exit with 1 where a case is SLOWER by more than this, or has no result any more",
+    )
+    parser.add_argument(
+        "--same",
+        type=_percent,
+        default=100 * SAME_BETWEEN_RUNS,
+        metavar="PERCENT",
+        help="medians closer than this are the SAME, however narrow the interval (default: "
+        "%(default)g)",
+    )
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="where to write")
+    return parser
+
+
+def _percent(text: str) -> float:
+    try:
+        value = float(text.removesuffix("%"))
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1000:
+        raise argparse.ArgumentTypeError(f"{text}: must be a percentage of at least 0, such as 5")
+    return value
+
+
+def _sides(a: str, b: str, folder: Path | None) -> Sides:
+    """What A and B name; ValueError in one line where they name nothing."""
+    if folder is None:
+        missing = [(name, path) for name, path in (("A", a), ("B", b)) if not Path(path).is_dir()]
+        if missing:
+            name, path = missing[0]
+            raise ValueError(
+                f"{name}={path}: no such results folder; name the folder of two revisions or "
+                "backends with --in RESULTS"
+            )
+        return _of_folders(Path(a), Path(b))
+    records = _load(folder, "--in", attempts=True)
+    label = f"{_slug(a)}..{_slug(b)}"
+    output = folder / "comparisons" / label
+    revisions = sorted({str(record.environment.get("git_revision")) for record in records})
+    chosen = [_revision(text, revisions) for text in (a, b)]
+    if chosen[0] and chosen[1]:
+        parts = [
+            build_frame(_newest(records, revision=revision)) for revision in chosen if revision
+        ]
+        parts = [part.assign(pair=part["case_id"]) for part in parts]
+        return Sides(names=(a, b), frames=(parts[0], parts[1]), folder=output)
+    frame = build_frame(_newest(records))
+    backends = sorted(frame["attention"].unique())
+    for key, text in (("A", a), ("B", b)):
+        if text not in backends:
+            raise ValueError(
+                f"{key}={text}: neither a git revision nor an attention backend in {folder}; "
+                f"revisions: {', '.join(revisions)}; backends: {', '.join(backends)}"
+            )
+    frame = frame.assign(pair=point_groups(frame, ["attention"]))
+    one, other = (frame[frame["attention"] == text] for text in (a, b))
+    return Sides(names=(a, b), frames=(one, other), folder=output)
+
+
+def _of_folders(a: Path, b: Path) -> Sides:
+    names = (a.name, b.name) if a.name != b.name else (str(a), str(b))
+    frames = [build_frame(_newest(_load(path, key))) for key, path in (("A", a), ("B", b))]
+    frames = [frame.assign(pair=frame["case_id"]) for frame in frames]
+    output = b / "comparisons" / f"{_slug(names[0])}..{_slug(names[1])}"
+    return Sides(names=names, frames=(frames[0], frames[1]), folder=output)
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-zA-Z0-9.]+", "-", text).strip("-.")
+
+
+def _load(results: Path, key: str, *, attempts: bool = False) -> list[Record]:
+    """The records of a folder, with every readable attempt if asked; one line if there are none."""
+    if not results.is_dir():
+        raise ValueError(f"{key}={results}: no such folder")
+    store = RecordStore(results)
+    records, problems = store.load_attempts() if attempts else store.load()
+    for problem in problems:
+        print(f"attnbench-compare: {problem}; left out", file=sys.stderr)
+    if not records:
+        raise ValueError(f"{key}={results}: holds no readable records (records/*.json)")
+    return list(records.values())
+
+
+def _revision(text: str, revisions: Iterable[str]) -> str | None:
+    """The one revision that begins with the text, as git abbreviates them."""
+    found = [name for name in revisions if len(text) >= 4 and name.startswith(text)]
+    return found[0] if len(found) == 1 else None
+
+
+def _newest(records: Iterable[Record], revision: str | None = None) -> list[Record]:
+    """The newest attempt of each case, of one revision if given."""
+    newest: dict[str, Record] = {}
+    for record in records:
+        if revision is not None and record.environment.get("git_revision") != revision:
+            continue
+        known = newest.get(record.case_id)
+        if known is None or known.attempt < record.attempt:
+            newest[record.case_id] = record
+    return list(newest.values())
+
+
+def compared(sides: Sides, metric: str, same_within: float = SAME_BETWEEN_RUNS) -> pd.DataFrame:
+    """One row per pair: both values, ratio A over B, its interval, and the ``outcome``.
+
+    The outcome is FASTER, SLOWER, SAME or UNCLEAR (LESS, MORE or SAME of memory), or ``lost``
+    and ``gained`` where only one side has a result, or None where neither has.
+
+    Raises:
+        ValueError: where nothing can be paired, or no case has the metric.
+    """
+    chosen = [_measured(frame, metric) for frame in sides.frames]
+    common = set(chosen[0]["pair"]) & set(chosen[1]["pair"])
+    if not common:
+        raise ValueError(
+            f"{sides.names[0]} and {sides.names[1]}: no case in common "
+            f"({len(chosen[0])} and {len(chosen[1])} cases)"
+        )
+    one, other = (frame.drop_duplicates("pair").set_index("pair") for frame in chosen)
+    order = [pair for pair in one.index if pair in common]
+    sides_of_case = one.loc[order], other.loc[order]
+    rows = paired(*sides_of_case, has_samples=metric != MEMORY, same_within=same_within)
+    return rows.reset_index(drop=True).assign(same_within=same_within)
+
+
+def differences(sides: Sides) -> list[str]:
+    """The point columns in which the sides of any pair differ: what is compared."""
+    one, other = (frame.drop_duplicates("pair").set_index("pair") for frame in sides.frames)
+    common = one.index.intersection(other.index)
+    one, other = one.loc[common], other.loc[common]
+    names = [name for name in POINTS if name in one and name in other]
+    return [
+        name
+        for name in names
+        if ((one[name] != other[name]) & (one[name].notna() | other[name].notna())).any()
+    ]
+
+
+def _measured(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
+    """The rows that hold the metric, with its value as ``value``."""
+    if metric == MEMORY:
+        rows = frame.drop_duplicates("case_id")
+        return rows.assign(value=rows["peak_memory_gib"].where(rows["status"] == "ok"))
+    phases = sorted(frame["phase"].unique())
+    rows = fullest_phase(frame) if metric == WHOLE else frame[frame["phase"] == metric]
+    if rows.empty:
+        raise ValueError(
+            f"--metric={metric}: no case has it; one of {', '.join([WHOLE, *phases, MEMORY])}"
+        )
+    return rows.assign(value=rows["median_ms"])
+
+
+def regressions(rows: pd.DataFrame, bound: float) -> pd.DataFrame:
+    """Rows that are SLOWER (or need MORE) by more than ``bound`` percent, or have no result now."""
+    worse = rows["outcome"].isin(["SLOWER", "MORE"]) & (1 / rows["ratio"] - 1 > bound / 100)
+    return rows[worse | (rows["outcome"] == "lost")]
+
+
+def summary(rows: pd.DataFrame, sides: Sides, bound: float | None, num_regressions: int) -> str:
+    """One line: ``96 cases: 2 FASTER, 1 SLOWER, 93 SAME; ...``."""
+    counts = rows["outcome"].value_counts()
+    words = [f"{count} {name}" for name, count in counts.items()]
+    neither = int(rows["outcome"].isna().sum())
+    if neither:
+        words.append(f"{neither} without a result on either side")
+    totals = [frame["pair"].nunique() for frame in sides.frames]
+    alone = [
+        f"{total - len(rows)} only in {name}"
+        for total, name in zip(totals, sides.names, strict=True)
+        if total > len(rows)
+    ]
+    ratio = rows["ratio"].dropna()
+    noun = "case" if len(rows) == 1 else "cases"
+    parts = [f"{len(rows)} {noun}: {', '.join(words)}"]
+    if len(ratio):
+        parts.append(
+            f"median ratio {ratio.median():.3f}, from {ratio.min():.3f} to {ratio.max():.3f}"
+        )
+    parts += alone
+    if bound is not None:
+        verb = "regressions" if num_regressions != 1 else "regression"
+        parts.append(f"{num_regressions} {verb} beyond {bound:g}%")
+    return f"{sides.names[1]} against {sides.names[0]}: {'; '.join(parts)}"
+
+
+CAPTION = (
+    "{b} against {a}, case by case. Ratio: {what} of {a} over that of {b}, so that more than 1 is "
+    "better{interval}."
+)
+
+INTERVAL = (
+    ", with a bootstrap interval of {level:.4g}%, at which all of them hold together with 95%; "
+    "{rule}"
+)
+
+
+def comparison_table(
+    rows: pd.DataFrame,
+    names: tuple[str, str],
+    metric: str,
+    differing: Iterable[str] = (),
+) -> Table:
+    """The rows of :func:`compared` as a table.
+
+    Args:
+        differing: point columns of which either side has its own value, so that no row has one.
+    """
+    memory = metric == MEMORY
+    unit, what = ("GiB", "peak memory") if memory else ("ms", "median time")
+    level = (
+        ""
+        if memory
+        else INTERVAL.format(
+            level=100 * float(rows["confidence"].iloc[0]),
+            rule=verdict_rule(float(rows["same_within"].iloc[0])),
+        )
+    )
+    caption = CAPTION.format(a=names[0], b=names[1], what=what, interval=level)
+    ends = () if memory else ("ratio_low", "ratio_high")
+    rows = rows.assign(
+        mark=marks_of(rows),
+        interval=pd.Series(
+            [
+                None if low != low else f"{low:.3f} to {high:.3f}"
+                for low, high in zip(rows["ratio_low"], rows["ratio_high"], strict=True)
+            ],
+            index=rows.index,
+            dtype=object,
+        ),
+    )
+    several = rows["phase"].nunique() > 1
+    phase = [Column(key="phase", header="phase", point=True)] if several else []
+    built = make_table(
+        caption=caption,
+        rows=rows,
+        lead=["task", "model", "attention"],
+        keep=["attention"] if rows["attention"].nunique() > 1 else [],
+        without=differing,
+        metrics=[
+            *phase,
+            Column(
+                key="a_value",
+                header=f"{names[0]} ({unit})",
+                format=fmt.number,
+                status="a_status",
+                detail=True,
+            ),
+            Column(
+                key="value",
+                header=f"{names[1]} ({unit})",
+                format=fmt.number,
+                status="status",
+                mark="mark",
+                detail=True,
+            ),
+            Column(key="ratio", header="ratio", format=_three_decimals),
+            Column(key="interval", header="interval", raw=ends, detail=True),
+            Column(key="outcome", header="verdict"),
+        ],
+    )
+    built.name = "comparison"
+    return built
+
+
+def _three_decimals(value: float) -> str:
+    return f"{value:.3f}"
+
+
+def _write(table: Table, drawn: CaptionedFigure | None, folder: Path) -> list[Path]:
+    paths: list[Path] = []
+    for suffix, convert in {"csv": to_csv, "md": to_markdown, "tex": to_latex}.items():
+        put(folder / f"comparison.{suffix}", convert(table).encode(), paths)
+    for suffix in ("png", "svg", "pdf"):
+        data = None if drawn is None else save(drawn, suffix)
+        put(folder / f"comparison.{suffix}", data, paths)
+    return paths
+
+
+if __name__ == "__main__":
+    sys.exit(main())

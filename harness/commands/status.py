@@ -1,0 +1,376 @@
+"""``attnbench-status`` and ``attnbench-cancel``: what becomes of the cases of a results folder."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from harness.cases import format as fmt
+from harness.run.agents import CLOCK_TOLERANCE_S, clocks_differ
+from harness.run.run_folder import Run, RunFolder, TaskState, is_running, runs_of
+from harness.run.slurm import commands as slurm
+from harness.store.heads import Head, read_heads
+from harness.store.plan_command import command_into
+from harness.store.record import RecordStore, in_short
+
+SHOWN = ("running", "preempted", "failed", "wrong", "timeout", "cancelled", "missing")
+"""Statuses whose cases are listed one by one however many cases there are."""
+
+ORDER = (*SHOWN, "pending", "unsupported", "oom", "ok")
+
+LIST_ALL_UP_TO = 40
+
+UNDER_WAY = frozenset({"running", "preempted", "pending"})
+
+
+@dataclass(kw_only=True, slots=True)
+class CaseStatus:
+    """One case and what has become of it so far."""
+
+    case_id: str
+    status: str
+    """A record's status, or pending, running, preempted, cancelled, failed or missing."""
+    detail: str = ""
+
+
+@dataclass(kw_only=True, slots=True)
+class Status:
+    """A results folder at one moment."""
+
+    cases: list[CaseStatus] = field(default_factory=list)
+    time_left_s: float | None = None
+    """Of what is under way; None if nothing is."""
+    warnings: list[str] = field(default_factory=list)
+
+
+def look(results: Path, now_s: float | None = None) -> Status:
+    """Put together plans, records, runs and the queue.
+
+    Raises SlurmError if there are jobs and Slurm cannot be asked.
+    """
+    now_s = time.time() if now_s is None else now_s
+    heads, problems = read_heads(RecordStore(results))
+    status = Status(warnings=in_short(problems))
+    found: dict[str, CaseStatus] = {}
+    pace = _Pace()
+    left_s = 0.0
+    runs = runs_of(results)
+    queue = slurm.queued(
+        job.split("_")[0] for _, run in runs if run.launcher == "slurm" for job in run.jobs if job
+    )
+    ended = _accounts_of_the_ended(runs, queue, heads)
+    for folder, run in runs:
+        lefts = []
+        for index in range(len(run.case_ids)):
+            share = _Share(run, index, folder, queue, ended)
+            predicted = dict(zip(run.case_ids[index], run.predicted_s[index], strict=True))
+            left = [case_id for case_id in predicted if not _is_recorded(heads, case_id, run)]
+            for case_id in predicted:
+                if case_id in heads and case_id not in left:
+                    pace.add(predicted[case_id], heads[case_id].wall_s)
+            if not left:
+                continue
+            status.warnings += share.warnings()
+            for case_id in left:
+                so_far = share.describe(case_id, now_s)
+                # What a later run makes of a case counts, unless an earlier one still has it.
+                if (
+                    so_far.status in UNDER_WAY
+                    or found.get(case_id) is None
+                    or (found[case_id].status not in UNDER_WAY)
+                ):
+                    found[case_id] = so_far
+            if share.is_active:
+                lefts.append((share.is_running, sum(predicted[case_id] for case_id in left)))
+        if lefts:
+            at_once = max(1, sum(running for running, _ in lefts))
+            longest = max(seconds for _, seconds in lefts)
+            left_s = max(left_s, longest, sum(seconds for _, seconds in lefts) / at_once)
+            status.time_left_s = left_s * pace.factor
+    for case_id, command in _known(results, runs).items():
+        case = found.get(case_id)
+        head = heads.get(case_id)
+        if head is not None and (case is None or case.status not in UNDER_WAY):
+            case = CaseStatus(case_id=case_id, status=head.status, detail=head.message)
+        if case is None:
+            case = CaseStatus(
+                case_id=case_id,
+                status="missing",
+                detail=f"no job has it; run {command}" if command else "no job has it",
+            )
+        status.cases.append(case)
+    status.warnings = list(dict.fromkeys(status.warnings))
+    return status
+
+
+class _Pace:
+    """How cases that are done compare with what was predicted for them."""
+
+    def __init__(self) -> None:
+        self._predicted_s = self._took_s = 0.0
+
+    def add(self, predicted_s: float, took_s: float) -> None:
+        self._predicted_s += predicted_s
+        self._took_s += took_s
+
+    @property
+    def factor(self) -> float:
+        return self._took_s / self._predicted_s if self._predicted_s > 0 else 1.0
+
+
+class _Share:
+    """What is known of the work on one share."""
+
+    def __init__(
+        self,
+        run: Run,
+        index: int,
+        folder: RunFolder,
+        queue: dict[str, slurm.Job],
+        ended: dict[str, slurm.Job],
+    ) -> None:
+        self._run = run
+        self._index = index
+        self._folder = folder
+        self._state: TaskState | None = None
+        self._warning: str | None = None
+        try:
+            self._state = folder.read_state(index)
+        except (OSError, ValueError) as error:
+            self._warning = str(error)
+        self._name = run.jobs[index] if run.launcher == "slurm" else None
+        self._job = queue.get(self._name or "")
+        self._ended = ended.get(self._name or "")
+        if run.launcher == "slurm":
+            self.is_active = self._job is not None and self._job.is_active
+            self.is_running = (
+                self.is_active and self._job is not None and (self._job.state == "RUNNING")
+            )
+        else:
+            self.is_active = self.is_running = is_running(run)
+
+    @property
+    def _command(self) -> str:
+        return command_into(self._run.command, self._folder.results)
+
+    def describe(self, case_id: str, now_s: float) -> CaseStatus:
+        """A case of the share that has no record yet."""
+        state = self._state
+        its_turn = state is not None and state.case_id == case_id
+        where = f"job {self._name}" if self._name else f"process {self._run.pid}"
+        if self.is_running and its_turn and state is not None and state.event == "running":
+            nodes = self._job.nodes if self._job else state.node
+            since = _duration(now_s - state.since_s)
+            return CaseStatus(
+                case_id=case_id, status="running", detail=f"{where} on {nodes}, for {since}"
+            )
+        if self.is_active:
+            if its_turn and not self.is_running:
+                return CaseStatus(
+                    case_id=case_id, status="preempted", detail=f"{where} waits to start again"
+                )
+            reason = self._job.reason if self._job and not self.is_running else ""
+            waits = f" waits: {reason}" if reason not in ("", "None") else ""
+            return CaseStatus(case_id=case_id, status="pending", detail=f"{where}{waits}")
+        ending = (self._ended or self._job or slurm.Job(state="")).state
+        if ending == "CANCELLED":
+            return CaseStatus(case_id=case_id, status="cancelled", detail=where)
+        if self._name is None:
+            return CaseStatus(
+                case_id=case_id, status="missing", detail=f"{where} ended; run {self._command}"
+            )
+        reason = (state.error if state else self._why_it_never_began()) or f"run {self._command}"
+        how = f" ended as {ending}" if ending else " ended"
+        return CaseStatus(
+            case_id=case_id,
+            status="failed" if state is None or state.error else "missing",
+            detail=f"{where}{how}: {reason}",
+        )
+
+    def warnings(self) -> Iterator[str]:
+        if self._warning:
+            yield self._warning
+        state = self._state
+        if state is None or not self._name:
+            return
+        apart_s = state.clock_offset_s - self._run.clock_offset_s
+        if abs(apart_s) > CLOCK_TOLERANCE_S:
+            yield clocks_differ(state.node, apart_s)
+
+    def _why_it_never_began(self) -> str:
+        """From the job's log, if it could write one."""
+        logs = sorted(self._folder.jobs.glob(f"{self._name}_*_log.err"))
+        lines = [line for path in logs for line in _last_lines(path)]
+        if not lines:
+            nodes = (self._ended or self._job or slurm.Job(state="")).nodes or "the nodes"
+            return (
+                f"it wrote no log: is results={self._folder.results} shared with {nodes}? "
+                "use a folder that all nodes have"
+            )
+        return lines[-1]
+
+
+def _accounts_of_the_ended(
+    runs: list[tuple[RunFolder, Run]], queue: dict[str, slurm.Job], heads: dict[str, Head]
+) -> dict[str, slurm.Job]:
+    """What accounting says of jobs that left cases undone; asked only if there are any."""
+    arrays = {
+        job.split("_")[0]
+        for _, run in runs
+        for job, case_ids in zip(run.jobs, run.case_ids, strict=False)
+        if job is not None
+        and not (job in queue and queue[job].is_active)
+        and any(not _is_recorded(heads, case_id, run) for case_id in case_ids)
+    }
+    return slurm.accounted(arrays)
+
+
+def _is_recorded(heads: dict[str, Head], case_id: str, run: Run) -> bool:
+    """Whether a case has a record that this run, or a later one, wrote."""
+    head = heads.get(case_id)
+    return head is not None and head.written_s >= run.created_s - run.clock_offset_s - 1
+
+
+def _known(results: Path, runs: list[tuple[RunFolder, Run]]) -> dict[str, str]:
+    """Every case that was planned, in the order of the plans, with the command that measures it."""
+    known: dict[str, str] = {}
+    for path in sorted((results / "sweeps").glob("*/plan.json")):
+        try:
+            plan = json.loads(path.read_text(encoding="utf-8"))
+            command, case_ids = command_into(plan["command"], results), list(plan["case_ids"])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            # attnbench-report says what is wrong with a plan.
+            continue
+        for case_id in case_ids:
+            known.setdefault(case_id, command)
+    for _, run in runs:
+        command = command_into(run.command, results)
+        for case_id in (case_id for case_ids in run.case_ids for case_id in case_ids):
+            known.setdefault(case_id, command)
+    return known
+
+
+def _last_lines(path: Path) -> list[str]:
+    try:
+        text = path.read_text(errors="replace")
+    except OSError:
+        return []
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return [re.sub(r"^(slurmstepd|srun): (error: )?", "", line) for line in lines[-1:]]
+
+
+def _duration(seconds: float) -> str:
+    whole = max(0, round(seconds))
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
+
+
+def show(status: Status, *, everything: bool) -> None:
+    """Counts, then a line per case: all of them if they are few, else those that need a look."""
+    counts = Counter(case.status for case in status.cases)
+    words = [f"{counts[name]:,} {name}" for name in reversed(ORDER) if counts[name]]
+    words += [f"{number:,} {name}" for name, number in counts.items() if name not in ORDER]
+    left = "" if status.time_left_s is None else f"; about {_duration(status.time_left_s)} left"
+    print(f"{fmt.counted(len(status.cases), 'case')}: {', '.join(words) or 'none planned'}{left}")
+    everything = everything or len(status.cases) <= LIST_ALL_UP_TO
+    listed = [case for case in status.cases if everything or case.status in SHOWN]
+    width = max((len(case.status) for case in listed), default=0)
+    for case in listed:
+        print(f"{case.status:<{width}}  {case.case_id}  {case.detail}".rstrip())
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """``attnbench-status``; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="attnbench-status",
+        description="What has become of the cases of a results folder, run locally or on Slurm: "
+        "done, running on which job and node, waiting, failed and why, and the time left.",
+    )
+    parser.add_argument("results", type=Path, metavar="RESULTS", help="a results folder")
+    parser.add_argument("--all", action="store_true", help="list every case, however many")
+    parser.add_argument("--json", action="store_true", help="for other programs")
+    options = parser.parse_args(arguments)
+    try:
+        _require_folder(options.results)
+        status = look(options.results)
+    except ValueError as error:
+        print(f"attnbench-status: {error}", file=sys.stderr)
+        return 2
+    if options.json:
+        print(json.dumps(asdict(status), indent=1))
+        return 0
+    show(status, everything=options.all)
+    for warning in status.warnings:
+        print(f"attnbench-status: {warning}", file=sys.stderr)
+    return 0
+
+
+def cancel_main(arguments: list[str] | None = None) -> int:
+    """``attnbench-cancel``; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="attnbench-cancel",
+        description="Stop what is queued or running for a results folder: Slurm jobs, and local "
+        "runs on this host. What is recorded stays; the same command goes on with the rest.",
+    )
+    parser.add_argument("results", type=Path, metavar="RESULTS", help="a results folder")
+    parser.add_argument("jobs", nargs="*", metavar="JOB", help="such as 123 or 123_4; all if none")
+    options = parser.parse_args(arguments)
+    try:
+        _require_folder(options.results)
+        lines = cancel(options.results, options.jobs)
+    except ValueError as error:
+        print(f"attnbench-cancel: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(lines) or "nothing is queued or running")
+    return 0
+
+
+def cancel(results: Path, only: list[str]) -> list[str]:
+    """Cancel active jobs and local runs of the folder; a line for each.
+
+    Raises ValueError if one of ``only`` is not among them.
+    """
+    runs = [run for _, run in runs_of(results)]
+    jobs = {job for run in runs if run.launcher == "slurm" for job in run.jobs if job}
+    queue = slurm.queued(job.split("_")[0] for job in jobs)
+    active = {job for job in jobs if job in queue and queue[job].is_active}
+    for name in only:
+        if not any(name in (job, job.split("_")[0]) for job in active):
+            known = ", ".join(sorted({job.split("_")[0] for job in active})) or "none"
+            raise ValueError(f"JOB={name}: not queued or running for {results}; those are {known}")
+    chosen = {job for job in active if not only or job in only or job.split("_")[0] in only}
+    slurm.cancel(sorted(chosen))
+    arrays = Counter(job.split("_")[0] for job in chosen)
+    lines = [f"cancelled job {array} ({number} tasks)" for array, number in sorted(arrays.items())]
+    for run in runs:
+        if run.launcher == "slurm" or only or not is_running(run):
+            continue
+        if run.host != socket.gethostname():
+            lines.append(f"process {run.pid} runs on {run.host}: stop it there")
+            continue
+        os.kill(run.pid, signal.SIGINT)
+        lines.append(f"stopped process {run.pid}")
+    return lines
+
+
+def _require_folder(results: Path) -> None:
+    if not results.is_dir():
+        raise ValueError(f"RESULTS={results}: no such folder")
+    if not any((results / name).is_dir() for name in ("sweeps", "runs", "records")):
+        raise ValueError(
+            f"RESULTS={results}: not a results folder (without sweeps, runs or records)"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""``attnbench-writeup``: one document of everything that results folders hold."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from harness.render.figure import save
+from harness.render.files import put, to_markdown
+from harness.render.report import template
+from harness.render.table import Table
+from harness.writeup.document import Document, collect, relative
+from harness.writeup.html import to_html
+from harness.writeup.latex import LatexError, compile_pdf, to_latex_document
+
+ROWS_IN_MARKDOWN = 40
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write the document in every format; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="attnbench-writeup",
+        description="Write all tables and figures of results folders as one document: Markdown, "
+        "LaTeX (and PDF, where a TeX is installed) and one self-contained HTML page. Nothing is "
+        "measured, and records are only read.",
+    )
+    parser.add_argument("results", nargs="+", type=Path, metavar="RESULTS", help="results folders")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FOLDER",
+        help="where to write; by default the folder writeup in the first RESULTS",
+    )
+    options = parser.parse_args(arguments)
+    folder: Path = options.output or options.results[0] / "writeup"
+    try:
+        document = collect(options.results)
+        paths = write_document(document, folder)
+    except (ValueError, LatexError) as error:
+        print(f"attnbench-writeup: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
+    except OSError as error:
+        print(f"attnbench-writeup: {folder}: cannot be written ({error})", file=sys.stderr)
+        return 2
+    for problem in document.problems:
+        print(f"attnbench-writeup: {problem}", file=sys.stderr)
+    tables = sum(len(section.tables) for section in document.sections)
+    figures = sum(len(section.figures) for section in document.sections)
+    print(f"{len(document.sections)} sweeps, {tables} tables, {figures} figures")
+    for path in paths:
+        print(f"  {path}")
+    if not any(path.suffix == ".pdf" for path in paths):
+        print("  no PDF: pdflatex is not installed (apt-get install texlive-latex-recommended)")
+    if document.gaps:
+        count = len(document.gaps)
+        words = "thing is missing; the document says how to make it"
+        if count > 1:
+            words = "things are missing; the document says how to make them"
+        print(f"{count} {words}")
+    return 0
+
+
+def write_document(document: Document, folder: Path) -> list[Path]:
+    """Write all formats into ``folder``; returns the documents, without their figures."""
+    written: list[Path] = []
+    drawn: list[Path] = []
+    for section in document.sections:
+        for figure in section.figures:
+            for format in ("svg", "pdf"):
+                path = folder / "figures" / f"{figure.anchor}.{format}"
+                put(path, save(figure.drawn, format), drawn)
+    put(folder / "writeup.md", to_markdown_document(document, folder).encode(), written)
+    put(folder / "writeup.html", to_html(document, folder).encode(), written)
+    put(folder / "writeup.tex", to_latex_document(document).encode(), written)
+    pdf = compile_pdf(folder / "writeup.tex")
+    return written if pdf is None else [*written, pdf]
+
+
+def to_markdown_document(document: Document, folder: Path) -> str:
+    """The document as Markdown; links are relative to ``folder``."""
+
+    def markdown(table: Table) -> str:
+        return to_markdown(table, ROWS_IN_MARKDOWN)
+
+    return template("document.md.j2", package="harness.writeup").render(
+        document=document,
+        markdown=markdown,
+        limit=ROWS_IN_MARKDOWN,
+        link=lambda path: relative(path, folder),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

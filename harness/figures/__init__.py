@@ -1,1 +1,0 @@
-"""The figures, one file each."""

@@ -1,0 +1,87 @@
+"""The two passes of one attention call, made each time or captured as CUDA graphs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from harness.cases.case import Case
+from kernels.launching.graphs import capture
+
+if TYPE_CHECKING:
+    from harness.measure.check import Call
+
+
+def autocast(case: Case) -> contextlib.AbstractContextManager[None]:
+    """The case's autocast context; does nothing in a pure precision."""
+    if case.precision.autocast is None:
+        return contextlib.nullcontext()
+    dtype = getattr(torch, case.precision.autocast)
+    return torch.autocast(case.device, dtype=dtype)
+
+
+class Passes:
+    """Forward and backward of ``call`` on ``inputs``, which are q, k and v."""
+
+    def __init__(self, case: Case, call: Call, inputs: tuple[Tensor, Tensor, Tensor]) -> None:
+        self._case, self._call, self._inputs = case, call, inputs
+
+    def forward(self) -> Tensor:
+        """o, differentiable if the call's problem needs gradients."""
+        with autocast(self._case), torch.set_grad_enabled(self._call.problem.needs_grad):
+            return self._call.attend(*self._inputs)
+
+    def backward(self, o: Tensor, do: Tensor) -> tuple[Tensor, ...]:
+        """dq, dk and dv, from the last forward pass and the gradient of what it returned."""
+        return torch.autograd.grad(o, self._inputs, do)
+
+
+class GraphedPasses(Passes):
+    """The same as two CUDA graphs, each captured when it is first asked for and then replayed.
+
+    The next replay overwrites what one returns, and every one reads the same ``do``.
+    """
+
+    def __init__(self, case: Case, call: Call, inputs: tuple[Tensor, Tensor, Tensor]) -> None:
+        super().__init__(case, call, inputs)
+        self._forward: tuple[torch.cuda.CUDAGraph, Tensor] | None = None
+        self._backward: tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]] | None = None
+        self._do: Tensor | None = None
+        self.temporary_bytes = 0
+        """What a pass takes and gives back inside its graph; allocators see it at capture only."""
+
+    def forward(self) -> Tensor:
+        if self._forward is None:
+            self._forward = self._capture(super().forward, super().forward, None)
+        graph, o = self._forward
+        graph.replay()
+        return o
+
+    def backward(self, o: Tensor, do: Tensor) -> tuple[Tensor, ...]:
+        assert self._forward is not None, "a backward pass needs a forward pass"
+        if self._backward is None:
+            forward, backward = super().forward, super().backward
+            self._backward = self._capture(
+                lambda: backward(o, do), lambda: backward(forward(), do), self._forward[0].pool()
+            )
+            self._do = do
+        assert do is self._do, "a graph reads the gradient that it was captured with"
+        graph, gradients = self._backward
+        graph.replay()
+        return gradients
+
+    def _capture(
+        self, step: Callable[[], Any], warm_up: Callable[[], Any], pool: Any
+    ) -> tuple[torch.cuda.CUDAGraph, Any]:
+        def watched() -> Any:
+            torch.cuda.reset_peak_memory_stats()
+            result = step()
+            given_back = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+            self.temporary_bytes = max(self.temporary_bytes, given_back)
+            return result
+
+        return capture(watched, warm_up=warm_up, pool=pool)

@@ -1,0 +1,55 @@
+"""What each rank did when, in a few passes beside the measured ones.
+
+Noted in the record as ``timeline``: for each traced pass and rank the spans of computing and of
+waiting, and the bytes that left the rank. Tracing puts events between kernels, so that these
+passes are not the ones whose time is reported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+from typing import Any
+
+import torch
+
+from harness.bench.bench import Bench
+from harness.cases.case import Case
+from harness.measure.check import Call
+from harness.measure.passes import autocast
+from parallel.context.blocks.trace import NO_TRACE, Recorder
+from parallel.context.bound import SplitAttention
+
+TRACED_PASSES = 3
+
+
+def note_timeline(case: Case, bench: Bench, call: Call, attention: SplitAttention) -> None:
+    """Run traced passes on all ranks and note what they did; once, in a case's last round."""
+    if not bench.in_last_round:
+        return
+    bench.stage("tracing")
+    q, k, v = call.inputs()
+    do = call.output_gradient(q)
+    passes = []
+    for _ in range(TRACED_PASSES):
+        bench.barrier()
+        attention.trace = recorder = Recorder(bench.device)
+        sent = {}
+        with autocast(case), torch.set_grad_enabled(call.problem.needs_grad):
+            o = call.attend(q, k, v)
+        sent["forward"] = recorder.sent_bytes
+        if call.problem.needs_grad:
+            recorder.phase, recorder.sent_bytes = "backward", 0
+            torch.autograd.grad(o, (q, k, v), do)
+            sent["backward"] = recorder.sent_bytes
+        attention.trace = NO_TRACE
+        passes.append(bench.gather(_observed(recorder, sent)))
+    bench.outcome.notes["timeline"] = passes
+
+
+def _observed(recorder: Recorder, sent: dict[str, int]) -> dict[str, Any]:
+    """One rank's pass: ``spans`` of [phase, kind, step, start_ms, end_ms], and bytes by phase."""
+    spans = [
+        [round(value, 6) if isinstance(value, float) else value for value in astuple(span)]
+        for span in recorder.spans()
+    ]
+    return {"spans": spans, "sent_bytes": sent}

@@ -1,0 +1,1 @@
+"""Memory and time by formula, before anything is measured."""

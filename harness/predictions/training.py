@@ -1,0 +1,192 @@
+"""Memory of a training step on one rank, and what it sends, by formula for any strategy.
+
+The transformer's own terms are those of :mod:`models.accounting`; here they are divided among
+ranks as the case's strategy says of itself (:class:`parallel.Strategy`). What ``plan=true``
+prints, what every table's predicted column shows, and what the counts of a real step are held
+against; hence arithmetic alone, without torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import cast
+
+from harness.cases.case import Case
+from models import accounting
+from parallel.collectives import bus_factor
+from parallel.data.buckets import fill_buckets
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+GATHERED_UNITS = 2
+"""Whole blocks that sharded parameters are in at once: the one in use and the one after it."""
+
+MIB = 2**20
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Footprint:
+    """Bytes on one rank by what they hold, each at its own largest.
+
+    Gradients lie in buffers, which are there from the start, or come as the backward pass makes
+    them; while it does, it frees activations, so that of what it makes and what it frees only
+    the larger counts.
+    """
+
+    parameters: float
+    gathered_parameters: float
+    """Whole parameters of sharded ones, while they are in use."""
+    gradient_buffers: float
+    gradients: float
+    """What a rank keeps for the optimizer, in buffers or not."""
+    loose_gradients: float
+    """At the end of the backward pass, outside buffers."""
+    optimizer_state: float
+    activations: float
+    recomputed: float = 0.0
+    """Activations that a checkpointed block makes again while all gradients fill up."""
+
+    @property
+    def after_initialisation(self) -> float:
+        return self.parameters + self.gradient_buffers
+
+    @property
+    def before_first_optimizer_step(self) -> float:
+        return self.parameters + max(self.gradients, self.gradient_buffers)
+
+    @property
+    def after_first_optimizer_step(self) -> float:
+        return self.before_first_optimizer_step + self.optimizer_state
+
+    def peak_parts(self) -> dict[str, float]:
+        """What is held at the peak, by name; the sum is the peak."""
+        parts = {
+            "parameters": self.parameters,
+            "gathered_parameters": self.gathered_parameters,
+            "gradient_buffers": self.gradient_buffers,
+            "optimizer_state": self.optimizer_state,
+            "gradients_or_activations": max(
+                self.loose_gradients + self.recomputed, self.activations
+            ),
+        }
+        always = ("parameters", "optimizer_state", "gradients_or_activations")
+        return {name: size for name, size in parts.items() if size or name in always}
+
+    @property
+    def peak(self) -> float:
+        return sum(self.peak_parts().values())
+
+
+def footprint(case: Case) -> Footprint:
+    """Of a case of task=train_step; nothing that compiling saves is counted."""
+    assert case.model is not None, "training steps have a model"
+    strategy = case.parallel
+    whole = _of_one_data_rank(case)
+    trains = whole.gradients > 0
+    sizes = gradient_sizes(case)
+    gathered = 0.0
+    if strategy.parameter_share < 1:
+        unit = largest_unit(case) * DTYPE_BYTES[_gathered_dtype(case)]
+        gathered = GATHERED_UNITS * unit * (1 - strategy.parameter_share)
+    return Footprint(
+        parameters=whole.parameters * strategy.parameter_share,
+        gathered_parameters=gathered,
+        # Containers make their buffers whether or not a backward pass is to follow.
+        gradient_buffers=gradient_bytes(case) * strategy.gradient_buffers(sizes),
+        gradients=whole.gradients * strategy.gradient_share,
+        loose_gradients=whole.gradients * strategy.loose_gradients(sizes) if trains else 0.0,
+        optimizer_state=whole.optimizer_state * strategy.optimizer_state_share,
+        activations=whole.activations,
+        recomputed=whole.recomputed,
+    )
+
+
+def step_memory(case: Case) -> accounting.MemoryPrediction:
+    """Memory of one rank in a training step, part by part, as the strategy divides it."""
+    whole, strategy = _of_one_data_rank(case), case.parallel
+    return replace(
+        whole,
+        parameters=whole.parameters * strategy.parameter_share,
+        gradients=whole.gradients * strategy.gradient_share,
+        optimizer_state=whole.optimizer_state * strategy.optimizer_state_share,
+    )
+
+
+def _of_one_data_rank(case: Case) -> accounting.MemoryPrediction:
+    """Of a rank whose weights, gradients and state nobody shares but tensor-parallel ranks."""
+    assert case.model is not None, "training steps have a model"
+    precision, checkpoint = case.precision, case.checkpoint
+    # Weights that modules see in a low precision already are not cast by autocast.
+    casts = precision.autocast is not None and _gathered_dtype(case) == precision.parameters
+    computes = precision.compute if casts else _gathered_dtype(case)
+    # Scores that are not kept for a backward pass are there for a moment all the same.
+    problem = replace(case.attention_problem, needs_grad=True)
+    return accounting.predict_memory(
+        case.model,
+        batch_size=case.batch_size,
+        # Each rank holds an equal part; what visits it in attention is small beside that.
+        seq_len=-(-case.seq_len // case.parallel.cp),
+        mode=cast(accounting.Mode, getattr(case.task, "mode", "train_step")),
+        attention_saves_scores=case.attention.keeps_scores(problem),
+        param_bytes=DTYPE_BYTES[precision.parameters],
+        activation_bytes=DTYPE_BYTES[computes],
+        autocast=casts,
+        tp=case.parallel.tp,
+        checkpoint_every=checkpoint.blocks if checkpoint is not None else None,
+        checkpoint_selective=checkpoint is not None and checkpoint.scope == "selective",
+        on_cpu=case.device == "cpu",
+    )
+
+
+def _gathered_dtype(case: Case) -> str:
+    """What modules see their weights in, and sharded ones travel in."""
+    own: str | None = getattr(case.parallel, "compute_dtype", None)
+    return own or case.precision.parameters
+
+
+def largest_unit(case: Case) -> int:
+    """Elements of the largest of the parts that sharded parameters are gathered in."""
+    assert case.model is not None, "training steps have a model"
+    count = accounting.count_parameters(case.model)
+    block = (count.attention + count.feed_forward) // case.model.num_layers
+    whole = max(block, count.embedding, count.head)
+    return whole // case.parallel.tp + 2 * case.model.d_model
+
+
+def gradient_bytes(case: Case) -> int:
+    """Of a model's gradients that data ranks average, and of its parameters, which are as large.
+
+    With tensor parallelism, of one rank's part of the model.
+    """
+    return sum(gradient_sizes(case))
+
+
+def gradient_sizes(case: Case) -> list[int]:
+    """Bytes of each gradient, in the order of the model's parameters."""
+    assert case.model is not None, "training steps have a model"
+    element = DTYPE_BYTES[case.precision.parameters]
+    return [size * element for size in accounting.parameter_sizes(case.model, case.parallel.tp)]
+
+
+def traffic_bytes(case: Case) -> dict[str, float]:
+    """Size S, as nccl-tests define it, that a step puts through each collective operation.
+
+    Of parameters and gradients, among the data ranks; attention over several ranks sends keys
+    and values besides, and tensor parallelism activations. A forward pass alone sends nothing of
+    the kind.
+    """
+    if getattr(case.task, "mode", "train_step") == "forward":
+        return {}
+    size = gradient_bytes(case) * DTYPE_BYTES[_gathered_dtype(case)]
+    size //= DTYPE_BYTES[case.precision.parameters]
+    return {name: times * size for name, times in case.parallel.traffic.items()}
+
+
+def sent_bytes(traffic: dict[str, float], num_ranks: int) -> float:
+    """What a link of each rank carries: sizes times the factors of the bus bandwidth."""
+    return sum(size * bus_factor(name, num_ranks) for name, size in traffic.items())
+
+
+def buckets_of_case(case: Case, bucket_size_mib: float) -> int:
+    """Buckets of the model's gradients, the last parameter's first."""
+    return len(fill_buckets(gradient_sizes(case)[::-1], bucket_size_mib * MIB))

@@ -1,0 +1,35 @@
+"""Lying bars, one beside the other, with their numbers behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from harness.cases import format as fmt
+
+
+def draw_bars(
+    axis: Axes,
+    names: Sequence[str],
+    values: Sequence[float],
+    tints: Sequence[str],
+    *,
+    words: Sequence[str] | None = None,
+) -> None:
+    """One bar for each name, from the top down; a missing value leaves its place empty."""
+    largest = max((value for value in values if not fmt.is_missing(value)), default=1.0)
+    for place, (value, tint) in enumerate(zip(values, tints, strict=True)):
+        if fmt.is_missing(value):
+            text, end = (words[place] if words is not None else fmt.ABSENT), 0.0
+        else:
+            axis.barh(place, value, height=0.7, color=tint)
+            text, end = fmt.number(value), value
+        axis.text(end + 0.01 * largest, place, text, va="center", fontsize=8)
+    axis.set_yticks(range(len(names)), names)
+    axis.set_ylim(len(names) - 0.5, -0.5)
+    axis.xaxis.set_major_locator(MaxNLocator(5))
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda tick, _: f"{tick:,.10g}"))
+    axis.set_xlim(0, 1.18 * largest)
+    axis.grid(axis="y", visible=False)

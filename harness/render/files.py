@@ -1,0 +1,161 @@
+"""From records to files: every table as CSV, Markdown and LaTeX, every figure as PNG and SVG.
+
+The files of a sweep depend on its plan and its records alone: rendering again, on any machine
+with the same libraries, gives the same bytes. Each file is replaced in one step, so that a
+reader never sees half of one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from harness.analysis.frame import build_frame
+from harness.cases.columns import POINTS
+from harness.render.latex import to_latex
+from harness.render.report import DrawnFigure, write_report
+from harness.render.table import Table, build_table
+from harness.render.terminal import render_terminal
+from harness.store.record import Record
+
+PLAN_KEYS = ("label", "title", "about", "command", "tables", "figures", "case_ids")
+
+__all__ = ["PlanError", "RenderedSweep", "read_plan", "render_sweep", "render_terminal"]
+
+
+class PlanError(ValueError):
+    """A sweep that cannot be rendered; the message is one line that names the file."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RenderedSweep:
+    """What was written for one sweep."""
+
+    label: str
+    folder: Path
+    report: Path
+    tables: list[Table] = field(default_factory=list)
+    """In the order of the plan."""
+    paths: list[Path] = field(default_factory=list)
+    """Every file written, the report last."""
+
+
+def read_plan(results: Path, label: str) -> dict[str, Any]:
+    """The plan of a sweep; PlanError if there is none that can be read."""
+    path = results / "sweeps" / label / "plan.json"
+    try:
+        plan = json.loads(path.read_text(encoding="utf-8"))
+        missing = [key for key in PLAN_KEYS if key not in plan]
+    except (OSError, ValueError, TypeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise PlanError(f"{path}: not a readable plan ({reason})") from error
+    if missing or not isinstance(plan, dict):
+        raise PlanError(f"{path}: not a readable plan (without {', '.join(missing)})")
+    return plan
+
+
+def render_sweep(
+    results: Path, label: str, records: dict[str, Record], problems: list[str]
+) -> RenderedSweep:
+    """Write the tables, figures and report of one sweep from its records.
+
+    Args:
+        records: the readable records of the results folder by case id; others are ignored.
+        problems: one line per unreadable file, for the report.
+    """
+    plan = read_plan(results, label)
+    folder = results / "sweeps" / label
+    measured = [records[case_id] for case_id in plan["case_ids"] if case_id in records]
+    frame = build_frame(measured)
+    rendered = RenderedSweep(label=label, folder=folder, report=folder / "report.md")
+    for name in plan["tables"]:
+        table = build_table(name, frame)
+        if table is not None:
+            rendered.tables.append(table)
+        texts = {"csv": to_csv, "md": to_markdown, "tex": to_latex}
+        for suffix, convert in texts.items():
+            data = None if table is None else convert(table).encode()
+            put(folder / "tables" / f"{name}.{suffix}", data, rendered.paths)
+    figures: list[DrawnFigure] = []
+    for name in plan["figures"]:
+        # Imported late: matplotlib takes as long to load as a small sweep's tables to make.
+        from harness.render.figure import draw
+
+        drawn = draw(name, frame)
+        if drawn is not None:
+            figures.append(DrawnFigure(name=name, caption=drawn[0]))
+        for suffix, data in zip(("png", "svg"), drawn[1:] if drawn else (None, None), strict=True):
+            put(folder / "figures" / f"{name}.{suffix}", data, rendered.paths)
+    report = write_report(
+        plan=plan,
+        records=measured,
+        tables=[(table, to_markdown) for table in rendered.tables],
+        figures=figures,
+        missing=[case_id for case_id in plan["case_ids"] if case_id not in records],
+        problems=[problem.replace(f"{results}{os.sep}", "") for problem in problems],
+    )
+    put(rendered.report, report.encode(), rendered.paths)
+    return rendered
+
+
+def to_csv(table: Table) -> str:
+    """Numbers in full precision and everything that names the point, for other programs."""
+    rows = table.rows
+    keys = [name for name in ("case_id", *POINTS) if name in rows]
+    for column in table.columns:
+        keys += column.raw or [key for key in (column.key, column.spread) if key]
+        if column.status and "status" not in rows:
+            keys.append(column.status)
+    keys += [name for name in ("status", "throttled", "recompilations") if name in rows]
+    return rows[list(dict.fromkeys(keys))].to_csv(index=False, lineterminator="\n")
+
+
+def to_markdown(table: Table, limit: int | None = None) -> str:
+    """GitHub's table syntax: caption, rows (the first ``limit``), footnotes."""
+    cells = [[_markdown_cell(cell) for cell in row] for row in table.cells()[:limit]]
+    headers = [_markdown_cell(column.full_header) for column in table.columns]
+    widths = [max(3, *map(len, column)) for column in zip(headers, *cells, strict=True)]
+    left = [column.align == "left" for column in table.columns]
+    rule = [
+        ":" + "-" * (width - 1) if is_left else "-" * (width - 1) + ":"
+        for width, is_left in zip(widths, left, strict=True)
+    ]
+
+    def line(row: list[str]) -> str:
+        padded = (
+            cell.ljust(width) if is_left else cell.rjust(width)
+            for cell, width, is_left in zip(row, widths, left, strict=True)
+        )
+        return f"| {' | '.join(padded)} |\n"
+
+    body = "".join(line(row) for row in [headers, rule, *cells])
+    notes = "".join(f"\n{note}\n" for note in table.footnotes)
+    return f"{table.caption}\n\n{body}{notes}"
+
+
+@lru_cache(maxsize=100_000)
+def _markdown_cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").replace("<", "&lt;").split())
+
+
+def put(path: Path, data: bytes | None, written: list[Path]) -> None:
+    """Replace a file in one step, or remove it where there is nothing to say any more."""
+    if data is None:
+        path.unlink(missing_ok=True)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+    written.append(path)

@@ -1,0 +1,73 @@
+"""A grid of panels, one per measured point, and what their axes have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter
+
+from harness.cases.columns import sort_by_points
+from harness.render.figure import describe, panel_key
+
+MAX_PANELS = 8
+MAX_COLUMNS = 2
+
+
+def whole_calls(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows of attention alone that hold all its passes: both, or forward where that is all."""
+    calls = frame[frame["task"] == "attention"]
+    both = calls["phase"] == "forward_backward"
+    has_both = both.groupby(calls["case_id"]).transform("any")
+    return calls[both | (~has_both & (calls["phase"] == "forward"))]
+
+
+def panels(
+    rows: pd.DataFrame,
+    across: Iterable[str],
+    *,
+    width_in: float,
+    height_in: float,
+    share_y: bool = False,
+) -> tuple[Figure, list[tuple[Axes, pd.DataFrame]], str]:
+    """A figure with a titled panel for each point that differs beyond ``across``.
+
+    Returns:
+        The figure, each panel with its rows, and the sentence on what all panels share.
+    """
+    varying, common = panel_key(rows, across)
+    rows = sort_by_points(rows, [*varying, "attention"])
+    groups = list(rows.groupby(varying, dropna=False, sort=False)) if varying else [((), rows)]
+    if len(groups) > MAX_PANELS:
+        common = f"The first {MAX_PANELS} of {len(groups)} points. {common}"
+        groups = groups[:MAX_PANELS]
+    num_columns = min(MAX_COLUMNS, len(groups))
+    num_rows = -(-len(groups) // num_columns)
+    figure = Figure(
+        figsize=(max(5.8, width_in * num_columns), height_in * num_rows + 0.2),
+        layout="constrained",
+    )
+    axes = figure.subplots(num_rows, num_columns, squeeze=False, sharey=share_y).ravel()
+    for axis in axes[len(groups) :]:
+        axis.set_visible(False)
+    drawn = []
+    for axis, (_, group) in zip(axes, groups, strict=False):
+        axis.set_title(describe(group.iloc[0], varying), pad=14)
+        drawn.append((axis, group))
+    return figure, drawn, common
+
+
+def log_ticks(axis: Axes) -> None:
+    """Plain numbers at the decades of both logarithmic axes, and between them if those are few."""
+    for ticks, (low, high) in ((axis.xaxis, axis.get_xlim()), (axis.yaxis, axis.get_ylim())):
+        ticks.set_major_formatter(FuncFormatter(lambda tick, _: f"{tick:,.10g}"))
+        # As many of each decade as do not overlap.
+        labelled = "23456789" if high / low < 4 else "25" if high / low < 40 else ""
+        ticks.set_minor_formatter(_minor_ticks(labelled) if labelled else NullFormatter())
+
+
+def _minor_ticks(labelled: str) -> FuncFormatter:
+    """Labels for the ticks that begin with one of these digits."""
+    return FuncFormatter(lambda tick, _: f"{tick:,.10g}" if f"{tick:.0e}"[0] in labelled else "")

@@ -1,0 +1,150 @@
+"""The report of a sweep: its tables and figures, how they were measured, and what is missing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+
+from harness.analysis.frame import GIB
+from harness.cases import format as fmt
+from harness.cases.hardware import find_hardware
+from harness.cases.task import TASKS
+from harness.render.table import Table
+from harness.store.record import STATUSES, Record
+
+ROWS_IN_REPORT = 100
+"""Longer tables are cut in the report and complete in their own files."""
+
+_ENVIRONMENT = {
+    "device_name": "device",
+    "device_memory_bytes": "device memory (GiB)",
+    "cpu_model": "CPU",
+    "num_cpus": "CPUs",
+    "num_threads": "threads of torch",
+    "host_memory_bytes": "host memory (GiB)",
+    "platform": "platform",
+    "python": "Python",
+    "torch": "torch",
+    "triton": "Triton",
+    "cuda": "CUDA",
+    "cudnn": "cuDNN",
+    "driver": "driver",
+    "attnbench": "attnbench",
+    "git_revision": "git revision",
+}
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class DrawnFigure:
+    """A figure that was written beside the report."""
+
+    name: str
+    caption: str
+
+
+def write_report(
+    *,
+    plan: dict[str, Any],
+    records: Sequence[Record],
+    tables: Sequence[tuple[Table, Callable[[Table, int], str]]],
+    figures: Sequence[DrawnFigure],
+    missing: Sequence[str],
+    problems: Sequence[str],
+) -> str:
+    """The report as Markdown; links are relative to the sweep's folder."""
+    return template("report.md.j2").render(
+        plan=plan,
+        counts=counts_of(records, missing),
+        started=_started(records),
+        tables=[
+            {
+                "name": table.name,
+                "markdown": to_markdown(table, ROWS_IN_REPORT),
+                "more": max(0, len(table.rows) - ROWS_IN_REPORT),
+            }
+            for table, to_markdown in tables
+        ],
+        figures=figures,
+        failures=[
+            (record.case_id, fmt.STATUS_WORDS[record.status], reason_of(record))
+            for record in records
+            if record.status != "ok"
+        ],
+        missing=missing,
+        problems=problems,
+        environment=environment_of(records),
+        **measurement_facts(records),
+    )
+
+
+def template(name: str, *, package: str = "harness.render", autoescape: bool = False) -> Template:
+    """A template of a package; a name that it uses and is not given is an error."""
+    environment = Environment(
+        loader=PackageLoader(package),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=StrictUndefined,
+        autoescape=autoescape,
+    )
+    return environment.get_template(name)
+
+
+def measurement_facts(records: Sequence[Record]) -> dict[str, set[Any]]:
+    """What the description of the method depends on."""
+    names = {record.case["task"]["name"] for record in records}
+    counted = {name for name in names if name in TASKS and not TASKS[name].target.measures}
+    return {
+        "counted": counted,
+        "measured": names - counted,
+        "clocks": {phase.clock for record in records for phase in record.phases.values()},
+        "memory_sources": {rank.get("source") for record in records for rank in record.memory},
+        "in_a_row": {bool(record.notes.get("in_a_row")) for record in records},
+    }
+
+
+def counts_of(records: Sequence[Record], missing: Sequence[str]) -> str:
+    found = Counter(record.status for record in records)
+    words = [
+        f"{found[status]} {fmt.STATUS_WORDS.get(status, status)}"
+        for status in STATUSES
+        if found[status]
+    ]
+    words += [f"{len(missing)} not measured"] if missing else []
+    total = len(records) + len(missing)
+    return f"{total} {'case' if total == 1 else 'cases'}: {', '.join(words)}."
+
+
+def _started(records: Sequence[Record]) -> str:
+    moments = sorted(record.started_at for record in records if record.started_at)
+    if not moments:
+        return ""
+    first, last = (moment[:16].replace("T", " ") for moment in (moments[0], moments[-1]))
+    return first if first == last else f"from {first} to {last}"
+
+
+def reason_of(record: Record) -> str:
+    message = str((record.error or {}).get("message") or "")
+    return " ".join(message.replace("|", "\\|").replace("<", "&lt;").split()) or fmt.ABSENT
+
+
+def environment_of(records: Sequence[Record]) -> list[tuple[str, str]]:
+    rows = []
+    for key, name in _ENVIRONMENT.items():
+        values = {record.environment[key] for record in records if record.environment.get(key)}
+        if values:
+            words = [
+                f"{value / GIB:.1f}" if key.endswith("_bytes") else str(value) for value in values
+            ]
+            rows.append((name, "; ".join(sorted(set(words)))))
+    devices = sorted({str(record.environment.get("device_name")) for record in records})
+    for hardware in filter(None, map(find_hardware, devices)):
+        peaks = ", ".join(f"{name} {peak:g}" for name, peak in hardware.peak_tflops.items())
+        rows.append(
+            (f"dense peak of {hardware.name} (TFLOP/s)", f"{peaks}; from {hardware.source}")
+        )
+    return rows

@@ -1,0 +1,257 @@
+"""What a table is: columns over the rows of a frame, and how its cells read.
+
+A table is one file in ``harness/tables`` with a caption and a ``build(frame)``. Columns that
+name the measured point (model, precision, sequence length, ...) are handled here, the same
+way for every table: those that are equal in all rows move into the caption, so that tables
+stay narrow, and those that vary are always shown, so that no two rows look alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import pandas as pd
+
+from harness.cases import format as fmt
+from harness.cases.columns import OBSERVED, POINTS, caption_of, redundant_points, sort_by_points
+from kernels.registry import Registry
+
+THROTTLED = f"{fmt.DAGGER} The device lowered its clocks while this was measured."
+SLOW_START = (
+    f"{fmt.SECTION} A first pass took over 1.2 times the median, which mean and standard "
+    "deviation carry."
+)
+RECOMPILED = f"{fmt.DOUBLE_DAGGER} torch.compile compiled again inside the measured passes."
+APART = (
+    f"{fmt.PILCROW} Measured over ten minutes apart from what it is compared with: clocks, and "
+    "even hosts, may differ."
+)
+NOTES = (THROTTLED, RECOMPILED, SLOW_START, APART)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Column:
+    """One column: where its values lie, and how its header and cells read."""
+
+    key: str
+    header: str
+    """With the unit: ``forward (ms)``."""
+    format: fmt.Format = fmt.text
+    group: str = ""
+    """Shared heading above neighbouring columns."""
+    spread: str | None = None
+    """Key of a standard deviation shown behind the value."""
+    status: str | None = None
+    """Key of the status that is spelled out where the value is missing."""
+    mark: str | None = None
+    """Key of the symbols of footnotes that belong to the value."""
+    raw: tuple[str, ...] = ()
+    """Keys that a CSV gives in place of the text that ``key`` holds."""
+    point: bool = False
+    """Says what was measured, rather than a result."""
+    detail: bool = False
+    """First to go where a terminal is too narrow."""
+    record: str = "case_id"
+    """Key of the case whose record holds the value."""
+
+    @property
+    def align(self) -> str:
+        return "left" if self.format is fmt.text else "right"
+
+    @property
+    def full_header(self) -> str:
+        return f"{self.group} {self.header}".strip()
+
+
+@dataclass(kw_only=True, slots=True)
+class Table:
+    """Rows, columns and words, ready to be written in any format."""
+
+    name: str = ""
+    caption: str
+    columns: list[Column]
+    rows: pd.DataFrame
+    footnotes: list[str] = field(default_factory=list)
+    _cells: list[list[str]] | None = None
+
+    def cells(self) -> list[list[str]]:
+        """The text of every cell, row by row; formatted once, written many times."""
+        if self._cells is None:
+            texts = [self._column_cells(column) for column in self.columns]
+            self._cells = [list(row) for row in zip(*texts, strict=True)]
+        return self._cells
+
+    def _column_cells(self, column: Column) -> list[str]:
+        values = self.rows[column.key].tolist()
+        absent = [fmt.ABSENT] * len(values)
+        if column.status is not None:
+            statuses = self.rows[column.status].tolist()
+            absent = [fmt.STATUS_WORDS.get(status, fmt.ABSENT) for status in statuses]
+        spreads = self.rows[column.spread].tolist() if column.spread else None
+        marks = self.rows[column.mark].tolist() if column.mark else None
+        result = []
+        for index, value in enumerate(values):
+            if fmt.is_missing(value):
+                result.append(absent[index])
+                continue
+            if spreads is not None:
+                cell = fmt.with_spread(value, spreads[index])
+            else:
+                cell = column.format(value)
+            result.append(cell + marks[index] if marks is not None else cell)
+        return result
+
+
+TableBuilder = Callable[[pd.DataFrame], Table | None]
+
+TABLES: Registry[TableBuilder] = Registry("table", decorator="table", packages=("harness.reports",))
+
+table = TABLES.register
+
+Finding = Callable[[pd.DataFrame], str | None]
+
+FINDINGS: Registry[Finding] = Registry(
+    "finding", decorator="finding", packages=("harness.reports",)
+)
+
+finding = FINDINGS.register
+"""Decorator: the function that says in one sentence what the table of this name shows.
+
+It is given the rows of the built table; None where they hold nothing worth a sentence.
+"""
+
+
+def finding_of(table: Table) -> str:
+    """The sentence for a built table; empty where there is none."""
+    if table.name not in FINDINGS or table.rows.empty:
+        return ""
+    return FINDINGS[table.name].target(table.rows) or ""
+
+
+def build_table(name: str, frame: pd.DataFrame) -> Table | None:
+    """The table ``name`` over the frame; None where the frame has nothing for it."""
+    if frame.empty:
+        return None
+    built = TABLES[name].target(frame)
+    if built is not None:
+        built.name = name
+    return built
+
+
+def make_table(
+    *,
+    caption: str,
+    rows: pd.DataFrame,
+    metrics: Iterable[Column],
+    lead: Iterable[str] = (),
+    keep: Iterable[str] = (),
+    without: Iterable[str] = (),
+    order: Iterable[str] | None = None,
+) -> Table:
+    """A table of one measured point per row.
+
+    Args:
+        rows: has the point columns of :data:`harness.cases.columns.POINTS`, and ``metrics``.
+        lead: point columns to show first; the others that vary follow.
+        keep: point columns to show even where all rows agree.
+        without: point columns that this table spreads over its columns, or does without.
+        order: point columns to sort by, before all others; ``lead`` if not given.
+    """
+    lead, keep, without = list(lead), set(keep), set(without)
+    without |= redundant_points(rows)
+    names = [*lead, *(name for name in POINTS if name not in lead)]
+    names = [name for name in names if name in rows and name not in without]
+    shown = [name for name in names if name in keep or POINTS[name].varies(rows[name])]
+    stated = caption_of(rows, [name for name in names if name not in shown])
+    order = lead if order is None else list(order)
+    rows = sort_by_points(rows, [*order, *(name for name in names if name not in order)])
+    columns = [
+        Column(key=name, header=POINTS[name].header, format=POINTS[name].format, point=True)
+        for name in shown
+    ]
+    columns += [column for column in metrics if _has_content(column, rows)]
+    marks = {mark for column in columns if column.mark for mark in rows[column.mark].unique()}
+    symbols = "".join(marks)
+    footnotes = [note for note in NOTES if note[0] in symbols]
+    return Table(
+        caption=f"{caption} {stated}".strip(), columns=columns, rows=rows, footnotes=footnotes
+    )
+
+
+def _has_content(column: Column, rows: pd.DataFrame) -> bool:
+    """Whether any row has a value, or a status to say why it has none."""
+    if rows[column.key].notna().any():
+        return True
+    if column.status is None:
+        return False
+    return bool(rows[column.status].isin(list(fmt.STATUS_WORDS)).any())
+
+
+def per_case(
+    frame: pd.DataFrame, phases: Iterable[str] = (), values: Iterable[str] = ("median_ms",)
+) -> pd.DataFrame:
+    """One row per case, with ``{phase}_{value}`` and ``{phase}_status`` for each phase.
+
+    A phase that a case does not have leaves both empty. What is known of a case that did not
+    finish well (its memory so far) is emptied, since beside results it would read as one.
+    """
+    cases = frame.drop_duplicates("case_id").set_index("case_id")
+    cases = cases.drop(columns=["phase", "clock", "samples_ms"])
+    parts: dict[str, pd.Series] = {}
+    for phase in phases:
+        rows = frame[frame["phase"] == phase].set_index("case_id")
+        for value in values:
+            parts[f"{phase}_{value}"] = rows[value].reindex(cases.index)
+        parts[f"{phase}_status"] = rows["status"].reindex(cases.index)
+    cases = pd.concat([cases, pd.DataFrame(parts, index=cases.index)], axis=1)
+    cases["mark"] = marks_of(cases)
+    bad = cases["status"] != "ok"
+    cases.loc[bad, [name for name in _RESULTS if name in cases]] = float("nan")
+    return cases.reset_index()
+
+
+_RESULTS = (
+    *("peak_memory_gib", "peak_allocated_gib", "peak_reserved_gib", "peak_rss_gib"),
+    *("before_backward_mib", "compile_s", "autotune_s", "first_pass_s"),
+    *("recompilations", "loss"),
+)
+
+
+def marks_of(rows: pd.DataFrame, *, means: bool = False) -> pd.Series:
+    """The symbols of the footnotes that each row deserves; some concern only its means."""
+    throttled = rows["throttled"].astype(bool).map({True: fmt.DAGGER, False: ""})
+    recompiled = rows["recompilations"].astype(float) > 0
+    marks = throttled + recompiled.map({True: fmt.DOUBLE_DAGGER, False: ""})
+    if means:
+        marks += rows["slow_start"].astype(bool).map({True: fmt.SECTION, False: ""})
+    return marks
+
+
+def time_column(phase: str, header: str, *, group: str = "", detail: bool = False) -> Column:
+    """The median time of a phase, spelling out the status where there is none."""
+    return Column(
+        key=f"{phase}_median_ms",
+        header=header,
+        format=fmt.number,
+        status=f"{phase}_status",
+        mark="mark",
+        group=group,
+        detail=detail,
+    )
+
+
+def speedup_over(
+    rows: pd.DataFrame, value: str, varied: Iterable[str], is_baseline: pd.Series
+) -> pd.Series:
+    """Baseline time over each row's time, among rows equal in everything but ``varied``."""
+    group = point_groups(rows, varied)
+    baselines = rows.loc[is_baseline].groupby(group[is_baseline])[value].first()
+    return group.map(baselines) / rows[value]
+
+
+def point_groups(rows: pd.DataFrame, varied: Iterable[str]) -> pd.Series:
+    """A number per row, equal for rows whose points differ at most in ``varied``."""
+    excluded = {*varied, *OBSERVED}
+    keys = [name for name in POINTS if name in rows and name not in excluded]
+    return rows.groupby(keys, dropna=False, sort=False).ngroup()

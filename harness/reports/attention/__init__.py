@@ -1,0 +1,1 @@
+"""Attention alone, by backend, shape and length."""

@@ -1,0 +1,63 @@
+"""How the time of attention grows with sequence length, by backend."""
+
+from __future__ import annotations
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from harness.cases.columns import sort_by_points
+from harness.render.figure import CaptionedFigure, describe, figure, panel_key
+from harness.render.findings import say_growth, say_out_of_memory, say_over_length, sentence
+from harness.render.table import per_case
+from harness.reports.attention.lines_over_seq_len import MAX_ROWS, draw_lines
+
+CAPTION = (
+    "Median time of the attention call over sequence length, both axes logarithmic, with a bar "
+    "from the first to the third quartile where that is longer than the marker; a cross "
+    "marks where memory ran out."
+)
+
+ROW_HEIGHT_IN = 3.1
+
+
+@figure("attention_scaling")
+def build(frame: pd.DataFrame) -> CaptionedFigure | None:
+    frame = frame[frame["task"] == "attention"]
+    if frame["seq_len"].nunique() < 2:
+        return None
+    rows = per_case(frame, phases=("forward", "backward"), values=("median_ms", "q1_ms", "q3_ms"))
+    if rows[["forward_median_ms", "backward_median_ms"]].isna().all(axis=None):
+        return None
+    phases = [phase for phase in ("forward", "backward") if rows[f"{phase}_status"].notna().any()]
+    varying, common = panel_key(rows, ["attention", "seq_len"])
+    rows = sort_by_points(rows, [*varying, "attention", "seq_len"])
+    groups = list(rows.groupby(varying, dropna=False, sort=False)) if varying else [((), rows)]
+    if len(groups) > MAX_ROWS:
+        common = f"The first {MAX_ROWS} of {len(groups)} points. {common}"
+        groups = groups[:MAX_ROWS]
+    figure = Figure(figsize=(5.0 * len(phases), ROW_HEIGHT_IN * len(groups)), layout="constrained")
+    axes = figure.subplots(len(groups), len(phases), squeeze=False, sharex=True)
+    for line, (_, group) in zip(axes, groups, strict=True):
+        words = describe(group.iloc[0], varying)
+        for axis, phase in zip(line, phases, strict=True):
+            draw_lines(
+                axis,
+                group,
+                f"{phase}_median_ms",
+                height_in=ROW_HEIGHT_IN - 0.8,
+                spread=(f"{phase}_q1_ms", f"{phase}_q3_ms"),
+            )
+            axis.set_title(", ".join(word for word in (phase, words) if word), pad=14)
+            axis.set_xlabel("sequence length (tokens)")
+        line[0].set_ylabel("median time (ms)")
+    found = []
+    for phase in phases:
+        value = f"{phase}_median_ms"
+        growth = say_growth(rows, value)
+        found.append(say_over_length(rows, value) or (growth and f"attention {growth}"))
+    parts = [f"in the {name} pass {said}" for name, said in zip(phases, found, strict=True) if said]
+    return CaptionedFigure(
+        caption=f"{CAPTION} {common}".strip(),
+        figure=figure,
+        finding=sentence(*parts, say_out_of_memory(rows)),
+    )

@@ -1,0 +1,102 @@
+"""Tables with one column per backend, each cell holding the numbers of several phases."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pandas as pd
+
+from harness.cases import format as fmt
+from harness.cases.columns import POINTS, attention_rank
+from harness.render.table import Column, Table, make_table, point_groups
+
+
+def table_by_backend(
+    cases: pd.DataFrame,
+    *,
+    caption: str,
+    phases: Sequence[str],
+    value: str,
+    unit: str,
+    lead: Sequence[str],
+    keep: Sequence[str],
+) -> Table:
+    """One row per measured point, one column per backend: ``0.12 / 0.31 / 0.43``.
+
+    Args:
+        cases: from :func:`harness.render.table.per_case`, with ``{phase}_{value}`` of every phase.
+        phases: in the order of a cell's numbers.
+        unit: of all of them, for the header.
+        lead: point columns to show first; keep: even where all rows agree.
+    """
+    cases, footnotes = apart_from_unsupported(cases)
+    group = point_groups(cases, ["attention"])
+    names = [name for name in POINTS if name != "attention" and name in cases]
+    rows = cases.assign(group=group).drop_duplicates("group").set_index("group")[names]
+    columns = []
+    for attention in sorted(cases["attention"].unique(), key=attention_rank):
+        chosen = cases["attention"] == attention
+        part = cases[chosen].set_index(group[chosen])
+        part = part[~part.index.duplicated()].reindex(rows.index)
+        keys = [f"{phase}_{value}" for phase in phases]
+        rows = pd.concat([rows, _values(part, attention, keys)], axis=1)
+        columns.append(
+            Column(
+                key=attention,
+                header=f"{attention} ({unit})",
+                # Not text: numbers are aligned to the right.
+                format=str,
+                status=f"{attention}_status",
+                mark=f"{attention}_mark",
+                raw=tuple(f"{attention}_{key}" for key in keys),
+                record=f"{attention}_case_id",
+            )
+        )
+    table = make_table(
+        caption=caption,
+        rows=rows.reset_index(drop=True),
+        lead=lead,
+        keep=keep,
+        without=["attention"],
+        metrics=columns,
+    )
+    table.footnotes += footnotes
+    return table
+
+
+def _values(part: pd.DataFrame, attention: str, keys: Sequence[str]) -> pd.DataFrame:
+    """The cells of one backend, their numbers for a CSV, statuses and marks."""
+    cells = [_cell(numbers) for numbers in part[list(keys)].itertuples(index=False)]
+    return pd.DataFrame(
+        {
+            attention: pd.Series(cells, index=part.index, dtype=object),
+            **{f"{attention}_{key}": part[key] for key in keys},
+            f"{attention}_status": part["status"],
+            f"{attention}_case_id": part["case_id"],
+            f"{attention}_mark": part["mark"].fillna(""),
+        }
+    )
+
+
+def _cell(numbers: Sequence[float]) -> str | None:
+    """The numbers of one cell; None where there are none at all."""
+    if all(map(fmt.is_missing, numbers)):
+        return None
+    return " / ".join(fmt.ABSENT if fmt.is_missing(item) else fmt.number(item) for item in numbers)
+
+
+def apart_from_unsupported(cases: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
+    """The cases without the backends that can run none of them, and a footnote that names those.
+
+    Where a backend runs some of the points, its others keep their place and say unsupported.
+    """
+    unsupported = cases["status"] == "unsupported"
+    never = unsupported.groupby(cases["attention"]).transform("all")
+    if never.all():
+        return cases, []
+    reasons: dict[str, list[str]] = {}
+    for _, row in cases[never].drop_duplicates("attention").iterrows():
+        reasons.setdefault(row["reason"] or "no reason given", []).append(row["attention"])
+    words = [f"{', '.join(sorted(names))} ({reason})" for reason, names in reasons.items()]
+    notes = [f"Not supported here: {'; '.join(sorted(words))}."] if words else []
+    return cases[~never].reset_index(drop=True), notes

@@ -1,0 +1,40 @@
+"""CS336 problem flash_benchmarking: latencies over head_dim, precision and length, by backend."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from harness.render.findings import from_wide, say_out_of_memory, say_over_length, sentence
+from harness.render.table import Table, finding, per_case, table
+from harness.reports.attention.by_backend import table_by_backend
+
+CAPTION = (
+    "Attention alone, by backend: median times of the forward pass / the backward pass / both "
+    "passes together."
+)
+
+PHASES = ("forward", "backward", "forward_backward")
+
+
+@table("flash_benchmarking")
+def build(frame: pd.DataFrame) -> Table | None:
+    calls = frame[frame["task"] == "attention"]
+    if calls.empty:
+        return None
+    return table_by_backend(
+        per_case(calls, phases=PHASES),
+        caption=CAPTION,
+        phases=PHASES,
+        value="median_ms",
+        unit="ms",
+        lead=["head_dim", "precision", "seq_len"],
+        keep=["seq_len"],
+    )
+
+
+@finding("flash_benchmarking")
+def say(rows: pd.DataFrame) -> str | None:
+    calls = from_wide(rows, "forward_backward_median_ms")
+    if calls["value"].isna().all():
+        calls = from_wide(rows, "forward_median_ms")
+    return sentence(say_over_length(calls, "value"), say_out_of_memory(calls))

@@ -1,0 +1,104 @@
+"""The CS336 leaderboard's shape: backends by time, and which of them really differ.
+
+The baseline is PyTorch's cuDNN attention, the fastest that comes with PyTorch on Hopper; where
+it did not finish, the first backend in the tables' order stands in.
+"""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from harness.analysis.comparison import Axis, compare
+from harness.analysis.stats import verdict_rule
+from harness.cases import format as fmt
+from harness.render.findings import best_row, say_fastest, sentence
+from harness.render.table import (
+    Column,
+    Table,
+    finding,
+    make_table,
+    per_case,
+    point_groups,
+    table,
+    time_column,
+)
+from harness.reports.attention.by_backend import apart_from_unsupported
+
+CAPTION = (
+    "Attention alone, the fastest first at each point: median times, and the rate of all passes "
+    "by the FLOP formula. Ratio: median time of the baseline over that of the backend, so that "
+    f"above 1 is faster, with a 95% bootstrap interval (2,000 resamples); {verdict_rule()}."
+)
+
+PHASES = ("forward", "backward", "forward_backward")
+
+AXIS = Axis(choice="attention", columns=("attention",), baseline="sdpa_cudnn", needs_baseline=False)
+
+
+@table("leaderboard")
+def build(frame: pd.DataFrame) -> Table | None:
+    calls = frame[frame["task"] == "attention"]
+    if calls.empty:
+        return None
+    rows = per_case(calls, phases=PHASES, values=("median_ms", "tflops"))
+    rows, footnotes = apart_from_unsupported(rows)
+    for value in ("median_ms", "tflops"):
+        rows[f"all_{value}"] = rows[f"forward_backward_{value}"].fillna(rows[f"forward_{value}"])
+    rows = _compared(rows, calls)
+    only_forward = rows["forward_backward_status"].isna().all()
+    built = make_table(
+        caption=CAPTION,
+        rows=rows,
+        lead=["head_dim", "call_compiled", "attention"],
+        keep=["attention"],
+        order=["num_heads", "head_dim", "precision", "seq_len", "call_compiled", "attention"],
+        metrics=[
+            time_column("forward", "forward (ms)"),
+            time_column("backward", "backward (ms)"),
+            *([] if only_forward else [time_column("forward_backward", "both (ms)")]),
+            Column(key="all_tflops", header="TFLOP/s", format=fmt.number),
+            Column(key="ratio", header="ratio", format=fmt.factor),
+            Column(
+                key="interval", header="95% interval", raw=("ratio_low", "ratio_high"), detail=True
+            ),
+            Column(key="verdict", header="verdict"),
+            Column(key="baseline", header="baseline", detail=True),
+            Column(key="peak_memory_gib", header="peak memory (GiB)", format=fmt.number),
+            Column(key="compile_s", header="compile (s)", format=fmt.number, detail=True),
+            Column(key="autotune_s", header="autotune (s)", format=fmt.number, detail=True),
+        ],
+    )
+    built.footnotes += footnotes
+    place = point_groups(built.rows, ["attention"])
+    order = built.rows.assign(place=place).sort_values(["place", "all_median_ms"], kind="stable")
+    built.rows = built.rows.loc[order.index].reset_index(drop=True)
+    return built
+
+
+@finding("leaderboard")
+def say(rows: pd.DataFrame) -> str | None:
+    if rows["all_tflops"].isna().all():
+        return None
+    plain = rows[~rows["call_compiled"].astype(bool)]
+    best = best_row(rows, "all_tflops")
+    return sentence(
+        say_fastest(rows if plain.empty else plain, "all_median_ms"),
+        f"the highest rate is {fmt.number(best['all_tflops'])} TFLOP/s, of {best['attention']} "
+        f"with head_dim {int(best['head_dim'])}",
+    )
+
+
+def _compared(rows: pd.DataFrame, calls: pd.DataFrame) -> pd.DataFrame:
+    """The rows with baseline, ratio, its interval and the verdict over their longest phase."""
+    both = calls.groupby("case_id")["phase"].transform(
+        lambda names: "forward_backward" in set(names)
+    )
+    whole = calls[calls["phase"] == both.map({True: "forward_backward", False: "forward"})]
+    found = compare(whole, AXIS).drop_duplicates("case_id").set_index("case_id")
+    names = ["baseline", "ratio", "ratio_low", "ratio_high", "verdict"]
+    rows = rows.join(found[names], on="case_id")
+    rows["interval"] = [
+        None if low != low else f"{low:.2f} to {high:.2f}"
+        for low, high in zip(rows["ratio_low"], rows["ratio_high"], strict=True)
+    ]
+    return rows

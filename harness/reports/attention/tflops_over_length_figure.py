@@ -1,0 +1,78 @@
+"""The rate that attention reaches as the sequence grows, by backend."""
+
+from __future__ import annotations
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from harness.cases import format as fmt
+from harness.cases.columns import attention_rank
+from harness.render.figure import (
+    CaptionedFigure,
+    colour,
+    draw_spread,
+    figure,
+    label_line_ends,
+    mark_out_of_memory,
+    marker,
+)
+from harness.render.findings import say_out_of_memory, say_over_length, sentence
+from harness.render.panels import panels, whole_calls
+
+CAPTION = (
+    "Achieved rate of attention, forward and backward together unless the mode is forward, by the "
+    "FLOP formula over the median time, with a bar between the "
+    "rates of the quartiles; a cross above the frame marks where memory ran out."
+)
+
+WIDTH_IN, HEIGHT_IN = 4.8, 2.9
+
+
+@figure("tflops_over_length")
+def build(frame: pd.DataFrame) -> CaptionedFigure | None:
+    rows = whole_calls(frame)
+    if rows["seq_len"].nunique() < 2 or rows["tflops"].isna().all():
+        return None
+    across = ["attention", "seq_len", "kv_len"]
+    figure, drawn, common = panels(rows, across, width_in=WIDTH_IN, height_in=HEIGHT_IN)
+    for axis, group in drawn:
+        _draw(axis, group)
+    return CaptionedFigure(
+        caption=f"{CAPTION} {common}".strip(),
+        figure=figure,
+        finding=sentence(
+            say_over_length(rows, "tflops", highest=True),
+            f"the highest rate is {fmt.number(rows['tflops'].max())} TFLOP/s",
+            say_out_of_memory(rows),
+        ),
+    )
+
+
+def _draw(axis: Axes, rows: pd.DataFrame) -> None:
+    lengths = sorted(rows["seq_len"].unique())
+    crosses: list[tuple[float, str]] = []
+    lines: list[Line2D] = []
+    for name in sorted(rows["attention"].unique(), key=attention_rank):
+        mine = rows[rows["attention"] == name].sort_values("seq_len", kind="stable")
+        shown = mine[mine["tflops"].notna()]
+        crosses += [(length, name) for length in mine.loc[mine["status"] == "oom", "seq_len"]]
+        if shown.empty:
+            continue
+        tint, x, y = colour(name), shown["seq_len"], shown["tflops"]
+        low, high = (y * shown["median_ms"] / shown[quartile] for quartile in ("q3_ms", "q1_ms"))
+        draw_spread(axis, x, low, high, tint)
+        lines += axis.plot(x, y, color=tint, marker=marker(name), label=name)
+    axis.set_xscale("log", base=2)
+    axis.set_xlim(lengths[0] / 1.3, lengths[-1] * 1.3)
+    axis.xaxis.set_major_locator(FixedLocator(lengths))
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda length, _: fmt.integer(length)))
+    axis.tick_params(axis="x", labelrotation=30 if len(lengths) > 5 else 0)
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda tick, _: f"{tick:,.10g}"))
+    axis.set_ylim(bottom=0)
+    axis.set_xlabel("sequence length (tokens)")
+    axis.set_ylabel("TFLOP/s")
+    mark_out_of_memory(axis, crosses)
+    label_line_ends(axis, lines, HEIGHT_IN - 0.9)

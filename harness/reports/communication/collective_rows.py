@@ -1,0 +1,34 @@
+"""Measured collective operations with their bandwidths, for the table and the figure."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from harness.render.table import per_case
+from parallel.collectives import bus_factor
+
+GB = 1e9
+"""As nccl-tests count, unlike the sizes, which are powers of two."""
+
+UNUSED = (
+    *("attention", "head_dim", "num_heads", "num_kv_heads", "causal", "kv_len", "layout"),
+    *("seq_len", "batch_size", "call_compiled", "compile_scope", "compile_mode", "mode"),
+    "memory_source",
+)
+"""Points that an exchange without a model has no use for."""
+
+
+def collectives(frame: pd.DataFrame) -> pd.DataFrame:
+    """One row per case of task=collectives, with ``algorithm_gb_s`` and ``bus_gb_s``."""
+    calls = frame[frame["task"] == "collectives"]
+    if calls.empty:
+        return calls
+    rows = per_case(calls, phases=("collective",), values=("median_ms", "q1_ms", "q3_ms"))
+    seconds = rows["collective_median_ms"] / 1e3
+    rows["algorithm_gb_s"] = rows["size_bytes"].astype(float) / seconds / GB
+    factors = [
+        bus_factor(name, ranks)
+        for name, ranks in zip(rows["collective"], rows["world_size"], strict=True)
+    ]
+    rows["bus_gb_s"] = rows["algorithm_gb_s"] * factors
+    return rows

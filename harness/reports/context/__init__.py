@@ -1,0 +1,1 @@
+"""Attention over several ranks: time, efficiency, balance of FLOPs."""

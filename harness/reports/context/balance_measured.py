@@ -1,0 +1,97 @@
+"""Whether balance becomes speed: kernel times per rank beside FLOPs per rank."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from harness.cases import format as fmt
+from harness.render.findings import listed, sentence, span
+from harness.render.table import Column, Table, finding, make_table, point_groups, table
+from harness.reports.context.split_rows import split_calls
+from parallel import BACKENDS
+from parallel.context.attention import SequenceParallelAttention
+from parallel.context.blocks.balance import count_flops
+from parallel.context.blocks.layouts import Layout
+
+CAPTION = (
+    "Computing per rank, forward and backward, from kernel times in traced passes, beside FLOPs "
+    "by the pairs that the mask keeps. Imbalance: the busiest rank over the mean. Lockstep: the "
+    "sum over steps of the busiest rank's, over the mean. Speed-up: over the same transport and "
+    "kernel with contiguous parts, as FLOPs predict it if all time were computing, and measured."
+)
+
+
+@table("balance_measured")
+def build(frame: pd.DataFrame) -> Table | None:
+    rows = split_calls(frame)
+    rows = rows[rows["compute_ms"].notna()] if len(rows) else rows
+    if rows.empty or not rows["causal"].any():
+        return None
+    rows = rows[rows["causal"].astype(bool)].reset_index(drop=True)
+    layouts = [_layout(name, ranks) for name, ranks in rows[["scheme", "world_size"]].values]
+    rows["split"] = [layout.name for layout in layouts]
+    counted = [
+        _predicted(layout, int(length), gathers)
+        for layout, length, gathers in zip(layouts, rows["seq_len"], rows["gathers"], strict=True)
+    ]
+    rows["predicted_imbalance"] = [imbalance for imbalance, _ in counted]
+    rows["predicted_lockstep"] = [lockstep for _, lockstep in counted]
+    rows["imbalance"] = [max(x) / (sum(x) / len(x)) for x in rows["compute_ms"]]
+    rows["least_ms"] = [min(x) for x in rows["compute_ms"]]
+    rows["most_ms"] = [max(x) for x in rows["compute_ms"]]
+    rows["per_rank"] = [" / ".join(map(fmt.number, x)) for x in rows["compute_ms"]]
+    group = point_groups(rows, ["attention", "scheme", "split", "modes"])
+    contiguous = rows["split"] == "contiguous"
+    for name, value in (("predicted_speedup", "predicted_lockstep"), ("speedup", "whole_ms")):
+        # Ring beside ring and gather beside gather, which the transport alone does not tell.
+        key = [group, rows["gathers"]]
+        base = rows[value].where(contiguous).groupby(key).transform("max")
+        rows[name] = (base / rows[value]).where(~contiguous)
+    return make_table(
+        caption=CAPTION,
+        rows=rows,
+        lead=["world_size", "seq_len", "kernel", "transport", "scheme"],
+        keep=["scheme"],
+        without=["attention", "strategy"],
+        metrics=[
+            Column(key="least_ms", header="least (ms)", format=fmt.number, group="computing"),
+            Column(key="most_ms", header="most (ms)", format=fmt.number, group="computing"),
+            Column(key="per_rank", header="by rank (ms)", group="computing", detail=True),
+            Column(key="predicted_imbalance", header="FLOPs", format=fmt.factor, group="imbalance"),
+            Column(key="imbalance", header="measured", format=fmt.factor, group="imbalance"),
+            Column(key="predicted_lockstep", header="FLOPs", format=fmt.factor, group="lockstep"),
+            Column(key="lockstep", header="measured", format=fmt.factor, group="lockstep"),
+            Column(key="whole_ms", header="both (ms)", format=fmt.number),
+            Column(key="predicted_speedup", header="FLOPs", format=fmt.factor, group="speed-up"),
+            Column(key="speedup", header="measured", format=fmt.factor, group="speed-up"),
+        ],
+    )
+
+
+@finding("balance_measured")
+def say(rows: pd.DataFrame) -> str | None:
+    uneven = rows["imbalance"].groupby(rows["scheme"]).median().sort_values()
+    busiest = [f"{fmt.factor(value)} of the mean with {name}" for name, value in uneven.items()]
+    known = rows[rows["speedup"].notna()]
+    gained = None
+    if len(known):
+        gained = (
+            f"balance brings {span(known['speedup'])} over contiguous parts, where FLOPs alone "
+            f"predict {span(known['predicted_speedup'])}"
+        )
+    return sentence(f"the busiest rank computes {listed(busiest)} (median)", gained)
+
+
+def _layout(scheme: str, num_ranks: int) -> Layout:
+    entry = BACKENDS[scheme]
+    attention = entry.target(name=scheme, **entry.preset)
+    assert isinstance(attention, SequenceParallelAttention), "it ran on several ranks"
+    return attention.layout(int(num_ranks))
+
+
+def _predicted(layout: Layout, length: int, gathers: bool) -> tuple[float, float]:
+    """Imbalance and lockstep cost by pairs; a gather has one step for all keys."""
+    balance = count_flops(layout, length, num_heads=1, head_dim=1, block_q=1, block_k=1)
+    flops = balance.per_rank("pair")
+    imbalance = max(flops) / (sum(flops) / len(flops))
+    return imbalance, imbalance if gathers else balance.lockstep_cost("pair")

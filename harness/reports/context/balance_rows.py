@@ -1,0 +1,28 @@
+"""What a count of FLOPs per rank says: spread over ranks, and the cost of waiting in lockstep."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from harness.render.table import per_case
+from parallel.context.blocks.balance import Balance
+
+COUNT_WORDS = {"chunk": "by chunks", "pair": "by pairs", "tile": "by tiles"}
+
+COUNTS_EXPLAINED = (
+    "By chunks: each half of a rank's tokens is charged all keys up to its end, as published "
+    "guides count. By pairs: what the mask keeps, exactly. By tiles: whole tiles of the kernel."
+)
+
+
+def counted(frame: pd.DataFrame) -> pd.DataFrame:
+    """One row per case of task=flop_balance that counted, with ``counts``, ``split``, ``ranks``."""
+    rows = frame[frame["balance"].notna()]
+    if rows.empty:
+        return rows
+    rows = per_case(rows)
+    return rows.assign(
+        counts=pd.Series([Balance(**values) for values in rows["balance"]], dtype=object),
+        split=rows["balance_layout"],
+        ranks=rows["balance_ranks"].astype(int),
+    )

@@ -1,0 +1,1 @@
+"""Training steps over several ranks: strategies, traffic, memory."""

@@ -1,0 +1,103 @@
+"""What each step of the data-parallel ladder costs, beside PyTorch's DDP."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from harness.cases import format as fmt
+from harness.render.findings import best_row, percent_span, say_fastest, sentence
+from harness.render.table import Column, Table, finding, make_table, table, time_column
+from harness.reports.data.step_rows import TEXT_NOTE, UNUSED, on_ranks
+
+CAPTION = (
+    "Training steps whose ranks have batches of their own: median times of the slowest rank; the "
+    "step over PyTorch's DDP's, with a 95% bootstrap interval (less is faster); after backward: "
+    "from when a rank has its gradients until it has their averages, and its share of the step. "
+    "From a trace, on the rank that computes longest: communication, the part of it that hides "
+    "behind computing, and the share of the step that does not. Peak memory as predicted and "
+    "measured."
+)
+
+
+@table("data_parallel")
+def build(frame: pd.DataFrame) -> Table | None:
+    rows = on_ranks(frame)
+    if rows.empty:
+        return None
+    rows["predicted"] = rows["predicted_memory_gib"].where(rows["status"] == "ok")
+    built = make_table(
+        caption=CAPTION,
+        rows=rows,
+        lead=["model", "world_size", "precision", "strategy"],
+        keep=["strategy"],
+        without=UNUSED,
+        metrics=[
+            time_column("step", "step (ms)"),
+            Column(key="over_peer", header="over DDP", format=ratio, mark="over_mark"),
+            Column(key="over_interval", header="95% interval", raw=("over_low", "over_high")),
+            Column(
+                key="communication_median_ms",
+                header="(ms)",
+                format=fmt.number,
+                group="after backward",
+            ),
+            Column(
+                key="communication_share",
+                header="(%)",
+                format=fmt.percent,
+                group="after backward",
+            ),
+            Column(
+                key="traced_ms",
+                header="communication (ms)",
+                format=fmt.number,
+                group="traced",
+                detail=True,
+            ),
+            Column(key="hidden_share", header="hidden (%)", format=fmt.percent, group="traced"),
+            Column(key="exposed_share", header="exposed (%)", format=fmt.percent, group="traced"),
+            Column(key="step_tokens_per_s", header="tokens/s", format=fmt.number, detail=True),
+            Column(key="predicted", header="predicted (GiB)", format=fmt.number, detail=True),
+            Column(key="peak_memory_gib", header="peak memory (GiB)", format=fmt.number),
+            Column(key="text_ms", header="step (ms)", format=fmt.number, group="text"),
+            Column(key="text_share", header="communication (%)", format=fmt.percent, group="text"),
+        ],
+    )
+    if rows["text_ms"].notna().any():
+        built.footnotes.append(TEXT_NOTE)
+    if (rows["device"] == "cpu").any():
+        built.footnotes.append(CPU_NOTE)
+    return built
+
+
+@finding("data_parallel")
+def say(rows: pd.DataFrame) -> str | None:
+    known = rows[rows["exposed_share"].notna()]
+    least = None
+    if len(known):
+        best = best_row(known, "exposed_share", highest=False)
+        least = (
+            f"the least communication in sight is {percent_span([best['exposed_share']])} of the "
+            f"step, of {best['strategy']}"
+        )
+    return sentence(say_fastest(rows, "step_median_ms", ("strategy",)), _say_uncertain(rows), least)
+
+
+def _say_uncertain(rows: pd.DataFrame) -> str | None:
+    """How many steps the measurement cannot tell from those of PyTorch's DDP."""
+    compared = rows[rows["over_low"].notna()]
+    alike = compared[(compared["over_low"] <= 1) & (compared["over_high"] >= 1)]
+    if alike.empty:
+        return None
+    return f"{len(alike)} of {len(compared)} cannot be told from ddp_torch"
+
+
+CPU_NOTE = (
+    "On a CPU ranks share cores with each other and with the threads that communicate: what hides "
+    "behind computing there slows it."
+)
+
+
+def ratio(value: float) -> str:
+    """To three decimals: a few percent are what this is about."""
+    return f"{value:.3f}{fmt.TIMES}"

@@ -1,0 +1,59 @@
+"""What buckets add to a step: the text's model, with measured o and w, beside measurements."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from harness.cases import format as fmt
+from harness.render.findings import best_row, sentence
+from harness.render.table import Column, Table, finding, make_table, table, time_column
+from harness.reports.data.step_rows import UNUSED, bucketed
+
+CAPTION = (
+    "Overhead of bucketed data parallelism: n_b o + s / (n_b w) with o and w fitted to the "
+    "all-reduces measured on as many ranks, n_b the buckets that the model's parameters fill; the "
+    "size sqrt(s w o) that the model calls best; and measured: the time after backward until "
+    "gradients are averages, and in a trace what did not hide behind computing."
+)
+
+
+@table("ddp_overhead")
+def build(frame: pd.DataFrame) -> Table | None:
+    rows = bucketed(frame)
+    if rows.empty:
+        return None
+    rows = rows.sort_values("bucket_mib", kind="stable")
+    return make_table(
+        caption=CAPTION,
+        rows=rows,
+        lead=["model", "world_size", "precision"],
+        keep=["strategy"],
+        without=UNUSED,
+        metrics=[
+            Column(key="bucket_mib", header="bucket (MiB)", format=fmt.number),
+            Column(key="buckets", header="n_b", format=fmt.integer),
+            Column(key="overhead_us", header="o (us)", format=fmt.number),
+            Column(key="link_gb_s", header="w (GB/s)", format=fmt.number),
+            Column(key="best_mib", header="best bucket (MiB)", format=fmt.number),
+            Column(key="model_ms", header="model (ms)", format=fmt.number),
+            Column(key="communication_median_ms", header="after backward (ms)", format=fmt.number),
+            Column(key="exposed_ms", header="exposed in trace (ms)", format=fmt.number),
+            time_column("step", "step (ms)"),
+        ],
+    )
+
+
+@finding("ddp_overhead")
+def say(rows: pd.DataFrame) -> str | None:
+    known = rows[rows["communication_median_ms"].notna()]
+    if known.empty:
+        return None
+    best = best_row(known, "communication_median_ms", highest=False)
+    model = None
+    if best["best_mib"] == best["best_mib"]:
+        model = f"the model's best bucket is {fmt.number(best['best_mib'])} MiB"
+    return sentence(
+        f"least is left after the backward pass with buckets of {fmt.number(best['bucket_mib'])} "
+        "MiB",
+        model,
+    )

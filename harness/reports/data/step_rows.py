@@ -1,0 +1,202 @@
+"""Training steps on several ranks: what they are compared with, and what their traces show."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pandas as pd
+
+from harness.analysis.comparison import AXES, compare
+from harness.analysis.frame import GIB
+from harness.bench.intervals import length, overlap, union
+from harness.cases.case import Case
+from harness.predictions.bucket_overhead import Link, fit_link
+from harness.predictions.training import (
+    MIB,
+    Footprint,
+    buckets_of_case,
+    footprint,
+    gradient_bytes,
+    sent_bytes,
+    traffic_bytes,
+)
+from harness.render.table import per_case
+
+PHASES = ("forward", "backward", "communication", "optimizer", "step")
+
+COMPUTE = "compute"
+
+UNUSED = ("attention", "compile_mode")
+
+TEXT_STEP_MS: dict[tuple[str, float | None], float] = {
+    ("ddp_naive", None): 935.12,
+    ("ddp_flat", None): 940.38,
+    ("ddp_overlapped", None): 402.65,
+    ("ddp_bucketed", 1.0): 304.76,
+    ("ddp_bucketed", 10.0): 299.01,
+    ("ddp_bucketed", 100.0): 291.40,
+    ("ddp_bucketed", 1000.0): 303.23,
+}
+"""Worked answers printed in the CS336 text, by strategy and bucket size; xl, 2 GPUs."""
+
+TEXT_SHARE: dict[tuple[str, float | None], float] = {
+    ("ddp_naive", None): 0.3076,
+    ("ddp_flat", None): 0.3126,
+}
+
+TEXT_NOTE = (
+    "Text: worked answers printed in CS336 assignment 2 for its xl on two GPUs, on other hardware "
+    "and with one sequence a GPU."
+)
+
+
+def on_ranks(frame: pd.DataFrame) -> pd.DataFrame:
+    """One row per training case whose ranks have batches of their own.
+
+    Columns beyond those of :func:`harness.render.table.per_case`: ``bucket_mib`` (None where there
+    are no buckets of a size); ``over_peer``, its step's time over that of PyTorch's DDP,
+    with ``over_low``, ``over_high`` and ``over_mark``; ``communication_share`` of the step, of the
+    phase of that name; from the trace ``traced_ms``, ``hidden_share``, ``exposed_ms`` and
+    ``exposed_share``; and the text's figures.
+    """
+    calls = frame[(frame["task"] == "train_step") & (frame["world_size"] > frame["cp"])]
+    if calls.empty:
+        return calls
+    rows = per_case(calls, phases=PHASES, values=("median_ms", "tokens_per_s"))
+    steps = calls[calls["phase"] == "step"].reset_index(drop=True)
+    pairs = compare(steps, replace(AXES["strategy"], needs_baseline=True)).set_index("case_id")
+    # A ratio of times here, and of speeds there.
+    inverse = {"over_peer": "ratio", "over_low": "ratio_high", "over_high": "ratio_low"}
+    for name, key in inverse.items():
+        rows[name] = 1 / rows["case_id"].map(pairs[key].astype(float))
+    apart = pairs["apart_mark"].to_dict()
+    rows["over_mark"] = [apart.get(case_id, "") for case_id in rows["case_id"]]
+    rows["over_interval"] = [
+        None if low != low else f"{low:.3f} to {high:.3f}"
+        for low, high in zip(rows["over_low"], rows["over_high"], strict=True)
+    ]
+    rows["communication_share"] = rows["communication_median_ms"] / rows["step_median_ms"]
+    choices = [
+        (case["parallel"]["name"], case["parallel"].get("bucket_size_mb")) for case in rows["case"]
+    ]
+    rows["bucket_mib"] = [bucket for _, bucket in choices]
+    at_text = (rows["model"] == "xl") & (rows["world_size"] == 2)
+    for name, figures in (("text_ms", TEXT_STEP_MS), ("text_share", TEXT_SHARE)):
+        found = pd.Series([_of_text(figures, *choice) for choice in choices], index=rows.index)
+        rows[name] = found.where(at_text)
+    timelines = rows["timeline"].where(rows["status"] == "ok")
+    traced = pd.DataFrame([_observed(passes) for passes in timelines], columns=TRACED)
+    return pd.concat([rows, traced.set_index(rows.index)], axis=1)
+
+
+TRACED = ["traced_ms", "hidden_share", "exposed_ms", "exposed_share"]
+
+
+def _of_text(
+    figures: dict[tuple[str, float | None], float], name: str, bucket: float | None
+) -> float:
+    return figures.get((name, bucket), figures.get((name, None), float("nan")))
+
+
+def _observed(passes: Any) -> tuple[float, ...]:
+    """Of the busiest rank, which waits for no other rank's computing, so that what remains of
+    its communication is the transfer itself."""
+    nothing = (float("nan"),) * len(TRACED)
+    if not isinstance(passes, list) or not passes:
+        return nothing
+    ranks = [lanes(rank["spans"]) for rank in passes[0] if rank["spans"]]
+    if not ranks:
+        return nothing
+    computing, sending = max(ranks, key=lambda pair: length(pair[0]))
+    total, hidden = length(sending), overlap(computing, sending)
+    whole = union([*computing, *sending])
+    window = whole[-1][1] - whole[0][0]
+    share = hidden / total if total else float("nan")
+    return total, share, total - hidden, (total - hidden) / window
+
+
+def lanes(spans: list[list[Any]]) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """When a rank computed and when it communicated, as unions."""
+    computing = union((start, end) for _, kind, _, start, end in spans if kind == COMPUTE)
+    sending = union((start, end) for _, kind, _, start, end in spans if kind != COMPUTE)
+    return computing, sending
+
+
+def footprint_of(values: dict[str, Any]) -> Footprint | None:
+    """What the formulas say of a recorded case; None of one that this version cannot read."""
+    try:
+        return footprint(Case.from_dict(values))
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def traffic_of(values: dict[str, Any], counted: Any) -> dict[str, float]:
+    """MiB of one step: by operation as counted, and sent as counted and by formula."""
+    found: dict[str, float] = {}
+    if isinstance(counted, list) and counted:
+        # Every rank takes part in the same operations.
+        rank = counted[0]
+        for item in rank:
+            name = item["collective"]
+            found[name] = found.get(name, 0.0) + item["bytes"] / MIB
+            found["calls"] = found.get("calls", 0) + item["calls"]
+        found["sent"] = (
+            sum(sent_bytes({item["collective"]: item["bytes"]}, item["ranks"]) for item in rank)
+            / MIB
+        )
+    try:
+        case = Case.from_dict(values)
+    except (ValueError, TypeError, KeyError):
+        return found
+    found["predicted"] = sent_bytes(traffic_bytes(case), case.parallel.data_ranks) / MIB
+    return found
+
+
+def fitted_links(frame: pd.DataFrame) -> dict[tuple[str, int], Link]:
+    """o and w by device and ranks, from the all-reduces that were measured among the records."""
+    found = {}
+    calls = frame[(frame["collective"] == "all_reduce") & (frame["status"] == "ok")]
+    calls = calls[calls["median_ms"].notna()]
+    for _, group in calls.groupby(["device", "world_size"]):
+        sizes = group["size_bytes"].astype(float).tolist()
+        link = fit_link(sizes, (group["median_ms"] / 1e3).tolist())
+        if link is not None:
+            first = group.iloc[0]
+            found[str(first["device"]), int(first["world_size"])] = link
+    return found
+
+
+def bucketed(frame: pd.DataFrame) -> pd.DataFrame:
+    """Cases with buckets of a size, whose link is known, with what the model of overhead says.
+
+    Columns beyond those of :func:`on_ranks`: ``link``, ``size_bytes`` of all gradients,
+    ``buckets``, ``model_ms`` and ``best_mib``.
+    """
+    rows = on_ranks(frame)
+    links = fitted_links(frame)
+    if rows.empty or not links:
+        return rows.iloc[:0]
+    places = zip(rows["device"], rows["world_size"], strict=True)
+    found = [links.get((device, int(ranks))) for device, ranks in places]
+    rows["link"] = pd.Series(found, index=rows.index, dtype=object)
+    rows = rows[rows["bucket_mib"].notna() & rows["link"].notna()].reset_index(drop=True)
+    if rows.empty:
+        return rows
+    cases = [Case.from_dict(values) for values in rows["case"]]
+    rows["size_bytes"] = [gradient_bytes(case) for case in cases]
+    rows["buckets"] = [
+        buckets_of_case(case, mib) for case, mib in zip(cases, rows["bucket_mib"], strict=True)
+    ]
+    known = list(zip(rows["link"], rows["size_bytes"], rows["buckets"], strict=True))
+    rows["model_ms"] = [1e3 * link.added_seconds(size, count) for link, size, count in known]
+    rows["best_mib"] = [link.best_bucket_bytes(size) / MIB for link, size, _ in known]
+    rows["overhead_us"] = [1e6 * link.overhead_s for link in rows["link"]]
+    rows["link_gb_s"] = [link.bytes_per_s / 1e9 for link in rows["link"]]
+    return rows
+
+
+def rank_gib(memory: list[dict[str, Any]], key: str) -> float:
+    """Largest over ranks of what each noted, in GiB."""
+    values = [rank[key] for rank in memory if key in rank]
+    return max(values) / GIB if values else float("nan")

@@ -1,0 +1,94 @@
+"""Tokens per second of every strategy as ranks are added."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from harness.cases import format as fmt
+from harness.render.findings import best_row, percent_span, sentence
+from harness.render.table import (
+    Column,
+    Table,
+    finding,
+    make_table,
+    per_case,
+    point_groups,
+    table,
+    time_column,
+)
+from harness.reports.data.data_parallel import ratio
+from harness.reports.data.step_rows import UNUSED
+
+CAPTION = (
+    "Training steps with as many sequences on every rank: median time of a step, tokens per "
+    "second of all ranks together, and efficiency: tokens per second over those of one rank "
+    "without a strategy times the ranks."
+)
+
+IMPLAUSIBLE = 1.1
+"""Efficiency that no better use of caches by smaller parts explains."""
+
+SHARDED_WEIGHTS = ("fsdp", "fsdp_torch")
+
+
+def scaled(frame: pd.DataFrame) -> pd.DataFrame:
+    """One row per training case, with ``speedup`` and ``efficiency`` over one rank."""
+    calls = frame[(frame["task"] == "train_step") & (frame["cp"] == 1)]
+    if calls.empty or not (calls["world_size"] > 1).any():
+        return calls.iloc[:0]
+    rows = per_case(calls, phases=("step",), values=("median_ms", "tokens_per_s"))
+    group = point_groups(rows, ("strategy", "world_size"))
+    alone = rows[(rows["world_size"] == 1) & (rows["status"] == "ok")]
+    rates = alone.groupby(group[alone.index])["step_tokens_per_s"].first()
+    rows["speedup"] = rows["step_tokens_per_s"] / group.map(rates)
+    rows["efficiency"] = rows["speedup"] / rows["world_size"]
+    return rows
+
+
+@table("strategy_scaling")
+def build(frame: pd.DataFrame) -> Table | None:
+    rows = scaled(frame)
+    if rows.empty:
+        return None
+    built = make_table(
+        caption=CAPTION,
+        rows=rows,
+        lead=["model", "precision", "strategy", "world_size"],
+        keep=["strategy", "world_size"],
+        without=UNUSED,
+        metrics=[
+            time_column("step", "step (ms)"),
+            Column(key="step_tokens_per_s", header="tokens/s", format=fmt.number),
+            Column(key="speedup", header="speed-up", format=ratio),
+            Column(key="efficiency", header="efficiency (%)", format=fmt.percent),
+            Column(key="peak_memory_gib", header="peak memory (GiB)", format=fmt.number),
+        ],
+    )
+    if (rows["efficiency"] > IMPLAUSIBLE).any():
+        built.footnotes.append(
+            "Efficiency above 100% says that the one rank was disturbed while it was measured, or "
+            "measured on another host; measure both again."
+        )
+    if (rows["strategy"].isin(SHARDED_WEIGHTS) & (rows["efficiency"] > 1)).any():
+        built.footnotes.append(
+            "FSDP casts its share of the weights once a step, before it gathers them; under "
+            "autocast one rank casts all of them, so that more than 100% can be right."
+        )
+    if (rows["device"] == "cpu").any():
+        built.footnotes.append(
+            "On a CPU all ranks share the cores that one rank has to itself, so that efficiency "
+            "says what the strategy costs there and not what more devices would bring."
+        )
+    return built
+
+
+@finding("strategy_scaling")
+def say(rows: pd.DataFrame) -> str | None:
+    known = rows[(rows["world_size"] > 1) & rows["efficiency"].notna()]
+    if known.empty:
+        return None
+    best = best_row(known[known["world_size"] == known["world_size"].max()], "efficiency")
+    return sentence(
+        f"on {int(best['world_size'])} ranks {best['strategy']} is most efficient, "
+        f"{percent_span([best['efficiency']])} of as many single ranks"
+    )

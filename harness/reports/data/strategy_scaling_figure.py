@@ -1,0 +1,79 @@
+"""Tokens per second over ranks, against what one rank's rate promises."""
+
+from __future__ import annotations
+
+import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, NullLocator
+
+from harness.cases import format as fmt
+from harness.cases.columns import sort_by_points
+from harness.render.figure import CaptionedFigure, colour, describe, figure, marker, panel_key
+from harness.render.findings import best_row, sentence
+from harness.render.panels import log_ticks
+from harness.reports.data.step_rows import UNUSED
+from harness.reports.data.strategy_scaling import scaled
+
+CAPTION = (
+    "Tokens per second of all ranks together over ranks, both axes logarithmic; dashed: one "
+    "rank's rate times the ranks."
+)
+
+MAX_PANELS = 2
+
+
+@figure("strategy_scaling")
+def build(frame: pd.DataFrame) -> CaptionedFigure | None:
+    rows = scaled(frame)
+    if rows.empty:
+        return None
+    rows = rows[rows["step_tokens_per_s"].notna()]
+    if not (rows["world_size"] > 1).any():
+        return None
+    varying, common = panel_key(rows, ("strategy", "world_size", *UNUSED))
+    rows = sort_by_points(rows, [*varying, "strategy", "world_size"])
+    groups = list(rows.groupby(varying, dropna=False, sort=False)) if varying else [((), rows)]
+    groups = groups[:MAX_PANELS]
+    drawing = Figure(figsize=(max(6.4, 4.4 * len(groups)), 4.0), layout="constrained")
+    axes = drawing.subplots(1, len(groups), squeeze=False).ravel()
+    for axis, (_, group) in zip(axes, groups, strict=True):
+        axis.set_title(describe(group.iloc[0], varying))
+        alone = group[group["world_size"] == 1]
+        ranks = sorted(group["world_size"].unique())
+        if len(alone):
+            rate = alone["step_tokens_per_s"].iloc[0]
+            axis.plot(ranks, [rate * n for n in ranks], "--", color="#999999", label="ideal")
+            axis.plot([1], [rate], "o", color="#000000", label="one rank")
+        together = group[group["world_size"] > 1]
+        for place, (name, line) in enumerate(together.groupby("strategy", sort=True)):
+            # Beside each other where lines meet, and all near the ranks that they stand for.
+            count = together["strategy"].nunique()
+            x = line["world_size"] * (1 + min(0.02, 0.1 / count) * (place - (count - 1) / 2))
+            axis.plot(
+                x,
+                line["step_tokens_per_s"],
+                color=colour(str(name)),
+                marker=marker(str(name)),
+                label=name,
+            )
+        axis.set_xscale("log")
+        axis.set_yscale("log")
+        axis.xaxis.set_major_locator(FixedLocator(ranks))
+        axis.xaxis.set_minor_locator(NullLocator())
+        log_ticks(axis)
+        axis.set_xlabel("ranks")
+    axes[0].set_ylabel("tokens/s")
+    handles, labels = axes[0].get_legend_handles_labels()
+    drawing.legend(handles, labels, loc="outside upper center", ncols=4)
+    return CaptionedFigure(
+        caption=f"{CAPTION} {common}".strip(), figure=drawing, finding=_finding(rows)
+    )
+
+
+def _finding(rows: pd.DataFrame) -> str:
+    most = rows[rows["world_size"] == rows["world_size"].max()]
+    best = best_row(most, "step_tokens_per_s")
+    return sentence(
+        f"on {int(best['world_size'])} ranks {best['strategy']} trains on most tokens a second, "
+        f"{fmt.number(best['step_tokens_per_s'])}"
+    )

@@ -1,0 +1,1 @@
+"""Prefill, steps from a cache, and generation."""

@@ -1,0 +1,54 @@
+"""Share of the copy bandwidth that a decoding step reaches as the batch grows."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from harness.render.figure import CaptionedFigure, figure
+from harness.render.findings import best_row, percent_span, sentence
+from harness.render.panels import panels
+from harness.reports.decoding.decode_lines import SERIES, draw_series, with_several
+from harness.reports.decoding.step_rows import UNUSED, decoded
+
+WIDTH_IN, HEIGHT_IN = 4.8, 3.0
+
+CAPTION = (
+    "Bytes that have to move over the median time of a decoding step, as a share of the copy "
+    "bandwidth that the same process measured, over the sequences of the batch; bars are of the "
+    "quartiles of the time, a cross above the frame marks where memory ran out."
+)
+
+
+@figure("decode_over_batch")
+def build(frame: pd.DataFrame) -> CaptionedFigure | None:
+    rows = decoded(frame)
+    if rows.empty or rows["copy_share"].isna().all():
+        return None
+    across = [*SERIES, "batch_size", *UNUSED]
+    rows = with_several(rows, "batch_size", across)
+    if rows.empty or rows["copy_share"].isna().all():
+        return None
+    percent = 100 * rows["copy_share"]
+    rows = rows.assign(
+        percent=percent,
+        low=percent * rows["decode_median_ms"] / rows["decode_q3_ms"],
+        high=percent * rows["decode_median_ms"] / rows["decode_q1_ms"],
+    )
+    drawing, drawn, common = panels(rows, across, width_in=WIDTH_IN, height_in=HEIGHT_IN)
+    for axis, group in drawn:
+        axis.set_ylim(0, max(100.0, 1.05 * float(group["high"].max())))
+        axis.axhline(100, color="#000000", linewidth=0.9, linestyle=":")
+        draw_series(
+            axis, group, "batch_size", "percent", height_in=HEIGHT_IN - 0.9, low="low", high="high"
+        )
+        axis.set_xlabel("sequences in the batch")
+        axis.set_ylabel("of the copy bandwidth (%)")
+    best = best_row(rows, "copy_share")
+    return CaptionedFigure(
+        caption=f"{CAPTION} {common}".strip(),
+        figure=drawing,
+        finding=sentence(
+            f"{best['attention']} reaches the most, {percent_span([best['copy_share']])} of the "
+            f"copy bandwidth at batch {int(best['batch_size'])}"
+        ),
+    )

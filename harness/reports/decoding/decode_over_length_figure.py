@@ -1,0 +1,45 @@
+"""Time of a decoding step as the cache grows, beside what the memory's bandwidth allows."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from harness.render.figure import CaptionedFigure, figure
+from harness.render.findings import say_out_of_memory, say_over_length, sentence
+from harness.render.panels import panels
+from harness.reports.decoding.decode_lines import SERIES, draw_series, with_several
+from harness.reports.decoding.step_rows import UNUSED, decoded
+
+WIDTH_IN, HEIGHT_IN = 4.8, 3.0
+
+CAPTION = (
+    "Median time of a decoding step over the tokens in each cache, with a bar between the "
+    "quartiles, both axes logarithmic. The dotted line is the time of the bytes that have to move "
+    "at the measured copy bandwidth; a cross above the frame marks where memory ran out."
+)
+
+
+@figure("decode_over_length")
+def build(frame: pd.DataFrame) -> CaptionedFigure | None:
+    rows = decoded(frame)
+    if rows.empty or rows["seq_len"].nunique() < 2 or rows["step_us"].isna().all():
+        return None
+    across = [*SERIES, "seq_len", *UNUSED]
+    rows = with_several(rows, "seq_len", across)
+    rows = rows.assign(low=rows["decode_q1_ms"] * 1e3, high=rows["decode_q3_ms"] * 1e3)
+    drawing, drawn, common = panels(rows, across, width_in=WIDTH_IN, height_in=HEIGHT_IN)
+    for axis, group in drawn:
+        axis.set_yscale("log")
+        least = group.groupby("seq_len")["predicted_us"].median().dropna()
+        axis.plot(least.index, least, color="#000000", linewidth=0.9, linestyle=":")
+        draw_series(
+            axis, group, "seq_len", "step_us", height_in=HEIGHT_IN - 0.9, low="low", high="high"
+        )
+        axis.set_xlabel("tokens in each cache")
+        axis.set_ylabel("step (µs)")
+    return CaptionedFigure(
+        caption=f"{CAPTION} {common}".strip(),
+        figure=drawing,
+        finding=sentence(say_over_length(rows, "step_us"), say_out_of_memory(rows))
+        or "Longer caches take longer.",
+    )

@@ -1,0 +1,45 @@
+"""Time of a decoding step launched kernel by kernel, and replayed as a CUDA graph."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from harness.cases import format as fmt
+from harness.cases.columns import attention_rank
+from harness.render.bars import draw_bars
+from harness.render.figure import CaptionedFigure, colour, figure
+from harness.render.findings import sentence, span
+from harness.render.panels import panels
+from harness.render.table import speedup_over
+from harness.reports.decoding.step_rows import UNUSED, decoded
+
+CAPTION = "Median time of a decoding step without and with a CUDA graph."
+
+
+@figure("graph_effect")
+def build(frame: pd.DataFrame) -> CaptionedFigure | None:
+    rows = decoded(frame)
+    if rows.empty or rows["cuda_graph"].nunique() < 2 or rows["step_us"].isna().all():
+        return None
+    across = ["attention", "cuda_graph", *UNUSED]
+    bars = len(rows.drop_duplicates(["attention", "cuda_graph"]))
+    drawing, drawn, common = panels(rows, across, width_in=5.0, height_in=1.0 + 0.3 * bars)
+    for axis, group in drawn:
+        pairs = group.sort_values("cuda_graph", kind="stable")
+        pairs = pairs.sort_values(
+            "attention", key=lambda names: names.map(attention_rank), kind="stable"
+        )
+        names = [
+            f"{row['attention']}, graph" if row["cuda_graph"] else str(row["attention"])
+            for _, row in pairs.iterrows()
+        ]
+        tints = [colour(str(name)) for name in pairs["attention"]]
+        words = [fmt.STATUS_WORDS.get(status, fmt.ABSENT) for status in pairs["status"]]
+        draw_bars(axis, names, list(pairs["step_us"]), tints, words=words)
+        axis.set_xlabel("step (µs)")
+    gains = speedup_over(rows, "step_us", ["cuda_graph"], ~rows["cuda_graph"].astype(bool))
+    gains = gains[rows["cuda_graph"].astype(bool)].dropna()
+    words_of = f"a graph is {span(gains)} as fast" if len(gains) else "no graph ran here"
+    return CaptionedFigure(
+        caption=f"{CAPTION} {common}".strip(), figure=drawing, finding=sentence(words_of)
+    )

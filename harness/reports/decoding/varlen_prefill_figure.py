@@ -1,0 +1,51 @@
+"""Tokens per second of prefilling, packed and padded."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from harness.cases import format as fmt
+from harness.render.bars import draw_bars
+from harness.render.figure import CaptionedFigure, colour, figure
+from harness.render.findings import best_row, sentence
+from harness.render.panels import panels
+from harness.reports.decoding.varlen_prefill import prefilled
+
+CAPTION = "Tokens of prompts prefilled per second, padding not counted."
+
+
+@figure("varlen_prefill")
+def build(frame: pd.DataFrame) -> CaptionedFigure | None:
+    rows = prefilled(frame)
+    if rows.empty or rows["prefill_tokens_per_s"].isna().all():
+        return None
+    rows = rows[rows["status"] != "unsupported"]
+    kinds = ["layout", "attention", "cache"]
+    across = [*kinds, "kv_len", "warmup_steps", "measure_steps"]
+    bars = len(rows.drop_duplicates(kinds))
+    name_cache = rows["cache"].nunique() > 1
+    drawing, drawn, common = panels(
+        rows, across, width_in=5.0 + 0.7 * name_cache, height_in=1.0 + 0.28 * bars
+    )
+    for axis, group in drawn:
+        group = group.sort_values(kinds, kind="stable")
+        names = [_name(row, name_cache) for _, row in group.iterrows()]
+        tints = [colour(str(name)) for name in group["attention"]]
+        words = [fmt.STATUS_WORDS.get(status, fmt.ABSENT) for status in group["status"]]
+        thousands = [value / 1e3 for value in group["prefill_tokens_per_s"]]
+        draw_bars(axis, names, thousands, tints, words=words)
+        axis.set_xlabel("thousand tokens/s")
+    best = best_row(rows, "prefill_tokens_per_s")
+    return CaptionedFigure(
+        caption=f"{CAPTION} {common}".strip(),
+        figure=drawing,
+        finding=sentence(
+            f"{best['attention']} prefills most, {fmt.number(best['prefill_tokens_per_s'])} "
+            f"tokens/s of {best['layout']} prompts"
+        ),
+    )
+
+
+def _name(row: pd.Series, name_cache: bool) -> str:
+    words = [row["attention"], row["layout"], *([row["cache"]] if name_cache else [])]
+    return ", ".join(str(word) for word in words)

@@ -1,0 +1,1 @@
+"""Tables and figures for cases of any task."""

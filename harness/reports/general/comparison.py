@@ -1,0 +1,86 @@
+"""Which of two is faster, and whether the measurement can tell.
+
+Among cases equal in everything but the attention backend (or what torch.compile is applied
+to, or how ranks train together), each is compared with the baseline: naive attention (or no
+compilation, or PyTorch's DDP, and what else a strategy names as its peer). Where naive did not
+finish, the next backend in the tables' order stands in, and the row names it.
+"""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from harness.analysis.comparison import AXES, comparable, compare, compare_with_peers
+from harness.analysis.stats import verdict_rule
+from harness.cases import format as fmt
+from harness.render.findings import best_row, sentence
+from harness.render.table import Column, Table, finding, make_table, marks_of, table
+
+CAPTION = (
+    "Each candidate against its baseline. Ratio: median time of the baseline over that of the "
+    "candidate, so that above 1 is faster, with a 95% bootstrap interval (2,000 resamples); "
+    f"{verdict_rule()}."
+)
+
+
+@table("comparison")
+def build(frame: pd.DataFrame) -> Table | None:
+    candidates = comparable(frame)
+    by_attention = compare(candidates, AXES["attention"])
+    by_compile = compare(candidates, AXES["compile_scope"]).assign(baseline="uncompiled")
+    split = candidates[candidates["world_size"] > 1]
+    by_strategy = compare(split, AXES["strategy"])
+    by_peer = compare_with_peers(split)
+    parts = [part for part in (by_attention, by_compile, by_strategy, by_peer) if not part.empty]
+    if not parts:
+        return None
+    kept = {"attention": by_attention, "compile_scope": by_compile, "strategy": by_strategy}
+    rows = pd.concat(parts, ignore_index=True)
+    rows["mark"] = marks_of(rows)
+    rows["interval"] = [
+        None if low != low else f"{low:.2f} to {high:.2f}"
+        for low, high in zip(rows["ratio_low"], rows["ratio_high"], strict=True)
+    ]
+    phase = [Column(key="phase", header="phase")] if rows["phase"].nunique() > 1 else []
+    return make_table(
+        caption=CAPTION,
+        rows=rows,
+        lead=["model", "head_dim", "seq_len", "attention", "compile_scope"],
+        keep=[name for name, part in kept.items() if not part.empty],
+        order=["task", "model", "precision", "batch_size", "head_dim", "seq_len", "attention"],
+        metrics=[
+            *phase,
+            Column(
+                key="median_ms",
+                header="median (ms)",
+                format=fmt.number,
+                status="status",
+                mark="mark",
+                detail=True,
+            ),
+            Column(key="baseline", header="baseline"),
+            Column(key="baseline_ms", header="baseline (ms)", format=fmt.number, detail=True),
+            Column(key="ratio", header="ratio", format=fmt.factor, mark="apart_mark"),
+            Column(
+                key="interval", header="95% interval", raw=("ratio_low", "ratio_high"), detail=True
+            ),
+            Column(key="verdict", header="verdict", status="status"),
+        ],
+    )
+
+
+@finding("comparison")
+def say(rows: pd.DataFrame) -> str | None:
+    counts = rows["verdict"].value_counts()
+    if counts.empty:
+        return None
+    best = best_row(rows, "ratio")
+    name = str(best[best["axis"]])
+    if best["axis"] == "compile_scope":
+        name = f"{best['attention']} compiled by {name}"
+    return sentence(
+        f"{counts.get('FASTER', 0)} of {counts.sum()} candidates are FASTER than their baseline, "
+        f"{counts.get('SLOWER', 0)} SLOWER, {counts.get('SAME', 0)} the SAME and "
+        f"{counts.get('UNCLEAR', 0)} UNCLEAR",
+        f"the largest ratio is {fmt.factor(best['ratio'])}, of {name} over {best['baseline']}",
+    )

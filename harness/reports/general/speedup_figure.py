@@ -1,0 +1,118 @@
+"""Speed-ups as dots with their intervals: over naive attention, float32, no compilation, or DDP."""
+
+from __future__ import annotations
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from harness.analysis.comparison import AXES, Axis, comparable, compare, fullest_mode
+from harness.cases import format as fmt
+from harness.cases.columns import POINTS, sort_by_points
+from harness.render.figure import CaptionedFigure, colour, describe, figure, marker, panel_key
+from harness.render.findings import say_over, sentence
+
+CAPTION = (
+    "Speed-up in median time over the baseline, with its 95% bootstrap interval where that is "
+    "wider than the dot; a cross at the left edge marks a candidate that ran out of memory."
+)
+
+TITLES = {
+    "attention": "over naive attention",
+    "compile_scope": "over no compilation",
+    "precision": "over fp32",
+    "strategy": "over PyTorch's DDP",
+}
+
+MAX_ROWS = 24
+
+
+@figure("speedup")
+def build(frame: pd.DataFrame) -> CaptionedFigure | None:
+    panels: list[tuple[Axis, pd.DataFrame]] = []
+    candidates = fullest_mode(comparable(frame))
+    # Forward alone would double the lines of attention; the table has it.
+    whole = candidates["phase"] != "forward"
+    candidates = candidates[whole] if whole.any() else candidates
+    for axis in AXES.values():
+        rows = compare(candidates, axis)
+        out = rows["status"] == "oom"
+        rows = rows[(rows["ratio"].notna() | out) & (rows["baseline"] == axis.baseline)]
+        if rows["ratio"].notna().any():
+            panels.append((axis, rows))
+    if not panels:
+        return None
+    _, common = panel_key(pd.concat([rows for _, rows in panels]), [])
+    labelled = [(axis, *_label_rows(rows, axis)) for axis, rows in panels]
+    if any(len(labels) == MAX_ROWS for _, _, labels in labelled):
+        common = f"At most {MAX_ROWS} points; the comparison table has all. {common}"
+    heights = [0.9 + 0.27 * len(labels) for _, _, labels in labelled]
+    longest = max(len(label) for _, _, labels in labelled for label in labels)
+    figure = Figure(figsize=(5.2 + 0.065 * longest, sum(heights)), layout="constrained")
+    axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights).ravel()
+    for drawn, (axis, rows, labels) in zip(axes, labelled, strict=True):
+        _draw(drawn, rows, labels, axis)
+    found = [
+        say_over(rows, "ratio", axis.baseline, axis.choice, TITLES[axis.choice])
+        for axis, rows in panels
+    ]
+    return CaptionedFigure(
+        caption=f"{CAPTION} {common}".strip(), figure=figure, finding=sentence(*found)
+    )
+
+
+def _label_rows(rows: pd.DataFrame, axis: Axis) -> tuple[pd.DataFrame, list[str]]:
+    """Rows with the line that each dot stands on, and the words of the lines."""
+    varying, _ = panel_key(rows, axis.columns)
+    rows = sort_by_points(rows, [*varying, axis.choice])
+    several = rows["phase"].nunique() > 1
+    words = [
+        ", ".join(
+            part for part in (describe(row, varying), row["phase"] if several else "") if part
+        )
+        for _, row in rows.iterrows()
+    ]
+    labels = list(dict.fromkeys(words))[:MAX_ROWS]
+    rows = rows.assign(line=[labels.index(word) if word in labels else -1 for word in words])
+    return rows[rows["line"] >= 0], labels
+
+
+def _draw(axes: Axes, rows: pd.DataFrame, labels: list[str], axis: Axis) -> None:
+    names = sorted(rows[axis.choice].unique(), key=POINTS[axis.choice].rank)
+    for name in names:
+        mine = rows[rows[axis.choice] == name]
+        below, above = mine["ratio"] - mine["ratio_low"], mine["ratio_high"] - mine["ratio"]
+        axes.errorbar(
+            mine["ratio"],
+            mine["line"],
+            xerr=[below.clip(lower=0), above.clip(lower=0)],
+            linestyle="none",
+            marker=marker(name),
+            color=colour(name),
+            label=name,
+            alpha=0.9,
+        )
+    for _, row in rows[rows["status"] == "oom"].iterrows():
+        axes.annotate(
+            f"{fmt.TIMES} OOM",
+            (0, row["line"]),
+            xycoords=axes.get_yaxis_transform(),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=7,
+            color=colour(row[axis.choice]),
+        )
+    axes.axvline(1, color="#444444", linewidth=1)
+    axes.set_xscale("log", base=2)
+    ends = [*rows["ratio"].dropna(), 1.0]
+    axes.set_xlim(min(ends) / 1.2, max(ends) * 1.2)
+    fine = max(ends) / min(ends) < 4
+    axes.xaxis.set_major_locator(LogLocator(base=2, subs=(1.0, 1.25, 1.5) if fine else (1.0,)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda tick, _: f"{tick:.3g}{fmt.TIMES}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_yticks(range(len(labels)), labels)
+    axes.set_ylim(len(labels) - 0.5, -0.5)
+    axes.set_title(f"speed-up {TITLES[axis.choice]}")
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))

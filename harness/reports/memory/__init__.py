@@ -1,0 +1,1 @@
+"""What memory holds over a step, and its peak."""

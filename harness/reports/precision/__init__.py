@@ -1,0 +1,1 @@
+"""Audits of precision: dtypes, errors, ranges."""

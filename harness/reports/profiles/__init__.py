@@ -1,0 +1,1 @@
+"""Kernels of profiled steps, and where they lie under the roofline."""

@@ -1,0 +1,68 @@
+"""What this device copies and multiplies, beside what its datasheet says."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from harness.cases import format as fmt
+from harness.render.findings import best_row, sentence
+from harness.render.table import Column, Table, finding, make_table, per_case, table
+
+CAPTION = (
+    "Copy of a large tensor, bytes read and written over time, and one large square matmul, each "
+    "in its fastest pass, since a roof is what can be reached; shares are of the datasheet's "
+    "memory bandwidth and dense peak. The ridge is the arithmetic intensity at which a kernel "
+    "could reach both."
+)
+
+
+@table("device_roof")
+def build(frame: pd.DataFrame) -> Table | None:
+    frame = frame[frame["task"] == "roofline"]
+    if frame.empty:
+        return None
+    rows = per_case(
+        frame, phases=("copy", "matmul"), values=("median_ms", "min_ms", "work_bytes", "work_flops")
+    )
+    rows["copy_gb_s"] = rows["copy_work_bytes"].astype(float) / rows["copy_min_ms"] / 1e6
+    rows["matmul_tflops"] = rows["matmul_work_flops"].astype(float) / rows["matmul_min_ms"] / 1e9
+    rows["copy_share"] = rows["copy_gb_s"] / rows["memory_bandwidth_gb_s"]
+    rows["matmul_share"] = rows["matmul_tflops"] / rows["peak_tflops"]
+    rows["ridge"] = 1e3 * rows["matmul_tflops"] / rows["copy_gb_s"]
+    return make_table(
+        caption=CAPTION,
+        rows=rows,
+        lead=["precision"],
+        keep=["precision"],
+        without=("attention", "seq_len", "batch_size", "kv_len", "causal"),
+        metrics=[
+            Column(
+                key="copy_gb_s",
+                header="copy (GB/s)",
+                format=fmt.number,
+                status="copy_status",
+                mark="mark",
+            ),
+            Column(key="copy_share", header="of the datasheet (%)", format=fmt.percent),
+            Column(
+                key="matmul_tflops",
+                header="matmul (TFLOP/s)",
+                format=fmt.number,
+                status="matmul_status",
+                mark="mark",
+            ),
+            Column(key="matmul_share", header="of the peak (%)", format=fmt.percent),
+            Column(key="ridge", header="ridge (FLOP/byte)", format=fmt.number),
+        ],
+    )
+
+
+@finding("device_roof")
+def say(rows: pd.DataFrame) -> str | None:
+    if rows["matmul_tflops"].isna().all() or rows["copy_gb_s"].isna().all():
+        return None
+    most = best_row(rows, "matmul_tflops")
+    return sentence(
+        f"the device reaches {fmt.number(most['matmul_tflops'])} TFLOP/s ({most['precision']}) and "
+        f"copies {fmt.number(rows['copy_gb_s'].max())} GB/s"
+    )

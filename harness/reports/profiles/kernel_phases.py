@@ -1,0 +1,84 @@
+"""How long each phase takes with and without a profiler, and for how much of it kernels run.
+
+Question (a) of the CS336 text's problem nsys_profile, and the check of the profile itself.
+"""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from harness.cases import format as fmt
+from harness.render.findings import best_row, percent_span, sentence
+from harness.render.table import Column, Table, finding, make_table, table
+from harness.reports.profiles.kernel_rows import UNUSED, phases_of, profiled
+
+CAPTION = (
+    "Median time of each phase without a profiler, and its time under the profiler, on a device "
+    "from the end of what ran before to the end of its last kernel; all kernels together, and "
+    "their share of the unprofiled time; the share of the profiled time in which none ran; kernels "
+    "launched. On a CPU kernels are operators, each "
+    "without those that it calls. Means per step and rank."
+)
+
+FOOTNOTE = (
+    "* Kernels take over 1.05 times the unprofiled time: the profiler slowed them, or streams "
+    "ran at once."
+)
+
+
+@table("kernel_phases")
+def build(frame: pd.DataFrame) -> Table | None:
+    rows = profiled(frame)
+    rows = rows[
+        [
+            phase in phases_of(profile)
+            for phase, profile in zip(rows["phase"], rows["kernel_profile"], strict=True)
+        ]
+    ]
+    if rows.empty:
+        return None
+    found = pd.DataFrame(
+        [
+            profile["phases"][phase]
+            for phase, profile in zip(rows["phase"], rows["kernel_profile"], strict=True)
+        ],
+        index=rows.index,
+    )
+    rows = rows.join(found)
+    measured = rows["median_ms"]
+    rows["overhead"] = rows["wall_ms"] / measured - 1
+    rows["kernel_share"] = rows["kernel_ms"] / measured
+    rows["idle"] = 1 - rows["busy_ms"] / rows["wall_ms"]
+    rows["slow"] = (rows["kernel_share"] > 1.05).map({True: "*", False: ""})
+    built = make_table(
+        caption=CAPTION,
+        rows=rows,
+        lead=["model", "seq_len"],
+        keep=["model"],
+        without=UNUSED,
+        metrics=[
+            Column(key="phase", header="phase"),
+            Column(key="median_ms", header="unprofiled (ms)", format=fmt.number),
+            Column(key="wall_ms", header="profiled (ms)", format=fmt.number),
+            Column(key="overhead", header="overhead (%)", format=fmt.percent),
+            Column(key="kernel_ms", header="kernels (ms)", format=fmt.number),
+            Column(key="kernel_share", header="of it (%)", format=fmt.percent, mark="slow"),
+            Column(key="idle", header="idle (%)", format=fmt.percent),
+            Column(key="launches", header="launches", format=fmt.integer),
+        ],
+    )
+    if rows["slow"].any():
+        built.footnotes.append(FOOTNOTE)
+    return built
+
+
+@finding("kernel_phases")
+def say(rows: pd.DataFrame) -> str | None:
+    known = rows[rows["idle"].notna()]
+    if known.empty:
+        return None
+    most = best_row(known, "idle")
+    return sentence(
+        f"the device is idle for up to {percent_span([max(0.0, most['idle'])])} of a phase, in "
+        f"{most['phase']} with {fmt.integer(most['launches'])} launches"
+    )

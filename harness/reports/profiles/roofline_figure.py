@@ -1,0 +1,110 @@
+"""Attention under the roofline: what the device allows at each arithmetic intensity.
+
+The roofline model (Williams, Waterman and Patterson, Communications of the ACM 52(4), 2009):
+a kernel that does I FLOPs per byte of memory traffic runs at no more than the smaller of the
+peak rate and I times the memory bandwidth.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+
+from harness.cases import format as fmt
+from harness.cases.columns import attention_rank
+from harness.render.figure import (
+    CaptionedFigure,
+    colour,
+    figure,
+    label_line_ends,
+    mark_out_of_memory,
+    marker,
+)
+from harness.render.findings import best_row, percent_span, sentence
+from harness.render.panels import log_ticks, panels, whole_calls
+from harness.render.roof import draw_roof, with_measured_roof
+
+CAPTION = (
+    "Achieved rate of attention, forward and backward together unless the mode is forward, over "
+    "its arithmetic intensity: FLOPs by the formula over the fewest bytes that any kernel must "
+    "move, so that backends of one shape stand above one another; both axes logarithmic; "
+    "a cross above the frame marks where memory ran out."
+)
+
+WIDTH_IN, HEIGHT_IN = 5.3, 3.3
+
+HEADROOM = 2.5
+"""Room above the roof, for the names of many backends just under it."""
+
+SHAPES = ("attention", "seq_len", "kv_len", "batch_size", "num_heads", "num_kv_heads", "layout")
+"""What may differ inside a panel: it moves a point along the roof."""
+
+
+@figure("roofline")
+def build(frame: pd.DataFrame) -> CaptionedFigure | None:
+    rows = whole_calls(frame)
+    if (rows["tflops"].isna() | rows["flops_per_byte"].isna()).all():
+        return None
+    rows, roof = with_measured_roof(frame, rows)
+    figure, drawn, common = panels(
+        rows, SHAPES, width_in=WIDTH_IN, height_in=HEIGHT_IN, share_y=True
+    )
+    lines = [_draw(axis, group) for axis, group in drawn]
+    top = np.nanmax(rows[["tflops", "peak_tflops"]])
+    drawn[0][0].set_ylim(top=HEADROOM * top)
+    for (axis, _), labelled in zip(drawn, lines, strict=True):
+        log_ticks(axis)
+        label_line_ends(axis, labelled, HEIGHT_IN - 0.9)
+    words = (CAPTION, roof, common)
+    return CaptionedFigure(
+        caption=" ".join(filter(None, words)), figure=figure, finding=_finding(rows)
+    )
+
+
+def _finding(rows: pd.DataFrame) -> str:
+    known = rows[rows["tflops"].notna()]
+    best = best_row(known, "tflops")
+    share = None
+    if best["peak_tflops"] == best["peak_tflops"]:
+        share = f"{percent_span([best['tflops'] / best['peak_tflops']])} of the dense peak"
+    return sentence(
+        f"the highest rate is {fmt.number(best['tflops'])} TFLOP/s{f', {share}' if share else ''}, "
+        f"of {best['attention']} at {fmt.number(best['flops_per_byte'])} FLOP/byte"
+    )
+
+
+def _draw(axis: Axes, rows: pd.DataFrame) -> list[Line2D]:
+    """Draw the roof and the points; returns each backend's line."""
+    intensities = rows["flops_per_byte"].dropna()
+    low, high = intensities.min() / 1.5, intensities.max() * 1.5
+    known = rows.dropna(subset=["peak_tflops", "memory_bandwidth_gb_s"])
+    if len(known):
+        first = known.iloc[0]
+        low, high = draw_roof(axis, first["peak_tflops"], first["memory_bandwidth_gb_s"], low, high)
+    lines: list[Line2D] = []
+    for name in sorted(rows["attention"].unique(), key=attention_rank):
+        mine = rows[(rows["attention"] == name) & rows["tflops"].notna()]
+        if mine.empty:
+            continue
+        mine = mine.sort_values("flops_per_byte", kind="stable")
+        lines += axis.plot(
+            mine["flops_per_byte"],
+            mine["tflops"],
+            color=colour(name),
+            marker=marker(name),
+            markeredgecolor="white",
+            markeredgewidth=0.4,
+            linewidth=0.7,
+            label=name,
+        )
+    out = rows[(rows["status"] == "oom") & rows["flops_per_byte"].notna()]
+    mark_out_of_memory(axis, zip(out["flops_per_byte"], out["attention"], strict=True))
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.set_xlim(low, high)
+    axis.set_xlabel("arithmetic intensity (FLOP/byte)")
+    if axis.get_subplotspec().is_first_col():  # type: ignore[union-attr]
+        axis.set_ylabel("TFLOP/s")
+    return lines

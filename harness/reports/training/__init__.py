@@ -1,0 +1,1 @@
+"""Training steps of one rank: phases, models, precision, compilation, checkpointing."""

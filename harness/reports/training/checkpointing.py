@@ -1,0 +1,85 @@
+"""What activation checkpointing saves in memory and costs in time."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from harness.analysis.frame import GIB
+from harness.cases import format as fmt
+from harness.render.findings import best_row, sentence
+from harness.render.table import (
+    Column,
+    Table,
+    finding,
+    make_table,
+    per_case,
+    point_groups,
+    table,
+    time_column,
+)
+
+CAPTION = (
+    "Median time of a training step and its peak memory, without checkpointing and with it; "
+    "ratios to the case without. Memory is what tensors held at once, by the memory profile where "
+    "there is one; predicted by formula."
+)
+
+
+@table("checkpointing")
+def build(frame: pd.DataFrame) -> Table | None:
+    frame = frame[frame["task"] == "train_step"]
+    if not (frame["checkpoint"] != "none").any():
+        return None
+    rows = per_case(frame, phases=("forward", "backward", "step"))
+    rows["peak_gib"] = [
+        profile["peak_bytes"] / GIB if isinstance(profile, dict) else peak
+        for profile, peak in zip(rows["memory_profile"], rows["peak_memory_gib"], strict=True)
+    ]
+    unknown = rows["status"] != "ok"
+    if rows["memory_profile"].notna().any():
+        # Growth of the resident set beside what tensors hold would compare two things.
+        unknown |= rows["memory_profile"].isna()
+    rows.loc[unknown, "peak_gib"] = float("nan")
+    group = point_groups(rows, ["checkpoint"])
+    rows = rows[group.isin(group[rows["checkpoint"] != "none"])]
+    group = group[rows.index]
+    without = rows["checkpoint"] == "none"
+    for name, value in (("time", "step_median_ms"), ("memory", "peak_gib")):
+        baseline = group.map(rows.loc[without, value].groupby(group[without]).first())
+        rows[f"{name}_ratio"] = rows[value] / baseline
+    return make_table(
+        caption=CAPTION,
+        rows=rows,
+        lead=["model", "seq_len", "attention", "checkpoint"],
+        keep=["checkpoint"],
+        without=("profile",),
+        order=["model", "precision", "batch_size", "seq_len", "attention", "checkpoint"],
+        metrics=[
+            time_column("forward", "forward (ms)"),
+            time_column("backward", "backward (ms)"),
+            time_column("step", "step (ms)"),
+            Column(key="time_ratio", header="time", format=fmt.factor),
+            Column(
+                key="predicted_memory_gib",
+                header="predicted",
+                format=fmt.number,
+                group="peak memory (GiB)",
+            ),
+            Column(key="peak_gib", header="measured", format=fmt.number, group="peak memory (GiB)"),
+            Column(key="memory_ratio", header="memory", format=fmt.factor),
+        ],
+    )
+
+
+@finding("checkpointing")
+def say(rows: pd.DataFrame) -> str | None:
+    known = rows[(rows["checkpoint"] != "none") & rows["memory_ratio"].notna()]
+    if known.empty:
+        return None
+    least = best_row(known, "memory_ratio", highest=False)
+    time = None
+    if least["time_ratio"] == least["time_ratio"]:
+        time = f"at {fmt.factor(least['time_ratio'])} the time"
+    words = f"checkpoint={least['checkpoint']} needs least memory, "
+    words += f"{fmt.factor(least['memory_ratio'])} that of none"
+    return sentence(f"{words}, {time}" if time else words)

@@ -1,0 +1,82 @@
+"""CS336 problem benchmarking_mixed_precision: full against mixed precision, side by side."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from harness.cases import format as fmt
+from harness.cases.columns import POINTS, precision_rank
+from harness.render.findings import listed, sentence, span
+from harness.render.table import Column, Table, finding, make_table, per_case, point_groups, table
+
+CAPTION = (
+    "Median times of the forward and backward pass by precision; speed-up of both together "
+    "over full float32 at the same point."
+)
+
+VARIED = ("precision", "compute", "tf32")
+
+
+@table("mixed_precision")
+def build(frame: pd.DataFrame) -> Table | None:
+    cases = per_case(frame, phases=("forward", "backward"))
+    if cases.empty:
+        return None
+    cases["both_ms"] = cases["forward_median_ms"] + cases["backward_median_ms"].fillna(0.0)
+    cases.loc[cases["backward_status"].eq("ok") & cases["backward_median_ms"].isna(), "both_ms"] = (
+        float("nan")
+    )
+    group = point_groups(cases, VARIED)
+    names = [name for name in POINTS if name != "precision" and name in cases]
+    rows = cases.assign(group=group).drop_duplicates("group").set_index("group")[names]
+    full = cases["compute"].eq("float32") & ~cases["tf32"] & cases["precision"].eq("fp32")
+    baseline = cases[full].groupby(group[full])["both_ms"].first()
+    metrics: list[Column] = []
+    for precision in sorted(cases["precision"].unique(), key=precision_rank):
+        chosen = cases["precision"] == precision
+        part = cases[chosen].groupby(group[chosen]).first().reindex(rows.index)
+        for phase in ("forward", "backward"):
+            rows[f"{precision}_{phase}_ms"] = part[f"{phase}_median_ms"]
+            rows[f"{precision}_{phase}_status"] = part[f"{phase}_status"]
+            metrics.append(
+                Column(
+                    key=f"{precision}_{phase}_ms",
+                    header=f"{phase} (ms)",
+                    group=precision,
+                    format=fmt.number,
+                    status=f"{precision}_{phase}_status",
+                    mark=f"{precision}_mark",
+                    record=f"{precision}_case_id",
+                )
+            )
+        rows[f"{precision}_mark"] = part["mark"].fillna("")
+        rows[f"{precision}_case_id"] = part["case_id"]
+        if precision != "fp32":
+            rows[f"{precision}_speedup"] = baseline.reindex(rows.index) / part["both_ms"]
+            metrics.append(
+                Column(
+                    key=f"{precision}_speedup",
+                    header="speed-up",
+                    group=precision,
+                    format=fmt.factor,
+                    record=f"{precision}_case_id",
+                )
+            )
+    return make_table(
+        caption=CAPTION,
+        rows=rows.reset_index(drop=True),
+        lead=["model", "attention"],
+        keep=["model"],
+        without=["precision"],
+        metrics=metrics,
+    )
+
+
+@finding("mixed_precision")
+def say(rows: pd.DataFrame) -> str | None:
+    words = []
+    for column in rows.columns:
+        if str(column).endswith("_speedup") and rows[column].notna().any():
+            name = str(column).removesuffix("_speedup")
+            words.append(f"{name} is {span(rows[column].dropna())} as fast as fp32")
+    return sentence(listed(words)) if words else None

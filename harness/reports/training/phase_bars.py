@@ -1,0 +1,137 @@
+"""Stacked bars of a step's phases: one panel per point, one bar per category."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from harness.analysis.comparison import fullest_mode
+from harness.cases import format as fmt
+from harness.cases.columns import POINTS, sort_by_points
+from harness.render.figure import CaptionedFigure, colour, describe, mixed_with_white, panel_key
+from harness.render.findings import percent_span, say_fastest, say_out_of_memory, sentence
+from harness.render.table import per_case
+
+PHASES = {"forward": 1.0, "backward": 0.62, "optimizer": 0.3}
+"""How dark each phase is."""
+
+QUARTILES = "The thin line at the end of a bar spans the quartiles of the whole step."
+
+MAX_PANELS = 12
+MAX_COLUMNS = 3
+
+
+def phase_bars(frame: pd.DataFrame, category: str, caption: str) -> CaptionedFigure | None:
+    """Bars of ``category`` (``attention``, ``precision``), in milliseconds per phase."""
+    frame = frame[frame["task"] == "train_step"]
+    if frame.empty:
+        return None
+    # The bars of a training step hold those of its forward and backward passes.
+    rows = per_case(
+        fullest_mode(frame), phases=(*PHASES, "step"), values=("median_ms", "q1_ms", "q3_ms")
+    )
+    if rows[[f"{phase}_median_ms" for phase in PHASES]].isna().all(axis=None):
+        return None
+    columns = {"precision": ["precision", "compute", "tf32"]}.get(category, [category])
+    varying, common = panel_key(rows, columns)
+    rows = sort_by_points(rows, [*varying, category])
+    names = sorted(rows[category].unique(), key=POINTS[category].rank)
+    groups = list(rows.groupby(varying, dropna=False, sort=False)) if varying else [((), rows)]
+    panels = [(describe(group.iloc[0], varying), group) for _, group in groups[:MAX_PANELS]]
+    if len(groups) > MAX_PANELS:
+        common = f"The first {MAX_PANELS} of {len(groups)} points. {common}"
+    num_columns = min(MAX_COLUMNS, len(panels))
+    num_rows = -(-len(panels) // num_columns)
+    height = 0.9 + num_rows * (0.55 + 0.3 * len(names))
+    figure = Figure(figsize=(max(4.8, 3.4 * num_columns), height), layout="constrained")
+    axes = figure.subplots(num_rows, num_columns, squeeze=False).ravel()
+    for place, axis in enumerate(axes):
+        if place >= len(panels):
+            axis.set_visible(False)
+            continue
+        _draw(axis, panels[place][1], category, names, show_names=place % num_columns == 0)
+        axis.set_title(panels[place][0])
+        if place + num_columns >= len(panels):
+            axis.set_xlabel("median time (ms)")
+    present = [phase for phase in PHASES if rows[f"{phase}_status"].notna().any()]
+    handles = [
+        Patch(facecolor=mixed_with_white(colour("naive"), PHASES[phase]), label=phase)
+        for phase in present
+    ]
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles))
+    return CaptionedFigure(
+        caption=f"{caption} {QUARTILES} {common}".strip(),
+        figure=figure,
+        finding=sentence(
+            say_fastest(rows, "step_median_ms", columns) or _largest_part(rows),
+            say_out_of_memory(rows, category),
+        ),
+    )
+
+
+def _largest_part(rows: pd.DataFrame) -> str | None:
+    """Which phase most of a step's time goes into."""
+    shares = rows[[f"{phase}_median_ms" for phase in PHASES]].median()
+    if shares.isna().all():
+        return None
+    phase = str(shares.idxmax()).removesuffix("_median_ms")
+    return f"{phase} takes {percent_span([shares.max() / shares.sum()])} of the time (median)"
+
+
+def _draw(
+    axis: Axes, rows: pd.DataFrame, category: str, names: Sequence[str], *, show_names: bool
+) -> None:
+    by_name = rows.drop_duplicates(category).set_index(category).to_dict("index")
+    longest = 0.0
+    for place, name in enumerate(names):
+        if name not in by_name:
+            continue
+        row = by_name[name]
+        if row["status"] != "ok":
+            axis.annotate(
+                fmt.STATUS_WORDS[row["status"]],
+                (0, place),
+                xytext=(3, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=8,
+                style="italic",
+                color=colour(name),
+            )
+            continue
+        left = 0.0
+        for phase, share in PHASES.items():
+            value = row[f"{phase}_median_ms"]
+            if value == value:
+                axis.barh(
+                    place,
+                    value,
+                    left=left,
+                    height=0.72,
+                    color=mixed_with_white(colour(name), share),
+                    label=f"{name}, {phase}",
+                )
+                left += value
+        whole = row["step_median_ms"]
+        if whole == whole:
+            # Phases' medians need not add up to the step's: its spread is drawn about their sum.
+            ends = [left + row[f"step_{quartile}_ms"] - whole for quartile in ("q1", "q3")]
+            axis.plot(ends, [place, place], color="#222222", linewidth=1.2, solid_capstyle="butt")
+        longest = max(longest, left)
+        axis.annotate(
+            fmt.number(left),
+            (left, place),
+            xytext=(3, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+        )
+    axis.set_xlim(0, 1.22 * longest if longest else 1)
+    axis.set_ylim(len(names) - 0.4, -0.6)
+    axis.set_yticks(range(len(names)), names if show_names else [""] * len(names))
+    axis.grid(axis="y", visible=False)
+    axis.tick_params(axis="y", length=0)

@@ -1,0 +1,15 @@
+"""Where the time of a training step goes, by precision, at every measured point."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from harness.render.figure import CaptionedFigure, figure
+from harness.reports.training.phase_bars import phase_bars
+
+CAPTION = "Median time of the phases of a training step by precision, and their sum."
+
+
+@figure("precision")
+def build(frame: pd.DataFrame) -> CaptionedFigure | None:
+    return phase_bars(frame, "precision", CAPTION)

@@ -1,0 +1,61 @@
+"""The quickstart's answer: what a training step costs with each attention backend."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from harness.cases import format as fmt
+from harness.render.findings import say_fastest, say_out_of_memory, say_over, sentence
+from harness.render.table import (
+    Column,
+    Table,
+    finding,
+    make_table,
+    per_case,
+    speedup_over,
+    table,
+    time_column,
+)
+
+CAPTION = "Median time of the phases of a training step"
+SPEEDUP = "; speed-up of the whole step over naive attention at the same point"
+
+
+@table("summary")
+def build(frame: pd.DataFrame) -> Table | None:
+    steps = frame[frame["task"] == "train_step"]
+    if steps.empty:
+        return None
+    rows = per_case(
+        steps,
+        phases=("forward", "backward", "optimizer", "step"),
+        values=("median_ms", "tokens_per_s"),
+    )
+    rows["speedup"] = speedup_over(
+        rows, "step_median_ms", ["attention"], rows["attention"] == "naive"
+    )
+    return make_table(
+        caption=f"{CAPTION}{SPEEDUP if rows['speedup'].notna().any() else ''}.",
+        rows=rows,
+        lead=["model", "attention"],
+        keep=["attention"],
+        order=["model", "mode", "precision", "batch_size", "seq_len", "attention"],
+        metrics=[
+            time_column("forward", "forward (ms)"),
+            time_column("backward", "backward (ms)"),
+            time_column("optimizer", "optimizer (ms)"),
+            time_column("step", "step (ms)"),
+            Column(key="step_tokens_per_s", header="tokens/s", format=fmt.number, detail=True),
+            Column(key="peak_memory_gib", header="peak memory (GiB)", format=fmt.number),
+            Column(key="speedup", header="speed-up", format=fmt.factor),
+        ],
+    )
+
+
+@finding("summary")
+def say(rows: pd.DataFrame) -> str | None:
+    return sentence(
+        say_fastest(rows, "step_median_ms"),
+        say_over(rows, "speedup", "naive"),
+        say_out_of_memory(rows),
+    )

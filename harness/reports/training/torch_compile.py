@@ -1,0 +1,80 @@
+"""CS336 problem torch_compile: what compiling attention, or the model, gains and costs."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from harness.cases import format as fmt
+from harness.render.findings import sentence, span
+from harness.render.table import (
+    Column,
+    Table,
+    finding,
+    make_table,
+    per_case,
+    speedup_over,
+    table,
+    time_column,
+)
+
+CAPTION = (
+    "Compiled against uncompiled: median times, and the speed-up over the same point without "
+    "torch.compile (for attention alone, over naive attention). Compile time is the first pass "
+    "beyond a later one, and is in no other column."
+)
+
+PHASES = ("forward", "backward", "optimizer", "step")
+
+
+@table("torch_compile")
+def build(frame: pd.DataFrame) -> Table | None:
+    rows = per_case(frame, phases=PHASES)
+    whole = rows["task"] != "attention"
+    uncompiled = whole & (rows["compile_scope"] == "none")
+    naive = ~whole & (rows["attention"] == "naive")
+    # A whole step is not the sum of its phases' medians, so each has a speed-up of its own.
+    for phase in ("forward", "backward", "step"):
+        value = f"{phase}_median_ms"
+        compiled = speedup_over(rows, value, ["compile_scope", "compile_mode"], uncompiled)
+        backend = speedup_over(rows, value, ["attention"], naive)
+        rows[f"{phase}_speedup"] = compiled.where(whole, backend)
+    return make_table(
+        caption=CAPTION,
+        rows=rows,
+        lead=["model", "head_dim", "seq_len", "attention", "compile_scope", "compile_mode"],
+        keep=["compile_scope"] if whole.any() else ["attention"],
+        order=[
+            *("task", "model", "mode", "precision", "head_dim", "seq_len", "batch_size"),
+            *("attention", "compile_scope", "compile_mode"),
+        ],
+        metrics=[
+            time_column("forward", "forward (ms)"),
+            time_column("backward", "backward (ms)"),
+            time_column("optimizer", "optimizer (ms)"),
+            time_column("step", "step (ms)"),
+            *(
+                Column(key=f"{phase}_speedup", header=phase, group="speed-up", format=fmt.factor)
+                for phase in ("forward", "backward", "step")
+            ),
+            Column(key="compile_s", header="compile (s)", format=fmt.number),
+            Column(key="recompilations", header="recompilations", format=fmt.integer, detail=True),
+        ],
+    )
+
+
+@finding("torch_compile")
+def say(rows: pd.DataFrame) -> str | None:
+    parts = []
+    alone = (rows["task"] == "attention") & (rows["attention"] != "naive")
+    for name, part in rows[alone].groupby("attention"):
+        gains = part["forward_speedup"].dropna()
+        if len(gains):
+            parts.append(f"{name} attention alone is {span(gains)} as fast as naive forward")
+    compiled = (rows["task"] != "attention") & (rows["compile_scope"] != "none")
+    for scope, part in rows[compiled].groupby("compile_scope"):
+        phase = "forward" if part["step_speedup"].isna().all() else "step"
+        gains = part[f"{phase}_speedup"].dropna()
+        if len(gains):
+            words = {"forward": "forward pass", "step": "step"}[phase]
+            parts.append(f"compiling the {scope} makes the {words} {span(gains)} as fast")
+    return sentence(*parts)

@@ -1,0 +1,79 @@
+"""The text of ``attnbench --help``; Hydra fills in the configuration."""
+
+from __future__ import annotations
+
+import textwrap
+
+from harness.paths import SWEEPS
+from harness.request.config import GROUPS, choices
+from kernels.backends.auto import CHAINS, DECODE_CHAINS
+
+_TEMPLATE = """\
+attnbench: which attention backend and which parallel strategy to run on your hardware.
+
+Usage: attnbench KEY=VALUE[,VALUE...] ...     measure every combination
+       attnbench sweeps=NAME [KEY=VALUE...]   run a named sweep; your keys win over its own
+       attnbench backends [device=cpu]        list the attention backends that run here
+       attnbench-report RESULTS [SWEEP...]    make tables, figures and reports again
+       attnbench-writeup RESULTS...           all of them as one document: Markdown, PDF, HTML
+       attnbench-compare A B [--in RESULTS]   what became faster or slower, case by case
+       attnbench-status RESULTS               what is queued, running, done or failed
+       attnbench-cancel RESULTS [JOB...]      stop what is queued or running
+
+Examples:
+  attnbench model=tiny attention=naive,sdpa seq_len=128,256
+  attnbench task=attention attention=naive,sdpa seq_len=256,1024,4096 task.head_dim=64
+  attnbench model=tiny parallel=ddp_bucketed parallel.dp=2 parallel.tp=2
+  attnbench sweeps=benchmarking_script scale=tiny plan=true
+
+Choices (KEY=CHOICE):
+@CHOICES@
+
+Every parallel= has three axes, whose product is the number of ranks: parallel.dp splits
+batches (2 unless parallel=none), parallel.cp sequences, parallel.tp weights and heads.
+
+attention=auto takes the first that runs:
+@CHAINS@
+and from a cache, with task=decode or task=generate:
+@DECODE_CHAINS@
+
+Values and their defaults (KEY=VALUE; those of a choice as task.mode=forward):
+$CONFIG
+How to run, rather than what to measure:
+  device      auto, cpu or cuda
+  results     folder for records, tables, figures and reports
+  scale       size of a named sweep: full, tiny, or another that its file has; auto is full
+              on a GPU, tiny without
+  plan        print the cases with predicted memory and time, and run nothing
+  retry       measure failed cases again
+  timeout_s   limit for one case
+  isolate     a process of its own for each case
+  wait        with launcher=slurm, follow the jobs and report at the end
+  interleave  number of rounds that each case's measured passes are split into, so that cases
+              which differ in attention or strategy alone take turns (2: A B A B)
+
+Flags: --cfg job prints the composed configuration, --info all tells more, --hydra-help too.
+"""
+
+
+def template() -> str:
+    """Hydra's help template, with the choices of every group that a user can set."""
+    names = {group: choices(group) for group in GROUPS}
+    names["sweeps"] = sorted(path.stem for path in SWEEPS.glob("*.yaml"))
+    lines = [f"  {group:<10} {', '.join(found)}" for group, found in names.items()]
+    text = _TEMPLATE.replace("@CHOICES@", "\n".join(lines))
+    text = text.replace("@DECODE_CHAINS@", _chains(DECODE_CHAINS))
+    return text.replace("@CHAINS@", _chains(CHAINS))
+
+
+def _chains(chains: dict[str, tuple[str, ...]]) -> str:
+    """The order in which attention=auto tries backends, on each kind of device."""
+    return "\n".join(
+        textwrap.fill(
+            ", ".join(names),
+            width=88,
+            initial_indent=f"  {device:<11}",
+            subsequent_indent=" " * 13,
+        )
+        for device, names in chains.items()
+    )

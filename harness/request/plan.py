@@ -1,0 +1,95 @@
+"""What a command is going to do: which cases are left, how long they take, what they need."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import dataclass, field
+
+from harness.cases.case import Case
+from harness.cases.hardware import find_hardware
+from harness.request.compose import Request
+from harness.run.runner import is_final
+from harness.store.record import Record
+
+# Guesses that only the time left is made from; they are scaled by what cases really take.
+SETUP_S = 0.6
+COMPILE_S = {"cpu": 12.0, "cuda": 8.0}
+EFFICIENCY = 0.35
+CPU_FLOPS_PER_CORE = 40e9
+FALLBACK_GPU_FLOPS = 100e12
+MEMORY_BYTES_PER_S = {"cpu": 10e9, "cuda": 1e12}
+"""Of copies, cautiously."""
+LINK_BYTES_PER_S = {"cpu": 0.5e9, "cuda": 50e9}
+"""Of gloo on one host and of NCCL, cautiously."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Plan:
+    """The cases of a request, split by whether a record of them stands already."""
+
+    todo: list[Case] = field(default_factory=list)
+    done: list[Record] = field(default_factory=list)
+
+
+def make_plan(request: Request, records: dict[str, Record]) -> Plan:
+    """Compare a request with the records that exist."""
+    plan = Plan()
+    for case in request.cases:
+        record = records.get(case.id)
+        if record is not None and is_final(record, retry=request.options.retry):
+            plan.done.append(record)
+        else:
+            plan.todo.append(case)
+    return plan
+
+
+def predicted_seconds(case: Case, device_name: str = "", rounds: int = 1) -> float:
+    """A rough guess of a case's time, from FLOPs, bytes sent and whether something is compiled.
+
+    Each of ``rounds`` sets up and warms up anew, and compiles nothing after the first.
+    """
+    work = case.task.work(case)
+    flops = work["step"].flops if "step" in work else sum(item.flops for item in work.values())
+    rate = CPU_FLOPS_PER_CORE * (os.cpu_count() or 1)
+    if case.device == "cuda":
+        hardware = find_hardware(device_name)
+        peak = hardware.peak_tflops.get(case.precision.peak) if hardware else None
+        rate = EFFICIENCY * peak * 1e12 if peak else FALLBACK_GPU_FLOPS
+    # What decoding moves takes longer than what it computes.
+    moved = sum(item.bytes or 0.0 for item in work.values())
+    sent = sum(item.sent_bytes or 0.0 for item in work.values())
+    seconds_per_pass = (
+        max(flops / rate, moved / MEMORY_BYTES_PER_S[case.device])
+        + sent / LINK_BYTES_PER_S[case.device]
+    )
+    warmup = getattr(case.task, "warmup_steps", 0)
+    num_passes = case.task.num_passes() + (rounds - 1) * warmup
+    seconds = rounds * SETUP_S + num_passes * seconds_per_pass
+    if case.attention.compiles or case.task.compiles(case):
+        seconds += COMPILE_S[case.device]
+    return seconds
+
+
+def write_plan(request: Request) -> None:
+    """Write the plan beside the tables that will be made from it, for `attnbench-report`."""
+    folder = request.options.results / "sweeps" / request.label
+    folder.mkdir(parents=True, exist_ok=True)
+    values = {
+        "schema": 1,
+        "label": request.label,
+        "name": request.sweep.name,
+        "title": request.sweep.title,
+        "about": request.sweep.about,
+        "command": request.command,
+        "scale": request.scale,
+        "tables": request.sweep.tables,
+        "figures": request.sweep.figures,
+        "case_ids": [case.id for case in request.cases],
+    }
+    fd, name = tempfile.mkstemp(dir=folder, suffix=".tmp")
+    with os.fdopen(fd, "w", encoding="utf-8") as file:
+        file.write(json.dumps(values, indent=1) + "\n")
+    os.chmod(name, 0o644)
+    os.replace(name, folder / "plan.json")

@@ -1,0 +1,1 @@
+"""Running cases: launchers, warm workers, rounds in turns, ranks on other hosts."""

@@ -1,0 +1,177 @@
+"""This host, or several that a user starts the same command on: warm workers on CPUs or GPUs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from harness.cases.case import Case, require_at_least
+from harness.run.agents import Hosts, serve_agent
+from harness.run.launcher import Launch, Launcher, launcher
+from harness.run.run_folder import local_run
+from harness.run.runner import Progress, Runner
+
+_PROBE = """
+import json, torch
+count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+names = [torch.cuda.get_device_name(i) for i in range(count)]
+print(json.dumps({"torch": torch.__version__, "built_for": torch.version.cuda, "names": names}))
+"""
+
+
+@launcher("local")
+@dataclass(kw_only=True, slots=True)
+class Local(Launcher):
+    """Runs every case on this host, one at a time.
+
+    With ``nnodes`` above 1 the same command is started on every host, as with torchrun: the one
+    with ``node_rank=0`` measures and records, and is the host of ``rdzv_endpoint``; the others
+    start their ranks' workers for it.
+    """
+
+    vote_timeout_s: float = 60.0
+    """How long a rank waits for the others to agree on how a case ended."""
+    nnodes: int = 1
+    node_rank: int = 0
+    ranks_per_node: int | None = None
+    """Most ranks of a case on one host; None is the number of its GPUs, and must be given
+    where cases run on CPUs of several hosts."""
+    rdzv_endpoint: str | None = None
+    """HOST:PORT of the host with node_rank=0, as the others reach it."""
+    rdzv_id: str = "attnbench"
+    """Any word; hosts with different ones do not join."""
+
+    def __post_init__(self) -> None:
+        require_at_least("launcher.nnodes", self.nnodes, 1)
+        if not 0 <= self.node_rank < self.nnodes:
+            raise ValueError(
+                f"launcher.node_rank={self.node_rank}: must be from 0 to launcher.nnodes - 1, "
+                f"which is {self.nnodes - 1}"
+            )
+        if self.ranks_per_node is not None:
+            require_at_least("launcher.ranks_per_node", self.ranks_per_node, 1)
+        if self.nnodes > 1:
+            host, _, port = (self.rdzv_endpoint or "").rpartition(":")
+            if not host or not port.isdecimal():
+                raise ValueError(
+                    f"launcher.rdzv_endpoint={self.rdzv_endpoint}: launcher.nnodes={self.nnodes} "
+                    "needs HOST:PORT of the host with launcher.node_rank=0"
+                )
+        if self.vote_timeout_s <= 0:
+            raise ValueError(f"launcher.vote_timeout_s={self.vote_timeout_s}: must be positive")
+
+    def resolve_device(self, device: str) -> str:
+        if device == "cpu":
+            return "cpu"
+        found = probe_cuda()
+        if device == "auto":
+            return "cuda" if found["names"] else "cpu"
+        if not found["names"]:
+            raise ValueError(f"device=cuda: {found['reason']}; use device=cpu")
+        return "cuda"
+
+    def validate(self, cases: list[Case]) -> None:
+        for case in cases:
+            if self.nnodes > 1 and case.world_size > self._ranks_per_node(case) * self.nnodes:
+                raise ValueError(
+                    f"launcher.nnodes={self.nnodes}: {case.title} needs {case.world_size} ranks, "
+                    f"and {self._ranks_per_node(case)} run on a host; use more nodes or fewer ranks"
+                )
+            if (
+                self.nnodes == 1
+                and case.device == "cuda"
+                and case.world_size > len(probe_cuda()["names"])
+            ):
+                axes = case.parallel.axes
+                typed = " ".join(f"parallel.{axis}={ranks}" for axis, ranks in axes.items())
+                typed = typed or f"task.ranks={case.world_size}"
+                raise ValueError(
+                    f"{typed}: needs {case.world_size} GPUs, this host has "
+                    f"{len(probe_cuda()['names'])}; use fewer ranks, a scale= of the sweep that "
+                    "has fewer, or device=cpu"
+                )
+
+    def launch(self, launch: Launch) -> list[str]:
+        cases, options = launch.cases, launch.options
+        if not cases and self.node_rank == 0:
+            return []
+        if self.nnodes > 1:
+            return self._launch_on_nodes(launch)
+        with self._said(launch) as progress:
+            Runner(options, launch.store, progress).run(cases)
+        return []
+
+    def _said(self, launch: Launch) -> contextlib.AbstractContextManager[Progress]:
+        predicted_s = [launch.predict(case) for case in launch.cases]
+        return local_run(launch.options, launch.cases, predicted_s, launch.command, launch.progress)
+
+    def _launch_on_nodes(self, launch: Launch) -> list[str]:
+        assert self.rdzv_endpoint is not None
+        address, _, port = self.rdzv_endpoint.rpartition(":")
+        per_node = self.ranks_per_node or len(probe_cuda()["names"])
+        if self.node_rank > 0:
+            logs = launch.options.results / "logs"
+            logs.mkdir(parents=True, exist_ok=True)
+            ranks = range(self.node_rank * per_node, (self.node_rank + 1) * per_node)
+            serve = partial(
+                serve_agent, address=address, port=int(port), token=self.rdzv_id, logs=logs
+            )
+            with ThreadPoolExecutor(max_workers=per_node) as pool:
+                started = sum(pool.map(lambda rank: serve(rank=rank), ranks))
+            return [f"node {self.node_rank} started {started} workers for {address}, which records"]
+        with (
+            Hosts.gathered(
+                address=address,
+                port=int(port),
+                world_size=self.nnodes * per_node,
+                local_ranks=per_node,
+                ranks_per_node=per_node,
+                token=self.rdzv_id,
+            ) as hosts,
+            self._said(launch) as progress,
+        ):
+            for warning in hosts.warnings:
+                print(f"attnbench: {warning}", file=sys.stderr)
+            Runner(launch.options, launch.store, progress, hosts).run(launch.cases)
+        return []
+
+    def _ranks_per_node(self, case: Case) -> int:
+        if self.ranks_per_node is not None:
+            return self.ranks_per_node
+        if case.device == "cuda":
+            return len(probe_cuda()["names"])
+        raise ValueError(
+            f"launcher.nnodes={self.nnodes}: say with launcher.ranks_per_node how many ranks "
+            "run on the CPU of each host"
+        )
+
+
+@cache
+def probe_cuda() -> dict[str, Any]:
+    """Names of the CUDA devices that torch sees, and if there are none, why.
+
+    Asked of torch itself, in a process of its own so that this one need not import it; not
+    asked at all where no driver is installed.
+    """
+    drivers = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+    if not any(Path(path).exists() for path in drivers) and shutil.which("nvidia-smi") is None:
+        return {"names": [], "reason": "this host has no GPU driver"}
+    done = subprocess.run(
+        [sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=180, check=False
+    )
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return {"names": [], "reason": f"torch cannot look for GPUs ({last})"}
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    if not found["names"]:
+        kind = "sees no GPU" if found["built_for"] else "is built for CPUs only"
+        found["reason"] = f"the installed torch {found['torch']} {kind}"
+    return found

@@ -1,0 +1,315 @@
+"""A Slurm cluster: one job array for each shape of resources, submitted through submitit."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shlex
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from harness.cases.case import Case, require_at_least
+from harness.paths import ROOT
+from harness.run.launcher import Launch, Launcher, LaunchError, launcher
+from harness.run.run_folder import (
+    Run,
+    RunFolder,
+    clock_offset_s,
+    new_run_id,
+    planning_lock,
+    runs_of,
+)
+from harness.run.runner import RunOptions
+from harness.run.slurm import commands as slurm
+from harness.run.slurm.follow import follow
+from harness.run.slurm.shares import Shape, Share, counted, pack, shape_of
+from harness.store.record import RecordStore, file_case
+
+OWN_OPTIONS = frozenset(
+    {"array", "nodes", "ntasks", "ntasks-per-node", "output", "error", "open-mode", "signal"}
+    | {"job-name", "requeue", "no-requeue"}
+)
+"""Options of sbatch that follow from the cases, or that requeueing depends on."""
+
+REQUEUES = 1_000_000
+"""As many time limits as it takes: every start of a task ends at least one case."""
+
+
+@launcher("slurm")
+@dataclass(kw_only=True, slots=True)
+class Slurm(Launcher):
+    """Submits the cases as job arrays and returns; ``wait=true`` follows them."""
+
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    time_min: int = 60
+    """Time limit of a task; one that is not done by then is requeued and goes on."""
+    memory_gb: float | None = None
+    """Of a node; None is the cluster's default, 0 all of it."""
+    cpus_per_task: int | None = None
+    """For each rank."""
+    gpus_per_node: int = 8
+    """GPUs of a node, and so the most ranks on one; with device=cpu the most ranks alone."""
+    gpu_type: str | None = None
+    exclusive: bool = False
+    setup: list[str] = field(default_factory=list)
+    """Shell lines before the ranks start: module load, source, export."""
+    srun: list[str] = field(default_factory=list)
+    """Options of srun, such as those that name a container."""
+    python: str | None = None
+    """Interpreter on the nodes; None is the one that submits."""
+    sbatch: dict[str, str] = field(default_factory=dict)
+    """Any further #SBATCH option, by its long name; an empty value makes a flag."""
+    array_parallelism: int = 256
+    """Tasks of an array that may run at the same time."""
+    cases_per_task: int | None = None
+    """None packs by predicted time, up to ``task_min``."""
+    task_min: float = 20.0
+    """Predicted minutes of a task that small cases are packed into."""
+    stop_s: int = 90
+    """How long before its time limit a task is told to stop."""
+    poll_s: float = 5.0
+    """How often ``wait=true`` looks."""
+    vote_timeout_s: float = 60.0
+    """How long a rank waits for the others to agree on how a case ended."""
+
+    def __post_init__(self) -> None:
+        require_at_least("launcher.time_min", self.time_min, 1)
+        require_at_least("launcher.gpus_per_node", self.gpus_per_node, 1)
+        require_at_least("launcher.array_parallelism", self.array_parallelism, 1)
+        require_at_least("launcher.stop_s", self.stop_s, 5)
+        if self.cases_per_task is not None:
+            require_at_least("launcher.cases_per_task", self.cases_per_task, 1)
+        for key in ("task_min", "poll_s", "vote_timeout_s"):
+            if getattr(self, key) <= 0:
+                raise ValueError(f"launcher.{key}={getattr(self, key)}: must be positive")
+        if self.stop_s >= 60 * self.time_min:
+            raise ValueError(
+                f"launcher.stop_s={self.stop_s}: must be less than launcher.time_min, which is "
+                f"{60 * self.time_min} s"
+            )
+        for key in self.sbatch:
+            if key.lstrip("-") in OWN_OPTIONS:
+                raise ValueError(f"launcher.sbatch.{key}: attnbench sets this one itself")
+
+    def resolve_device(self, device: str) -> str:
+        # The host that submits need not have what the nodes have.
+        return "cuda" if device == "auto" else device
+
+    def validate(self, cases: list[Case]) -> None:
+        for case in cases:
+            shape_of(case, self.gpus_per_node)
+
+    def launch(self, launch: Launch) -> list[str]:
+        if not launch.cases:
+            return []
+        options = launch.options
+        self._require_time_for(options)
+        slurm.require_slurm()
+        slurm.require_partition(self.partition)
+        with planning_lock(options.results):
+            under_way = active_cases(options.results)
+            cases = [case for case in launch.cases if case.id not in under_way]
+            said = []
+            if len(cases) < len(launch.cases):
+                number = len(launch.cases) - len(cases)
+                said.append(f"{counted(number, 'case')} queued or running already")
+            if cases:
+                said += self._submit(cases, launch)
+        if options.wait:
+            for line in said:
+                print(line, flush=True)
+            follow(launch, self.poll_s)
+            return []
+        results = shlex.quote(str(options.results))
+        return [
+            *said,
+            f"follow them  attnbench-status {results}",
+            f"cancel them  attnbench-cancel {results}",
+            f"tables       attnbench-report {results}",
+        ]
+
+    def _require_time_for(self, options: RunOptions) -> None:
+        if options.timeout_s > 60 * self.time_min:
+            raise LaunchError(
+                f"timeout_s={options.timeout_s:g}: a case may take longer than "
+                f"launcher.time_min={self.time_min} lets its job run; raise one or lower the other"
+            )
+
+    def _submit(self, cases: list[Case], launch: Launch) -> list[str]:
+        """Freeze the cases in shares and submit them; what to tell the user."""
+        packed = pack(
+            cases,
+            ranks_per_node=self.gpus_per_node,
+            predict=launch.predict,
+            cases_per_task=self.cases_per_task,
+            task_s=60 * self.task_min,
+            max_tasks=slurm.max_array_size(),
+            together=launch.options.interleave > 1,
+        )
+        shares = [share for of_shape in packed.values() for share in of_shape]
+        folder = RunFolder(launch.options.results.resolve(), new_run_id())
+        folder.jobs.mkdir(parents=True)
+        run = Run(
+            id=folder.path.name,
+            launcher="slurm",
+            command=launch.command,
+            created_s=time.time(),
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            clock_offset_s=clock_offset_s(folder.path),
+            case_ids=[[case.id for case in share.cases] for share in shares],
+            predicted_s=[share.predicted_s for share in shares],
+            jobs=[None] * len(shares),
+            shapes=[str(share.shape) for share in shares],
+        )
+        self._freeze(folder, shares, launch)
+        folder.write_run(run)
+        said, first = [], 0
+        try:
+            for shape, of_shape in packed.items():
+                indices = range(first, first + len(of_shape))
+                run.jobs[first : first + len(of_shape)] = self._submit_array(folder, shape, indices)
+                folder.write_run(run)
+                number = sum(len(share.cases) for share in of_shape)
+                array = str(run.jobs[first]).split("_")[0]
+                said.append(
+                    f"submitted job {array}: {counted(number, 'case')} in "
+                    f"{counted(len(of_shape), 'task')} of {shape}"
+                )
+                first += len(of_shape)
+        except BaseException:
+            # All of it or nothing: half a sweep in the queue would have to be remembered.
+            with contextlib.suppress(slurm.SlurmError):
+                slurm.cancel(job for job in run.jobs if job is not None)
+            folder.remove()
+            raise
+        return said
+
+    def _freeze(self, folder: RunFolder, shares: list[Share], launch: Launch) -> None:
+        options = launch.options
+        options = RunOptions(
+            results=folder.results,
+            timeout_s=options.timeout_s,
+            isolate=options.isolate,
+            retry=options.retry,
+            interleave=options.interleave,
+            vote_timeout_s=options.vote_timeout_s,
+        )
+        files = _files_by_case(launch.store)
+        for index, share in enumerate(shares):
+            before = [name for case in share.cases for name in files.get(case.id, ())]
+            folder.write_share(index, share.cases, options, before)
+
+    def _submit_array(self, folder: RunFolder, shape: Shape, indices: range) -> list[str]:
+        """Submit one array (or one job, for a single share); job ids in order."""
+        import submitit
+
+        from harness.run.slurm.task import ShareTask
+
+        executor = submitit.SlurmExecutor(folder.jobs, max_num_timeout=REQUEUES, python=self.python)
+        executor.update_parameters(**self._parameters(shape))
+        tasks = [
+            ShareTask(
+                str(folder.results),
+                folder.path.name,
+                index,
+                shape.ranks_per_node,
+                self.time_min,
+                self.stop_s,
+            )
+            for index in indices
+        ]
+        with _one_line():
+            if len(tasks) == 1:
+                return [executor.submit(tasks[0]).job_id]
+            with executor.batch():
+                jobs = [executor.submit(task) for task in tasks]
+            return [job.job_id for job in jobs]
+
+    def _parameters(self, shape: Shape) -> dict[str, Any]:
+        """For submitit, which writes the batch script."""
+        parameters: dict[str, Any] = {
+            "job_name": "attnbench",
+            "time": self.time_min,
+            "nodes": shape.nodes,
+            "ntasks_per_node": shape.ranks_per_node,
+            "cpus_per_task": self.cpus_per_task,
+            "partition": self.partition,
+            "account": self.account,
+            "qos": self.qos,
+            "constraint": self.constraint,
+            "signal_delay_s": self.stop_s,
+            "array_parallelism": self.array_parallelism,
+            "wckey": None,
+            # The nodes run the code that submits, installed there or not.
+            "setup": [
+                *self.setup,
+                f"export PYTHONPATH={shlex.quote(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}",
+            ],
+            "srun_args": list(self.srun) or None,
+        }
+        if self.cpus_per_task is not None:
+            # Since Slurm 22.05 srun does not take it from the job any more.
+            parameters["setup"].append(f"export SRUN_CPUS_PER_TASK={self.cpus_per_task}")
+        if self.exclusive:
+            parameters["exclusive"] = True
+        further: dict[str, Any] = {"requeue": True, "distribution": "block"}
+        if self.memory_gb is not None:
+            further["mem"] = f"{int(1024 * self.memory_gb)}M"
+        if shape.device == "cuda":
+            kind = f"{self.gpu_type}:" if self.gpu_type else ""
+            further["gpus-per-node"] = f"{kind}{shape.ranks_per_node}"
+        further |= {key.lstrip("-"): value or True for key, value in self.sbatch.items()}
+        parameters["additional_parameters"] = further
+        return {key: value for key, value in parameters.items() if value is not None}
+
+
+def active_cases(results: Path) -> set[str]:
+    """Ids of the cases that jobs in the queue are yet to measure, or are measuring."""
+    runs = [run for _, run in runs_of(results) if run.launcher == "slurm"]
+    arrays = {job.split("_")[0] for run in runs for job in run.jobs if job is not None}
+    if not arrays:
+        return set()
+    jobs = slurm.queued(arrays)
+    return {
+        case_id
+        for run in runs
+        for job, case_ids in zip(run.jobs, run.case_ids, strict=True)
+        if job in jobs and jobs[job].is_active
+        for case_id in case_ids
+    }
+
+
+def _files_by_case(store: RecordStore) -> dict[str, list[str]]:
+    files: dict[str, list[str]] = {}
+    for name in os.listdir(store.folder):
+        found = file_case(name)
+        if found is not None:
+            files.setdefault(found[0], []).append(name)
+    return files
+
+
+@contextlib.contextmanager
+def _one_line() -> Iterator[None]:
+    """Turn what sbatch objects to into one line."""
+    import submitit
+
+    errors = (submitit.core.utils.FailedJobError, submitit.core.utils.FailedSubmissionError)
+    try:
+        # submitit prints what sbatch says as well.
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    except errors as error:
+        reason = slurm.refusal(str(error))
+        raise slurm.SlurmError(
+            f"launcher=slurm: sbatch refused: {reason}; set launcher.account, qos, constraint, "
+            "time_min or sbatch as this cluster wants them"
+        ) from error

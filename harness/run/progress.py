@@ -1,0 +1,103 @@
+"""Progress in a terminal: what is running, what came out, and the time left."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from harness.cases.case import Case
+from harness.store.record import Record
+
+_STYLES = {"ok": "green", "oom": "yellow", "unsupported": "yellow"}
+
+
+class TerminalProgress:
+    """One line per finished case, and in a real terminal a live line below them."""
+
+    def __init__(
+        self, console: Console, cases: list[Case], predict: Callable[[Case], float]
+    ) -> None:
+        self.console = console
+        self._predicted = {case.id: predict(case) for case in cases}
+        self._left_s = sum(self._predicted.values())
+        self._done_s = 0.0
+        self._num_done = 0
+        self._total = len(cases)
+        self._started = time.monotonic()
+        self._case: Case | None = None
+        self._stage = ""
+        self._bar = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[left]}"),
+            console=console,
+        )
+        self._task = self._bar.add_task("attnbench", total=self._total, left="")
+        self._live = Live(
+            get_renderable=self._render, console=console, transient=True, refresh_per_second=4
+        )
+
+    def __enter__(self) -> TerminalProgress:
+        if self.console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._live.stop()
+
+    def started(self, case: Case) -> None:
+        self._case = case
+        self._stage = ""
+
+    def stage(self, name: str) -> None:
+        self._stage = name
+
+    def finished(self, record: Record, *, measured_now: bool) -> None:
+        self._num_done += 1
+        predicted = self._predicted.get(record.case_id, 0.0)
+        self._left_s -= predicted
+        self._done_s += predicted
+        self._bar.update(self._task, completed=self._num_done)
+        title = self._case.title if self._case and self._case.id == record.case_id else ""
+        status = record.status if measured_now else f"{record.status} (by another run)"
+        style = _STYLES.get(record.status, "bold red")
+        number = f"[{self._num_done:>{len(str(self._total))}}/{self._total}]"
+        line = f"{escape(number)} {escape(title or record.case_id)}  [{style}]{status}[/]"
+        self.console.print(f"{line}  {escape(_result(record))}", highlight=False, soft_wrap=True)
+        if not self.console.is_terminal and self._num_done < self._total:
+            self.console.print(f"      {self._time_left()}", highlight=False)
+
+    def _time_left(self) -> str:
+        """The prediction for the cases left, scaled by how the finished ones compared to it."""
+        elapsed = time.monotonic() - self._started
+        pace = elapsed / self._done_s if self._done_s > 0 else 1.0
+        seconds = max(0, round(self._left_s * pace))
+        return f"about {seconds // 60}:{seconds % 60:02d} left"
+
+    def _render(self) -> Table:
+        self._bar.update(self._task, left=self._time_left())
+        grid = Table.grid()
+        grid.add_row(self._bar)
+        running = f"{self._case.title}: {self._stage}" if self._case else self._stage
+        grid.add_row(f"[dim]running {escape(running)}[/]")
+        return grid
+
+
+def _result(record: Record) -> str:
+    """The headline of a record: its phases' medians, or why there are none."""
+    if record.status != "ok":
+        return record.error["message"] if record.error else ""
+    parts = []
+    for name, phase in record.phases.items():
+        slowest = [max(samples) for samples in zip(*phase.samples_ms, strict=False)]
+        if slowest:
+            parts.append(f"{name} {statistics.median(slowest):.4g} ms")
+    return ", ".join(parts)

@@ -1,0 +1,266 @@
+"""What is known of runs in a results folder: who measures which case, since when, and where.
+
+``runs/ID/run.json`` says what a run took on, in shares, and is written by who starts it.
+``runs/ID/share-N.json`` is the frozen input of a task of a job array: cases and options as
+they were when it was submitted, so that editing YAML afterwards changes nothing.
+``runs/ID/state-N.json`` is where that task stands, written by itself alone. All are replaced
+in one step, so that ``attnbench-status`` can read them at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from harness.cases.case import Case
+from harness.run.runner import Progress, RunOptions
+from harness.store.record import Record
+
+SCHEMA = 1
+
+
+@dataclass(kw_only=True, slots=True)
+class Run:
+    """One command's work on a results folder."""
+
+    id: str
+    launcher: str
+    command: str
+    created_s: float
+    """Seconds since the epoch, by the clock of ``host``."""
+    host: str
+    pid: int
+    clock_offset_s: float
+    """This host's clock ahead of the one that stamps files in the results folder."""
+    case_ids: list[list[str]]
+    """Of each share."""
+    predicted_s: list[list[float]]
+    jobs: list[str | None] = field(default_factory=list)
+    """Of each share, the Slurm job such as ``123_4``; None before it is submitted."""
+    shapes: list[str] = field(default_factory=list)
+    """Of each share, in words."""
+    schema: int = SCHEMA
+
+
+@dataclass(kw_only=True, slots=True)
+class TaskState:
+    """Where the work on one share stands."""
+
+    event: str = "running"
+    """running, stopped (told to, with the rest still to do), ended, or failed."""
+    job: str = ""
+    node: str = ""
+    restart: int = 0
+    """How often Slurm has started the task again."""
+    case_id: str | None = None
+    """What is being measured, or was when the task stopped."""
+    since_s: float = 0.0
+    started_s: float = 0.0
+    num_measured: int = 0
+    clock_offset_s: float = 0.0
+    error: str | None = None
+    schema: int = SCHEMA
+
+
+class RunFolder:
+    """``runs/ID`` of a results folder."""
+
+    def __init__(self, results: Path, run_id: str) -> None:
+        self.results = results
+        self.path = results / "runs" / run_id
+
+    @property
+    def jobs(self) -> Path:
+        """Where Slurm and submitit write."""
+        return self.path / "jobs"
+
+    def write_run(self, run: Run) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        _replace(self.path / "run.json", asdict(run))
+
+    def read_run(self) -> Run:
+        """Raises ValueError or OSError where there is none that can be read."""
+        return _typed(Run, self.path / "run.json")
+
+    def write_share(
+        self, index: int, cases: list[Case], options: RunOptions, files_before: list[str]
+    ) -> None:
+        values = {
+            "schema": SCHEMA,
+            "options": asdict(options) | {"results": str(options.results)},
+            "files_before": files_before,
+            "cases": [case.to_dict() for case in cases],
+        }
+        text = json.dumps(values)
+        (self.path / f"share-{index}.json").write_text(text, encoding="utf-8")
+
+    def read_share(self, index: int) -> tuple[list[Case], RunOptions, set[str]]:
+        """The cases, the options, and the records that existed at submission."""
+        values = json.loads((self.path / f"share-{index}.json").read_text(encoding="utf-8"))
+        options = values["options"] | {"results": Path(values["options"]["results"])}
+        cases = [Case.from_dict(case) for case in values["cases"]]
+        return cases, RunOptions(**options), set(values["files_before"])
+
+    def write_state(self, index: int, state: TaskState) -> None:
+        _replace(self.path / f"state-{index}.json", asdict(state))
+
+    def read_state(self, index: int) -> TaskState | None:
+        """None if the task has never started, or has not been seen to."""
+        try:
+            return _typed(TaskState, self.path / f"state-{index}.json")
+        except FileNotFoundError:
+            return None
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def new_run_id() -> str:
+    return f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(2)}"
+
+
+def runs_of(results: Path) -> list[tuple[RunFolder, Run]]:
+    """Every readable run of a results folder, oldest first."""
+    found = []
+    for path in (results / "runs").glob("*/run.json"):
+        folder = RunFolder(results, path.parent.name)
+        # A run that is just being removed, or one of another version.
+        with contextlib.suppress(OSError, ValueError):
+            found.append((folder, folder.read_run()))
+    return sorted(found, key=lambda item: item[1].created_s)
+
+
+@contextlib.contextmanager
+def planning_lock(results: Path) -> Iterator[None]:
+    """One command at a time decides what to submit, so that no case is submitted twice."""
+    (results / "runs").mkdir(parents=True, exist_ok=True)
+    fd = os.open(results / "runs" / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def clock_offset_s(folder: Path) -> float:
+    """How far this host's clock is ahead of the one that stamps files in ``folder``.
+
+    On a shared file system that is the server's, so that the offsets of two hosts compare
+    their clocks.
+    """
+    with tempfile.NamedTemporaryFile(dir=folder, suffix=".tmp") as file:
+        before = time.time()
+        file.write(b" ")
+        file.flush()
+        os.fsync(file.fileno())
+        stamped = os.stat(file.name).st_mtime
+        return (before + time.time()) / 2 - stamped
+
+
+class StateProgress:
+    """Progress that also keeps a share's state file up to date."""
+
+    def __init__(
+        self, folder: RunFolder, index: int, state: TaskState, inner: Progress | None = None
+    ) -> None:
+        self.state = state
+        self._folder = folder
+        self._index = index
+        self._inner = inner
+
+    def started(self, case: Case) -> None:
+        self.state.case_id = case.id
+        self.state.since_s = time.time()
+        self.write()
+        if self._inner is not None:
+            self._inner.started(case)
+
+    def stage(self, name: str) -> None:
+        if self._inner is not None:
+            self._inner.stage(name)
+
+    def finished(self, record: Record, *, measured_now: bool) -> None:
+        self.state.num_measured += measured_now
+        self.state.case_id = None
+        if self._inner is not None:
+            self._inner.finished(record, measured_now=measured_now)
+
+    def write(self, event: str | None = None, error: str | None = None) -> None:
+        """Write the state; a results folder that is full must not end the measuring."""
+        self.state.event = event or self.state.event
+        self.state.error = error or self.state.error
+        with contextlib.suppress(OSError):
+            self._folder.write_state(self._index, self.state)
+
+
+@contextlib.contextmanager
+def local_run(
+    options: RunOptions, cases: list[Case], predicted_s: list[float], command: str, inner: Progress
+) -> Iterator[Progress]:
+    """Say in the results folder what this process is about to measure, for as long as it does."""
+    folder = RunFolder(options.results, new_run_id())
+    run = Run(
+        id=folder.path.name,
+        launcher="local",
+        command=command,
+        created_s=time.time(),
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        clock_offset_s=0.0,
+        case_ids=[[case.id for case in cases]],
+        predicted_s=[predicted_s],
+    )
+    for other, their in runs_of(options.results):
+        if their.launcher == "local" and their.host == run.host and not is_running(their):
+            other.remove()
+    folder.write_run(run)
+    state = TaskState(node=run.host, started_s=run.created_s)
+    try:
+        yield StateProgress(folder, 0, state, inner)
+    finally:
+        folder.remove()
+
+
+def is_running(run: Run) -> bool:
+    """Whether the process of a local run still lives; one of another host is taken to."""
+    if run.host != socket.gethostname():
+        return True
+    try:
+        return psutil.Process(run.pid).create_time() <= run.created_s + 1
+    except psutil.Error:
+        return False
+
+
+def _replace(path: Path, values: dict[str, Any]) -> None:
+    fd, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    try:
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            file.write(json.dumps(values))
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def _typed(kind: type[Any], path: Path) -> Any:
+    values = json.loads(path.read_text(encoding="utf-8"))
+    known = {item.name for item in fields(kind)}
+    if not isinstance(values, dict) or values.get("schema") != SCHEMA or set(values) != known:
+        raise ValueError(f"{path}: not written by this version of attnbench")
+    return kind(**values)

@@ -1,0 +1,75 @@
+"""``wait=true``: follow cases that run elsewhere, through the records that appear."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from harness.run.launcher import Launch
+from harness.run.run_folder import runs_of
+from harness.run.runner import is_final
+from harness.run.slurm import commands as slurm
+from harness.store.record import file_case
+
+GRACE_S = 30.0
+"""A job that has left the queue may have written what the file system shows a little later."""
+
+
+def follow(launch: Launch, poll_s: float) -> None:
+    """Tell the progress of each case as it starts and ends; return when none is left to come."""
+    store, options = launch.store, launch.options
+    waiting = {case.id: case for case in launch.cases}
+    seen: set[str] = set()
+    at_first = True
+    alone_since: float | None = None
+    while waiting:
+        for name in sorted(set(os.listdir(store.folder)) - seen):
+            seen.add(name)
+            found = file_case(name)
+            if found is None or found[0] not in waiting:
+                continue
+            case_id = found[0]
+            record = store.find(case_id)
+            if record is None or (at_first and not is_final(record, retry=options.retry)):
+                # The one that is to be measured again.
+                continue
+            launch.progress.started(waiting.pop(case_id))
+            launch.progress.finished(record, measured_now=True)
+        at_first = False
+        if not waiting:
+            return
+        if _show_running(launch, set(waiting)):
+            alone_since = None
+        elif alone_since is None:
+            alone_since = time.monotonic()
+        elif time.monotonic() - alone_since > min(GRACE_S, 3 * poll_s):
+            return
+        time.sleep(poll_s)
+
+
+def _show_running(launch: Launch, waiting: set[str]) -> bool:
+    """Name a case that is running; False if no job in the queue has any of them."""
+    by_id = {case.id: case for case in launch.cases if case.id in waiting}
+    runs = [
+        (folder, run)
+        for folder, run in runs_of(launch.options.results)
+        if run.launcher == "slurm" and any(waiting.intersection(ids) for ids in run.case_ids)
+    ]
+    jobs = slurm.queued(job.split("_")[0] for _, run in runs for job in run.jobs if job)
+    alive = False
+    shown = False
+    for folder, run in runs:
+        for index, (job, case_ids) in enumerate(zip(run.jobs, run.case_ids, strict=True)):
+            if job not in jobs or not jobs[job].is_active or not waiting.intersection(case_ids):
+                continue
+            alive = True
+            if shown or jobs[job].state != "RUNNING":
+                continue
+            state = folder.read_state(index)
+            if state is not None and state.case_id in by_id:
+                shown = True
+                launch.progress.started(by_id[state.case_id])
+                launch.progress.stage(f"job {job} on {jobs[job].nodes}")
+    if not shown:
+        launch.progress.stage("waiting for the queue")
+    return alive

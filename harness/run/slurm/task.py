@@ -1,0 +1,182 @@
+"""What a task of a job array runs: its share, on the nodes that Slurm gave it.
+
+submitit calls :class:`ShareTask` once for every rank. Rank 0 leads: it runs the same runner as
+the local launcher does, over the share's cases; every other rank is an agent that starts its
+worker. Each case is recorded when it is measured, and each round of an interleaved one kept, so a
+task that is told to stop has little to save: it says where it was, asks to be requeued, and goes on
+with the rest when it starts again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+import submitit
+from submitit.helpers import DelayedSubmission
+
+from harness.cases.case import Case
+from harness.run.agents import AgentError, Hosts, clocks_differ, serve_agent
+from harness.run.run_folder import RunFolder, StateProgress, TaskState, clock_offset_s
+from harness.run.runner import Runner
+from harness.run.workers import WorkerStartError
+from harness.store.record import RecordStore
+
+NEAR_THE_END_S = 75.0
+"""Slurm looks at time limits once a minute or less, so its warning may come early by as much."""
+
+
+@dataclass(slots=True)
+class ShareTask:
+    """The picklable call of one array task; ``checkpoint`` is submitit's name for its hook."""
+
+    results: str
+    run_id: str
+    index: int
+    ranks_per_node: int
+    time_min: int
+    stop_s: int
+    _leader: Leader | None = field(default=None, repr=False)
+
+    def __call__(self) -> str:
+        environment = submitit.JobEnvironment()
+        folder = RunFolder(Path(self.results), self.run_id)
+        if environment.global_rank > 0:
+            try:
+                return f"started {self._serve(folder, environment.global_rank)} workers"
+            except AgentError as error:
+                sys.exit(f"attnbench: {error}")
+        self._leader = Leader(self, folder)
+        return self._leader.lead(environment)
+
+    def _serve(self, folder: RunFolder, rank: int) -> int:
+        logs = folder.results / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        address, port = endpoint()
+        return serve_agent(address=address, port=port, rank=rank, token=self.token, logs=logs)
+
+    @property
+    def token(self) -> str:
+        """Tells this job's tasks from those of others that happen to find the port."""
+        text = f"{self.run_id} {self.index} {os.environ.get('SLURM_JOB_ID')}"
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def checkpoint(self) -> DelayedSubmission | None:
+        """What to run when the job is started again; called in the signal's handler."""
+        if self._leader is not None:
+            self._leader.told_to_stop()
+        values = (self.results, self.run_id, self.index, self.ranks_per_node)
+        return DelayedSubmission(ShareTask(*values, self.time_min, self.stop_s))
+
+
+class Leader:
+    """Rank 0 of a task."""
+
+    def __init__(self, task: ShareTask, folder: RunFolder) -> None:
+        self._task = task
+        self._folder = folder
+        self._started_s = time.time()
+        self._runner: Runner | None = None
+        self._progress: _Watchful | None = None
+
+    def lead(self, environment: submitit.JobEnvironment) -> str:
+        """Measure the share; what is told in the job's log."""
+        # submitit would ignore it, and Slurm then kill what has had no time to end its workers.
+        signal.signal(signal.SIGTERM, self._terminated)
+        task = self._task
+        cases, options, files_before = self._folder.read_share(task.index)
+        state = TaskState(
+            job=environment.job_id,
+            node=",".join(environment.hostnames),
+            restart=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
+            started_s=self._started_s,
+            since_s=self._started_s,
+            clock_offset_s=clock_offset_s(self._folder.path),
+        )
+        self._progress = _Watchful(self._folder, task.index, state)
+        self._progress.write()
+        ours = self._folder.read_run().clock_offset_s
+        if abs(state.clock_offset_s - ours) > 2.0:
+            print(f"attnbench: {clocks_differ(state.node, state.clock_offset_s - ours)}")
+        store = RecordStore(options.results)
+        address, port = endpoint()
+        try:
+            with Hosts.gathered(
+                address=address,
+                port=port,
+                world_size=environment.num_tasks,
+                local_ranks=1,
+                ranks_per_node=task.ranks_per_node,
+                token=task.token,
+            ) as hosts:
+                for warning in hosts.warnings:
+                    print(f"attnbench: {warning}")
+                self._runner = Runner(options, store, self._progress, hosts)
+                self._runner.run(cases, files_before)
+        except (AgentError, WorkerStartError, OSError) as error:
+            message = " ".join(str(error).split())
+            self._progress.write("failed", message)
+            sys.exit(f"attnbench: {message}")
+        except _Superseded:
+            return "this task has been started again elsewhere, which goes on with its cases"
+        self._progress.write("ended")
+        return f"measured {state.num_measured} of {len(cases)} cases"
+
+    def told_to_stop(self) -> None:
+        """Preempted, or the time limit is near: say so, and let Slurm end what is left."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if self._runner is None or self._progress is None:
+            return
+        if self._time_is_up() and self._progress.num_started <= 1:
+            # It had the job's whole time; starting it again would go the same way for ever.
+            self._runner.give_up_current(
+                "timeout", f"not done within launcher.time_min={self._task.time_min} of a whole job"
+            )
+        self._progress.write("stopped")
+
+    def _time_is_up(self) -> bool:
+        end_s = float(
+            os.environ.get("SLURM_JOB_END_TIME", self._started_s + 60 * self._task.time_min)
+        )
+        return end_s - time.time() < self._task.stop_s + NEAR_THE_END_S
+
+    def _terminated(self, number: int, frame: FrameType | None) -> None:
+        """Cancelled, or preempted by a Slurm that requeues by itself."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if self._progress is not None:
+            self._progress.write("stopped")
+        sys.exit(128 + number)
+
+
+class _Superseded(Exception):
+    """Slurm took this node for dead, and has started the task again on another one."""
+
+
+class _Watchful(StateProgress):
+    """Writes states, unless a later start of the same task has begun to."""
+
+    num_started = 0
+    """Turns: every round of an interleaved case is one, and is kept when it ends."""
+
+    def started(self, case: Case) -> None:
+        newest = self._folder.read_state(self._index)
+        if newest is not None and newest.restart > self.state.restart:
+            raise _Superseded
+        self.num_started += 1
+        super().started(case)
+
+
+def endpoint() -> tuple[str, int]:
+    """Where rank 0 listens, as every task of the job derives it from Slurm's environment."""
+    environment = submitit.JobEnvironment()
+    # The node that runs the batch script and srun is the job's first, and so rank 0's.
+    address = os.environ.get("SLURM_LAUNCH_NODE_IPADDR") or environment.hostnames[0]
+    port = random.Random(os.environ.get("SLURM_JOB_ID", "0")).randint(20_000, 32_000)
+    return address, port

@@ -1,0 +1,273 @@
+"""A warm worker: one rank's process, which measures the cases it is told to, one after another.
+
+Reads one JSON line per case from standard input and writes one JSON line per event to the
+file descriptor it was given: ``ready`` once, then ``stage`` lines and one ``result`` per case.
+Python's output and that of libraries goes to the worker's log, never into the protocol.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import gc
+import importlib
+import json
+import os
+import re
+import sys
+import textwrap
+import time
+import traceback
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import harness.measure.check  # noqa: F401 (loaded before the first case, not by it)
+import models.transformer  # noqa: F401
+from harness.bench.bench import Bench, Outcome, PeerFailed, PeerSilent, WrongResult, devices
+from harness.cases.case import Case
+from harness.store.record import STATUSES
+from kernels.toolchain import why_not_compile
+
+NCCL_WATCHDOG_S = 0.25
+"""As long as PyTorch may hold what the last case has sent: its watchdog lets go of collectives that
+have ended when it looks, every 0.1 s."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m harness.run.worker_process", description=__doc__
+    )
+    parser.add_argument("--events-fd", type=int, required=True)
+    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--local-rank", type=int, default=0)
+    parser.add_argument("--ranks-on-host", type=int, default=1)
+    parser.add_argument("--world-size", type=int, default=1)
+    parser.add_argument("--rendezvous", default="", help="torch.distributed's init_method")
+    parser.add_argument("--scratch", required=True, help="folder shared by the ranks of a host")
+    parser.add_argument("--vote-timeout-s", type=float, default=30.0)
+    parser.add_argument("--dynamo", action="store_true", help="imported before the first case")
+    parser.add_argument("--collective-timeout-s", type=float, default=600.0)
+    arguments = parser.parse_args()
+    faulthandler.enable()
+    if arguments.dynamo:
+        importlib.import_module("torch._dynamo")
+    Worker(arguments).serve()
+
+
+class Worker:
+    """One rank: its device, its process groups, and the loop over cases."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.rank: int = arguments.rank
+        self.world_size: int = arguments.world_size
+        self._compile_caches = Path(arguments.scratch) / f"compile-rank{self.rank}"
+        names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+        self._users_caches = {name: os.environ.get(name) for name in names}
+        self._events = os.fdopen(arguments.events_fd, "w", buffering=1, encoding="utf-8")
+        self.vote_group: dist.ProcessGroup | None = None
+        if arguments.device == "cuda":
+            self.device = torch.device("cuda", arguments.local_rank % torch.cuda.device_count())
+            torch.cuda.set_device(self.device)
+        else:
+            self.device = torch.device("cpu")
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+            if self.world_size > 1:
+                torch.set_num_threads(max(1, cores // arguments.ranks_on_host))
+            devices.limit_host_memory()
+        if self.world_size > 1:
+            dist.init_process_group(
+                "nccl" if arguments.device == "cuda" else "gloo",
+                init_method=arguments.rendezvous,
+                rank=self.rank,
+                world_size=self.world_size,
+                timeout=timedelta(seconds=arguments.collective_timeout_s),
+            )
+            # On the CPU whatever the device, so that ranks can agree that one of them has
+            # lost its GPU's memory, and with a timeout of its own, so that they soon do.
+            self.vote_group = dist.new_group(
+                backend="gloo", timeout=timedelta(seconds=arguments.vote_timeout_s)
+            )
+
+    def serve(self) -> None:
+        """Measure cases until standard input ends."""
+        # Collecting garbage between cases would walk every object of torch, at 0.15 s a time.
+        gc.freeze()
+        gc.enable()
+        self._send(event="ready", environment=devices.environment(self.device))
+        for line in sys.stdin:
+            job = json.loads(line)
+            case = Case.from_dict(job["case"])
+            outcome = self.measure(case, job["rounds"], job["round"], Path(job["artifacts"]))
+            outcomes, healthy = self._gather(outcome)
+            if self.rank == 0 or not healthy:
+                results = [asdict(item) for item in outcomes]
+                self._send(event="result", outcomes=results, healthy=healthy)
+            if not healthy:
+                # The group is broken: a clean shutdown would wait for ranks that are stuck.
+                self._events.flush()
+                os._exit(1)
+
+    def measure(
+        self, case: Case, rounds: int, round_index: int, artifacts: Path | None = None
+    ) -> Outcome:
+        """Measure one case on this rank; whatever happens becomes the outcome's status."""
+        self._forget_last_case(case)
+        bench = Bench(
+            device=self.device,
+            rank=self.rank,
+            world_size=self.world_size,
+            vote_group=self.vote_group,
+            on_stage=lambda stage: self._send(event="stage", stage=stage),
+            rounds=rounds,
+            round_index=round_index,
+            artifacts=artifacts,
+        )
+        outcome = bench.outcome
+        try:
+            reason = why_unsupported(case)
+            if reason is not None:
+                outcome.status, outcome.error = "unsupported", {"message": reason}
+            else:
+                chosen = case.task.attention_choice(case)
+                if chosen != case.attention.name:
+                    outcome.notes["attention_choice"] = chosen
+                with bench.compile_watch.watching(), case.attention.noting(outcome.notes):
+                    case.task.run(case, bench)
+                    if case.profile is not None and bench.in_last_round:
+                        case.profile.after(case, bench)
+        except PeerFailed:
+            # The peer that failed has voted already; its outcome tells why.
+            return outcome
+        except PeerSilent as error:
+            _note_silence(outcome, error)
+            return outcome
+        except Exception as error:
+            outcome.status = "wrong" if isinstance(error, WrongResult) else "failed"
+            if _is_out_of_memory(error):
+                outcome.status = "oom"
+            outcome.error = {
+                "message": _one_line(error),
+                "stage": bench.current_stage,
+                "rank": self.rank,
+            }
+            if outcome.status == "failed":
+                outcome.error["traceback"] = traceback.format_exc()
+        bench.note_stages()
+        outcome.compilation["compile_s"] = bench.compile_watch.seconds
+        outcome.compilation["compilations"] = bench.compile_watch.count
+        outcome.compilation["autotune_s"] = bench.compile_watch.autotune_seconds
+        try:
+            bench.vote(outcome.status)
+        except PeerFailed:
+            pass
+        except PeerSilent as error:
+            _note_silence(outcome, error)
+        return outcome
+
+    def _gather(self, outcome: Outcome) -> tuple[list[Outcome], bool]:
+        """Every rank's outcome, on every rank; and whether the group can go on."""
+        if self.world_size == 1:
+            return [outcome], True
+        if "vote" in outcome.notes:
+            return [outcome], False
+        gathered: list[Any] = [None] * self.world_size
+        try:
+            dist.all_gather_object(gathered, outcome, group=self.vote_group)
+        except RuntimeError as error:
+            _note_silence(outcome, error)
+            return [outcome], False
+        return gathered, True
+
+    def _forget_last_case(self, case: Case) -> None:
+        """Give every case the same start: no cached memory, no compiled code, stated numerics."""
+        if case.uses_dynamo:
+            # Now, and not inside one of the case's passes.
+            importlib.import_module("torch._dynamo")
+        if "torch._dynamo" in sys.modules:
+            torch._dynamo.reset()
+        self._use_compile_cache_of(case)
+        if self.world_size > 1 and self.device.type == "cuda":
+            time.sleep(NCCL_WATCHDOG_S)
+        # A training step must not depend on what an earlier case left in the allocator.
+        Bench(device=self.device).release_memory()
+        torch.manual_seed(case.seed)
+        torch.set_float32_matmul_precision("high" if case.precision.tf32 else "highest")
+
+    def _use_compile_cache_of(self, case: Case) -> None:
+        """Have torch.compile begin from nothing, so that its time does not depend on the past.
+
+        Rounds of one interleaved case share what its first round compiled. Where nothing goes
+        through torch.compile, Triton keeps what it compiles where the user has it: that takes
+        ten seconds for the kernels of one backend, which no measurement counts.
+        """
+        if not case.compiles:
+            for name, value in self._users_caches.items():
+                os.environ.pop(name, None)
+                if value is not None:
+                    os.environ[name] = value
+            return
+        folder = self._compile_caches / case.id
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+        os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
+        if "torch._inductor.utils" in sys.modules:
+            torch._inductor.utils.clear_caches()
+
+    def _send(self, **event: Any) -> None:
+        self._events.write(json.dumps(event) + "\n")
+
+
+def why_unsupported(case: Case) -> str | None:
+    """None if this machine can run the case, else the reason in one line."""
+    if case.precision.tf32 and case.device != "cuda":
+        return "TF32 exists on CUDA devices only"
+    if case.task.compiles(case):
+        reason = why_not_compile(case.device)
+        if reason is not None:
+            return reason
+    if case.profile is not None:
+        reason = case.profile.supports(case)
+        if reason is not None:
+            return reason
+    return case.task.why_unsupported(case)
+
+
+def worst_status(statuses: list[str]) -> str:
+    """What the ranks of a case agree on."""
+    return max(statuses, key=STATUSES.index)
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether memory ran out, on a GPU or in the CPU's allocator, also deep inside a chain."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError | MemoryError):
+            return True
+        text = str(error)
+        if "DefaultCPUAllocator: can't allocate memory" in text or "CUDA out of memory" in text:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _note_silence(outcome: Outcome, error: BaseException) -> None:
+    outcome.notes["vote"] = f"a rank did not answer the vote: {_one_line(error)}"
+
+
+def _one_line(error: BaseException) -> str:
+    """The error's type and the first line of its message that says something."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    name = type(error).__name__
+    if not lines:
+        return name
+    # What PyTorch goes on to say about its allocator fills half a screen.
+    said = re.split(r" GPU \d+ has a total", lines[0])[0]
+    return f"{name}: {textwrap.shorten(said, 300)}"
+
+
+if __name__ == "__main__":
+    main()

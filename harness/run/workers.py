@@ -1,0 +1,244 @@
+"""The parent's side of warm workers: start a group of ranks, hand it cases, end it for sure."""
+
+from __future__ import annotations
+
+import json
+import selectors
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from harness.cases.case import Case
+from harness.run.agents import AgentError, Hosts
+from harness.run.rank_process import LocalRank, RankProcess, RankStart
+
+# Importing torch from a cold disk can take most of a minute.
+START_TIMEOUT_S = 180.0
+
+# Once one rank has ended or given up, how long the others have to tell what they saw.
+GRACE_S = 3.0
+
+
+class WorkerStartError(RuntimeError):
+    """The worker could not start; the message is one line, and names the log."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Reply:
+    """How one case, or one round of it, ended."""
+
+    outcomes: list[dict[str, Any]] = field(default_factory=list)
+    """What ranks reported, as it arrived; some are missing if the group broke."""
+    fault: str | None = None
+    """``timeout`` or ``failed`` if the group had to be ended."""
+    message: str = ""
+    healthy: bool = True
+    """Whether the group can take another case."""
+    last_stages: list[str] = field(default_factory=list)
+
+
+class WorkerGroup:
+    """``world_size`` worker processes, started together and ended together."""
+
+    def __init__(
+        self,
+        *,
+        device: str,
+        world_size: int,
+        logs: Path,
+        profiles: Path,
+        vote_timeout_s: float,
+        timeout_s: float,
+        hosts: Hosts | None = None,
+        dynamo: bool = False,
+    ) -> None:
+        self.device = device
+        self.world_size = world_size
+        self._profiles = profiles
+        self.environments: list[dict[str, Any]] = []
+        self._ranks: list[RankProcess] = []
+        hosts = hosts or Hosts()
+        self._selector = selectors.DefaultSelector()
+        self._scratch = tempfile.TemporaryDirectory(prefix="attnbench-")
+        logs.mkdir(parents=True, exist_ok=True)
+        try:
+            rendezvous = hosts.rendezvous(world_size, self._scratch.name)
+            for rank in range(world_size):
+                start = RankStart(
+                    rank=rank,
+                    local_rank=rank,
+                    ranks_on_host=world_size,
+                    world_size=world_size,
+                    device=device,
+                    vote_timeout_s=vote_timeout_s,
+                    timeout_s=timeout_s,
+                    rendezvous=rendezvous,
+                    dynamo=dynamo,
+                )
+                try:
+                    process = hosts.start(start, logs=logs, scratch=self._scratch.name)
+                except (AgentError, ConnectionError, TimeoutError) as error:
+                    raise WorkerStartError(f"worker rank {rank}: {error}") from error
+                self._ranks.append(process)
+                self._selector.register(process, selectors.EVENT_READ, rank)
+            self._await_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    def _await_ready(self) -> None:
+        environments: dict[int, dict[str, Any]] = {}
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while len(environments) < self.world_size:
+            for rank, event in self._poll(deadline):
+                if event is None:
+                    raise WorkerStartError(
+                        f"worker rank {rank} {self._how_it_ended(rank)} while starting; "
+                        f"its log is {self._ranks[rank].name}"
+                    )
+                environments[rank] = event["environment"]
+            if time.monotonic() > deadline:
+                raise WorkerStartError(
+                    f"workers took over {START_TIMEOUT_S:.0f} s to start; "
+                    f"their logs are {', '.join(rank.name for rank in self._ranks)}"
+                )
+        self.environments = [environments[rank] for rank in range(self.world_size)]
+
+    def run(
+        self,
+        case: Case,
+        *,
+        rounds: int,
+        round_index: int,
+        timeout_s: float,
+        on_stage: Callable[[str], None],
+    ) -> Reply:
+        """Measure one case and wait for its result, a rank's death, or the time limit."""
+        job = {"case": case.to_dict(), "rounds": rounds, "round": round_index}
+        # A worker may be told from elsewhere than where it works.
+        line = json.dumps(job | {"artifacts": str((self._profiles / case.id).resolve())})
+        reply = Reply()
+        for rank in self._ranks:
+            rank.stage = "start"
+            # A worker that is gone is noticed below, where its events end.
+            rank.send(line)
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            for rank_index, event in self._poll(deadline):
+                if event is None:
+                    self._note_death(rank_index, reply)
+                elif event["event"] == "stage":
+                    self._ranks[rank_index].stage = event["stage"]
+                    if rank_index == 0:
+                        on_stage(event["stage"])
+                elif event["event"] == "result":
+                    reply.outcomes += event["outcomes"]
+                    if event["healthy"]:
+                        return reply
+                    reply.healthy = False
+            if not reply.healthy:
+                self._collect_last_words(reply)
+                if reply.fault is None:
+                    self._note_silence(reply)
+                return reply
+        reply.healthy = False
+        reply.fault = "timeout"
+        reply.last_stages = [rank.stage for rank in self._ranks]
+        stages = ", ".join(
+            f"rank {index} in {stage}" for index, stage in enumerate(reply.last_stages)
+        )
+        where = stages if self.world_size > 1 else f"while {reply.last_stages[0]}"
+        reply.message = f"exceeded timeout_s={timeout_s:g} ({where})"
+        return reply
+
+    def _note_death(self, rank_index: int, reply: Reply) -> None:
+        reply.healthy = False
+        if any(outcome["rank"] == rank_index for outcome in reply.outcomes):
+            return
+        how = self._how_it_ended(rank_index)
+        # NCCL's watchdog aborts a rank whose peer has gone; the peer's own words say why.
+        is_cause = self._ranks[rank_index].returncode(5.0) != -signal.SIGABRT or not any(
+            outcome["status"] != "ok" for outcome in reply.outcomes
+        )
+        if reply.fault is None and is_cause:
+            reply.fault = "failed"
+            who = f"rank {rank_index}" if self.world_size > 1 else "the worker"
+            reply.message = f"{who} {how} while {self._ranks[rank_index].stage}"
+
+    def _note_silence(self, reply: Reply) -> None:
+        """Name the ranks that the others waited for in vain."""
+        heard = {outcome["rank"] for outcome in reply.outcomes}
+        silent = [index for index in range(self.world_size) if index not in heard]
+        where = ", ".join(f"rank {index} (in {reply.last_stages[index]})" for index in silent)
+        reply.message = f"no answer to the other ranks' vote from {where or 'any rank'}"
+
+    def _collect_last_words(self, reply: Reply) -> None:
+        """A rank that raised while its peers wait for it may still be about to say so.
+
+        And one that was killed may be seen to have ended only after its peers' complaints.
+        """
+        deadline = time.monotonic() + GRACE_S
+        while time.monotonic() < deadline and not all(rank.closed for rank in self._ranks):
+            for rank_index, event in self._poll(deadline):
+                if event is None:
+                    self._note_death(rank_index, reply)
+                elif event["event"] == "result":
+                    reply.outcomes += event["outcomes"]
+        reply.last_stages = [rank.stage for rank in self._ranks]
+
+    def _poll(self, deadline: float) -> list[tuple[int, dict[str, Any] | None]]:
+        """Events that have arrived; None as an event means that the rank has ended."""
+        events: list[tuple[int, dict[str, Any] | None]] = []
+        wait_s = min(0.5, max(0.0, deadline - time.monotonic()))
+        if not self._selector.get_map():
+            time.sleep(wait_s)
+            return events
+        for key, _ in self._selector.select(wait_s):
+            rank_index: int = key.data
+            rank = self._ranks[rank_index]
+            arrived, ended = rank.read()
+            events += [(rank_index, event) for event in arrived]
+            if ended:
+                self._selector.unregister(rank)
+                events.append((rank_index, None))
+        return events
+
+    def _how_it_ended(self, rank_index: int) -> str:
+        rank = self._ranks[rank_index]
+        code = rank.returncode(5.0)
+        if code is None:
+            return (
+                "closed its connection" if isinstance(rank, LocalRank) else f"{rank.name} has gone"
+            )
+        if code >= 0:
+            return f"exited with code {code}"
+        name = signal.Signals(-code).name
+        hint = {
+            "SIGKILL": ", often the kernel's out-of-memory killer",
+            "SIGSEGV": ", a segmentation fault",
+        }.get(name, "")
+        return f"was killed by signal {-code} ({name}{hint})"
+
+    def log_tail(self, num_lines: int = 20) -> str:
+        """The last lines that the ranks printed, for a failed record."""
+        parts = []
+        for index, rank in enumerate(self._ranks):
+            lines = rank.log_lines(num_lines)
+            if lines:
+                parts.append("\n".join([f"rank {index}:", *lines]))
+        return "\n".join(parts)
+
+    def close(self) -> None:
+        """End every process of the group, and those that they started. Never fails."""
+        doomed = [process for rank in self._ranks for process in rank.kill()]
+        for rank in self._ranks:
+            rank.reap()
+        psutil.wait_procs(doomed, timeout=5)
+        self._selector.close()
+        self._scratch.cleanup()

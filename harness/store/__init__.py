@@ -1,0 +1,1 @@
+"""Results folders: records, finished rounds, and the plan of each sweep."""

@@ -1,1 +1,0 @@
-"""The tables, one file each: a caption, and which columns over which rows."""

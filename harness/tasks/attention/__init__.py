@@ -1,0 +1,1 @@
+"""Attention alone, dense or packed, on one rank or over a split sequence."""

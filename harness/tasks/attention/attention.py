@@ -1,0 +1,275 @@
+"""Attention alone: q, k, v through one backend, forward and backward.
+
+The CS336 text's pytorch_attention and flash_benchmarking problems, its leaderboard, and what
+kernels are compared by. Every pass runs forward, then backward on its result; both are timed
+apart and together. The batch is dense, or packed: its sequences end to end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from harness.cases.case import Case, require_at_least, require_choice
+from harness.cases.task import Task, Work, task
+from harness.tasks.attention.lengths import ragged_lengths
+from kernels import AttentionProblem, accounting
+from kernels.registry import joined_later
+
+if TYPE_CHECKING:
+    import torch
+
+    from harness.bench.bench import Bench, PhaseTimer
+    from harness.measure.check import Call
+
+MODES = ("forward", "forward_backward")
+PACKINGS = ("none", "equal", "ragged")
+
+
+@task("attention")
+@dataclass(kw_only=True, slots=True)
+class Attention(Task):
+    """One attention call. Phases: forward, and with gradients backward and forward_backward."""
+
+    mode: str = "forward_backward"
+    """``forward`` without gradients, or ``forward_backward``."""
+    num_heads: int = 16
+    """Query heads; 1 removes the head dimension."""
+    num_kv_heads: int | None = None
+    """Key and value heads for grouped queries; None means one per query head."""
+    head_dim: int = 64
+    """Width of one head (d)."""
+    causal: bool = True
+    """Whether a query sees only the keys up to its own position."""
+    kv_len: int | None = joined_later(None)
+    """Keys of each sequence; None means seq_len. A causal mask is aligned to the bottom right."""
+    packing: str = joined_later("none")
+    """``none``: a dense batch. Packed end to end: ``equal`` lengths of seq_len, or ``ragged`` ones
+    drawn from ``seed``, with as many attended pairs as the dense batch."""
+    compile: bool = joined_later(False)
+    """Call the attention through torch.compile, as the CS336 leaderboard does; a backend that
+    goes through it anyway is called as it is."""
+    cuda_graph: bool = joined_later(False)
+    """Capture the forward and the backward pass once each and replay them: what kernels take by
+    themselves, and what a program with static shapes can have."""
+    warmup_steps: int = 10
+    """Untimed passes before measuring."""
+    measure_steps: int = 100
+    """Timed passes."""
+
+    uses: ClassVar[frozenset[str]] = frozenset({"profile"})
+
+    def validate(self, case: Case) -> None:
+        require_choice("task.mode", self.mode, MODES)
+        require_choice("task.packing", self.packing, PACKINGS)
+        for key in ("num_heads", "num_kv_heads", "head_dim", "kv_len", "measure_steps"):
+            value = getattr(self, key)
+            if value is not None:
+                require_at_least(f"task.{key}", value, 1)
+        require_at_least("task.warmup_steps", self.warmup_steps, 0)
+        if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"task.num_kv_heads={self.num_kv_heads}: must divide "
+                f"task.num_heads={self.num_heads}"
+            )
+        if self.kv_len is not None and self.packing != "none":
+            raise ValueError(
+                f"task.kv_len={self.kv_len}: a packed sequence has as many keys as queries; "
+                "leave it out, or use task.packing=none"
+            )
+        if self.kv_len is not None and self.causal and self.kv_len < case.seq_len:
+            raise ValueError(
+                f"task.kv_len={self.kv_len}: with task.causal=true, queries would see no key; "
+                f"must be at least seq_len={case.seq_len}"
+            )
+        if self.packing == "ragged" and case.batch_size == 1:
+            raise ValueError(
+                "task.packing=ragged: needs batch_size=2 or more, one sequence has nothing to "
+                "differ from"
+            )
+        if case.parallel.dp > 1:
+            raise ValueError(
+                f"parallel.dp={case.parallel.dp}: task=attention has no gradients to reduce; "
+                "split its sequences with parallel.cp=, or use task=train_step"
+            )
+        if case.parallel.tp > 1:
+            raise ValueError(
+                f"parallel.tp={case.parallel.tp}: task=attention has no weights to split; set "
+                "task.num_heads= to those of one rank, or use task=train_step"
+            )
+        if case.parallel.cp > 1 and self.kv_len is not None:
+            raise ValueError(
+                f"task.kv_len={self.kv_len}: a sequence that is split over parallel.cp="
+                f"{case.parallel.cp} ranks has as many keys as queries; leave it out"
+            )
+        if case.parallel.cp > 1 and self.cuda_graph:
+            raise ValueError(
+                f"task.cuda_graph=true: the host leads what parallel.cp={case.parallel.cp} ranks "
+                "send each other; use parallel.cp=1 or task.cuda_graph=false"
+            )
+
+    def compiles(self, case: Case) -> bool:
+        return self.compile
+
+    def words(self) -> list[str]:
+        found = [self.packing] if self.packing != "none" else []
+        found += [f"kv{self.kv_len}"] if self.kv_len is not None else []
+        found += ["torch_compile"] if self.compile else []
+        return found + (["cuda_graph"] if self.cuda_graph else [])
+
+    def num_passes(self) -> int:
+        return self.warmup_steps + self.measure_steps
+
+    def why_unsupported(self, case: Case) -> str | None:
+        if self.cuda_graph and case.device != "cuda":
+            return "CUDA graphs exist on CUDA devices only"
+        return Task.why_unsupported(self, case)
+
+    def attention_problem(self, case: Case) -> AttentionProblem:
+        dense = AttentionProblem(
+            batch_size=case.batch_size,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads or self.num_heads,
+            q_len=case.seq_len,
+            kv_len=self.kv_len or case.seq_len,
+            head_dim=self.head_dim,
+            dtype=case.precision.compute,
+            device=case.device,
+            causal=self.causal,
+            needs_grad=self.mode != "forward",
+            cp=case.parallel.cp,
+        )
+        if self.packing == "none":
+            return dense
+        longest = max(self.lengths(case))
+        return replace(dense, q_len=longest, kv_len=longest, packed=True)
+
+    def lengths(self, case: Case) -> list[int]:
+        """Queries of each sequence of the batch."""
+        if self.packing == "ragged":
+            return ragged_lengths(case.batch_size, case.seq_len, case.seed)
+        return [case.seq_len] * case.batch_size
+
+    def _parts(self, case: Case) -> list[AttentionProblem]:
+        """Problems whose FLOPs and bytes add up to those of the batch, by its real lengths."""
+        problem = self.attention_problem(case)
+        if self.packing != "ragged":
+            return [problem]
+        return [
+            replace(problem, batch_size=1, q_len=length, kv_len=length)
+            for length in self.lengths(case)
+        ]
+
+    def work(self, case: Case) -> dict[str, Work]:
+        parts, cp = self._parts(case), case.parallel.cp
+        # On one rank: with a split sequence an equal share, since the mean is what counts.
+        tokens = sum(self.lengths(case)) // cp
+        flops = sum(map(accounting.forward_flops, parts)) / cp
+        moved = sum(map(accounting.forward_bytes, parts)) / cp
+        work = {"forward": Work(flops=flops, bytes=moved, tokens=tokens)}
+        if self.mode == "forward":
+            return work
+        backward_flops = sum(map(accounting.backward_flops, parts)) / cp
+        backward_bytes = sum(map(accounting.backward_bytes, parts)) / cp
+        work["backward"] = Work(flops=backward_flops, bytes=backward_bytes, tokens=tokens)
+        work["forward_backward"] = Work(
+            flops=flops + backward_flops, bytes=moved + backward_bytes, tokens=tokens
+        )
+        return work
+
+    def predicted_memory(self, case: Case) -> dict[str, float]:
+        problem = self.attention_problem(case)
+        if case.parallel.cp > 1:
+            return self._predicted_memory_of_rank(case)
+        # A packed call recomputes the scores from the log-sum-exp, whatever its dense one keeps.
+        keeps_scores = not problem.packed and case.attention.keeps_scores(problem)
+        total: dict[str, float] = {}
+        for part in self._parts(case):
+            for name, value in accounting.memory(part, keeps_scores=keeps_scores).items():
+                total[name] = total.get(name, 0.0) + value
+        return total
+
+    def _predicted_memory_of_rank(self, case: Case) -> dict[str, float]:
+        """At the peak of a pass, while sequences are split over ranks."""
+        total: dict[str, float] = {}
+        for part in self._parts(case):
+            for name, value in case.attention.peak_memory(part).items():
+                total[name] = total.get(name, 0.0) + value
+        return total
+
+    def _call(self, case: Case, device: torch.device) -> Call:
+        from harness.measure.check import DenseCall
+        from harness.tasks.attention.packed_call import PackedCall
+
+        if self.packing == "none":
+            return DenseCall(case, device, sequence_major=False)
+        return PackedCall(case, device, self.lengths(case))
+
+    def run(self, case: Case, bench: Bench) -> None:
+        if case.parallel.cp == 1:
+            self._run(case, bench, self._call(case, bench.device))
+            return
+        from harness.measure.split_call import SplitCall
+        from harness.measure.timeline import note_timeline
+
+        lengths = None if self.packing == "none" else self.lengths(case)
+        with case.attention.bind(case.parallel.cp_group(), bench.device) as attention:
+            call = SplitCall(case, bench.device, attention, lengths)
+            problem = self.attention_problem(case)
+            bench.outcome.notes["kernel"] = case.attention.kernel_of(problem)
+            bench.outcome.notes["transport"] = case.attention.transport_of(problem)
+            if call.padding:
+                bench.outcome.notes["padding_tokens"] = call.padding
+            self._run(case, bench, call)
+            bench.add_to_peaks(attention.outside_bytes)
+            note_timeline(case, bench, call, attention)
+
+    def _run(self, case: Case, bench: Bench, call: Call) -> None:
+        """Check and measure one call."""
+        import torch
+
+        from harness.measure.check import check_call
+        from harness.measure.passes import GraphedPasses, Passes
+
+        if self.compile and not case.attention.compiles:
+            # One compilation serves the check and the measurement, as a program would have it.
+            call.attend = torch.compile(call.attend, dynamic=False)  # type: ignore[method-assign]
+        made = GraphedPasses if self.cuda_graph else Passes
+        check_call(case, bench, call, made)
+        bench.vote()
+
+        bench.stage("set-up")
+        bench.release_memory()
+        baseline = bench.allocated_bytes()
+        inputs = call.inputs()
+        passes = made(case, call, inputs)
+        if self.mode == "forward":
+
+            def step(timer: PhaseTimer) -> None:
+                with timer.phase("forward"):
+                    passes.forward()
+
+        else:
+            bench.note_before_backward(passes.forward, inputs=inputs, baseline=baseline)
+            do = call.output_gradient(inputs[0])
+
+            def step(timer: PhaseTimer) -> None:
+                with timer.phases("forward_backward") as begins:
+                    begins("forward")
+                    o = passes.forward()
+                    begins("backward")
+                    passes.backward(o, do)
+
+        bench.measure(step, warmup=self.warmup_steps, passes=self.measure_steps, flush_cache=True)
+        if isinstance(passes, GraphedPasses):
+            bench.add_temporaries(passes.temporary_bytes)
+        _profile(case, bench, step)
+
+
+def _profile(case: Case, bench: Bench, step: Callable[[PhaseTimer], None]) -> None:
+    """Look at the call where the case asks for it, once it is measured."""
+    if case.profile is not None and bench.in_last_round:
+        from harness.bench.program import Program
+
+        case.profile.run(case, bench, Program(step=step))

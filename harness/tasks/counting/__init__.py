@@ -1,0 +1,1 @@
+"""Tasks that run nothing: FLOPs, bytes and messages by formula."""

@@ -1,0 +1,101 @@
+"""How a layout spreads the FLOPs of causal attention over ranks: counted, not measured.
+
+Needs no devices, whatever the number of ranks: the counts are taken on the blocks of scores
+that the schemes of context-parallel attention compute (:mod:`parallel.context.blocks.balance`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from harness.cases.case import Case, require_at_least, require_choice
+from harness.cases.task import Task, Work, task
+from kernels import AttentionProblem, accounting
+from parallel.context.blocks.balance import COUNTS, Balance, count_flops
+from parallel.context.blocks.layouts import LAYOUTS
+
+if TYPE_CHECKING:
+    from harness.bench.bench import Bench
+
+_COUNT_BYTES = 8
+
+
+@task("flop_balance")
+@dataclass(kw_only=True, slots=True)
+class FlopBalance(Task):
+    """FLOPs per rank, chunk and ring step of a forward pass over one sequence of seq_len."""
+
+    layout: str = "zigzag"
+    """How the sequence is split: contiguous, zigzag or striped."""
+    ranks: int = 8
+    """Ranks that it is split over."""
+    num_heads: int = 32
+    """Query heads."""
+    head_dim: int = 128
+    """Width of one head (d)."""
+    block_q: int = 128
+    """Queries in a tile of the kernel, for the tile count."""
+    block_k: int = 128
+    """Keys in a tile of the kernel."""
+
+    measures: ClassVar[bool] = False
+
+    def validate(self, case: Case) -> None:
+        require_choice("task.layout", self.layout, list(LAYOUTS))
+        for key in ("ranks", "num_heads", "head_dim", "block_q", "block_k"):
+            require_at_least(f"task.{key}", getattr(self, key), 1)
+        if case.world_size > 1:
+            raise ValueError(
+                f"parallel.{next(iter(case.parallel.axes))}: task=flop_balance counts in "
+                "one process; say task.ranks="
+            )
+        multiple = LAYOUTS[self.layout](num_ranks=self.ranks).multiple
+        if case.seq_len % multiple:
+            raise ValueError(
+                f"seq_len={case.seq_len}: must be a multiple of {multiple} for task.layout="
+                f"{self.layout} on task.ranks={self.ranks}"
+            )
+
+    def words(self) -> list[str]:
+        return [self.layout, f"{self.ranks}_ranks"]
+
+    def num_passes(self) -> int:
+        return 0
+
+    def attention_problem(self, case: Case) -> AttentionProblem:
+        return AttentionProblem(
+            batch_size=1,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_heads,
+            q_len=case.seq_len,
+            kv_len=case.seq_len,
+            head_dim=self.head_dim,
+            dtype=case.precision.compute,
+            device=case.device,
+            causal=True,
+            needs_grad=False,
+        )
+
+    def work(self, case: Case) -> dict[str, Work]:
+        flops = accounting.forward_flops(self.attention_problem(case)) / self.ranks
+        return {"forward": Work(flops=flops)}
+
+    def predicted_memory(self, case: Case) -> dict[str, float]:
+        """Of the counts themselves, which is all that there is."""
+        return {"counts": float(len(COUNTS) * self.ranks**2 * _COUNT_BYTES)}
+
+    def balance(self, case: Case) -> Balance:
+        """The counts."""
+        return count_flops(
+            LAYOUTS[self.layout](num_ranks=self.ranks),
+            case.seq_len,
+            num_heads=self.num_heads,
+            head_dim=self.head_dim,
+            block_q=self.block_q,
+            block_k=self.block_k,
+        )
+
+    def run(self, case: Case, bench: Bench) -> None:
+        bench.stage("counting")
+        bench.outcome.notes["balance"] = asdict(self.balance(case))

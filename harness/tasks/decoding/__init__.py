@@ -1,0 +1,1 @@
+"""Inference: prefill of prompts, steps from a cache, and the whole model generating."""

@@ -1,0 +1,286 @@
+"""Decoding steps from a cache: what an inference server does for each new token.
+
+A step rotates the new queries and keys, appends keys and values to the cache and attends to it,
+in as many layers as asked, each with a cache of its own. Lengths stand still while passes are
+measured, so that all of them are one and the same step. A mixed batch prefills prompts of other
+sequences in the same step, as a server with continuous batching does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from harness.cases.case import Case, require_at_least, require_choice, require_one_process
+from harness.cases.task import Task, Work, task
+from harness.tasks.attention.lengths import ragged_cache_lengths
+from harness.tasks.decoding.decode_work import decode_work, given_bytes
+from kernels import BACKENDS, AttentionBackend, AttentionProblem, accounting
+from kernels.caches import CacheChoice, CacheShape
+from kernels.decoding import ROTARY, DecodeProblem
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from harness.bench.bench import Bench
+
+LENGTHS = ("equal", "ragged")
+
+
+@task("decode")
+@dataclass(kw_only=True, slots=True)
+class Decode(Task):
+    """New tokens against caches. Phases: decode; in a mixed batch prefill and step too."""
+
+    num_heads: int = 16
+    """Query heads."""
+    num_kv_heads: int | None = None
+    """Key and value heads for grouped queries; None means one per query head."""
+    head_dim: int = 64
+    """Width of one head (d); of latent attention without its rotary part."""
+    kv_lora_rank: int = 512
+    """Rank of the latents (r), with cache=latent."""
+    rope_head_dim: int = 64
+    """Width of the rotary part of a key, with cache=latent."""
+    new_tokens: int = 1
+    """Tokens that each sequence gains: one, or several that were guessed."""
+    lengths: str = "equal"
+    """Caches of ``equal`` lengths of seq_len, or ``ragged`` ones of that mean."""
+    rotary: str = "interleaved"
+    """Features that are rotated together: ``interleaved`` pairs, ``halves`` of a head, ``none``."""
+    num_layers: int = 1
+    """Layers of a step, each with its own cache."""
+    prompts: int = 0
+    """Prompts that are prefilled in the same step, as sequences of their own."""
+    prompt_len: int = 512
+    """Tokens of each prompt, where there are prompts."""
+    prefill_attention: str = "auto"
+    """The attention that prompts go through, where there are prompts."""
+    cuda_graph: bool = False
+    """Capture the step once and replay it."""
+    warmup_steps: int = 10
+    """Untimed passes before measuring."""
+    measure_steps: int = 100
+    """Timed passes."""
+
+    uses: ClassVar[frozenset[str]] = frozenset({"cache", "profile"})
+
+    def validate(self, case: Case) -> None:
+        require_one_process(case)
+        require_choice("task.lengths", self.lengths, LENGTHS)
+        require_choice("task.rotary", self.rotary, ROTARY)
+        sizes = ("num_heads", "num_kv_heads", "head_dim", "kv_lora_rank", "rope_head_dim")
+        for key in (*sizes, "new_tokens", "num_layers", "prompt_len", "measure_steps"):
+            value = getattr(self, key)
+            if value is not None:
+                require_at_least(f"task.{key}", value, 1)
+        require_at_least("task.prompts", self.prompts, 0)
+        require_at_least("task.warmup_steps", self.warmup_steps, 0)
+        require_choice("task.prefill_attention", self.prefill_attention, BACKENDS.names())
+        if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"task.num_kv_heads={self.num_kv_heads}: must divide "
+                f"task.num_heads={self.num_heads}"
+            )
+        key = "rope_head_dim" if cache_of(case).is_latent else "head_dim"
+        if self.rotary != "none" and getattr(self, key) % 2:
+            raise ValueError(
+                f"task.{key}={getattr(self, key)}: rotary embedding needs it to be even; or use "
+                "task.rotary=none"
+            )
+        if self.lengths == "ragged" and case.batch_size == 1:
+            raise ValueError(
+                "task.lengths=ragged: needs batch_size=2 or more, one sequence has nothing to "
+                "differ from"
+            )
+        self._validate_cache(case)
+
+    def _validate_cache(self, case: Case) -> None:
+        cache = cache_of(case)
+        if cache.is_latent and self.num_kv_heads is not None:
+            raise ValueError(
+                f"task.num_kv_heads={self.num_kv_heads}: cache=latent keeps one latent for all "
+                "heads; leave it out"
+            )
+        if self.prompts and self.cuda_graph:
+            raise ValueError(
+                f"task.cuda_graph=true: a graph replays one batch, and task.prompts={self.prompts} "
+                "makes it dynamic; use task.prompts=0 or task.cuda_graph=false"
+            )
+        if self.prompts and cache.is_latent:
+            raise ValueError(
+                f"task.prompts={self.prompts}: prompts are prefilled into keys and values; use "
+                "cache=contiguous or cache=paged"
+            )
+        require_block_size(case)
+        require_blocks(case, [length + self._room for length in self.cache_lengths(case)])
+
+    @property
+    def _room(self) -> int:
+        """Tokens that a sequence gains: with a graph in two steps, to see lengths change."""
+        return self.new_tokens * (2 if self.cuda_graph else 1)
+
+    def words(self) -> list[str]:
+        found = [f"t{self.new_tokens}"] if self.new_tokens > 1 else []
+        found += [self.lengths] if self.lengths != "equal" else []
+        found += [f"{self.num_layers}_layers"] if self.num_layers > 1 else []
+        found += [f"prompts{self.prompts}x{self.prompt_len}"] if self.prompts else []
+        return found + (["cuda_graph"] if self.cuda_graph else [])
+
+    def num_passes(self) -> int:
+        return self.warmup_steps + self.measure_steps
+
+    def cache_lengths(self, case: Case) -> list[int]:
+        """Tokens that each sequence's cache holds before a step."""
+        if self.lengths == "ragged":
+            return ragged_cache_lengths(case.batch_size, case.seq_len, case.seed)
+        return [case.seq_len] * case.batch_size
+
+    def decode_problem(self, case: Case) -> DecodeProblem:
+        cache = cache_of(case)
+        heads = 1 if cache.is_latent else self.num_kv_heads or self.num_heads
+        return DecodeProblem(
+            batch_size=case.batch_size,
+            num_heads=self.num_heads,
+            num_kv_heads=heads,
+            head_dim=self.head_dim,
+            new_tokens=self.new_tokens,
+            max_len=max(self.cache_lengths(case)) + self._room,
+            dtype=case.precision.compute,
+            device=case.device,
+            block_size=cache.tokens_per_block,
+            kv_lora_rank=self.kv_lora_rank if cache.is_latent else 0,
+            rope_head_dim=self.rope_head_dim if cache.is_latent else 0,
+            rotary=self.rotary,
+            cuda_graph=self.cuda_graph,
+        )
+
+    def cache_shape(self, case: Case) -> CacheShape:
+        problem = self.decode_problem(case)
+        return CacheShape(
+            num_layers=self.num_layers,
+            batch_size=case.batch_size,
+            max_len=problem.max_len,
+            num_kv_heads=problem.num_kv_heads,
+            head_dim=1 if problem.is_latent else problem.head_dim,
+            kv_lora_rank=problem.kv_lora_rank,
+            rope_head_dim=problem.rope_head_dim,
+            dtype=problem.dtype,
+        )
+
+    def attention_problem(self, case: Case) -> AttentionProblem:
+        """The step as an attention call: few queries, many keys."""
+        problem = self.decode_problem(case)
+        return AttentionProblem(
+            batch_size=case.batch_size,
+            num_heads=problem.num_heads,
+            num_kv_heads=problem.num_kv_heads,
+            q_len=self.new_tokens,
+            kv_len=problem.max_len,
+            head_dim=problem.head_dim + problem.rope_head_dim,
+            dtype=problem.dtype,
+            device=problem.device,
+            causal=True,
+            needs_grad=False,
+        )
+
+    def prefill_problem(self, case: Case) -> AttentionProblem:
+        """The call that all prompts of a mixed batch go through together."""
+        return AttentionProblem(
+            batch_size=self.prompts,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads or self.num_heads,
+            q_len=self.prompt_len,
+            kv_len=self.prompt_len,
+            head_dim=self.head_dim,
+            dtype=case.precision.compute,
+            device=case.device,
+            causal=True,
+            needs_grad=False,
+            packed=True,
+        )
+
+    def prefill_backend(self) -> AttentionBackend:
+        entry = BACKENDS[self.prefill_attention]
+        return entry.target(name=entry.name, **entry.preset)
+
+    def why_unsupported(self, case: Case) -> str | None:
+        if self.cuda_graph and case.device != "cuda":
+            return "CUDA graphs exist on CUDA devices only"
+        reason = case.attention.supports_decode(self.decode_problem(case))
+        if reason is None and self.prompts:
+            return self.prefill_backend().supports(self.prefill_problem(case))
+        return reason
+
+    def attention_choice(self, case: Case) -> str:
+        return case.attention.decode_choice(self.decode_problem(case))
+
+    def work(self, case: Case) -> dict[str, Work]:
+        decode = decode_work(self.decode_problem(case), self.cache_lengths(case), self.num_layers)
+        if not self.prompts:
+            return {"decode": decode}
+        problem = self.prefill_problem(case)
+        prefill = Work(
+            flops=self.num_layers * accounting.forward_flops(problem),
+            bytes=self.num_layers * accounting.forward_bytes(problem),
+            tokens=self.prompts * self.prompt_len,
+        )
+        assert decode.bytes is not None
+        assert decode.tokens is not None
+        assert prefill.bytes is not None
+        assert prefill.tokens is not None
+        step = Work(
+            flops=decode.flops + prefill.flops,
+            bytes=decode.bytes + prefill.bytes,
+            tokens=decode.tokens + prefill.tokens,
+        )
+        return {"decode": decode, "prefill": prefill, "step": step}
+
+    def predicted_memory(self, case: Case) -> dict[str, float]:
+        problem, shape = self.decode_problem(case), self.cache_shape(case)
+        cache = cache_of(case)
+        values = {
+            "cache": float(cache.storage_bytes(shape)),
+            "index": float(cache.index_bytes(shape)),
+            **given_bytes(problem),
+            "rotary table": 4.0 * problem.max_len * (problem.rope_head_dim or problem.head_dim),
+            "workspace": case.attention.decode_workspace(problem),
+        }
+        if self.prompts:
+            parts = accounting.memory(self.prefill_problem(case), keeps_scores=False)
+            values["prompts"] = sum(parts.values())
+        return values
+
+    def run(self, case: Case, bench: Bench) -> None:
+        from harness.tasks.decoding.decode_run import run
+
+        run(self, case, bench)
+
+
+def cache_of(case: Case) -> CacheChoice:
+    assert case.cache is not None, "the task uses a cache"
+    return case.cache
+
+
+def require_blocks(case: Case, lengths: Iterable[int]) -> None:
+    """Raise ValueError unless a paged cache has blocks for sequences of these lengths."""
+    cache = cache_of(case)
+    num_blocks, size = getattr(cache, "num_blocks", None), cache.tokens_per_block
+    if num_blocks is not None and size is not None:
+        needed = sum(-(-length // size) for length in lengths)
+        if needed > num_blocks:
+            raise ValueError(
+                f"cache.num_blocks={num_blocks}: the batch needs {needed} blocks of "
+                f"cache.block_size={size}"
+            )
+
+
+def require_block_size(case: Case) -> None:
+    """Raise ValueError for blocks of latents that the attention cannot read."""
+    cache, needed = cache_of(case), case.attention.latent_block_size
+    if cache.is_latent and needed is not None and cache.tokens_per_block != needed:
+        size = "null" if cache.tokens_per_block is None else cache.tokens_per_block
+        raise ValueError(
+            f"cache.block_size={size}: attention={case.attention.name} reads latents in blocks of "
+            f"{needed} tokens; use cache.block_size={needed}"
+        )

@@ -1,0 +1,60 @@
+"""FLOPs and bytes of one decoding step, by formula.
+
+Bytes are the fewest that have to move: every token in the cache read once, the new ones written
+once, queries read, the result written, and of latent attention the up-projections. Latent FLOPs
+are those of the absorbed form, whichever runs, so that both are held against one number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from harness.cases.task import Work
+from kernels.decoding import DecodeProblem
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def decode_work(problem: DecodeProblem, lengths: Sequence[int], num_layers: int) -> Work:
+    """Of a step of all layers over sequences that hold ``lengths`` tokens before it."""
+    new = problem.batch_size * problem.new_tokens
+    held = sum(lengths)
+    # Each new token sees the cache, itself, and the new ones before it.
+    pairs = held * problem.new_tokens + problem.batch_size * (
+        problem.new_tokens * (problem.new_tokens + 1) / 2
+    )
+    rows = new * problem.num_heads
+    if problem.is_latent:
+        rank, rope, width = problem.kv_lora_rank, problem.rope_head_dim, problem.head_dim
+        token = rank + rope
+        weights = 2 * problem.num_heads * width * rank
+        elements = token * (held + 2 * new) + rows * (2 * width + rope) + weights
+        flops = 2 * problem.num_heads * pairs * (token + rank) + 2 * new * weights
+    else:
+        token = 2 * problem.num_kv_heads * problem.head_dim
+        elements = token * (held + 2 * new) + 2 * rows * problem.head_dim
+        flops = 4 * problem.num_heads * pairs * problem.head_dim
+    return Work(
+        flops=float(num_layers * flops),
+        bytes=float(num_layers * elements * _BYTES[problem.dtype]),
+        tokens=new,
+    )
+
+
+def given_bytes(problem: DecodeProblem) -> dict[str, float]:
+    """Inputs, weights and output of one layer, in bytes."""
+    size = _BYTES[problem.dtype]
+    new = problem.batch_size * problem.new_tokens
+    rows = new * problem.num_heads
+    if problem.is_latent:
+        rank, rope, width = problem.kv_lora_rank, problem.rope_head_dim, problem.head_dim
+        inputs = rows * (width + rope) + new * (rank + rope)
+        weights = 2 * problem.num_heads * width * rank
+    else:
+        inputs = rows * problem.head_dim + 2 * new * problem.num_kv_heads * problem.head_dim
+        weights = 0
+    return {
+        "inputs": float(size * inputs),
+        "weights": float(size * weights),
+        "output": float(size * rows * problem.head_dim),
+    }

@@ -1,0 +1,193 @@
+"""Generating tokens with the whole model: prefill of the prompts, then greedy steps.
+
+A pass reads prompts into the cache and generates from them; each of its decoding steps is a
+sample of its own. What comes out is checked against the same model without a cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from harness.cases.case import Case, require_at_least, require_choice, require_one_process
+from harness.cases.task import Task, Work, task
+from harness.tasks.attention.lengths import ragged_cache_lengths
+from harness.tasks.decoding.decode import LENGTHS, cache_of, require_block_size, require_blocks
+from kernels import BACKENDS, AttentionBackend, AttentionProblem
+from kernels.accounting import attended_pairs
+from kernels.caches import CacheShape
+from kernels.decoding import DecodeProblem
+from models import accounting
+from models.config import ModelConfig
+from models.sizes import cache_shape, decode_problem
+
+if TYPE_CHECKING:
+    from harness.bench.bench import Bench
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@task("generate")
+@dataclass(kw_only=True, slots=True)
+class Generate(Task):
+    """Greedy generation from random prompts of seq_len tokens. Phases: prefill, decode."""
+
+    output_len: int = 32
+    """Tokens that are generated for each prompt; the first one comes from the prefill."""
+    lengths: str = "equal"
+    """Prompts of ``equal`` lengths of seq_len, or ``ragged`` ones of that mean."""
+    prefill_attention: str = "auto"
+    """The attention that prompts go through."""
+    cuda_graph: bool = False
+    """Capture the decoding step once and replay it."""
+    warmup_steps: int = 1
+    """Untimed passes before measuring."""
+    measure_steps: int = 3
+    """Timed passes, of output_len - 1 decoding steps each."""
+
+    uses: ClassVar[frozenset[str]] = frozenset({"model", "cache", "profile"})
+    takes_latents: ClassVar[bool] = True
+
+    def validate(self, case: Case) -> None:
+        require_one_process(case)
+        require_choice("task.lengths", self.lengths, LENGTHS)
+        require_choice("task.prefill_attention", self.prefill_attention, BACKENDS.names())
+        require_at_least("task.output_len", self.output_len, 2)
+        require_at_least("task.warmup_steps", self.warmup_steps, 0)
+        require_at_least("task.measure_steps", self.measure_steps, 1)
+        if self.lengths == "ragged" and case.batch_size == 1:
+            raise ValueError(
+                "task.lengths=ragged: needs batch_size=2 or more, one prompt has nothing to "
+                "differ from"
+            )
+        model, cache = model_of(case), cache_of(case)
+        if model.kv_lora_rank is None and cache.is_latent:
+            raise ValueError(
+                f"cache=latent: model={model.name} keeps keys and values; set model.kv_lora_rank, "
+                "or use cache=contiguous or cache=paged"
+            )
+        if model.kv_lora_rank is not None and not cache.is_latent:
+            raise ValueError(
+                f"cache={cache.name}: model.kv_lora_rank={model.kv_lora_rank} keeps latents; use "
+                "cache=latent"
+            )
+        require_block_size(case)
+        require_blocks(case, [length + self.output_len for length in self.prompt_lengths(case)])
+
+    def words(self) -> list[str]:
+        found = [f"out{self.output_len}"]
+        found += [self.lengths] if self.lengths != "equal" else []
+        return found + (["cuda_graph"] if self.cuda_graph else [])
+
+    def num_passes(self) -> int:
+        return self.warmup_steps + self.measure_steps
+
+    def prompt_lengths(self, case: Case) -> list[int]:
+        """Tokens of each prompt."""
+        if self.lengths == "ragged":
+            found = ragged_cache_lengths(case.batch_size, case.seq_len, case.seed)
+            return [max(1, length) for length in found]
+        return [case.seq_len] * case.batch_size
+
+    def max_len(self, case: Case) -> int:
+        """Tokens that a sequence has room for."""
+        return max(self.prompt_lengths(case)) + self.output_len
+
+    def cache_shape(self, case: Case) -> CacheShape:
+        return cache_shape(
+            model_of(case),
+            batch_size=case.batch_size,
+            max_len=self.max_len(case),
+            dtype=case.precision.compute,
+        )
+
+    def decode_problem(self, case: Case) -> DecodeProblem:
+        return decode_problem(
+            model_of(case),
+            batch_size=case.batch_size,
+            max_len=self.max_len(case),
+            dtype=case.precision.compute,
+            device=case.device,
+            block_size=cache_of(case).tokens_per_block,
+            cuda_graph=self.cuda_graph,
+        )
+
+    def attention_problem(self, case: Case) -> AttentionProblem:
+        """The call that all prompts go through together."""
+        model, lengths = model_of(case), self.prompt_lengths(case)
+        return AttentionProblem(
+            batch_size=case.batch_size,
+            num_heads=model.num_heads,
+            num_kv_heads=model.kv_heads,
+            q_len=max(lengths),
+            kv_len=max(lengths),
+            head_dim=model.head_dim,
+            dtype=case.precision.compute,
+            device=case.device,
+            causal=True,
+            needs_grad=False,
+            packed=len(set(lengths)) > 1,
+        )
+
+    def prefill_backend(self) -> AttentionBackend:
+        entry = BACKENDS[self.prefill_attention]
+        return entry.target(name=entry.name, **entry.preset)
+
+    def why_unsupported(self, case: Case) -> str | None:
+        if self.cuda_graph and case.device != "cuda":
+            return "CUDA graphs exist on CUDA devices only"
+        reason = case.attention.supports_decode(self.decode_problem(case))
+        return reason or self.prefill_backend().supports(self.attention_problem(case))
+
+    def attention_choice(self, case: Case) -> str:
+        return case.attention.decode_choice(self.decode_problem(case))
+
+    def work(self, case: Case) -> dict[str, Work]:
+        """Of the prefill, and of a decoding step in the middle of the output."""
+        model, lengths = model_of(case), self.prompt_lengths(case)
+        size = _BYTES[case.precision.compute]
+        count = accounting.count_parameters(model)
+        pair_flops = 4.0 * model.num_heads * model.head_dim * model.num_layers
+        held = sum(lengths) + case.batch_size * self.output_len / 2
+        # Only the last token of each prompt goes through the head.
+        per_token = 2.0 * (count.attention + count.feed_forward)
+        head = 2.0 * count.head * case.batch_size
+        pairs = sum(attended_pairs(length, length, causal=True) for length in lengths)
+        shape = self.cache_shape(case)
+        weights = size * count.linear
+        return {
+            "prefill": Work(
+                flops=per_token * sum(lengths) + head + pair_flops * pairs,
+                bytes=weights + shape.bytes_per_token * float(sum(lengths)),
+                tokens=sum(lengths),
+            ),
+            "decode": Work(
+                flops=per_token * case.batch_size + head + pair_flops * held,
+                bytes=weights + shape.bytes_per_token * held,
+                tokens=case.batch_size,
+            ),
+        }
+
+    def predicted_memory(self, case: Case) -> dict[str, float]:
+        model, shape, cache = model_of(case), self.cache_shape(case), cache_of(case)
+        size, tokens = _BYTES[case.precision.compute], sum(self.prompt_lengths(case))
+        parameters = accounting.num_parameters(model) * _BYTES[case.precision.parameters]
+        # At the widest place of a block: the residual stream and its norm beside the three
+        # inner tensors of the feed-forward layer, or q, k, v, rotated once more, and o.
+        inner = max(3 * model.d_ff, 7 * model.d_model)
+        return {
+            "parameters": float(parameters),
+            "cache": float(cache.storage_bytes(shape) + cache.index_bytes(shape)),
+            "activations": float(size * tokens * (2 * model.d_model + inner)),
+            "workspace": case.attention.decode_workspace(self.decode_problem(case)),
+        }
+
+    def run(self, case: Case, bench: Bench) -> None:
+        from harness.tasks.decoding.generate_run import run
+
+        run(self, case, bench)
+
+
+def model_of(case: Case) -> ModelConfig:
+    assert case.model is not None, "generate uses a model"
+    return case.model

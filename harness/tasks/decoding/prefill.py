@@ -1,0 +1,181 @@
+"""Prefilling prompts of different lengths: what an inference server does before it decodes.
+
+All prompts go through rotary embedding, into the cache and through attention, packed end to end
+or padded to the longest. Work is counted by the real lengths, so that padding shows as time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from harness.cases.case import Case, require_at_least, require_choice, require_one_process
+from harness.cases.task import Task, Work, task
+from harness.tasks.attention.lengths import ragged_cache_lengths
+from harness.tasks.decoding.decode import cache_of
+from kernels import AttentionProblem, accounting
+from kernels.caches import CacheShape
+from kernels.decoding import ROTARY
+
+if TYPE_CHECKING:
+    from harness.bench.bench import Bench, PhaseTimer
+
+PACKINGS = ("equal", "ragged", "padded")
+
+
+@task("prefill")
+@dataclass(kw_only=True, slots=True)
+class Prefill(Task):
+    """Prompts of seq_len tokens on average. Phases: prefill, and of it attention."""
+
+    num_heads: int = 16
+    """Query heads."""
+    num_kv_heads: int | None = None
+    """Key and value heads for grouped queries; None means one per query head."""
+    head_dim: int = 64
+    """Width of one head (d)."""
+    packing: str = "ragged"
+    """Packed prompts of ``equal`` or ``ragged`` lengths, or the ragged ones ``padded``."""
+    rotary: str = "interleaved"
+    """Features that are rotated together: ``interleaved`` pairs, ``halves`` of a head, ``none``."""
+    warmup_steps: int = 5
+    """Untimed passes before measuring."""
+    measure_steps: int = 20
+    """Timed passes."""
+
+    uses: ClassVar[frozenset[str]] = frozenset({"cache", "profile"})
+
+    def validate(self, case: Case) -> None:
+        require_one_process(case)
+        require_choice("task.packing", self.packing, PACKINGS)
+        require_choice("task.rotary", self.rotary, ROTARY)
+        for key in ("num_heads", "num_kv_heads", "head_dim", "measure_steps"):
+            value = getattr(self, key)
+            if value is not None:
+                require_at_least(f"task.{key}", value, 1)
+        require_at_least("task.warmup_steps", self.warmup_steps, 0)
+        if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"task.num_kv_heads={self.num_kv_heads}: must divide "
+                f"task.num_heads={self.num_heads}"
+            )
+        if self.rotary != "none" and self.head_dim % 2:
+            raise ValueError(
+                f"task.head_dim={self.head_dim}: rotary embedding needs it to be even; or use "
+                "task.rotary=none"
+            )
+        if self.packing != "equal" and case.batch_size == 1:
+            raise ValueError(
+                f"task.packing={self.packing}: needs batch_size=2 or more, one prompt has nothing "
+                "to differ from"
+            )
+        cache = cache_of(case)
+        if cache.is_latent:
+            raise ValueError(
+                "cache=latent: prompts are prefilled into keys and values; use cache=contiguous or "
+                "cache=paged"
+            )
+        num_blocks, size = getattr(cache, "num_blocks", None), cache.tokens_per_block
+        if num_blocks is not None and size is not None:
+            needed = sum(-(-length // size) for length in self.held_lengths(case))
+            if needed > num_blocks:
+                raise ValueError(
+                    f"cache.num_blocks={num_blocks}: the prompts need {needed} blocks of "
+                    f"cache.block_size={size}"
+                )
+
+    def words(self) -> list[str]:
+        return [self.packing]
+
+    def num_passes(self) -> int:
+        return self.warmup_steps + self.measure_steps
+
+    def lengths(self, case: Case) -> list[int]:
+        """Tokens of each prompt."""
+        if self.packing == "equal":
+            return [case.seq_len] * case.batch_size
+        found = ragged_cache_lengths(case.batch_size, case.seq_len, case.seed)
+        return [max(1, length) for length in found]
+
+    def held_lengths(self, case: Case) -> list[int]:
+        """The same with their padding."""
+        lengths = self.lengths(case)
+        return [max(lengths)] * len(lengths) if self.packing == "padded" else lengths
+
+    def attention_problem(self, case: Case) -> AttentionProblem:
+        longest = max(self.lengths(case))
+        return AttentionProblem(
+            batch_size=case.batch_size,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads or self.num_heads,
+            q_len=longest,
+            kv_len=longest,
+            head_dim=self.head_dim,
+            dtype=case.precision.compute,
+            device=case.device,
+            causal=True,
+            needs_grad=False,
+            packed=self.packing != "padded",
+        )
+
+    def work(self, case: Case) -> dict[str, Work]:
+        problem = self.attention_problem(case)
+        parts = [
+            replace(problem, batch_size=1, q_len=length, kv_len=length)
+            for length in self.lengths(case)
+        ]
+        work = Work(
+            flops=sum(map(accounting.forward_flops, parts)),
+            bytes=sum(map(accounting.forward_bytes, parts)),
+            tokens=sum(self.lengths(case)),
+        )
+        return {"attention": work, "prefill": work}
+
+    def predicted_memory(self, case: Case) -> dict[str, float]:
+        problem = self.attention_problem(case)
+        shape = CacheShape(
+            num_layers=1,
+            batch_size=case.batch_size,
+            max_len=problem.kv_len,
+            num_kv_heads=problem.num_kv_heads,
+            head_dim=problem.head_dim,
+            dtype=problem.dtype,
+        )
+        total = {"cache": float(cache_of(case).storage_bytes(shape))}
+        for length in self.held_lengths(case):
+            part = replace(problem, batch_size=1, q_len=length, kv_len=length)
+            for name, value in accounting.memory(part, keeps_scores=False).items():
+                total[name] = total.get(name, 0.0) + value
+        # The rotated queries and keys, beside those that were given.
+        total["rotated"] = total["inputs"]
+        return total
+
+    def run(self, case: Case, bench: Bench) -> None:
+        import torch
+
+        from harness.bench.program import Program
+        from harness.tasks.decoding.prefill_call import PrefillCall
+
+        bench.stage("set-up")
+        bench.release_memory()
+        with torch.no_grad():
+            call = PrefillCall(
+                self.attention_problem(case),
+                case.attention,
+                cache_of(case),
+                self.lengths(case),
+                bench.device,
+                rotary=self.rotary,
+            )
+            if bench.in_first_round:
+                call.check(case, bench)
+
+            def step(timer: PhaseTimer) -> None:
+                with timer.phase("prefill"):
+                    call.step(timer.phase)
+
+            bench.measure(
+                step, warmup=self.warmup_steps, passes=self.measure_steps, flush_cache=True
+            )
+            if case.profile is not None and bench.in_last_round:
+                case.profile.run(case, bench, Program(step=step))

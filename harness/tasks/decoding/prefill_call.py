@@ -1,0 +1,157 @@
+"""Prompts through rotary embedding, into a cache, and through attention.
+
+Packed, prompts of different lengths stand end to end; padded, each is as long as the longest.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from harness.bench.bench import Bench, WrongResult
+from harness.cases.case import Case
+from kernels import AttentionBackend, AttentionProblem, Packing
+from kernels.caches import CacheChoice, CacheShape
+from kernels.decode.rotary import rotary_table, rotate
+from kernels.ranges import named_range
+from kernels.reference import TOLERANCE, check_slice
+
+Phase = Callable[[str], AbstractContextManager[None]]
+
+
+class PrefillCall:
+    """Prompts of given lengths, as many layers as asked.
+
+    Args:
+        problem: packed, or dense for prompts that are padded to the longest.
+    """
+
+    def __init__(
+        self,
+        problem: AttentionProblem,
+        attention: AttentionBackend,
+        choice: CacheChoice,
+        lengths: Sequence[int],
+        device: torch.device,
+        *,
+        rotary: str,
+        num_layers: int = 1,
+    ) -> None:
+        self.problem = problem
+        self._attention = attention
+        self._lengths = list(lengths)
+        longest = max(lengths)
+        held = self._lengths if problem.packed else [longest] * len(self._lengths)
+        shape = CacheShape(
+            num_layers=num_layers,
+            batch_size=len(held),
+            max_len=longest,
+            num_kv_heads=problem.num_kv_heads,
+            head_dim=problem.head_dim,
+            dtype=problem.dtype,
+        )
+        self.cache = choice.allocate(shape, device)
+        self.cache.places.reserve(held)
+        self._starts = [0, *itertools.accumulate(held)]
+        cu_seqlens = torch.tensor(self._starts, dtype=torch.int32, device=device)
+        self._packing = Packing(
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_k=cu_seqlens,
+            max_q_len=longest,
+            max_kv_len=longest,
+        )
+        sequences = torch.repeat_interleave(
+            torch.arange(len(held), device=device), torch.tensor(held, device=device)
+        )
+        self._positions = torch.cat([torch.arange(length, device=device) for length in held])
+        self._slots = self.cache.places.slots(sequences, self._positions)
+        self._rotary = None
+        if rotary != "none":
+            self._rotary = rotary_table(
+                longest, problem.head_dim, interleaved=rotary == "interleaved", device=device
+            )
+        dtype = getattr(torch, problem.dtype)
+
+        def tensor(heads: int) -> Tensor:
+            size = (self._starts[-1], heads, problem.head_dim)
+            return torch.randn(size, dtype=dtype, device=device)
+
+        self.inputs = (
+            tensor(problem.num_heads),
+            tensor(problem.num_kv_heads),
+            tensor(problem.num_kv_heads),
+        )
+
+    def step(self, phase: Phase = lambda name: nullcontext()) -> Tensor:
+        """The last layer's output, [tokens, H, D], padding included."""
+        o = self.inputs[0]
+        for layer in range(self.cache.shape.num_layers):
+            q_THD, k_TGD, v_TGD = self._rotated()
+            with named_range("append"):
+                self.cache.store(layer, self._slots, k_TGD, v_TGD)
+            with phase("attention"), named_range("attention"):
+                o = self._attend(q_THD, k_TGD, v_TGD)
+        return o
+
+    def _rotated(self) -> tuple[Tensor, Tensor, Tensor]:
+        q_THD, k_TGD, v_TGD = self.inputs
+        if self._rotary is None:
+            return q_THD, k_TGD, v_TGD
+        cos, sin = (
+            table[self._positions].unsqueeze(1) for table in (self._rotary.cos, self._rotary.sin)
+        )
+        with named_range("rotary_q"):
+            q_THD = rotate(q_THD, cos, sin, interleaved=self._rotary.interleaved)
+        with named_range("rotary_k"):
+            k_TGD = rotate(k_TGD, cos, sin, interleaved=self._rotary.interleaved)
+        return q_THD, k_TGD, v_TGD
+
+    def _attend(self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
+        scale = self.problem.head_dim**-0.5
+        if self.problem.packed:
+            return self._attention.attend_packed(
+                q_THD, k_TGD, v_TGD, self._packing, causal=True, scale=scale
+            )
+        q, k, v = (
+            x.unflatten(0, (len(self._lengths), -1)).transpose(1, 2) for x in (q_THD, k_TGD, v_TGD)
+        )
+        o = self._attention.attend(q, k, v, causal=True, scale=scale)
+        return o.transpose(1, 2).flatten(0, 1)
+
+    def check(self, case: Case, bench: Bench) -> None:
+        """Compare the last prompt and the longest with float64, and what the cache got of them.
+
+        Raises WrongResult for more than the number format's tolerance.
+        """
+        bench.stage("checking")
+        o_THD = self.step()
+        q_THD, k_TGD, v_TGD = self._rotated()
+        last_layer = self.cache.shape.num_layers - 1
+        errors: dict[str, float] = {}
+        for index in {len(self._lengths) - 1, self._lengths.index(max(self._lengths))}:
+            length, start = self._lengths[index], self._starts[index]
+            tokens = slice(start, start + length)
+            part = replace(self.problem, batch_size=1, q_len=length, kv_len=length, packed=False)
+            tensors = {"q": q_THD, "k": k_TGD, "v": v_TGD, "o": o_THD}
+            heads = {name: x[tokens].transpose(0, 1)[None] for name, x in tensors.items()}
+            found = check_slice(part, heads, scale=self.problem.head_dim**-0.5)
+            k_kept, v_kept = self.cache.sequence(last_layer, index, length)
+            same = torch.equal(k_kept, heads["k"][0]) and torch.equal(v_kept, heads["v"][0])
+            found["appended"] = 0.0 if same else float("inf")
+            errors = {name: max(value, errors.get(name, 0.0)) for name, value in found.items()}
+        number_format = case.precision.peak
+        tolerance = TOLERANCE[number_format]
+        mine = {f"prefill_{name}": value for name, value in errors.items()}
+        checked = (bench.outcome.check or {}).get("errors", {})
+        bench.outcome.check = {"errors": {**checked, **mine}, "tolerance": tolerance}
+        worst = max(errors, key=lambda name: errors[name])
+        if not errors[worst] <= tolerance:
+            raise WrongResult(
+                f"relative error of {worst} against float64 is {errors[worst]:.2g}; "
+                f"{number_format} should stay under {tolerance:.2g}"
+            )

@@ -1,0 +1,1 @@
+"""What the hardware reaches by itself: matmuls, copies, collective operations."""

@@ -1,0 +1,1 @@
+"""Where each precision of a training step loses accuracy."""

@@ -1,0 +1,72 @@
+"""Adding the same small number many times, in chosen number formats.
+
+Problem mixed_precision_accumulation of CS336 assignment 2 (section 1.1.5), whose four programs
+are four choices of these options. Two things go wrong in a low precision, and the record keeps
+what is needed to tell them apart: the term itself is rounded, and so is every partial sum.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from harness.cases.case import DTYPES, Case, require_at_least, require_choice, require_one_process
+from harness.cases.task import Task, Work, task
+
+if TYPE_CHECKING:
+    from harness.bench.bench import Bench
+
+_SCALAR_BYTES = 8
+
+
+@task("accumulation")
+@dataclass(kw_only=True, slots=True)
+class Accumulation(Task):
+    """num_terms times ``sum += term``, one after another."""
+
+    accumulator: str = "float32"
+    """dtype of the running sum."""
+    term_dtype: str = "float32"
+    """dtype that the term is stored in."""
+    cast_term: bool = False
+    """Cast the stored term to the accumulator's dtype before adding it."""
+    term: float = 0.01
+    """What is added; 0.01 is in no binary format exactly."""
+    num_terms: int = 1000
+    """How often it is added."""
+
+    attends: ClassVar[bool] = False
+
+    def validate(self, case: Case) -> None:
+        require_choice("task.accumulator", self.accumulator, DTYPES)
+        require_choice("task.term_dtype", self.term_dtype, DTYPES)
+        require_at_least("task.num_terms", self.num_terms, 1)
+        if not math.isfinite(self.term):
+            raise ValueError(f"task.term={self.term}: must be a finite number")
+        require_one_process(case)
+
+    def words(self) -> list[str]:
+        cast = ["cast"] if self.cast_term else []
+        return [f"{self.num_terms}_{self.term_dtype}_terms", *cast, f"in_{self.accumulator}"]
+
+    def num_passes(self) -> int:
+        return 1
+
+    def work(self, case: Case) -> dict[str, Work]:
+        return {"sum": Work(flops=float(self.num_terms))}
+
+    def predicted_memory(self, case: Case) -> dict[str, float]:
+        """Of the sum and the term."""
+        return {"scalars": 2.0 * _SCALAR_BYTES}
+
+    def run(self, case: Case, bench: Bench) -> None:
+        import torch
+
+        bench.stage("adding")
+        sum_dtype = getattr(torch, self.accumulator)
+        term = torch.tensor(self.term, dtype=getattr(torch, self.term_dtype), device=bench.device)
+        total = torch.tensor(0, dtype=sum_dtype, device=bench.device)
+        for _ in range(self.num_terms):
+            total += term.to(sum_dtype) if self.cast_term else term
+        bench.outcome.notes["accumulation"] = {"sum": float(total), "stored_term": float(term)}

@@ -1,0 +1,140 @@
+"""Which dtype every tensor of a training step has, and how far each precision is from float64.
+
+The model is the transformer, on random tokens;
+:mod:`harness.tasks.precision.precision_audit_toy` does the same to the CS336 text's ToyModel.
+Nothing is timed, and nothing is too wrong to be recorded: errors and overflows are the result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from harness.cases.case import Case, require_one_process
+from harness.cases.task import Task, Work, task
+from kernels import AttentionProblem
+from models import accounting
+from models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from harness.bench.bench import Bench
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+_FLOAT64_BYTES = 8
+
+
+@task("precision_audit")
+@dataclass(kw_only=True, slots=True)
+class PrecisionAudit(Task):
+    """One step of AdamW on random tokens, compared tensor by tensor with float64."""
+
+    uses: ClassVar[frozenset[str]] = frozenset({"model"})
+
+    def validate(self, case: Case) -> None:
+        require_one_process(case)
+
+    def num_passes(self) -> int:
+        return 2
+
+    def attention_problem(self, case: Case) -> AttentionProblem:
+        model = _model(case)
+        return AttentionProblem(
+            batch_size=case.batch_size,
+            num_heads=model.num_heads,
+            num_kv_heads=model.kv_heads,
+            q_len=case.seq_len,
+            kv_len=case.seq_len,
+            head_dim=model.head_dim,
+            dtype=case.precision.compute,
+            device=case.device,
+            causal=True,
+            needs_grad=True,
+        )
+
+    def work(self, case: Case) -> dict[str, Work]:
+        flops = accounting.train_step_flops(_model(case), case.batch_size, case.seq_len)
+        return {"step": Work(flops=flops, tokens=case.batch_size * case.seq_len)}
+
+    def predicted_memory(self, case: Case) -> dict[str, float]:
+        """The float64 model and its gradients stay, with what is compared, while a step is made."""
+        model = _model(case)
+        parameter_bytes = DTYPE_BYTES[case.precision.parameters]
+        step = accounting.predict_memory(
+            model,
+            batch_size=case.batch_size,
+            seq_len=case.seq_len,
+            mode="train_step",
+            attention_saves_scores=case.attention.keeps_scores(self.attention_problem(case)),
+            param_bytes=parameter_bytes,
+            activation_bytes=DTYPE_BYTES[case.precision.compute],
+            autocast=case.precision.autocast is not None,
+        )
+        reference = accounting.predict_memory(
+            model,
+            batch_size=case.batch_size,
+            seq_len=case.seq_len,
+            mode="forward_backward",
+            attention_saves_scores=True,
+            param_bytes=_FLOAT64_BYTES,
+            activation_bytes=_FLOAT64_BYTES,
+        )
+        compared = 2 * _compared_elements(model) * case.batch_size * case.seq_len
+        dtype_bytes = _FLOAT64_BYTES + DTYPE_BYTES[case.precision.compute]
+        return {
+            "float64": reference.parameters + reference.gradients,
+            "compared": float(compared * dtype_bytes),
+            "parameters": step.parameters,
+            "step_or_float64_activations": max(
+                step.total - step.parameters, reference.activations - reference.gradients
+            ),
+        }
+
+    def run(self, case: Case, bench: Bench) -> None:
+        import torch
+
+        from harness.tasks.precision.audit import Program, audit
+        from harness.tasks.training.batch import whole_batch
+        from models.transformer import Transformer, cross_entropy
+
+        bench.stage("set-up")
+        bench.release_memory()
+        torch.manual_seed(case.seed)
+        model = Transformer(_model(case), case.attention, device=bench.device, dtype=torch.float32)
+        exact = Transformer(_model(case), _Explicit(), device=bench.device, dtype=torch.float64)
+        exact.load_state_dict(model.state_dict())
+        model.to(getattr(torch, case.precision.parameters))
+        batch = whole_batch(case, bench.device, bench.rank)
+
+        def program(network: Transformer) -> Program:
+            def loss() -> Tensor:
+                return cross_entropy(network(batch.tokens, batch.positions), batch.targets)
+
+            return Program(model=network, head="head", loss=loss)
+
+        bench.outcome.notes["audit"] = audit(case, bench, program(model), program(exact))
+        bench.note_memory()
+
+
+class _Explicit:
+    """Attention as the definition has it, in the dtype of its inputs."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, /, *, causal: bool, scale: float) -> Tensor:
+        from kernels.backends.naive import explicit_softmax_attention
+
+        return explicit_softmax_attention(q, k, v, causal, scale)
+
+
+def _model(case: Case) -> ModelConfig:
+    assert case.model is not None, "precision_audit uses a model"
+    return case.model
+
+
+def _compared_elements(model: ModelConfig) -> int:
+    """Elements per token that layers, blocks and attention calls give."""
+    d_kv = model.kv_heads * model.head_dim
+    # Two norms, q before and after RoPE, attention, o_proj, w2, the block; k and v twice; SwiGLU.
+    block = 8 * model.d_model + 4 * d_kv + 2 * model.d_ff
+    return model.num_layers * block + 2 * model.d_model + model.vocab_size

@@ -1,0 +1,208 @@
+"""attention=auto: the first backend of a stated order that can solve the problem here.
+
+The order, best first, depends on the device (:data:`CHAINS`). On Hopper it follows the times
+that were measured on an H200, forward and backward together. Libraries that are not installed
+are passed over, and so are kernels that refuse a dtype, a head_dim, a mask or a packed batch,
+and, where a ring asks for the log-sum-exp, those that hide it. Triton's interpreter is never
+chosen on a CPU. The choice follows from the problem and the machine alone, and every record
+says what it was.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from kernels.backend import (
+    BACKENDS,
+    AttentionBackend,
+    AttentionProblem,
+    Packing,
+    attention_backend,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kernels.decode.rotary import Rotary
+    from kernels.decoding import DecodeProblem
+
+_ON_ANY_GPU = ("sdpa_flash", "flex", "sdpa", "naive", "flash_torch")
+
+CHAINS: dict[str, tuple[str, ...]] = {
+    "sm_90": (
+        "flash_attn_4",
+        "flash_attn_3",
+        # Faster than cuDNN on long sequences, the same at 1,024 tokens (results/h200).
+        "flash_triton",
+        "sdpa_cudnn",
+        "flash_attn_2",
+        *_ON_ANY_GPU,
+    ),
+    "newer GPUs": ("flash_attn_4", "sdpa_cudnn", "flash_triton", "flash_attn_2", *_ON_ANY_GPU),
+    "older GPUs": ("flash_attn_2", "flash_triton", "sdpa_cudnn", *_ON_ANY_GPU),
+    "CPU": ("sdpa", "sdpa_flash", "naive", "flash_torch"),
+}
+"""Names of backends, best first. flash_torch ends each: it is slow, and refuses nothing."""
+
+DECODE_CHAINS: dict[str, tuple[str, ...]] = {
+    # Version 3 before 2, and latents by FlashMLA where it is installed: Megatron-LM's order.
+    "sm_90": (
+        *("flash_attn_3", "flash_attn_2", "flash_decode", "flashinfer", "sdpa", "standard"),
+        *("flash_mla", "mla_absorbed"),
+    ),
+    "other GPUs": (
+        *("flash_attn_2", "flash_decode", "flashinfer", "sdpa", "standard"),
+        *("flash_mla", "mla_absorbed"),
+    ),
+    "CPU": ("sdpa", "standard", "mla_absorbed"),
+}
+"""The same for steps from a cache; standard refuses no keys and values, mla_absorbed no latents."""
+
+
+@attention_backend("auto")
+@dataclass(kw_only=True, slots=True)
+class Auto(AttentionBackend):
+    """Delegates each call to the first backend of its chain that supports it."""
+
+    def choice(self, problem: AttentionProblem) -> str:
+        return choose(problem).name
+
+    def noting(self, notes: dict[str, Any]) -> AbstractContextManager[None]:
+        """Those of the one backend that finds something out, if it is what runs the calls."""
+        return BACKENDS["flash_triton"].target(name="flash_triton").noting(notes)
+
+    def supports_decode(self, problem: DecodeProblem) -> str | None:
+        return None
+
+    def decode_choice(self, problem: DecodeProblem) -> str:
+        return choose_decode(problem).decode_choice(problem)
+
+    def decoder(
+        self, problem: DecodeProblem, cache: Any, *, rotary: Rotary | None, scale: float
+    ) -> Any:
+        return choose_decode(problem).decoder(problem, cache, rotary=rotary, scale=scale)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
+        from kernels.backends._auto import backend_of_call
+
+        return backend_of_call(q, k, v, causal).attend(q, k, v, causal=causal, scale=scale)
+
+    def attend_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, causal: bool, scale: float
+    ) -> Tensor:
+        from kernels.backends._auto import backend_of_packed_call
+
+        chosen = backend_of_packed_call(q, k, v, packing, causal)
+        return chosen.attend_packed(q, k, v, packing, causal=causal, scale=scale)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        from kernels.backends._auto import backend_with_lse
+
+        return backend_with_lse(q, k, causal).forward(q, k, v, causal=causal, scale=scale)
+
+    def backward(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        from kernels.backends._auto import backend_with_lse
+
+        chosen = backend_with_lse(q, k, causal)
+        return chosen.backward(do, q, k, v, o, lse, causal=causal, scale=scale)
+
+    def forward_onto(
+        self,
+        o: Tensor,
+        lse: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        from kernels.backends._auto import backend_with_lse
+
+        chosen = backend_with_lse(q, k, causal)
+        return chosen.forward_onto(o, lse, q, k, v, causal=causal, scale=scale)
+
+    def forward_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        from kernels.backends._auto import packed_backend_with_lse
+
+        chosen = packed_backend_with_lse(q, k, packing, causal)
+        return chosen.forward_packed(q, k, v, packing, causal=causal, scale=scale)
+
+    def backward_packed(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        packing: Packing,
+        *,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        from kernels.backends._auto import packed_backend_with_lse
+
+        chosen = packed_backend_with_lse(q, k, packing, causal)
+        return chosen.backward_packed(do, q, k, v, o, lse, packing, causal=causal, scale=scale)
+
+
+@lru_cache(maxsize=1024)
+def choose(problem: AttentionProblem, *, with_lse: bool = False) -> AttentionBackend:
+    """The first backend of the chain that supports the problem, and, if asked, gives its lse."""
+    for name in chain_of(problem.device):
+        if name not in BACKENDS:
+            continue
+        entry = BACKENDS[name]
+        backend = entry.target(name=name, **entry.preset)
+        if (backend.gives_lse or not with_lse) and backend.supports(problem) is None:
+            return backend
+    raise AssertionError(f"flash_torch refuses nothing, and yet {problem}")
+
+
+@lru_cache(maxsize=1024)
+def choose_decode(problem: DecodeProblem) -> AttentionBackend:
+    """The first backend of the chain that can take such steps from a cache."""
+    for name in decode_chain_of(problem.device):
+        entry = BACKENDS[name]
+        backend = entry.target(name=name, **entry.preset)
+        if backend.supports_decode(problem) is None:
+            return backend
+    raise AssertionError(f"the last two of every chain refuse nothing, and yet {problem}")
+
+
+def decode_chain_of(device: str) -> tuple[str, ...]:
+    """The chain for ``cpu``, or for the GPU that this process uses."""
+    if device == "cpu":
+        return DECODE_CHAINS["CPU"]
+    return DECODE_CHAINS["sm_90" if chain_of(device) == CHAINS["sm_90"] else "other GPUs"]
+
+
+def chain_of(device: str) -> tuple[str, ...]:
+    """The chain for ``cpu``, or for the GPU that this process uses."""
+    if device == "cpu":
+        return CHAINS["CPU"]
+    import torch
+
+    major, _ = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+    if major == 9:
+        return CHAINS["sm_90"]
+    return CHAINS["newer GPUs" if major > 9 else "older GPUs"]

@@ -1,0 +1,46 @@
+"""torch.compile of the explicit softmax: Inductor fuses mask and softmax around the matmuls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, ClassVar
+
+from kernels.backend import AttentionBackend, AttentionProblem, attention_backend
+from kernels.backends.naive import explicit_softmax_attention
+from kernels.toolchain import why_not_compile
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@attention_backend("compiled")
+@dataclass(kw_only=True, slots=True)
+class Compiled(AttentionBackend):
+    """The naive backend through torch.compile, each shape compiled afresh."""
+
+    gives_lse: ClassVar[bool] = False
+    compiles: ClassVar[bool] = True
+
+    def supports(self, problem: AttentionProblem) -> str | None:
+        if problem.packed:
+            return "takes no packed batch of different lengths"
+        if problem.causal and problem.kv_len < problem.q_len:
+            return "with fewer keys than queries, a causal mask leaves rows without any key"
+        return why_not_compile(problem.device)
+
+    def keeps_scores(self, problem: AttentionProblem) -> bool:
+        return problem.needs_grad
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
+        return _compiled_attention()(q, k, v, causal, scale)
+
+
+@cache
+def _compiled_attention() -> Callable[..., Tensor]:
+    import torch
+
+    # Static shapes: past the recompile limit a dynamic or eager version would run instead
+    # and be timed as if it were this one; fullgraph turns that into an error.
+    return torch.compile(explicit_softmax_attention, dynamic=False, fullgraph=True)

@@ -1,0 +1,134 @@
+"""FlashAttention-2, the CUDA library ``flash_attn`` of its authors (Dao, 2023)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from kernels.backend import AttentionProblem, Packing, attention_backend
+from kernels.libraries.flash_attention import (
+    FlashLibrary,
+    call,
+    capability,
+    lengths_of,
+    why_not_head_dim,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kernels.decoding import DecodeProblem
+
+_PLAIN = {
+    "dropout_p": 0.0,
+    "window_size_left": -1,
+    "window_size_right": -1,
+    "softcap": 0.0,
+    "alibi_slopes": None,
+    "return_softmax": False,
+    "deterministic": False,
+}
+"""Features that are not used; some versions have no defaults for them."""
+
+PAGE_MULTIPLE = 256
+"""Of the tokens in a block of a paged cache."""
+
+_SHARED = ("q", "k", "v", "softmax_scale", "causal", "window_size_left")
+_VARLEN = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+
+
+@attention_backend("flash_attn_2")
+@dataclass(kw_only=True, slots=True)
+class FlashAttn2(FlashLibrary):
+    """Package flash-attn, 2.7 or later; a packed batch's log-sum-exp is [heads, tokens] there."""
+
+    modules: ClassVar[tuple[str, ...]] = ("flash_attn.flash_attn_interface",)
+    distribution: ClassVar[str] = "flash-attn"
+    install: ClassVar[str] = "pip install flash-attn --no-build-isolation"
+    oldest: ClassVar[tuple[int, ...]] = (2, 7)
+    needs: ClassVar[dict[str, tuple[str, ...]]] = {
+        "_flash_attn_forward": _SHARED,
+        "_flash_attn_backward": (*_SHARED, "softmax_lse", "dq", "dk", "dv"),
+        "_flash_attn_varlen_forward": (*_SHARED, *_VARLEN),
+        "_flash_attn_varlen_backward": (*_SHARED, *_VARLEN, "softmax_lse", "dq", "dk", "dv"),
+    }
+
+    def why_not_here(self, problem: AttentionProblem) -> str | None:
+        major, minor = capability()
+        if major < 8:
+            return f"needs compute capability 8.0 (Ampere), this device has {major}.{minor}"
+        return why_not_head_dim(problem.head_dim, 256)
+
+    def why_not_decode_here(self, problem: DecodeProblem) -> str | None:
+        if problem.block_size is not None and problem.block_size % PAGE_MULTIPLE:
+            return (
+                f"takes blocks of a multiple of {PAGE_MULTIPLE} tokens, not "
+                f"cache.block_size={problem.block_size}"
+            )
+        major, minor = capability()
+        if major < 8:
+            return f"needs compute capability 8.0 (Ampere), this device has {major}.{minor}"
+        return None
+
+    def library_forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+        packing: Packing | None,
+    ) -> tuple[Tensor, Tensor]:
+        module: Any = self.load()
+        function = module._flash_attn_varlen_forward if packing else module._flash_attn_forward
+        lengths = lengths_of(packing)
+        o, lse, *_ = call(
+            function, q=q, k=k, v=v, softmax_scale=scale, causal=causal, **_PLAIN, **lengths
+        )
+        if _may_lack_keys(q, k, causal, packing):
+            lse = lse.masked_fill(lse == float("inf"), float("-inf"))
+        return o, lse
+
+    def library_backward(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+        packing: Packing | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        import torch
+
+        if _may_lack_keys(q, k, causal, packing):
+            lse = lse.masked_fill(lse == float("-inf"), float("inf"))
+        module: Any = self.load()
+        function = module._flash_attn_varlen_backward if packing else module._flash_attn_backward
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        call(
+            function,
+            dout=do,
+            q=q,
+            k=k,
+            v=v,
+            out=o,
+            softmax_lse=lse,
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            softmax_scale=scale,
+            causal=causal,
+            **_PLAIN,
+            **lengths_of(packing),
+        )
+        return dq, dk, dv
+
+
+def _may_lack_keys(q: Tensor, k: Tensor, causal: bool, packing: Packing | None) -> bool:
+    """Whether a query may see no key, whose lse is then plus infinity in this library."""
+    return packing is not None or k.shape[1] == 0 or (causal and k.shape[1] < q.shape[1])

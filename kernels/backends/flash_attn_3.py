@@ -1,0 +1,112 @@
+"""FlashAttention-3, the CUDA library for Hopper of its authors (Shah et al., 2024)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from kernels.backend import AttentionProblem, Packing, attention_backend
+from kernels.libraries.flash_attention import (
+    FlashLibrary,
+    call,
+    capability,
+    lengths_of,
+    why_not_head_dim,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kernels.decoding import DecodeProblem
+
+_SHARED = ("q", "k", "v", "softmax_scale", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q")
+
+
+@attention_backend("flash_attn_3")
+@dataclass(kw_only=True, slots=True)
+class FlashAttn3(FlashLibrary):
+    """Built from the folder ``hopper`` of flash-attention's repository."""
+
+    modules: ClassVar[tuple[str, ...]] = (
+        "flash_attn_3.flash_attn_interface",
+        "flashattn_hopper.flash_attn_interface",
+        "flash_attn_interface",
+    )
+    distribution: ClassVar[str] = "flash-attn-3"
+    install: ClassVar[str] = (
+        "build hopper/ of github.com/Dao-AILab/flash-attention (python setup.py install)"
+    )
+    needs: ClassVar[dict[str, tuple[str, ...]]] = {
+        "_flash_attn_forward": (*_SHARED, "causal"),
+        "_flash_attn_backward": (*_SHARED, "softmax_lse", "dq", "dk", "dv"),
+    }
+
+    def why_not_here(self, problem: AttentionProblem) -> str | None:
+        major, minor = capability()
+        if major != 9:
+            return f"needs compute capability 9.0 (Hopper), this device has {major}.{minor}"
+        return why_not_head_dim(problem.head_dim, 256)
+
+    def why_not_decode_here(self, problem: DecodeProblem) -> str | None:
+        major, minor = capability()
+        if major != 9:
+            return f"needs compute capability 9.0 (Hopper), this device has {major}.{minor}"
+        return None
+
+    def library_forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+        packing: Packing | None,
+    ) -> tuple[Tensor, Tensor]:
+        module: Any = self.load()
+        o, lse, *_ = call(
+            module._flash_attn_forward,
+            q=q,
+            k=k,
+            v=v,
+            softmax_scale=scale,
+            causal=causal,
+            **lengths_of(packing),
+        )
+        return o, lse
+
+    def library_backward(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+        packing: Packing | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        import torch
+
+        module: Any = self.load()
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        call(
+            module._flash_attn_backward,
+            dout=do,
+            q=q,
+            k=k,
+            v=v,
+            out=o,
+            softmax_lse=lse,
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            softmax_scale=scale,
+            # Earlier versions name it causal.
+            causal=causal,
+            is_causal=causal,
+            **lengths_of(packing),
+        )
+        return dq, dk, dv

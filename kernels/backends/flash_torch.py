@@ -1,0 +1,78 @@
+"""FlashAttention-2 written in PyTorch, one operation a line: slow, and made to be read.
+
+Algorithm 1 of the CS336 systems text and its backward pass by equations 13 to 19. Use it to
+understand the tiles of a Triton or CUDA kernel, to debug one against it, and to see how much
+memory tiling saves without any special hardware. :mod:`kernels.flash.pytorch` has the algorithm.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kernels.backend import AttentionBackend, AttentionProblem, attention_backend
+from kernels.toolchain import why_not_compile
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@attention_backend("flash_torch")
+@dataclass(kw_only=True, slots=True)
+class FlashTorch(AttentionBackend):
+    """Tiled attention with an online softmax; supports every length, head_dim and dtype."""
+
+    block_q: int = 128
+    """Queries in a tile (B_q)."""
+    block_k: int = 128
+    """Keys in a tile (B_k)."""
+    compile: bool = False
+    """Run each tile through torch.compile, which fuses all but the matrix products."""
+
+    def __post_init__(self) -> None:
+        for key in ("block_q", "block_k"):
+            value = getattr(self, key)
+            if value < 1:
+                raise ValueError(f"attention.{key}={value}: must be at least 1")
+
+    @property
+    def compiles(self) -> bool:
+        return self.compile
+
+    def supports(self, problem: AttentionProblem) -> str | None:
+        if not self.compile:
+            return None
+        if problem.packed:
+            return "attention.compile=true would compile anew for each length of a packed batch"
+        return why_not_compile(problem.device)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        from kernels.flash import pytorch as _flash_torch
+
+        return _flash_torch.forward(q, k, v, causal=causal, scale=scale, **self._options)
+
+    def backward(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+        dlse: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``dlse`` [B, H, S]: gradient of the log-sum-exp, where that was an output too."""
+        from kernels.flash import pytorch as _flash_torch
+
+        return _flash_torch.backward(
+            do, q, k, v, o, lse, causal=causal, scale=scale, dlse_BHS=dlse, **self._options
+        )
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"block_q": self.block_q, "block_k": self.block_k, "compiled": self.compile}

@@ -1,0 +1,248 @@
+"""FlashAttention-2 in Triton, forward and backward, in tiles that never leave the chip.
+
+Loop structure: a program owns one tile of queries and walks over the key tiles, keeping a
+running largest score, softmax denominator and output (CS336 assignment 2, Algorithm 1).
+Backward on any GPU makes two such walks, one program per key tile for dk and dv and one per
+query tile for dq, so that no two programs add to the same number; on Hopper it makes one, over
+the queries, and programs add to dq in a fixed order. Tiles that the mask empties are skipped,
+and tiles that it leaves whole compare no indices. The kernels, and what chooses between
+implementations of them, are in :mod:`kernels.flash`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from kernels.backend import AttentionBackend, AttentionProblem, Packing, attention_backend
+from kernels.registry import joined_later
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAX_HEAD_DIM = 256
+
+IMPLEMENTATIONS = ("auto", "hopper", "plain")
+"""Of kernels.flash.dispatch, whose import would bring torch; a test holds the two together."""
+
+AUTOGRAD = ("auto", "native", "python")
+"""Of kernels.flash.function, likewise."""
+
+
+@attention_backend("flash_triton")
+@dataclass(kw_only=True, slots=True)
+class FlashTriton(AttentionBackend):
+    """Triton kernels for dense, packed, grouped and causal attention, with an explicit lse."""
+
+    implementation: str = "auto"
+    """auto (the fastest that can run), hopper (compute capability 9.0), or plain (any CUDA GPU)."""
+    float32_precision: str = "auto"
+    """Of float32 matmuls: ieee, tf32, or auto to follow torch.get_float32_matmul_precision()."""
+    autotune: bool = False
+    """Whether to search for tile sizes, and remember them, where no table has an answer."""
+    autograd: str = joined_later("auto")
+    """Of the Hopper kernels' gradients: native (a compiled node), python, or auto (native where a
+    C++ compiler can build it)."""
+
+    def __post_init__(self) -> None:
+        if self.implementation not in IMPLEMENTATIONS:
+            raise ValueError(
+                f"attention.implementation={self.implementation}: "
+                f"must be one of {', '.join(IMPLEMENTATIONS)}"
+            )
+        if self.float32_precision not in ("auto", "ieee", "tf32"):
+            raise ValueError(
+                f"attention.float32_precision={self.float32_precision}: "
+                "must be one of auto, ieee, tf32"
+            )
+        if self.autograd not in AUTOGRAD:
+            raise ValueError(
+                f"attention.autograd={self.autograd}: must be one of {', '.join(AUTOGRAD)}"
+            )
+        if self.autograd == "native" and self.implementation == "plain":
+            raise ValueError(
+                "attention.autograd=native: the Hopper kernels have it, not implementation=plain"
+            )
+
+    def version(self) -> str | None:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return f"triton {version('triton')}"
+        except PackageNotFoundError:
+            return None
+
+    def supports(self, problem: AttentionProblem) -> str | None:
+        if find_spec("triton") is None:
+            return "needs triton, which is not installed"
+        if problem.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+            return "runs on a CUDA device; TRITON_INTERPRET=1 runs it on a CPU, slowly"
+        if problem.head_dim > MAX_HEAD_DIM:
+            return f"head_dim is at most {MAX_HEAD_DIM}, not {problem.head_dim}"
+        if problem.dtype not in ("float32", "float16", "bfloat16"):
+            return f"takes float32, float16 and bfloat16, not {problem.dtype}"
+        return self._why_no_implementation(problem)
+
+    def _why_no_implementation(self, problem: AttentionProblem) -> str | None:
+        import torch
+
+        from kernels.flash import dispatch
+        from kernels.flash.problem import Problem
+
+        index = torch.cuda.current_device() if problem.device == "cuda" else None
+        facts = Problem(
+            device=torch.device(problem.device, index),
+            dtype=getattr(torch, problem.dtype),
+            batch_size=problem.batch_size,
+            num_heads=problem.num_heads,
+            num_kv_heads=problem.num_kv_heads,
+            q_len=problem.q_len,
+            kv_len=problem.kv_len,
+            head_dim=problem.head_dim,
+            causal=problem.causal,
+            packed=problem.packed,
+            accumulates=False,
+            precision="ieee",
+        )
+        implementation = "hopper" if self.autograd == "native" else self.implementation
+        return dispatch.why_not(facts, implementation)
+
+    @contextmanager
+    def noting(self, notes: dict[str, Any]) -> Iterator[None]:
+        """Whether gradients ran through the compiled node, which autograd=auto leaves open."""
+        from kernels.flash.hopper import native
+
+        before = native.num_calls()
+        yield
+        if native.num_calls() > before:
+            notes["autograd"] = "native"
+
+    def backward_workspace(self, problem: AttentionProblem) -> float:
+        """Of the Hopper kernels; those for any GPU need no more than a number a row."""
+        narrow = problem.dtype in ("bfloat16", "float16") and problem.head_dim <= 128
+        if self.implementation == "plain" or problem.device != "cuda" or not narrow:
+            return 4.0 * problem.batch_size * problem.num_heads * problem.q_len
+        from kernels.flash.hopper import launch as hopper
+
+        return hopper.backward_workspace(
+            batch_size=problem.batch_size,
+            num_heads=problem.num_heads,
+            num_kv_heads=problem.num_kv_heads,
+            q_len=problem.q_len,
+            kv_len=problem.kv_len,
+            head_dim=problem.head_dim,
+            causal=problem.causal,
+        )
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        from kernels.flash import operator
+
+        return operator.forward(q, k, v, causal=causal, scale=scale, **self._options())
+
+    def backward(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        from kernels.flash import operator
+
+        return operator.backward(
+            do, q, k, v, o, lse, causal=causal, scale=scale, **self._options()
+        )  # fmt: skip
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
+        from kernels.flash.function import flash_attention
+
+        return flash_attention(
+            q, k, v, causal=causal, scale=scale, autograd=self.autograd, **self._options()
+        )  # fmt: skip
+
+    def forward_onto(
+        self,
+        o: Tensor,
+        lse: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        """The kernel starts from (o, lse) itself, unless a faster one does not know how to."""
+        from kernels.flash import operator
+
+        if self._runs_on_hopper(q, k, v, causal):
+            return AttentionBackend.forward_onto(self, o, lse, q, k, v, causal=causal, scale=scale)
+        return operator.forward(
+            q, k, v, causal=causal, scale=scale, accumulator=(o, lse), **self._options()
+        )
+
+    def _runs_on_hopper(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
+        """Whether the Hopper kernels, which take no accumulator, would run a plain call."""
+        import torch
+
+        if self.implementation == "plain" or q.device.type != "cuda":
+            return False
+        if torch.compiler.is_compiling():
+            return False
+        from kernels.flash import dispatch
+        from kernels.flash.problem import describe
+
+        return dispatch.why_not(describe(q, k, v, causal=causal), "hopper") is None
+
+    def forward_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        from kernels.flash import operator
+
+        return operator.forward(
+            q, k, v, causal=causal, scale=scale, packing=packing, **self._options()
+        )
+
+    def backward_packed(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        packing: Packing,
+        *,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        from kernels.flash import operator
+
+        return operator.backward(
+            do, q, k, v, o, lse, causal=causal, scale=scale, packing=packing, **self._options()
+        )
+
+    def attend_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, causal: bool, scale: float
+    ) -> Tensor:
+        from kernels.flash.function import flash_attention
+
+        return flash_attention(
+            q, k, v, causal=causal, scale=scale, packing=packing, **self._options()
+        )
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            "precision": self.float32_precision,
+            "implementation": self.implementation,
+            "autotune": self.autotune,
+        }

@@ -1,0 +1,71 @@
+"""Latent attention in the latent space: W_k absorbed into the query, W_v applied afterwards.
+
+q^T (W_k c) = (W_k^T q)^T c, so that all heads attend to the one latent of a token as to a key
+and a value (DeepSeek-V2, section 2.1.2); the step reads each latent once, for all heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kernels.backend import attention_backend
+from kernels.decoding import (
+    DecodeOnly,
+    DecodeProblem,
+    LatentDecoder,
+    kernel_of,
+    operator_workspace,
+    why_no_kernel,
+)
+
+if TYPE_CHECKING:
+    from kernels.decode.rotary import Rotary
+
+IMPLEMENTATIONS = ("auto", "triton", "torch")
+
+
+@attention_backend("mla_absorbed")
+@dataclass(kw_only=True, slots=True)
+class MlaAbsorbed(DecodeOnly):
+    """This project's Triton kernel where it runs, else PyTorch's operators."""
+
+    implementation: str = "auto"
+    """triton (kernels.decode), torch (operators, which gather paged latents), or auto."""
+
+    def __post_init__(self) -> None:
+        if self.implementation not in IMPLEMENTATIONS:
+            raise ValueError(
+                f"attention.implementation={self.implementation}: must be one of "
+                f"{', '.join(IMPLEMENTATIONS)}"
+            )
+
+    def supports_decode(self, problem: DecodeProblem) -> str | None:
+        if not problem.is_latent:
+            return "takes latents: use cache=latent"
+        return why_no_kernel("mla_decode", problem) if self.implementation == "triton" else None
+
+    def decode_choice(self, problem: DecodeProblem) -> str:
+        """With how it computes behind its name, where that was left to it."""
+        if self.implementation != "auto":
+            return self.name
+        return f"{self.name}({'triton' if self._uses_kernel(problem) else 'torch'})"
+
+    def _uses_kernel(self, problem: DecodeProblem) -> bool:
+        if self.implementation == "auto" and problem.device == "cpu":
+            return False
+        return self.implementation != "torch" and why_no_kernel("mla_decode", problem) is None
+
+    def decode_workspace(self, problem: DecodeProblem) -> float:
+        return 0.0 if self._uses_kernel(problem) else operator_workspace(problem)
+
+    def decoder(
+        self, problem: DecodeProblem, cache: Any, *, rotary: Rotary | None, scale: float
+    ) -> LatentDecoder:
+        from kernels.decode.steps.absorbed_kernels import AbsorbedKernelSteps
+        from kernels.decode.steps.latent import AbsorbedSteps
+
+        if self._uses_kernel(problem):
+            kernels = (kernel_of("latent_append"), kernel_of("mla_decode"))
+            return AbsorbedKernelSteps(cache, *kernels, rotary=rotary, scale=scale)
+        return AbsorbedSteps(problem, cache, rotary=rotary, scale=scale)

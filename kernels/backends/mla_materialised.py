@@ -1,0 +1,38 @@
+"""Latent attention with keys and values up-projected for every token, at every step.
+
+What the formulas of DeepSeek-V2 say before anything is rearranged, and what absorption is
+compared with: the cache is small, but each step multiplies all of it by W_k and W_v.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kernels.backend import attention_backend
+from kernels.decoding import DecodeOnly, DecodeProblem, operator_workspace
+
+if TYPE_CHECKING:
+    from kernels.decode.rotary import Rotary
+    from kernels.decode.steps.latent import MaterialisedSteps
+
+
+@attention_backend("mla_materialised")
+@dataclass(kw_only=True, slots=True)
+class MlaMaterialised(DecodeOnly):
+    """PyTorch's operators over up-projected keys and values."""
+
+    def supports_decode(self, problem: DecodeProblem) -> str | None:
+        return None if problem.is_latent else "takes latents: use cache=latent"
+
+    def decode_workspace(self, problem: DecodeProblem) -> float:
+        size = 4 if problem.dtype == "float32" else 2
+        tokens = problem.batch_size * problem.num_heads * problem.max_len
+        return operator_workspace(problem) + 2.0 * size * tokens * problem.head_dim
+
+    def decoder(
+        self, problem: DecodeProblem, cache: Any, *, rotary: Rotary | None, scale: float
+    ) -> MaterialisedSteps:
+        from kernels.decode.steps.latent import MaterialisedSteps
+
+        return MaterialisedSteps(problem, cache, rotary=rotary, scale=scale)

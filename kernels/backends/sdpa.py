@@ -1,0 +1,179 @@
+"""PyTorch's scaled_dot_product_attention, with each of its kernels as a choice.
+
+The public function hides the log-sum-exp. Where a kernel's own operator gives it in full, the
+explicit :meth:`Sdpa.forward` and :meth:`Sdpa.backward` call that operator, which is what the
+public function calls too: then the kernel can run inside a ring.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kernels.backend import AttentionBackend, AttentionProblem, attention_backend
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kernels.decode.rotary import Rotary
+    from kernels.decoding import DecodeProblem
+    from kernels.libraries.sdpa_decode import SdpaDecoder
+
+SDPA_KERNELS = {
+    "auto": None,
+    "flash": "FLASH_ATTENTION",
+    "efficient": "EFFICIENT_ATTENTION",
+    "cudnn": "CUDNN_ATTENTION",
+    "math": "MATH",
+}
+
+KERNELS_WITH_LSE = ("flash", "cudnn")
+"""The efficient kernel's log-sum-exp is padded to a multiple of 32 rows; math has none."""
+
+
+@attention_backend("sdpa", kernel="auto")
+@attention_backend("sdpa_flash", kernel="flash")
+@attention_backend("sdpa_efficient", kernel="efficient")
+@attention_backend("sdpa_cudnn", kernel="cudnn")
+@attention_backend("sdpa_math", kernel="math")
+@dataclass(kw_only=True, slots=True)
+class Sdpa(AttentionBackend):
+    """torch.nn.functional.scaled_dot_product_attention, restricted to one kernel if asked."""
+
+    kernel: str = "auto"
+    """auto (PyTorch picks), flash (FlashAttention-2), efficient (xFormers), cudnn, or math."""
+
+    @property
+    def gives_lse(self) -> bool:
+        return self.kernel in KERNELS_WITH_LSE
+
+    def __post_init__(self) -> None:
+        if self.kernel not in SDPA_KERNELS:
+            raise ValueError(
+                f"attention.kernel={self.kernel}: must be one of {', '.join(SDPA_KERNELS)}"
+            )
+
+    def supports(self, problem: AttentionProblem) -> str | None:
+        if problem.packed:
+            return "takes no packed batch of different lengths"
+        if problem.causal and problem.q_len != problem.kv_len:
+            return "PyTorch aligns a causal mask to the top left when lengths differ"
+        if problem.device == "cpu":
+            if self.kernel in ("efficient", "cudnn"):
+                return f"PyTorch's {self.kernel} attention runs on CUDA devices only"
+            return None
+        return None if self.kernel in ("auto", "math") else self._why_not_on_cuda(problem)
+
+    def keeps_scores(self, problem: AttentionProblem) -> bool:
+        return problem.needs_grad and self.kernel == "math"
+
+    def backward_workspace(self, problem: AttentionProblem) -> float:
+        """cuDNN's and FlashAttention's kernels sum dq in float32."""
+        if problem.device != "cuda" or self.kernel not in ("cudnn", "flash"):
+            return 0.0
+        rows = problem.batch_size * problem.num_heads * problem.q_len
+        return 4.0 * rows * problem.head_dim
+
+    def _why_not_on_cuda(self, problem: AttentionProblem) -> str | None:
+        """PyTorch's own verdict on tensors of this kind, in its own words."""
+        import torch
+        from torch.backends import cuda
+
+        if not torch.cuda.is_available():
+            return "torch sees no CUDA device"
+
+        can_use = {
+            "flash": cuda.can_use_flash_attention,
+            "efficient": cuda.can_use_efficient_attention,
+            "cudnn": cuda.can_use_cudnn_attention,
+        }[self.kernel]
+
+        def tensor(heads: int) -> Tensor:
+            # The verdict depends on dtype, head_dim and heads; a short sequence costs nothing.
+            seq = min(problem.q_len, 128)
+            shape = (1, seq, heads, problem.head_dim)
+            dtype = getattr(torch, problem.dtype)
+            x = torch.empty(shape, device="cuda", dtype=dtype, requires_grad=problem.needs_grad)
+            return x.transpose(1, 2)
+
+        q, k, v = (
+            tensor(problem.num_heads),
+            tensor(problem.num_kv_heads),
+            tensor(problem.num_kv_heads),
+        )
+        grouped = problem.num_heads != problem.num_kv_heads
+        params = cuda.SDPAParams(q, k, v, None, 0.0, problem.causal, grouped)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if can_use(params, debug=True):
+                return None
+        reasons = [str(item.message).split(" (Triggered internally")[0] for item in caught]
+        # The first lines of the verdict introduce it; the last one names the obstacle.
+        return reasons[-1] if reasons else f"PyTorch's {self.kernel} attention refuses it"
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
+        import torch.nn.functional as F
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        arguments: dict[str, Any] = {
+            "is_causal": causal,
+            "scale": scale,
+            "enable_gqa": q.shape[1] != k.shape[1],
+        }
+        kernel = SDPA_KERNELS[self.kernel]
+        if kernel is None:
+            return F.scaled_dot_product_attention(q, k, v, **arguments)
+        with sdpa_kernel(getattr(SDPBackend, kernel)):
+            return F.scaled_dot_product_attention(q, k, v, **arguments)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        from kernels.libraries import sdpa_operators as _sdpa_operators
+
+        return _sdpa_operators.forward(self._operator(q), q, k, v, causal, scale)
+
+    def backward(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        from kernels.libraries import sdpa_operators as _sdpa_operators
+
+        return _sdpa_operators.backward(self._operator(q), do, q, k, v, o, lse, causal, scale)
+
+    def supports_decode(self, problem: DecodeProblem) -> str | None:
+        if problem.is_latent:
+            return "takes keys and values, not latents"
+        if self.kernel in ("auto", "math"):
+            return None
+        # Masks hide what lies behind a sequence's last token, and two kernels take none.
+        if self.kernel == "efficient" and problem.device == "cuda":
+            return None
+        return f"PyTorch's {self.kernel} attention takes no mask by lengths; use sdpa"
+
+    def decode_workspace(self, problem: DecodeProblem) -> float:
+        from kernels.decoding import gathered_bytes
+
+        return gathered_bytes(problem)
+
+    def decoder(
+        self, problem: DecodeProblem, cache: Any, *, rotary: Rotary | None, scale: float
+    ) -> SdpaDecoder:
+        from kernels.libraries.sdpa_decode import SdpaDecoder
+
+        kernel = SDPA_KERNELS[self.kernel]
+        return SdpaDecoder(problem, cache, kernel, rotary=rotary, scale=scale)
+
+    def _operator(self, q: Tensor) -> str:
+        if not self.gives_lse:
+            raise NotImplementedError(f"attention.kernel={self.kernel} gives no log-sum-exp")
+        return "flash_for_cpu" if q.device.type == "cpu" else self.kernel

@@ -1,0 +1,37 @@
+"""Decoding as separate operations: what a fused kernel is compared with.
+
+Rotary on q, rotary on k, the cache's update, scores, softmax and values each launch kernels of
+their own, as the standard path of inference does. A paged cache is gathered first, since
+PyTorch's matmul knows no block table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kernels.backend import attention_backend
+from kernels.decoding import DecodeOnly, DecodeProblem, operator_workspace
+
+if TYPE_CHECKING:
+    from kernels.decode.rotary import Rotary
+    from kernels.decode.steps.operators import MatmulDecoder
+
+
+@attention_backend("standard")
+@dataclass(kw_only=True, slots=True)
+class Standard(DecodeOnly):
+    """PyTorch's operators, one after another."""
+
+    def supports_decode(self, problem: DecodeProblem) -> str | None:
+        return "takes keys and values, not latents" if problem.is_latent else None
+
+    def decode_workspace(self, problem: DecodeProblem) -> float:
+        return operator_workspace(problem)
+
+    def decoder(
+        self, problem: DecodeProblem, cache: Any, *, rotary: Rotary | None, scale: float
+    ) -> MatmulDecoder:
+        from kernels.decode.steps.operators import MatmulDecoder
+
+        return MatmulDecoder(problem, cache, rotary=rotary, scale=scale)

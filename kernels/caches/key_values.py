@@ -1,0 +1,85 @@
+"""Keys and values of every layer, whatever their places."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.caches.choice import CacheShape
+from kernels.caches.places import Places, Slots
+
+
+class KeyValueCache:
+    """Keys and values by layer, and the places of their tokens.
+
+    Args:
+        places: where tokens lie.
+        leading: sequences, or blocks.
+        inner: places in a sequence, or in a block.
+    """
+
+    def __init__(self, shape: CacheShape, places: Places, leading: int, inner: int) -> None:
+        self.shape = shape
+        self.places = places
+        size = (leading, shape.num_kv_heads, inner, shape.head_dim)
+        dtype = getattr(torch, shape.dtype)
+        # Zeros and not whatever was there: a NaN behind the last token would survive a mask.
+        self.keys = [
+            torch.zeros(size, dtype=dtype, device=places.device) for _ in range(shape.num_layers)
+        ]
+        self.values = [torch.zeros_like(keys) for keys in self.keys]
+
+    @property
+    def storage_bytes(self) -> int:
+        """Allocated for tokens."""
+        return sum(x.numel() * x.element_size() for x in (*self.keys, *self.values))
+
+    def store(self, layer: int, slots: Slots, k: Tensor, v: Tensor) -> None:
+        """Write k, v [..., H_kv, D] of tokens whose slots have the leading shape."""
+        first, second = slots
+        self.keys[layer][first, :, second] = k
+        self.values[layer][first, :, second] = v
+
+    def append(self, layer: int, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
+        """Write new tokens behind each sequence's last in one layer; lengths stay.
+
+        Raises ValueError, with nothing written, if a sequence has no room for them.
+        """
+        num_tokens = k_BGTD.shape[2]
+        self.places.reserve(num_tokens)
+        self.store(
+            layer, next_slots(self.places, num_tokens), k_BGTD.transpose(1, 2),
+            v_BGTD.transpose(1, 2),
+        )  # fmt: skip
+
+    def sequence(self, layer: int, index: int, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """A copy of one sequence's first tokens, k and v [H_kv, num_tokens, D]."""
+        first, second = self.places.of_sequence(index, num_tokens)
+        k, v = self.keys[layer][first, :, second], self.values[layer][first, :, second]
+        return k.transpose(0, 1), v.transpose(0, 1)
+
+    def dense(self, layer: int, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """The first ``num_tokens`` places of every sequence, k and v [B, H_kv, num_tokens, D]."""
+        keys, values = self.keys[layer], self.values[layer]
+        table, size = self.places.block_table, self.places.block_size
+        if table is None or size is None:
+            return keys[:, :, :num_tokens], values[:, :, :num_tokens]
+        blocks = table[:, : -(-num_tokens // size)].long()
+        return tuple(
+            # [B, blocks, G, size, D]: a copy, which a paged kernel does without.
+            x[blocks].transpose(1, 2).flatten(2, 3)[:, :, :num_tokens]
+            for x in (keys, values)
+        )
+
+
+def next_positions(places: Places, num_tokens: int) -> Tensor:
+    """Positions [B, T] of the next tokens of every sequence, from the lengths on the device."""
+    offsets = torch.arange(num_tokens, device=places.device)
+    return places.lengths[:, None] + offsets
+
+
+def next_slots(places: Places, num_tokens: int) -> Slots:
+    """Slots [B, T] of the next tokens of every sequence."""
+    positions = next_positions(places, num_tokens).long()
+    sequences = torch.arange(places.batch_size, device=places.device)[:, None]
+    return places.slots(sequences.expand_as(positions), positions)

@@ -1,0 +1,1 @@
+"""Flash decode: attention of new tokens over cached keys and values, in one kernel."""

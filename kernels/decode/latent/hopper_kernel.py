@@ -1,0 +1,463 @@
+"""Absorbed latent attention for Hopper in Gluon: rank 512, a rotary part of 64, 16 bits.
+
+What :mod:`kernels.decode.latent.kernel` does, where matmuls bind. Triton gives each of two
+warpgroups all scores of a tile, which is half as many flops again; here one has the scores of
+the even tiles and the other those of the odd ones, and each the output of one half of the
+rank, as in DeepSeek's FlashMLA. Shared memory holds the queries, two tiles of latents (buffer
+0 for even tiles, 1 for odd ones) and one tile of probabilities. Roles of the warps:
+
+- A producer warp keeps the two buffers filled through TMA, as their parts are given back: of
+  buffer c the rotary part, then half c (0: entries 0 to 255), then the other half. Each is one
+  copy, with barriers of its own.
+- Consumer c owns the tiles of buffer c and, of every tile, half c. For each tile j of its own:
+
+  1. S_j = Q K_j^T is issued, part by part, in the order in which they come;
+  2. the other's P_{j-1} and its running maximum are awaited, O is rescaled to the latter,
+     and O += P_{j-1} V_{j-1} is issued;
+  3. the softmax of S_j runs beside that matmul, from the other's maximum on: there is one
+     sequence of maxima, handed to and fro; the rotary part is given back;
+  4. half c of tile j - 1 is given back; P_j and the new maximum go to shared memory;
+  5. O += P_j V_j, and half c of tile j is given back.
+
+Consumers so take turns: while one computes a softmax, the other's matmuls run. The one tile of
+probabilities needs no lock, since who writes it has read what it overwrites. Row sums stay
+apart, each consumer's over its own tiles, and are exchanged at the end of a piece. What else
+was tried and gained nothing: results/README.md, "What decoding took".
+
+Waiting tells only even from odd phases, so no barrier may complete two while one waits for it.
+Every part's ``ready`` and ``free`` take turns: it is loaded anew only when it was given back,
+which its last reader does: consumer c reads the other half of buffer c in step 1 only, before
+it hands over the P_j without which the other does not read, nor give back, that half. ``p_ready``
+of a consumer is awaited once for each tile of its, before the other hands over a P of its own,
+without which the first does not get to the next. Nobody waits for what comes later in the order
+of tiles: the producer waits for parts of tile j - 2 to load tile j, given back in the steps of
+tiles j - 2 and j - 1, which only need tiles up to j - 1. Pieces follow each other through
+``q_free`` and ``totals_ready``, which both consumers pass. So nothing stands still.
+
+Tokens behind a sequence's length may be anything: their scores are masked, and before the last
+tile's values are multiplied each consumer overwrites their rows of its half with zeros.
+
+The schedule and the slots of pieces are those of the other kernels. Pieces are merged by
+:mod:`kernels.decode.merge_kernel`, a second launch, for registers and shared memory are full.
+"""
+
+# Triton's types are not Python's.
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from kernels.flash.hopper.backward import opaque
+
+ROWS: gl.constexpr = gl.constexpr(64)
+"""Queries of a program, and tokens of a tile."""
+
+HALF: gl.constexpr = gl.constexpr(256)
+"""Entries of a latent that one consumer accumulates."""
+
+ROPE: gl.constexpr = gl.constexpr(64)
+RANK: gl.constexpr = gl.constexpr(512)
+
+
+@gluon.jit
+def add(a, b):
+    return a + b
+
+
+@gluon.jit
+def line_at(lengths_ptr, sequence, unit, before, stop):
+    """Of the line that ``unit`` lies in: tokens, units, and the share's first and end tile."""
+    length = gl.load(lengths_ptr + sequence)
+    units = gl.maximum(gl.cdiv(length, ROWS), 1)
+    return length, units, unit - before, gl.minimum(units, stop - before)
+
+
+@gluon.jit
+def row_of(tile, sequence, max_len, table_ptr, table_stride, PAGE: gl.constexpr):
+    """First row of a tile in the cache, seen as [tokens, 576]."""
+    if PAGE == 0:
+        row = sequence * max_len + tile * ROWS
+    else:
+        position = tile * ROWS
+        block = gl.load(table_ptr + sequence * table_stride + position // PAGE)
+        row = block * PAGE + position % PAGE
+    return row
+
+
+@gluon.jit
+def load_half(cache_desc, halves, ready, free, row, buffer, half, phase):
+    """Fills half ``half`` of a buffer, once it is given back."""
+    number = 2 * buffer + half
+    mbarrier.wait(free.index(number), phase)
+    mbarrier.expect(ready.index(number), cache_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(
+        cache_desc, [row, half * HALF], ready.index(number), halves.index(number)
+    )
+
+
+@gluon.jit
+def produce(inputs, PAGE: gl.constexpr):
+    """The producer: queries of each piece, and its tiles, part by part."""
+    (
+        q_desc, q_rope_desc, cache_desc, rope_desc, q_halves, q_rope, halves, ropes,
+        q_ready, q_free, ready, free, rope_ready, rope_free, lengths_ptr, table_ptr,
+        table_stride, max_len, num_rows, row_tile, unit, stop, sequence, before,
+    ) = inputs  # fmt: skip
+    count = 0
+    # Everything starts free: waiting for the phase before the first one returns at once.
+    q_phase = 1
+    while unit < stop:
+        _, units, first, last = line_at(lengths_ptr, sequence, unit, before, stop)
+        mbarrier.wait(q_free, q_phase)
+        q_phase ^= 1
+        mbarrier.expect(q_ready, 2 * q_desc.block_type.nbytes + q_rope_desc.block_type.nbytes)
+        q_row = sequence * num_rows + row_tile * ROWS
+        tma.async_copy_global_to_shared(q_desc, [q_row, 0], q_ready, q_halves.index(0))
+        tma.async_copy_global_to_shared(q_desc, [q_row, HALF], q_ready, q_halves.index(1))
+        tma.async_copy_global_to_shared(q_rope_desc, [q_row, 0], q_ready, q_rope.index(0))
+        for tile in range(first, last):
+            row = row_of(tile, sequence, max_len, table_ptr, table_stride, PAGE)
+            buffer = count & 1
+            phase = ((count >> 1) & 1) ^ 1
+            mbarrier.wait(rope_free.index(buffer), phase)
+            mbarrier.expect(rope_ready.index(buffer), rope_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(
+                rope_desc, [row, RANK], rope_ready.index(buffer), ropes.index(buffer)
+            )
+            load_half(cache_desc, halves, ready, free, row, buffer, buffer, phase)
+            load_half(cache_desc, halves, ready, free, row, buffer, 1 - buffer, phase)
+            count += 1
+        unit = before + last
+        if last == units:
+            sequence += 1
+            before = unit
+
+
+@gluon.jit
+def finite(m):
+    """A running maximum to subtract: minus infinity less itself is not a number."""
+    return gl.where(m == float("-inf"), 0.0, m)
+
+
+@gluon.jit
+def rescaled(o, m_o, m):
+    """o relative to the new maximum ``m`` [ROWS] in place of ``m_o``."""
+    return o * gl.exp2(m_o - finite(m))[:, None]
+
+
+@gluon.jit
+def clear_tail(halves, half, num_tokens):
+    """Zeros in the rows from ``num_tokens`` on of one half tile, 64 columns at a time."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    parts = halves._reinterpret(halves.dtype, [16, ROWS, 64], halves.type.layout)
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    for part in range(4):
+        place = parts.index(half * 4 + part)
+        x = place.load(LAYOUT)
+        place.store(gl.where(row[:, None] < num_tokens, x, gl.zeros_like(x)))
+    fence_async_shared()
+
+
+@gluon.jit
+def add_scores(q_halves, halves, ready, s, me, zero, phase, OF: gl.constexpr):
+    """Issues S += Q K^T over half ``OF`` of buffer ``me``, once that has arrived."""
+    half = 2 * me + OF
+    mbarrier.wait(ready.index(half), phase)
+    return warpgroup_mma(
+        q_halves.index(zero + OF), halves.index(half).permute((1, 0)), s, is_async=True
+    )
+
+
+@gluon.jit
+def masked(s, tile, length, num_seen, scale_log2, NEW: gl.constexpr):
+    """Scores in units of log2; minus infinity for what a query does not see."""
+    s = s * scale_log2
+    if (tile + 1) * ROWS > length - (NEW - 1):
+        key = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, s.type.layout))
+        s = gl.where(key[None, :] < num_seen[:, None], s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def own_tile(
+    buffers,
+    o,
+    m_o,
+    m_sum,
+    total,
+    count,
+    tile,
+    length,
+    num_seen,
+    scale_log2,
+    CONSUMER: gl.constexpr,
+    FOLLOWS: gl.constexpr,
+    NEW: gl.constexpr,
+    S_LAYOUT: gl.constexpr,
+    O_LAYOUT: gl.constexpr,
+    P_LAYOUT: gl.constexpr,
+):
+    """Steps 1 to 5 for a tile of this consumer's; FOLLOWS: the piece has one before it."""
+    (
+        q_halves, q_rope, p_tile, halves, ropes, maxima, ready, free, rope_ready, rope_free, p_ready
+    ) = buffers  # fmt: skip
+    OTHER: gl.constexpr = 1 - CONSUMER
+    ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    O_ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
+    phase = (count >> 1) & 1
+    earlier = ((count - 1) >> 1) & 1
+    me = opaque(CONSUMER)
+    zero = me - CONSUMER
+    own_half = 3 * me
+    others_half = 2 * (zero + OTHER) + me
+    mbarrier.wait(rope_ready.index(me), phase)
+    s = warpgroup_mma(
+        q_rope.index(zero), ropes.index(me).permute((1, 0)),
+        gl.zeros([ROWS, ROWS], gl.float32, S_LAYOUT), use_acc=False, is_async=True,
+    )  # fmt: skip
+    s = add_scores(q_halves, halves, ready, s, me, zero, phase, CONSUMER)
+    if FOLLOWS:
+        # The other has seen it arrive; who reads it must have seen so itself.
+        mbarrier.wait(ready.index(others_half), earlier)
+    s = add_scores(q_halves, halves, ready, s, me, zero, phase, OTHER)
+    if FOLLOWS:
+        mbarrier.wait(p_ready.index(zero + OTHER), earlier)
+        m_new_o = maxima.index(zero + OTHER).load(O_ROW)
+        o = rescaled(o, m_o, m_new_o)
+        m_o = m_new_o
+        o = warpgroup_mma(p_tile.index(zero), halves.index(others_half), o, is_async=True)
+        s = warpgroup_mma_wait(1, deps=[s])
+    else:
+        s = warpgroup_mma_wait(0, deps=[s])
+    mbarrier.arrive(rope_free.index(me))
+    s = masked(s, tile, length, num_seen, scale_log2, NEW)
+    m = gl.max(s, axis=1)
+    if FOLLOWS:
+        m = gl.maximum(m, maxima.index(zero + OTHER).load(ROW))
+    reference = finite(m)
+    p = gl.exp2(s - reference[:, None])
+    total = total * gl.exp2(m_sum - reference) + gl.sum(p, axis=1)
+    p = p.to(halves.dtype)
+    if FOLLOWS:
+        o = warpgroup_mma_wait(0, deps=[o])
+        mbarrier.arrive(free.index(others_half))
+    p_tile.index(zero).store(p)
+    maxima.index(me).store(m)
+    fence_async_shared()
+    mbarrier.arrive(p_ready.index(me))
+    m_new_o = gl.convert_layout(m, O_ROW)
+    o = rescaled(o, m_o, m_new_o)
+    if (tile + 1) * ROWS > length:
+        clear_tail(halves, own_half, length - tile * ROWS)
+    o = warpgroup_mma(gl.convert_layout(p, P_LAYOUT), halves.index(own_half), o, is_async=True)
+    o = warpgroup_mma_wait(0, deps=[o])
+    mbarrier.arrive(free.index(own_half))
+    return o, m_new_o, m, total
+
+
+@gluon.jit
+def consume(inputs, CONSUMER: gl.constexpr, NEW: gl.constexpr):
+    """One consumer: scores of every other tile, one half of the output."""
+    (
+        q_halves, q_rope, p_tile, halves, ropes, maxima, totals, q_ready, q_free, ready, free,
+        rope_ready, rope_free, p_ready, totals_ready, lengths_ptr, out_ptr, out_stride_b,
+        out_stride_h, out_stride_t, pieces_ptr, piece_lse_ptr, piece_slot, num_rows,
+        row_tile, unit, stop, sequence, before, scale_log2,
+    ) = inputs  # fmt: skip
+    OTHER: gl.constexpr = 1 - CONSUMER
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    O_ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
+    buffers = (
+        q_halves, q_rope, p_tile, halves, ropes, maxima, ready, free, rope_ready, rope_free, p_ready
+    )  # fmt: skip
+    token = (row_tile * ROWS + gl.arange(0, ROWS, ROW)) % NEW
+    row = row_tile * ROWS + gl.arange(0, ROWS, O_ROW)
+    column = CONSUMER * HALF + gl.arange(0, HALF, gl.SliceLayout(0, O_LAYOUT))
+    inside = row < num_rows
+    count = 0
+    piece = 0
+    while unit < stop:
+        length, units, first, last = line_at(lengths_ptr, sequence, unit, before, stop)
+        num_seen = gl.minimum(length - (NEW - 1) + token, length)
+        o = gl.zeros([ROWS, HALF], gl.float32, O_LAYOUT)
+        m_o = gl.full([ROWS], float("-inf"), gl.float32, O_ROW)
+        m_sum = gl.full([ROWS], float("-inf"), gl.float32, ROW)
+        total = gl.zeros([ROWS], gl.float32, ROW)
+        mbarrier.wait(q_ready, piece & 1)
+        # Tiles of this share are counted through, and tile n lies in buffer n mod 2.
+        tile = first
+        if count & 1 == CONSUMER:
+            o, m_o, m_sum, total = own_tile(
+                buffers, o, m_o, m_sum, total, count, tile, length, num_seen, scale_log2,
+                CONSUMER, False, NEW, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+            )  # fmt: skip
+            tile += 1
+        tile += 1
+        while tile < last:
+            o, m_o, m_sum, total = own_tile(
+                buffers, o, m_o, m_sum, total, count + tile - first, tile, length, num_seen,
+                scale_log2, CONSUMER, True, NEW, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+            )  # fmt: skip
+            tile += 2
+        mbarrier.arrive(q_free)
+        count += last - first
+        if (count - 1) & 1 == OTHER:
+            earlier = ((count - 1) >> 1) & 1
+            mbarrier.wait(ready.index(2 * OTHER + CONSUMER), earlier)
+            mbarrier.wait(p_ready.index(OTHER), earlier)
+            m_new_o = maxima.index(OTHER).load(O_ROW)
+            o = rescaled(o, m_o, m_new_o)
+            m_o = m_new_o
+            if last * ROWS > length:
+                clear_tail(halves, 2 * OTHER + CONSUMER, length - (last - 1) * ROWS)
+            o = warpgroup_mma(p_tile.index(0), halves.index(2 * OTHER + CONSUMER), o, is_async=True)
+            o = warpgroup_mma_wait(0, deps=[o])
+            mbarrier.arrive(free.index(2 * OTHER + CONSUMER))
+
+        # Row sums of both, relative to the last maximum. Slots and barriers alternate with the
+        # pieces: a consumer may be done with the next one, if it is short, before the other
+        # has looked.
+        turn = (piece & 1) * 2
+        m_last = gl.convert_layout(m_o, ROW)
+        totals.index(turn + CONSUMER).store(total * gl.exp2(m_sum - finite(m_last)))
+        mbarrier.arrive(totals_ready.index(turn + CONSUMER))
+        mbarrier.wait(totals_ready.index(turn + OTHER), (piece >> 1) & 1)
+        both = totals.index(turn).load(O_ROW) + totals.index(turn + 1).load(O_ROW)
+        safe = gl.where(both == 0.0, 1.0, both)
+        o = o * (1.0 / safe)[:, None]
+        if (first == 0) & (last == units):
+            places = (
+                sequence.to(gl.int64) * out_stride_b
+                + (row // NEW) * out_stride_h + (row % NEW) * out_stride_t
+            )  # fmt: skip
+            gl.store(
+                out_ptr + places[:, None] + column[None, :],
+                o.to(out_ptr.dtype.element_ty),
+                mask=inside[:, None],
+            )
+        else:
+            slot = piece_slot + gl.where(first > 0, 0, 1)
+            tile_row = row - row_tile * ROWS
+            places = (slot.to(gl.int64) * ROWS + tile_row) * RANK
+            gl.store(pieces_ptr + places[:, None] + column[None, :], o, mask=inside[:, None])
+            if CONSUMER == 0:
+                lse = gl.where(both == 0.0, float("-inf"), m_o + gl.log2(safe))
+                gl.store(piece_lse_ptr + slot.to(gl.int64) * ROWS + tile_row, lse, mask=inside)
+        piece += 1
+        unit = before + last
+        if last == units:
+            sequence += 1
+            before = unit
+
+
+@gluon.jit(do_not_specialize=["batch_size", "num_workers", "min_units", "max_len"])
+def hopper_latent_kernel(
+    q_desc,
+    q_rope_desc,
+    cache_desc,
+    rope_desc,
+    lengths_ptr,
+    table_ptr,
+    out_ptr,
+    pieces_ptr,
+    out_stride_b,
+    out_stride_h,
+    out_stride_t,
+    table_stride,
+    max_len,
+    num_rows,
+    batch_size,
+    num_workers,
+    min_units,
+    scale_log2,
+    NEW: gl.constexpr,
+    PAGE: gl.constexpr,
+    BLOCK_B: gl.constexpr,
+    ROW_TILES: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """Output, or pieces of it, of one worker's share; grid: num_workers * ROW_TILES.
+
+    Queries come as [B * num_rows, 512] and [B * num_rows, 64], the cache as [tokens, 576].
+    """
+    dtype: gl.constexpr = q_desc.dtype
+    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    q_halves = gl.allocate_shared_memory(dtype, [2, ROWS, HALF], TILE)
+    p_tile = gl.allocate_shared_memory(dtype, [1, ROWS, ROWS], TILE)
+    q_rope = gl.allocate_shared_memory(dtype, [1, ROWS, ROPE], TILE)
+    # Half h of buffer b is number 2 b + h.
+    halves = gl.allocate_shared_memory(dtype, [4, ROWS, HALF], TILE)
+    ropes = gl.allocate_shared_memory(dtype, [2, ROWS, ROPE], TILE)
+    maxima = gl.allocate_shared_memory(gl.float32, [2, ROWS], LINE)
+    totals = gl.allocate_shared_memory(gl.float32, [4, ROWS], LINE)
+    q_ready = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    q_free = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    ready = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
+    free = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
+    rope_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    rope_free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    p_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    totals_ready = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
+    mbarrier.init(q_ready, count=1)
+    mbarrier.init(q_free, count=2)
+    for i in gl.static_range(4):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=1)
+        mbarrier.init(totals_ready.index(i), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(rope_ready.index(i), count=1)
+        mbarrier.init(rope_free.index(i), count=1)
+        mbarrier.init(p_ready.index(i), count=1)
+
+    # As kernels.decode.schedule.share_of, with layouts.
+    worker = gl.program_id(0) // ROW_TILES
+    row_tile = gl.program_id(0) % ROW_TILES
+    SEQUENCES: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
+    sequences = gl.arange(0, BLOCK_B, SEQUENCES)
+    known = sequences < batch_size
+    lengths = gl.load(lengths_ptr + sequences, mask=known, other=0)
+    units = gl.where(known, gl.maximum((lengths + (ROWS - 1)) // ROWS, 1), 0)
+    ends = gl.associative_scan(units, 0, add)
+    total = gl.sum(units, axis=0)
+    num_workers = gl.minimum(num_workers, gl.maximum(total // min_units, 1))
+    start = (worker.to(gl.int64) * total // num_workers).to(gl.int32)
+    stop = ((worker.to(gl.int64) + 1) * total // num_workers).to(gl.int32)
+    stop = gl.where(worker < num_workers, stop, start)
+    passed = ends <= start
+    sequence = gl.sum(gl.where(passed & known, 1, 0), axis=0)
+    before = gl.sum(gl.where(passed, units, 0), axis=0)
+
+    piece_lse_ptr = pieces_ptr + gl.num_programs(0).to(gl.int64) * (2 * ROWS * RANK)
+    producer = (
+        q_desc, q_rope_desc, cache_desc, rope_desc, q_halves, q_rope, halves, ropes,
+        q_ready, q_free, ready, free, rope_ready, rope_free, lengths_ptr, table_ptr,
+        table_stride, max_len, num_rows, row_tile, start, stop, sequence, before,
+    )  # fmt: skip
+    inputs = (
+        q_halves, q_rope, p_tile, halves, ropes, maxima, totals, q_ready, q_free, ready, free,
+        rope_ready, rope_free, p_ready, totals_ready, lengths_ptr, out_ptr, out_stride_b,
+        out_stride_h, out_stride_t, pieces_ptr, piece_lse_ptr, gl.program_id(0) * 2, num_rows,
+        row_tile, start, stop, sequence, before, scale_log2,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (consume, (inputs, 0, NEW)),
+            (consume, (inputs, 1, NEW)),
+            (produce, (producer, PAGE)),
+        ],
+        [4, 1],
+        [240, 24],
+    )

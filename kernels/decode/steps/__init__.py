@@ -1,0 +1,1 @@
+"""Decoding as single steps: by PyTorch's operators, and latent attention by our kernels."""

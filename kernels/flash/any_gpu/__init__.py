@@ -1,0 +1,1 @@
+"""FlashAttention-2 in Triton for any CUDA GPU, and for Triton's interpreter."""

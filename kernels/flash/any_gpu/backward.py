@@ -1,0 +1,376 @@
+"""FlashAttention-2's backward pass as three Triton kernels (CS336 assignment 2, equations 13-19).
+
+The probabilities are computed again from the scores and the saved log-sum-exp. Two passes,
+one for the keys' gradients and one for the queries', each write every result from a single
+program: no atomics, so that two runs give the same bits, at 7 matmuls instead of 5.
+
+Loop structure.
+
+- ``row_terms_kernel``: one program per tile of queries. D = rowsum(o * do), less the gradient
+  that reaches lse if there is one (dS = P * (dP - D + dlse)), and lse in units of log2. A
+  query without any key gets lse plus infinity here, so that its probabilities come out as
+  zero below and nothing else has to know about it.
+- ``backward_dkv_kernel``: one program owns a tile of keys of one key head and keeps dk and dv
+  in registers. It walks over the query heads of the group, and for each over the query tiles
+  that see its keys: first those that the diagonal or the last query cuts, comparing indices,
+  then the full ones. Scores are computed transposed, [keys, queries], so that both sums over
+  queries are plain matmuls.
+- ``backward_dq_kernel``: one program owns a tile of queries of one head and walks over key
+  tiles exactly as the forward kernel does, full ones first.
+"""
+
+# Triton's types are not Python's.
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.flash.any_gpu.tiles import (
+    LOG2_E,
+    dot,
+    head_offset,
+    load_tile,
+    sequence_span,
+    store_tile,
+    visible_keys,
+)
+
+
+@triton.jit(do_not_specialize=["num_heads", "q_len", "num_q_tiles"])
+def row_terms_kernel(
+    o_ptr,
+    do_ptr,
+    lse_ptr,
+    dlse_ptr,
+    lse_log2_ptr,
+    row_dots_ptr,
+    o_stride_b,
+    o_stride_h,
+    o_stride_s,
+    do_stride_b,
+    do_stride_h,
+    do_stride_s,
+    num_heads,
+    q_len,
+    num_q_tiles,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
+):
+    """D and lse in log2; lse, dlse and both results are contiguous [B, H, S]."""
+    q_start = tl.program_id(0) % num_q_tiles * BLOCK_Q
+    head = (tl.program_id(0) // num_q_tiles) % num_heads
+    batch = tl.program_id(0) // num_q_tiles // num_heads
+    rows_left = q_len - q_start
+    o_ptr += head_offset(batch, head, q_start, o_stride_b, o_stride_h, o_stride_s)
+    do_ptr += head_offset(batch, head, q_start, do_stride_b, do_stride_h, do_stride_s)
+    row_offset = tl.cast(tl.program_id(0) // num_q_tiles, tl.int64) * q_len + q_start
+
+    o = load_tile(o_ptr, o_stride_s, rows_left, BLOCK_Q, HEAD_DIM, BLOCK_D, True)
+    do = load_tile(do_ptr, do_stride_s, rows_left, BLOCK_Q, HEAD_DIM, BLOCK_D, True)
+    rows = tl.arange(0, BLOCK_Q)
+    inside = rows < rows_left
+    lse = tl.load(lse_ptr + row_offset + rows, mask=inside, other=0.0)
+    row_dots = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    if HAS_DLSE:
+        row_dots -= tl.load(dlse_ptr + row_offset + rows, mask=inside, other=0.0)
+    has_key = lse > float("-inf")
+    lse_log2 = tl.where(has_key, lse * LOG2_E, float("inf"))
+    tl.store(lse_log2_ptr + row_offset + rows, lse_log2, mask=inside)
+    tl.store(row_dots_ptr + row_offset + rows, tl.where(has_key, row_dots, 0.0), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_kv_heads", "q_len", "kv_len", "num_k_tiles"])
+def backward_dkv_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    do_ptr,
+    lse_log2_ptr,
+    row_dots_ptr,
+    dk_ptr,
+    dv_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    q_stride_b,
+    q_stride_h,
+    q_stride_s,
+    k_stride_b,
+    k_stride_h,
+    k_stride_s,
+    v_stride_b,
+    v_stride_h,
+    v_stride_s,
+    do_stride_b,
+    do_stride_h,
+    do_stride_s,
+    dk_stride_b,
+    dk_stride_h,
+    dk_stride_s,
+    dv_stride_b,
+    dv_stride_h,
+    dv_stride_s,
+    row_stride_b,
+    row_stride_h,
+    num_kv_heads,
+    q_len,
+    kv_len,
+    num_k_tiles,
+    scale,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """dk, dv of one tile of keys; grid: num_k_tiles * num_kv_heads * batch (or sequences)."""
+    # Under a causal mask the first keys are seen by the most queries: already longest first.
+    tile = tl.program_id(0) % num_k_tiles
+    kv_head = (tl.program_id(0) // num_k_tiles) % num_kv_heads
+    batch = tl.program_id(0) // num_k_tiles // num_kv_heads
+    q_first, q_len = sequence_span(cu_seqlens_q_ptr, batch, q_len, PACKED)
+    k_first, kv_len = sequence_span(cu_seqlens_k_ptr, batch, kv_len, PACKED)
+    k_start = tile * BLOCK_K
+    if k_start >= kv_len:
+        return
+    keys_left = kv_len - k_start
+    k_row = k_first + k_start
+    k_ptr += head_offset(batch, kv_head, k_row, k_stride_b, k_stride_h, k_stride_s)
+    v_ptr += head_offset(batch, kv_head, k_row, v_stride_b, v_stride_h, v_stride_s)
+    dk_ptr += head_offset(batch, kv_head, k_row, dk_stride_b, dk_stride_h, dk_stride_s)
+    dv_ptr += head_offset(batch, kv_head, k_row, dv_stride_b, dv_stride_h, dv_stride_s)
+
+    # Keys past the end are zeros; what they collect stays in their own rows, never stored.
+    k = load_tile(k_ptr, k_stride_s, keys_left, BLOCK_K, HEAD_DIM, BLOCK_D, True)
+    v = load_tile(v_ptr, v_stride_s, keys_left, BLOCK_K, HEAD_DIM, BLOCK_D, True)
+    dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+
+    # Key j is seen by the queries from first_query[j] on.
+    if CAUSAL:
+        offset = k_start - (kv_len - q_len)
+        first_query = offset + tl.arange(0, BLOCK_K)
+        cut_start = tl.minimum(tl.maximum(offset, 0), q_len) // BLOCK_Q * BLOCK_Q
+        full_start = tl.cdiv(tl.maximum(offset + BLOCK_K - 1, 0), BLOCK_Q) * BLOCK_Q
+    else:
+        first_query = tl.zeros([BLOCK_K], tl.int32)
+        cut_start = 0
+        full_start = 0
+    full_end = q_len // BLOCK_Q * BLOCK_Q
+    # Cut tiles lie at the diagonal, and at the end if the last tile is not a whole one.
+    num_at_diagonal = tl.cdiv(tl.minimum(full_start, q_len) - cut_start, BLOCK_Q)
+    last_start = tl.maximum(full_start, full_end)
+    num_cut = num_at_diagonal + tl.where(last_start < q_len, 1, 0)
+
+    for member in range(GROUP_SIZE):
+        head = kv_head * GROUP_SIZE + member
+        q_head = q_ptr + head_offset(batch, head, q_first, q_stride_b, q_stride_h, q_stride_s)
+        do_head = do_ptr + head_offset(batch, head, q_first, do_stride_b, do_stride_h, do_stride_s)
+        row_offset = head_offset(batch, head, q_first, row_stride_b, row_stride_h, 1)
+        lse_head = lse_log2_ptr + row_offset
+        dots_head = row_dots_ptr + row_offset
+        for index in range(num_cut):
+            q_start = tl.where(index < num_at_diagonal, cut_start + index * BLOCK_Q, last_start)
+            q_start = tl.multiple_of(q_start, BLOCK_Q)
+            dk, dv = _add_queries(
+                dk, dv, k, v, q_head, do_head, lse_head, dots_head, q_stride_s, do_stride_s,
+                q_start, q_len, first_query, scale, CAUSAL, True,
+                HEAD_DIM, BLOCK_D, BLOCK_Q, PRECISION, UPCAST,
+            )  # fmt: skip
+        for q_start in range(full_start, full_end, BLOCK_Q):
+            q_start = tl.multiple_of(q_start, BLOCK_Q)
+            dk, dv = _add_queries(
+                dk, dv, k, v, q_head, do_head, lse_head, dots_head, q_stride_s, do_stride_s,
+                q_start, q_len, first_query, scale, CAUSAL, False,
+                HEAD_DIM, BLOCK_D, BLOCK_Q, PRECISION, UPCAST,
+            )  # fmt: skip
+
+    store_tile(dk * scale, dk_ptr, dk_stride_s, keys_left, BLOCK_K, HEAD_DIM, BLOCK_D)
+    store_tile(dv, dv_ptr, dv_stride_s, keys_left, BLOCK_K, HEAD_DIM, BLOCK_D)
+
+
+@triton.jit
+def _add_queries(
+    dk,
+    dv,
+    k,
+    v,
+    q_ptr,
+    do_ptr,
+    lse_log2_ptr,
+    row_dots_ptr,
+    q_stride_s,
+    do_stride_s,
+    q_start,
+    q_len,
+    first_query,
+    scale,
+    CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """What one tile of queries adds to dk (still to be scaled) and dv."""
+    rows_left = q_len - q_start
+    queries = q_start + tl.arange(0, BLOCK_Q)
+    q = load_tile(
+        q_ptr + tl.cast(q_start, tl.int64) * q_stride_s,
+        q_stride_s, rows_left, BLOCK_Q, HEAD_DIM, BLOCK_D, MASKED,
+    )  # fmt: skip
+    do = load_tile(
+        do_ptr + tl.cast(q_start, tl.int64) * do_stride_s,
+        do_stride_s, rows_left, BLOCK_Q, HEAD_DIM, BLOCK_D, MASKED,
+    )  # fmt: skip
+    if MASKED:
+        lse_log2 = tl.load(lse_log2_ptr + queries, mask=queries < q_len, other=float("inf"))
+        row_dots = tl.load(row_dots_ptr + queries, mask=queries < q_len, other=0.0)
+    else:
+        lse_log2 = tl.load(lse_log2_ptr + queries)
+        row_dots = tl.load(row_dots_ptr + queries)
+    scores = dot(k, tl.trans(q), None, PRECISION, UPCAST)
+    p = tl.exp2(scores * (scale * LOG2_E) - lse_log2[None, :])
+    if MASKED and CAUSAL:
+        p = tl.where(queries[None, :] >= first_query[:, None], p, 0.0)
+    dv = dot(p.to(do.dtype), do, dv, PRECISION, UPCAST)
+    dp = dot(v, tl.trans(do), None, PRECISION, UPCAST)
+    ds = p * (dp - row_dots[None, :])
+    dk = dot(ds.to(q.dtype), q, dk, PRECISION, UPCAST)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["num_heads", "q_len", "kv_len", "num_q_tiles"])
+def backward_dq_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    do_ptr,
+    lse_log2_ptr,
+    row_dots_ptr,
+    dq_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    q_stride_b,
+    q_stride_h,
+    q_stride_s,
+    k_stride_b,
+    k_stride_h,
+    k_stride_s,
+    v_stride_b,
+    v_stride_h,
+    v_stride_s,
+    do_stride_b,
+    do_stride_h,
+    do_stride_s,
+    dq_stride_b,
+    dq_stride_h,
+    dq_stride_s,
+    row_stride_b,
+    row_stride_h,
+    num_heads,
+    q_len,
+    kv_len,
+    num_q_tiles,
+    scale,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """dq of one tile of queries; grid: num_q_tiles * num_heads * batch (or sequences)."""
+    tile = tl.program_id(0) % num_q_tiles
+    if CAUSAL:
+        tile = num_q_tiles - 1 - tile
+    head = (tl.program_id(0) // num_q_tiles) % num_heads
+    batch = tl.program_id(0) // num_q_tiles // num_heads
+    q_first, q_len = sequence_span(cu_seqlens_q_ptr, batch, q_len, PACKED)
+    k_first, kv_len = sequence_span(cu_seqlens_k_ptr, batch, kv_len, PACKED)
+    q_start = tile * BLOCK_Q
+    if q_start >= q_len:
+        return
+    rows_left = q_len - q_start
+    q_row = q_first + q_start
+    kv_head = head // GROUP_SIZE
+    q_ptr += head_offset(batch, head, q_row, q_stride_b, q_stride_h, q_stride_s)
+    k_ptr += head_offset(batch, kv_head, k_first, k_stride_b, k_stride_h, k_stride_s)
+    v_ptr += head_offset(batch, kv_head, k_first, v_stride_b, v_stride_h, v_stride_s)
+    do_ptr += head_offset(batch, head, q_row, do_stride_b, do_stride_h, do_stride_s)
+    dq_ptr += head_offset(batch, head, q_row, dq_stride_b, dq_stride_h, dq_stride_s)
+    row_offset = head_offset(batch, head, q_row, row_stride_b, row_stride_h, 1)
+
+    rows = tl.arange(0, BLOCK_Q)
+    inside = rows < rows_left
+    q = load_tile(q_ptr, q_stride_s, rows_left, BLOCK_Q, HEAD_DIM, BLOCK_D, True)
+    do = load_tile(do_ptr, do_stride_s, rows_left, BLOCK_Q, HEAD_DIM, BLOCK_D, True)
+    lse_log2 = tl.load(lse_log2_ptr + row_offset + rows, mask=inside, other=float("inf"))
+    row_dots = tl.load(row_dots_ptr + row_offset + rows, mask=inside, other=0.0)
+    dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+
+    num_seen, full_end, stop = visible_keys(q_start, q_len, kv_len, BLOCK_Q, BLOCK_K, CAUSAL)
+    dq = _add_keys(
+        dq, q, do, lse_log2, row_dots, k_ptr, v_ptr, k_stride_s, v_stride_s, 0, full_end,
+        num_seen, kv_len, scale, False, HEAD_DIM, BLOCK_D, BLOCK_K, PRECISION, UPCAST,
+    )  # fmt: skip
+    dq = _add_keys(
+        dq, q, do, lse_log2, row_dots, k_ptr, v_ptr, k_stride_s, v_stride_s, full_end, stop,
+        num_seen, kv_len, scale, True, HEAD_DIM, BLOCK_D, BLOCK_K, PRECISION, UPCAST,
+    )  # fmt: skip
+    store_tile(dq * scale, dq_ptr, dq_stride_s, rows_left, BLOCK_Q, HEAD_DIM, BLOCK_D)
+
+
+@triton.jit
+def _add_keys(
+    dq,
+    q,
+    do,
+    lse_log2,
+    row_dots,
+    k_ptr,
+    v_ptr,
+    k_stride_s,
+    v_stride_s,
+    start,
+    stop,
+    num_seen,
+    kv_len,
+    scale,
+    MASKED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """What the key tiles from ``start`` to ``stop`` add to dq, still to be scaled."""
+    for k_start in range(start, stop, BLOCK_K):
+        k_start = tl.multiple_of(k_start, BLOCK_K)
+        k = load_tile(
+            k_ptr + tl.cast(k_start, tl.int64) * k_stride_s,
+            k_stride_s, kv_len - k_start, BLOCK_K, HEAD_DIM, BLOCK_D, MASKED,
+        )  # fmt: skip
+        v = load_tile(
+            v_ptr + tl.cast(k_start, tl.int64) * v_stride_s,
+            v_stride_s, kv_len - k_start, BLOCK_K, HEAD_DIM, BLOCK_D, MASKED,
+        )  # fmt: skip
+        scores = dot(q, tl.trans(k), None, PRECISION, UPCAST)
+        p = tl.exp2(scores * (scale * LOG2_E) - lse_log2[:, None])
+        if MASKED:
+            keys = k_start + tl.arange(0, BLOCK_K)
+            p = tl.where(keys[None, :] < num_seen[:, None], p, 0.0)
+        dp = dot(do, tl.trans(v), None, PRECISION, UPCAST)
+        ds = p * (dp - row_dots[:, None])
+        dq = dot(ds.to(k.dtype), k, dq, PRECISION, UPCAST)
+    return dq

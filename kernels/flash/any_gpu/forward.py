@@ -1,0 +1,191 @@
+"""FlashAttention-2's forward pass as one Triton kernel (CS336 assignment 2, Algorithm 1).
+
+Loop structure. One program owns one tile of BLOCK_Q queries of one head and keeps, in
+registers and float32, three running values for them: the largest scaled score ``m``, the
+softmax denominator ``l`` relative to it, and the unnormalised output ``acc``. It walks over
+the key tiles in order, in two loops around the same body:
+
+1. key tiles that every query of the tile sees entirely: no index is ever compared;
+2. the tiles that the causal diagonal or the last key cuts: one comparison per score.
+
+Tiles that no query sees are not visited. At the end o = acc / l and lse = m + log l. Scores
+are in units of log2 inside (scale times log2 e is folded into one multiplication), because
+the GPU has an instruction for 2^x and none for e^x.
+
+With ACCUMULATE the three values start from an earlier result instead of nothing: attention
+over other keys, (o, lse), is the state m = lse, l = 1, acc = o.
+
+A program's queries of a grouped head read the keys of head // GROUP_SIZE; keys are never
+expanded. Under a causal mask programs with the most keys are started first, so that the last
+wave of the grid is a short one.
+"""
+
+# Triton's types are not Python's.
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.flash.any_gpu.tiles import (
+    LN_2,
+    LOG2_E,
+    dot,
+    head_offset,
+    load_tile,
+    sequence_span,
+    store_tile,
+    visible_keys,
+)
+
+
+@triton.jit(do_not_specialize=["num_heads", "q_len", "kv_len", "num_q_tiles"])
+def forward_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    o_ptr,
+    lse_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    q_stride_b,
+    q_stride_h,
+    q_stride_s,
+    k_stride_b,
+    k_stride_h,
+    k_stride_s,
+    v_stride_b,
+    v_stride_h,
+    v_stride_s,
+    o_stride_b,
+    o_stride_h,
+    o_stride_s,
+    lse_stride_b,
+    lse_stride_h,
+    num_heads,
+    q_len,
+    kv_len,
+    num_q_tiles,
+    scale_log2,
+    SCALE_SIGN: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    PACKED: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """o, lse of one tile of queries; grid: num_q_tiles * num_heads * batch (or sequences).
+
+    ``scale_log2`` is |scale| log2 e, and 1 when the scale is zero; SCALE_SIGN is the
+    scale's sign, or 0.
+    """
+    tile = tl.program_id(0) % num_q_tiles
+    if CAUSAL:
+        tile = num_q_tiles - 1 - tile
+    head = (tl.program_id(0) // num_q_tiles) % num_heads
+    batch = tl.program_id(0) // num_q_tiles // num_heads
+    q_first, q_len = sequence_span(cu_seqlens_q_ptr, batch, q_len, PACKED)
+    k_first, kv_len = sequence_span(cu_seqlens_k_ptr, batch, kv_len, PACKED)
+    q_start = tile * BLOCK_Q
+    if q_start >= q_len:
+        return
+    rows_left = q_len - q_start
+    q_row = q_first + q_start
+    kv_head = head // GROUP_SIZE
+    q_ptr += head_offset(batch, head, q_row, q_stride_b, q_stride_h, q_stride_s)
+    k_ptr += head_offset(batch, kv_head, k_first, k_stride_b, k_stride_h, k_stride_s)
+    v_ptr += head_offset(batch, kv_head, k_first, v_stride_b, v_stride_h, v_stride_s)
+    o_ptr += head_offset(batch, head, q_row, o_stride_b, o_stride_h, o_stride_s)
+    lse_ptr += head_offset(batch, head, q_row, lse_stride_b, lse_stride_h, 1)
+
+    rows = tl.arange(0, BLOCK_Q)
+    q = load_tile(q_ptr, q_stride_s, rows_left, BLOCK_Q, HEAD_DIM, BLOCK_D, True)
+    if SCALE_SIGN != 1:
+        # The loop takes the largest score before it scales, which needs a positive scale.
+        q = (q.to(tl.float32) * SCALE_SIGN).to(q.dtype)
+
+    if ACCUMULATE:
+        lse = tl.load(lse_ptr + rows, mask=rows < rows_left, other=float("-inf"))
+        seen_before = lse > float("-inf")
+        m = lse * LOG2_E
+        l = tl.where(seen_before, 1.0, 0.0)  # noqa: E741
+        acc = load_tile(o_ptr, o_stride_s, rows_left, BLOCK_Q, HEAD_DIM, BLOCK_D, True)
+        acc = tl.where(seen_before[:, None], acc, 0.0)
+    else:
+        m = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+        l = tl.zeros([BLOCK_Q], tl.float32)  # noqa: E741
+        acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+
+    num_seen, full_end, stop = visible_keys(q_start, q_len, kv_len, BLOCK_Q, BLOCK_K, CAUSAL)
+    acc, m, l = _visit_keys(  # noqa: E741
+        acc, m, l, q, k_ptr, v_ptr, k_stride_s, v_stride_s, 0, full_end, num_seen, kv_len,
+        scale_log2, False, HEAD_DIM, BLOCK_D, BLOCK_K, PRECISION, UPCAST,
+    )  # fmt: skip
+    acc, m, l = _visit_keys(  # noqa: E741
+        acc, m, l, q, k_ptr, v_ptr, k_stride_s, v_stride_s, full_end, stop, num_seen, kv_len,
+        scale_log2, True, HEAD_DIM, BLOCK_D, BLOCK_K, PRECISION, UPCAST,
+    )  # fmt: skip
+
+    # A query without any key: zero and minus infinity.
+    has_key = l > 0.0
+    l = tl.where(has_key, l, 1.0)  # noqa: E741
+    lse = tl.where(has_key, m * LN_2 + tl.log(l), float("-inf"))
+    tl.store(lse_ptr + rows, lse, mask=rows < rows_left)
+    store_tile(acc / l[:, None], o_ptr, o_stride_s, rows_left, BLOCK_Q, HEAD_DIM, BLOCK_D)
+
+
+@triton.jit
+def _visit_keys(
+    acc,
+    m,
+    l,  # noqa: E741
+    q,
+    k_ptr,
+    v_ptr,
+    k_stride_s,
+    v_stride_s,
+    start,
+    stop,
+    num_seen,
+    kv_len,
+    scale_log2,
+    MASKED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Online softmax over the key tiles from ``start`` to ``stop``."""
+    for k_start in range(start, stop, BLOCK_K):
+        k_start = tl.multiple_of(k_start, BLOCK_K)
+        k = load_tile(
+            k_ptr + tl.cast(k_start, tl.int64) * k_stride_s,
+            k_stride_s, kv_len - k_start, BLOCK_K, HEAD_DIM, BLOCK_D, MASKED,
+        )  # fmt: skip
+        scores = dot(q, tl.trans(k), None, PRECISION, UPCAST)
+        if MASKED:
+            keys = k_start + tl.arange(0, BLOCK_K)
+            scores = tl.where(keys[None, :] < num_seen[:, None], scores, float("-inf"))
+        m_new = tl.maximum(m, tl.max(scores, 1) * scale_log2)
+        if MASKED:  # noqa: SIM108
+            # Minus infinity less itself is not a number; a query may have seen nothing yet.
+            reference = tl.where(m_new == float("-inf"), 0.0, m_new)
+        else:
+            reference = m_new
+        p = tl.exp2(scores * scale_log2 - reference[:, None])
+        correction = tl.exp2(m - reference)
+        l = l * correction + tl.sum(p, 1)  # noqa: E741
+        acc = acc * correction[:, None]
+        v = load_tile(
+            v_ptr + tl.cast(k_start, tl.int64) * v_stride_s,
+            v_stride_s, kv_len - k_start, BLOCK_K, HEAD_DIM, BLOCK_D, MASKED,
+        )  # fmt: skip
+        acc = dot(p.to(v.dtype), v, acc, PRECISION, UPCAST)
+        m = m_new
+    return acc, m, l

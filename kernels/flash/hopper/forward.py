@@ -1,0 +1,409 @@
+"""FlashAttention forward for Hopper (compute capability 9.0) in Gluon, Triton's lower level.
+
+One program computes ``TILES`` tiles of 128 queries of one head, one after another. Its warps have
+roles:
+
+- A producer warp keeps a ring of ``STAGES`` key and value tiles in shared memory filled through
+  the tensor memory accelerator (TMA), the last visible tile first.
+- Each consumer is one warpgroup and owns 64 of the queries. For every key tile it issues
+  S_j = Q K_j^T and, while that runs, O += P_{j+1} V_{j+1} for the tile before; then it computes
+  the softmax of S_j while the second matmul is still running. Consumers are independent of each
+  other, so that the softmax of one overlaps the matmuls of the others as well.
+
+Key tiles run from the diagonal to the left. The first ones cross the mask and compare indices;
+the others do not. The schedule is the one of FlashAttention-3 (arXiv:2407.08608, section 3).
+
+A multiprocessor has room for one program, so that what a program begins and ends with is exposed:
+setting up barriers, the first copies, the stores of the results. With more than one tile the
+producer runs ahead into the next one while the consumers finish and store the one before. Where
+that pays says :mod:`kernels.flash.hopper.pairing`.
+
+The ring knows nothing of query tiles; its barriers do. A query tile with n > 0 visible key tiles
+takes n + 1 of the ring's steps, since a slot holds the keys of a tile and the values of the one
+before: the first step brings no values, the last one no keys. One with none takes no step. In each
+step each of a slot's three barriers goes through one phase, with data or without, so that one
+parity serves them all: the producer arrives at what brings no data, and consumers free every slot.
+"""
+
+# Triton's types are not Python's.
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from kernels.flash.hopper.tiles import (
+    CONSUMER_REGISTERS,
+    CONSUMERS,
+    LN_2,
+    PROGRAM_ROWS,
+    ROWS,
+    key_tiles,
+    sequence,
+    store_rows,
+    visible_keys,
+)
+
+
+@gluon.jit
+def query_tile(turn, num_tiles, TILES: gl.constexpr, CAUSAL: gl.constexpr):
+    """Which of a head's ``num_tiles`` query tiles this program computes in its turn ``turn``.
+
+    Longest tiles first: the hardware hands out programs in order, and short ones fill the end.
+    Under a causal mask every other turn goes through the programs backwards, so that the longest
+    tile goes with the shortest one; if there is an odd number, the longest of all stays alone, and
+    all programs have equally many key tiles.
+
+    Returns:
+        The tile, or one at or behind ``num_tiles`` if no more is left.
+    """
+    program = gl.program_id(0)
+    if not CAUSAL:
+        return program * TILES + turn
+    num_programs = gl.num_programs(0)
+    backwards = num_programs - 1 - program
+    place = turn * num_programs + gl.where(turn % 2 == 0, program, backwards)
+    return gl.where(place < num_tiles, num_tiles - 1 - place, num_tiles)
+
+
+@gluon.jit
+def produce(
+    inputs, TILES: gl.constexpr, STAGES: gl.constexpr, BLOCK_K: gl.constexpr, CAUSAL: gl.constexpr
+):
+    """The producer: for each tile TMA copies of its queries, and of keys and values right to left.
+
+    Each tile's queries have room of their own: nobody waits to fill it again.
+    """
+    (
+        q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, q_ready, k_ready, v_ready, free,
+        batch, head, kv_head, num_tiles, q_start, q_len, k_start, kv_len,
+    ) = inputs  # fmt: skip
+    slot = 0
+    # A ring starts free: waiting for the phase before the first one returns at once.
+    phase = 1
+    for turn in range(TILES):
+        first = query_tile(turn, num_tiles, TILES, CAUSAL) * PROGRAM_ROWS
+        num_key_tiles, _ = key_tiles(first, q_len, kv_len, PROGRAM_ROWS, BLOCK_K, CAUSAL)
+        if num_key_tiles > 0:
+            mbarrier.expect(q_ready.index(turn), CONSUMERS * q_desc.block_type.nbytes)
+            for consumer in gl.static_range(CONSUMERS):
+                tma.async_copy_global_to_shared(
+                    q_desc,
+                    [batch, head, q_start + first + consumer * ROWS, 0],
+                    q_ready.index(turn),
+                    q_tiles.index(turn * CONSUMERS + consumer),
+                )
+        num_steps = gl.where(num_key_tiles > 0, num_key_tiles + 1, 0)
+        for step in range(num_steps):
+            row = k_start + (num_key_tiles - 1 - step) * BLOCK_K
+            mbarrier.wait(free.index(slot), phase)
+            if step < num_key_tiles:
+                mbarrier.expect(k_ready.index(slot), k_desc.block_type.nbytes)
+                tma.async_copy_global_to_shared(
+                    k_desc, [batch, kv_head, row, 0], k_ready.index(slot), k_tiles.index(slot)
+                )
+            elif TILES > 1:
+                # Before the values: who has seen them has this phase behind it as well.
+                mbarrier.arrive(k_ready.index(slot))
+            if step > 0:
+                mbarrier.expect(v_ready.index(slot), v_desc.block_type.nbytes)
+                tma.async_copy_global_to_shared(
+                    v_desc,
+                    [batch, kv_head, row + BLOCK_K, 0],
+                    v_ready.index(slot),
+                    v_tiles.index(slot),
+                )
+            else:
+                # No wait for these values: but before the slot's next ones are waited for, so
+                # is something in another slot, which comes after this.
+                mbarrier.arrive(v_ready.index(slot))
+            slot += 1
+            if slot == STAGES:
+                slot = 0
+                phase ^= 1
+
+
+@gluon.jit
+def masked(s, tile, first_row, q_len, kv_len, BLOCK_K: gl.constexpr, CAUSAL: gl.constexpr):
+    """Scores with minus infinity where the key is out of sight."""
+    LAYOUT: gl.constexpr = s.type.layout
+    seen = visible_keys(tile, first_row, q_len, kv_len, BLOCK_K, CAUSAL, LAYOUT)
+    return gl.where(seen, s, float("-inf"))
+
+
+@gluon.jit
+def by_thread(x):
+    """[ROWS, N] in a wgmma accumulator's layout as [ROWS, a, b, 4, 2] with the 4 over threads.
+
+    Each of the four threads that share a row has N / 4 of its entries. Reducing axis by axis
+    gives short independent chains of instructions where a reduction over N is one long one.
+    """
+    N: gl.constexpr = x.shape[1]
+    return x.reshape([ROWS, 4, N // 32, 4, 2])
+
+
+@gluon.jit
+def row_sums_by_thread(x):
+    """[ROWS, N] -> [ROWS, 4]: each thread's own part of the sum of its rows."""
+    return gl.sum(gl.sum(gl.sum(by_thread(x), axis=4), axis=2), axis=1)
+
+
+@gluon.jit
+def row_max(x):
+    """[ROWS, N] -> [ROWS], in the layout of x's rows."""
+    part = gl.max(gl.max(gl.max(by_thread(x), axis=4), axis=2), axis=1)
+    return gl.convert_layout(gl.max(part, axis=1), gl.SliceLayout(1, x.type.layout))
+
+
+@gluon.jit
+def softmax_step(s, m, total, scale_log2, MASKED: gl.constexpr):
+    """One step of the online softmax, in units of log2.
+
+    The denominator ``total`` stays apart by thread, [ROWS, 4]; only the end adds the four up.
+
+    Returns:
+        p, the new running maximum of the raw scores, the new denominator, and the factor by
+        which what was accumulated before has to shrink.
+    """
+    new_m = gl.maximum(m, row_max(s))
+    reference = new_m * scale_log2
+    if MASKED:
+        # A row that has seen no key yet: -inf - -inf is not a number.
+        reference = gl.where(new_m == float("-inf"), 0.0, reference)
+    p = gl.exp2(s * scale_log2 - reference[:, None])
+    shrink = gl.exp2(m * scale_log2 - reference)
+    by_row = gl.convert_layout(shrink, gl.SliceLayout(1, total.type.layout))
+    return p, new_m, total * by_row[:, None] + row_sums_by_thread(p), shrink
+
+
+@gluon.jit
+def advance(
+    q_tile,
+    k_tiles,
+    v_tiles,
+    k_ready,
+    v_ready,
+    free,
+    p,
+    o,
+    m,
+    total,
+    slot,
+    phase,
+    tile,
+    more,
+    first_row,
+    q_len,
+    kv_len,
+    scale_log2,
+    STAGES: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    MASKED: gl.constexpr,
+    S_LAYOUT: gl.constexpr,
+    O_LAYOUT: gl.constexpr,
+    P_LAYOUT: gl.constexpr,
+):
+    """Scores of key tile ``tile`` while the values of the tile before are added to o.
+
+    The ring's slot holds both: the keys of a tile and the values of the one before.
+    """
+    zeros = gl.zeros([ROWS, BLOCK_K], gl.float32, S_LAYOUT)
+    s = warpgroup_mma(
+        q_tile, k_tiles.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True
+    )
+    mbarrier.wait(v_ready.index(slot), phase)
+    o = warpgroup_mma(p, v_tiles.index(slot), o, is_async=True)
+    s = warpgroup_mma_wait(1, deps=[s])
+    if MASKED:
+        s = masked(s, tile, first_row, q_len, kv_len, BLOCK_K, CAUSAL)
+    new_p, m, total, shrink = softmax_step(s, m, total, scale_log2, MASKED)
+    new_p = gl.convert_layout(new_p.to(p.dtype), P_LAYOUT)
+    next_slot = slot + 1
+    if next_slot == STAGES:
+        next_slot = 0
+        phase ^= 1
+    # Both keep the softmax before the wait below, so that it runs beside the matmul: new_p as a
+    # dependency holds for LLVM, and the loop that waits for the next keys holds for ptxas, which
+    # would hoist the matmul's wait within a basic block.
+    mbarrier.wait(k_ready.index(next_slot), phase, pred=more)
+    o, p, new_p = warpgroup_mma_wait(0, deps=[o, p, new_p])
+    mbarrier.arrive(free.index(slot))
+    o = o * gl.convert_layout(shrink, gl.SliceLayout(1, O_LAYOUT))[:, None]
+    return new_p, o, m, total, next_slot, phase
+
+
+@gluon.jit
+def consume(
+    inputs,
+    CONSUMER: gl.constexpr,
+    TILES: gl.constexpr,
+    STAGES: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):
+    """One consumer: 64 queries of each tile over all visible key tiles, then o, lse to memory."""
+    (
+        q_tiles, k_tiles, v_tiles, q_ready, k_ready, v_ready, free, o_ptr, lse_ptr,
+        stride_ob, stride_oh, stride_os, batch, head, num_heads, lse_len, num_tiles, q_start,
+        q_len, kv_len, scale_log2,
+    ) = inputs  # fmt: skip
+    dtype: gl.constexpr = q_tiles.dtype
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+
+    # Copies come as [1, 1, rows, D]; the matmuls see [rows, D] of the same bytes.
+    TILE: gl.constexpr = gl.NVMMASharedLayout(q_tiles.type.layout.swizzle_byte_width, 16)
+    q_tiles = q_tiles._reinterpret(dtype, [TILES * CONSUMERS, ROWS, BLOCK_D], TILE)
+    k_tiles = k_tiles._reinterpret(dtype, [STAGES, BLOCK_K, BLOCK_D], TILE)
+    v_tiles = v_tiles._reinterpret(dtype, [STAGES, BLOCK_K, BLOCK_D], TILE)
+    slot = 0
+    phase = 0
+    for turn in range(TILES):
+        first = query_tile(turn, num_tiles, TILES, CAUSAL) * PROGRAM_ROWS
+        num_key_tiles, num_unmasked = key_tiles(first, q_len, kv_len, PROGRAM_ROWS, BLOCK_K, CAUSAL)
+        q_tile = q_tiles.index(turn * CONSUMERS + CONSUMER)
+        first_row = first + CONSUMER * ROWS
+        m = gl.full([ROWS], float("-inf"), gl.float32, ROW)
+        total = row_sums_by_thread(gl.zeros([ROWS, BLOCK_K], gl.float32, S_LAYOUT))
+        o = gl.zeros([ROWS, BLOCK_D], gl.float32, O_LAYOUT)
+        if num_key_tiles > 0:
+            mbarrier.wait(q_ready.index(turn), 0)
+            mbarrier.wait(k_ready.index(slot), phase)
+            zeros = gl.zeros([ROWS, BLOCK_K], gl.float32, S_LAYOUT)
+            s = warpgroup_mma(
+                q_tile, k_tiles.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True
+            )
+            s = warpgroup_mma_wait(0, deps=[s])
+            mbarrier.arrive(free.index(slot))
+            s = masked(s, num_key_tiles - 1, first_row, q_len, kv_len, BLOCK_K, CAUSAL)
+            p, m, total, _ = softmax_step(s, m, total, scale_log2, True)
+            p = gl.convert_layout(p.to(dtype), P_LAYOUT)
+            slot += 1
+            if slot == STAGES:
+                slot = 0
+                phase ^= 1
+            # With a predicate in place of the branch Triton adds a barrier of warps to the loops.
+            if num_key_tiles > 1:
+                mbarrier.wait(k_ready.index(slot), phase)
+            for step in range(num_key_tiles - 1 - num_unmasked):
+                p, o, m, total, slot, phase = advance(
+                    q_tile, k_tiles, v_tiles, k_ready, v_ready, free,
+                    p, o, m, total, slot, phase, num_key_tiles - 2 - step,
+                    step + 2 < num_key_tiles, first_row, q_len, kv_len,
+                    scale_log2, STAGES, BLOCK_K, CAUSAL, True, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+                )  # fmt: skip
+            num_plain = gl.minimum(num_unmasked, num_key_tiles - 1)
+            for step in range(num_plain):
+                p, o, m, total, slot, phase = advance(
+                    q_tile, k_tiles, v_tiles, k_ready, v_ready, free,
+                    p, o, m, total, slot, phase, 0,
+                    step + 1 < num_plain, first_row, q_len, kv_len,
+                    scale_log2, STAGES, BLOCK_K, CAUSAL, False, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+                )  # fmt: skip
+            mbarrier.wait(v_ready.index(slot), phase)
+            o = warpgroup_mma(p, v_tiles.index(slot), o, is_async=True)
+            o = warpgroup_mma_wait(0, deps=[o])
+            if TILES > 1:
+                mbarrier.arrive(free.index(slot))
+            slot += 1
+            if slot == STAGES:
+                slot = 0
+                phase ^= 1
+
+        total = gl.convert_layout(gl.sum(total, axis=1), ROW)
+        safe_total = gl.where(total == 0.0, 1.0, total)
+        o = o / gl.convert_layout(safe_total, gl.SliceLayout(1, O_LAYOUT))[:, None]
+        # exp2 and log2 are the hardware's; lse is kept in the natural logarithm.
+        lse = (m * scale_log2 + gl.log2(safe_total)) * LN_2
+        lse = gl.where(total == 0.0, float("-inf"), lse)
+        lse_row = first_row + gl.arange(0, ROWS, ROW)
+        lse_base = (batch * num_heads + head).to(gl.int64) * lse_len + q_start
+        gl.store(lse_ptr + lse_base + lse_row, lse, mask=lse_row < q_len)
+        store_rows(
+            o, o_ptr, stride_ob, stride_oh, stride_os, batch, head, first_row, q_start, q_len,
+            HEAD_DIM, BLOCK_D,
+        )  # fmt: skip
+
+
+@gluon.jit
+def flash_forward(
+    q_desc,
+    k_desc,
+    v_desc,
+    o_ptr,
+    lse_ptr,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    stride_ob,
+    stride_oh,
+    stride_os,
+    num_heads,
+    group_size,
+    q_len,
+    kv_len,
+    lse_len,
+    scale_log2,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    TILES: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    PACKED: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """o = softmax(q k^T scale) v and its log-sum-exp, for ``TILES`` query tiles of one head."""
+    # A ring of one slot could not be refilled while it is read, and its barriers lose their count.
+    gl.static_assert(STAGES >= 2)
+    dtype: gl.constexpr = q_desc.dtype
+    q_tiles = gl.allocate_shared_memory(
+        dtype, [TILES * CONSUMERS] + q_desc.block_type.shape, q_desc.layout
+    )
+    k_tiles = gl.allocate_shared_memory(dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
+    q_ready = gl.allocate_shared_memory(gl.int64, [TILES, 1], mbarrier.MBarrierLayout())
+    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for turn in gl.static_range(TILES):
+        mbarrier.init(q_ready.index(turn), count=1)
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(k_ready.index(slot), count=1)
+        mbarrier.init(v_ready.index(slot), count=1)
+        mbarrier.init(free.index(slot), count=CONSUMERS)
+
+    # Of the longest sequence: tiles beyond a shorter one's end are empty.
+    num_tiles = gl.cdiv(q_len, PROGRAM_ROWS)
+    head = gl.program_id(1) % num_heads
+    batch, q_start, q_len, k_start, kv_len, _ = sequence(
+        cu_seqlens_q, cu_seqlens_k, gl.program_id(1) // num_heads, q_len, kv_len, PACKED
+    )
+    producer = (
+        q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, q_ready, k_ready, v_ready, free,
+        batch, head, head // group_size, num_tiles, q_start, q_len, k_start, kv_len,
+    )  # fmt: skip
+    inputs = (
+        q_tiles, k_tiles, v_tiles, q_ready, k_ready, v_ready, free, o_ptr, lse_ptr,
+        stride_ob, stride_oh, stride_os, batch, head, num_heads, lse_len, num_tiles, q_start,
+        q_len, kv_len, scale_log2,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (consume, (inputs, 0, TILES, STAGES, BLOCK_K, HEAD_DIM, BLOCK_D, CAUSAL)),
+            (consume, (inputs, 1, TILES, STAGES, BLOCK_K, HEAD_DIM, BLOCK_D, CAUSAL)),
+            (produce, (producer, TILES, STAGES, BLOCK_K, CAUSAL)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, 24],
+    )

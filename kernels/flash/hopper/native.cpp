@@ -1,0 +1,653 @@
+// The autograd node of flash attention, and the launches of its kernels, without Python.
+//
+// kernels/flash/hopper/native.py builds and feeds this module. Python runs a call first: Triton then has
+// compiled its kernels, and their parameters lie ready (kernels/launching/driver.py). Copies of those
+// make a plan here, for one device, one dtype and one layout of q, k and v, and a later call writes
+// nothing into them but addresses and scales. Nothing here knows what a kernel does.
+//
+// Whatever is not as it was when the plan was made is left to Python: `attend` gives None, and a
+// backward pass calls the Python function that `connect` was given.
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <type_traits>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace {
+
+using at::Tensor;
+using torch::autograd::Node;
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+
+// Functions of CUDA's driver and of torch's CUDA library, which torch's CPU build does not have.
+struct Driver {
+  int (*launch)(const void* config, void* function, void** parameters, void** extra) = nullptr;
+  int (*replace_address)(void* map, void* address) = nullptr;
+  int (*get_context)(void** context) = nullptr;
+  int (*set_context)(void* context) = nullptr;
+  int (*current_stream)(int device, void** stream) = nullptr;
+};
+
+Driver driver;
+PyObject* backward_in_python = nullptr;
+
+constexpr uint64_t kAlignment = 16;
+constexpr size_t kMaxPlans = 1024;
+// Layouts of do that one plan knows.
+constexpr size_t kMaxBackwards = 16;
+
+// Which tensor a parameter is the address of; the workspace's parts follow.
+enum Slot { kQ, kK, kV, kO, kLse, kDo, kDq, kDk, kDv, kNumTensors };
+constexpr size_t kMaxSlots = 16;
+using Addresses = std::array<uint64_t, kMaxSlots>;
+
+uint64_t address_of(const Tensor& x) {
+  return reinterpret_cast<uint64_t>(x.const_data_ptr());
+}
+
+struct WithoutGil {
+  PyThreadState* state = PyEval_SaveThread();
+  ~WithoutGil() {
+    PyEval_RestoreThread(state);
+  }
+};
+
+// CUDA's CUlaunchConfig; no launch has attributes.
+struct LaunchConfig {
+  unsigned grid[3], block[3], shared_memory_bytes;
+  void* stream;
+  void* attributes;
+  unsigned num_attributes;
+};
+
+// A kernel on a grid, with its parameters: those of DriverLaunch.contents in _driver_launch.py.
+class Launch {
+ public:
+  // (function, config, [(kind, bytes)], slots, multipliers of the scale)
+  explicit Launch(const py::handle& contents) {
+    const auto fields = py::cast<py::tuple>(contents);
+    function_ = reinterpret_cast<void*>(py::cast<uint64_t>(fields[0]));
+    const auto config = py::cast<std::string>(fields[1]);
+    TORCH_CHECK(config.size() == sizeof(config_), "a launch's configuration has another size");
+    std::memcpy(&config_, config.data(), sizeof(config_));
+    const auto parameters = py::cast<py::list>(fields[2]);
+    const auto slots = py::cast<py::tuple>(fields[3]);
+    const auto multipliers = py::cast<py::tuple>(fields[4]);
+    // Addresses of these are kept.
+    parameters_.resize(parameters.size());
+    size_t next_slot = 0, next_multiplier = 0;
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      const auto parameter = py::cast<py::tuple>(parameters[i]);
+      const auto kind = py::cast<int>(parameter[0]);
+      const auto bytes = py::cast<std::string>(parameter[1]);
+      char* where = parameters_[i].bytes;
+      TORCH_CHECK(bytes.size() <= sizeof(Parameter), "a parameter is too large");
+      std::memcpy(where, bytes.data(), bytes.size());
+      pointers_.push_back(where);
+      if (kind == kFloat) {
+        TORCH_CHECK(next_multiplier < multipliers.size(), "a float has no multiplier");
+        floats_.push_back({where, py::cast<double>(multipliers[next_multiplier++])});
+      } else if (kind != kFixed) {
+        TORCH_CHECK(next_slot < slots.size(), "an address has no tensor");
+        const auto slot = py::cast<size_t>(slots[next_slot++]);
+        TORCH_CHECK(slot < kMaxSlots, "a launch has too many tensors");
+        (kind == kMap ? maps_ : words_).push_back({where, slot, 0});
+      }
+    }
+    TORCH_CHECK(
+        next_slot == slots.size() && next_multiplier == multipliers.size(),
+        "a launch has other parameters than it is called with");
+  }
+
+  // CUDA's error, or 0.
+  int operator()(const Addresses& addresses, double scale, void* stream) {
+    for (auto& map : maps_) {
+      const uint64_t address = addresses[map.slot];
+      if (address != map.leads_to) {
+        // Whether a call that failed has changed the map is not known.
+        map.leads_to = 0;
+        if (const int error =
+                driver.replace_address(map.where, reinterpret_cast<void*>(address))) {
+          return error;
+        }
+        map.leads_to = address;
+      }
+    }
+    for (const auto& word : words_) {
+      std::memcpy(word.where, &addresses[word.slot], sizeof(uint64_t));
+    }
+    for (const auto& number : floats_) {
+      const auto value = static_cast<float>(scale * number.multiplier);
+      std::memcpy(number.where, &value, sizeof(value));
+    }
+    config_.stream = stream;
+    return driver.launch(&config_, function_, pointers_.data(), nullptr);
+  }
+
+ private:
+  // PARAMETER_KINDS of _driver_launch.py.
+  enum Kind { kFixed, kMap, kWord, kFloat };
+  struct Parameter {
+    alignas(64) char bytes[128];
+  };
+  struct Address {
+    char* where;
+    size_t slot;
+    // Of maps: what they were last given; allocators give the same addresses again and again.
+    uint64_t leads_to;
+  };
+  struct Float {
+    char* where;
+    double multiplier;
+  };
+
+  void* function_;
+  LaunchConfig config_;
+  std::vector<Parameter> parameters_;
+  std::vector<void*> pointers_;
+  std::vector<Address> maps_, words_;
+  std::vector<Float> floats_;
+};
+
+// The launches of a forward or a backward pass.
+class Pass {
+ public:
+  explicit Pass(const py::handle& launches) {
+    for (const py::handle contents : py::cast<py::list>(launches)) {
+      launches_.emplace_back(contents);
+    }
+    TORCH_CHECK(driver.get_context(&context_) == 0, "CUDA has no current context");
+  }
+
+  // False if the driver refuses, which Triton may explain.
+  bool operator()(const Addresses& addresses, double scale, const at::Device& device) {
+    void* stream = nullptr;
+    if (driver.current_stream(device.index(), &stream)) {
+      return false;
+    }
+    // A thread of the autograd engine may have none yet.
+    void* context = nullptr;
+    if (driver.get_context(&context) || (!context && driver.set_context(context_))) {
+      return false;
+    }
+    // The parameters are one place, and the backward pass runs in a thread of its own.
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (auto& launch : launches_) {
+      if (launch(addresses, scale, stream)) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::deque<Launch> launches_;
+  void* context_ = nullptr;
+};
+
+using Strides = std::array<int64_t, 4>;
+
+std::optional<Strides> strides_of(const Tensor& x) {
+  if (x.dim() != 4) {
+    return std::nullopt;
+  }
+  return Strides{x.stride(0), x.stride(1), x.stride(2), x.stride(3)};
+}
+
+struct Backward {
+  Strides do_strides;
+  // Whether the kernels are given a contiguous copy of do.
+  bool copies;
+  Strides dq, dk, dv;
+  // Bytes from the beginning of the workspace to each part, and to its end.
+  std::vector<int64_t> offsets;
+  Pass pass;
+};
+
+// Device, dtype, causal, and the layout of q, k and v, where v is as large as k.
+using Key = std::array<int64_t, 3 + 5 * 4>;
+
+struct Hash {
+  size_t operator()(const Key& key) const {
+    uint64_t hash = 0;
+    for (const int64_t part : key) {
+      hash = (hash ^ static_cast<uint64_t>(part)) * 0x9E3779B97F4A7C15u;
+      hash ^= hash >> 32;
+    }
+    return hash;
+  }
+};
+
+struct Plan {
+  Key key;
+  // Of ordinary tensors: no subclass, no wrapper of a functional transformation, no lazy negation.
+  c10::DispatchKeySet keys;
+  Strides o;
+  Pass forward;
+  std::mutex mutex;
+  std::vector<std::shared_ptr<Backward>> backwards;
+
+  std::shared_ptr<Backward> backward_for(const Strides& do_strides) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    for (const auto& backward : backwards) {
+      if (backward->do_strides == do_strides) {
+        return backward;
+      }
+    }
+    return nullptr;
+  }
+};
+
+std::mutex plans_mutex;
+std::unordered_map<Key, std::shared_ptr<Plan>, Hash>& plans() {
+  // Outlives whatever runs when the process ends.
+  static auto* all = new std::unordered_map<Key, std::shared_ptr<Plan>, Hash>();
+  return *all;
+}
+
+std::optional<Key> key_of(const Tensor& q, const Tensor& k, const Tensor& v, bool causal) {
+  if (q.dim() != 4 || k.dim() != 4 || v.dim() != 4 || k.sizes() != v.sizes() ||
+      k.scalar_type() != q.scalar_type() || v.scalar_type() != q.scalar_type() ||
+      k.device() != q.device() || v.device() != q.device()) {
+    return std::nullopt;
+  }
+  Key key;
+  key[0] = static_cast<int64_t>(q.device().type()) * 256 + q.device().index();
+  key[1] = static_cast<int64_t>(q.scalar_type());
+  key[2] = causal;
+  auto* next = key.data() + 3;
+  for (const auto part : {q.sizes(), q.strides(), k.sizes(), k.strides(), v.strides()}) {
+    next = std::copy(part.begin(), part.end(), next);
+  }
+  return key;
+}
+
+std::shared_ptr<Plan> plan_of(const std::optional<Key>& key) {
+  if (!key) {
+    return nullptr;
+  }
+  const std::lock_guard<std::mutex> lock(plans_mutex);
+  const auto found = plans().find(*key);
+  return found == plans().end() ? nullptr : found->second;
+}
+
+// Modes that see every operation, functional transformations, or code that autograd is not to see.
+bool is_watched() {
+  const auto local = c10::impl::tls_local_dispatch_key_set();
+  constexpr auto usual = c10::default_included_set | c10::autocast_dispatch_keyset;
+  return (local.included_.raw_repr() & ~usual.raw_repr()) != 0 ||
+      local.excluded_.has_any(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
+}
+
+bool are_aligned(const Addresses& addresses) {
+  uint64_t all = 0;
+  for (const uint64_t address : addresses) {
+    all |= address;
+  }
+  return all % kAlignment == 0;
+}
+
+Tensor empty(at::IntArrayRef sizes, const Strides& strides, const Tensor& like) {
+  return at::empty_strided(sizes, strides, like.options());
+}
+
+variable_list call_python(
+    const Tensor& d_o, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o,
+    const Tensor& lse, bool causal, double scale) {
+  const pybind11::gil_scoped_acquire gil;
+  const auto check = [](PyObject* made) {
+    if (!made) {
+      python_error error;
+      error.persist();
+      throw error;
+    }
+    return py::reinterpret_steal<py::object>(made);
+  };
+  const auto wrapped = [&](const Tensor& x) { return check(THPVariable_Wrap(x)); };
+  const auto arguments = py::make_tuple(
+      wrapped(d_o), wrapped(q), wrapped(k), wrapped(v), wrapped(o), wrapped(lse), causal, scale);
+  const auto result = check(PyObject_CallObject(backward_in_python, arguments.ptr()));
+  variable_list gradients;
+  for (int i = 0; i < 3; ++i) {
+    const auto gradient = check(PySequence_GetItem(result.ptr(), i));
+    TORCH_CHECK(THPVariable_Check(gradient.ptr()), "a gradient is no tensor");
+    gradients.push_back(THPVariable_Unpack(gradient.ptr()));
+  }
+  return gradients;
+}
+
+// Empty if this cannot be done here.
+variable_list run_backward(
+    Plan& plan, Tensor d_o, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o,
+    const Tensor& lse, double scale) {
+  // A hook may have given back other tensors than were saved.
+  const auto key = key_of(q, k, v, plan.key[2] != 0);
+  const bool is_as_planned = key && *key == plan.key && strides_of(o) == plan.o &&
+      lse.is_contiguous() && d_o.sizes() == q.sizes() && o.sizes() == q.sizes() &&
+      d_o.scalar_type() == q.scalar_type() && o.scalar_type() == q.scalar_type() &&
+      lse.scalar_type() == at::kFloat && d_o.device() == q.device() &&
+      o.device() == q.device() && lse.device() == q.device();
+  if (!is_as_planned || is_watched()) {
+    return {};
+  }
+  for (const Tensor* x : {&std::as_const(d_o), &q, &k, &v, &o, &lse}) {
+    if (x->key_set() != plan.keys) {
+      return {};
+    }
+  }
+  const auto backward = plan.backward_for(*strides_of(d_o));
+  if (!backward) {
+    return {};
+  }
+  const at::AutoDispatchBelowADInplaceOrView kernels_only;
+  const c10::DeviceGuard guard(q.device());
+  if (backward->copies) {
+    d_o = d_o.clone(at::MemoryFormat::Contiguous);
+  }
+  auto dq = empty(q.sizes(), backward->dq, q);
+  auto dk = empty(k.sizes(), backward->dk, k);
+  auto dv = empty(v.sizes(), backward->dv, v);
+  const auto& offsets = backward->offsets;
+  const auto workspace = at::empty({offsets.back()}, q.options().dtype(at::kByte));
+  Addresses addresses{
+      address_of(q), address_of(k), address_of(v), address_of(o), address_of(lse),
+      address_of(d_o), address_of(dq), address_of(dk), address_of(dv)};
+  for (size_t part = 0; part + 1 < offsets.size(); ++part) {
+    addresses[kNumTensors + part] = address_of(workspace) + offsets[part];
+  }
+  if (!are_aligned(addresses) || !backward->pass(addresses, scale, q.device())) {
+    return {};
+  }
+  return {std::move(dq), std::move(dk), std::move(dv)};
+}
+
+struct FlashAttentionBackward : Node {
+  FlashAttentionBackward(
+      torch::autograd::edge_list&& edges, std::shared_ptr<Plan> plan, double scale)
+      : Node(std::move(edges)), plan_(std::move(plan)), scale_(scale) {}
+
+  std::string name() const override {
+    return "FlashAttentionBackward";
+  }
+
+  void save(
+      const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse) {
+    q_ = SavedVariable(q, false);
+    k_ = SavedVariable(k, false);
+    v_ = SavedVariable(v, false);
+    o_ = SavedVariable(o, true);
+    lse_ = SavedVariable(lse, false);
+  }
+
+  variable_list apply(variable_list&& gradients) override {
+    Tensor q, k, v, o, lse;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      q = q_.unpack();
+      k = k_.unpack();
+      v = v_.unpack();
+      o = o_.unpack(getptr());
+      lse = lse_.unpack();
+    }
+    auto& given = gradients[0];
+    auto d_o = given.defined() ? std::move(given) : at::zeros_like(o);
+    const bool is_differentiated =
+        torch::autograd::compute_requires_grad(d_o, q, k, v);
+    auto made = run_backward(*plan_, d_o, q, k, v, o, lse, scale_);
+    if (made.empty()) {
+      made = call_python(d_o, q, k, v, o, lse, plan_->key[2] != 0, scale_);
+    }
+    if (is_differentiated) {
+      for (auto& gradient : made) {
+        gradient = not_differentiable(gradient);
+      }
+    }
+    return made;
+  }
+
+  void release_variables() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (auto* saved : {&q_, &k_, &v_, &o_, &lse_}) {
+      saved->reset_data();
+    }
+  }
+
+ private:
+  // Itself, but a second derivative through it is an error rather than zero.
+  static Tensor not_differentiable(const Tensor& gradient);
+
+  std::shared_ptr<Plan> plan_;
+  double scale_;
+  SavedVariable q_, k_, v_, o_, lse_;
+};
+
+// Torch holds nodes by shared_ptr until 2.12, and by intrusive_ptr since.
+using NodePointer = decltype(torch::autograd::Edge::function);
+
+template <typename T, typename Pointer = NodePointer>
+Pointer held(T* node) {
+  if constexpr (std::is_same_v<Pointer, std::shared_ptr<Node>>) {
+    // torch::autograd::deleteNode, found by its argument, where torch has it.
+    return Pointer(node, [](T* last) { deleteNode(last); });
+  } else {
+    return Pointer::unsafe_steal_from_new(node);
+  }
+}
+
+Tensor FlashAttentionBackward::not_differentiable(const Tensor& gradient) {
+  auto result = gradient.detach();
+  torch::autograd::set_history(
+      result,
+      held(new torch::autograd::Error(
+          "flash_triton's backward pass cannot be differentiated; that of attention=naive can")));
+  return result;
+}
+
+// Undefined if Python is to run it.
+Tensor run_attend(
+    const Tensor& q, const Tensor& k, const Tensor& v, bool causal, double scale) {
+  // Nor is a scale that is not a number above zero.
+  if (!(scale > 0) || !std::isfinite(scale) || is_watched()) {
+    return {};
+  }
+  auto plan = plan_of(key_of(q, k, v, causal));
+  if (!plan) {
+    return {};
+  }
+  for (const auto* x : {&q, &k, &v}) {
+    // Forward-mode derivatives have no formula here, which Python says.
+    if (x->key_set() != plan->keys || torch::autograd::isFwGradDefined(*x)) {
+      return {};
+    }
+  }
+  Tensor o, lse;
+  {
+    const at::AutoDispatchBelowADInplaceOrView kernels_only;
+    const c10::DeviceGuard guard(q.device());
+    o = empty(q.sizes(), plan->o, q);
+    lse = at::empty(q.sizes().slice(0, 3), q.options().dtype(at::kFloat));
+    const Addresses addresses{
+        address_of(q), address_of(k), address_of(v), address_of(o), address_of(lse)};
+    if (!are_aligned(addresses) || !plan->forward(addresses, scale, q.device())) {
+      return {};
+    }
+  }
+  if (torch::autograd::compute_requires_grad(q, k, v)) {
+    auto* node = new FlashAttentionBackward(
+        torch::autograd::collect_next_edges(q, k, v), std::move(plan), scale);
+    torch::autograd::set_history(o, held(node));
+    node->save(q, k, v, o, lse);
+  }
+  return o;
+}
+
+PyObject* attend(PyObject*, PyObject* const* arguments, Py_ssize_t number) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(number == 5, "attend takes q, k, v, causal and scale");
+  for (int i = 0; i < 3; ++i) {
+    if (!THPVariable_CheckExact(arguments[i])) {
+      Py_RETURN_NONE;
+    }
+  }
+  if (!PyBool_Check(arguments[3]) || !(PyFloat_Check(arguments[4]) || PyLong_Check(arguments[4]))) {
+    Py_RETURN_NONE;
+  }
+  const double scale = PyFloat_AsDouble(arguments[4]);
+  if (PyErr_Occurred()) {
+    return nullptr;
+  }
+  Tensor o;
+  {
+    const WithoutGil released;
+    o = run_attend(
+        THPVariable_Unpack(arguments[0]),
+        THPVariable_Unpack(arguments[1]),
+        THPVariable_Unpack(arguments[2]),
+        arguments[3] == Py_True,
+        scale);
+  }
+  if (!o.defined()) {
+    Py_RETURN_NONE;
+  }
+  return THPVariable_Wrap(o);
+  END_HANDLE_TH_ERRORS
+}
+
+// connect(addresses of Driver's functions..., backward): once, before anything else.
+PyObject* connect(PyObject*, PyObject* arguments) {
+  HANDLE_TH_ERRORS
+  unsigned long long launch, replace, get_context, set_context, current_stream;
+  PyObject* backward;
+  if (!PyArg_ParseTuple(
+          arguments, "KKKKKO", &launch, &replace, &get_context, &set_context, &current_stream,
+          &backward)) {
+    return nullptr;
+  }
+  driver.launch = reinterpret_cast<decltype(driver.launch)>(launch);
+  driver.replace_address = reinterpret_cast<decltype(driver.replace_address)>(replace);
+  driver.get_context = reinterpret_cast<decltype(driver.get_context)>(get_context);
+  driver.set_context = reinterpret_cast<decltype(driver.set_context)>(set_context);
+  driver.current_stream = reinterpret_cast<decltype(driver.current_stream)>(current_stream);
+  Py_INCREF(backward);
+  Py_XDECREF(backward_in_python);
+  backward_in_python = backward;
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// Tensors of a tuple; None of them a subclass's.
+std::vector<Tensor> tensors_of(PyObject* tuple, Py_ssize_t number) {
+  TORCH_CHECK_TYPE(
+      PyTuple_Check(tuple) && PyTuple_GET_SIZE(tuple) == number, "a tuple of tensors is needed");
+  std::vector<Tensor> tensors;
+  for (Py_ssize_t i = 0; i < number; ++i) {
+    PyObject* x = PyTuple_GET_ITEM(tuple, i);
+    TORCH_CHECK_TYPE(THPVariable_CheckExact(x), "a tensor is needed");
+    tensors.push_back(THPVariable_Unpack(x));
+  }
+  return tensors;
+}
+
+// learn_forward((q, k, v, o), causal, launches): what later calls like it are to launch.
+PyObject* learn_forward(PyObject*, PyObject* arguments) {
+  HANDLE_TH_ERRORS
+  PyObject *tuple, *launches;
+  int causal;
+  if (!PyArg_ParseTuple(arguments, "OpO", &tuple, &causal, &launches)) {
+    return nullptr;
+  }
+  const auto x = tensors_of(tuple, 4);
+  const auto key = key_of(x[0], x[1], x[2], causal);
+  const auto o = strides_of(x[3]);
+  TORCH_CHECK_VALUE(key && o, "q, k, v and o do not fit each other");
+  const auto ordinary = at::empty({0}, x[0].options()).key_set();
+  std::shared_ptr<Plan> plan(new Plan{*key, ordinary, *o, Pass(launches), {}, {}});
+  const std::lock_guard<std::mutex> lock(plans_mutex);
+  if (plans().size() >= kMaxPlans) {
+    plans().clear();
+  }
+  plans()[*key] = std::move(plan);
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// learn_backward((q, k, v, do, dq, dk, dv), causal, copies, bytes of the workspace, launches)
+PyObject* learn_backward(PyObject*, PyObject* arguments) {
+  HANDLE_TH_ERRORS
+  PyObject *tuple, *sizes, *launches;
+  int causal, copies;
+  if (!PyArg_ParseTuple(arguments, "OppOO", &tuple, &causal, &copies, &sizes, &launches)) {
+    return nullptr;
+  }
+  const auto x = tensors_of(tuple, 7);
+  const auto plan = plan_of(key_of(x[0], x[1], x[2], causal));
+  if (!plan) {
+    Py_RETURN_NONE;
+  }
+  for (const auto& tensor : x) {
+    TORCH_CHECK_VALUE(strides_of(tensor), "a tensor does not have four dimensions");
+  }
+  // Where torch's allocator would let each of them begin.
+  constexpr int64_t granularity = 512;
+  std::vector<int64_t> offsets{0};
+  for (const py::handle size : py::cast<py::list>(py::handle(sizes))) {
+    const auto bytes = py::cast<int64_t>(size);
+    offsets.push_back(offsets.back() + (bytes + granularity - 1) / granularity * granularity);
+  }
+  TORCH_CHECK_VALUE(kNumTensors + offsets.size() - 1 <= kMaxSlots, "too large a workspace");
+  std::shared_ptr<Backward> backward(new Backward{
+      *strides_of(x[3]), copies != 0, *strides_of(x[4]), *strides_of(x[5]), *strides_of(x[6]),
+      std::move(offsets), Pass(launches)});
+  const std::lock_guard<std::mutex> lock(plan->mutex);
+  if (plan->backwards.size() >= kMaxBackwards) {
+    plan->backwards.clear();
+  }
+  plan->backwards.push_back(std::move(backward));
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* forget(PyObject*, PyObject*) {
+  const std::lock_guard<std::mutex> lock(plans_mutex);
+  plans().clear();
+  Py_RETURN_NONE;
+}
+
+PyMethodDef methods[] = {
+    {"connect", connect, METH_VARARGS, nullptr},
+    {"attend", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(attend)), METH_FASTCALL,
+     nullptr},
+    {"learn_forward", learn_forward, METH_VARARGS, nullptr},
+    {"learn_backward", learn_backward, METH_VARARGS, nullptr},
+    {"forget", forget, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", nullptr, -1, methods};
+
+} // namespace
+
+PyMODINIT_FUNC PyInit__native() {
+  return PyModule_Create(&definition);
+}

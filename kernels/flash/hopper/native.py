@@ -1,0 +1,298 @@
+"""The compiled autograd node (``native.cpp``): built when first needed, and fed with launches.
+
+A training step on a short sequence waits for the host, not for its kernels: autograd around a
+Python function takes most of that time, and preparing the launches in Python the rest. The node
+does both without Python. It is built by the C++ compiler that Triton needs as well, in some ten
+seconds, and kept in the user's cache; where that cannot be done gradients run through Python.
+
+It repeats calls that ran before. Python runs the first of a kind (a device, a dtype, a layout of
+q, k and v), then :func:`learn_forward` and :func:`learn_backward` hand over what was launched.
+PyTorch's compiled autograd, which wants to trace every node, cannot trace this one: under it, of a
+forward pass that is not compiled, choose Python's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+import shlex
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from importlib.machinery import ExtensionFileLoader
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kernels.flash import dispatch
+from kernels.flash.problem import Problem, describe
+
+if TYPE_CHECKING:
+    from kernels.flash.hopper.launch import Step
+
+SOURCE = Path(__file__).with_name("native.cpp")
+
+_BUILD_TIMEOUT_S = 300
+
+
+class NotBuilt(Exception):
+    """Why there is no compiled node here, in one line."""
+
+
+class _Node:
+    """What has become of the compiled module in this process."""
+
+    module: Any = None
+    reason: str | None = None
+    """Why it cannot be had."""
+    num_calls = 0
+    is_watched: Callable[[], bool]
+    """kernels.launching.prepared's, whose import brings Triton."""
+
+
+_lock = Lock()
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor | None:
+    """o, differentiable; None if Python has to run this call."""
+    module = _Node.module
+    if module is None or _Node.is_watched():
+        return None
+    o = module.attend(q, k, v, causal, scale)
+    if o is not None:
+        _Node.num_calls += 1
+    return o
+
+
+def num_calls() -> int:
+    """How many calls of this process have run without Python."""
+    return _Node.num_calls
+
+
+def learn_forward(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *, required: bool
+) -> None:
+    """Have later calls that are like this one, which ran, run without Python.
+
+    Args:
+        required: whether to raise where that is impossible, and not to warn.
+
+    Raises:
+        ValueError: there is no compiled node, and it is required.
+    """
+    from kernels.flash.hopper import launch as hopper
+
+    if not _are_plain(q, k, v, o):
+        return
+    slots = _apart(q, k, v, o, lse)
+    steps = hopper.planned_forward(problem, *slots)
+    launches = None if steps is None else _contents(steps, slots)
+    if launches is None:
+        return
+    module = _module(required)
+    if module is not None:
+        module.learn_forward((q, k, v, o), problem.causal, launches)
+
+
+def learn_backward(
+    problem: Problem,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    gradients: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Have later calls that are like this one, which ran, run without Python."""
+    from kernels.flash.hopper import launch as hopper
+
+    if _Node.module is None or not _are_plain(do, q, k, v, o, *gradients):
+        return
+    slots = _apart(q, k, v, o, lse, do, *gradients)
+    planned = hopper.planned_backward(problem, *slots)
+    if planned is None:
+        return
+    launches = _contents(planned.steps, [*slots, *planned.workspace])
+    if launches is None:
+        return
+    sizes = [x.numel() * x.element_size() for x in planned.workspace]
+    _Node.module.learn_backward(
+        (q, k, v, do, *gradients), problem.causal, planned.copies_do, sizes, launches
+    )
+
+
+def _apart(*tensors: Tensor) -> list[Tensor]:
+    """As many objects as arguments, of which a user may have given one as q, k and v."""
+    return [x.detach() for x in tensors]
+
+
+def _contents(steps: Sequence[Step], slots: Sequence[Tensor]) -> list[tuple] | None:
+    """Of each launch its contents, the places of its tensors in ``slots``, and its floats.
+
+    The floats of a scale of 1 are what the scale is to be multiplied with.
+    """
+    places = {id(x): place for place, x in enumerate(slots)}
+    launches = []
+    for launch, tensors, floats in steps:
+        contents = launch.contents()
+        if contents is None:
+            return None
+        launches.append((*contents, tuple(places[id(x)] for x in tensors), floats))
+    return launches
+
+
+def _are_plain(*tensors: Tensor) -> bool:
+    return all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
+
+
+def _backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The backward pass of a call that the compiled node knows the forward pass of alone."""
+    problem = describe(q, k, v, causal=causal, precision="auto")
+    gradients = dispatch.backward_of(
+        problem, do, q, k, v, o, lse, None, scale=scale, packing=None
+    )  # fmt: skip
+    learn_backward(problem, do, q, k, v, o, lse, gradients)
+    return gradients
+
+
+def _module(required: bool) -> Any:
+    """The compiled module; None, after one warning, where there is none."""
+    from kernels.flash.any_gpu.configs import cache_folder
+    from kernels.launching.prepared import is_watched
+
+    with _lock:
+        if _Node.module is None and _Node.reason is None:
+            try:
+                module = build(cache_folder())
+                module.connect(*_addresses(), _backward)
+                _Node.module, _Node.is_watched = module, is_watched
+            except NotBuilt as error:
+                _Node.reason = str(error)
+                if not required:
+                    warnings.warn(
+                        f"flash_triton: gradients run through Python, which takes longer than "
+                        f"short sequences' kernels: {error}",
+                        stacklevel=2,
+                    )
+    if _Node.module is None and required:
+        raise ValueError(f"flash attention: autograd=native: {_Node.reason}")
+    return _Node.module
+
+
+def _addresses() -> tuple[int, ...]:
+    """Those of native.cpp's Driver."""
+    from kernels.launching import driver as _driver_launch
+
+    names = (
+        "cuLaunchKernelEx", "cuTensorMapReplaceAddress", "cuCtxGetCurrent", "cuCtxSetCurrent",
+    )  # fmt: skip
+    try:
+        driver = _driver_launch._driver()
+        # PyTorch's stable C interface; loaded already, in builds for CUDA.
+        library = ctypes.CDLL(str(_torch_folder() / "lib" / "libtorch_cuda.so"))
+        functions = [getattr(driver, name) for name in names]
+        functions.append(library.aoti_torch_get_current_cuda_stream)
+    except (OSError, AttributeError, _driver_launch.NotKnown) as error:
+        raise NotBuilt(_one_line(str(error))) from error
+    return tuple(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
+
+
+def build(folder: Path) -> Any:
+    """The module, compiled now unless ``folder`` has it; NotBuilt says why there is none.
+
+    Another process may do the same at the same time: each compiles to a file of its own, and puts
+    it, once it has been loaded, in the place that all of them look at.
+    """
+    command = _command()
+    try:
+        facts = (SOURCE.read_text(encoding="utf-8"), torch.__version__, torch.version.git_version,
+                 sysconfig.get_config_var("SOABI"), *command)  # fmt: skip
+        name = hashlib.sha256("\0".join(map(str, facts)).encode()).hexdigest()[:16]
+        path = folder / f"native-{name}.so"
+        if path.exists():
+            try:
+                return _load(path)
+            except ImportError:
+                # A damaged one is replaced.
+                pass
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix="building-") as building:
+            made = Path(building) / path.name
+            _compile(command, made)
+            module = _load(made)
+            os.replace(made, path)
+        return module
+    except (OSError, ImportError) as error:
+        raise NotBuilt(_one_line(f"{type(error).__name__}: {error}")) from error
+
+
+def _command() -> list[str]:
+    """The compiler and its arguments, but for the files that it reads and writes."""
+    torch_folder = _torch_folder()
+    include = torch_folder / "include"
+    return [
+        *shlex.split(os.environ.get("CXX") or "g++"),
+        *("-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-w"),
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        f"-I{include}",
+        f"-I{include / 'torch' / 'csrc' / 'api' / 'include'}",
+        f"-I{sysconfig.get_path('include')}",
+        f"-L{torch_folder / 'lib'}",
+    ]
+
+
+def _compile(command: list[str], made: Path) -> None:
+    if shutil.which(command[0]) is None:
+        raise NotBuilt(f"no C++ compiler: {command[0]} is not found (CXX names another)")
+    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        raise NotBuilt(f"no Python.h in {sysconfig.get_path('include')}; install Python's headers")
+    libraries = ("-ltorch_python", "-ltorch_cpu", "-lc10")
+    try:
+        run = subprocess.run(
+            [*command, str(SOURCE), "-o", str(made), *libraries],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_BUILD_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise NotBuilt(f"{command[0]} took more than {_BUILD_TIMEOUT_S} s") from error
+    if run.returncode:
+        lines = run.stderr.strip().splitlines() or [f"exit status {run.returncode}"]
+        reason = next((line for line in lines if "error" in line.lower()), lines[-1])
+        raise NotBuilt(_one_line(f"{command[0]}: {reason}"))
+
+
+def _load(path: Path) -> Any:
+    loader = ExtensionFileLoader("kernels.flash._native", str(path))
+    spec = importlib.util.spec_from_file_location(loader.name, path, loader=loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def _torch_folder() -> Path:
+    return Path(torch.__file__).parent
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:300]

@@ -1,0 +1,178 @@
+"""What runs row by row around the Hopper backward kernel: statistics before it, sums after it."""
+
+# Triton's types are not Python's.
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.flash.hopper.tiles import LOG2_E
+
+
+@triton.jit
+def row_statistics(
+    o_ptr,
+    do_ptr,
+    lse_ptr,
+    dlse_ptr,
+    statistics_ptr,
+    counts_ptr,
+    cu_seqlens_q,
+    stride_ob,
+    stride_oh,
+    stride_os,
+    stride_dob,
+    stride_doh,
+    stride_dos,
+    num_heads,
+    q_len,
+    lse_len,
+    padded_len,
+    plane,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """For every query row lse in units of log2, and delta = rowsum(o * do) - dlse.
+
+    Both are [lines, padded_len], where each sequence begins at a multiple of BLOCK_Q
+    (hopper_tiles.sequence) and is filled up to one. A row without keys, or beyond the end, gets
+    lse = +inf, so that its probabilities come out as exp2(-inf) = 0. The counts of programs that
+    have added to each BLOCK_Q rows of dQ begin at zero.
+    """
+    block = tl.program_id(0)
+    row = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    head = tl.program_id(1) % num_heads
+    batch = tl.program_id(1) // num_heads
+    start = 0
+    out_start = 0
+    if PACKED:
+        start = tl.load(cu_seqlens_q + batch)
+        q_len = tl.load(cu_seqlens_q + batch + 1) - start
+        out_start = (start + BLOCK_Q * batch) // BLOCK_Q * BLOCK_Q
+        batch = 0
+    if block * BLOCK_Q >= q_len:
+        return
+    column = tl.arange(0, BLOCK_D)
+    inside = row < q_len
+    mask = inside[:, None] & (column < HEAD_DIM)[None, :]
+    rows = (start + row).to(tl.int64)[:, None]
+    batch = tl.cast(batch, tl.int64)
+    o_base = batch * stride_ob + head.to(tl.int64) * stride_oh
+    do_base = batch * stride_dob + head.to(tl.int64) * stride_doh
+    o = tl.load(o_ptr + o_base + rows * stride_os + column[None, :], mask=mask, other=0.0)
+    do = tl.load(do_ptr + do_base + rows * stride_dos + column[None, :], mask=mask, other=0.0)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), axis=1)
+    line = batch * num_heads + head
+    base = line * lse_len + start
+    if HAS_DLSE:
+        delta -= tl.load(dlse_ptr + base + row, mask=inside, other=0.0)
+    lse = tl.load(lse_ptr + base + row, mask=inside, other=float("-inf"))
+    lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
+    out = statistics_ptr + line * padded_len + out_start + row
+    tl.store(out, lse)
+    tl.store(out + plane, delta)
+    tl.store(counts_ptr + (line * padded_len + out_start) // BLOCK_Q + block, 0)
+
+
+@triton.jit
+def finish_dq(
+    sums_ptr,
+    dq_ptr,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    stride_qb,
+    stride_qh,
+    stride_qs,
+    num_heads,
+    q_len,
+    kv_len,
+    padded_len,
+    scale,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """dQ = scale * its sum, in rows and columns again, and zero where a query sees no key."""
+    block = tl.program_id(0)
+    row = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    head = tl.program_id(1) % num_heads
+    batch = tl.program_id(1) // num_heads
+    start = 0
+    sums_start = 0
+    if PACKED:
+        start = tl.load(cu_seqlens_q + batch)
+        q_len = tl.load(cu_seqlens_q + batch + 1) - start
+        kv_len = tl.load(cu_seqlens_k + batch + 1) - tl.load(cu_seqlens_k + batch)
+        sums_start = (start + BLOCK_Q * batch) // BLOCK_Q * BLOCK_Q
+        batch = 0
+    if block * BLOCK_Q >= q_len:
+        return
+    # Nobody wrote the sums of a block that no key tile reaches.
+    seen = kv_len > 0
+    if CAUSAL:
+        seen = seen & ((block + 1) * BLOCK_Q - 1 + kv_len - q_len >= 0)
+    column = tl.arange(0, BLOCK_D)
+    mask = (row < q_len)[:, None] & (column < HEAD_DIM)[None, :]
+    batch = tl.cast(batch, tl.int64)
+    line = batch * num_heads + head
+    sums = sums_ptr + (line * padded_len + sums_start) * BLOCK_D
+    # hopper_backward.by_thread: row and column of a tile of 64 by 64 by warp, group of four
+    # threads, thread, and register (the accumulator of wgmma, PTX ISA, figure of wgmma .m64nNk16).
+    tile = (row // 64)[:, None] * (BLOCK_D // 64) + (column // 64)[None, :]
+    thread = (row % 64 // 16 * 32 + row % 8 * 4)[:, None] + (column % 8 // 2)[None, :]
+    register = (row % 16 // 8 * 2)[:, None] + (column % 2)[None, :]
+    place = tile * 4096 + (column % 64 // 8)[None, :] * 512 + thread * 4 + register
+    dq = tl.load(sums + place, mask=mask & seen, other=0.0) * scale
+    out = dq_ptr + batch * stride_qb + head.to(tl.int64) * stride_qh
+    rows = (start + row).to(tl.int64)[:, None] * stride_qs
+    tl.store(out + rows + column[None, :], dq.to(dq_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def sum_parts(
+    dk_parts_ptr,
+    dv_parts_ptr,
+    dk_ptr,
+    dv_ptr,
+    stride_kb,
+    stride_kh,
+    stride_ks,
+    stride_vb,
+    stride_vh,
+    stride_vs,
+    num_kv_heads,
+    num_parts,
+    length,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """dK and dV of key heads whose group of query heads was shared by programs.
+
+    The parts are [batch, num_kv_heads * num_parts, length, HEAD_DIM] float32, added in order; of
+    a packed batch length is that of all sequences together.
+    """
+    row = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    head = (tl.program_id(1) % num_kv_heads).to(tl.int64)
+    batch = (tl.program_id(1) // num_kv_heads).to(tl.int64)
+    column = tl.arange(0, BLOCK_D)
+    mask = (row < length)[:, None] & (column < HEAD_DIM)[None, :]
+    line = (batch * num_kv_heads + head) * num_parts
+    row = row.to(tl.int64)[:, None]
+    column = column[None, :]
+    dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    for part in range(num_parts):
+        places = ((line + part) * length + row) * HEAD_DIM + column
+        dk += tl.load(dk_parts_ptr + places, mask=mask, other=0.0)
+        dv += tl.load(dv_parts_ptr + places, mask=mask, other=0.0)
+    dk_out = dk_ptr + batch * stride_kb + head * stride_kh + row * stride_ks + column
+    dv_out = dv_ptr + batch * stride_vb + head * stride_vh + row * stride_vs + column
+    tl.store(dk_out, dk.to(dk_ptr.dtype.element_ty), mask=mask)
+    tl.store(dv_out, dv.to(dv_ptr.dtype.element_ty), mask=mask)

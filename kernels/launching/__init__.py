@@ -1,0 +1,1 @@
+"""Launching kernels cheaply: prepared launches, CUDA's driver, CUDA graphs."""

@@ -1,0 +1,1 @@
+"""Adapters of the FlashAttention libraries, FlashInfer, FlashMLA and PyTorch's operators."""

@@ -1,0 +1,1 @@
+"""Context parallelism: attention over ranks that hold parts of each sequence."""

@@ -1,0 +1,396 @@
+"""What context-parallel attention is: a layout, a way to bring keys to queries, and a kernel.
+
+A subclass is one choice of ``attention=`` that trains on sequences split over ``parallel.cp``
+ranks; ``attention.kernel=`` is any attention on one device that gives a log-sum-exp. On one
+rank it is that kernel and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from kernels.backend import BACKENDS, AttentionBackend, AttentionProblem, Packing
+from kernels.backends.auto import choose
+from parallel.context.blocks.layouts import Contiguous, Layout
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+    from torch import Tensor
+
+    from parallel.context.bound import Fusion, SplitAttention
+    from parallel.context.transports.choices import TransportMaker
+
+SYMMETRIC = "symmetric"
+"""The transport that reads peers' memory directly."""
+
+
+@dataclass(kw_only=True, slots=True)
+class SequenceParallelAttention(AttentionBackend):
+    """Attention that can run on a split sequence; on a whole one it is its :attr:`kernel`."""
+
+    kernel: str = "auto"
+    """Attention on one device that computes each block of scores: any that gives its lse."""
+
+    @property
+    def splits_sequence(self) -> bool:
+        return True
+
+    def __post_init__(self) -> None:
+        if self.kernel not in BACKENDS:
+            raise ValueError(
+                f"attention.kernel={self.kernel}: no such kernel, one of {', '.join(kernels())}"
+            )
+        if self.on_one_device.splits_sequence:
+            raise ValueError(
+                f"attention.kernel={self.kernel}: must be an attention on one device, such as "
+                "flash_triton or sdpa_flash"
+            )
+
+    @property
+    def on_one_device(self) -> AttentionBackend:
+        """The backend that :attr:`kernel` names, with its preset options."""
+        entry = BACKENDS[self.kernel]
+        return entry.target(name=self.kernel, **entry.preset)
+
+    def bind(
+        self, group: dist.ProcessGroup, device: torch.device
+    ) -> contextlib.AbstractContextManager[SplitAttention]:
+        """This attention over the ranks of a group; all of them call it together."""
+        raise NotImplementedError
+
+    def layout(self, num_ranks: int) -> Layout:
+        """How sequences are split over so many ranks."""
+        raise NotImplementedError
+
+    def kernel_of(self, problem: AttentionProblem) -> str:
+        """The kernel that computes with a rank's own keys; for other blocks auto may differ."""
+        raise NotImplementedError
+
+    def transport_of(self, problem: AttentionProblem) -> str:
+        """How keys of other ranks come here, where an option leaves it open."""
+        raise NotImplementedError
+
+    # On one device: the kernel itself, without anything around it.
+
+    @property
+    def gives_lse(self) -> bool:
+        return self.on_one_device.gives_lse
+
+    @property
+    def compiles(self) -> bool:
+        return self.on_one_device.compiles
+
+    def version(self) -> str | None:
+        return self.on_one_device.version()
+
+    def supports(self, problem: AttentionProblem) -> str | None:
+        if problem.cp == 1:
+            return self.on_one_device.supports(problem)
+        return self.why_not_split(problem)
+
+    def why_not_split(self, problem: AttentionProblem) -> str | None:
+        """:meth:`supports` of a problem on several ranks."""
+        raise NotImplementedError
+
+    def keeps_scores(self, problem: AttentionProblem) -> bool:
+        return problem.cp == 1 and self.on_one_device.keeps_scores(problem)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
+        return self.on_one_device.attend(q, k, v, causal=causal, scale=scale)
+
+    def attend_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, causal: bool, scale: float
+    ) -> Tensor:
+        return self.on_one_device.attend_packed(q, k, v, packing, causal=causal, scale=scale)
+
+    def forward(self, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        return self.on_one_device.forward(*tensors, **options)
+
+    def backward(self, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return self.on_one_device.backward(*tensors, **options)
+
+    def forward_onto(self, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        return self.on_one_device.forward_onto(*tensors, **options)
+
+    def forward_packed(self, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        return self.on_one_device.forward_packed(*arguments, **options)
+
+    def forward_packed_onto(self, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        return self.on_one_device.forward_packed_onto(*arguments, **options)
+
+    def backward_packed(self, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return self.on_one_device.backward_packed(*arguments, **options)
+
+
+def local_memory(problem: AttentionProblem, layout: Layout) -> dict[str, float]:
+    """Bytes of what one rank holds whatever the scheme, and under ``kv`` those of its k and v.
+
+    With gradients dq is summed in float32, beside the part of it that a kernel gives.
+    """
+    element = 4 if problem.dtype == "float32" else 2
+    rows = problem.batch_size * layout.local_len(problem.q_len)
+    q = float(rows * problem.num_heads * problem.head_dim * element)
+    kv = 2.0 * rows * problem.num_kv_heads * problem.head_dim * element
+    found = {"kv": kv, "inputs": q + kv, "output": q, "lse": 4.0 * rows * problem.num_heads}
+    if problem.needs_grad:
+        found |= {"output_gradient": q, "dq": 4 / element * q + q}
+    return found
+
+
+def kernels() -> list[str]:
+    """Names of the backends that compute on one device."""
+    return [
+        entry.name for entry in BACKENDS if not issubclass(entry.target, SequenceParallelAttention)
+    ]
+
+
+@dataclass(kw_only=True, slots=True)
+class ContextParallelAttention(SequenceParallelAttention):
+    """The project's own schemes: one forward and one backward loop, whatever the layout."""
+
+    transport: str = "auto"
+    """How keys travel; auto reads peers' memory directly where GPUs can, else sends messages."""
+
+    layout_type: ClassVar[type[Layout]]
+    transports: ClassVar[tuple[str, ...]]
+    """Choices of :attr:`transport` beside auto, the one that runs everywhere first."""
+    gathers: ClassVar[bool] = False
+    """Whether all keys are brought here at once, in the order of their positions."""
+    needs_causal: ClassVar[bool] = False
+    """Whether the layout exists only to balance a causal mask."""
+
+    def __post_init__(self) -> None:
+        SequenceParallelAttention.__post_init__(self)
+        choices = ("auto", *self.transports)
+        if self.transport not in choices:
+            raise ValueError(
+                f"attention.transport={self.transport}: must be one of {', '.join(choices)}"
+            )
+
+    def layout(self, num_ranks: int) -> Layout:
+        # One rank has nothing to balance, and so nothing to pad.
+        layout_type = self.layout_type if num_ranks > 1 else Contiguous
+        return layout_type(num_ranks=num_ranks)
+
+    def choice(self, problem: AttentionProblem) -> str:
+        if problem.cp == 1:
+            return self.on_one_device.choice(problem)
+        found = {"kernel": self.kernel_of(problem), "transport": self.transport_of(problem)}
+        if found == {"kernel": self.kernel, "transport": self.transport}:
+            return self.name
+        return f"{self.name}({', '.join(f'{key}={value}' for key, value in found.items())})"
+
+    def kernel_of(self, problem: AttentionProblem) -> str:
+        local = self.layout(problem.cp).local_len(problem.q_len)
+        own = replace(problem, cp=1, q_len=local, kv_len=local)
+        return choose(own, with_lse=True).name if self.kernel == "auto" else self.kernel
+
+    def transport_of(self, problem: AttentionProblem) -> str:
+        if self.transport != "auto":
+            return self.transport
+        direct = problem.device == "cuda" and why_not_symmetric(problem) is None
+        return SYMMETRIC if direct else self.transports[0]
+
+    def why_not_split(self, problem: AttentionProblem) -> str | None:
+        layout = self.layout(problem.cp)
+        if self.needs_causal and not problem.causal:
+            return f"{layout.name} balances a causal mask; without one use ring or llama3"
+        if problem.q_len != problem.kv_len:
+            return "queries and keys of a split sequence are the same tokens, equally many"
+        if not problem.causal and problem.q_len % layout.multiple:
+            return (
+                f"{problem.q_len} tokens do not divide by {layout.multiple}, and without a causal "
+                "mask the padding would be attended to"
+            )
+        if self.transport_of(problem) == SYMMETRIC:
+            reason = why_not_symmetric(problem)
+            if reason is not None:
+                return reason
+        return self._why_not_kernel(problem)
+
+    def _why_not_kernel(self, problem: AttentionProblem) -> str | None:
+        kernel = self.on_one_device
+        if not kernel.gives_lse:
+            return (
+                f"attention.kernel={self.kernel} gives no log-sum-exp, by which the results of "
+                "blocks of keys are merged"
+            )
+        for q_len, kv_len, causal in self._shapes(problem):
+            call = replace(problem, cp=1, q_len=q_len, kv_len=kv_len, causal=causal)
+            reason = kernel.supports(call)
+            if reason is not None:
+                return f"attention.kernel={self.kernel}: {reason}"
+        return None
+
+    def _shapes(self, problem: AttentionProblem) -> set[tuple[int, int, bool]]:
+        """Queries, keys and mask of all kernel calls; of a packed batch, its longest sequence's."""
+        layout, ranks = self.layout(problem.cp), range(problem.cp)
+        local = layout.local_len(problem.q_len)
+        if not self.gathers:
+            found = [layout.block(r, s, local, problem.causal) for r in ranks for s in ranks]
+            return {(b.q_len, b.kv_len, b.causal) for b in found if b is not None}
+        blocks = [b for r in ranks for b in layout.prefix_blocks(r, local, problem.causal)]
+        if problem.packed:
+            return {(b.q_len, b.kv_len, b.causal) for b in blocks}
+        # A dense rectangle that the kernel refuses is computed in two parts.
+        return {(b.q_len, b.q_len, b.causal) for b in blocks}
+
+    def peak_memory(self, problem: AttentionProblem) -> dict[str, float]:
+        """As the loops hold them in the backward pass, which needs more than the forward pass.
+
+        Inputs, outputs and their gradients are local; dq is summed in float32 beside the part
+        that a kernel gives. A ring holds two blocks of visiting keys, and gradients of keys as
+        the transport moves them; a gather holds all ranks' keys and gradients of them.
+        """
+        found = local_memory(problem, self.layout(problem.cp))
+        kv = found.pop("kv")
+        q, wide = found["output"], 1 if problem.dtype == "float32" else 2
+        if not problem.needs_grad:
+            return found | self._forward_memory(q, kv, wide, problem)
+        calls = [
+            replace(problem, cp=1, q_len=q_len, kv_len=kv_len, causal=causal)
+            for q_len, kv_len, causal in self._shapes(problem)
+        ]
+        workspace = max(self.on_one_device.backward_workspace(call) for call in calls)
+        return (
+            found
+            | self._backward_memory(kv, wide, problem)
+            | ({"kernel_workspace": workspace} if workspace else {})
+        )
+
+    def _forward_memory(
+        self, q: float, kv: float, wide: float, problem: AttentionProblem
+    ) -> dict[str, float]:
+        """Bytes that a forward pass needs beside local inputs and outputs."""
+        if self.gathers:
+            return {"gathered_keys": 2 * problem.cp * kv}
+        return {"visiting_keys": 2 * kv, "accumulator": wide * q}
+
+    def _backward_memory(
+        self, kv: float, wide: float, problem: AttentionProblem
+    ) -> dict[str, float]:
+        """Bytes that a backward pass needs for visiting keys and their gradients."""
+        # Without asking the devices: predictions are made where no CUDA context should be.
+        automatic = SYMMETRIC if problem.device == "cuda" else self.transports[0]
+        symmetric = SYMMETRIC in (self.transport, automatic if self.transport == "auto" else "")
+        if self.gathers:
+            everything = problem.cp * kv
+            published = kv + everything if symmetric else 0.0
+            # The gradients of all keys: as kernels gave them, summed, and sorted by rank.
+            return {
+                "gathered_keys": everything + published,
+                "dk_dv": everything + 1.5 * wide * everything,
+            }
+        if symmetric:
+            # Two blocks fetched and one published; a sum, two published parts and one fetched,
+            # and the part that the kernel gives.
+            return {"visiting_keys": 3 * kv, "dk_dv": wide * kv + 2 * kv + kv + kv}
+        # The sum that leaves, the one that arrives, and the part that the kernel gives.
+        return {"visiting_keys": 2 * kv, "dk_dv": 2 * wide * kv + kv}
+
+    @contextlib.contextmanager
+    def bind(self, group: dist.ProcessGroup, device: torch.device) -> Iterator[SplitAttention]:
+        from parallel.context.bound import BoundAttention
+
+        yield BoundAttention(
+            kernel=self.on_one_device,
+            layout=self.layout(group.size()),
+            group=group,
+            transports=self._transport_maker(group, device),
+            gathers=self.gathers,
+            fusion=self._fusion(),
+        )
+
+    def _fusion(self) -> Fusion:
+        from parallel.context.bound import Fusion
+
+        return Fusion()
+
+    def _transport_maker(self, group: dist.ProcessGroup, device: torch.device) -> TransportMaker:
+        """Makes the transport of each pass; buffers that peers read outlive a pass."""
+        raise NotImplementedError
+
+    def _reads_peers(self, group: dist.ProcessGroup, device: torch.device) -> bool:
+        """Whether the transport is symmetric memory, here."""
+        if self.transport == "auto":
+            return device.type == "cuda" and why_not_peers(group.size()) is None
+        return self.transport == SYMMETRIC
+
+
+@dataclass(kw_only=True, slots=True)
+class RingAttention(ContextParallelAttention):
+    """Keys visit one rank after another: little memory, and transfers hide behind computing."""
+
+    transports: ClassVar[tuple[str, ...]] = ("send_recv", "symmetric")
+
+    def _transport_maker(self, group: dist.ProcessGroup, device: torch.device) -> TransportMaker:
+        from parallel.context.transports import choices as _transports
+
+        if self._reads_peers(group, device):
+            return _transports.symmetric_ring(group, device)
+        return _transports.send_recv(group, device)
+
+
+@dataclass(kw_only=True, slots=True)
+class GatherAttention(ContextParallelAttention):
+    """All keys are gathered, then attended to: few kernel calls, and memory for all keys."""
+
+    kv_heads_at_once: int = 0
+    """KV heads to gather at a time, which bounds the memory; 0 is all of them."""
+
+    gathers: ClassVar[bool] = True
+    transports: ClassVar[tuple[str, ...]] = ("all_gather", "symmetric")
+
+    def __post_init__(self) -> None:
+        ContextParallelAttention.__post_init__(self)
+        if self.kv_heads_at_once < 0:
+            raise ValueError(
+                f"attention.kv_heads_at_once={self.kv_heads_at_once}: must be 0 (all) or more"
+            )
+
+    def why_not_split(self, problem: AttentionProblem) -> str | None:
+        if self.kv_heads_at_once and problem.num_kv_heads % self.kv_heads_at_once:
+            return (
+                f"attention.kv_heads_at_once={self.kv_heads_at_once}: must divide the "
+                f"{problem.num_kv_heads} KV heads"
+            )
+        return ContextParallelAttention.why_not_split(self, problem)
+
+    def _transport_maker(self, group: dist.ProcessGroup, device: torch.device) -> TransportMaker:
+        from parallel.context.transports import choices as _transports
+
+        heads = self.kv_heads_at_once or None
+        if self._reads_peers(group, device):
+            return _transports.symmetric_gather(group, device, heads)
+        return _transports.all_gather(group, device, heads)
+
+
+def why_not_symmetric(problem: AttentionProblem) -> str | None:
+    """None if ranks can read each other's memory, else the reason in one line."""
+    return None if problem.device == "cpu" else why_not_peers(problem.cp)
+
+
+def why_not_peers(num_ranks: int) -> str | None:
+    """None if this host has so many CUDA devices that reach each other's memory."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    count = torch.cuda.device_count()
+    if count < num_ranks:
+        return (
+            f"attention.transport=symmetric needs all {num_ranks} ranks on one host, "
+            f"which has {count} CUDA devices"
+        )
+    for device in range(num_ranks):
+        for peer in range(num_ranks):
+            if device != peer and not torch.cuda.can_device_access_peer(device, peer):
+                return (
+                    f"attention.transport=symmetric: device {device} cannot read the memory of "
+                    f"device {peer}"
+                )
+    return None

@@ -1,0 +1,194 @@
+"""The forward loop and the backward loop that every context-parallel attention runs.
+
+Keys come to the queries, block by block: a transport hands out *visits*, the keys of one rank
+(ring) or of all (all-gather), while it has the next ones on their way. The forward loop
+attends to each visit and merges by log-sum-exp in float32, so that the error does not grow
+with the number of ranks. The backward loop recomputes each visit's part from the log-sum-exp
+over all keys (Ring Attention, Liu et al. 2023; FlashAttention-2, section 3.1.2), sums dq in
+float32, and hands the gradients of the visiting keys to the transport, which brings them home.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kernels import AttentionBackend
+from parallel.context.blocks.pieces import Piece, Work
+from parallel.context.blocks.rows import Rows
+from parallel.context.blocks.trace import COMPUTE, Trace
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Visit:
+    """Keys and values that are here now."""
+
+    step: int
+    source: int | None
+    """The rank whose keys these are; None for those of all ranks, as the work arranges them."""
+    kv_heads: slice
+    """Which KV heads they are of."""
+    k: Tensor
+    v: Tensor
+
+
+@dataclass(slots=True, frozen=True)
+class Contribution:
+    """What one piece adds to the gradients of the keys that it took."""
+
+    piece: Piece
+    dk: Tensor
+    dv: Tensor
+
+
+class Transport(Protocol):
+    """Brings other ranks' keys here, and their gradients home; made for one pass of one call.
+
+    Between :meth:`visits` handing out one visit and the next, the caller computes; in a backward
+    pass it calls :meth:`deliver` for each visit before it asks for the next.
+    """
+
+    def visits(self, k: Tensor, v: Tensor, work: Work) -> Iterator[Visit]:
+        """Every rank's keys once; this rank's own first."""
+        ...
+
+    def deliver(self, visit: Visit, contributions: Sequence[Contribution]) -> None:
+        """Take the gradients of a visit's keys."""
+        ...
+
+    def collect(self) -> tuple[Tensor, Tensor]:
+        """(dk, dv) of this rank's own keys, summed over all ranks in float32."""
+        ...
+
+
+MakeTransport = Callable[[], Transport]
+
+
+def forward(
+    kernel: AttentionBackend,
+    work: Work,
+    transport: Transport,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    trace: Trace,
+) -> tuple[Tensor, Tensor]:
+    """o in q's dtype and lse in float32, of this rank's queries over all ranks' keys.
+
+    q, k and v are local, dense [B, H, S, D] or packed [T, H, D] as the work is.
+    """
+    o = _Total(q, work, torch.float32 if work.accumulates else q.dtype)
+    lse = _Total(q, work, torch.float32, lse=True)
+    for visit in transport.visits(k, v, work):
+        heads = _query_heads(visit.kv_heads, q, k, work)
+        for piece in _pieces(work, visit):
+            with trace.span(COMPUTE, visit.step):
+                tensors = (
+                    piece.q.take(_heads(q, work, heads)),
+                    piece.kv.take(visit.k),
+                    piece.kv.take(visit.v),
+                )
+                if piece.first:
+                    part = piece.forward(kernel, *tensors, scale)
+                else:
+                    so_far = (o.take(heads, piece.q), lse.take(heads, piece.q))
+                    part = piece.forward_onto(kernel, *so_far, *tensors, scale)
+                o.put(heads, piece.q, part[0])
+                lse.put(heads, piece.q, part[1])
+    return o.value.to(q.dtype), lse.value
+
+
+def backward(
+    kernel: AttentionBackend,
+    work: Work,
+    transport: Transport,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    scale: float,
+    trace: Trace,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of this rank's tokens, in the dtypes of q, k and v."""
+    dq = _Total(q, work, torch.float32 if work.accumulates else q.dtype)
+    for visit in transport.visits(k, v, work):
+        heads = _query_heads(visit.kv_heads, q, k, work)
+        found = []
+        for piece in _pieces(work, visit):
+            with trace.span(COMPUTE, visit.step):
+                own_do, own_q, own_o = (piece.q.take(_heads(x, work, heads)) for x in (do, q, o))
+                own_lse = piece.q.take_lse(lse.narrow(work.head_dim_of[1], *_span(heads)))
+                keys = (piece.kv.take(visit.k), piece.kv.take(visit.v))
+                part_dq, part_dk, part_dv = piece.backward(
+                    kernel, own_do, own_q, *keys, own_o, own_lse, scale
+                )
+                if piece.first:
+                    dq.put(heads, piece.q, part_dq)
+                else:
+                    dq.add(heads, piece.q, part_dq)
+                del part_dq
+            found.append(Contribution(piece, part_dk, part_dv))
+        transport.deliver(visit, found)
+    dk, dv = transport.collect()
+    return dq.value.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _pieces(work: Work, visit: Visit) -> Sequence[Piece]:
+    return work.of_all() if visit.source is None else work.of_source(visit.source)
+
+
+def _query_heads(kv_heads: slice, q: Tensor, k: Tensor, work: Work) -> slice:
+    """The query heads that read these KV heads."""
+    group = q.shape[work.head_dim_of[0]] // k.shape[work.head_dim_of[0]]
+    return slice(kv_heads.start * group, kv_heads.stop * group)
+
+
+def _span(part: slice) -> tuple[int, int]:
+    return part.start, part.stop - part.start
+
+
+def _heads(x: Tensor, work: Work, heads: slice) -> Tensor:
+    return x.narrow(work.head_dim_of[0], *_span(heads))
+
+
+class _Total:
+    """A result that pieces fill row by row; the first one to give all of it is it."""
+
+    def __init__(self, like: Tensor, work: Work, dtype: torch.dtype, *, lse: bool = False) -> None:
+        self._head_dim = work.head_dim_of[1 if lse else 0]
+        self._num_heads = like.shape[work.head_dim_of[0]]
+        self._lse = lse
+        self._dtype = dtype
+        self._like = like
+        self._value: Tensor | None = None
+
+    @property
+    def value(self) -> Tensor:
+        if self._value is None:
+            shape = list(self._like.shape)
+            if self._lse:
+                # [B, H, S] beside [B, H, S, D], and [H, T] beside [T, H, D].
+                shape = shape[:-1] if len(shape) == 4 else [shape[1], shape[0]]
+            self._value = self._like.new_empty(shape, dtype=self._dtype)
+        return self._value
+
+    def take(self, heads: slice, rows: Rows) -> Tensor:
+        view = self.value.narrow(self._head_dim, *_span(heads))
+        return rows.take_lse(view) if self._lse else rows.take(view)
+
+    def put(self, heads: slice, rows: Rows, part: Tensor) -> None:
+        if rows.whole and _span(heads) == (0, self._num_heads):
+            self._value = part.to(self._dtype)
+            return
+        view = self.value.narrow(self._head_dim, *_span(heads))
+        (rows.put_lse if self._lse else rows.put)(view, part)
+
+    def add(self, heads: slice, rows: Rows, part: Tensor) -> None:
+        rows.add(self.value.narrow(self._head_dim, *_span(heads)), part)

@@ -1,0 +1,69 @@
+"""attention=zigzag_llama3: keys gathered once, an early and a late chunk per rank.
+
+Chunk i of 2P sees keys [0, (i+1) c), c tokens a chunk, so rank r makes two calls, for its chunks
+r and 2P-1-r. In a packed batch every sequence is cut into its own 2P chunks, and the two calls
+can be fused into one of twice as many sequences, whose keys are repeated where both chunks see
+them: fewer launches for more memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from kernels import AttentionProblem, attention_backend
+from parallel.context.attention import GatherAttention, local_memory
+from parallel.context.blocks.layouts import Layout, Zigzag
+
+if TYPE_CHECKING:
+    from parallel.context.bound import Fusion
+
+MODES = ("two_kernels", "fused")
+
+
+@attention_backend("zigzag_llama3")
+@dataclass(kw_only=True, slots=True)
+class ZigzagLlama3(GatherAttention):
+    """All-gathered keys over the zigzag layout."""
+
+    forward_mode: str = "two_kernels"
+    """``two_kernels``, or ``fused`` into one call, which a packed batch can be."""
+    backward_mode: str = "two_kernels"
+    """The same for the backward pass; all four combinations work."""
+
+    layout_type: ClassVar[type[Layout]] = Zigzag
+    needs_causal: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        GatherAttention.__post_init__(self)
+        for key in ("forward_mode", "backward_mode"):
+            value = getattr(self, key)
+            if value not in MODES:
+                raise ValueError(f"attention.{key}={value}: must be one of {', '.join(MODES)}")
+
+    def why_not_split(self, problem: AttentionProblem) -> str | None:
+        for key in ("forward_mode", "backward_mode"):
+            if getattr(self, key) == "fused" and not problem.packed:
+                return (
+                    f"attention.{key}=fused: needs a packed batch, such as task.packing=equal; "
+                    "the two chunks of a dense one see different numbers of keys"
+                )
+        return GatherAttention.why_not_split(self, problem)
+
+    def _backward_memory(
+        self, kv: float, wide: float, problem: AttentionProblem
+    ) -> dict[str, float]:
+        """With what a packed call copies: its rows of q, o and do, and the keys they see."""
+        found = GatherAttention._backward_memory(self, kv, wide, problem)
+        if problem.packed:
+            fused, chunks = self.backward_mode == "fused", 2 * problem.cp
+            q = local_memory(problem, self.layout(problem.cp))["output"]
+            found["taken_rows"] = 3 * q if fused else 1.5 * q
+            # Chunks r and 2P-1-r see 2P+1 chunks of keys together, and at most 2P each.
+            found["taken_keys"] = problem.cp * kv * ((chunks + 1) / chunks if fused else 1)
+        return found
+
+    def _fusion(self) -> Fusion:
+        from parallel.context.bound import Fusion
+
+        return Fusion(forward=self.forward_mode == "fused", backward=self.backward_mode == "fused")

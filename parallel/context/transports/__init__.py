@@ -1,0 +1,1 @@
+"""What brings keys to queries: send/receive, collectives, reads of peers' memory."""

@@ -1,0 +1,88 @@
+"""The ring: keys travel from rank to rank, and their gradients with them.
+
+At step t, rank r computes with the keys of rank r - t, while it sends them on to rank r + 1 and
+receives those of r - t - 1. In a backward pass the float32 gradients of a block of keys leave
+a rank after it has added its part, one step behind the keys, so that they too travel while the
+next block is computed; after P hops they are home. NCCL or gloo, whatever the group has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel.context.blocks.loops import Contribution, Visit
+from parallel.context.blocks.pieces import Work
+from parallel.context.blocks.trace import WAIT, Trace
+
+
+class _Exchange:
+    """Tensors on their way to the next rank, and the same of the previous one on theirs here."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, tensors: Sequence[Tensor], first_tag: int, trace: Trace
+    ) -> None:
+        rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        to, from_ = (dist.get_global_rank(group, (rank + hop) % num_ranks) for hop in (1, -1))
+        self.received = tuple(torch.empty_like(x) for x in tensors)
+        # Kept until they have left.
+        self._sent = tensors
+        operations = []
+        for tag, (out, into) in enumerate(zip(tensors, self.received, strict=True), first_tag):
+            operations.append(dist.P2POp(dist.isend, out, to, group, tag))
+            operations.append(dist.P2POp(dist.irecv, into, from_, group, tag))
+            trace.sent(out.nbytes)
+        self._works = dist.batch_isend_irecv(operations)
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """What was received; on CUDA the current stream waits, not the host."""
+        for work in self._works:
+            work.wait()
+        self._sent = ()
+        return self.received
+
+
+class SendRecv:
+    """Point-to-point messages between neighbours, the next block in flight."""
+
+    _KEYS, _GRADIENTS = 0, 2
+    """Tags: keys and gradients of one step may be on their way at the same time."""
+
+    def __init__(self, group: dist.ProcessGroup, trace: Trace) -> None:
+        self._group = group
+        self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._trace = trace
+        self._gradients: _Exchange | None = None
+
+    def visits(self, k: Tensor, v: Tensor, work: Work) -> Iterator[Visit]:
+        heads = slice(0, k.shape[work.head_dim_of[0]])
+        here: tuple[Tensor, ...] = (k.contiguous(), v.contiguous())
+        for step in range(self._num_ranks):
+            coming = None
+            if step + 1 < self._num_ranks:
+                coming = _Exchange(self._group, here, self._KEYS, self._trace)
+            source = (self._rank - step) % self._num_ranks
+            yield Visit(step=step, source=source, kv_heads=heads, k=here[0], v=here[1])
+            if coming is not None:
+                with self._trace.span(WAIT, step + 1):
+                    here = coming.wait()
+
+    def deliver(self, visit: Visit, contributions: Sequence[Contribution]) -> None:
+        if self._gradients is None:
+            totals = tuple(torch.zeros_like(x, dtype=torch.float32) for x in (visit.k, visit.v))
+        else:
+            with self._trace.span(WAIT, visit.step):
+                totals = self._gradients.wait()
+        for part in contributions:
+            part.piece.kv.add(totals[0], part.dk)
+            part.piece.kv.add(totals[1], part.dv)
+        self._gradients = _Exchange(self._group, totals, self._GRADIENTS, self._trace)
+
+    def collect(self) -> tuple[Tensor, Tensor]:
+        assert self._gradients is not None, "collect() follows deliver()"
+        with self._trace.span(WAIT, self._num_ranks):
+            dk, dv = self._gradients.wait()
+        return dk, dv

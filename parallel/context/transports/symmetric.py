@@ -1,0 +1,295 @@
+"""Transports that read other ranks' memory directly, with copy engines instead of kernels.
+
+A message library moves data with kernels that take SMs away from attention; a copy engine takes
+none. Ranks publish their keys in a buffer that peers can read, and each rank fetches the next
+block into a buffer of its own while it computes with this one. For gradients each rank
+publishes its part in the keys' dtype, and the owner fetches and sums the parts in float32:
+every part is rounded once, so that the error does not grow with ranks.
+
+Order of events, on the streams of one rank, for a pass over P ranks:
+
+    compute   barrier 0 (peers are done with my last keys), publish, barrier 0 (all published)
+    fetch     wait until the target buffer is no longer computed with, copy from the peer, mark
+    compute   wait for the mark, compute step t
+    gradient  wait for step t's part, barrier 1 (all parts of step t are published), copy mine
+              from the peer that computed it, mark; a slot is written again two steps later,
+              after barrier 1 of the step between has shown that its reader is done
+    compute   after step t + 1: wait for the mark, add
+
+Sums are the one thing here that needs SMs, and so the ring does not make them beside an attention
+kernel: in one whose programs all run at once and wait for each other, whatever holds up one of
+them holds up all. An all-gather's come when all heads, or those gathered at once, are computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel.context.blocks.loops import Contribution, Visit
+from parallel.context.blocks.pieces import Work
+from parallel.context.blocks.trace import WAIT, Trace
+from parallel.context.transports.all_gather import (
+    head_groups,
+    join_heads,
+    select_heads,
+    sum_of_contributions,
+)
+from parallel.context.transports.peer_memory import Lane, Mark, PeerBuffers, PeerMemory
+
+_ALIGNMENT = 256
+"""Offsets into a buffer are multiples of this many bytes."""
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+class _Pair:
+    """Where k (or dk) and v (or dv) lie in a peer's buffer, slot by slot."""
+
+    def __init__(self, memory: PeerMemory, k: Tensor, v: Tensor) -> None:
+        self._memory = memory
+        self._like = (k, v)
+        self._second = _aligned(k.nbytes)
+        self._slot_bytes = self._second + _aligned(v.nbytes)
+
+    @staticmethod
+    def bytes_of(k: Tensor, v: Tensor, num_slots: int) -> int:
+        return num_slots * (_aligned(k.nbytes) + _aligned(v.nbytes))
+
+    def of_rank(self, rank: int, slot: int = 0) -> tuple[Tensor, Tensor]:
+        start = slot * self._slot_bytes
+        return (
+            self._memory.of_rank(rank, start, self._like[0]),
+            self._memory.of_rank(rank, start + self._second, self._like[1]),
+        )
+
+
+class SymmetricRing:
+    """Visits every rank's keys in turn, rank - t at step t, fetched straight from their owner."""
+
+    _KEYS, _GRADIENTS = 0, 1
+    """Channels of barriers, which different streams of one rank are in at the same time."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, buffers: PeerBuffers, trace: Trace
+    ) -> None:
+        self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._device = device
+        self._buffers = buffers
+        self._trace = trace
+        self._fetching, self._reducing = buffers.fetching, buffers.reducing
+        self._published: list[Mark] = []
+        """For each step, that all ranks have published, and the slot before it is free again."""
+        self._totals: tuple[Tensor, Tensor] | None = None
+        self._landed: list[Tensor] = []
+        """The part of the step before, from ``_last`` on."""
+        self._last = Mark(device)
+
+    def visits(self, k: Tensor, v: Tensor, work: Work) -> Iterator[Visit]:
+        heads = slice(0, k.shape[work.head_dim_of[0]])
+        here = (k.contiguous(), v.contiguous())
+        memory = self._buffers.get("keys", _Pair.bytes_of(*here, 1))
+        keys = _Pair(memory, *here)
+        with self._trace.span(WAIT, 0):
+            publish(memory, keys.of_rank(self._rank), here, self._KEYS)
+        landing = [tuple(torch.empty_like(x) for x in here) for _ in range(2)]
+        coming = Mark(self._device)
+        for step in range(self._num_ranks):
+            if step + 1 < self._num_ranks:
+                # Until now the buffer held the keys of the step before, now computed with.
+                free = Mark(self._device)
+                peer = (self._rank - step - 1) % self._num_ranks
+                target = landing[step % 2]
+                with aside(self._fetching, self._trace, step + 1, free):
+                    for into, out in zip(target, keys.of_rank(peer), strict=True):
+                        into.copy_(out, non_blocking=True)
+                        self._trace.sent(out.nbytes)
+                    coming = Mark(self._device)
+            source = (self._rank - step) % self._num_ranks
+            yield Visit(step=step, source=source, kv_heads=heads, k=here[0], v=here[1])
+            if step + 1 < self._num_ranks:
+                with self._trace.span(WAIT, step + 1):
+                    coming.wait()
+                here = target
+
+    def deliver(self, visit: Visit, contributions: Sequence[Contribution]) -> None:
+        if visit.step == 0:
+            dk, dv = (sum_of_contributions(visit.k, contributions, name) for name in ("dk", "dv"))
+            self._totals = (dk, dv)
+            return
+        assert self._totals is not None, "the first visit is of this rank's own keys"
+        memory = self._buffers.get("gradients", _Pair.bytes_of(visit.k, visit.v, 2))
+        slots, slot = _Pair(memory, visit.k, visit.v), visit.step % 2
+        self._add_landed(self._totals, visit.step)
+        if len(self._published) >= 2:
+            # Barrier 1 of the step between: whoever reads this slot has read it.
+            with self._trace.span(WAIT, visit.step):
+                self._published[-1].wait()
+        for name, out in zip(("dk", "dv"), slots.of_rank(self._rank, slot), strict=True):
+            _write(out, contributions, name)
+        peer = (self._rank + visit.step) % self._num_ranks
+        parts = slots.of_rank(peer, slot)
+        # Memory of the computing stream, which reads it last.
+        self._landed = [torch.empty_like(part) for part in parts]
+        written = Mark(self._device)
+        with aside(self._reducing, self._trace, visit.step, written):
+            memory.barrier(self._GRADIENTS)
+            self._published.append(Mark(self._device))
+            for landing, part in zip(self._landed, parts, strict=True):
+                landing.copy_(part, non_blocking=True)
+                self._trace.sent(part.nbytes)
+            self._last = Mark(self._device)
+
+    def _add_landed(self, totals: tuple[Tensor, Tensor], step: int) -> None:
+        if not self._landed:
+            return
+        with self._trace.span(WAIT, step):
+            self._last.wait()
+        for total, landing in zip(totals, self._landed, strict=True):
+            total.add_(landing)
+        self._landed = []
+
+    def collect(self) -> tuple[Tensor, Tensor]:
+        assert self._totals is not None, "collect() follows deliver()"
+        memory = self._buffers.get("gradients", 0)
+        read = self._last
+        self._add_landed(self._totals, self._num_ranks)
+        with aside(self._reducing, self._trace, self._num_ranks, read):
+            # The next pass writes the slots anew, when all have read them.
+            memory.barrier(self._GRADIENTS)
+            self._last = Mark(self._device)
+        with self._trace.span(WAIT, self._num_ranks):
+            self._last.wait()
+        return self._totals
+
+
+class SymmetricGather:
+    """Reads all ranks' keys at once, ``heads_at_once`` KV heads at a time (all if None)."""
+
+    _KEYS, _GRADIENTS = 0, 1
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        buffers: PeerBuffers,
+        trace: Trace,
+        heads_at_once: int | None = None,
+    ) -> None:
+        self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._device = device
+        self._buffers = buffers
+        self._trace = trace
+        self._heads_at_once = heads_at_once
+        self._fetching, self._reducing = buffers.fetching, buffers.reducing
+        self._work: Work | None = None
+        self._parts: list[tuple[Tensor, Tensor]] = []
+        self._last = Mark(device)
+
+    def visits(self, k: Tensor, v: Tensor, work: Work) -> Iterator[Visit]:
+        self._work = work
+        groups = head_groups(k.shape[work.head_dim_of[0]], self._heads_at_once)
+        # Head by head, so that what is fetched of a peer is contiguous.
+        own = [
+            (select_heads(k, work, heads).contiguous(), select_heads(v, work, heads).contiguous())
+            for heads in groups
+        ]
+        memory = self._buffers.get("keys", _Pair.bytes_of(*own[0], len(groups)))
+        keys = _Pair(memory, *own[0])
+        slots = [x for slot in range(len(groups)) for x in keys.of_rank(self._rank, slot)]
+        with self._trace.span(WAIT, 0):
+            publish(memory, slots, [x for pair in own for x in pair], self._KEYS)
+        coming = self._fetch(keys, own[0], 0)
+        for step, heads in enumerate(groups):
+            gathered, arrived = coming
+            with self._trace.span(WAIT, step):
+                arrived.wait()
+            if step + 1 < len(groups):
+                coming = self._fetch(keys, own[step + 1], step + 1)
+            else:
+                del coming
+            arranged = [work.arrange(x) for x in gathered]
+            del gathered
+            yield Visit(step=step, source=None, kv_heads=heads, k=arranged[0], v=arranged[1])
+
+    def _fetch(self, keys: _Pair, own: tuple[Tensor, ...], slot: int) -> tuple[list[Tensor], Mark]:
+        """Start to copy a slot of every rank's buffer to [P, ...] here."""
+        gathered = [x.new_empty((self._num_ranks, *x.shape)) for x in own]
+        with aside(self._fetching, self._trace, slot, Mark(self._device)):
+            for step in range(self._num_ranks):
+                # A different peer for each rank at each step, so that no link is shared.
+                peer = (self._rank - step) % self._num_ranks
+                for into, out in zip(gathered, keys.of_rank(peer, slot), strict=True):
+                    into[peer].copy_(out, non_blocking=True)
+                    self._trace.sent(out.nbytes if step else 0)
+            return gathered, Mark(self._device)
+
+    def deliver(self, visit: Visit, contributions: Sequence[Contribution]) -> None:
+        assert self._work is not None, "deliver() follows visits()"
+        parts = [
+            self._work.by_rank(sum_of_contributions(like, contributions, name)).to(like.dtype)
+            for name, like in (("dk", visit.k), ("dv", visit.v))
+        ]
+        memory = self._buffers.get("gradients", _Pair.bytes_of(parts[0], parts[1], 1))
+        pair = _Pair(memory, parts[0], parts[1])
+        # Whoever read the last parts has read them: see the barrier below.
+        self._last.wait()
+        for into, part in zip(pair.of_rank(self._rank), parts, strict=True):
+            into.copy_(part)
+        totals = (
+            torch.zeros_like(parts[0][0], dtype=torch.float32),
+            torch.zeros_like(parts[1][0], dtype=torch.float32),
+        )
+        written = Mark(self._device)
+        with aside(self._reducing, self._trace, visit.step, written):
+            memory.barrier(self._GRADIENTS)
+            for step in range(self._num_ranks):
+                peer = (self._rank - step) % self._num_ranks
+                for total, part in zip(totals, pair.of_rank(peer), strict=True):
+                    landing = torch.empty_like(part[self._rank])
+                    landing.copy_(part[self._rank], non_blocking=True)
+                    self._trace.sent(landing.nbytes if step else 0)
+                    total.add_(landing)
+            memory.barrier(self._GRADIENTS)
+            self._last = Mark(self._device)
+        self._parts.append(totals)
+
+    def collect(self) -> tuple[Tensor, Tensor]:
+        assert self._work is not None, "collect() follows visits()"
+        with self._trace.span(WAIT, len(self._parts)):
+            self._last.wait()
+        return join_heads(self._parts, self._work.head_dim_of[0])
+
+
+@contextlib.contextmanager
+def aside(lane: Lane, trace: Trace, step: int, *marks: Mark) -> Iterator[None]:
+    """Run on a lane after marks; where that does not hide it, the time is a wait."""
+    span = contextlib.nullcontext() if lane.hides else trace.span(WAIT, step)
+    with lane.after(*marks), span:
+        yield
+
+
+def publish(
+    memory: PeerMemory, into: Sequence[Tensor], tensors: Sequence[Tensor], channel: int
+) -> None:
+    """Copy this rank's tensors to where its peers read them, between two barriers."""
+    memory.barrier(channel)
+    for out, x in zip(into, tensors, strict=True):
+        out.copy_(x)
+    memory.barrier(channel)
+
+
+def _write(out: Tensor, contributions: Sequence[Contribution], name: str) -> None:
+    """Pieces' ``dk`` or ``dv`` into a slot, zero where none of them reaches."""
+    if len(contributions) == 1 and contributions[0].piece.kv.whole:
+        out.copy_(getattr(contributions[0], name))
+        return
+    out.zero_()
+    for contribution in contributions:
+        contribution.piece.kv.put(out, getattr(contribution, name))

@@ -1,0 +1,50 @@
+"""Distributed data parallelism, step by step: every rank holds the model and a batch of its own.
+
+Read in this order: ``gradients`` (what one all-reduce averages: one gradient, or a bucket of
+them), ``containers`` (when the all-reduces start: after the backward pass, or during it),
+``sharded_optimizer`` (the optimizer's state, divided among the ranks), ``flat`` and ``parts``
+(tensors in one buffer, cut into a part for each rank), ``zero`` (ranks update and communicate
+parts) and ``fsdp`` (ranks hold nothing but parts, and blocks are whole while they are used).
+Nothing here imports torch until one of the names below is used.
+
+CS336 assignment 2, sections 2.2, 2.3 and 3; Li et al., "PyTorch Distributed: Experiences on
+Accelerating Data Parallel Training" (VLDB 2020).
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_HOMES = {
+    "NaiveDDP": "parallel.data.containers",
+    "FlatDDP": "parallel.data.containers",
+    "OverlappedDDP": "parallel.data.containers",
+    "BucketedDDP": "parallel.data.containers",
+    "ShardedOptimizer": "parallel.data.sharded_optimizer",
+    "Zero1": "parallel.data.zero",
+    "Zero2": "parallel.data.zero",
+    "FSDP": "parallel.data.fsdp",
+    "AgreeingGradScaler": "parallel.data.grad_scaler",
+    "optimizer_of_parts": "parallel.data.parts_optimizer",
+}
+
+__all__ = [
+    "FSDP",
+    "AgreeingGradScaler",
+    "BucketedDDP",
+    "FlatDDP",
+    "NaiveDDP",
+    "OverlappedDDP",
+    "ShardedOptimizer",
+    "Zero1",
+    "Zero2",
+    "optimizer_of_parts",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """The classes, imported when first used (PEP 562)."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

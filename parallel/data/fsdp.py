@@ -1,0 +1,320 @@
+"""Fully sharded data parallelism: weights, gradients and optimizer state, a part on each rank.
+
+    forward    while a block is computed the next one's weights are all-gathered
+    backward   while a block is computed those of the one before come, and the gradients of the
+               one after are reduce-scattered
+    step       every rank updates its part of each block
+
+At most two blocks are whole at any time, and none between the passes; what is outside of blocks
+is whole from the forward pass to the end of the backward pass. ZeRO stage 3 (Rajbhandari et al.,
+2020); PyTorch FSDP (Zhao et al., 2023), whose fully_shard is the peer.
+
+Every rank asks for the same collectives in the same order, whatever modules it uses: the order
+of the blocks in the forward pass, and the reverse in the backward pass. A rank that passes a
+block by takes part in what the others do for it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from parallel.data.blocks import blocks_of, parameters_of_blocks
+from parallel.data.flat import Lane, grouped
+from parallel.data.fsdp_weights import FlatWeights, Slot, Unit
+from parallel.data.gradients import Averaged
+from parallel.data.parts import PartAverage, PartsDataParallel
+
+NUM_SLOTS = 2
+"""Blocks that are whole at a time: one is computed with, the next one comes."""
+
+REPLICATE_BELOW = 2**15
+"""Elements: norms and biases of most models, and no matrix worth dividing."""
+
+
+class FSDP(PartsDataParallel):
+    """Any module, with its parameters in parts; used as :class:`Zero` is.
+
+    ``parameters()`` gives this rank's parts, in the dtype that the module had: master weights.
+    Modules compute in ``compute_dtype``, gradients travel in it, and the parts' gradients have
+    the dtype of the parts. Inputs of the module that are floats are cast; those of blocks are
+    not. In ``no_sync()`` whole gradients add up on each rank; without it, those of several
+    backward passes, each finished, add up in the parts.
+
+    :meth:`state_dict` gathers whole parameters, and so does :meth:`whole_parameters`, a few at
+    a time. The module's own tensors are empty between their uses.
+
+    Args:
+        module: on its device already, whole.
+        compute_dtype: None leaves parameters as they are.
+        blocks: modules that are gathered one after another, in the order in which they run,
+            each once a pass; :func:`blocks_of` the module if None. A parameter that is also used
+            outside of its block is gathered with what is outside of blocks.
+        replicate_below: parameters of fewer elements are whole on every rank, and their
+            gradients are all-reduced.
+        group: the ranks; the world if None, and one where there is no process group.
+
+    Raises:
+        ValueError: nothing in the module trains, it lies on several devices, a block is not in
+            it, or in another one, or ``replicate_below`` is negative.
+    """
+
+    IN_FLIGHT = 1
+    """While one block's gradients travel, the next one's are computed."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        compute_dtype: torch.dtype | None = None,
+        blocks: Sequence[nn.Module] | None = None,
+        replicate_below: int = REPLICATE_BELOW,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if replicate_below < 0:
+            raise ValueError(f"replicate_below={replicate_below}: must be at least 0")
+        self._compute_dtype, self._replicate_below = compute_dtype, replicate_below
+        self._weights: list[FlatWeights] = []
+        self._units: list[Unit] = []
+        # In a list, which does not register them as modules of their own.
+        self._blocks = [blocks_of(module) if blocks is None else list(blocks)]
+        super().__init__(module, overlap=True, group=group)
+        self._next = 0
+        """The first block that the forward pass has not gathered."""
+        self._level = len(self._units)
+        """The block that the backward pass is at; their number before it begins."""
+
+    def _has_work(self) -> bool:
+        return super()._has_work() or self._compute_dtype is not None
+
+    def _arrange(self, parameters: Sequence[nn.Parameter]) -> Sequence[Averaged]:
+        lane, reductions = Lane(parameters[0].device), Lane(parameters[0].device)
+        (blocks,) = self._blocks
+        inside, outside = parameters_of_blocks(self.module, blocks)
+        small = [p for p in self.module.parameters() if p.numel() < self._replicate_below]
+        replicated = set(small)
+        # Neighbours take turns.
+        slots = [Slot() for _ in range(NUM_SLOTS)]
+        for block, members in zip(blocks, inside, strict=True):
+            sharded = [p for p in members if p not in replicated]
+            if sharded:
+                slot = slots[len(self._units) % len(slots)]
+                unit = Unit(self._flatten(sharded, shards=True), slot, lane)
+                self._register_block_hooks(block, len(self._units))
+                self._units.append(unit)
+        rest = self._flatten([p for p in outside if p not in replicated], shards=True)
+        self._rest = Unit([*rest, *self._flatten(small, shards=False)], Slot(), lane)
+        averages: list[PartAverage] = []
+        for unit in (*reversed(self._units), self._rest):
+            unit.place()
+            averages += [
+                PartAverage(
+                    weights.parameters,
+                    weights.parts,
+                    weights.layout,
+                    weights.number,
+                    lane=reductions,
+                    # What every rank has whole is little, and may as well be accurate.
+                    dtype=weights.compute_dtype if weights.shards else weights.master.dtype,
+                )
+                for weights in unit.weights
+                if weights.parameters[0].requires_grad
+            ]
+            unit.last_average = len(averages)
+        for unit in (*self._units[:NUM_SLOTS], self._rest):
+            # Until the first pass nothing is whole.
+            unit.vacate()
+        return averages
+
+    def _flatten(self, parameters: Sequence[nn.Parameter], *, shards: bool) -> list[FlatWeights]:
+        """Flat weights, each of one dtype that trains or does not."""
+        trained = [p for p in parameters if p.requires_grad]
+        frozen = [p for p in parameters if not p.requires_grad]
+        found = [
+            FlatWeights(members, self._group, compute_dtype=self._compute_dtype, shards=shards)
+            for members in (*grouped(trained), *grouped(frozen))
+        ]
+        for weights in found:
+            self._parts.update(zip(weights.parameters, weights.parts, strict=True))
+        self._weights += found
+        return found
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if not self._weights:
+            return self.module(*inputs, **kwargs)
+        if self._level < len(self._units):
+            # Of a pass in no_sync().
+            self._end_backward(reduces=False)
+        self._begin_forward()
+        inputs, kwargs = tree_map(self._cast, (inputs, kwargs))
+        outputs = self.module(*inputs, **kwargs)
+        self._gather_before(len(self._units))
+        if not torch.is_grad_enabled():
+            self._rest.release()
+            self._forget()
+        else:
+            # The last blocks come again when the backward pass does. Until then their memory is the
+            # loss's, where a step has its peak.
+            for unit in self._units[-NUM_SLOTS:]:
+                unit.forget()
+        return outputs
+
+    def finish_gradient_synchronization(self) -> None:
+        if self._weights and self._synchronizes:
+            # Ranks that have used other blocks wait for this one.
+            self._end_backward(reduces=True)
+        super().finish_gradient_synchronization()
+
+    def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Names in the module and master values of all parameters; all ranks go through it.
+
+        As many as one block has are there at a time. Names of a shared one are all given.
+        """
+        names: dict[Tensor, list[str]] = {}
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            names.setdefault(parameter, []).append(name)
+        for weights in self._weights:
+            values = weights.layout.views(weights.gather_master())
+            for parameter, value in zip(weights.parameters, values, strict=True):
+                for name in names.pop(parameter):
+                    yield name, value
+        for parameter, left in names.items():
+            for name in left:
+                yield name, parameter.detach()
+
+    def state_dict(self, *arguments: Any, **options: Any) -> Any:
+        """Whole parameters, on the CPU, and buffers; all ranks call it together."""
+        state = super().state_dict(*arguments, **options)
+        if not self._weights:
+            return state
+        prefix = options.get("prefix", "")
+        for name, value in self.whole_parameters():
+            # A view would keep its whole block.
+            state[f"{prefix}module.{name}"] = value.cpu().clone()
+        return state
+
+    def load_state_dict(self, state_dict: Any, *arguments: Any, **options: Any) -> Any:
+        """Whole parameters and buffers, of which each rank takes its parts."""
+        if not self._weights:
+            return super().load_state_dict(state_dict, *arguments, **options)
+        parameters = self.module.named_parameters(prefix="module", remove_duplicate=False)
+        names = dict(parameters)
+        missing = [name for name in names if name not in state_dict]
+        if missing:
+            raise ValueError(f"the state has no {missing[0]}: give that of the same model")
+        values = {parameter: state_dict[name] for name, parameter in names.items()}
+        for weights in self._weights:
+            weights.load_master([values[parameter] for parameter in weights.parameters])
+        rest = {name: value for name, value in state_dict.items() if name not in names}
+        found = super().load_state_dict(rest, strict=False)
+        if found.unexpected_keys:
+            raise ValueError(f"the state has {found.unexpected_keys[0]}, which the model has not")
+        return found
+
+    def _cast(self, value: Any) -> Any:
+        is_float = isinstance(value, Tensor) and value.is_floating_point()
+        return value.to(self._compute_dtype) if is_float and self._compute_dtype else value
+
+    def _begin_forward(self) -> None:
+        """The optimizer may have stepped: all is gathered anew."""
+        self._forget()
+        self._next = 0
+        self._rest.start_gathering()
+        self._gather_before(1)
+        self._rest.use()
+
+    def _forget(self) -> None:
+        for unit in (*self._units, self._rest):
+            unit.forget()
+
+    def _gather_before(self, number: int) -> None:
+        """Ask for the blocks before ``number`` that the forward pass has not asked for."""
+        while self._next < min(number, len(self._units)):
+            self._units[self._next].start_gathering()
+            self._next += 1
+
+    def _before_block(self, number: int) -> None:
+        self._gather_before(number + 1)
+        if self._next == number + 1:
+            self._gather_before(number + 2)
+        self._units[number].use()
+
+    def _after_block(self, number: int, outputs: Any) -> None:
+        if self._level <= number:
+            # Activations are made again, and the backward pass is about to use them.
+            return
+        self._units[number].release()
+        this = weakref.ref(self)
+
+        def enter(_: Tensor) -> None:
+            container = this()
+            if container is not None:
+                container._enter_backward(number)
+
+        for output in tree_leaves(outputs):
+            if isinstance(output, Tensor) and output.requires_grad:
+                output.register_hook(enter)
+
+    def _enter_backward(self, number: int) -> None:
+        """The backward pass comes to a block; the ones after it are done with."""
+        self._go_back_to(number, reduces=self._synchronizes)
+        self._units[number].use()
+
+    def _go_back_to(self, number: int, *, reduces: bool) -> None:
+        while self._level > number:
+            self._leave(reduces=reduces)
+            self._level -= 1
+            self._units[self._level].start_gathering()
+            if self._level > 0:
+                self._units[self._level - 1].start_gathering()
+
+    def _leave(self, *, reduces: bool) -> None:
+        """The backward pass has left a block: its gradients are all there that will be."""
+        if self._level < len(self._units):
+            unit = self._units[self._level]
+            # First, since the gradients are to travel in memory that this gives back.
+            unit.release()
+            if self._level < NUM_SLOTS:
+                # No block is left that takes this slot.
+                unit.forget()
+            if reduces:
+                self._start_up_to(unit.last_average)
+
+    def _end_backward(self, *, reduces: bool) -> None:
+        """Do for all blocks what the backward pass does, where it has not come by."""
+        self._go_back_to(0, reduces=reduces)
+        self._leave(reduces=reduces)
+        self._level = len(self._units)
+        self._rest.release()
+        self._forget()
+
+    def _complete(self, index: int) -> None:
+        if index < self._progress.num_started and self._progress.missing[index]:
+            raise RuntimeError(
+                "a gradient of a block came after the backward pass had gone on to the block "
+                "before it: FSDP's blocks must run in their order, each once a backward pass; "
+                "give it as blocks those that do"
+            )
+        super()._complete(index)
+
+    def _register_block_hooks(self, block: nn.Module, number: int) -> None:
+        this = weakref.ref(self)
+
+        def before(_: nn.Module, __: Any) -> None:
+            container = this()
+            if container is not None:
+                container._before_block(number)
+
+        def after(_: nn.Module, __: Any, outputs: Any) -> None:
+            container = this()
+            if container is not None:
+                container._after_block(number, outputs)
+
+        block.register_forward_pre_hook(torch.compiler.disable(before))
+        block.register_forward_hook(torch.compiler.disable(after))

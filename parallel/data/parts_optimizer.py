@@ -1,0 +1,127 @@
+"""Optimizers over parts of parameters, whose state dicts are those of whole parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from parallel.data.parts import Origin, Owner
+
+WHOLE_PARAMETERS = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
+"""PyTorch's optimizers that look at more than one element at a time."""
+
+
+def optimizer_of_parts(
+    params: Iterable[Any], optimizer_cls: type[Optimizer], **kwargs: Any
+) -> Optimizer:
+    """An ``optimizer_cls`` over parts of parameters, such as ``container.parameters()``.
+
+    It steps this rank's parts, and then their container begins to gather the whole parameters,
+    where it keeps any. ``state_dict`` is that of the optimizer over whole parameters, on the
+    CPU: all ranks call it together and each receives it whole. ``load_state_dict`` takes it on
+    any number of ranks, and so does ``optimizer_cls`` itself on one.
+
+    Raises:
+        ValueError: the optimizer needs whole parameters, or there are none.
+    """
+    if optimizer_cls.__name__ in WHOLE_PARAMETERS:
+        raise ValueError(
+            f"{optimizer_cls.__name__} does not update each element by itself, and ranks hold "
+            "parts of parameters here: use ShardedOptimizer, which leaves parameters whole"
+        )
+    optimizer = optimizer_cls(params, **kwargs)
+    optimizer.register_step_pre_hook(_before_step)
+    optimizer.register_step_post_hook(_after_step)
+    optimizer.register_state_dict_post_hook(_join_state)
+    optimizer.register_load_state_dict_pre_hook(_cut_state)
+    return optimizer
+
+
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    for owner in _owners(optimizer):
+        owner.wait_for_gathering()
+
+
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    for owner in _owners(optimizer):
+        owner.start_parameter_gathering()
+
+
+def _owners(optimizer: Optimizer) -> list[Owner]:
+    """The containers of the parts, each once, in an order that is the same on all ranks."""
+    found: list[Owner] = []
+    for parameter in _parameters(optimizer):
+        origin = _origin(parameter)
+        owner = None if origin is None else origin.owner()
+        if owner is not None and not any(owner is other for other in found):
+            found.append(owner)
+    return found
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    """By their numbers in a state dict."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _origin(parameter: Tensor) -> Origin | None:
+    return getattr(parameter, "origin", None)
+
+
+def _join_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """State of all ranks' parts as that of whole parameters."""
+    parameters = _parameters(optimizer)
+    origins = {n: o for n, p in enumerate(parameters) if (o := _origin(p)) is not None}
+    own = {
+        number: {name: _on_cpu(value) for name, value in state.items()}
+        for number, state in state_dict["state"].items()
+        if number in origins
+    }
+    parts: list[Any] = [own]
+    group = next((origin.group for origin in origins.values()), None)
+    if group is not None and group.size() > 1:
+        parts = [None] * group.size()
+        dist.all_gather_object(parts, own, group=group)
+    joined = dict(state_dict["state"])
+    for number, state in own.items():
+        shape = parameters[number].shape
+        joined[number] = {
+            name: origins[number].join([part[number][name] for part in parts])
+            if isinstance(value, Tensor) and value.shape == shape
+            else value
+            for name, value in state.items()
+        }
+    return {**state_dict, "state": joined}
+
+
+def _cut_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+    """This rank's parts of the state of whole parameters."""
+    saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+    parameters = _parameters(optimizer)
+    if len(saved) != len(parameters):
+        # The optimizer says so itself.
+        return None
+    state = dict(state_dict["state"])
+    for number, parameter in zip(saved, parameters, strict=True):
+        origin = _origin(parameter)
+        if origin is not None and number in state:
+            state[number] = {
+                name: _cut(name, value, origin) for name, value in state[number].items()
+            }
+    return {**state_dict, "state": state}
+
+
+def _cut(name: str, value: Any, origin: Origin) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if name != "step" and value.shape == origin.shape:
+        return origin.cut(value)
+    # Else two optimizers that load one state would count their steps in one tensor.
+    return value.clone()
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, Tensor) else value

@@ -1,0 +1,205 @@
+"""ZeRO stages 1 and 2: replicated parameters, of which each rank updates its part.
+
+    backward   gradients are reduce-scattered bucket by bucket, as they come
+    step       every rank updates its part of each bucket
+    forward    buckets are all-gathered, and each block waits for its own
+
+Reduce-scatter and all-gather together send what one all-reduce sends, so that a step
+communicates as much as plain data parallelism does (Rajbhandari et al., 2020, section 7.1).
+Stage 2 frees a bucket's gradients once they are reduced; each rank keeps those of its part.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from parallel.data.blocks import waiting_points
+from parallel.data.containers import MIB
+from parallel.data.flat import FlatLayout, Lane, grouped, start_all_gather
+from parallel.data.gradients import Averaged
+from parallel.data.parts import PartAverage, PartsDataParallel, make_parts
+
+
+class ZeroBucket(PartAverage):
+    """Parameters that live in one flat buffer, and the averages of their gradients."""
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        group: dist.ProcessGroup,
+        owner: weakref.ref[Zero],
+        *,
+        lane: Lane,
+        keeps_buffer: bool,
+    ) -> None:
+        layout, number = FlatLayout(parameters, group.size()), dist.get_rank(group)
+        first = parameters[0]
+        self._whole = torch.zeros(layout.size, dtype=first.dtype, device=first.device)
+        for parameter, view in zip(parameters, layout.views(self._whole), strict=True):
+            view.copy_(parameter.detach())
+            parameter.data = view
+        self._part = layout.part(self._whole, number)
+        parts = make_parts(parameters, layout, self._part, number, group, owner)
+        super().__init__(
+            parameters,
+            parts,
+            layout,
+            number,
+            lane=lane,
+            dtype=first.dtype,
+            keeps_buffer=keeps_buffer,
+        )
+        self._group = group
+        self._gathering: dist.Work | None = None
+
+    def start_gathering(self) -> None:
+        self.wait_for_parameters()
+        self._gathering = start_all_gather(self._whole, self._part, self._group)
+
+    def wait_for_parameters(self) -> None:
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+
+
+class Zero(PartsDataParallel):
+    """What both stages share; used as the other containers, with an optimizer over parts::
+
+        model = Zero1(module, bucket_size_mb=25)
+        optimizer = optimizer_of_parts(model.parameters(), torch.optim.AdamW, lr=1e-3)
+        loss_of(model(x)).backward()
+        model.finish_gradient_synchronization()
+        optimizer.step()
+
+    ``parameters()`` gives this rank's parts, by the names of the whole ones. Their gradients
+    are there after :meth:`finish_gradient_synchronization`; whole parameters then have none.
+    Backward passes in ``no_sync()`` add to whole gradients on each rank.
+
+    After a step, whole parameters are on their way: the forward pass waits for them where it
+    uses them, and :meth:`state_dict` does; anybody else calls :meth:`wait_for_parameters`.
+
+    Raises:
+        ValueError: as :class:`BucketedDDP` says.
+    """
+
+    KEEPS_GRADIENTS: bool
+
+    def __init__(
+        self,
+        module: nn.Module,
+        bucket_size_mb: float = 25.0,
+        *,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if not 0 < bucket_size_mb < math.inf:
+            raise ValueError(f"bucket_size_mb={bucket_size_mb:g}: must be positive and finite")
+        self._max_bytes = bucket_size_mb * MIB
+        self._buckets: list[ZeroBucket] = []
+        self._stale = False
+        super().__init__(module, overlap=True, group=group)
+        self._waited: list[list[ZeroBucket]] = []
+        self._called: set[int] = set()
+        if self._buckets:
+            self._wait_in_forward()
+
+    def _arrange(self, parameters: Sequence[nn.Parameter]) -> Sequence[Averaged]:
+        lane, this = Lane(parameters[0].device), weakref.ref(self)
+        for members in grouped(parameters, self._max_bytes):
+            bucket = ZeroBucket(
+                members, self._group, this, lane=lane, keeps_buffer=self.KEEPS_GRADIENTS
+            )
+            self._parts.update(zip(bucket.parameters, bucket.parts, strict=True))
+            self._buckets.append(bucket)
+        return self._buckets
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self._stale:
+            self._gather()
+        # A module that has not been called may be one whose parameters others use.
+        for number, buckets in enumerate(self._waited):
+            if number not in self._called:
+                _wait(buckets)
+        self._called.clear()
+        return self.module(*inputs, **kwargs)
+
+    def finish_gradient_synchronization(self) -> None:
+        # What no forward pass has waited for is not to arrive while the optimizer writes.
+        self.wait_for_gathering()
+        super().finish_gradient_synchronization()
+        # A step is to follow, by whatever optimizer.
+        self._stale = bool(self._buckets) and self._synchronizes
+
+    def start_parameter_gathering(self) -> None:
+        """Begin to bring all ranks' parts into the whole parameters; all ranks call it together.
+
+        Called after every step by :func:`optimizer_of_parts`; nothing tells of the steps of
+        another optimizer, after whose first possible one every forward pass does it.
+        """
+        self._stale = False
+        self._gather()
+
+    def _gather(self) -> None:
+        # In the order of the forward pass.
+        for bucket in reversed(self._buckets):
+            bucket.start_gathering()
+
+    def wait_for_parameters(self) -> None:
+        """Whole parameters may be read from here on; all ranks call it together."""
+        if self._stale:
+            self._gather()
+        self.wait_for_gathering()
+
+    def wait_for_gathering(self) -> None:
+        """What has been started is there."""
+        _wait(self._buckets)
+
+    def state_dict(self, *arguments: Any, **options: Any) -> Any:
+        """Of whole parameters; all ranks call it together."""
+        self.wait_for_parameters()
+        return super().state_dict(*arguments, **options)
+
+    def load_state_dict(self, *arguments: Any, **options: Any) -> Any:
+        """Of whole parameters; every rank loads all of them."""
+        self.wait_for_parameters()
+        return super().load_state_dict(*arguments, **options)
+
+    def _wait_in_forward(self) -> None:
+        """Have each block wait for its parameters only."""
+        buckets = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        this = weakref.ref(self)
+        for number, (module, parameters) in enumerate(waiting_points(self.module)):
+            needed = list(dict.fromkeys(buckets[p] for p in parameters if p in buckets))
+            self._waited.append(needed)
+
+            def wait(_: nn.Module, __: Any, number: int = number) -> None:
+                container = this()
+                if container is not None:
+                    container._called.add(number)
+                    _wait(container._waited[number])
+
+            module.register_forward_pre_hook(torch.compiler.disable(wait))
+
+
+def _wait(buckets: Sequence[ZeroBucket]) -> None:
+    for bucket in buckets:
+        bucket.wait_for_parameters()
+
+
+class Zero1(Zero):
+    """Optimizer state in parts; memory for whole gradients, in buckets, is kept."""
+
+    KEEPS_GRADIENTS = True
+
+
+class Zero2(Zero):
+    """Optimizer state and gradients in parts."""
+
+    KEEPS_GRADIENTS = False
+    IN_FLIGHT = 4

@@ -1,0 +1,44 @@
+"""One all-reduce a bucket of gradients, each started as soon as backward has filled it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from parallel.data.buckets import fill_buckets
+from parallel.strategies._data_parallel import BufferedStrategy
+from parallel.strategy import strategy
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
+
+@strategy("ddp_bucketed")
+@dataclass(kw_only=True, slots=True)
+class BucketedDDPStrategy(BufferedStrategy):
+    """:class:`parallel.data.BucketedDDP` over the data ranks."""
+
+    bucket_size_mb: float = 25.0
+    """Gradients are all-reduced in buckets of at most this many MiB; 25 as PyTorch's DDP."""
+
+    def __post_init__(self) -> None:
+        BufferedStrategy.__post_init__(self)
+        if not 0 < self.bucket_size_mb < math.inf:
+            raise ValueError(
+                f"parallel.bucket_size_mb={self.bucket_size_mb:g}: must be positive and finite"
+            )
+
+    def gradient_buffers(self, sizes: Sequence[float]) -> float:
+        if self.data_ranks == 1:
+            return 0.0
+        # One that fills a bucket alone travels from where it is.
+        buckets = fill_buckets(reversed(sizes), self.bucket_size_mb * 2**20)
+        return sum(sum(bucket) for bucket in buckets if len(bucket) > 1) / sum(sizes)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        from parallel.data import BucketedDDP
+
+        return BucketedDDP(model, self.bucket_size_mb, group=self.data_group())

@@ -1,0 +1,34 @@
+"""No data parallelism: one device, or several that share sequences (cp) or weights (tp)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from parallel.strategy import Strategy, strategy
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@strategy("none")
+@dataclass(kw_only=True, slots=True)
+class NoDataParallelism(Strategy):
+    """One batch; where its sequences are split, gradients are averaged after backward."""
+
+    def __post_init__(self) -> None:
+        Strategy.__post_init__(self)
+        if self.dp != 1:
+            raise ValueError(
+                f"parallel.dp={self.dp}: parallel=none trains on one batch; "
+                "choose a strategy that keeps ranks together, such as parallel=ddp_torch"
+            )
+
+    def after_backward(self, model: nn.Module) -> None:
+        if self.cp == 1:
+            return
+        from parallel.data.averaging import average
+
+        group = self.data_group()
+        assert group is not None, "several ranks have a group"
+        average(model.parameters(), group)

@@ -1,0 +1,37 @@
+"""Bucketed data parallelism whose optimizer state is sharded over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from parallel.strategies.ddp_bucketed import BucketedDDPStrategy
+from parallel.strategy import strategy
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+
+@strategy("sharded_optimizer")
+@dataclass(kw_only=True, slots=True)
+class ShardedOptimizerStrategy(BucketedDDPStrategy):
+    """:class:`parallel.data.ShardedOptimizer`: updated parameters are broadcast."""
+
+    peer: ClassVar[str | None] = "zero_redundancy_torch"
+
+    @property
+    def optimizer_state_share(self) -> float:
+        return 1 / self.data_ranks
+
+    @property
+    def traffic(self) -> dict[str, float]:
+        return {"all_reduce": 1.0, "broadcast": 1.0} if self.world_size > 1 else {}
+
+    def optimizer(
+        self, params: Iterable[nn.Parameter], cls: type[Optimizer], **kwargs: Any
+    ) -> Optimizer:
+        from parallel.data import ShardedOptimizer
+
+        return ShardedOptimizer(params, cls, process_group=self.data_group(), **kwargs)

@@ -1,0 +1,43 @@
+"""PyTorch's ZeroRedundancyOptimizer on its DistributedDataParallel, the peer of our sharding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from parallel.strategies.ddp_torch import TorchDDP
+from parallel.strategy import strategy
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+
+@strategy("zero_redundancy_torch")
+@dataclass(kw_only=True, slots=True)
+class TorchZeroRedundancy(TorchDDP):
+    """Optimizer state by whole parameters on each rank, which broadcasts what it has updated."""
+
+    @property
+    def optimizer_state_share(self) -> float:
+        return 1 / self.data_ranks
+
+    @property
+    def traffic(self) -> dict[str, float]:
+        return {"all_reduce": 1.0, "broadcast": 1.0} if self.world_size > 1 else {}
+
+    def optimizer(
+        self, params: Iterable[nn.Parameter], cls: type[Optimizer], **kwargs: Any
+    ) -> Optimizer:
+        if self.data_ranks == 1:
+            return cls(params, **kwargs)
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        return ZeroRedundancyOptimizer(
+            params,
+            optimizer_class=cls,
+            process_group=self.data_group(),
+            parameters_as_bucket_view=True,
+            **kwargs,
+        )
