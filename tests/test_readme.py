@@ -14,8 +14,8 @@ from harness.cases.profiler import PROFILERS
 from harness.cases.task import TASKS
 from harness.commands.readme import refreshed
 from harness.commands.writeup import ROWS_IN_MARKDOWN
+from harness.paths import ROOT
 from harness.request.compose import compose_request
-from harness.request.config import ROOT
 from kernels.caches.choice import CACHES
 from parallel import BACKENDS, STRATEGIES
 

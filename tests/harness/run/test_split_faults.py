@@ -66,7 +66,7 @@ def run(folder: Path, command: Command, scheme: str, transport: str) -> Ended:
         "device=cpu",
         "timeout_s=8",
         "launcher.vote_timeout_s=2",
-        environment={"ATTNBENCH_PLUGINS": "tests.faults", "TMPDIR": str(folder)},
+        environment={"ATTNBENCH_PLUGINS": "tests.support.faults", "TMPDIR": str(folder)},
     )
     records = [json.loads(path.read_text()) for path in (results / "records").glob("*.json")]
     (table,) = results.glob("sweeps/*/tables/context_parallel.md")

@@ -117,6 +117,6 @@ def test_every_source_has_a_file_of_its_own(
 
 
 def test_the_source_is_packaged() -> None:
-    project = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    project = (Path(__file__).parents[3] / "pyproject.toml").read_text()
     assert '"*.cpp"' in project
     assert native.SOURCE.exists()

@@ -9,7 +9,7 @@ import pytest
 
 from harness.cases.case import Case
 
-RESULTS = Path(__file__).parent.parent / "results"
+RESULTS = Path(__file__).parents[3] / "results"
 RECORDS = sorted(RESULTS.glob("*/records/*.json"))
 
 

@@ -64,7 +64,7 @@ class Folder:
         temporary = self.path / "tmp"
         temporary.mkdir(exist_ok=True)
         return {
-            "ATTNBENCH_PLUGINS": "tests.faults",
+            "ATTNBENCH_PLUGINS": "tests.support.faults",
             "ATTNBENCH_TEST_FOLDER": str(self.path),
             "TMPDIR": str(temporary),
         }

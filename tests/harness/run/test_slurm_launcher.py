@@ -17,8 +17,9 @@ import pytest
 from harness.cases.case import Case
 from harness.commands.status import cancel_main, look
 from harness.commands.status import main as status_main
+from harness.paths import CONF
 from harness.request.compose import Request, compose_request
-from harness.request.config import CONF, choices
+from harness.request.config import choices
 from harness.request.session import run_request
 from harness.run import run_folder
 from harness.run.agents import AgentError, Hosts, _Link, clocks_differ, serve_agent

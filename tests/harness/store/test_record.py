@@ -19,7 +19,7 @@ from records import make_record
 
 from harness.store.record import STATUSES, Phase, Record, RecordError, RecordStore
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[2] / "support"
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from harness.run.launchers import local
 from harness.store.record import Record
 from kernels import BACKENDS
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[2] / "golden"
 
 
 def samples(forward: float, backward: float) -> Samples:

@@ -95,7 +95,7 @@ class TestSweep:
             subprocess.run(
                 [sys.executable, "-m", "harness.commands.report", str(folder)],
                 check=True,
-                cwd=Path(__file__).parents[1],
+                cwd=Path(__file__).parents[3],
                 env={**os.environ, "PYTHONHASHSEED": str(len(contents) + 1)},
                 capture_output=True,
             )
@@ -170,5 +170,5 @@ def test_nothing_here_imports_torch() -> None:
         "from harness.render.figure import FIGURES; TABLES.names(); FIGURES.names(); "
         "sys.exit('torch' in sys.modules)"
     )
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[3]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0

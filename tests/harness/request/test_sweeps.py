@@ -10,10 +10,11 @@ import yaml
 
 from harness.cases.case import Case
 from harness.cases.sweep import AD_HOC, load_sweep
+from harness.paths import CONF, SWEEPS
 from harness.render.figure import FIGURES
 from harness.render.table import TABLES
 from harness.request.compose import Request, compose_request
-from harness.request.config import CONF, GROUPS, SWEEPS, choices, registered_choices
+from harness.request.config import GROUPS, choices, registered_choices
 from harness.request.plan import predicted_seconds
 from harness.run.launchers import local
 from harness.run.runner import comparison_groups

@@ -20,7 +20,7 @@ from models import accounting
 from models.config import ModelConfig
 from models.transformer import Transformer, cross_entropy
 
-MODEL_DIR = Path(__file__).parents[1] / "conf" / "model"
+MODEL_DIR = Path(__file__).parents[2] / "conf" / "model"
 SIZES = sorted(path.stem for path in MODEL_DIR.glob("*.yaml"))
 GPU = pytest.param(
     "cuda",

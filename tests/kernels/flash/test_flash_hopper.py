@@ -23,7 +23,7 @@ from kernels.flash.hopper import launch as hopper
 from kernels.flash.hopper import pairing
 from kernels.flash.problem import Problem, describe
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[3]
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_hopper = pytest.mark.skipif(

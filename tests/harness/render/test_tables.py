@@ -35,7 +35,7 @@ from harness.render.latex import escape, to_latex
 from harness.render.table import TABLES, build_table
 from harness.store.record import Record
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[2] / "golden"
 
 
 @pytest.fixture
