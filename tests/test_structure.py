@@ -9,9 +9,11 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import ROOT
+from setuptools import find_namespace_packages
 
 from harness.cases.task import TASKS
 from harness.render.figure import FIGURES
@@ -30,15 +32,7 @@ MAY_IMPORT = {
     "harness": {"harness", "parallel", "kernels", "models"},
 }
 
-REGISTRIES: dict[str, Registry[object]] = {
-    "kernels": BACKENDS,
-    "parallel": STRATEGIES,
-    "harness/tasks": TASKS,
-    "harness/launchers": LAUNCHERS,
-    "harness/tables": TABLES,
-    "harness/figures": FIGURES,
-}
-"""By the folder of their choices; attention over several ranks is in one of its own."""
+REGISTRIES: tuple[Registry[Any], ...] = (BACKENDS, STRATEGIES, TASKS, LAUNCHERS, TABLES, FIGURES)
 
 
 def sources(folder: str) -> list[Path]:
@@ -72,15 +66,18 @@ class TestArrows:
 
     def test_every_package_is_installed(self) -> None:
         """A folder with code or data that pyproject.toml forgets is missing after installing."""
-        values = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-        listed = set(values["tool"]["setuptools"]["packages"])
-        found = {
-            relative(path.parent).replace("/", ".")
-            for folder in (*PACKAGES, "conf", "sweeps")
-            for path in (ROOT / folder).rglob("*")
-            if path.suffix in (".py", ".yaml", ".j2")
+        settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+        wanted = settings["tool"]["setuptools"]["packages"]["find"]["include"]
+        listed = set(find_namespace_packages(str(ROOT), include=wanted))
+        kinds = {
+            path.removeprefix("*") for path in settings["tool"]["setuptools"]["package-data"]["*"]
         }
-        assert found == listed
+        for folder in (*PACKAGES, "conf", "sweeps"):
+            for path in (ROOT / folder).rglob("*"):
+                if path.is_dir() or "__pycache__" in path.parts:
+                    continue
+                assert relative(path.parent).replace("/", ".") in listed, relative(path)
+                assert path.suffix in {".py", *kinds}, relative(path)
 
 
 class TestLightness:
@@ -128,8 +125,8 @@ class TestLightness:
         assert done.stdout == "False False\n"
 
 
-def registered() -> list[tuple[str, str]]:
-    return [(folder, name) for folder, registry in REGISTRIES.items() for name in registry.names()]
+def registered() -> list[tuple[Registry[Any], str]]:
+    return [(registry, name) for registry in REGISTRIES for name in registry.names()]
 
 
 def strings(path: Path) -> Iterator[str]:
@@ -158,40 +155,26 @@ def compared_names(path: Path) -> Iterator[str]:
 
 
 class TestOneFileOneChoice:
-    @pytest.mark.parametrize(("folder", "name"), registered())
-    def test_registered_by_a_file_of_its_folder(self, folder: str, name: str) -> None:
-        target = REGISTRIES[folder][name].target
-        module = sys.modules[target.__module__]  # type: ignore[attr-defined]
-        path = Path(str(module.__file__))
-        folders = {package.replace(".", "/") for package in REGISTRIES[folder].packages}
-        assert folder in folders
-        assert relative(path.parent) in folders
-        assert not path.name.startswith("_")
-        assert name in set(strings(path))
+    @pytest.mark.parametrize(
+        ("registry", "name"),
+        registered(),
+        ids=[f"{registry.group}-{name}" for registry, name in registered()],
+    )
+    def test_found_where_it_is_registered(self, registry: Registry[Any], name: str) -> None:
+        """Names are read from sources; what a file registers when it runs must be the same."""
+        assert registry[name].target.__module__ == registry.modules()[name]
 
-    @pytest.mark.parametrize("folder", ["kernels", "parallel"])
-    def test_nobody_else_decides_by_its_name(self, folder: str) -> None:
+    @pytest.mark.parametrize("registry", [BACKENDS, STRATEGIES], ids=["attention", "parallel"])
+    def test_nobody_else_decides_by_its_name(self, registry: Registry[Any]) -> None:
         """Else adding a choice, or renaming one, would mean editing a second file."""
-        registry = REGISTRIES[folder]
         # none and auto are choices of other keys too; naive is the baseline of every speed-up.
         names = set(registry.names()) - {"none", "auto", "naive"}
+        homes = {name.replace(".", "/") + ".py" for name in registry.modules().values()}
         for package in PACKAGES:
             for path in sources(package):
-                if path.parent == ROOT / folder:
-                    continue
-                found = names & set(compared_names(path))
-                assert not found, f"{relative(path)} decides by {sorted(found)}"
-
-    def test_backends_do_not_know_each_other(self) -> None:
-        files = {path for path in sources("kernels") if not path.name.startswith("_")}
-        by_file: dict[str, set[str]] = {}
-        for entry in BACKENDS:
-            module = sys.modules[entry.target.__module__]
-            by_file.setdefault(Path(str(module.__file__)).name, set()).add(entry.name)
-        assert by_file
-        for path in files:
-            others = set(BACKENDS.names()) - by_file.get(path.name, set()) - {"auto"}
-            assert not others & set(compared_names(path))
+                if relative(path) not in homes:
+                    found = names & set(compared_names(path))
+                    assert not found, f"{relative(path)} decides by {sorted(found)}"
 
 
 class TestText:
