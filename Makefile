@@ -6,11 +6,11 @@ RESULTS ?= results/local
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help install bench test test-gpu test-slurm slurm-up slurm-down lint format report \
-	writeup benchmarks clean
+.PHONY: help install bench test test-gpu test-multigpu test-exhaustive test-slurm slurm-up \
+	slurm-down lint format report writeup benchmarks clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(BIN)/.installed ## make .venv with the pinned versions
 
@@ -27,8 +27,14 @@ bench: install ## measure attention backends and model sizes on this machine
 test: install ## run the tests that need nothing but a CPU
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-test-gpu: install ## run the tests that need CUDA devices
-	$(BIN)/python -m pytest -m "gpu or multigpu"
+test-gpu: install ## run the tests that need one CUDA device
+	$(BIN)/python -m pytest -m "gpu and not exhaustive" --numprocesses 6 --dist worksteal
+
+test-multigpu: install ## run the tests that need several CUDA devices
+	$(BIN)/python -m pytest -m "multigpu and not exhaustive"
+
+test-exhaustive: install ## run the long grids, on whatever devices there are
+	$(BIN)/python -m pytest -m exhaustive --numprocesses 2 --dist worksteal
 
 test-slurm: install ## run the tests on the cluster of slurm-up
 	ATTNBENCH_REQUIRE_SLURM=1 $(BIN)/python -m pytest -m slurm

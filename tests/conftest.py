@@ -23,9 +23,10 @@ pytest.register_assert_rewrite("decode_checks", "exact_attention")
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # Two processes share the cores: threads of one that wait for each other, as those of small
-    # shapes mostly do, would keep the other from working.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # The processes share the cores: threads of one that wait for each other, as those of small
+    # shapes mostly do, would keep the others from working.
+    num_workers = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_workers)))
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 # Every command that a test runs imports the project anew: compiling its modules each time, as
@@ -65,11 +66,16 @@ def pytest_configure(config: pytest.Config) -> None:
     tempfile.tempdir = None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files whose tests run the command come first.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out exhaustive tests unless ``-m`` names them; run files that use the command first.
 
-    They take longest, and a process that begins one when the other has nothing left works alone.
+    The latter take longest, and a process that begins one when the other has nothing left works
+    alone. An expression in ``addopts`` would not do: ``-m gpu`` replaces it.
     """
+    if "exhaustive" not in config.option.markexpr:
+        exhaustive = [item for item in items if item.get_closest_marker("exhaustive")]
+        config.hook.pytest_deselected(items=exhaustive)
+        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
     runs_commands = {item.path for item in items if "command" in getattr(item, "fixturenames", ())}
     items.sort(key=lambda item: item.path not in runs_commands)
 
@@ -103,7 +109,7 @@ def command() -> Command:
             },
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=600,
             check=False,
         )
 

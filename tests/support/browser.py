@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 300.0
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 

@@ -27,7 +27,8 @@ GROUPS = {1: (2,), 2: (1, 3), 3: (0, 2, 3), 4: (0, 1, 2, 3)}
 """Which processes make up a group of a size: not the first ones, so that a rank in the group
 which is taken for one in the world is found out."""
 
-TIMEOUT_S = 60
+TIMEOUT_S = 300
+"""A guard against hanging for ever, whatever else the machine does."""
 
 
 class RankError(Exception):
