@@ -19,7 +19,7 @@ from harness.render.files import to_csv, to_markdown
 from harness.render.latex import to_latex
 from harness.render.table import TABLES, build_table
 from harness.store.record import RecordStore
-from tests.records import audit_examples, make_record, split_examples
+from tests.support.records import audit_examples, make_record, split_examples
 
 
 def simulate(folder: Path, count: int) -> None:
