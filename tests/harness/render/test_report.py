@@ -166,7 +166,7 @@ class TestReportCommand:
 
 def test_nothing_here_imports_torch() -> None:
     code = (
-        "import sys; from harness import report; from harness.render.table import TABLES; "
+        "import sys; from harness.commands import report; from harness.render.table import TABLES; "
         "from harness.render.figure import FIGURES; TABLES.names(); FIGURES.names(); "
         "sys.exit('torch' in sys.modules)"
     )

@@ -162,13 +162,13 @@ class TestFlashAttention:
         missing = backend.supports_decode(problem_of())
         assert missing is not None
         assert "is not installed: " in missing
-        monkeypatch.setattr(f"kernels.{name}.capability", lambda: capability)
+        monkeypatch.setattr(f"kernels.backends.{name}.capability", lambda: capability)
         install(monkeypatch, path, flash_attn_with_kvcache=make(Library()))
         assert backend.supports_decode(problem_of()) is None
         paged = backend.supports_decode(problem_of(block_size=64))
         assert (paged is None) == (name == "flash_attn_3")
         assert backend.supports_decode(problem_of(block_size=512)) is None
-        monkeypatch.setattr(f"kernels.{name}.capability", lambda: (7, 5))
+        monkeypatch.setattr(f"kernels.backends.{name}.capability", lambda: (7, 5))
         assert "needs compute capability" in (backend.supports_decode(problem_of()) or "")
 
     def test_an_older_version_says_what_it_lacks(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -225,7 +225,7 @@ class TestWiringOfFusedKernels:
     @pytest.fixture(autouse=True)
     def kernels_of_python(self, monkeypatch: pytest.MonkeyPatch) -> None:
         stand_in = StandIn()
-        for module in ("decoding", "flash_decode", "mla_absorbed"):
+        for module in ("decoding", "backends.flash_decode", "backends.mla_absorbed"):
             found = f"kernels.{module}.kernel_of"
             monkeypatch.setattr(found, lambda name: getattr(stand_in, name, None))
         monkeypatch.setattr("kernels.decoding.why_not_triton", lambda device: None)
