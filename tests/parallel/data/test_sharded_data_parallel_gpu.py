@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -111,6 +112,14 @@ def train(
     return total.tolist(), torch.cuda.max_memory_allocated(device) - before
 
 
+@cache
+def trained(
+    num_ranks: int, wrap: Wrap, kind: type[torch.optim.Optimizer]
+) -> list[tuple[list[float], int]]:
+    """:func:`train` on each rank, run once for all tests."""
+    return on_gpus(num_ranks, train, wrap, kind)
+
+
 @pytest.mark.parametrize("num_ranks", RANKS)
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 @pytest.mark.parametrize("wrap", [zero_1, zero_2, fsdp])
@@ -118,16 +127,16 @@ def test_losses_are_those_of_all_reduce(
     wrap: Wrap, kind: type[torch.optim.Optimizer], num_ranks: int
 ) -> None:
     """A block that is used before it has come, or freed too early, would show."""
-    wanted, _ = on_gpus(num_ranks, train, bucketed, kind)[0]
+    wanted, _ = trained(num_ranks, bucketed, kind)[0]
     assert wanted[-1] < wanted[0]
-    for found, _ in on_gpus(num_ranks, train, wrap, kind):
+    for found, _ in trained(num_ranks, wrap, kind):
         assert found == pytest.approx(wanted, rel=1e-4)
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)
 def test_bfloat16_follows_fully_shard_with_no_more_memory(num_ranks: int) -> None:
-    wanted = on_gpus(num_ranks, train, peer_bfloat16, torch.optim.AdamW)
-    found = on_gpus(num_ranks, train, fsdp_bfloat16, torch.optim.AdamW)
+    wanted = trained(num_ranks, peer_bfloat16, torch.optim.AdamW)
+    found = trained(num_ranks, fsdp_bfloat16, torch.optim.AdamW)
     for (losses, peak), (peer_losses, peer_peak) in zip(found, wanted, strict=True):
         assert losses == pytest.approx(peer_losses, rel=2e-2)
         # Norms are whole on every rank here.
@@ -137,7 +146,7 @@ def test_bfloat16_follows_fully_shard_with_no_more_memory(num_ranks: int) -> Non
 @pytest.mark.parametrize("num_ranks", RANKS)
 def test_memory_falls_from_stage_to_stage(num_ranks: int) -> None:
     peaks = [
-        max(peak for _, peak in on_gpus(num_ranks, train, wrap, torch.optim.AdamW))
+        max(peak for _, peak in trained(num_ranks, wrap, torch.optim.AdamW))
         for wrap in (bucketed, zero_1, zero_2, fsdp)
     ]
     assert peaks == sorted(peaks, reverse=True)

@@ -54,7 +54,13 @@ def train_alone(group: dist.ProcessGroup, case: Case) -> dict[str, Tensor]:
     return train_one_process(case, case.parallel.dp, "sgd", device_of(group))
 
 
-@pytest.mark.parametrize("name", MESHES)
+SHOWN = ("tp", "ddp_bucketed x tp", "cp x tp")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in SHOWN else pytest.mark.exhaustive) for name in MESHES],
+)
 def test_weights_are_those_of_one_gpu(name: str) -> None:
     """In float32; the axis that is left over, on two GPUs, has one rank."""
     case = case_of(*HEADS, *MESHES[name])
