@@ -12,6 +12,7 @@ costs a command that does not use it nothing.
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import os
 from collections.abc import Callable, Iterator
@@ -36,12 +37,27 @@ PLUGINS_VARIABLE = "ATTNBENCH_PLUGINS"
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class Look:
+    """How tables and figures show a choice. What is left out follows from the choice's name."""
+
+    colour: str = ""
+    """``#RRGGBB``, the same in every figure."""
+    marker: str = ""
+    """A marker of matplotlib, the same in every figure."""
+    place: int | None = None
+    """Place in tables and legends; choices without one follow by name."""
+    baseline: bool = False
+    """Whether comparisons hold other choices of the kind against this one."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class Entry(Generic[T]):
     """One registered choice: its name, what implements it, and the options it presets."""
 
     name: str
     target: T
     preset: dict[str, Any]
+    look: Look | None = None
 
 
 class Registry(Generic[T]):
@@ -59,15 +75,16 @@ class Registry(Generic[T]):
         self.packages = packages
         self._entries: dict[str, Entry[T]] = {}
         self._modules: dict[str, str] | None = None
+        self._keywords: dict[str, dict[str, Any]] = {}
 
-    def register(self, name: str, **preset: Any) -> Callable[[T], T]:
+    def register(self, name: str, *, look: Look | None = None, **preset: Any) -> Callable[[T], T]:
         """Decorator: make the decorated object the choice ``name``, with ``preset`` options."""
 
         def decorate(target: T) -> T:
             home = (self._modules or {}).get(name)
             if name in self._entries or home not in (None, target.__module__):
                 raise ValueError(f"{self.group}={name} is registered twice")
-            self._entries[name] = Entry(name=name, target=target, preset=preset)
+            self._entries[name] = Entry(name=name, target=target, preset=preset, look=look)
             return target
 
         return decorate
@@ -80,12 +97,13 @@ class Registry(Generic[T]):
     def modules(self) -> dict[str, str]:
         """The module that registers each choice, by the choice's name; imports plugins alone."""
         if self._modules is None:
-            self._modules = {}
+            self._modules, self._keywords = {}, {}
             for package in self.packages:
-                for name, module in _decorated(package, self.decorator):
+                for name, module, keywords in _decorated(package, self.decorator):
                     if name in self._modules:
                         raise ValueError(f"{self.group}={name} is registered twice")
                     self._modules[name] = module
+                    self._keywords[name] = keywords
             # A plugin may register in ways that no source shows, so it is imported.
             for plugin in filter(None, os.environ.get(PLUGINS_VARIABLE, "").split(",")):
                 importlib.import_module(plugin)
@@ -94,6 +112,19 @@ class Registry(Generic[T]):
     def names(self) -> list[str]:
         """Every choice that there is, sorted."""
         return sorted({*self.modules(), *self._entries})
+
+    def given(self, keyword: str) -> dict[str, Any]:
+        """The value of a decorator's keyword for every choice that gives it, imported or not."""
+        names = self.names()
+        entries = {
+            name: {"look": entry.look, **entry.preset} for name, entry in self._entries.items()
+        }
+        found = {name: entries.get(name) or self._keywords.get(name, {}) for name in names}
+        return {
+            name: keywords[keyword]
+            for name, keywords in found.items()
+            if keywords.get(keyword) is not None
+        }
 
     def __iter__(self) -> Iterator[Entry[T]]:
         return iter([self[name] for name in self.names()])
@@ -110,8 +141,8 @@ class Registry(Generic[T]):
         return self._entries[name]
 
 
-def _decorated(package: str, decorator: str) -> Iterator[tuple[str, str]]:
-    """Names that ``@decorator("name")`` gives in the sources of a package, with their modules."""
+def _decorated(package: str, decorator: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Name, module and literal keywords of every ``@decorator("name", ...)`` in a package."""
     spec = find_spec(package)
     if spec is None:
         raise ModuleNotFoundError(f"{package}: no such package")
@@ -125,4 +156,17 @@ def _decorated(package: str, decorator: str) -> Iterator[tuple[str, str]]:
             for node in ast.parse(text).body:
                 for call in getattr(node, "decorator_list", ()):
                     if isinstance(call, ast.Call) and ast.unparse(call.func) == decorator:
-                        yield ast.literal_eval(call.args[0]), module
+                        yield ast.literal_eval(call.args[0]), module, _literals(call)
+
+
+def _literals(call: ast.Call) -> dict[str, Any]:
+    """Keyword arguments whose values the source shows."""
+    found: dict[str, Any] = {}
+    for keyword in call.keywords:
+        value = keyword.value
+        if isinstance(value, ast.Call) and ast.unparse(value.func) == Look.__name__:
+            found[str(keyword.arg)] = Look(**_literals(value))
+        else:
+            with contextlib.suppress(ValueError):
+                found[str(keyword.arg)] = ast.literal_eval(value)
+    return found

@@ -22,6 +22,7 @@ from kernels.backend import (
     Packing,
     attention_backend,
 )
+from kernels.registry import Look
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,7 +63,7 @@ DECODE_CHAINS: dict[str, tuple[str, ...]] = {
 """The same for steps from a cache; standard refuses no keys and values, mla_absorbed no latents."""
 
 
-@attention_backend("auto")
+@attention_backend("auto", look=Look(colour="#000000", marker="8"))
 @dataclass(kw_only=True, slots=True)
 class Auto(AttentionBackend):
     """Delegates each call to the first backend of its chain that supports it."""

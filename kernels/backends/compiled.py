@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kernels.backend import AttentionBackend, AttentionProblem, attention_backend
 from kernels.backends.naive import explicit_softmax_attention
+from kernels.registry import Look
 from kernels.toolchain import why_not_compile
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-@attention_backend("compiled")
+@attention_backend("compiled", look=Look(colour="#AA4499", marker="s", place=1))
 @dataclass(kw_only=True, slots=True)
 class Compiled(AttentionBackend):
     """The naive backend through torch.compile, each shape compiled afresh."""

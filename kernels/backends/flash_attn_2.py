@@ -13,6 +13,7 @@ from kernels.libraries.flash_attention import (
     lengths_of,
     why_not_head_dim,
 )
+from kernels.registry import Look
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,7 +38,7 @@ _SHARED = ("q", "k", "v", "softmax_scale", "causal", "window_size_left")
 _VARLEN = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
 
-@attention_backend("flash_attn_2")
+@attention_backend("flash_attn_2", look=Look(colour="#332288", marker="p"))
 @dataclass(kw_only=True, slots=True)
 class FlashAttn2(FlashLibrary):
     """Package flash-attn, 2.7 or later; a packed batch's log-sum-exp is [heads, tokens] there."""

@@ -13,6 +13,7 @@ from kernels.libraries.flash_attention import (
     lengths_of,
     why_not_head_dim,
 )
+from kernels.registry import Look
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 _SHARED = ("q", "k", "v", "softmax_scale", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q")
 
 
-@attention_backend("flash_attn_3")
+@attention_backend("flash_attn_3", look=Look(colour="#882255", marker="*"))
 @dataclass(kw_only=True, slots=True)
 class FlashAttn3(FlashLibrary):
     """Built from the folder ``hopper`` of flash-attention's repository."""

@@ -17,6 +17,7 @@ from kernels.libraries.flash_attention import (
     lengths_of,
     why_not_head_dim,
 )
+from kernels.registry import Look
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 _SHARED = ("q", "k", "v", "softmax_scale", "causal", "cu_seqlens_q", "cu_seqlens_k")
 
 
-@attention_backend("flash_attn_4")
+@attention_backend("flash_attn_4", look=Look(colour="#CC79A7", marker="h"))
 @dataclass(kw_only=True, slots=True)
 class FlashAttn4(FlashLibrary):
     """Module flash_attn.cute, which flash-attn 2 contains in an older version too."""

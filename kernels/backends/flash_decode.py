@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kernels.backend import attention_backend
 from kernels.decoding import DecodeOnly, DecodeProblem, Decoder, kernel_of, why_no_kernel
 from kernels.ranges import named_range
+from kernels.registry import Look
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 MAX_HEAD_DIM = 256
 
 
-@attention_backend("flash_decode")
+@attention_backend("flash_decode", look=Look(colour="#D55E00", marker="s"))
 @dataclass(kw_only=True, slots=True)
 class FlashDecode(DecodeOnly):
     """The fused kernel of this project."""

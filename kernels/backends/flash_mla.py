@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kernels.backend import attention_backend
 from kernels.decoding import DecodeOnly, DecodeProblem
 from kernels.libraries.flash_attention import capability, parameters_of
+from kernels.registry import Look
 
 if TYPE_CHECKING:
     from kernels.decode.rotary import Rotary
@@ -24,7 +25,7 @@ KV_LORA_RANK, ROPE_HEAD_DIM = 512, 64
 INSTALL = "pip install git+https://github.com/deepseek-ai/FlashMLA"
 
 
-@attention_backend("flash_mla")
+@attention_backend("flash_mla", look=Look(colour="#0072B2", marker="P"))
 @dataclass(kw_only=True, slots=True)
 class FlashMla(DecodeOnly):
     """Package flash_mla: its get_mla_metadata and flash_mla_with_kvcache."""

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kernels.backend import AttentionBackend, AttentionProblem, attention_backend
+from kernels.registry import Look
 from kernels.toolchain import why_not_compile
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-@attention_backend("flash_torch")
+@attention_backend("flash_torch", look=Look(colour="#999933", marker="d"))
 @dataclass(kw_only=True, slots=True)
 class FlashTorch(AttentionBackend):
     """Tiled attention with an online softmax; supports every length, head_dim and dtype."""

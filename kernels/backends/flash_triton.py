@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from kernels.backend import AttentionBackend, AttentionProblem, Packing, attention_backend
-from kernels.registry import joined_later
+from kernels.registry import Look, joined_later
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +33,7 @@ AUTOGRAD = ("auto", "native", "python")
 """Of kernels.flash.function, likewise."""
 
 
-@attention_backend("flash_triton")
+@attention_backend("flash_triton", look=Look(colour="#D55E00", marker=">"))
 @dataclass(kw_only=True, slots=True)
 class FlashTriton(AttentionBackend):
     """Triton kernels for dense, packed, grouped and causal attention, with an explicit lse."""

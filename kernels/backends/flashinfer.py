@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kernels.backend import attention_backend
 from kernels.decoding import DecodeOnly, DecodeProblem
+from kernels.registry import Look
 
 if TYPE_CHECKING:
     from kernels.decode.rotary import Rotary
@@ -30,7 +31,7 @@ NEEDS = (
 """Modules of the package, and what is called of them."""
 
 
-@attention_backend("flashinfer")
+@attention_backend("flashinfer", look=Look(colour="#009E73", marker="D"))
 @dataclass(kw_only=True, slots=True)
 class FlashInfer(DecodeOnly):
     """Package flashinfer-python; a paged cache and one new token a sequence."""

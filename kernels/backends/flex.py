@@ -8,13 +8,14 @@ from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kernels.backend import AttentionBackend, AttentionProblem, attention_backend
+from kernels.registry import Look
 from kernels.toolchain import why_not_compile
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-@attention_backend("flex")
+@attention_backend("flex", look=Look(colour="#009E73", marker="<"))
 @dataclass(kw_only=True, slots=True)
 class Flex(AttentionBackend):
     """torch.nn.attention.flex_attention; blocks that the mask empties are skipped."""

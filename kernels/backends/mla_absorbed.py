@@ -18,6 +18,7 @@ from kernels.decoding import (
     operator_workspace,
     why_no_kernel,
 )
+from kernels.registry import Look
 
 if TYPE_CHECKING:
     from kernels.decode.rotary import Rotary
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 IMPLEMENTATIONS = ("auto", "triton", "torch")
 
 
-@attention_backend("mla_absorbed")
+@attention_backend("mla_absorbed", look=Look(colour="#AA4499", marker="v"))
 @dataclass(kw_only=True, slots=True)
 class MlaAbsorbed(DecodeOnly):
     """This project's Triton kernel where it runs, else PyTorch's operators."""

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from kernels.backend import attention_backend
 from kernels.decoding import DecodeOnly, DecodeProblem, operator_workspace
+from kernels.registry import Look
 
 if TYPE_CHECKING:
     from kernels.decode.rotary import Rotary
     from kernels.decode.steps.latent import MaterialisedSteps
 
 
-@attention_backend("mla_materialised")
+@attention_backend("mla_materialised", look=Look(colour="#999933", marker="^"))
 @dataclass(kw_only=True, slots=True)
 class MlaMaterialised(DecodeOnly):
     """PyTorch's operators over up-projected keys and values."""

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 
 from kernels.backend import AttentionBackend, AttentionProblem, attention_backend
 from kernels.ranges import RangeMaker, named_range
+from kernels.registry import Look
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-@attention_backend("naive")
+@attention_backend("naive", look=Look(colour="#555555", marker="o", place=0, baseline=True))
 @dataclass(kw_only=True, slots=True)
 class Naive(AttentionBackend):
     """Explicit softmax; autograd keeps the probabilities for the backward pass."""

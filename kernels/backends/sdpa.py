@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kernels.backend import AttentionBackend, AttentionProblem, attention_backend
+from kernels.registry import Look
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,11 +33,11 @@ KERNELS_WITH_LSE = ("flash", "cudnn")
 """The efficient kernel's log-sum-exp is padded to a multiple of 32 rows; math has none."""
 
 
-@attention_backend("sdpa", kernel="auto")
-@attention_backend("sdpa_flash", kernel="flash")
-@attention_backend("sdpa_efficient", kernel="efficient")
-@attention_backend("sdpa_cudnn", kernel="cudnn")
-@attention_backend("sdpa_math", kernel="math")
+@attention_backend("sdpa", look=Look(colour="#88CCEE", marker="D"), kernel="auto")
+@attention_backend("sdpa_flash", look=Look(colour="#0072B2", marker="v"), kernel="flash")
+@attention_backend("sdpa_efficient", look=Look(colour="#56B4E9", marker="P"), kernel="efficient")
+@attention_backend("sdpa_cudnn", look=Look(colour="#E69F00", marker="X"), kernel="cudnn")
+@attention_backend("sdpa_math", look=Look(colour="#DDCC77", marker="^"), kernel="math")
 @dataclass(kw_only=True, slots=True)
 class Sdpa(AttentionBackend):
     """torch.nn.functional.scaled_dot_product_attention, restricted to one kernel if asked."""

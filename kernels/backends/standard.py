@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from kernels.backend import attention_backend
 from kernels.decoding import DecodeOnly, DecodeProblem, operator_workspace
+from kernels.registry import Look
 
 if TYPE_CHECKING:
     from kernels.decode.rotary import Rotary
     from kernels.decode.steps.operators import MatmulDecoder
 
 
-@attention_backend("standard")
+@attention_backend("standard", look=Look(colour="#000000", marker="o"))
 @dataclass(kw_only=True, slots=True)
 class Standard(DecodeOnly):
     """PyTorch's operators, one after another."""

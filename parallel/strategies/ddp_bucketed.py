@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kernels.registry import Look
 from parallel.data.buckets import fill_buckets
 from parallel.strategies._data_parallel import BufferedStrategy
 from parallel.strategy import strategy
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-@strategy("ddp_bucketed")
+@strategy("ddp_bucketed", look=Look(colour="#0072B2", marker="^"))
 @dataclass(kw_only=True, slots=True)
 class BucketedDDPStrategy(BufferedStrategy):
     """:class:`parallel.data.BucketedDDP` over the data ranks."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kernels.registry import Look
 from parallel.strategies._data_parallel import BufferedStrategy
 from parallel.strategy import strategy
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-@strategy("ddp_flat")
+@strategy("ddp_flat", look=Look(colour="#E69F00", marker="s"))
 @dataclass(kw_only=True, slots=True)
 class FlatDDPStrategy(BufferedStrategy):
     """:class:`parallel.data.FlatDDP` over the data ranks."""

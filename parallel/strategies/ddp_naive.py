@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kernels.registry import Look
 from parallel.strategies._data_parallel import DataParallelStrategy
 from parallel.strategy import strategy
 
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-@strategy("ddp_naive")
+@strategy("ddp_naive", look=Look(colour="#555555", marker="o"))
 @dataclass(kw_only=True, slots=True)
 class NaiveDDPStrategy(DataParallelStrategy):
     """:class:`parallel.data.NaiveDDP` over the data ranks."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kernels.registry import Look
 from parallel.strategies._data_parallel import DataParallelStrategy
 from parallel.strategy import strategy
 
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-@strategy("ddp_overlapped")
+@strategy("ddp_overlapped", look=Look(colour="#56B4E9", marker="D"))
 @dataclass(kw_only=True, slots=True)
 class OverlappedDDPStrategy(DataParallelStrategy):
     """:class:`parallel.data.OverlappedDDP` over the data ranks."""

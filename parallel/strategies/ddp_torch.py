@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kernels.registry import Look
 from parallel.strategy import Strategy, strategy
 
 if TYPE_CHECKING:
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-@strategy("ddp_torch")
+@strategy("ddp_torch", look=Look(colour="#D55E00", marker="v", baseline=True))
 @dataclass(kw_only=True, slots=True)
 class TorchDDP(Strategy):
     """Bucketed gradient all-reduce that overlaps with the backward pass (Li et al., 2020)."""

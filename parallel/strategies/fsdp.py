@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from kernels.registry import Look
 from parallel.strategies._fully_sharded import FullyShardedStrategy
 from parallel.strategy import strategy
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-@strategy("fsdp")
+@strategy("fsdp", look=Look(colour="#332288", marker="p"))
 @dataclass(kw_only=True, slots=True)
 class FSDPStrategy(FullyShardedStrategy):
     """:class:`parallel.data.FSDP` over the data ranks."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kernels.registry import Look
 from parallel.strategies._fully_sharded import FullyShardedStrategy
 from parallel.strategy import strategy
 
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-@strategy("fsdp_torch")
+@strategy("fsdp_torch", look=Look(colour="#882255", marker="*"))
 @dataclass(kw_only=True, slots=True)
 class TorchFSDP(FullyShardedStrategy):
     """Every block and the rest are sharded along their first dimension (FSDP2)."""

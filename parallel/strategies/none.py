@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kernels.registry import Look
 from parallel.strategy import Strategy, strategy
 
 if TYPE_CHECKING:
     from torch import nn
 
 
-@strategy("none")
+@strategy("none", look=Look(colour="#000000", marker="h"))
 @dataclass(kw_only=True, slots=True)
 class NoDataParallelism(Strategy):
     """One batch; where its sequences are split, gradients are averaged after backward."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from kernels.registry import Look
 from parallel.strategies.ddp_bucketed import BucketedDDPStrategy
 from parallel.strategy import strategy
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-@strategy("sharded_optimizer")
+@strategy("sharded_optimizer", look=Look(colour="#009E73", marker="P"))
 @dataclass(kw_only=True, slots=True)
 class ShardedOptimizerStrategy(BucketedDDPStrategy):
     """:class:`parallel.data.ShardedOptimizer`: updated parameters are broadcast."""

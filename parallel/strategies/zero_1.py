@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, cast
 
+from kernels.registry import Look
 from parallel.strategies._data_parallel import BufferedStrategy
 from parallel.strategies._parts import PartsStrategy
 from parallel.strategies.ddp_bucketed import BucketedDDPStrategy
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from parallel.data.zero import Zero
 
 
-@strategy("zero_1")
+@strategy("zero_1", look=Look(colour="#DDCC77", marker="<"))
 @dataclass(kw_only=True, slots=True)
 class Zero1Strategy(PartsStrategy, BucketedDDPStrategy):
     """:class:`parallel.data.Zero1` over the data ranks; sends as much as DDP."""

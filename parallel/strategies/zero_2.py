@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, cast
 
+from kernels.registry import Look
 from parallel.strategies._parts import PartsStrategy
 from parallel.strategies.ddp_bucketed import BucketedDDPStrategy
 from parallel.strategy import strategy
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from parallel.data.zero import Zero
 
 
-@strategy("zero_2")
+@strategy("zero_2", look=Look(colour="#999933", marker=">"))
 @dataclass(kw_only=True, slots=True)
 class Zero2Strategy(PartsStrategy, BucketedDDPStrategy):
     """:class:`parallel.data.Zero2` over the data ranks."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kernels.registry import Look
 from parallel.strategies.ddp_torch import TorchDDP
 from parallel.strategy import strategy
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-@strategy("zero_redundancy_torch")
+@strategy("zero_redundancy_torch", look=Look(colour="#AA4499", marker="X"))
 @dataclass(kw_only=True, slots=True)
 class TorchZeroRedundancy(TorchDDP):
     """Optimizer state by whole parameters on each rank, which broadcasts what it has updated."""

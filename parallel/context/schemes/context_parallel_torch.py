@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from kernels import AttentionProblem, attention_backend
+from kernels.registry import Look
 from parallel.context.attention import SequenceParallelAttention, local_memory
 from parallel.context.blocks.layouts import Contiguous, Layout, Zigzag
 
@@ -29,7 +30,7 @@ KERNELS = ("sdpa_flash", "sdpa_cudnn", "sdpa_efficient")
 """Those whose operators PyTorch has a ring of."""
 
 
-@attention_backend("context_parallel_torch")
+@attention_backend("context_parallel_torch", look=Look(colour="#661100", marker="P"))
 @dataclass(kw_only=True, slots=True)
 class TorchContextParallel(SequenceParallelAttention):
     """PyTorch's context_parallel around one kernel of scaled_dot_product_attention."""

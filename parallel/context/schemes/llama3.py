@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kernels import attention_backend
+from kernels.registry import Look
 from parallel.context.attention import GatherAttention
 from parallel.context.blocks.layouts import Contiguous, Layout
 
 
-@attention_backend("llama3")
+@attention_backend("llama3", look=Look(colour="#CC6677", marker="^", place=13))
 @dataclass(kw_only=True, slots=True)
 class Llama3(GatherAttention):
     """All-gathered keys over contiguous parts of the sequence."""

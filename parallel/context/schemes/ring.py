@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kernels import attention_backend
+from kernels.registry import Look
 from parallel.context.attention import RingAttention
 from parallel.context.blocks.layouts import Contiguous, Layout
 
 
-@attention_backend("ring")
+@attention_backend("ring", look=Look(colour="#44AA99", marker="o", place=10))
 @dataclass(kw_only=True, slots=True)
 class Ring(RingAttention):
     """Ring attention over contiguous parts of the sequence."""

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kernels import attention_backend
+from kernels.registry import Look
 from parallel.context.attention import RingAttention
 from parallel.context.blocks.layouts import Layout, Striped
 
 
-@attention_backend("striped")
+@attention_backend("striped", look=Look(colour="#AA7744", marker="D", place=12))
 @dataclass(kw_only=True, slots=True)
 class StripedRing(RingAttention):
     """Ring attention over the striped layout."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from kernels import AttentionProblem, attention_backend
+from kernels.registry import Look
 from parallel.context.attention import GatherAttention, local_memory
 from parallel.context.blocks.layouts import Layout, Zigzag
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 MODES = ("two_kernels", "fused")
 
 
-@attention_backend("zigzag_llama3")
+@attention_backend("zigzag_llama3", look=Look(colour="#117733", marker="v", place=14))
 @dataclass(kw_only=True, slots=True)
 class ZigzagLlama3(GatherAttention):
     """All-gathered keys over the zigzag layout."""
