@@ -1,1 +1,1 @@
-"""One case on one rank: the numeric check, the calls and passes that are timed, timelines."""
+"""Attention calls on one rank: inputs, the two passes, the numeric check, timelines."""

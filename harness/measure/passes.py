@@ -1,23 +1,21 @@
-"""The two passes of one attention call, made each time or captured as CUDA graphs."""
+"""Forward and backward pass of an attention call, launched each time or replayed as CUDA graphs."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from harness.cases.case import Case
+from harness.measure.attention_calls import AttentionCall
 from kernels.launching.graphs import capture
-
-if TYPE_CHECKING:
-    from harness.measure.check import Call
 
 
 def autocast(case: Case) -> contextlib.AbstractContextManager[None]:
-    """The case's autocast context; does nothing in a pure precision."""
+    """The case's autocast context; a null context in a pure precision."""
     if case.precision.autocast is None:
         return contextlib.nullcontext()
     dtype = getattr(torch, case.precision.autocast)
@@ -27,7 +25,9 @@ def autocast(case: Case) -> contextlib.AbstractContextManager[None]:
 class Passes:
     """Forward and backward of ``call`` on ``inputs``, which are q, k and v."""
 
-    def __init__(self, case: Case, call: Call, inputs: tuple[Tensor, Tensor, Tensor]) -> None:
+    def __init__(
+        self, case: Case, call: AttentionCall, inputs: tuple[Tensor, Tensor, Tensor]
+    ) -> None:
         self._case, self._call, self._inputs = case, call, inputs
 
     def forward(self) -> Tensor:
@@ -36,23 +36,25 @@ class Passes:
             return self._call.attend(*self._inputs)
 
     def backward(self, o: Tensor, do: Tensor) -> tuple[Tensor, ...]:
-        """dq, dk and dv, from the last forward pass and the gradient of what it returned."""
+        """dq, dk and dv, from the output of the last forward pass and its gradient."""
         return torch.autograd.grad(o, self._inputs, do)
 
 
 class GraphedPasses(Passes):
-    """The same as two CUDA graphs, each captured when it is first asked for and then replayed.
+    """Both passes as CUDA graphs, each captured at its first call and replayed from then on.
 
-    The next replay overwrites what one returns, and every one reads the same ``do``.
+    A replay overwrites the results of the one before, and always reads the same ``do``.
     """
 
-    def __init__(self, case: Case, call: Call, inputs: tuple[Tensor, Tensor, Tensor]) -> None:
+    def __init__(
+        self, case: Case, call: AttentionCall, inputs: tuple[Tensor, Tensor, Tensor]
+    ) -> None:
         super().__init__(case, call, inputs)
         self._forward: tuple[torch.cuda.CUDAGraph, Tensor] | None = None
         self._backward: tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]] | None = None
         self._do: Tensor | None = None
         self.temporary_bytes = 0
-        """What a pass takes and gives back inside its graph; allocators see it at capture only."""
+        """The most that a pass allocates and frees within its graph: seen only at capture."""
 
     def forward(self) -> Tensor:
         if self._forward is None:

@@ -1,4 +1,4 @@
-"""The attention call over several ranks that hold parts of the same sequences."""
+"""An attention call whose sequences are split over ranks (context parallelism)."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ import torch
 from torch import Tensor
 
 from harness.cases.case import Case
-from harness.measure.check import Part
-from kernels import AttentionProblem, Packing
+from harness.measure.attention_calls import CheckedPart, self_attention_packing
+from kernels import AttentionProblem
 from kernels.reference import ROWS
 from parallel.context.blocks.layouts import Layout
 from parallel.context.bound import SplitAttention
 
 KEYS_CHECKED_UP_TO = 16_384
-"""Longer sequences have their last keys checked alone, which only the last queries see: others
-take time that grows with the square of the length, in float64."""
+"""Beyond this length only the last keys are checked, which few queries see: the float64 gradient
+of other keys takes time that grows with the square of the length."""
 
 
 class SplitCall:
-    """q, k and v of whole sequences, equal on all ranks, of which each holds its part.
+    """An :class:`~harness.measure.attention_calls.AttentionCall` of this rank's part of q, k, v.
+
+    All ranks draw the same whole sequences, and each keeps its part.
 
     Args:
         lengths: tokens of each sequence of a packed batch; None for a dense one.
@@ -40,8 +42,8 @@ class SplitCall:
         self._device = device
         self._attention = attention
         self._lengths = lengths
-        self._packing = None if lengths is None else _packing(lengths, device)
-        # Not the seed of the whole process: ranks may have drawn different numbers from that.
+        self._packing = None if lengths is None else self_attention_packing(lengths, device)
+        # A generator of its own: ranks may have drawn different numbers from the global one.
         self._generator = torch.Generator(device).manual_seed(case.seed + 1)
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -53,11 +55,11 @@ class SplitCall:
         return q, k, v
 
     def output_gradient(self, o: Tensor) -> Tensor:
-        # Padding has none: what a padded query gives, nobody looks at.
+        # Zero for padding, whose output is never used.
         return self._part(self.problem.num_heads)
 
     def _part(self, heads: int) -> Tensor:
-        """This rank's part of a random tensor with so many heads."""
+        """This rank's part of a random tensor of ``heads`` heads."""
         problem, layout, rank = self.problem, self._attention.layout, self._attention.rank
         if self._lengths is None:
             shape: tuple[int, ...]
@@ -83,8 +85,8 @@ class SplitCall:
             return self._attention.attend(q, k, v, **options)
         return self._attention.attend_packed(q, k, v, self._packing, **options)
 
-    def parts(self) -> Iterable[Part]:
-        """Every rank's tokens: the end of each run of positions, gathered from all ranks."""
+    def parts(self) -> Iterable[CheckedPart]:
+        """Rows of every rank: the end of each of its runs of positions, gathered on all ranks."""
         problem, layout = replace(self.problem, cp=1, packed=False), self._attention.layout
         if self._lengths is None:
             yield _part_of(problem, layout, lambda x: self._whole(x))
@@ -102,7 +104,7 @@ class SplitCall:
         return take
 
     def _whole(self, x: Tensor) -> Tensor:
-        """A tensor of the call over whole sequences; all ranks ask for the same one."""
+        """The tensor over whole sequences, gathered from all ranks (a collective)."""
         parts = self._attention.all_parts(x)
         if self._lengths is None:
             return self._attention.layout.unshard(parts, 2, self.problem.q_len)
@@ -110,13 +112,15 @@ class SplitCall:
 
     @property
     def padding(self) -> int:
-        """Tokens that all ranks hold beyond those of the batch."""
+        """Padding tokens on all ranks together."""
         layout, problem = self._attention.layout, self.problem
         lengths = self._lengths or [problem.q_len] * problem.batch_size
         return sum(layout.padded(length) - length for length in lengths)
 
 
-def _part_of(problem: AttentionProblem, layout: Layout, take: Callable[[Tensor], Tensor]) -> Part:
+def _part_of(
+    problem: AttentionProblem, layout: Layout, take: Callable[[Tensor], Tensor]
+) -> CheckedPart:
     ends = {
         min(run[-1] + 1, problem.q_len)
         for rank in range(layout.num_ranks)
@@ -125,10 +129,4 @@ def _part_of(problem: AttentionProblem, layout: Layout, take: Callable[[Tensor],
     rows = [slice(max(0, end - ROWS), end) for end in sorted(ends)]
     rows.append(slice(0, min(ROWS, problem.q_len)))
     keys = rows if problem.q_len <= KEYS_CHECKED_UP_TO else None
-    return Part(problem=problem, take=take, rows=rows, keys=keys)
-
-
-def _packing(lengths: Sequence[int], device: torch.device) -> Packing:
-    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
-    longest = max(lengths)
-    return Packing(cu_seqlens_q=starts, cu_seqlens_k=starts, max_q_len=longest, max_kv_len=longest)
+    return CheckedPart(problem=problem, take=take, rows=rows, keys=keys)

@@ -1,8 +1,7 @@
-"""What each rank did when, in a few passes beside the measured ones.
+"""A timeline of split attention: spans of computing and waiting on each rank, and bytes sent.
 
-Noted in the record as ``timeline``: for each traced pass and rank the spans of computing and of
-waiting, and the bytes that left the rank. Tracing puts events between kernels, so that these
-passes are not the ones whose time is reported.
+Noted in the record as ``timeline``, by traced pass and rank. Tracing records events between
+kernels, so the traced passes come after the measured ones and are not timed.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 
 from harness.bench.bench import Bench
 from harness.cases.case import Case
-from harness.measure.check import Call
+from harness.measure.attention_calls import AttentionCall
 from harness.measure.passes import autocast
 from parallel.context.blocks.trace import NO_TRACE, Recorder
 from parallel.context.bound import SplitAttention
@@ -22,8 +21,8 @@ from parallel.context.bound import SplitAttention
 TRACED_PASSES = 3
 
 
-def note_timeline(case: Case, bench: Bench, call: Call, attention: SplitAttention) -> None:
-    """Run traced passes on all ranks and note what they did; once, in a case's last round."""
+def note_timeline(case: Case, bench: Bench, call: AttentionCall, attention: SplitAttention) -> None:
+    """Trace passes on all ranks and note their timelines, once, in a case's last round."""
     if not bench.in_last_round:
         return
     bench.stage("tracing")
@@ -42,11 +41,11 @@ def note_timeline(case: Case, bench: Bench, call: Call, attention: SplitAttentio
             torch.autograd.grad(o, (q, k, v), do)
             sent["backward"] = recorder.sent_bytes
         attention.trace = NO_TRACE
-        passes.append(bench.gather(_observed(recorder, sent)))
+        passes.append(bench.gather(_rank_timeline(recorder, sent)))
     bench.outcome.notes["timeline"] = passes
 
 
-def _observed(recorder: Recorder, sent: dict[str, int]) -> dict[str, Any]:
+def _rank_timeline(recorder: Recorder, sent: dict[str, int]) -> dict[str, Any]:
     """One rank's pass: ``spans`` of [phase, kind, step, start_ms, end_ms], and bytes by phase."""
     spans = [
         [round(value, 6) if isinstance(value, float) else value for value in astuple(span)]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from harness.bench.bench import Bench, PhaseTimer
-    from harness.measure.check import Call
+    from harness.measure.attention_calls import AttentionCall
 
 MODES = ("forward", "forward_backward")
 PACKINGS = ("none", "equal", "ragged")
@@ -198,9 +198,8 @@ class Attention(Task):
                 total[name] = total.get(name, 0.0) + value
         return total
 
-    def _call(self, case: Case, device: torch.device) -> Call:
-        from harness.measure.check import DenseCall
-        from harness.tasks.attention.packed_call import PackedCall
+    def _call(self, case: Case, device: torch.device) -> AttentionCall:
+        from harness.measure.attention_calls import DenseCall, PackedCall
 
         if self.packing == "none":
             return DenseCall(case, device, sequence_major=False)
@@ -225,7 +224,7 @@ class Attention(Task):
             bench.add_to_peaks(attention.outside_bytes)
             note_timeline(case, bench, call, attention)
 
-    def _run(self, case: Case, bench: Bench, call: Call) -> None:
+    def _run(self, case: Case, bench: Bench, call: AttentionCall) -> None:
         """Check and measure one call."""
         import torch
 

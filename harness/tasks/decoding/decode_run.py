@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from harness.bench.bench import Bench, PhaseTimer, WrongResult
+from harness.bench.bench import Bench, PhaseTimer
 from harness.bench.copy_bandwidth import copy_bandwidth_gb_s
 from harness.bench.launches import count_launches
 from harness.bench.matmul_rate import matmul_tflops
 from harness.bench.program import Program
 from harness.cases.case import Case
+from harness.measure.check import require_accurate
 from harness.tasks.decoding.decode_call import DecodeCall
 from kernels.launching.graphs import GraphedStep
-from kernels.reference import TOLERANCE
 
 if TYPE_CHECKING:
     from harness.tasks.decoding.decode import Decode
@@ -67,15 +67,7 @@ def _check(
         errors = {name: max(error, errors.get(name, 0.0)) for name, error in found.items()}
         if advanced:
             call.cache.places.rewind(new_tokens)
-    number_format = case.precision.peak
-    tolerance = TOLERANCE[number_format]
-    bench.outcome.check = {"errors": errors, "tolerance": tolerance}
-    worst = max(errors, key=lambda name: errors[name])
-    if not errors[worst] <= tolerance:
-        raise WrongResult(
-            f"relative error of {worst} against float64 is {errors[worst]:.2g}; "
-            f"{number_format} should stay under {tolerance:.2g}"
-        )
+    require_accurate(case, bench, errors)
 
 
 def _prefill(task: Decode, case: Case, bench: Bench) -> Callable[[], Any] | None:

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from harness.bench.bench import Bench, PhaseTimer, WrongResult
+from harness.bench.bench import Bench, PhaseTimer
 from harness.bench.copy_bandwidth import copy_bandwidth_gb_s
 from harness.bench.launches import count_launches
 from harness.bench.program import Program
 from harness.cases.case import Case
+from harness.measure.check import require_accurate
 from harness.measure.passes import autocast
-from kernels.reference import TOLERANCE, relative_error
+from kernels.reference import relative_error
 from models.generation import Generator, Prompts
 from models.transformer import Transformer
 
@@ -99,10 +100,10 @@ def _check(
     positions = torch.arange(len(whole), device=whole.device)
     expected = model(whole[None], positions)[0, len(prompts[-1]) - 1 :]
     error = relative_error(torch.stack(from_cache), expected.double())
-    tolerance = BLOCKS_TOLERANCE * TOLERANCE[case.precision.peak]
-    bench.outcome.check = {"errors": {"logits": error}, "tolerance": tolerance}
-    if not error <= tolerance:
-        raise WrongResult(
-            f"relative error of the logits against the model without a cache is {error:.2g}; "
-            f"{case.precision.peak} should stay under {tolerance:.2g}"
-        )
+    require_accurate(
+        case,
+        bench,
+        {"logits": error},
+        reference="the model without a cache",
+        times_tolerance=BLOCKS_TOLERANCE,
+    )

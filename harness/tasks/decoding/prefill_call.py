@@ -13,13 +13,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from harness.bench.bench import Bench, WrongResult
+from harness.bench.bench import Bench
 from harness.cases.case import Case
-from kernels import AttentionBackend, AttentionProblem, Packing
+from harness.measure.attention_calls import self_attention_packing
+from harness.measure.check import require_accurate, worst_of
+from kernels import AttentionBackend, AttentionProblem
 from kernels.caches import CacheChoice, CacheShape
 from kernels.decode.rotary import rotary_table, rotate
 from kernels.ranges import named_range
-from kernels.reference import TOLERANCE, check_slice
+from kernels.reference import check_slice
 
 Phase = Callable[[str], AbstractContextManager[None]]
 
@@ -58,13 +60,7 @@ class PrefillCall:
         self.cache = choice.allocate(shape, device)
         self.cache.places.reserve(held)
         self._starts = [0, *itertools.accumulate(held)]
-        cu_seqlens = torch.tensor(self._starts, dtype=torch.int32, device=device)
-        self._packing = Packing(
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_k=cu_seqlens,
-            max_q_len=longest,
-            max_kv_len=longest,
-        )
+        self._packing = self_attention_packing(held, device)
         sequences = torch.repeat_interleave(
             torch.arange(len(held), device=device), torch.tensor(held, device=device)
         )
@@ -132,26 +128,16 @@ class PrefillCall:
         o_THD = self.step()
         q_THD, k_TGD, v_TGD = self._rotated()
         last_layer = self.cache.shape.num_layers - 1
-        errors: dict[str, float] = {}
+        found: list[dict[str, float]] = []
         for index in {len(self._lengths) - 1, self._lengths.index(max(self._lengths))}:
             length, start = self._lengths[index], self._starts[index]
             tokens = slice(start, start + length)
             part = replace(self.problem, batch_size=1, q_len=length, kv_len=length, packed=False)
             tensors = {"q": q_THD, "k": k_TGD, "v": v_TGD, "o": o_THD}
             heads = {name: x[tokens].transpose(0, 1)[None] for name, x in tensors.items()}
-            found = check_slice(part, heads, scale=self.problem.head_dim**-0.5)
+            errors = check_slice(part, heads, scale=self.problem.head_dim**-0.5)
             k_kept, v_kept = self.cache.sequence(last_layer, index, length)
             same = torch.equal(k_kept, heads["k"][0]) and torch.equal(v_kept, heads["v"][0])
-            found["appended"] = 0.0 if same else float("inf")
-            errors = {name: max(value, errors.get(name, 0.0)) for name, value in found.items()}
-        number_format = case.precision.peak
-        tolerance = TOLERANCE[number_format]
-        mine = {f"prefill_{name}": value for name, value in errors.items()}
-        checked = (bench.outcome.check or {}).get("errors", {})
-        bench.outcome.check = {"errors": {**checked, **mine}, "tolerance": tolerance}
-        worst = max(errors, key=lambda name: errors[name])
-        if not errors[worst] <= tolerance:
-            raise WrongResult(
-                f"relative error of {worst} against float64 is {errors[worst]:.2g}; "
-                f"{number_format} should stay under {tolerance:.2g}"
-            )
+            errors["appended"] = 0.0 if same else float("inf")
+            found.append(errors)
+        require_accurate(case, bench, worst_of(found), prefix="prefill_")

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from harness.bench.bench import Bench, PhaseTimer
-    from harness.measure.check import Call
+    from harness.measure.attention_calls import AttentionCall
     from harness.tasks.training.batch import Batch
     from models.transformer import Attention
 
@@ -111,7 +111,7 @@ class TrainStep(Task):
         return footprint(case).peak_parts()
 
     def run(self, case: Case, bench: Bench) -> None:
-        from harness.measure.check import DenseCall
+        from harness.measure.attention_calls import DenseCall
         from harness.measure.split_call import SplitCall
         from harness.tasks.training.batch import split_batch, whole_batch
 
@@ -133,7 +133,7 @@ class TrainStep(Task):
         self,
         case: Case,
         bench: Bench,
-        call: Call,
+        call: AttentionCall,
         attention: Attention,
         make_batch: Callable[[], Batch],
     ) -> None:

@@ -282,7 +282,7 @@ class TestTask:
     ) -> None:
         true = Generator.step
         monkeypatch.setattr(Generator, "step", lambda self, tokens: true(self, tokens).roll(1, -1))
-        with pytest.raises(WrongResult, match="relative error of the logits"):
+        with pytest.raises(WrongResult, match="relative error of logits against the model"):
             run(case_of(*self.KEYS, "attention=standard"), tmp_path)
 
     def test_graphs_need_a_gpu(self) -> None:
