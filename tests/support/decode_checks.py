@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -124,47 +124,62 @@ def same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.nan_to_num(nan=12345.0), b.nan_to_num(nan=12345.0))
 
 
-def check(setting: Setting, limit: float | None = None, **options: Any) -> Tensor:
-    """One call: its output, the appended tokens, and that nothing else has changed."""
+def check(
+    setting: Setting,
+    limit: float | None = None,
+    *,
+    num_splits: int | None = None,
+    also_split: Sequence[int] = (),
+) -> Tensor:
+    """One call: its output, the appended tokens, and that nothing else has changed.
+
+    The same again with each number of splits in ``also_split``, against the same reference.
+    """
     s = setting
     limit = limit or CLOSENESS[s.dtype]
     k_past, v_past = s.history(1), s.history(2)
     q, k_new, v_new = s.fresh(s.heads, 3), s.fresh(s.kv_heads, 4), s.fresh(s.kv_heads, 5)
     lengths = int32(s.lengths)
+    before, table = [k_past, v_past], None
     if s.page:
         used = [-(-(length + s.new) // s.page) for length in s.lengths]
         table = shuffled_table(len(s.lengths), -(-s.max_len // s.page), used)
-        caches = [to_pages(x, table, s.page) for x in (k_past, v_past)]
-        options["block_table"] = table
-    else:
-        caches = [k_past.clone(), v_past.clone()]
-    before = [x.clone() for x in caches]
-    o = flash_decode(
-        q, k_new, v_new, *caches, lengths, rotary=s.rotary, scale=s.scale, **options
-    )  # fmt: skip
-    assert o.dtype == q.dtype
-    assert lengths.tolist() == s.lengths, "lengths are the caller's"
-    after = [x.clone() for x in caches]
-    if s.page:
-        caches = [from_pages(x, options["block_table"], k_past) for x in caches]
+        before = [to_pages(x, table, s.page) for x in before]
+    outputs, keys = [], []
     for b, length in enumerate(s.lengths):
         positions = torch.arange(length, length + s.new, device=DEVICE)
-        keys = rotated(k_new[b], positions, s.rotary)
-        assert_close(caches[0][b, :, positions], keys, "appended keys", limit)
-        assert torch.equal(caches[1][b, :, positions], v_new[b]), "appended values"
-        expected = attention(
-            rotated(q[b], positions, s.rotary),
-            torch.cat([k_past[b, :, :length].double(), keys], dim=1),
-            torch.cat([v_past[b, :, :length].double(), v_new[b].double()], dim=1),
-            s.scale,
+        keys.append(rotated(k_new[b], positions, s.rotary))
+        outputs.append(
+            attention(
+                rotated(q[b], positions, s.rotary),
+                torch.cat([k_past[b, :, :length].double(), keys[-1]], dim=1),
+                torch.cat([v_past[b, :, :length].double(), v_new[b].double()], dim=1),
+                s.scale,
+            )
         )
-        assert_close(o[b], expected, f"o of length {length}", limit)
+    for splits in (*also_split, num_splits):
+        caches = [x.clone() for x in before]
+        o = flash_decode(
+            q, k_new, v_new, *caches, lengths, rotary=s.rotary, scale=s.scale,
+            block_table=table, num_splits=splits,
+        )  # fmt: skip
+        assert o.dtype == q.dtype
+        assert lengths.tolist() == s.lengths, "lengths are the caller's"
+        written = sum(
+            int((~x.isnan() & y.isnan()).sum()) for x, y in zip(caches, before, strict=True)
+        )
+        assert written == 2 * k_new.numel(), "nothing is written outside of them"
+        if table is not None:
+            caches = [from_pages(x, table, k_past) for x in caches]
+        for b, length in enumerate(s.lengths):
+            positions = torch.arange(length, length + s.new, device=DEVICE)
+            assert_close(o[b], outputs[b], f"o of length {length}", limit)
+            assert_close(caches[0][b, :, positions], keys[b], "appended keys", limit)
+            assert torch.equal(caches[1][b, :, positions], v_new[b]), "appended values"
+            for cache, past in zip(caches, (k_past, v_past), strict=True):
+                cache[b, :, positions] = past[b, :, positions]
         for cache, past in zip(caches, (k_past, v_past), strict=True):
-            cache[b, :, positions] = past[b, :, positions]
-    for cache, past in zip(caches, (k_past, v_past), strict=True):
-        assert same(cache, past), "nothing else of the sequences' caches changes"
-    written = sum(int((~x.isnan() & y.isnan()).sum()) for x, y in zip(after, before, strict=True))
-    assert written == 2 * k_new.numel(), "nothing is written outside of them"
+            assert same(cache, past), "nothing else of the sequences' caches changes"
     return o
 
 
@@ -183,8 +198,18 @@ class LatentSetting:
     scale: float = 0.2
 
 
-def check_latent(setting: LatentSetting, limit: float | None = None, **options: Any) -> Tensor:
-    """One call of mla_decode against attention with keys [c, k_rope] and values c."""
+def check_latent(
+    setting: LatentSetting,
+    limit: float | None = None,
+    *,
+    implementation: str = "auto",
+    num_splits: int | None = None,
+    also_split: Sequence[int] = (),
+) -> Tensor:
+    """One call of mla_decode against attention with keys [c, k_rope] and values c.
+
+    The same again with each number of splits in ``also_split``, against the same reference.
+    """
     s = setting
     batch = len(s.lengths)
     cache = randn(batch, s.max_len, s.rank + s.rope_dim, dtype=s.dtype, seed=1)
@@ -192,21 +217,26 @@ def check_latent(setting: LatentSetting, limit: float | None = None, **options: 
         one[length:] = torch.nan
     q = randn(batch, s.heads, s.new, s.rank, dtype=s.dtype, seed=2)
     q_rope = randn(batch, s.heads, s.new, s.rope_dim, dtype=s.dtype, seed=3)
-    held = cache
+    held, table = cache, None
     if s.page:
         used = [-(-length // s.page) for length in s.lengths]
         table = shuffled_table(batch, -(-s.max_len // s.page), used)
         held = to_pages(cache, table, s.page)
-        options["block_table"] = table
     before = held.clone()
-    o = mla_decode(q, q_rope, held, int32(s.lengths), scale=s.scale, **options)
-    assert o.dtype == q.dtype
-    assert same(held, before), "the cache is only read"
+    outputs = []
     for b, length in enumerate(s.lengths):
         keys = cache[None, b, :length].double()
         queries = torch.cat([q[b], q_rope[b]], dim=-1).double()
-        expected = attention(queries, keys, keys[..., : s.rank], s.scale).nan_to_num(0.0)
-        assert_close(o[b], expected, f"o of length {length}", limit or CLOSENESS[s.dtype])
+        outputs.append(attention(queries, keys, keys[..., : s.rank], s.scale).nan_to_num(0.0))
+    for splits in (*also_split, num_splits):
+        o = mla_decode(
+            q, q_rope, held, int32(s.lengths), scale=s.scale, block_table=table,
+            implementation=implementation, num_splits=splits,
+        )  # fmt: skip
+        assert o.dtype == q.dtype
+        assert same(held, before), "the cache is only read"
+        for b, length in enumerate(s.lengths):
+            assert_close(o[b], outputs[b], f"o of length {length}", limit or CLOSENESS[s.dtype])
     return o
 
 

@@ -21,6 +21,7 @@ from decode_checks import (
     int32,
     rotated,
 )
+from grids import covering
 from torch import Tensor
 from triton_device import randn
 
@@ -57,19 +58,19 @@ RAGGED = [0, 1, 63, 64, 65, 1000, 2047]
 @pytest.mark.gpu
 @needs_cuda
 class TestFlashDecode:
-    @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
-    @pytest.mark.parametrize("page", [0, 16, 64, 24])
-    @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+    @pytest.mark.parametrize(
+        ("head_dim", "page", "dtype"), covering([64, 80, 128, 256], [0, 16, 64, 24], DTYPES)
+    )
     def test_ragged_lengths(self, head_dim: int, page: int, dtype: torch.dtype) -> None:
         setting = Setting(
             lengths=RAGGED, heads=16, kv_heads=4, new=2, head_dim=head_dim, page=page,
             max_len=2052, dtype=dtype, rotary=angles(2100, head_dim // 2), scale=head_dim**-0.5,
         )  # fmt: skip
-        check(setting)
-        check(setting, num_splits=7)
+        check(setting, also_split=[7])
 
-    @pytest.mark.parametrize("group_size", [1, 4, 7, 16, 128])
-    @pytest.mark.parametrize("new", [1, 3])
+    @pytest.mark.parametrize(
+        ("new", "group_size"), [(3, 1), (1, 4), (1, 7), (3, 7), (3, 16), (1, 128), (3, 128)]
+    )
     def test_grouped_queries(self, new: int, group_size: int) -> None:
         check(
             Setting(
@@ -200,30 +201,30 @@ class TestFlashDecode:
 @pytest.mark.gpu
 @needs_cuda
 class TestLatentDecode:
-    @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
-    @pytest.mark.parametrize("page", [0, 64, 16])
-    @pytest.mark.parametrize("heads", [16, 24, 128])
+    @pytest.mark.parametrize(
+        ("heads", "page", "dtype"), covering([16, 24, 128], [0, 64, 16], DTYPES)
+    )
     def test_plain(self, heads: int, page: int, dtype: torch.dtype) -> None:
         setting = LatentSetting(
             lengths=[1, 63, 64, 65, 1000, 3000], heads=heads, rank=512, rope_dim=64, page=page,
             max_len=3008, dtype=dtype, scale=0.05,
         )  # fmt: skip
-        check_latent(setting, implementation="plain")
-        check_latent(setting, implementation="plain", num_splits=5)
+        check_latent(setting, implementation="plain", also_split=[5])
 
     @needs_hopper
-    @pytest.mark.parametrize("dtype", DTYPES[1:], ids=lambda dtype: str(dtype)[6:])
-    @pytest.mark.parametrize("page", [0, 64, 128])
-    @pytest.mark.parametrize(("heads", "new"), [(128, 1), (128, 2), (40, 1), (50, 3)])
-    def test_hopper(self, heads: int, new: int, page: int, dtype: torch.dtype) -> None:
+    @pytest.mark.parametrize(
+        ("queries", "page", "dtype"),
+        covering([(128, 1), (128, 2), (40, 1), (50, 3)], [0, 64, 128], DTYPES[1:]),
+    )
+    def test_hopper(self, queries: tuple[int, int], page: int, dtype: torch.dtype) -> None:
         """Every way to cut lines into pieces; tiles behind a length hold not-a-numbers."""
+        heads, new = queries
         for lengths in ([3, 63, 64, 65, 129, 1000, 3000], [3] * 70, [3000], [3, 2999, 66]):
             setting = LatentSetting(
                 lengths=lengths, heads=heads, new=new, rank=512, rope_dim=64, page=page,
                 max_len=3072, dtype=dtype, scale=0.05,
             )  # fmt: skip
-            for num_splits in (None, 1, 2, 5):
-                check_latent(setting, implementation="hopper", num_splits=num_splits)
+            check_latent(setting, implementation="hopper", also_split=[1, 2, 5])
 
     @needs_hopper
     def test_hopper_of_nothing(self) -> None:
