@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from harness.bench import devices
-from harness.store.record import STATUSES
+from harness.statuses import STATUSES
 
 # Several times the L2 cache of any GPU so far (H200: 60 MB), so that no call finds its
 # inputs cached by the call before it.

@@ -217,21 +217,7 @@ class Case:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Case:
         """Rebuild a case from a record or from a worker's input."""
-        own = dict(values)
-        for key, registry in _REGISTRIES.items():
-            own[key] = registry[own[key]["name"]].target(**own[key])
-        own["precision"] = Precision(**own["precision"])
-        if own["model"] is not None:
-            own["model"] = ModelConfig(**own["model"])
-        if own["compile"] is not None:
-            own["compile"] = Compile(**own["compile"])
-        if own.get("checkpoint") is not None:
-            own["checkpoint"] = Checkpoint(**own["checkpoint"])
-        if own.get("profile") is not None:
-            own["profile"] = PROFILERS[own["profile"]["name"]].target(**own["profile"])
-        if own.get("cache") is not None:
-            own["cache"] = CACHES[own["cache"]["name"]].target(**own["cache"])
-        return cls(**own)
+        return cls(**{key: _restored(key, value) for key, value in values.items()})
 
     @property
     def id(self) -> str:
@@ -288,11 +274,27 @@ class Case:
         return " ".join(word for word in words if word)
 
 
-_REGISTRIES: dict[str, Registry[Any]] = {
+_CHOICES: dict[str, Registry[Any]] = {
     "task": TASKS,
     "attention": BACKENDS,
     "parallel": STRATEGIES,
+    "profile": PROFILERS,
+    "cache": CACHES,
 }
+_OPTIONS: dict[str, type[Any]] = {
+    "precision": Precision,
+    "model": ModelConfig,
+    "compile": Compile,
+    "checkpoint": Checkpoint,
+}
+
+
+def _restored(key: str, value: Any) -> Any:
+    """One of a case's fields from its JSON value."""
+    if not isinstance(value, dict):
+        return value
+    kind = _CHOICES[key][value["name"]].target if key in _CHOICES else _OPTIONS[key]
+    return kind(**value)
 
 
 def _that_split_sequences() -> list[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from harness.render.files import render_sweep
 from harness.store.record import RecordStore
+from harness.store.sweep_plan import planned_labels
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -33,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     for problem in problems:
         print(f"attnbench-report: {problem}", file=sys.stderr)
     exit_code = 0
-    for label in options.sweeps or _sweeps(results):
+    for label in options.sweeps or planned_labels(results):
         try:
             rendered = render_sweep(results, label, records, problems)
         except ValueError as error:
@@ -44,15 +45,11 @@ def main(arguments: list[str] | None = None) -> int:
     return exit_code
 
 
-def _sweeps(results: Path) -> list[str]:
-    return sorted(path.parent.name for path in (results / "sweeps").glob("*/plan.json"))
-
-
 def _why_not(results: Path, named: list[str]) -> str | None:
     """What is wrong with the arguments, in one line."""
     if not results.is_dir():
         return f"RESULTS={results}: no such folder"
-    found = _sweeps(results)
+    found = planned_labels(results)
     if not found:
         return f"RESULTS={results}: not a results folder (no sweeps/*/plan.json in it)"
     for label in named:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -20,8 +21,8 @@ from harness.run.agents import CLOCK_TOLERANCE_S, clocks_differ
 from harness.run.run_folder import Run, RunFolder, TaskState, is_running, runs_of
 from harness.run.slurm import commands as slurm
 from harness.store.heads import Head, read_heads
-from harness.store.plan_command import command_into
 from harness.store.record import RecordStore, in_short
+from harness.store.sweep_plan import command_into, planned_labels, read_plan
 
 SHOWN = ("running", "preempted", "failed", "wrong", "timeout", "cancelled", "missing")
 """Statuses whose cases are listed one by one however many cases there are."""
@@ -244,15 +245,13 @@ def _is_recorded(heads: dict[str, Head], case_id: str, run: Run) -> bool:
 def _known(results: Path, runs: list[tuple[RunFolder, Run]]) -> dict[str, str]:
     """Every case that was planned, in the order of the plans, with the command that measures it."""
     known: dict[str, str] = {}
-    for path in sorted((results / "sweeps").glob("*/plan.json")):
-        try:
-            plan = json.loads(path.read_text(encoding="utf-8"))
-            command, case_ids = command_into(plan["command"], results), list(plan["case_ids"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            # attnbench-report says what is wrong with a plan.
-            continue
-        for case_id in case_ids:
-            known.setdefault(case_id, command)
+    for label in planned_labels(results):
+        # attnbench-report says what is wrong with a plan.
+        with contextlib.suppress(ValueError):
+            plan = read_plan(results, label)
+            command = command_into(plan.command, results)
+            for case_id in plan.case_ids:
+                known.setdefault(case_id, command)
     for _, run in runs:
         command = command_into(run.command, results)
         for case_id in (case_id for case_ids in run.case_ids for case_id in case_ids):

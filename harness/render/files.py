@@ -7,13 +7,10 @@ reader never sees half of one.
 
 from __future__ import annotations
 
-import json
 import os
-import tempfile
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from harness.analysis.frame import build_frame
 from harness.cases.columns import POINTS
@@ -21,15 +18,11 @@ from harness.render.latex import to_latex
 from harness.render.report import DrawnFigure, write_report
 from harness.render.table import Table, build_table
 from harness.render.terminal import render_terminal
+from harness.store import atomic
 from harness.store.record import Record
+from harness.store.sweep_plan import read_plan
 
-PLAN_KEYS = ("label", "title", "about", "command", "tables", "figures", "case_ids")
-
-__all__ = ["PlanError", "RenderedSweep", "read_plan", "render_sweep", "render_terminal"]
-
-
-class PlanError(ValueError):
-    """A sweep that cannot be rendered; the message is one line that names the file."""
+__all__ = ["RenderedSweep", "render_sweep", "render_terminal"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -45,20 +38,6 @@ class RenderedSweep:
     """Every file written, the report last."""
 
 
-def read_plan(results: Path, label: str) -> dict[str, Any]:
-    """The plan of a sweep; PlanError if there is none that can be read."""
-    path = results / "sweeps" / label / "plan.json"
-    try:
-        plan = json.loads(path.read_text(encoding="utf-8"))
-        missing = [key for key in PLAN_KEYS if key not in plan]
-    except (OSError, ValueError, TypeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise PlanError(f"{path}: not a readable plan ({reason})") from error
-    if missing or not isinstance(plan, dict):
-        raise PlanError(f"{path}: not a readable plan (without {', '.join(missing)})")
-    return plan
-
-
 def render_sweep(
     results: Path, label: str, records: dict[str, Record], problems: list[str]
 ) -> RenderedSweep:
@@ -70,10 +49,10 @@ def render_sweep(
     """
     plan = read_plan(results, label)
     folder = results / "sweeps" / label
-    measured = [records[case_id] for case_id in plan["case_ids"] if case_id in records]
+    measured = [records[case_id] for case_id in plan.case_ids if case_id in records]
     frame = build_frame(measured)
     rendered = RenderedSweep(label=label, folder=folder, report=folder / "report.md")
-    for name in plan["tables"]:
+    for name in plan.tables:
         table = build_table(name, frame)
         if table is not None:
             rendered.tables.append(table)
@@ -82,7 +61,7 @@ def render_sweep(
             data = None if table is None else convert(table).encode()
             put(folder / "tables" / f"{name}.{suffix}", data, rendered.paths)
     figures: list[DrawnFigure] = []
-    for name in plan["figures"]:
+    for name in plan.figures:
         # Imported late: matplotlib takes as long to load as a small sweep's tables to make.
         from harness.render.figure import draw
 
@@ -96,7 +75,7 @@ def render_sweep(
         records=measured,
         tables=[(table, to_markdown) for table in rendered.tables],
         figures=figures,
-        missing=[case_id for case_id in plan["case_ids"] if case_id not in records],
+        missing=[case_id for case_id in plan.case_ids if case_id not in records],
         problems=[problem.replace(f"{results}{os.sep}", "") for problem in problems],
     )
     put(rendered.report, report.encode(), rendered.paths)
@@ -149,13 +128,5 @@ def put(path: Path, data: bytes | None, written: list[Path]) -> None:
         path.unlink(missing_ok=True)
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    fd, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    try:
-        with os.fdopen(fd, "wb") as file:
-            file.write(data)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+    atomic.replace(path, data)
     written.append(path)

@@ -14,7 +14,9 @@ from harness.cases import format as fmt
 from harness.cases.hardware import find_hardware
 from harness.cases.task import TASKS
 from harness.render.table import Table
-from harness.store.record import STATUSES, Record
+from harness.statuses import STATUSES
+from harness.store.record import Record
+from harness.store.sweep_plan import SweepPlan
 
 ROWS_IN_REPORT = 100
 """Longer tables are cut in the report and complete in their own files."""
@@ -48,7 +50,7 @@ class DrawnFigure:
 
 def write_report(
     *,
-    plan: dict[str, Any],
+    plan: SweepPlan,
     records: Sequence[Record],
     tables: Sequence[tuple[Table, Callable[[Table, int], str]]],
     figures: Sequence[DrawnFigure],

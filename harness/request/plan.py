@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
-import tempfile
 from dataclasses import dataclass, field
 
 from harness.cases.case import Case
 from harness.cases.hardware import find_hardware
 from harness.request.compose import Request
-from harness.run.runner import is_final
-from harness.store.record import Record
+from harness.store.record import Record, is_final
+from harness.store.sweep_plan import SweepPlan
 
 # Guesses that only the time left is made from; they are scaled by what cases really take.
 SETUP_S = 0.6
@@ -72,24 +70,16 @@ def predicted_seconds(case: Case, device_name: str = "", rounds: int = 1) -> flo
     return seconds
 
 
-def write_plan(request: Request) -> None:
-    """Write the plan beside the tables that will be made from it, for `attnbench-report`."""
-    folder = request.options.results / "sweeps" / request.label
-    folder.mkdir(parents=True, exist_ok=True)
-    values = {
-        "schema": 1,
-        "label": request.label,
-        "name": request.sweep.name,
-        "title": request.sweep.title,
-        "about": request.sweep.about,
-        "command": request.command,
-        "scale": request.scale,
-        "tables": request.sweep.tables,
-        "figures": request.sweep.figures,
-        "case_ids": [case.id for case in request.cases],
-    }
-    fd, name = tempfile.mkstemp(dir=folder, suffix=".tmp")
-    with os.fdopen(fd, "w", encoding="utf-8") as file:
-        file.write(json.dumps(values, indent=1) + "\n")
-    os.chmod(name, 0o644)
-    os.replace(name, folder / "plan.json")
+def sweep_plan(request: Request) -> SweepPlan:
+    """What `attnbench-report` needs to make the tables and figures of a request."""
+    return SweepPlan(
+        label=request.label,
+        name=request.sweep.name,
+        title=request.sweep.title,
+        about=request.sweep.about,
+        command=request.command,
+        scale=request.scale,
+        tables=request.sweep.tables,
+        figures=request.sweep.figures,
+        case_ids=[case.id for case in request.cases],
+    )

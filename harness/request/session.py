@@ -11,13 +11,14 @@ from rich.table import Table
 from harness.cases import format as fmt
 from harness.cases.case import Case
 from harness.request.compose import Request
-from harness.request.plan import Plan, make_plan, predicted_seconds, write_plan
+from harness.request.plan import Plan, make_plan, predicted_seconds, sweep_plan
 from harness.run.agents import AgentError
 from harness.run.launcher import Launch, LaunchError
 from harness.run.progress import TerminalProgress
 from harness.run.workers import WorkerStartError
 from harness.store.record import RecordStore, in_short
 from harness.store.rounds import RoundStore
+from harness.store.sweep_plan import write_plan
 
 LONG_S = 30.0
 """Predicted seconds beyond which a command says beforehand how long it takes."""
@@ -32,7 +33,7 @@ def run_request(request: Request) -> int:
         try:
             store.create()
             RoundStore(store).tidy()
-            write_plan(request)
+            write_plan(results, sweep_plan(request))
         except OSError as error:
             return _complain(f"results={results}: cannot be written ({error.strerror})", 2)
     records, problems = store.load()

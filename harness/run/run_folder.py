@@ -19,22 +19,23 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import psutil
 
 from harness.cases.case import Case
 from harness.run.runner import Progress, RunOptions
+from harness.store import atomic
+from harness.store.codec import T, decode, encode
 from harness.store.record import Record
 
 SCHEMA = 1
 
 
-@dataclass(kw_only=True, slots=True)
-class Run:
+class Run(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """One command's work on a results folder."""
 
     id: str
@@ -49,15 +50,14 @@ class Run:
     case_ids: list[list[str]]
     """Of each share."""
     predicted_s: list[list[float]]
-    jobs: list[str | None] = field(default_factory=list)
+    jobs: list[str | None] = []
     """Of each share, the Slurm job such as ``123_4``; None before it is submitted."""
-    shapes: list[str] = field(default_factory=list)
+    shapes: list[str] = []
     """Of each share, in words."""
     schema: int = SCHEMA
 
 
-@dataclass(kw_only=True, slots=True)
-class TaskState:
+class TaskState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Where the work on one share stands."""
 
     event: str = "running"
@@ -90,11 +90,11 @@ class RunFolder:
 
     def write_run(self, run: Run) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
-        _replace(self.path / "run.json", asdict(run))
+        atomic.replace(self.path / "run.json", encode(run))
 
     def read_run(self) -> Run:
         """Raises ValueError or OSError where there is none that can be read."""
-        return _typed(Run, self.path / "run.json")
+        return _read(Run, self.path / "run.json")
 
     def write_share(
         self, index: int, cases: list[Case], options: RunOptions, files_before: list[str]
@@ -105,8 +105,7 @@ class RunFolder:
             "files_before": files_before,
             "cases": [case.to_dict() for case in cases],
         }
-        text = json.dumps(values)
-        (self.path / f"share-{index}.json").write_text(text, encoding="utf-8")
+        atomic.replace(self.path / f"share-{index}.json", json.dumps(values).encode())
 
     def read_share(self, index: int) -> tuple[list[Case], RunOptions, set[str]]:
         """The cases, the options, and the records that existed at submission."""
@@ -116,12 +115,12 @@ class RunFolder:
         return cases, RunOptions(**options), set(values["files_before"])
 
     def write_state(self, index: int, state: TaskState) -> None:
-        _replace(self.path / f"state-{index}.json", asdict(state))
+        atomic.replace(self.path / f"state-{index}.json", encode(state))
 
     def read_state(self, index: int) -> TaskState | None:
         """None if the task has never started, or has not been seen to."""
         try:
-            return _typed(TaskState, self.path / f"state-{index}.json")
+            return _read(TaskState, self.path / f"state-{index}.json")
         except FileNotFoundError:
             return None
 
@@ -245,22 +244,8 @@ def is_running(run: Run) -> bool:
         return False
 
 
-def _replace(path: Path, values: dict[str, Any]) -> None:
-    fd, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+def _read(kind: type[T], path: Path) -> T:
     try:
-        with os.fdopen(fd, "w", encoding="utf-8") as file:
-            file.write(json.dumps(values))
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
-
-
-def _typed(kind: type[Any], path: Path) -> Any:
-    values = json.loads(path.read_text(encoding="utf-8"))
-    known = {item.name for item in fields(kind)}
-    if not isinstance(values, dict) or values.get("schema") != SCHEMA or set(values) != known:
-        raise ValueError(f"{path}: not written by this version of attnbench")
-    return kind(**values)
+        return decode(path.read_bytes(), kind, schema=SCHEMA)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error

@@ -31,7 +31,8 @@ from typing import Any, Protocol
 from harness.cases.case import Case
 from harness.run.agents import Hosts
 from harness.run.workers import Reply, WorkerGroup
-from harness.store.record import GOOD, STATUSES, Phase, Record, RecordStore
+from harness.statuses import STATUSES
+from harness.store.record import Phase, Record, RecordStore, is_final
 from harness.store.rounds import Rounds, RoundStore, conditions, why_not_joined
 
 
@@ -427,11 +428,6 @@ def comparison_groups(cases: Iterable[Case]) -> list[list[Case]]:
             del values["parallel"]
         groups.setdefault(json.dumps(values, sort_keys=True), []).append(case)
     return list(groups.values())
-
-
-def is_final(record: Record, *, retry: bool) -> bool:
-    """Whether a record stands, so that its case need not be measured again."""
-    return record.status in GOOD or not retry
 
 
 def _first_error(outcomes: list[dict[str, Any]], status: str) -> dict[str, Any] | None:

@@ -30,7 +30,6 @@ import harness.measure.check  # noqa: F401 (loaded before the first case, not by
 import models.transformer  # noqa: F401
 from harness.bench.bench import Bench, Outcome, PeerFailed, PeerSilent, WrongResult, devices
 from harness.cases.case import Case
-from harness.store.record import STATUSES
 from kernels.toolchain import why_not_compile
 
 NCCL_WATCHDOG_S = 0.25
@@ -235,11 +234,6 @@ def why_unsupported(case: Case) -> str | None:
         if reason is not None:
             return reason
     return case.task.why_unsupported(case)
-
-
-def worst_status(statuses: list[str]) -> str:
-    """What the ranks of a case agree on."""
-    return max(statuses, key=STATUSES.index)
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:

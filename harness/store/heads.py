@@ -1,28 +1,36 @@
-"""How every case of a results folder ended, without reading all that was measured.
-
-A record is written with one key a line and the keys of the record itself indented by one
-space, so that a few of them can be found in the text: ten thousand records in about a second.
-"""
+"""How every case of a results folder ended, without reading all that was measured."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from dataclasses import dataclass
+from typing import Any
 
-from harness.store.record import SCHEMA, RecordError, RecordStore, file_case
+import msgspec
+
+from harness.store.record import RecordError, RecordStore, file_case, read_file
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Head:
-    """What status needs to know of a case's newest record."""
+    """How the newest attempt at a case ended."""
 
     status: str
     wall_s: float
     written_s: float
     """By the clock of the file system."""
     message: str = ""
-    """First line of the error, where there is one that says more than the status."""
+    """First line of the error, where it says more than the status."""
+
+
+class _Fields(msgspec.Struct, kw_only=True):
+    """The fields of a record that make its head; the decoder skips all others."""
+
+    status: str
+    error: dict[str, Any] | None
+    wall_s: float
+    schema: int
 
 
 def read_heads(store: RecordStore) -> tuple[dict[str, Head], list[str]]:
@@ -38,38 +46,16 @@ def read_heads(store: RecordStore) -> tuple[dict[str, Head], list[str]]:
     for case_id, files in attempts.items():
         for _, name in sorted(files, reverse=True):
             try:
-                heads[case_id] = _read(store, name)
-                break
+                read, written_s = read_file(store.folder / name, _Fields)
             except RecordError as error:
                 problems.append(str(error))
+                continue
+            error_says = (read.error or {}).get("message", "") if read.status != "oom" else ""
+            heads[case_id] = Head(
+                status=read.status,
+                wall_s=read.wall_s,
+                written_s=written_s,
+                message=error_says.partition("\n")[0],
+            )
+            break
     return heads, problems
-
-
-def _read(store: RecordStore, name: str) -> Head:
-    path = f"{store.folder}{os.sep}{name}"
-    try:
-        with open(path, "rb") as file:
-            text = file.read()
-            written_s = os.fstat(file.fileno()).st_mtime
-    except OSError as error:
-        raise RecordError(f"{path}: not a readable record ({error.strerror})") from error
-    status, schema, wall_s = (_value(text, key) for key in (b"status", b"schema", b"wall_s"))
-    complete = schema == str(SCHEMA).encode() and text.endswith(b"}\n")
-    if complete and status in (b'"ok"', b'"oom"'):
-        with contextlib.suppress(ValueError):
-            return Head(status=status[1:-1].decode(), wall_s=float(wall_s), written_s=written_s)
-    record = store.read(store.folder / name)
-    message = (record.error or {}).get("message", "")
-    return Head(
-        status=record.status,
-        wall_s=record.wall_s,
-        written_s=written_s,
-        message=message.partition("\n")[0],
-    )
-
-
-def _value(text: bytes, key: bytes) -> bytes:
-    """A value of the record itself, as JSON; from the end, as the long values come before."""
-    start = text.rfind(b'\n "' + key + b'": ')
-    line = text[start + len(key) + 6 : text.find(b"\n", start + 1)] if start >= 0 else b""
-    return line.removesuffix(b",")

@@ -10,30 +10,27 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import re
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from harness.statuses import GOOD, STATUSES
+from harness.store import atomic
+from harness.store.codec import T, decode, encode
+
 SCHEMA = 1
-
-STATUSES = ("ok", "oom", "unsupported", "wrong", "timeout", "failed")
-"""From best to worst; the ranks of one case agree on the worst that any of them saw."""
-
-GOOD = frozenset({"ok", "oom", "unsupported"})
-"""Results that stand: ``retry=true`` measures the others again."""
 
 
 class RecordError(ValueError):
     """A record file that cannot be read; the message is one line that names the file."""
 
 
-@dataclass(kw_only=True, slots=True)
-class Phase:
+class Phase(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Samples of one timed phase, in the order they were taken."""
 
     clock: str
@@ -42,8 +39,7 @@ class Phase:
     """One list per rank."""
 
 
-@dataclass(kw_only=True, slots=True)
-class Record:
+class Record(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What was observed of one case. See ``results/README.md`` for the JSON."""
 
     case_id: str
@@ -51,44 +47,44 @@ class Record:
     status: str
     error: dict[str, Any] | None = None
     """``message`` in one line, and where known ``traceback``, ``rank``, ``stage``."""
-    phases: dict[str, Phase] = field(default_factory=dict)
-    rounds: list[int] = field(default_factory=list)
+    phases: dict[str, Phase] = {}
+    rounds: list[int] = []
     """Measured passes per interleaved round; a single entry when not interleaved."""
-    memory: list[dict[str, Any]] = field(default_factory=list)
+    memory: list[dict[str, Any]] = []
     """One mapping per rank, of byte counts and their ``source``."""
-    work: dict[str, dict[str, Any]] = field(default_factory=dict)
+    work: dict[str, dict[str, Any]] = {}
     """flops, bytes, tokens per phase by formula."""
     check: dict[str, Any] | None = None
     """Relative errors against float64 and their tolerance."""
-    compilation: dict[str, Any] = field(default_factory=dict)
+    compilation: dict[str, Any] = {}
     """first_pass_s, compile_s, autotune_s, and recompilations inside the measured window."""
-    notes: dict[str, Any] = field(default_factory=dict)
+    notes: dict[str, Any] = {}
     """Further observations of the task, such as the loss."""
-    device_state: list[dict[str, Any]] = field(default_factory=list)
+    device_state: list[dict[str, Any]] = []
     """Clocks, power and throttle reasons per rank, before and after."""
-    environment: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = {}
     started_at: str = ""
     wall_s: float = 0.0
     attempt: int = 1
     schema: int = SCHEMA
 
+    def __post_init__(self) -> None:
+        if self.status not in STATUSES:
+            raise ValueError(f"status {self.status}: one of {', '.join(STATUSES)}")
+
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
+        """The text of the record's file: sorted keys, so that versions compare line by line."""
+        return encode(self, indent=1, sort_keys=True).decode() + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Record:
-        """Raises ValueError, KeyError or TypeError where the text is not a whole record."""
-        values = json.loads(text)
-        if values["schema"] != SCHEMA:
-            raise ValueError(
-                f"schema {values['schema']}, this version reads {SCHEMA}: use the attnbench that "
-                "wrote it, or another results="
-            )
-        known = {item.name for item in fields(cls)}
-        if set(values) != known or values["status"] not in STATUSES:
-            raise ValueError("not a record of this schema")
-        values["phases"] = {name: Phase(**phase) for name, phase in values["phases"].items()}
-        return cls(**values)
+        """Raises ValueError where the text is not a whole record of this schema."""
+        return decode(text.encode(), cls, schema=SCHEMA)
+
+
+def is_final(record: Record, *, retry: bool) -> bool:
+    """Whether a record stands, so that its case need not be measured again."""
+    return record.status in GOOD or not retry
 
 
 _FILE_NAME = re.compile(r"(?P<case_id>.+?)(?:\.(?P<attempt>\d+))?\.json")
@@ -132,11 +128,8 @@ class RecordStore:
         return sorted(found)
 
     def read(self, path: Path) -> Record:
-        try:
-            return Record.from_json(path.read_text(encoding="utf-8"))
-        except (ValueError, KeyError, TypeError, OSError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise RecordError(f"{path}: not a readable record ({reason})") from error
+        """The record in a file; RecordError if there is none."""
+        return read_file(path, Record)[0]
 
     def load(self) -> tuple[dict[str, Record], list[str]]:
         """The newest readable attempt of every case, and one line per unreadable file."""
@@ -182,38 +175,18 @@ class RecordStore:
         taken = self.attempts(record.case_id)
         record.attempt = (taken[-1] + 1) if taken else 1
         try:
-            return self._link(record)
-        except OSError as error:
-            rescue = Path(tempfile.gettempdir()) / f"attnbench-{record.case_id}.json"
-            try:
-                rescue.write_text(record.to_json(), encoding="utf-8")
-            except OSError:
-                saved = "and no other place took it either"
-            else:
-                saved = f"it is kept as {rescue}; move it there once there is room"
-            raise OSError(
-                f"{self.folder}: cannot write the record of {record.case_id} "
-                f"({error.strerror}); {saved}"
-            ) from error
-
-    def _link(self, record: Record) -> Path:
-        fd, name = tempfile.mkstemp(dir=self.folder, suffix=".tmp")
-        try:
-            with os.fdopen(fd, "w", encoding="utf-8") as file:
-                file.write(record.to_json())
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(name, 0o644)
             while True:
                 path = self.path(record.case_id, record.attempt)
                 try:
-                    os.link(name, path)
+                    atomic.create(path, record.to_json().encode())
                     return path
                 except FileExistsError:
                     record.attempt += 1
-                    Path(name).write_text(record.to_json(), encoding="utf-8")
-        finally:
-            os.unlink(name)
+        except OSError as error:
+            raise OSError(
+                f"{self.folder}: cannot write the record of {record.case_id} "
+                f"({error.strerror}); {_rescue(record)}"
+            ) from error
 
     @contextlib.contextmanager
     def claim(self, case_id: str, *, wait: bool) -> Iterator[bool]:
@@ -236,6 +209,30 @@ class RecordStore:
             yield True
         finally:
             fcntl.lockf(self._claims_fd, fcntl.LOCK_UN, 1, offset)
+
+
+def read_file(path: Path, kind: type[T]) -> tuple[T, float]:
+    """A record, as the fields of it that ``kind`` has, and when it was written.
+
+    The time is by the clock of the file system. Raises RecordError.
+    """
+    try:
+        with path.open("rb") as file:
+            found = decode(file.read(), kind, schema=SCHEMA)
+            return found, os.fstat(file.fileno()).st_mtime
+    except (ValueError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise RecordError(f"{path}: not a readable record ({reason})") from error
+
+
+def _rescue(record: Record) -> str:
+    """Save a record that its folder does not take; a clause that says where it is."""
+    path = Path(tempfile.gettempdir()) / f"attnbench-{record.case_id}.json"
+    try:
+        path.write_text(record.to_json(), encoding="utf-8")
+    except OSError:
+        return "and no other place took it either"
+    return f"it is kept as {path}; move it there once there is room"
 
 
 def in_short(problems: list[str]) -> list[str]:

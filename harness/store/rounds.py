@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
-import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from harness.paths import ROOT
+from harness.store import atomic
+from harness.store.codec import decode, encode
 from harness.store.record import SCHEMA as RECORD_SCHEMA
 from harness.store.record import RecordStore
 
@@ -32,8 +33,7 @@ _NO_CONDITION = frozenset({"git_revision", "host_memory_bytes"})
 kind have a few pages more or less."""
 
 
-@dataclass(kw_only=True, slots=True)
-class Rounds:
+class Rounds(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The rounds of one case that have ended well so far."""
 
     case_id: str
@@ -41,10 +41,10 @@ class Rounds:
     """How many there are to be."""
     conditions: dict[str, Any]
     """See :func:`conditions`."""
-    started_at: list[str] = field(default_factory=list)
+    started_at: list[str] = []
     """Of each round, when the cases that take turns began with it."""
     wall_s: float = 0.0
-    outcomes: list[list[dict[str, Any]]] = field(default_factory=list)
+    outcomes: list[list[dict[str, Any]]] = []
     """Of each round, what each rank observed, in rank order."""
     schema: int = SCHEMA
 
@@ -59,36 +59,26 @@ class RoundStore:
     def keep(self, rounds: Rounds) -> None:
         """Replace what is kept of the case, in one step. Raises OSError if it does not fit."""
         self.folder.mkdir(exist_ok=True)
-        path = self._path(rounds.case_id)
-        aside = path.with_suffix(".tmp")
-        try:
-            with aside.open("w", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(rounds)))
-                file.flush()
-                os.fsync(file.fileno())
-            aside.replace(path)
-        finally:
-            aside.unlink(missing_ok=True)
+        atomic.replace(self._path(rounds.case_id), encode(rounds), sync=True)
 
     def find(self, case_id: str) -> Rounds | None:
         """What is kept for the case's next record. Raises ValueError if it cannot be read."""
         if not self.folder.exists():
             return None
         try:
-            values = json.loads(self._path(case_id).read_text(encoding="utf-8"))
-            if values["schema"] != SCHEMA or set(values) != {item.name for item in fields(Rounds)}:
-                raise ValueError("another version of attnbench kept them")
-            return Rounds(**values)
+            return decode(self._path(case_id).read_bytes(), Rounds, schema=SCHEMA)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{type(error).__name__}: {error}".splitlines()[0]) from error
+        except OSError as error:
+            raise ValueError(error.strerror) from error
 
     def tidy(self) -> None:
         """Remove rounds whose record is written; a crash may have left some of those."""
         with contextlib.suppress(OSError):
             for path in self.folder.iterdir():
-                if (self._records.folder / f"{path.stem}.json").exists():
+                # Also what a crash has left of one that was being written aside.
+                record = path.name.partition(".json")[0] + ".json"
+                if (self._records.folder / record).exists():
                     path.unlink(missing_ok=True)
 
     def _path(self, case_id: str) -> Path:

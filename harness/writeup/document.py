@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from harness.analysis.frame import build_frame
 from harness.cases import format as fmt
@@ -22,7 +21,6 @@ from harness.cases.sweep import Sweep, load_sweep
 from harness.cases.task import TASKS
 from harness.paths import SWEEPS
 from harness.render.figure import CaptionedFigure, build_figure
-from harness.render.files import PlanError, read_plan
 from harness.render.report import (
     counts_of,
     environment_of,
@@ -31,8 +29,14 @@ from harness.render.report import (
     template,
 )
 from harness.render.table import Table, build_table, finding_of
-from harness.store.plan_command import command_into
 from harness.store.record import Record, RecordStore
+from harness.store.sweep_plan import (
+    PlanError,
+    SweepPlan,
+    command_into,
+    planned_labels,
+    read_plan,
+)
 
 MISSING_SHOWN = 5
 """Ids of cases without a record that a gap names; the command measures all of them."""
@@ -128,7 +132,7 @@ def collect(folders: Sequence[Path]) -> Document:
     for results in folders:
         if not results.is_dir():
             raise ValueError(f"RESULTS={results}: no such folder")
-        labels = sorted(path.parent.name for path in results.glob("sweeps/*/plan.json"))
+        labels = planned_labels(results)
         if not labels:
             raise ValueError(f"RESULTS={results}: not a results folder (no sweeps/*/plan.json)")
         found, unreadable = RecordStore(results).load()
@@ -140,7 +144,7 @@ def collect(folders: Sequence[Path]) -> Document:
                 problems.append(str(error))
                 continue
             anchor = label if len(folders) == 1 else f"{results.name}-{label}"
-            measured = [found[case_id] for case_id in plan["case_ids"] if case_id in found]
+            measured = [found[case_id] for case_id in plan.case_ids if case_id in found]
             records |= {(results, record.case_id): record for record in measured}
             gaps += _gaps_of(plan, found, results)
             section = _section(plan, measured, results, anchor, numbers)
@@ -162,24 +166,24 @@ def collect(folders: Sequence[Path]) -> Document:
 
 
 def _section(
-    plan: dict[str, Any],
+    plan: SweepPlan,
     measured: list[Record],
     results: Path,
     anchor: str,
     numbers: Counter[str],
 ) -> Section:
     frame = build_frame(measured)
-    missing = [None] * (len(plan["case_ids"]) - len(measured))
+    missing = [None] * (len(plan.case_ids) - len(measured))
     section = Section(
-        title=plan["title"],
+        title=plan.title,
         anchor=f"sweep-{_slug(anchor)}",
-        about=" ".join(plan["about"].split()),
-        command=plan["command"],
+        about=" ".join(plan.about.split()),
+        command=plan.command,
         counts=counts_of(measured, [str(item) for item in missing]),
         results=results,
         failures=_failures(measured),
     )
-    for name in plan["tables"]:
+    for name in plan.tables:
         table = build_table(name, frame)
         if table is not None:
             numbers["table"] += 1
@@ -189,10 +193,10 @@ def _section(
                     anchor=f"tab-{_slug(anchor)}-{_slug(name)}",
                     table=table,
                     finding=finding_of(table),
-                    source=results / "sweeps" / plan["label"] / "tables" / name,
+                    source=results / "sweeps" / plan.label / "tables" / name,
                 )
             )
-    for name in plan["figures"]:
+    for name in plan.figures:
         drawn = build_figure(name, frame)
         if drawn is not None:
             numbers["figure"] += 1
@@ -221,10 +225,10 @@ def _failures(measured: Sequence[Record]) -> list[tuple[str, str, int]]:
     return [(status, reason, count) for (status, reason), count in reasons.most_common()]
 
 
-def _gaps_of(plan: dict[str, Any], found: dict[str, Record], results: Path) -> Iterator[Gap]:
-    label = plan["label"]
-    command = command_into(plan["command"] or f"attnbench sweeps={label}", results)
-    missing = [case_id for case_id in plan["case_ids"] if case_id not in found]
+def _gaps_of(plan: SweepPlan, found: dict[str, Record], results: Path) -> Iterator[Gap]:
+    label = plan.label
+    command = command_into(plan.command or f"attnbench sweeps={label}", results)
+    missing = [case_id for case_id in plan.case_ids if case_id not in found]
     if missing:
         named = ", ".join(missing[:MISSING_SHOWN])
         rest = len(missing) - MISSING_SHOWN
@@ -235,7 +239,7 @@ def _gaps_of(plan: dict[str, Any], found: dict[str, Record], results: Path) -> I
         )
     broken = Counter(
         found[case_id].status
-        for case_id in plan["case_ids"]
+        for case_id in plan.case_ids
         if case_id in found and found[case_id].status in ("failed", "timeout", "wrong")
     )
     if broken:

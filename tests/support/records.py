@@ -9,7 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from harness.store import sweep_plan
 from harness.store.record import Phase, Record
+from harness.store.sweep_plan import SweepPlan
 from harness.tasks.counting.communication_accounting import CommunicationAccounting
 
 MODELS = {
@@ -510,18 +512,15 @@ def write_plan(
     missing: Sequence[str] = (),
 ) -> None:
     """A sweep's plan.json over the records, with ``missing`` ids that have none."""
-    folder = results / "sweeps" / label
-    folder.mkdir(parents=True, exist_ok=True)
-    plan = {
-        "schema": 1,
-        "label": label,
-        "name": label,
-        "title": "A sweep of examples",
-        "about": "What the examples show.",
-        "command": f"attnbench sweeps={label}",
-        "scale": "full",
-        "tables": list(tables),
-        "figures": list(figures),
-        "case_ids": [*(record.case_id for record in records), *missing],
-    }
-    (folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
+    plan = SweepPlan(
+        label=label,
+        name=label,
+        title="A sweep of examples",
+        about="What the examples show.",
+        command=f"attnbench sweeps={label}",
+        scale="full",
+        tables=list(tables),
+        figures=list(figures),
+        case_ids=[*(record.case_id for record in records), *missing],
+    )
+    sweep_plan.write_plan(results, plan)

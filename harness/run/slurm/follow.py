@@ -7,9 +7,8 @@ import time
 
 from harness.run.launcher import Launch
 from harness.run.run_folder import runs_of
-from harness.run.runner import is_final
 from harness.run.slurm import commands as slurm
-from harness.store.record import file_case
+from harness.store.record import file_case, is_final
 
 GRACE_S = 30.0
 """A job that has left the queue may have written what the file system shows a little later."""

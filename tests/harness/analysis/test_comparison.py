@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 from records import make_record, make_strategy_record
 
 from harness.analysis.frame import build_frame

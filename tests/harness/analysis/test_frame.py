@@ -16,7 +16,7 @@ from harness.analysis.stats import median_ratio, quartiles, slowest_rank
 from harness.cases.hardware import FOLDER, find_hardware
 from harness.render.files import to_markdown
 from harness.render.table import TABLES, build_table
-from harness.store.record import STATUSES
+from harness.statuses import STATUSES
 
 
 class TestStatistics:

@@ -21,8 +21,8 @@ from harness.render.table import Column, Table, build_table
 from harness.request import session
 from harness.request.compose import compose_request
 from harness.request.plan import make_plan
-from harness.store.plan_command import command_into
 from harness.store.record import Record, RecordStore
+from harness.store.sweep_plan import command_into
 from harness.writeup.document import collect
 
 

@@ -20,6 +20,7 @@ import pytest
 from conftest import Command
 from fault_folders import Folder, no_process_left, wait_until
 
+import harness.store.atomic
 import harness.store.rounds
 from harness.cases.case import Case
 from harness.request import session
@@ -399,7 +400,7 @@ class TestEndings:
         bench.run()
         for path, text in left.items():
             path.write_text(text)
-            path.with_suffix(".tmp").write_text(text[:50])
+            path.with_name(f"{path.name}.x1.tmp").write_text(text[:50])
         host.statuses.clear()
         host.turns.clear()
         assert "resumed_rounds" not in bench.run(retry=True)["naive"].notes
@@ -466,7 +467,7 @@ class TestEndings:
             raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as patch:
-            patch.setattr(harness.store.rounds.os, "fsync", full)
+            patch.setattr(harness.store.atomic.os, "fsync", full)
             bench.store.write = lambda record: bench.path  # type: ignore[method-assign]
             bench.run(rounds=2)
         lines = capsys.readouterr().err.splitlines()

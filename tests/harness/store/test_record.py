@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from records import make_record
 
-from harness.store.record import STATUSES, Phase, Record, RecordError, RecordStore
+from harness.statuses import STATUSES
+from harness.store.record import Phase, Record, RecordError, RecordStore
 
 TESTS = Path(__file__).parents[2] / "support"
 

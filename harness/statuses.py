@@ -1,0 +1,9 @@
+"""The statuses with which a case can end."""
+
+from __future__ import annotations
+
+STATUSES = ("ok", "oom", "unsupported", "wrong", "timeout", "failed")
+"""From best to worst; the ranks of one case agree on the worst that any of them saw."""
+
+GOOD = frozenset({"ok", "oom", "unsupported"})
+"""Results that stand: ``retry=true`` measures the others again."""

@@ -1,0 +1,84 @@
+"""Sweep plans: ``sweeps/LABEL/plan.json`` says what a sweep measures, shows, and is run with."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import msgspec
+
+from harness.store import atomic
+from harness.store.codec import decode, encode
+
+SCHEMA = 1
+
+
+class PlanError(ValueError):
+    """A sweep that cannot be rendered; the message is one line that names the file."""
+
+
+class SweepPlan(msgspec.Struct, kw_only=True):
+    """A sweep as it was asked for, from which its tables can be made again at any time."""
+
+    schema: int = SCHEMA
+    label: str
+    """The folder under ``sweeps``."""
+    name: str
+    title: str
+    about: str
+    command: str
+    scale: str
+    tables: list[str]
+    figures: list[str]
+    case_ids: list[str]
+
+
+def planned_labels(results: Path) -> list[str]:
+    """The sweeps of a results folder, sorted."""
+    return sorted(path.parent.name for path in results.glob("sweeps/*/plan.json"))
+
+
+def write_plan(results: Path, plan: SweepPlan) -> None:
+    """Write a plan beside the tables that will be made from it."""
+    path = _path(results, plan.label)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic.replace(path, encode(plan, indent=1) + b"\n")
+
+
+def read_plan(results: Path, label: str) -> SweepPlan:
+    """The plan of a sweep; PlanError if there is none that can be read."""
+    path = _path(results, label)
+    try:
+        return decode(path.read_bytes(), SweepPlan, schema=SCHEMA)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise PlanError(f"{path}: not a readable plan ({reason})") from error
+
+
+def _path(results: Path, label: str) -> Path:
+    return results / "sweeps" / label / "plan.json"
+
+
+_PLAIN = re.compile(r"[\w./%+@:~-]+")
+"""A value that Hydra's grammar takes without quotes."""
+
+
+def command_into(command: str, results: Path, **keys: str) -> str:
+    """A plan's command so that it continues in ``results``, with further keys set.
+
+    A command may leave ``results=`` out, or name a folder that was renamed or copied since.
+    """
+    values = {"results": _quoted(str(results)), **keys}
+    words = []
+    for word in shlex.split(command):
+        key = word.partition("=")[0]
+        words.append(f"{key}={values.pop(key)}" if key in values else word)
+    return shlex.join([*words, *(f"{key}={value}" for key, value in values.items())])
+
+
+def _quoted(value: str) -> str:
+    if _PLAIN.fullmatch(value):
+        return value
+    escaped = value.replace("'", "\\'")
+    return f"'{escaped}'"
