@@ -1,5 +1,7 @@
 """``python -m harness`` is the command ``attnbench``."""
 
-from harness.commands.attnbench import main
+import sys
 
-main()
+from harness.commands.console import attnbench
+
+sys.exit(attnbench())

@@ -134,7 +134,8 @@ class Registry(Generic[T]):
 
     def __getitem__(self, name: str) -> Entry[T]:
         if name not in self._entries and (module := self.modules().get(name)):
-            importlib.import_module(module)
+            # Where imports are lazy, listing what a module has is what loads it.
+            dir(importlib.import_module(module))
         if name not in self._entries:
             choices = ", ".join(self.names())
             raise ValueError(f"{self.group}={name}: no such choice; one of {choices}")

@@ -1,4 +1,4 @@
-"""What keeps the design true: which package may import which, what stays light, who names whom."""
+"""What keeps the design true: the arrows of imports, what importing does, who names whom."""
 
 from __future__ import annotations
 
@@ -80,31 +80,7 @@ class TestArrows:
                 assert path.suffix in {".py", *kinds}, relative(path)
 
 
-class TestLightness:
-    @pytest.mark.parametrize(
-        "statement",
-        [
-            "import harness.commands.attnbench",
-            "import harness.request.compose",
-            "import harness.request.session",
-            "import harness.commands.report",
-            "from harness.request.config import registered_choices; registered_choices()",
-            "from harness.render.table import TABLES; TABLES.names()",
-            "import models.accounting, models.config",
-        ],
-    )
-    def test_no_torch(self, statement: str) -> None:
-        """Registered files are imported for every command, and for --help."""
-        heavy = "[name for name in ('torch', 'triton', 'matplotlib') if name in sys.modules]"
-        done = subprocess.run(
-            [sys.executable, "-c", f"import sys; {statement}; print({heavy})"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert done.stdout == "[]\n"
-
+class TestImports:
     def test_nothing_happens_at_import(self) -> None:
         """No process group, no device query, no file written by importing everything."""
         modules = [

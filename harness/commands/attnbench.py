@@ -9,7 +9,6 @@ Exit codes: 0 all cases have a result, 1 some failed, 2 the command is wrong, 13
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
@@ -22,19 +21,19 @@ INTERRUPTED = 130
 STOPPING_S = 10.0
 
 
-def main() -> None:
-    """Console script."""
+def main() -> int:
+    """Console script; returns the exit code."""
     arguments = [item for item in sys.argv[1:] if item not in ("-m", "--multirun")]
     if arguments[:1] == ["backends"]:
         from harness.commands.backends import main as list_backends
 
-        sys.exit(list_backends(arguments[1:]))
+        return list_backends(arguments[1:])
     if any(item.startswith("-") for item in arguments):
         if mistake := _no_such_flag(arguments):
-            sys.exit(_complain(mistake))
+            return _complain(mistake)
         _hydra_flags()
-        return
-    sys.exit(run(arguments))
+        return 0
+    return run(arguments)
 
 
 def _no_such_flag(arguments: list[str]) -> str | None:
@@ -106,8 +105,3 @@ def _complain(message: str) -> int:
     """One line on standard error."""
     print(f"attnbench: {' '.join(message.split())}", file=sys.stderr)
     return USAGE
-
-
-if __name__ == "__main__":
-    os.environ.setdefault("PYTHONUNBUFFERED", "1")
-    main()

@@ -1,0 +1,43 @@
+"""Entry points of the console scripts: make imports lazy, then start the command."""
+
+from __future__ import annotations
+
+import importlib
+
+from harness.commands import lazy_imports
+
+
+def attnbench() -> int:
+    """Measure, plan or show help."""
+    return _start("attnbench")
+
+
+def report() -> int:
+    """Render tables, figures and reports."""
+    return _start("report")
+
+
+def writeup() -> int:
+    """Write one document about everything that was measured."""
+    return _start("writeup")
+
+
+def compare() -> int:
+    """Compare two results folders."""
+    return _start("compare")
+
+
+def status() -> int:
+    """List what is queued, running, done or failed."""
+    return _start("status")
+
+
+def cancel() -> int:
+    """Stop what is queued or running."""
+    return _start("status", "cancel_main")
+
+
+def _start(command: str, function: str = "main") -> int:
+    lazy_imports.install()
+    module = importlib.import_module(f"harness.commands.{command}")
+    return int(getattr(module, function)())
