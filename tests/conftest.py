@@ -22,12 +22,10 @@ pytest.register_assert_rewrite("decode_checks", "exact_attention")
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
-if "PYTEST_XDIST_WORKER" in os.environ:
-    # The processes share the cores: threads of one that wait for each other, as those of small
-    # shapes mostly do, would keep the others from working.
-    num_workers = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_workers)))
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+# Threads of one process that wait for each other, as those of small shapes mostly do, would keep
+# other processes from working.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 # Every command that a test runs imports the project anew: compiling its modules each time, as
 # this variable asks for in many containers, would take longer than some of the tests.

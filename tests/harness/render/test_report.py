@@ -23,10 +23,8 @@ from harness.render.files import render_sweep
 from harness.render.table import TABLES
 from harness.store.record import Record, RecordStore
 
-FIGURES = [
-    *("attention_memory", "attention_scaling", "precision", "speedup", "step_time"),
-    "warmup_effect",
-]
+FIGURES = ["attention_scaling", "step_time"]
+"""Lines and bars; test_figures draws them all."""
 
 
 @pytest.fixture

@@ -18,7 +18,10 @@ from harness.store.record import Record
 from harness.tasks.precision.audit import compare
 
 TOY = ("task=precision_audit_toy", "batch_size=4")
-TINY = ("task=precision_audit", "model=tiny", "model.num_layers=2", "seq_len=16", "batch_size=2")
+TINY = (
+    *("task=precision_audit", "model=tiny", "model.num_layers=2", "model.vocab_size=512"),
+    *("model.d_model=64", "model.d_ff=192", "seq_len=16", "batch_size=2"),
+)
 
 
 def run(*arguments: str, device: str = "cpu") -> Record:
