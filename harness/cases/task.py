@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kernels import AttentionProblem
 from kernels.registry import Registry
+from models.accounting import MemoryPrediction
 
 if TYPE_CHECKING:
     from harness.bench.bench import Bench
@@ -48,6 +49,8 @@ class Task:
     """Whether it makes attention calls; where not, ``attention=`` changes nothing."""
     measures: ClassVar[bool] = True
     """Whether it runs anything; where not, results are counted by formula."""
+    profiled_phases: ClassVar[tuple[str, ...]] = ()
+    """Phases by which profiles divide a step."""
 
     def validate(self, case: Case) -> None:
         """Raise ValueError, naming the full key, if the case makes no sense for this task."""
@@ -77,6 +80,10 @@ class Task:
     def predicted_memory(self, case: Case) -> dict[str, float]:
         """Predicted peak bytes on one rank by category; their sum is the peak."""
         raise NotImplementedError
+
+    def predicted_step_memory(self, case: Case) -> MemoryPrediction | None:
+        """Predicted bytes of a step by what they hold; None where no formula is kept."""
+        return None
 
     def compiles(self, case: Case) -> bool:
         """Whether the task puts something through torch.compile, beyond what a backend does."""

@@ -1,1 +1,1 @@
-"""One file per choice of ``profile=``."""
+"""The choices of ``profile=``: where the time and the memory of a step go."""

@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from harness.cases import format as fmt
-from harness.profilers.traces.categories import FLOPS_PER_ELEMENT
+from harness.profilers.kernels.categories import FLOPS_PER_ELEMENT
 from harness.render.findings import sentence, span
 from harness.render.table import Column, Table, finding, make_table, table
 from harness.reports.profiles.kernel_rows import UNUSED, cases_of, passes, profiled, rows_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 
 from harness.cases import format as fmt
-from harness.profilers.traces.categories import CATEGORIES
+from harness.profilers.kernels.categories import CATEGORIES
 from harness.render.findings import percent_span, sentence
 from harness.render.table import Column, Table, finding, make_table, table
 from harness.reports.profiles.kernel_rows import (

@@ -1,7 +1,7 @@
 """Every profiled kernel under the roofline: which ones the device's memory holds back.
 
 FLOPs and bytes are those that the operator must do at least, from its shapes
-(:mod:`harness.profilers.traces.categories`); those of fused attention follow from the model's.
+(:mod:`harness.profilers.kernels.categories`); those of fused attention follow from the model's.
 """
 
 from __future__ import annotations

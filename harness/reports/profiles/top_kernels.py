@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from harness.profilers.traces.categories import SMALL_ONES
+from harness.profilers.kernels.categories import SMALL_ONES
 from harness.render.findings import best_row, percent_span, sentence
 from harness.render.table import Column, Table, finding, make_table, table
 from harness.reports.profiles.kernel_rows import (

@@ -59,6 +59,7 @@ class Attention(Task):
     """Timed passes."""
 
     uses: ClassVar[frozenset[str]] = frozenset({"profile"})
+    profiled_phases: ClassVar[tuple[str, ...]] = ("forward", "backward", "forward_backward")
 
     def validate(self, case: Case) -> None:
         require_choice("task.mode", self.mode, MODES)

@@ -64,6 +64,7 @@ class Decode(Task):
     """Timed passes."""
 
     uses: ClassVar[frozenset[str]] = frozenset({"cache", "profile"})
+    profiled_phases: ClassVar[tuple[str, ...]] = ("prefill", "decode")
 
     def validate(self, case: Case) -> None:
         require_one_process(case)

@@ -46,6 +46,7 @@ class Generate(Task):
     """Timed passes, of output_len - 1 decoding steps each."""
 
     uses: ClassVar[frozenset[str]] = frozenset({"model", "cache", "profile"})
+    profiled_phases: ClassVar[tuple[str, ...]] = ("prefill", "decode")
     takes_latents: ClassVar[bool] = True
 
     def validate(self, case: Case) -> None:

@@ -44,6 +44,7 @@ class Prefill(Task):
     """Timed passes."""
 
     uses: ClassVar[frozenset[str]] = frozenset({"cache", "profile"})
+    profiled_phases: ClassVar[tuple[str, ...]] = ("prefill",)
 
     def validate(self, case: Case) -> None:
         require_one_process(case)

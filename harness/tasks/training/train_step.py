@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from harness.cases.case import Case, require_at_least, require_choice
 from harness.cases.task import Task, Work, task
-from harness.predictions.training import footprint, sent_bytes, traffic_bytes
+from harness.predictions.training import footprint, sent_bytes, step_memory, traffic_bytes
 from kernels import AttentionProblem
 from kernels.ranges import named_range
 from models import accounting
@@ -52,6 +52,7 @@ class TrainStep(Task):
     """Timed steps."""
 
     uses: ClassVar[frozenset[str]] = frozenset({"model", "compile", "checkpoint", "profile"})
+    profiled_phases: ClassVar[tuple[str, ...]] = ("forward", "backward", "optimizer")
 
     def validate(self, case: Case) -> None:
         require_choice("task.mode", self.mode, MODES)
@@ -109,6 +110,9 @@ class TrainStep(Task):
 
     def predicted_memory(self, case: Case) -> dict[str, float]:
         return footprint(case).peak_parts()
+
+    def predicted_step_memory(self, case: Case) -> accounting.MemoryPrediction:
+        return step_memory(case)
 
     def run(self, case: Case, bench: Bench) -> None:
         from harness.measure.attention_calls import DenseCall

@@ -23,13 +23,13 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from harness.analysis.frame import build_frame
 from harness.bench.bench import Bench, PhaseTimer
 from harness.bench.program import Program
-from harness.profilers import nsight
-from harness.profilers.torch_profiler import TorchProfiler
-from harness.profilers.traces.categories import kernel_category, operator_category, operator_cost
-from harness.profilers.traces.kernels import merge, summarise
-from harness.profilers.traces.nsys import read_nsys
-from harness.profilers.traces.ranges import RANGES, ranges_on
-from harness.profilers.traces.trace import read_chrome_trace, trace_events
+from harness.profilers.kernels import nsight
+from harness.profilers.kernels.categories import kernel_category, operator_category, operator_cost
+from harness.profilers.kernels.chrome_trace import read_chrome_trace, trace_events
+from harness.profilers.kernels.nsight_export import read_nsight_export
+from harness.profilers.kernels.summary import merge, summarise
+from harness.profilers.kernels.torch_profiler import TorchProfiler
+from harness.profilers.module_ranges import RANGES, ranges_on
 from harness.render.figure import draw
 from harness.run.worker import why_unsupported
 from harness.store.record import Record
@@ -62,6 +62,8 @@ def link(number: int, forward: float, backward: float) -> Rows:
 
 
 GEMM, SOFTMAX, NCCL = "sm90_xmma_gemm_f32f32", "softmax_warp_forward", "ncclDevKernel_AllReduce"
+
+PHASES = ("forward", "backward", "optimizer")
 
 MM = {"Input Dims": [[8, 16], [16, 4]], "Input type": ["float", "float"]}
 
@@ -139,7 +141,7 @@ EXPECTED = {
 class TestTrace:
     @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
     def test_phases_and_ranges_by_hand(self, tmp_path: Path, name: str) -> None:
-        summary = summarise(read_chrome_trace(write_trace(tmp_path / name)), "torch")
+        summary = summarise(read_chrome_trace(write_trace(tmp_path / name), PHASES), "torch")
         found = by_place(summary)
         assert found.keys() == EXPECTED.keys()
         for key, (calls, total) in EXPECTED.items():
@@ -164,7 +166,7 @@ class TestTrace:
         assert summary["phases"]["forward"]["launches"] == 3
 
     def test_flops_and_bytes_are_the_operators(self, tmp_path: Path) -> None:
-        summary = summarise(read_chrome_trace(write_trace(tmp_path / "t.json")), "torch")
+        summary = summarise(read_chrome_trace(write_trace(tmp_path / "t.json"), PHASES), "torch")
         (row,) = [row for row in summary["rows"] if row["recomputed"]]
         assert row["flops"] == 2 * 8 * 16 * 4
         assert row["bytes"] == 4 * (8 * 16 + 16 * 4 + 8 * 4)
@@ -172,7 +174,7 @@ class TestTrace:
     def test_without_a_step(self, tmp_path: Path) -> None:
         events = [event for event in BY_HAND if event["name"] != "step"]
         with pytest.raises(ValueError, match="no range called step"):
-            summarise(read_chrome_trace(write_trace(tmp_path / "t.json", events)), "torch")
+            summarise(read_chrome_trace(write_trace(tmp_path / "t.json", events), PHASES), "torch")
 
     @pytest.mark.parametrize("end", ["", ',\n{"ph": "X", "cat": "kern'])
     def test_a_trace_that_ends_early(self, tmp_path: Path, end: str) -> None:
@@ -191,7 +193,7 @@ class TestTrace:
             )
             path = write_trace(tmp_path / f"{repeats}.json", list(shifted))
             tracemalloc.start()
-            summary = summarise(read_chrome_trace(path), "torch")
+            summary = summarise(read_chrome_trace(path, PHASES), "torch")
             peaks.append(tracemalloc.get_traced_memory()[1])
             tracemalloc.stop()
             assert summary["steps"] == repeats
@@ -260,7 +262,7 @@ class TestNsys:
         return path
 
     def test_the_same_table_as_from_torch(self, tmp_path: Path) -> None:
-        trace = read_nsys(self.export(tmp_path / "x.sqlite"), RANGES)
+        trace = read_nsight_export(self.export(tmp_path / "x.sqlite"), PHASES, RANGES)
         found = by_place(summarise(trace, "nsys"))
         assert found.keys() == EXPECTED.keys()
         for key, (calls, total) in EXPECTED.items():
@@ -270,10 +272,10 @@ class TestNsys:
         path = tmp_path / "x.sqlite"
         path.write_text("no database at all, and long enough to see that")
         with pytest.raises(ValueError, match=r"x\.sqlite: not an export of Nsight Systems"):
-            read_nsys(path, RANGES)
+            read_nsight_export(path, PHASES, RANGES)
         sqlite3.connect(tmp_path / "empty.sqlite").close()
         with pytest.raises(ValueError, match="no kernel was captured"):
-            read_nsys(tmp_path / "empty.sqlite", RANGES)
+            read_nsight_export(tmp_path / "empty.sqlite", PHASES, RANGES)
 
     def test_it_runs_the_case_under_nsys_and_reads_what_that_wrote(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -297,7 +299,7 @@ class TestNsys:
         calls = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
         assert [call[0] for call in calls] == ["profile", "export"]
         assert "--capture-range=cudaProfilerApi" in calls[0]
-        assert calls[0][-2] == "harness.profilers.traces.nsys_child"
+        assert calls[0][-2] == "harness.profilers.kernels.nsight_child"
         program.write_text(f"#!{sys.executable}\nimport sys\nsys.exit('no permission')\n")
         with pytest.raises(RuntimeError, match="nsys profile ended with code 1: no permission"):
             case.profile.after(case, bench)  # type: ignore[union-attr]
@@ -533,7 +535,7 @@ class TestRanks:
         assert any(row["category"] == "communication" for row in first["rows"])
 
     def test_merging_adds_up(self, tmp_path: Path) -> None:
-        one = summarise(read_chrome_trace(write_trace(tmp_path / "t.json")), "torch")
+        one = summarise(read_chrome_trace(write_trace(tmp_path / "t.json"), PHASES), "torch")
         merged = merge([one, one])
         assert merged["phases"] == one["phases"]
         for row, twice in zip(one["rows"], merged["rows"], strict=True):

@@ -20,20 +20,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from harness.analysis.frame import build_frame
 from harness.bench.bench import Bench
 from harness.cases.case import Case
-from harness.profilers.allocations import cpu as _cpu_memory
-from harness.profilers.allocations.page import write_page
-from harness.profilers.allocations.snapshot import (
+from harness.profilers.memory import cpu_allocator
+from harness.profilers.memory.page import write_page
+from harness.profilers.memory.summary import summarise
+from harness.profilers.memory.timeline import (
     CATEGORIES,
     ROOT,
+    EventSpan,
     KnownTensor,
-    Mark,
     Timeline,
-    keep,
+    call_sites,
     read_timeline,
-    told,
+    thinned,
 )
-from harness.profilers.allocations.step import summarise
-from harness.profilers.memory import MemoryProfiler
 from harness.render.figure import draw
 from harness.store.record import Record
 
@@ -123,7 +122,7 @@ def by_hand() -> dict[str, Any]:
     }
 
 
-MARKS = [Mark(name="forward", start=0, end=3), Mark(name="backward", start=3, end=7)]
+MARKS = [EventSpan(name="forward", start=0, end=3), EventSpan(name="backward", start=3, end=7)]
 KNOWN = [
     KnownTensor(category="parameters", name="w", address=0x4400, at=8),
     KnownTensor(category="gradients", name="w.grad", address=0x4000, at=7),
@@ -148,7 +147,7 @@ class TestSnapshot:
         assert not any(series["optimizer state"])
 
     def test_summary_by_hand(self) -> None:
-        found = summarise(hand_read(), MemoryProfiler(name="memory"))
+        found = summarise(hand_read(), points=400, largest=10)
         assert found["events"] == 8
         assert found["start_bytes"] == 8300
         assert found["peak_bytes"] == 8300 + 13 * KIB
@@ -172,10 +171,10 @@ class TestSnapshot:
             entry("free_requested", 0x3000, 10, 6),
         ]
         marks = [
-            Mark(name="forward", start=0, end=2),
-            Mark(name="checkpointed", start=0, end=2),
-            Mark(name="backward", start=2, end=6),
-            Mark(name="checkpointed", start=2, end=3),
+            EventSpan(name="forward", start=0, end=2),
+            EventSpan(name="checkpointed", start=0, end=2),
+            EventSpan(name="backward", start=2, end=6),
+            EventSpan(name="checkpointed", start=2, end=3),
         ]
         timeline = read_timeline({"device_traces": [trace]}, marks=marks)
         assert [item.category for item in timeline.allocations] == [
@@ -190,14 +189,14 @@ class TestSnapshot:
 
     def test_no_place_says_where_this_machine_keeps_its_files(self) -> None:
         frames = [frame("/somewhere/run.py", 2, "main"), frame("/a/b/site-packages/c/d.py", 4)]
-        assert told(frames) == ["run.py:2 main", "c/d.py:4 forward"]
+        assert call_sites(frames) == ["run.py:2 main", "c/d.py:4 forward"]
 
     @pytest.mark.parametrize("limit", [1, 2, 7, 50, 5000])
     def test_thinning_keeps_the_peak(self, limit: int) -> None:
         generator = np.random.default_rng(limit)
         for _ in range(20):
             series = generator.integers(0, 10_000, (3, 1000))
-            columns = keep(series, limit)
+            columns = thinned(series, limit)
             assert len(columns) <= max(limit, 5)
             assert series.sum(axis=0)[columns].max() == series.sum(axis=0).max()
             assert (np.diff(columns) > 0).all()
@@ -215,7 +214,7 @@ class TestOnACpu:
                 z = torch.cat([y, y])
                 del y, z
 
-        snapshot, marks = _cpu_memory.record(step, ("forward",))
+        snapshot, marks = cpu_allocator.record(step, ("forward",))
         timeline = read_timeline(snapshot, marks=marks)
         totals = timeline.series().sum(axis=0)
         expected = [0, 64, 128, 64, 192, 128, 0]
@@ -229,14 +228,14 @@ class TestOnACpu:
             fake = torch.ones(1000)
         empty = torch.empty(0)
         assert empty.data_ptr() == 0
-        snapshot, _ = _cpu_memory.record(lambda: None, ())
+        snapshot, _ = cpu_allocator.record(lambda: None, ())
         assert fake.numel() == 1000
         assert snapshot["device_traces"] == [[]]
         assert 0 not in {segment["address"] for segment in snapshot["segments"]}
 
     def test_what_was_there_before_and_went_is_gone_at_the_end(self) -> None:
         held = [torch.ones(5000, dtype=torch.uint8) for _ in range(2)]
-        snapshot, _ = _cpu_memory.record(held.pop, ())
+        snapshot, _ = cpu_allocator.record(held.pop, ())
         totals = read_timeline(snapshot).series().sum(axis=0)
         # The first of two calls went before the recorded one.
         assert totals[0] - totals[-1] == 5000

@@ -13,7 +13,7 @@ import torch
 
 from harness.bench.bench import Bench, PhaseTimer
 from harness.cases.case import Case
-from harness.profilers.traces.ranges import RangeTimer
+from harness.profilers.module_ranges import RangeTimer
 from harness.request.compose import compose_request
 from kernels import AttentionProblem, accounting
 

@@ -1,8 +1,7 @@
-"""What a CPU's allocator did, in the format of a snapshot of CUDA memory.
+"""Records PyTorch's CPU allocator during a step, in the format of a snapshot of CUDA memory.
 
-torch.profiler sees every allocation and every free of PyTorch's CPU allocator, with the
-operator and the Python call around it. What it does not see is what was there before; that is
-looked for among all tensors that Python knows.
+torch.profiler sees every allocation and free, with the operators and Python calls around it. It
+does not see memory in use before the step; that is found among all tensors that Python knows.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.profiler import ProfilerActivity
 
-from harness.profilers.allocations.snapshot import Mark
+from harness.profilers.memory.timeline import EventSpan
 
 RECORDED = "recorded step"
 
@@ -30,38 +29,40 @@ def storages_in_use(kinds: frozenset[type]) -> dict[int, int]:
     """Bytes of every CPU storage that a Python object refers to, by address.
 
     Args:
-        kinds: classes of tensors. To ask each of a million objects would be a million calls for
-            the profiler to note; to look its class up is none.
+        kinds: all classes of tensors. Looking up the class of each of a million objects is no
+            call; isinstance would be a million calls, each recorded by the profiler.
     """
     tensors: list[Any] = [item for item in gc.get_objects() if type(item) in kinds]
     found = {}
     for tensor in tensors:
-        # Wrappers of other tensors have no memory of their own, and say so by an error.
+        # Wrappers of other tensors have no memory of their own, and raise an error.
         with contextlib.suppress(RuntimeError, NotImplementedError):
             if tensor.device.type == "cpu":
                 storage = tensor.untyped_storage()
-                # Empty ones, and those of tensors that others stand for, are nowhere.
+                # Empty storages, and those of fake tensors, have no address.
                 if storage.data_ptr():
                     found[storage.data_ptr()] = storage.nbytes()
     return found
 
 
 def tensor_classes(base: type = Tensor) -> frozenset[type]:
-    """``base`` and all classes that are derived from it so far."""
+    """``base`` and every class derived from it so far."""
     return frozenset({base}).union(*map(tensor_classes, type.__subclasses__(base)))
 
 
-def record(step: Callable[[], None], names: tuple[str, ...]) -> tuple[dict[str, Any], list[Mark]]:
-    """Run ``step`` twice; what it did the second time, and when its ranges began and ended.
+def record(
+    step: Callable[[], None], names: tuple[str, ...]
+) -> tuple[dict[str, Any], list[EventSpan]]:
+    """Run ``step`` twice, and return the snapshot and the named ranges of the second run.
 
     Args:
-        names: of the ranges that matter; PyTorch calls them annotations.
+        names: the record_function ranges to return.
     """
     kinds = tensor_classes() - tensor_classes(FakeTensor)
     with torch.profiler.profile(
         activities=[ProfilerActivity.CPU], profile_memory=True, with_stack=True
     ) as observed:
-        # Once more than looked at: the first calls that the profiler sees take it a while.
+        # A warm-up: the first calls that the profiler sees are slow.
         step()
         gc.collect()
         before = storages_in_use(kinds)
@@ -87,20 +88,20 @@ def record(step: Callable[[], None], names: tuple[str, ...]) -> tuple[dict[str, 
     spans = [span for span in spans if span[0] != RECORDED and span[1] > begin]
     inside = (event for event in events if begin <= event[0] <= finish)
     events = sorted(inside, key=lambda event: event[0])
-    # Frees of what the profiler did not see allocated are not among its events.
+    # The profiler does not record the free of memory whose allocation it did not see.
     taken = {address for _, size, address, _ in events if size > 0}
     for address in sorted(before.keys() - after.keys() - taken):
         events.append((finish, -before[address], address, []))
     times = [event[0] for event in events]
     marks = [
-        Mark(name=name, start=bisect_left(times, start), end=bisect_left(times, end))
+        EventSpan(name=name, start=bisect_left(times, start), end=bisect_left(times, end))
         for name, start, end in spans
     ]
     return _snapshot(events, before), marks
 
 
 def _frames_of(node: Any) -> list[dict[str, Any]]:
-    """Operators and Python calls around an event, innermost first."""
+    """The operators and Python calls around an event, innermost first."""
     frames = []
     while (node := node.parent) is not None:
         match = _PYTHON_CALL.fullmatch(node.name)

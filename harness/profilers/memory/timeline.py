@@ -1,13 +1,13 @@
-"""From a snapshot of the allocator to a timeline of memory by category.
+"""A timeline of memory by category, from a snapshot of the allocator.
 
 The snapshot has the format of ``torch.cuda.memory._snapshot()``, which the viewer at
-pytorch.org/memory_viz reads: ``device_traces``, one list of entries a device with ``action``,
-``addr``, ``size``, ``frames`` and ``time_us``, and ``segments`` with the ``blocks`` that were
-there at the end. Memory that was there from the start shows in neither but by what became of
-it: a free without an allocation, or a block that the trace does not know.
+pytorch.org/memory_viz reads: ``device_traces``, for each device a list of entries with
+``action``, ``addr``, ``size``, ``frames`` and ``time_us``, and ``segments`` with the ``blocks``
+in use at the end. Memory in use from the start has no allocation in the trace; it shows as a
+free without one, or as a final block that the trace does not know.
 
-Sizes are those that were asked for. The allocator's own count is larger by its rounding, to 512
-bytes, and by the rest of a segment where that is too small to be split off.
+Sizes are those requested. The allocator's own count is larger: it rounds to 512 bytes, and adds
+the rest of a segment where that is too small to be split off.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from typing import Any
 import numpy as np
 
 from harness.paths import ROOT
+from models.checkpointing import CHECKPOINTED
 
 CATEGORIES = (
     *("parameters", "gradients", "optimizer state", "activations", "temporaries"),
     *("communication", "other"),
 )
-"""From the bottom of the stack to its top; ``other`` was there before and is none of these."""
+"""From the bottom of the figure to its top. ``other`` was in use before the step, and unknown."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Mark:
-    """A span of the program, in allocator events (allocations and frees) since the start."""
+class EventSpan:
+    """A named part of the step, from one allocator event (allocation or free) to another."""
 
     name: str
     start: int
@@ -40,29 +41,29 @@ class Mark:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class KnownTensor:
-    """Whose memory it was that lay at an address at a moment."""
+    """The tensor that lay at an address at a moment of the step."""
 
     category: str
     name: str
     address: int
     at: int
-    """Allocator events since the start."""
+    """Allocator events before that moment."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Allocation:
-    """One piece of memory from when it was taken until it was given back."""
+    """A piece of memory, from its allocation to its free."""
 
     address: int
     size: int
     start: int
-    """Number of the event that took it; -1 if it was there from the start."""
+    """Index of the event that allocated it; -1 if it was in use from the start."""
     end: int | None = None
-    """Number of the event that gave it back; None if it was there at the end."""
+    """Index of the event that freed it; None if it was in use at the end."""
     frames: Sequence[dict[str, Any]] = ()
     category: str = "other"
     name: str = ""
-    """Of the tensor, where that is known."""
+    """Name of the tensor, if known."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -71,7 +72,7 @@ class Timeline:
 
     allocations: list[Allocation]
     times_us: list[float]
-    marks: list[Mark] = field(default_factory=list)
+    marks: list[EventSpan] = field(default_factory=list)
 
     @property
     def num_events(self) -> int:
@@ -88,7 +89,7 @@ class Timeline:
         return change.cumsum(axis=1)
 
     def live_at(self, column: int) -> list[Allocation]:
-        """What was there in a column of :meth:`series`, largest first."""
+        """Allocations in use in a column of :meth:`series`, largest first."""
         found = [
             item
             for item in self.allocations
@@ -101,7 +102,7 @@ def read_timeline(
     snapshot: dict[str, Any],
     *,
     device: int = 0,
-    marks: Iterable[Mark] = (),
+    marks: Iterable[EventSpan] = (),
     known: Iterable[KnownTensor] = (),
 ) -> Timeline:
     """The timeline of one device. ValueError if the snapshot has no trace of it."""
@@ -134,14 +135,14 @@ def _walk(trace: list[dict[str, Any]], final: dict[int, dict[str, Any]]) -> Time
     times: list[float] = []
     for entry in trace:
         action = entry["action"]
-        # As torch.cuda.memory_allocated counts: memory is free once that is requested.
+        # Like torch.cuda.memory_allocated, which counts memory until its free is requested.
         if action not in ("alloc", "free_requested"):
             continue
         address, index = int(entry["addr"]), len(times)
         times.append(float(entry.get("time_us", index)))
         if action == "alloc":
             if address in live:
-                # It was given back by somebody whom the trace does not see.
+                # Freed by something that the trace does not see.
                 live.pop(address).end = index
             item = Allocation(
                 address=address, size=entry["size"], start=index, frames=entry.get("frames") or ()
@@ -173,8 +174,8 @@ def _categorise(timeline: Timeline, known: list[KnownTensor]) -> None:
                 item.category, item.name = tensor.category, tensor.name
 
 
-def _by_lifetime(item: Allocation, marks: list[Mark]) -> str:
-    """Activations outlive the forward pass that made them, or the part of it made again."""
+def _by_lifetime(item: Allocation, marks: list[EventSpan]) -> str:
+    """Activations outlive the forward pass that made them, or its recomputation."""
     if item.start < 0:
         return "other"
     if not any(mark.name == "backward" for mark in marks):
@@ -187,7 +188,7 @@ def _by_lifetime(item: Allocation, marks: list[Mark]) -> str:
             continue
         if mark.name == "forward":
             return "activations"
-        if mark.name == "checkpointed" and any(
+        if mark.name == CHECKPOINTED and any(
             other.start <= mark.start < other.end for other in backward
         ):
             return "activations"
@@ -195,7 +196,7 @@ def _by_lifetime(item: Allocation, marks: list[Mark]) -> str:
 
 
 def is_communication(frames: Sequence[dict[str, Any]]) -> bool:
-    """Whether ranks talk to each other in the innermost frame that is not PyTorch's tensors."""
+    """Whether the innermost frame of the project, or one within it, communicates."""
     for frame in frames:
         name, file = frame["name"], place_in_source(frame)
         if name.startswith(("c10d::", "nccl:", "gloo:")) or file.startswith("torch/distributed/"):
@@ -206,7 +207,7 @@ def is_communication(frames: Sequence[dict[str, Any]]) -> bool:
 
 
 def place_in_source(frame: dict[str, Any]) -> str:
-    """The file of a frame from the root of its project, so that it says nothing of a machine."""
+    """The file of a frame relative to its project or package."""
     file = str(frame.get("filename", ""))
     if file.startswith(f"{ROOT}/"):
         return file[len(str(ROOT)) + 1 :]
@@ -217,28 +218,28 @@ _NOISE = (
     *("torch/nn/modules/module.py", "torch/autograd/", "torch/_ops.py", "torch/utils/"),
     *("torch/profiler/", "torch/_tensor.py", "harness/"),
 )
-"""Files that all tensors pass through."""
+"""Files that most allocations pass through, and that do not tell one from another."""
 
 
-def told(frames: Sequence[dict[str, Any]], limit: int = 8) -> list[str]:
-    """The frames that say where memory was taken, innermost first: ``file:line function``."""
-    words: list[str] = []
+def call_sites(frames: Sequence[dict[str, Any]], limit: int = 8) -> list[str]:
+    """Where memory was allocated, innermost first, as ``file:line function``."""
+    places: list[str] = []
     for frame in frames:
         file = place_in_source(frame)
         nowhere = file in ("", "??") and "::" not in frame["name"]
         if file.startswith((*_NOISE, "<")) or nowhere:
             continue
         if file.startswith("/"):
-            # Of some other place on this machine: the last part is all that means anything.
+            # Outside any package: only the file's name means anything elsewhere.
             file = file.rpartition("/")[2]
-        words.append(f"{file}:{frame['line']} {frame['name']}" if file else frame["name"])
-    return words[:limit]
+        places.append(f"{file}:{frame['line']} {frame['name']}" if file else frame["name"])
+    return places[:limit]
 
 
-def keep(series: np.ndarray[Any, Any], limit: int) -> np.ndarray[Any, Any]:
-    """At most ``limit`` columns of a series: the largest and the last of equal parts of it.
+def thinned(series: np.ndarray[Any, Any], limit: int) -> np.ndarray[Any, Any]:
+    """At most ``limit`` columns of a series: the largest and the last of each of equal parts.
 
-    The peak is one of them whatever the limit.
+    The peak is always among them.
     """
     total = series.sum(axis=0)
     if len(total) <= limit:

@@ -1,8 +1,8 @@
-"""Ranges around the parts of a step while it is profiled, and what happens at their ends.
+"""Named ranges around the phases of a profiled step and around the modules of its model.
 
-Hooks on the model's modules, made for the profiled passes and taken away after them, so that a
-model which nobody profiles runs exactly the code that it has. Explicit attention and the loss
-mark their own parts (:func:`kernels.ranges.named_range`); collectives are marked by PyTorch.
+Hooks on the modules open and close the ranges, and exist only while a profile is taken, so that
+the measured passes run without them. Explicit attention and the loss mark their own parts
+(:func:`kernels.ranges.named_range`); PyTorch marks collectives.
 """
 
 from __future__ import annotations
@@ -31,11 +31,15 @@ RANGES = (
     *("block", *_NAMES.values(), CHECKPOINTED, "head", "loss", "scores", "softmax", "final matmul"),
     *("q_proj", "k_proj", "v_proj", "o_proj", "w1", "w2", "w3"),
 )
-"""All names, without the numbers of blocks."""
+"""All names of ranges, without the numbers of blocks."""
 
 
 class RangeTimer(PhaseTimer):
-    """Marks phases as ranges; their samples are not of a measured pass, and nobody reads them."""
+    """Makes each phase a range instead of timing it.
+
+    Args:
+        on_end: called with a phase's name when it ends.
+    """
 
     def __init__(
         self,
@@ -68,10 +72,11 @@ class RangeTimer(PhaseTimer):
 def ranges_on(
     model: nn.Module | None, make: RangeMaker, *, compiled: bool = False
 ) -> Iterator[None]:
-    """While inside, every part of ``model`` runs in a range of ``make``.
+    """While inside, every module of ``model`` runs in a range made by ``make``.
 
-    Nothing inside the model where torch.compile has compiled it, or parts of it: it would be
-    compiled again, and not be what was measured.
+    Args:
+        compiled: whether torch.compile has compiled any of it. Then nothing is marked: hooks
+            would have it compiled again, into other code than was measured.
     """
     if compiled:
         yield
@@ -95,7 +100,7 @@ def ranges_on(
         name = _range_name(path, module)
         if name is not None:
             hooks.append(module.register_forward_pre_hook(enter(name)))
-            # Checkpointing ends a repeated forward pass by an exception.
+            # always_call: checkpointing ends a recomputed forward pass by an exception.
             hooks.append(module.register_forward_hook(leave, always_call=True))
     try:
         with ranges_made_by(make):
@@ -115,7 +120,7 @@ def _range_name(path: str, module: nn.Module) -> str | None:
 
 
 def place_of(path: tuple[str, ...]) -> tuple[str, ...]:
-    """The ranges of a path as tables name them, the same when a block is computed again."""
+    """A path as tables name it: the same for a block and for its recomputation."""
     names = tuple(without_number(name) for name in path)
     if names[:1] == (CHECKPOINTED,):
         return ("block", *names[1:])
@@ -123,5 +128,5 @@ def place_of(path: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def without_number(name: str) -> str:
-    """``block 3`` -> ``block``: all blocks are of one make."""
+    """``block 3`` -> ``block``: all blocks are alike."""
     return re.sub(r" \d+$", "", name)

@@ -1,12 +1,12 @@
-"""From runs of kernels to what a record keeps: rows by phase and range, and what a step adds up to.
+"""The kernel profile in a record: totals by phase, and rows by phase, range and kernel.
 
 tool      torch or nsys            steps    profiled steps
 unit      kernel, or operator      ranks    processes
-phases    per phase and for ``step``, means per step and rank: ``wall_ms`` from its start to
-          its end (of a phase on a device as events see it, from the end of what ran before to
-          the end of its last kernel; else by the host's clock), ``kernel_ms`` all kernels
-          together, ``busy_ms`` any kernel running, ``launches``
-rows      per phase, range, kernel and category, sums over steps and ranks: ``calls``,
+phases    by phase and for ``step``, means over steps and ranks: ``kernel_ms`` the sum of all
+          kernels, ``busy_ms`` the time in which any kernel ran, ``launches``, and ``wall_ms``
+          from start to end: by the host's clock, or on a device from the end of the phase
+          before to the end of the last kernel
+rows      by phase, range, kernel and category, sums over steps and ranks: ``calls``,
           ``total_ms``, ``flops``, ``bytes`` (None where shapes do not tell)
 """
 
@@ -18,15 +18,16 @@ from typing import Any
 
 import numpy as np
 
-from harness.profilers.traces.categories import SMALL_ONES, Cost, category_of
-from harness.profilers.traces.ranges import place_of
-from harness.profilers.traces.trace import STEP, Run, Trace, Windows, runs_of, windows_of
+from harness.profilers.kernels.categories import SMALL_ONES, Cost, category_of
+from harness.profilers.kernels.kernel_runs import KernelRun, runs_of
+from harness.profilers.kernels.profile_trace import STEP, ProfileTrace, Windows, windows_of
+from harness.profilers.module_ranges import place_of
 
 OUTSIDE = "between"
-"""What tables call the phase of a kernel that ran between phases."""
+"""Phase of a kernel launched between phases."""
 
 SMALL = 5e-4
-"""Share of all time below which a kernel is one of SMALL_ONES."""
+"""Kernels below this share of all time are merged into SMALL_ONES."""
 
 MAX_NAME = 200
 
@@ -34,7 +35,7 @@ _KEY = ("phase", "range", "kernel", "category", "recomputed")
 _SUMS = ("calls", "total_ms", "flops", "bytes")
 
 
-def summarise(trace: Trace, tool: str) -> dict[str, Any]:
+def summarise(trace: ProfileTrace, tool: str) -> dict[str, Any]:
     """The note of one rank. ValueError if the trace has no step."""
     windows = windows_of(trace)
     if not windows.steps:
@@ -48,7 +49,7 @@ def summarise(trace: Trace, tool: str) -> dict[str, Any]:
     }
 
 
-def _sums(runs: Iterable[Run], windows: Windows, *, on_device: bool) -> dict[str, Any]:
+def _sums(runs: Iterable[KernelRun], windows: Windows, *, on_device: bool) -> dict[str, Any]:
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     numbers: dict[tuple[Any, ...], int] = {}
     busy: dict[str, tuple[array[float], array[float]]] = {}
@@ -89,17 +90,17 @@ def _sums(runs: Iterable[Run], windows: Windows, *, on_device: bool) -> dict[str
 
 
 class _Shares:
-    """Shares what each operator must do among the kernels that it launched, by their time."""
+    """Divides the cost of each operator among the kernels that it launched, by their time."""
 
     def __init__(self) -> None:
         self._calls, self._rows = array("q"), array("q")
         self._times, self._flops, self._bytes = array("d"), array("d"), array("d")
 
     def add(self, call: int, row: int, duration_us: float, cost: Cost) -> None:
-        """A kernel of an operator's call, which must do ``cost`` in all."""
+        """Add a kernel of an operator's call, whose whole cost is ``cost``."""
         self._calls.append(call)
         self._rows.append(row)
-        # One that took no time at all has a share still.
+        # A kernel of no measurable time still has a share.
         self._times.append(max(duration_us, 1e-6))
         self._flops.append(cost.flops)
         self._bytes.append(cost.bytes)
@@ -117,7 +118,7 @@ class _Shares:
 
 
 def _small_together(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Longest first; those too short to matter as one for each range and category."""
+    """Rows, longest first; the short ones merged into one for each range and category."""
     least_ms = SMALL * sum(row["total_ms"] for row in rows)
     kept: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:
@@ -128,7 +129,7 @@ def _small_together(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _add(rows: dict[tuple[Any, ...], dict[str, Any]], row: dict[str, Any]) -> None:
-    """Add a row to that of the same kernel in the same place."""
+    """Add a row to the row of the same kernel in the same place."""
     key = tuple(row[name] for name in _KEY)
     mine = rows.setdefault(key, {name: row[name] for name in _KEY} | dict.fromkeys(_SUMS))
     for name in _SUMS:
@@ -141,16 +142,16 @@ def _covered(starts: array[float], ends: array[float]) -> float:
     start, end = np.asarray(starts), np.asarray(ends)
     order = np.argsort(start, kind="stable")
     start, end = start[order], end[order]
-    # Where everything before it has ended, until when.
+    # When everything before each span has ended.
     before = np.concatenate([[start[0]], np.maximum.accumulate(end)[:-1]])
     return float(np.maximum(0.0, end - np.maximum(start, before)).sum())
 
 
 def _walls(windows: Windows, ends_of: dict[tuple[str, int], float]) -> dict[str, float]:
-    """Microseconds from the start of each phase, and of ``step``, to its end, over all steps.
+    """Microseconds of each phase, and of ``step``, summed over all steps.
 
     Args:
-        ends_of: by phase and step, when the last kernel ended, which the host has run ahead of.
+        ends_of: end of the last kernel by phase and step; empty where the host's clock counts.
     """
     total = {STEP: sum(end - start for start, end in windows.steps)}
     clocks = [start for start, _ in windows.steps]
@@ -166,10 +167,10 @@ def _walls(windows: Windows, ends_of: dict[tuple[str, int], float]) -> dict[str,
 def add_attention_costs(
     rows: list[dict[str, Any]], costs: dict[tuple[str, bool], tuple[float, float]]
 ) -> None:
-    """Give fused attention its FLOPs and bytes, which no operator's shapes tell, by time.
+    """Divide FLOPs and bytes of fused attention, which no shapes tell, among its rows by time.
 
     Args:
-        costs: of all calls of a phase, repeated or not.
+        costs: FLOPs and bytes of all calls, by phase and whether it is a recomputation.
     """
     for (phase, again), (flops, moved) in costs.items():
         mine = [
@@ -184,7 +185,7 @@ def add_attention_costs(
 
 
 def merge(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """The notes of all ranks as one: rows added up, phases as means, the slowest rank beside."""
+    """The notes of all ranks as one: sums of rows, means of phases, kernel time by rank."""
     if len(ranks) == 1:
         return ranks[0]
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}

@@ -1,13 +1,16 @@
-"""``profile=nsys``: the same tables from NVIDIA Nsight Systems, where it is installed.
+"""``profile=nsys``: kernel tables from NVIDIA Nsight Systems, where it is installed.
 
-The case runs once more, in a process that ``nsys profile`` watches, with the capture range on
-the steps after warm-up. The report stays beside the record, for its desktop program.
+The case runs once more in a process that ``nsys profile`` watches, which captures the steps
+after warm-up. The report stays beside the record, for the desktop program.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,14 +47,12 @@ class Nsight(Profiler):
         return None
 
     def after(self, case: Case, bench: Bench) -> None:
-        import json
-
-        from harness.profilers.traces.kernels import summarise
-        from harness.profilers.traces.nsys import read_nsys
-        from harness.profilers.traces.ranges import RANGES
+        from harness.profilers.kernels.nsight_export import read_nsight_export
+        from harness.profilers.kernels.summary import summarise
+        from harness.profilers.module_ranges import RANGES
 
         bench.stage("profiling")
-        # The process that is watched needs the memory that this one keeps for later.
+        # The watched process needs the memory that this one caches.
         bench.release_memory()
         report = bench.artifact("kernels.nsys-rep")
         job = bench.artifact("nsys-job.json")
@@ -60,39 +61,36 @@ class Nsight(Profiler):
         export = report.with_suffix(".sqlite")
         _run(export_command(report, export))
         bench.stage("reading the profile")
-        bench.outcome.notes["kernel_profile"] = summarise(read_nsys(export, RANGES), "nsys")
+        trace = read_nsight_export(export, case.task.profiled_phases, RANGES)
+        bench.outcome.notes["kernel_profile"] = summarise(trace, "nsys")
         job.unlink()
         export.unlink()
 
 
 def profile_command(report: Path, job: Path) -> list[str]:
-    """``nsys profile`` around the program that repeats the case's steps."""
-    import sys
-
+    """The ``nsys profile`` command around the program that repeats the case's steps."""
     return [
         *("nsys", "profile", "--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none"),
         *("--capture-range=cudaProfilerApi", "--capture-range-end=stop"),
         *("--force-overwrite=true", f"--output={report}"),
-        *(sys.executable, "-m", "harness.profilers.traces.nsys_child", str(job)),
+        *(sys.executable, "-m", "harness.profilers.kernels.nsight_child", str(job)),
     ]
 
 
 def export_command(report: Path, export: Path) -> list[str]:
-    """``nsys export`` of its report as tables."""
+    """The ``nsys export`` command that turns a report into an SQLite file."""
     options = ("--type=sqlite", "--force-overwrite=true", f"--output={export}")
     return ["nsys", "export", *options, str(report)]
 
 
 def _run(command: list[str]) -> None:
-    """Run a program of Nsight Systems; RuntimeError with its last words if it fails."""
-    import subprocess
-
+    """Run a program of Nsight Systems; RuntimeError with the last line it wrote if it fails."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        words = (done.stderr.strip() or done.stdout.strip()).splitlines()
+        lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
         raise RuntimeError(
             f"{' '.join(command[:2])} ended with code {done.returncode}: "
-            f"{words[-1] if words else 'without a word'}"
+            f"{lines[-1] if lines else 'no output'}"
         )

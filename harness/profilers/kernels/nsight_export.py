@@ -1,4 +1,4 @@
-"""Reads what Nsight Systems exports into the same rows as a trace of torch.profiler.
+"""Reads an export of Nsight Systems into the same columns as a trace of torch.profiler.
 
 ``nsys export --type=sqlite`` writes tables of spans in nanoseconds: kernels, copies, calls of
 the CUDA runtime that launched them (joined by their correlation), and NVTX ranges. Operators are
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
 
-from harness.profilers.traces.trace import PHASES, STEP, WARM_UP, Trace
+from harness.profilers.kernels.profile_trace import STEP, WARM_UP, ProfileTrace
 
 _PUSH_POP = 59
 """eventType of a range that one thread pushes and pops."""
@@ -29,16 +29,18 @@ _OTHER_KERNELS = {
 _LAUNCHES = "CUPTI_ACTIVITY_KIND_RUNTIME"
 
 
-def read_nsys(path: Path, ranges: Iterable[str]) -> Trace:
+def read_nsight_export(path: Path, phases: tuple[str, ...], ranges: Iterable[str]) -> ProfileTrace:
     """The trace in an export of Nsight Systems.
 
     Args:
-        ranges: names that ranges of ours begin with; others are operators.
+        phases: names of the ranges that are phases of a step.
+        ranges: names of parts of a step, without a number behind them. Other NVTX ranges are
+            operators.
 
     Raises ValueError that names the file if it is no such export, or has no kernel in it.
     """
-    ours = (STEP, WARM_UP, *PHASES, *ranges)
-    trace = Trace()
+    ours = (STEP, WARM_UP, *phases, *ranges)
+    trace = ProfileTrace(phases=phases)
     try:
         with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
             _read(database, trace, ours)
@@ -49,7 +51,7 @@ def read_nsys(path: Path, ranges: Iterable[str]) -> Trace:
     return trace
 
 
-def _read(database: sqlite3.Connection, trace: Trace, ours: tuple[str, ...]) -> None:
+def _read(database: sqlite3.Connection, trace: ProfileTrace, ours: tuple[str, ...]) -> None:
     tables = {row[0] for row in database.execute("SELECT name FROM sqlite_master")}
     kernels = f"""SELECT k.start, k.end, k.correlationId, s.value FROM {_KERNELS} k
                   JOIN StringIds s ON s.id = k.demangledName"""
@@ -77,7 +79,12 @@ def _read(database: sqlite3.Connection, trace: Trace, ours: tuple[str, ...]) -> 
 
 
 def _add_range(
-    trace: Trace, thread: int, start: float, duration: float, text: str, ours: tuple[str, ...]
+    trace: ProfileTrace,
+    thread: int,
+    start: float,
+    duration: float,
+    text: str,
+    ours: tuple[str, ...],
 ) -> None:
     if re.sub(r" \d+$", "", text) in ours:
         trace.ranges.add(thread, start, duration, trace.names.number(text), 0)

@@ -1,7 +1,7 @@
-"""Records what PyTorch's CUDA allocator does, with stacks and the ranges of the program.
+"""Records PyTorch's CUDA allocator during a step, with stacks and the step's named ranges.
 
-Where a range begins and ends is told by the allocator's own counters, which number the entries
-of its trace: no clock is read.
+A range begins and ends at an allocator event, by the allocator's counters of allocations and
+frees; no clock is involved.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from harness.profilers.allocations.snapshot import Mark
+from harness.profilers.memory.timeline import EventSpan
 
 
-class Marker:
-    """Makes ranges and keeps those whose name matters."""
+class RangeMarker:
+    """Makes ranges, and keeps the event spans of those with given names."""
 
     def __init__(self, device: torch.device, names: tuple[str, ...]) -> None:
-        self.marks: list[Mark] = []
+        self.marks: list[EventSpan] = []
         self._device = device
         self._names = names
         self._first = self.count()
         self.counted = 0
-        """Events of the recorded step."""
+        """Allocator events of the recorded step."""
 
     def count(self) -> int:
         """Allocations and frees since the process started."""
@@ -33,16 +33,16 @@ class Marker:
         return int(stats["allocation.all.allocated"] + stats["allocation.all.freed"])
 
     def start(self) -> None:
-        """Count from here."""
+        """Count events from here."""
         self._first = self.count()
 
     def stop(self) -> None:
-        """Note how many events there were."""
+        """Note the number of events since :meth:`start`."""
         self.counted = self.count() - self._first
 
     @contextlib.contextmanager
     def range(self, name: str) -> Iterator[None]:
-        # Snapshots keep the ranges of record_function for the online viewer.
+        # Ranges of record_function are in the snapshot too, for the online viewer.
         with record_function(name):
             if name not in self._names:
                 yield
@@ -52,11 +52,11 @@ class Marker:
                 yield
             finally:
                 end = self.count() - self._first
-                self.marks.append(Mark(name=name, start=start, end=end))
+                self.marks.append(EventSpan(name=name, start=start, end=end))
 
 
-def record(step: Callable[[], None], marker: Marker, device: torch.device) -> dict[str, Any]:
-    """Run ``step`` once and return the snapshot of what it did."""
+def record(step: Callable[[], None], marker: RangeMarker, device: torch.device) -> dict[str, Any]:
+    """Run ``step`` once, and return the allocator's snapshot of it."""
     torch.cuda.synchronize(device)
     torch.cuda.memory._record_memory_history(enabled="all", context="all", stacks="python")
     try:

@@ -1,6 +1,7 @@
-"""The program that Nsight Systems watches: one case again, captured while its steps repeat.
+"""The program that Nsight Systems watches: it runs one case again, with its steps captured.
 
-``python -m harness.profilers.traces.nsys_child JOB.json``, with the case and the number of steps.
+``python -m harness.profilers.kernels.nsight_child JOB.json``; the file has the case and the number
+of steps.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from harness.bench.bench import Bench
 from harness.bench.program import Program
 from harness.cases.case import Case
 from harness.cases.profiler import Profiler
-from harness.profilers.traces.ranges import RangeTimer, ranges_on
-from harness.profilers.traces.trace import STEP, WARM_UP
+from harness.profilers.kernels.profile_trace import STEP, WARM_UP
+from harness.profilers.module_ranges import RangeTimer, ranges_on
 
 
 @dataclass(kw_only=True, slots=True)
 class _Capture(Profiler):
-    """Runs the steps between the two calls that tell Nsight Systems when to look."""
+    """Repeats the step between the calls that start and stop the capture."""
 
     steps: int
 
@@ -47,7 +48,7 @@ class _Capture(Profiler):
 def main(arguments: list[str]) -> None:
     job: dict[str, Any] = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
     case = Case.from_dict(job["case"])
-    # The measured passes are in the record already.
+    # The record has its measured passes already.
     task: Any = case.task
     task = replace(task, warmup_steps=1, measure_steps=1)
     case = replace(case, task=task, profile=_Capture(name="nsys", steps=job["steps"]))

@@ -1,4 +1,4 @@
-"""The memory timeline as one HTML file: its data, its style and its script, and no network."""
+"""The memory timeline as one HTML file that needs no network."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ import json
 from pathlib import Path
 from typing import Any
 
-from harness.profilers.allocations.snapshot import CATEGORIES, Timeline, keep, told
+from harness.profilers.memory.summary import milliseconds, phase_spans
+from harness.profilers.memory.timeline import CATEGORIES, Timeline, call_sites, thinned
 from harness.render.figure import MEMORY_COLOURS
 
-TEMPLATE = Path(__file__).with_name("memory.html")
+TEMPLATE = Path(__file__).with_name("page.html")
 
 MAX_STACK = 12
 
 
 def write_page(path: Path, timeline: Timeline, title: str, max_events: int) -> int:
-    """Write the page; returns how many points its timeline has."""
+    """Write the page, and return the number of points of its timeline."""
     data = page_data(timeline, max_events)
-    # No text of a trace may end the script that it stands in.
+    # Escaped, since text of a trace could end the script that contains it.
     text = json.dumps(data | {"title": title}, separators=(",", ":")).replace("</", "<\\/")
     page = TEMPLATE.read_text(encoding="utf-8")
     page = page.replace("@TITLE@", html.escape(title)).replace("@DATA@", text)
@@ -27,28 +28,26 @@ def write_page(path: Path, timeline: Timeline, title: str, max_events: int) -> i
 
 
 def page_data(timeline: Timeline, max_events: int) -> dict[str, Any]:
-    """What the page's script reads.
+    """The data of the page's script.
 
-    The largest allocations are named and drawn each on its own; what is smaller is drawn as the
-    rest of its category.
+    The largest ``max_events`` allocations are drawn one by one, the others as the rest of their
+    category.
     """
-    from harness.profilers.allocations.step import milliseconds, phase_spans
-
     series = timeline.series()
-    columns = keep(series, max_events)
+    columns = thinned(series, max_events)
     times = milliseconds(timeline)
     total = series.sum(axis=0)
     named = sorted(timeline.allocations, key=lambda item: -item.size)[:max_events]
     stacks: dict[tuple[str, ...], int] = {}
     allocations = []
     for item in named:
-        words = told(item.frames, MAX_STACK)
-        stack = tuple([item.name, *words] if item.name else words)
+        places = call_sites(item.frames, MAX_STACK)
+        stack = tuple([item.name, *places] if item.name else places)
         number = stacks.setdefault(stack, len(stacks))
         end = timeline.num_events if item.end is None else item.end
         span = [round(float(times[item.start + 1]), 4), round(float(times[end]), 4)]
         category = CATEGORIES.index(item.category)
-        # Whether it was there before, and whether it stayed.
+        # Whether it was in use before the step, and whether it still is after it.
         open_ends = [item.start < 0, item.end is None]
         allocations.append([item.size, category, *span, number, *map(int, open_ends)])
     peak = int(total.argmax())

@@ -1,7 +1,7 @@
-"""``profile=torch``: kernels by phase, range and category from torch.profiler.
+"""``profile=torch``: kernels by phase, range and category, from torch.profiler.
 
-On a GPU its kernels, on a CPU its operators. The Chrome trace stays beside the record, one file
-for each rank, for chrome://tracing or ui.perfetto.dev.
+On a CPU operators take the place of kernels. The Chrome trace of each rank stays beside the
+record, for chrome://tracing or ui.perfetto.dev.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from harness.cases.profiler import Profiler, profiler, require_steps
+from kernels import accounting
 
 if TYPE_CHECKING:
     from harness.bench.bench import Bench
@@ -32,9 +33,10 @@ class TorchProfiler(Profiler):
         import torch
         from torch.profiler import ProfilerActivity, record_function
 
-        from harness.profilers.traces.kernels import add_attention_costs, merge, summarise
-        from harness.profilers.traces.ranges import RangeTimer, ranges_on
-        from harness.profilers.traces.trace import STEP, WARM_UP, read_chrome_trace
+        from harness.profilers.kernels.chrome_trace import read_chrome_trace
+        from harness.profilers.kernels.profile_trace import STEP, WARM_UP
+        from harness.profilers.kernels.summary import add_attention_costs, merge, summarise
+        from harness.profilers.module_ranges import RangeTimer, ranges_on
 
         bench.stage("profiling")
         activities = [ProfilerActivity.CPU]
@@ -55,15 +57,13 @@ class TorchProfiler(Profiler):
         path = bench.artifact(f"kernels-rank{bench.rank}.trace.json.gz")
         observed.export_chrome_trace(str(path))
         del observed
-        summary = summarise(read_chrome_trace(path), "torch")
+        summary = summarise(read_chrome_trace(path, case.task.profiled_phases), "torch")
         add_attention_costs(summary["rows"], attention_costs(case, self.steps))
         bench.outcome.notes["kernel_profile"] = merge(bench.gather(summary))
 
 
 def attention_costs(case: Case, steps: int) -> dict[tuple[str, bool], tuple[float, float]]:
-    """FLOPs and bytes of all attention calls of a rank, by phase and whether it is repeated."""
-    from kernels import accounting
-
+    """FLOPs and bytes of a rank's attention calls, by phase and whether it is a recomputation."""
     problem = case.attention_problem
     if problem.packed:
         return {}

@@ -1,10 +1,11 @@
-"""What a kernel does, told from the operator that launched it, else from its name.
+"""The category of a kernel, and the FLOPs and bytes of an operator.
 
 Categories are those of the CS336 text's question on kernels besides matmuls (nsys_profile c),
-and what distributed training adds. FLOPs and bytes of an operator follow from its shapes: two
-FLOPs for each multiply-add of a matmul; by convention five an element for softmax and
-normalisation and one for what is elementwise or summed, as no two kernels agree on those; bytes
-are those of all inputs and of the output, each moved once.
+with those of distributed training. A kernel's category follows from the operator that launched
+it, else from its name. An operator's FLOPs follow from its shapes: two for each multiply-add of
+a matmul; by convention, since kernels differ, five an element for softmax and normalisation and
+one for elementwise operations and reductions. Its bytes are those of all inputs and of the
+output, each moved once.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ CATEGORIES = (
 )
 
 SMALL_ONES = "(small ones)"
-"""Kernels of one range and category that took too little time for a row each."""
+"""Row of the kernels of one range and category that are too short for a row each."""
 
 _OPERATORS = {
     "matmul": r"(aten::)?(mm|addmm|bmm|baddbmm|addmv|mv|dot|linear|matmul|addbmm|_scaled_mm"
@@ -55,7 +56,7 @@ _KERNELS = {
     "reduction": r"reduce|nll_loss|triton_red|triton_per|cub::.*(Sum|Scan)|sum_",
     "elementwise": r"elementwise|triton_poi|Functor|pointwise|tril|triu|fused",
 }
-"""In the order in which they are tried; kernels of CUDA libraries have no better signs."""
+"""Patterns in the order in which they are tried: of a library's kernels only the name is known."""
 
 FLOPS_PER_ELEMENT = {"softmax": 5, "normalisation": 5, "elementwise": 1, "reduction": 1}
 
@@ -74,14 +75,14 @@ ELEMENT_BYTES = {
     "c10::Float8_e4m3fn": 1,
     "c10::Float8_e5m2": 1,
 }
-"""By the names that torch.profiler gives to dtypes."""
+"""Bytes of an element, by the dtype's name in torch.profiler."""
 
 _NORM_RANGE, _SOFTMAX_RANGE = "norm", "softmax"
 
 
 @cache
 def operator_category(name: str) -> str | None:
-    """Of an operator by its name; None where the name tells nothing."""
+    """Category of an operator by its name; None if no pattern matches."""
     for category, pattern in _OPERATORS.items():
         if re.match(pattern, name):
             return category
@@ -90,7 +91,7 @@ def operator_category(name: str) -> str | None:
 
 @cache
 def kernel_category(name: str) -> str:
-    """Of a kernel by its name alone."""
+    """Category of a kernel by its name alone."""
     for category, pattern in _KERNELS.items():
         if re.search(pattern, name, re.IGNORECASE):
             return category
@@ -99,12 +100,12 @@ def kernel_category(name: str) -> str:
 
 @cache
 def category_of(kernel: str, operator: str | None, phase: str, path: tuple[str, ...]) -> str:
-    """Category of a kernel, with all that is known of it.
+    """Category of a kernel from its name, its operator, its phase and its ranges.
 
     Args:
         operator: the innermost operator that launched it.
-        path: the ranges that it ran in, outermost first. Where a norm or a softmax is made of
-            several operators, its range says what they are for.
+        path: the ranges around it, outermost first. They tell the elementwise operators of an
+            explicit norm or softmax from others.
     """
     by_operator = operator_category(operator) if operator else None
     by_kernel = kernel_category(kernel)
@@ -113,9 +114,6 @@ def category_of(kernel: str, operator: str | None, phase: str, path: tuple[str, 
     if phase == "optimizer":
         return "optimizer"
     found = by_operator or by_kernel
-    if by_kernel in ("matmul", "attention") and by_operator not in ("matmul", "attention"):
-        # A custom operator, or none: a name that says so is right.
-        found = by_kernel if by_operator is None else by_operator
     innermost = path[-1] if path else ""
     if innermost == _NORM_RANGE and found in ("elementwise", "reduction", "other"):
         return "normalisation"
@@ -126,7 +124,7 @@ def category_of(kernel: str, operator: str | None, phase: str, path: tuple[str, 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Cost:
-    """What an operator must do at least."""
+    """The least that an operator has to compute and to move."""
 
     flops: float
     bytes: float
@@ -136,11 +134,11 @@ Shapes = Sequence[Sequence[int]]
 
 
 def operator_cost(name: str, shapes: Shapes, dtypes: Sequence[str]) -> Cost | None:
-    """FLOPs and bytes of one call; None where the shapes do not tell.
+    """FLOPs and bytes of one call; None where the shapes do not give them.
 
     Args:
-        shapes: of each argument; empty for those that are not tensors.
-        dtypes: names as torch.profiler writes them, one for each argument.
+        shapes: one for each argument; empty for arguments that are not tensors.
+        dtypes: one for each argument, by its name in torch.profiler.
     """
     category = operator_category(name)
     tensors = [
@@ -161,7 +159,7 @@ def operator_cost(name: str, shapes: Shapes, dtypes: Sequence[str]) -> Cost | No
 
 
 def _matmul_cost(name: str, tensors: list[tuple[list[int], int]], moved: float) -> Cost | None:
-    """Of mm, bmm and addmm; what is made of them counts there."""
+    """Cost of mm, bmm and addmm; linear and matmul call these, which count."""
     short = name.removeprefix("aten::")
     if short in ("linear", "matmul"):
         return None

@@ -1,1 +1,0 @@
-"""Profiles of memory: what the allocators did in one step, as a timeline by category."""

@@ -1,0 +1,1 @@
+"""Memory profiles: every allocation of one step, as a timeline by category."""
