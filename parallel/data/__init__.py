@@ -1,11 +1,11 @@
 """Distributed data parallelism, step by step: every rank holds the model and a batch of its own.
 
-Read in this order: ``gradients`` (what one all-reduce averages: one gradient, or a bucket of
-them), ``containers`` (when the all-reduces start: after the backward pass, or during it),
-``sharded_optimizer`` (the optimizer's state, divided among the ranks), ``flat`` and ``parts``
-(tensors in one buffer, cut into a part for each rank), ``zero`` (ranks update and communicate
-parts) and ``fsdp`` (ranks hold nothing but parts, and blocks are whole while they are used).
-Nothing here imports torch until one of the names below is used.
+Read in this order: ``gradients`` (transfers that average one gradient or a bucket of them),
+``containers`` (when transfers start: after the backward pass, or during it),
+``sharded_optimizer`` (the optimizer's state, divided among the ranks by whole parameters),
+``flat`` and ``shards`` (tensors in one buffer, cut into a shard for each rank),
+``shard_gradients`` (reduce-scatter), ``zero`` (ranks update shards of replicated parameters) and
+``fsdp`` (ranks hold shards alone, and blocks are whole while they are used).
 
 CS336 assignment 2, sections 2.2, 2.3 and 3; Li et al., "PyTorch Distributed: Experiences on
 Accelerating Data Parallel Training" (VLDB 2020).
@@ -26,7 +26,7 @@ _HOMES = {
     "Zero2": "parallel.data.zero",
     "FSDP": "parallel.data.fsdp",
     "AgreeingGradScaler": "parallel.data.grad_scaler",
-    "optimizer_of_parts": "parallel.data.parts_optimizer",
+    "optimizer_of_shards": "parallel.data.elementwise_optimizer",
 }
 
 __all__ = [
@@ -39,7 +39,7 @@ __all__ = [
     "ShardedOptimizer",
     "Zero1",
     "Zero2",
-    "optimizer_of_parts",
+    "optimizer_of_shards",
 ]
 
 

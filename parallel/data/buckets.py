@@ -1,4 +1,4 @@
-"""Which parameters share a bucket, by their sizes alone: what predictions know of a model."""
+"""Divides parameters into buckets by their sizes alone, for predictions."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Iterable
 
 
 def fill_buckets(sizes: Iterable[float], max_size: float) -> list[list[float]]:
-    """Sizes of what lies in each bucket, filled in the given order up to ``max_size`` or by one.
+    """Sizes of the parameters in each bucket: at most ``max_size``, or one larger parameter.
 
-    Of parameters of one dtype; :func:`parallel.data.flat.grouped` makes them of tensors.
+    Filled in the given order by parameters of one dtype, as :func:`parallel.data.flat.grouped`
+    does it with tensors.
     """
     found: list[list[float]] = []
     room = -1.0

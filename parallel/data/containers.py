@@ -1,11 +1,11 @@
-"""Containers that keep the replicas of a module equal: four ways to average gradients.
+"""Containers that keep the replicas of a module equal: four schedules of averaging gradients.
 
     naive        one all-reduce a parameter, after the backward pass
     flat         one all-reduce for all parameters, after the backward pass
     overlapped   one all-reduce a parameter, as soon as its gradient is there
     bucketed     one all-reduce a bucket of parameters, as soon as its gradients are there
 
-All are used alike, on any module, with or without the rest of this project::
+All take any module, and are used alike::
 
     model = BucketedDDP(module, bucket_size_mb=25)
     loss_of(model(x)).backward()
@@ -25,17 +25,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel.data.flat import Averaging
-from parallel.data.gradients import Averaged, OneGradient, buckets_of
+from parallel.data.gradients import Averager, GradientTransfer, OneGradient, buckets_of
 
 MIB = 2**20
 
 
 class DataParallel(nn.Module):
-    """What all containers share: equal replicas at the start, and average gradients later.
+    """Base of all containers: makes replicas equal at the start, and averages gradients later.
 
-    Which parameters train is read here, once: those that ``requires_grad``, each counted once
-    however many modules share it. Buffers are broadcast here too, and then are each rank's own.
+    The constructor notes the parameters that require gradients, each once however many modules
+    share it. It broadcasts buffers too, which from then on are each rank's own.
 
     A parameter that no rank used in a step keeps ``grad=None``, so that optimizers pass it over
     as they do in one process; one that some ranks used has the mean over all of them.
@@ -65,16 +64,16 @@ class DataParallel(nn.Module):
         # The last layers' gradients are there first.
         self._trained.reverse()
         self._synchronizes = True
-        self._averaged: Sequence[Averaged] = ()
+        self._transfers: Sequence[GradientTransfer] = ()
         self._progress = _Progress(())
-        self._averaging: Averaging | None = None
+        self._averager: Averager | None = None
         if not self._has_work():
             return
         if self._group is not None and self.world_size > 1:
             broadcast_from_first(module, self._group)
-            self._averaging = Averaging(self._group)
-        self._averaged = self._arrange(self._trained)
-        self._progress = _Progress(self._averaged)
+            self._averager = Averager(self._group)
+        self._transfers = self._arrange(self._trained)
+        self._progress = _Progress(self._transfers)
         self._used = torch.ones(
             len(self._trained), dtype=torch.uint8, device=self._trained[0].device
         )
@@ -86,11 +85,11 @@ class DataParallel(nn.Module):
         return 1 if self._group is None else self._group.size()
 
     def _has_work(self) -> bool:
-        """Whether the module does not train by itself as it is."""
+        """Whether training the module needs more than the module itself."""
         return self.world_size > 1
 
-    def _arrange(self, parameters: Sequence[nn.Parameter]) -> Sequence[Averaged]:
-        """What travels together, in the order in which gradients are about to be there."""
+    def _arrange(self, parameters: Sequence[nn.Parameter]) -> Sequence[GradientTransfer]:
+        """The transfers, in the order in which the backward pass completes their gradients."""
         raise NotImplementedError
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -98,7 +97,7 @@ class DataParallel(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes in here add to each rank's own gradients; the next one averages all."""
+        """Backward passes in here add to each rank's own gradients; the next pass averages all."""
         before = self._synchronizes
         self._synchronizes = False
         try:
@@ -107,39 +106,39 @@ class DataParallel(nn.Module):
             self._synchronizes = before
 
     def finish_gradient_synchronization(self) -> None:
-        """Gradients are averages over all ranks from here on; called after every backward pass.
+        """Complete the averages of all gradients; called after every backward pass.
 
-        On a GPU the host does not wait, but what it launches next does.
+        On a GPU the stream waits, and not the host.
         """
-        if not self._averaged or not self._synchronizes:
+        if not self._transfers or not self._synchronizes:
             return
-        self._start_up_to(len(self._averaged))
+        self._start_up_to(len(self._transfers))
         unused = self._unused()
-        work = self._start_telling_used([number for number, *_ in unused])
-        for item in self._averaged:
-            item.wait()
+        work = self._start_exchanging_used([number for number, *_ in unused])
+        for transfer in self._transfers:
+            transfer.wait()
         if work is not None:
             work.wait()
         if unused and work is not None:
             # Read only where something is missing: on a GPU reading waits for the device.
             used = self._used.tolist()
-            for number, item, place in unused:
+            for number, transfer, place in unused:
                 if used[number]:
-                    item.give(place)
+                    transfer.give(place)
         self._progress.start_over()
 
-    def _unused(self) -> list[tuple[int, Averaged, int]]:
-        """Parameters without a gradient here: their number, and where they travel."""
+    def _unused(self) -> list[tuple[int, GradientTransfer, int]]:
+        """Parameters without a gradient here: number, transfer, and place in the transfer."""
         found, first = [], 0
-        for item in self._averaged:
-            found += [(first + place, item, place) for place in item.absent]
-            first += len(item.parameters)
+        for transfer in self._transfers:
+            found += [(first + place, transfer, place) for place in transfer.absent]
+            first += len(transfer.parameters)
         return found
 
-    def _start_telling_used(self, unused: list[int]) -> dist.Work | None:
-        """Begin to learn which parameters any rank has a gradient of.
+    def _start_exchanging_used(self, unused: list[int]) -> dist.Work | None:
+        """Begin to find out which parameters have a gradient on any rank, a byte a parameter.
 
-        A byte a parameter. Always, since a rank that misses nothing cannot know of the others.
+        In every step, since a rank that has all gradients cannot know of the others.
         """
         if self.world_size == 1:
             return None
@@ -149,23 +148,23 @@ class DataParallel(nn.Module):
         return dist.all_reduce(self._used, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def _register_hooks(self) -> None:
-        """Have autograd tell when each gradient is complete."""
+        """Call :meth:`_complete` when autograd has completed a gradient."""
         # Parameters outlive the container where the caller keeps the module.
         this = weakref.ref(self)
-        for index, item in enumerate(self._averaged):
+        for index, transfer in enumerate(self._transfers):
 
             def complete(parameter: Tensor, index: int = index) -> None:
                 container = this()
                 if container is not None and container._synchronizes:
                     container._complete(index)
 
-            for parameter in item.parameters:
+            for parameter in transfer.parameters:
                 parameter.register_post_accumulate_grad_hook(complete)
 
     def _complete(self, index: int) -> None:
-        """One gradient of number ``index`` is there: start what can be started.
+        """Note a complete gradient of transfer ``index``, and start the transfers that are ready.
 
-        In one order on all ranks, whatever order gradients come in: ranks that used different
+        In one order on all ranks, in whatever order gradients come: ranks that used different
         parameters would else pair all-reduces of different ones.
         """
         progress = self._progress
@@ -181,27 +180,27 @@ class DataParallel(nn.Module):
         self._start_up_to(number)
 
     def _start_up_to(self, number: int) -> None:
-        """Start what comes before ``number`` and has not been started."""
+        """Start the transfers before ``number`` that have not been started."""
         progress = self._progress
         while progress.num_started < number:
-            self._averaged[progress.num_started].start(self._averaging)
+            self._transfers[progress.num_started].start(self._averager)
             progress.num_started += 1
 
 
 class _Progress:
-    """How far a backward pass has come. Not attributes of a module, which are slow to set."""
+    """How far a backward pass has come; attributes of a module would be slow to set."""
 
     __slots__ = ("_sizes", "missing", "num_started")
 
-    def __init__(self, averaged: Sequence[Averaged]) -> None:
-        self._sizes = [len(item.parameters) for item in averaged]
+    def __init__(self, transfers: Sequence[GradientTransfer]) -> None:
+        self._sizes = [len(transfer.parameters) for transfer in transfers]
         self.start_over()
 
     def start_over(self) -> None:
         self.num_started = 0
-        """Of the averages."""
+        """Transfers that have started."""
         self.missing = list(self._sizes)
-        """Gradients of each average that have not come."""
+        """Gradients that each transfer still waits for."""
 
 
 class NaiveDDP(DataParallel):
@@ -210,7 +209,7 @@ class NaiveDDP(DataParallel):
     def __init__(self, module: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(module, overlap=False, group=group)
 
-    def _arrange(self, parameters: Sequence[nn.Parameter]) -> Sequence[Averaged]:
+    def _arrange(self, parameters: Sequence[nn.Parameter]) -> Sequence[GradientTransfer]:
         return [OneGradient(parameter) for parameter in parameters]
 
 
@@ -223,7 +222,7 @@ class FlatDDP(DataParallel):
     def __init__(self, module: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(module, overlap=False, group=group)
 
-    def _arrange(self, parameters: Sequence[nn.Parameter]) -> Sequence[Averaged]:
+    def _arrange(self, parameters: Sequence[nn.Parameter]) -> Sequence[GradientTransfer]:
         return buckets_of(parameters)
 
 
@@ -236,15 +235,15 @@ class OverlappedDDP(DataParallel):
     def __init__(self, module: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(module, overlap=True, group=group)
 
-    def _arrange(self, parameters: Sequence[nn.Parameter]) -> Sequence[Averaged]:
+    def _arrange(self, parameters: Sequence[nn.Parameter]) -> Sequence[GradientTransfer]:
         return [OneGradient(parameter) for parameter in parameters]
 
 
 class BucketedDDP(DataParallel):
     """One all-reduce a bucket, while the backward pass goes on (section 2.3.3).
 
-    Buckets hold parameters in reverse order and at most ``bucket_size_mb`` MiB of them, or one
-    that is larger than that.
+    Buckets hold parameters in reverse order, at most ``bucket_size_mb`` MiB or one parameter that
+    is larger.
 
     Raises:
         ValueError: ``bucket_size_mb`` is not positive, or as :class:`DataParallel` says.
@@ -262,12 +261,12 @@ class BucketedDDP(DataParallel):
         self._max_bytes = bucket_size_mb * MIB
         super().__init__(module, overlap=True, group=group)
 
-    def _arrange(self, parameters: Sequence[nn.Parameter]) -> Sequence[Averaged]:
+    def _arrange(self, parameters: Sequence[nn.Parameter]) -> Sequence[GradientTransfer]:
         return buckets_of(parameters, self._max_bytes)
 
 
 def require_one_device(module: nn.Module) -> None:
-    """Raise ValueError that names the first parameter or buffer on a device of its own."""
+    """Raise ValueError that names the first tensor on another device than the ones before it."""
     first: tuple[str, torch.device] | None = None
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if first is None:

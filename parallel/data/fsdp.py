@@ -1,17 +1,17 @@
-"""Fully sharded data parallelism: weights, gradients and optimizer state, a part on each rank.
+"""Fully sharded data parallelism: each rank holds a shard of weights, gradients and state.
 
-    forward    while a block is computed the next one's weights are all-gathered
-    backward   while a block is computed those of the one before come, and the gradients of the
-               one after are reduce-scattered
-    step       every rank updates its part of each block
+    forward    while a block is computed, the weights of the next one are all-gathered
+    backward   while a block is computed, the weights of the block before it are all-gathered and
+               the gradients of the block after it are reduce-scattered
+    step       every rank updates its shard of each block
 
-At most two blocks are whole at any time, and none between the passes; what is outside of blocks
-is whole from the forward pass to the end of the backward pass. ZeRO stage 3 (Rajbhandari et al.,
+At most two blocks are whole at any time, and none between the passes; weights outside of blocks
+are whole from the forward pass to the end of the backward pass. ZeRO stage 3 (Rajbhandari et al.,
 2020); PyTorch FSDP (Zhao et al., 2023), whose fully_shard is the peer.
 
 Every rank asks for the same collectives in the same order, whatever modules it uses: the order
-of the blocks in the forward pass, and the reverse in the backward pass. A rank that passes a
-block by takes part in what the others do for it.
+of the blocks in the forward pass, and the reverse in the backward pass. A rank that does not
+use a block takes part in its collectives all the same.
 """
 
 from __future__ import annotations
@@ -25,30 +25,31 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from parallel.data.blocks import blocks_of, parameters_of_blocks
-from parallel.data.flat import Lane, grouped
+from parallel.data.flat import grouped
 from parallel.data.fsdp_weights import FlatWeights, Slot, Unit
-from parallel.data.gradients import Averaged
-from parallel.data.parts import PartAverage, PartsDataParallel
+from parallel.data.gradients import GradientTransfer
+from parallel.data.model_blocks import blocks_of, parameters_of_blocks
+from parallel.data.shard_gradients import ShardedDataParallel, ShardTransfer
+from parallel.streams import SideStream
 
 NUM_SLOTS = 2
-"""Blocks that are whole at a time: one is computed with, the next one comes."""
+"""Blocks that are whole at a time: the one in use and the next one."""
 
 REPLICATE_BELOW = 2**15
-"""Elements: norms and biases of most models, and no matrix worth dividing."""
+"""Elements: above norms and biases of most models, below any matrix worth dividing."""
 
 
-class FSDP(PartsDataParallel):
-    """Any module, with its parameters in parts; used as :class:`Zero` is.
+class FSDP(ShardedDataParallel):
+    """Any module, with its parameters in shards; used as :class:`Zero` is.
 
-    ``parameters()`` gives this rank's parts, in the dtype that the module had: master weights.
-    Modules compute in ``compute_dtype``, gradients travel in it, and the parts' gradients have
-    the dtype of the parts. Inputs of the module that are floats are cast; those of blocks are
+    ``parameters()`` gives this rank's shards, in the dtype that the module had: master weights.
+    Modules compute in ``compute_dtype``, gradients travel in it, and the shards' gradients have
+    the dtype of the shards. Inputs of the module that are floats are cast; those of blocks are
     not. In ``no_sync()`` whole gradients add up on each rank; without it, those of several
-    backward passes, each finished, add up in the parts.
+    backward passes, each finished, add up in the shards.
 
-    :meth:`state_dict` gathers whole parameters, and so does :meth:`whole_parameters`, a few at
-    a time. The module's own tensors are empty between their uses.
+    :meth:`state_dict` gathers whole parameters, and :meth:`whole_parameters` does so a few at a
+    time. The module's own tensors are empty between their uses.
 
     Args:
         module: on its device already, whole.
@@ -93,8 +94,9 @@ class FSDP(PartsDataParallel):
     def _has_work(self) -> bool:
         return super()._has_work() or self._compute_dtype is not None
 
-    def _arrange(self, parameters: Sequence[nn.Parameter]) -> Sequence[Averaged]:
-        lane, reductions = Lane(parameters[0].device), Lane(parameters[0].device)
+    def _arrange(self, parameters: Sequence[nn.Parameter]) -> Sequence[GradientTransfer]:
+        device = parameters[0].device
+        gathering, reducing = SideStream(device), SideStream(device)
         (blocks,) = self._blocks
         inside, outside = parameters_of_blocks(self.module, blocks)
         small = [p for p in self.module.parameters() if p.numel() < self._replicate_below]
@@ -105,35 +107,32 @@ class FSDP(PartsDataParallel):
             sharded = [p for p in members if p not in replicated]
             if sharded:
                 slot = slots[len(self._units) % len(slots)]
-                unit = Unit(self._flatten(sharded, shards=True), slot, lane)
+                unit = Unit(self._flatten(sharded, shards=True), slot, gathering)
                 self._register_block_hooks(block, len(self._units))
                 self._units.append(unit)
         rest = self._flatten([p for p in outside if p not in replicated], shards=True)
-        self._rest = Unit([*rest, *self._flatten(small, shards=False)], Slot(), lane)
-        averages: list[PartAverage] = []
+        self._rest = Unit([*rest, *self._flatten(small, shards=False)], Slot(), gathering)
+        transfers: list[ShardTransfer] = []
         for unit in (*reversed(self._units), self._rest):
             unit.place()
-            averages += [
-                PartAverage(
-                    weights.parameters,
-                    weights.parts,
-                    weights.layout,
-                    weights.number,
-                    lane=reductions,
-                    # What every rank has whole is little, and may as well be accurate.
-                    dtype=weights.compute_dtype if weights.shards else weights.master.dtype,
+            transfers += [
+                ShardTransfer(
+                    weights.group,
+                    side_stream=reducing,
+                    # Replicated parameters are few, and their gradients may as well be accurate.
+                    dtype=weights.compute_dtype if weights.is_sharded else weights.master.dtype,
                 )
                 for weights in unit.weights
                 if weights.parameters[0].requires_grad
             ]
-            unit.last_average = len(averages)
+            unit.end_of_transfers = len(transfers)
         for unit in (*self._units[:NUM_SLOTS], self._rest):
             # Until the first pass nothing is whole.
             unit.vacate()
-        return averages
+        return transfers
 
     def _flatten(self, parameters: Sequence[nn.Parameter], *, shards: bool) -> list[FlatWeights]:
-        """Flat weights, each of one dtype that trains or does not."""
+        """Flat weights, each of one dtype, and either all trained or all frozen."""
         trained = [p for p in parameters if p.requires_grad]
         frozen = [p for p in parameters if not p.requires_grad]
         found = [
@@ -141,7 +140,7 @@ class FSDP(PartsDataParallel):
             for members in (*grouped(trained), *grouped(frozen))
         ]
         for weights in found:
-            self._parts.update(zip(weights.parameters, weights.parts, strict=True))
+            self._shards.update(zip(weights.parameters, weights.shards, strict=True))
         self._weights += found
         return found
 
@@ -149,7 +148,7 @@ class FSDP(PartsDataParallel):
         if not self._weights:
             return self.module(*inputs, **kwargs)
         if self._level < len(self._units):
-            # Of a pass in no_sync().
+            # The last backward pass was in no_sync().
             self._end_backward(reduces=False)
         self._begin_forward()
         inputs, kwargs = tree_map(self._cast, (inputs, kwargs))
@@ -172,9 +171,9 @@ class FSDP(PartsDataParallel):
         super().finish_gradient_synchronization()
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Names in the module and master values of all parameters; all ranks go through it.
+        """(name, master values) of all parameters; all ranks iterate over it together.
 
-        As many as one block has are there at a time. Names of a shared one are all given.
+        Holds the parameters of one block at a time. A shared parameter comes under all its names.
         """
         names: dict[Tensor, list[str]] = {}
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
@@ -200,7 +199,7 @@ class FSDP(PartsDataParallel):
         return state
 
     def load_state_dict(self, state_dict: Any, *arguments: Any, **options: Any) -> Any:
-        """Whole parameters and buffers, of which each rank takes its parts."""
+        """Take this rank's shards of whole parameters, and the buffers."""
         if not self._weights:
             return super().load_state_dict(state_dict, *arguments, **options)
         parameters = self.module.named_parameters(prefix="module", remove_duplicate=False)
@@ -222,7 +221,7 @@ class FSDP(PartsDataParallel):
         return value.to(self._compute_dtype) if is_float and self._compute_dtype else value
 
     def _begin_forward(self) -> None:
-        """The optimizer may have stepped: all is gathered anew."""
+        """Gather everything anew, since the optimizer may have stepped."""
         self._forget()
         self._next = 0
         self._rest.start_gathering()
@@ -234,7 +233,7 @@ class FSDP(PartsDataParallel):
             unit.forget()
 
     def _gather_before(self, number: int) -> None:
-        """Ask for the blocks before ``number`` that the forward pass has not asked for."""
+        """Start to gather the blocks before ``number`` that the forward pass has not gathered."""
         while self._next < min(number, len(self._units)):
             self._units[self._next].start_gathering()
             self._next += 1
@@ -262,7 +261,7 @@ class FSDP(PartsDataParallel):
                 output.register_hook(enter)
 
     def _enter_backward(self, number: int) -> None:
-        """The backward pass comes to a block; the ones after it are done with."""
+        """The backward pass reaches a block, and has left the blocks after it."""
         self._go_back_to(number, reduces=self._synchronizes)
         self._units[number].use()
 
@@ -275,7 +274,7 @@ class FSDP(PartsDataParallel):
                 self._units[self._level - 1].start_gathering()
 
     def _leave(self, *, reduces: bool) -> None:
-        """The backward pass has left a block: its gradients are all there that will be."""
+        """The backward pass has left a block: no further gradients of it will come."""
         if self._level < len(self._units):
             unit = self._units[self._level]
             # First, since the gradients are to travel in memory that this gives back.
@@ -284,10 +283,10 @@ class FSDP(PartsDataParallel):
                 # No block is left that takes this slot.
                 unit.forget()
             if reduces:
-                self._start_up_to(unit.last_average)
+                self._start_up_to(unit.end_of_transfers)
 
     def _end_backward(self, *, reduces: bool) -> None:
-        """Do for all blocks what the backward pass does, where it has not come by."""
+        """Release and reduce the blocks that the backward pass did not reach."""
         self._go_back_to(0, reduces=reduces)
         self._leave(reduces=reduces)
         self._level = len(self._units)

@@ -1,9 +1,9 @@
-"""Weights of which each rank holds a part, and the memory in which blocks are whole in turn.
+"""Sharded weights, and the slots of memory in which blocks are whole in turn.
 
-A block's weights are cast to the compute dtype and all-gathered into a *slot*. Blocks take
-turns in two slots, so that one is computed with while the next one comes, and always have the
-same: what autograd has saved in the forward pass points to where the weights will be again.
-Outside of that a block's parameters are empty, and using one by mistake is an error of shapes.
+A block's weights are cast to the compute dtype and all-gathered into a *slot*. Blocks take turns
+in two slots, so that one is in use while the next one is gathered. A block always has the same
+slot: tensors that autograd saved in the forward pass point to where the weights will be again.
+Meanwhile a block's parameters are empty, and using one by mistake is an error of shapes.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel.data.flat import FlatLayout, Lane, start_all_gather, wait_for
-from parallel.data.parts import make_parts
+from parallel.data.flat import FlatLayout, start_all_gather
+from parallel.data.shard_gradients import ShardGroup
+from parallel.data.shards import make_shards
+from parallel.streams import SideStream, StreamEvent
 
 
 class FlatWeights:
-    """Parameters of one dtype in a flat buffer: this rank's part of it, and the layout.
+    """Parameters of one dtype in a flat buffer: this rank's shard of it, and the layout.
 
     Args:
         parameters: whole, with values; they are empty from here on.
@@ -36,96 +38,105 @@ class FlatWeights:
         shards: bool,
     ) -> None:
         first = parameters[0]
-        num_parts = group.size() if shards and group is not None else 1
-        self.number = dist.get_rank(group) if num_parts > 1 else 0
-        self.parameters, self.layout = tuple(parameters), FlatLayout(parameters, num_parts)
+        num_shards = group.size() if shards and group is not None else 1
+        self._index = dist.get_rank(group) if num_shards > 1 else 0
+        self.parameters, self.layout = tuple(parameters), FlatLayout(parameters, num_shards)
         self.compute_dtype = first.dtype
         if compute_dtype is not None and first.dtype.is_floating_point:
             self.compute_dtype = compute_dtype
-        self._group, self.shards = group, shards
+        self._group, self.is_sharded = group, shards
         whole = torch.zeros(self.layout.size, dtype=first.dtype, device=first.device)
         for parameter, view in zip(parameters, self.layout.views(whole), strict=True):
             view.copy_(parameter.detach())
-        self.master = self.layout.part(whole, self.number).clone() if num_parts > 1 else whole
-        self.parts = make_parts(parameters, self.layout, self.master, self.number, group)
+        self.master = self.layout.shard(whole, self._index).clone() if num_shards > 1 else whole
+        self.shards = make_shards(parameters, self.layout, self.master, self._index, group)
         self._empty = torch.empty(0, dtype=self.compute_dtype, device=first.device)
         self._views: list[Tensor] = []
-        self._room = self._empty
+        self._memory = self._empty
         self.empty()
 
     @property
+    def group(self) -> ShardGroup:
+        """The parameters and their shards, for the transfer of their gradients."""
+        return ShardGroup(
+            parameters=self.parameters, shards=self.shards, layout=self.layout, index=self._index
+        )
+
+    @property
     def num_bytes(self) -> int:
-        """Of the whole in the compute dtype."""
+        """Size of all weights in the compute dtype."""
         return self.layout.size * self._empty.element_size()
 
     def place(self, memory: Tensor) -> None:
-        """Have the whole lie in ``memory``, uint8 [num_bytes], whenever it is there."""
-        self._room = memory.view(self.compute_dtype)
-        self._views = self.layout.views(self._room)
+        """From now on gather into ``memory``, uint8 [num_bytes]."""
+        self._memory = memory.view(self.compute_dtype)
+        self._views = self.layout.views(self._memory)
 
     def start_gathering(self) -> dist.Work | None:
-        """Bring this rank's part to its place in the whole, and ask for the others."""
-        own = self.layout.part(self._room, self.number)
+        """Copy this rank's shard to its place, and begin to gather the others."""
+        own = self.layout.shard(self._memory, self._index)
         own.copy_(self.master)
-        if self.layout.num_parts == 1:
+        if self.layout.num_shards == 1:
             return None
-        return start_all_gather(self._room, own, self._group)
+        return start_all_gather(self._memory, own, self._group)
 
     def show(self) -> None:
-        """Parameters have their values, or will have when the gathering ends."""
+        """Point the parameters at the memory in which the gathering puts their values."""
         for parameter, view in zip(self.parameters, self._views, strict=True):
             parameter.data = view
 
     def empty(self) -> None:
+        """Take the memory from the parameters."""
         for parameter in self.parameters:
             parameter.data = self._empty
 
     def gather_master(self) -> Tensor:
-        """All ranks' parts in their own dtype, [layout.size]; all ranks call it together."""
-        if self.layout.num_parts == 1:
+        """All ranks' shards in their own dtype, [layout.size]; all ranks call it together."""
+        if self.layout.num_shards == 1:
             return self.master.clone()
         whole = torch.empty(self.layout.size, dtype=self.master.dtype, device=self.master.device)
-        own = self.layout.part(whole, self.number)
+        own = self.layout.shard(whole, self._index)
         own.copy_(self.master)
         start_all_gather(whole, own, self._group).wait()
         return whole
 
     def load_master(self, values: Sequence[Tensor]) -> None:
-        """Take this rank's part of whole parameters, in the order of ``parameters``."""
+        """Take this rank's shard of whole parameters, in the order of ``parameters``."""
         whole = torch.zeros(self.layout.size, dtype=self.master.dtype, device=self.master.device)
         for view, value in zip(self.layout.views(whole), values, strict=True):
             view.copy_(value)
-        self.master.copy_(self.layout.part(whole, self.number))
+        self.master.copy_(self.layout.shard(whole, self._index))
 
 
 class Slot:
-    """Memory for one unit at a time, given back while none needs it.
+    """Memory for one unit at a time, freed while none needs it.
 
-    Views of it outlive that: they are of a storage, whose size changes.
+    Views outlive that: they are views of a storage, whose size changes.
     """
 
     def __init__(self) -> None:
         self.holder: Unit | None = None
-        """Whose weights are there, or on their way."""
+        """The unit whose weights are in the slot, or being gathered into it."""
         self._num_bytes = 0
         self._memory: Tensor | None = None
 
     def fit(self, unit: Unit) -> None:
+        """Grow to the size of the unit; before :meth:`memory` is called."""
         self._num_bytes = max(self._num_bytes, unit.num_bytes)
 
     def memory(self, device: torch.device) -> Tensor:
-        """uint8, of the size of the largest unit."""
+        """uint8 memory of the size of the largest unit."""
         if self._memory is None:
             self._memory = torch.zeros(self._num_bytes, dtype=torch.uint8, device=device)
         return self._memory
 
     def take(self, unit: Unit) -> None:
-        """Have memory, on the current stream, which the unit is to fill."""
+        """Allocate the memory, on the current stream, for the unit to fill."""
         self.holder = unit
         self._resize(self._num_bytes)
 
     def give_back(self) -> None:
-        """Nobody needs what is there; the current stream has waited for all that wrote it."""
+        """Free the memory; the current stream has waited for all that wrote it."""
         self.holder = None
         self._resize(0)
 
@@ -137,14 +148,14 @@ class Slot:
 
 
 class Unit:
-    """Weights that are gathered together: those of a block, or all outside of blocks."""
+    """Weights that are gathered together: those of a block, or all those outside of blocks."""
 
-    def __init__(self, weights: Sequence[FlatWeights], slot: Slot, lane: Lane) -> None:
-        self.weights, self._slot, self._lane = tuple(weights), slot, lane
-        self.last_average = 0
-        """How many averages of gradients there are up to the last of this unit."""
+    def __init__(self, weights: Sequence[FlatWeights], slot: Slot, side_stream: SideStream) -> None:
+        self.weights, self._slot, self._side_stream = tuple(weights), slot, side_stream
+        self.end_of_transfers = 0
+        """Number of gradient transfers up to the last one of this unit."""
         self._works: list[dist.Work] = []
-        self._mark: torch.cuda.Event | None = None
+        self._gathered: StreamEvent | None = None
         self._shown = False
         slot.fit(self)
 
@@ -153,7 +164,7 @@ class Unit:
         return sum(weights.num_bytes for weights in self.weights)
 
     def place(self) -> None:
-        """Take a place in the slot, which by now all units have asked for theirs."""
+        """Place the weights in the slot, once all its units have called :meth:`Slot.fit`."""
         if not self.weights:
             return
         memory = self._slot.memory(self.weights[0].master.device)
@@ -163,7 +174,7 @@ class Unit:
             start += weights.num_bytes
 
     def vacate(self) -> None:
-        """Give back the slot's memory, in which all have their places and nothing lies yet."""
+        """Free the slot's memory, after all units have been placed and before any is gathered."""
         self._slot.give_back()
 
     @property
@@ -171,26 +182,27 @@ class Unit:
         return self._slot.holder is self
 
     def start_gathering(self) -> None:
-        """Begin to fill the slot, when what is launched so far has ended; nothing if it is full."""
+        """Begin to fill the slot, after all that has been launched; no-op if it holds this unit."""
         if self.is_here:
             return
         if self._slot.holder is not None:
             self._slot.holder.wait()
         self._slot.take(self)
-        with torch.no_grad(), self._lane.after_current():
+        with torch.no_grad(), self._side_stream.after_current():
             works = [weights.start_gathering() for weights in self.weights]
             self._works = [work for work in works if work is not None]
-            self._mark = self._lane.mark()
+            self._gathered = StreamEvent(self._side_stream.device)
 
     def wait(self) -> None:
-        """The gathering, if any is under way, has ended for what is launched from here on."""
+        """Make the current stream wait for the gathering, if one is under way."""
         for work in self._works:
             work.wait()
-        wait_for(self._mark)
-        self._works, self._mark = [], None
+        if self._gathered is not None:
+            self._gathered.wait()
+        self._works, self._gathered = [], None
 
     def use(self) -> None:
-        """The weights are there for what is launched from here on."""
+        """Gather the weights if need be, and show them to the parameters."""
         self.start_gathering()
         self.wait()
         if not self._shown:
@@ -199,14 +211,14 @@ class Unit:
                 weights.show()
 
     def release(self) -> None:
-        """Not used from here on: another one may take the slot."""
+        """Take the weights from the parameters: another unit may have the slot."""
         if self._shown:
             self._shown = False
             for weights in self.weights:
                 weights.empty()
 
     def forget(self) -> None:
-        """What the slot holds is not to be used again: the optimizer may have stepped."""
+        """Free the gathered weights, which are stale once the optimizer steps."""
         self.wait()
         if self.is_here:
             self._slot.give_back()

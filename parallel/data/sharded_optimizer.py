@@ -1,4 +1,4 @@
-"""An optimizer of which each rank holds a part of the state: that of the parameters it owns.
+"""An optimizer whose state is sharded: each rank keeps that of the parameters it owns.
 
 Every rank has all gradients, updates its own parameters and broadcasts them. Memory for the
 state is divided by the ranks; each step sends the parameters once more than plain data
@@ -25,11 +25,11 @@ class ShardedOptimizer(Optimizer):
     Parameters go to ranks from the largest on, each to the rank with the fewest elements so far,
     so that ranks hold about equal numbers of elements. Those of one owner become views of one
     buffer, which a single broadcast sends. Options of ``param_groups``, such as a learning rate
-    that a schedule changes, count for all ranks' parts.
+    that a schedule changes, count on all ranks.
 
     Args:
         params: parameters or parameter groups, the same and in the same order on all ranks.
-        optimizer_cls: makes the optimizer of each part.
+        optimizer_cls: makes the optimizer of each rank's own parameters.
         process_group: the ranks; the world if None, and one where there is no process group.
         kwargs: what ``optimizer_cls`` takes beyond parameters.
 
@@ -53,12 +53,12 @@ class ShardedOptimizer(Optimizer):
         self._owners: dict[Tensor, int] = {}
         self._num_elements = [0] * self._num_ranks
         self._buffers: list[tuple[int, Tensor]] = []
-        self._part: Optimizer | None = None
+        self._local: Optimizer | None = None
         super().__init__(params, dict(kwargs))
         # Only now, so that the largest of all groups are the first to be given an owner.
         self._assign([p for group in self.param_groups for p in group["params"]])
-        self._part = optimizer_cls([self._own(group) for group in self.param_groups], **kwargs)
-        self.state = self._part.state
+        self._local = optimizer_cls([self._own(group) for group in self.param_groups], **kwargs)
+        self.state = self._local.state
         self._take_options()
 
     @property
@@ -73,10 +73,10 @@ class ShardedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Share out a further group of parameters; all ranks call it together."""
         super().add_param_group(param_group)
-        if self._part is not None:
+        if self._local is not None:
             added = self.param_groups[-1]
             self._assign(added["params"])
-            self._part.add_param_group(self._own(added))
+            self._local.add_param_group(self._own(added))
             self._take_options()
 
     @torch.no_grad()
@@ -85,9 +85,9 @@ class ShardedOptimizer(Optimizer):
 
         Returns what ``closure`` does.
         """
-        assert self._part is not None, "made in __init__"
+        assert self._local is not None, "made in __init__"
         self._give_options()
-        loss = self._part.step(closure, **kwargs)
+        loss = self._local.step(closure, **kwargs)
         self._take_options()
         if self._group is not None and self._num_ranks > 1:
             works = [
@@ -123,12 +123,12 @@ class ShardedOptimizer(Optimizer):
         return {"state": dict(sorted(merged.items())), "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take this rank's part of what :meth:`state_dict` returned on any number of ranks.
+        """Take this rank's share of what :meth:`state_dict` returned on any number of ranks.
 
         Raises:
             ValueError: it is of other parameter groups.
         """
-        assert self._part is not None, "made in __init__"
+        assert self._local is not None, "made in __init__"
         saved = state_dict["param_groups"]
         sizes = [len(group["params"]) for group in self.param_groups]
         if [len(group["params"]) for group in saved] != sizes:
@@ -149,8 +149,8 @@ class ShardedOptimizer(Optimizer):
                 mine.append(number)
                 number += 1
             groups.append({**_options(old), "params": mine})
-        self._part.load_state_dict({"state": state, "param_groups": groups})
-        self.state = self._part.state
+        self._local.load_state_dict({"state": state, "param_groups": groups})
+        self.state = self._local.state
         self._take_options()
 
     def _assign(self, parameters: Sequence[Tensor]) -> None:
@@ -187,16 +187,16 @@ class ShardedOptimizer(Optimizer):
         return {**_options(group), "params": mine}
 
     def _give_options(self) -> None:
-        """What a schedule or the user has changed in ``param_groups`` counts in the part."""
-        assert self._part is not None, "made in __init__"
-        for group, part in zip(self.param_groups, self._part.param_groups, strict=True):
-            part.update(_options(group))
+        """Pass on changes of ``param_groups``, such as a schedule's, to the local optimizer."""
+        assert self._local is not None, "made in __init__"
+        for group, local in zip(self.param_groups, self._local.param_groups, strict=True):
+            local.update(_options(group))
 
     def _take_options(self) -> None:
-        """Defaults of the part's optimizer, and what it changes, show in ``param_groups``."""
-        assert self._part is not None, "made in __init__"
-        for group, part in zip(self.param_groups, self._part.param_groups, strict=True):
-            group.update(_options(part))
+        """Show defaults and changes of the local optimizer in ``param_groups``."""
+        assert self._local is not None, "made in __init__"
+        for group, local in zip(self.param_groups, self._local.param_groups, strict=True):
+            group.update(_options(local))
 
     def _numbers(self) -> dict[Tensor, int]:
         """Parameters by their place, as PyTorch's state dicts have it."""

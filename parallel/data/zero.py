@@ -1,12 +1,12 @@
-"""ZeRO stages 1 and 2: replicated parameters, of which each rank updates its part.
+"""ZeRO stages 1 and 2: whole parameters on every rank, which updates its shard of them.
 
     backward   gradients are reduce-scattered bucket by bucket, as they come
-    step       every rank updates its part of each bucket
+    step       every rank updates its shard of each bucket
     forward    buckets are all-gathered, and each block waits for its own
 
 Reduce-scatter and all-gather together send what one all-reduce sends, so that a step
 communicates as much as plain data parallelism does (Rajbhandari et al., 2020, section 7.1).
-Stage 2 frees a bucket's gradients once they are reduced; each rank keeps those of its part.
+Stage 2 frees a bucket's gradients once they are reduced; each rank keeps those of its shard.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from parallel.data.blocks import waiting_points
 from parallel.data.containers import MIB
-from parallel.data.flat import FlatLayout, Lane, grouped, start_all_gather
-from parallel.data.gradients import Averaged
-from parallel.data.parts import PartAverage, PartsDataParallel, make_parts
+from parallel.data.flat import FlatLayout, grouped, start_all_gather
+from parallel.data.gradients import GradientTransfer
+from parallel.data.model_blocks import waiting_points
+from parallel.data.shard_gradients import ShardedDataParallel, ShardGroup, ShardTransfer
+from parallel.data.shards import make_shards
+from parallel.streams import SideStream
 
 
-class ZeroBucket(PartAverage):
-    """Parameters that live in one flat buffer, and the averages of their gradients."""
+class ZeroBucket(ShardTransfer):
+    """Parameters that live in one flat buffer, and the transfer of their gradients."""
 
     def __init__(
         self,
@@ -36,23 +38,20 @@ class ZeroBucket(PartAverage):
         group: dist.ProcessGroup,
         owner: weakref.ref[Zero],
         *,
-        lane: Lane,
+        side_stream: SideStream,
         keeps_buffer: bool,
     ) -> None:
-        layout, number = FlatLayout(parameters, group.size()), dist.get_rank(group)
+        layout, index = FlatLayout(parameters, group.size()), dist.get_rank(group)
         first = parameters[0]
         self._whole = torch.zeros(layout.size, dtype=first.dtype, device=first.device)
         for parameter, view in zip(parameters, layout.views(self._whole), strict=True):
             view.copy_(parameter.detach())
             parameter.data = view
-        self._part = layout.part(self._whole, number)
-        parts = make_parts(parameters, layout, self._part, number, group, owner)
+        self._shard = layout.shard(self._whole, index)
+        shards = make_shards(parameters, layout, self._shard, index, group, owner)
         super().__init__(
-            parameters,
-            parts,
-            layout,
-            number,
-            lane=lane,
+            ShardGroup(parameters=parameters, shards=shards, layout=layout, index=index),
+            side_stream=side_stream,
             dtype=first.dtype,
             keeps_buffer=keeps_buffer,
         )
@@ -61,7 +60,7 @@ class ZeroBucket(PartAverage):
 
     def start_gathering(self) -> None:
         self.wait_for_parameters()
-        self._gathering = start_all_gather(self._whole, self._part, self._group)
+        self._gathering = start_all_gather(self._whole, self._shard, self._group)
 
     def wait_for_parameters(self) -> None:
         if self._gathering is not None:
@@ -69,21 +68,21 @@ class ZeroBucket(PartAverage):
             self._gathering = None
 
 
-class Zero(PartsDataParallel):
-    """What both stages share; used as the other containers, with an optimizer over parts::
+class Zero(ShardedDataParallel):
+    """Base of both stages; used as the other containers, with an optimizer over shards::
 
         model = Zero1(module, bucket_size_mb=25)
-        optimizer = optimizer_of_parts(model.parameters(), torch.optim.AdamW, lr=1e-3)
+        optimizer = optimizer_of_shards(model.parameters(), torch.optim.AdamW, lr=1e-3)
         loss_of(model(x)).backward()
         model.finish_gradient_synchronization()
         optimizer.step()
 
-    ``parameters()`` gives this rank's parts, by the names of the whole ones. Their gradients
-    are there after :meth:`finish_gradient_synchronization`; whole parameters then have none.
-    Backward passes in ``no_sync()`` add to whole gradients on each rank.
+    ``parameters()`` gives this rank's shards, by the names of the whole parameters.
+    :meth:`finish_gradient_synchronization` gives them their gradients, and takes those of the
+    whole parameters. Backward passes in ``no_sync()`` add to whole gradients on each rank.
 
-    After a step, whole parameters are on their way: the forward pass waits for them where it
-    uses them, and :meth:`state_dict` does; anybody else calls :meth:`wait_for_parameters`.
+    A step begins to gather the whole parameters. The forward pass waits for each where it uses
+    it, and so does :meth:`state_dict`; other readers call :meth:`wait_for_parameters`.
 
     Raises:
         ValueError: as :class:`BucketedDDP` says.
@@ -109,13 +108,17 @@ class Zero(PartsDataParallel):
         if self._buckets:
             self._wait_in_forward()
 
-    def _arrange(self, parameters: Sequence[nn.Parameter]) -> Sequence[Averaged]:
-        lane, this = Lane(parameters[0].device), weakref.ref(self)
+    def _arrange(self, parameters: Sequence[nn.Parameter]) -> Sequence[GradientTransfer]:
+        side_stream, this = SideStream(parameters[0].device), weakref.ref(self)
         for members in grouped(parameters, self._max_bytes):
             bucket = ZeroBucket(
-                members, self._group, this, lane=lane, keeps_buffer=self.KEEPS_GRADIENTS
+                members,
+                self._group,
+                this,
+                side_stream=side_stream,
+                keeps_buffer=self.KEEPS_GRADIENTS,
             )
-            self._parts.update(zip(bucket.parameters, bucket.parts, strict=True))
+            self._shards.update(zip(bucket.parameters, bucket.shards, strict=True))
             self._buckets.append(bucket)
         return self._buckets
 
@@ -130,17 +133,17 @@ class Zero(PartsDataParallel):
         return self.module(*inputs, **kwargs)
 
     def finish_gradient_synchronization(self) -> None:
-        # What no forward pass has waited for is not to arrive while the optimizer writes.
+        # Parameters that no forward pass waited for must not arrive while the optimizer writes.
         self.wait_for_gathering()
         super().finish_gradient_synchronization()
         # A step is to follow, by whatever optimizer.
         self._stale = bool(self._buckets) and self._synchronizes
 
     def start_parameter_gathering(self) -> None:
-        """Begin to bring all ranks' parts into the whole parameters; all ranks call it together.
+        """Begin to gather all ranks' shards into the whole parameters; all ranks call it together.
 
-        Called after every step by :func:`optimizer_of_parts`; nothing tells of the steps of
-        another optimizer, after whose first possible one every forward pass does it.
+        :func:`optimizer_of_shards` calls it after every step. The container is not told of the
+        steps of other optimizers, and gathers before every forward pass that may follow one.
         """
         self._stale = False
         self._gather()
@@ -151,27 +154,27 @@ class Zero(PartsDataParallel):
             bucket.start_gathering()
 
     def wait_for_parameters(self) -> None:
-        """Whole parameters may be read from here on; all ranks call it together."""
+        """Make whole parameters ready to be read; all ranks call it together."""
         if self._stale:
             self._gather()
         self.wait_for_gathering()
 
     def wait_for_gathering(self) -> None:
-        """What has been started is there."""
+        """Wait for all gathering that has begun."""
         _wait(self._buckets)
 
     def state_dict(self, *arguments: Any, **options: Any) -> Any:
-        """Of whole parameters; all ranks call it together."""
+        """The whole parameters; all ranks call it together."""
         self.wait_for_parameters()
         return super().state_dict(*arguments, **options)
 
     def load_state_dict(self, *arguments: Any, **options: Any) -> Any:
-        """Of whole parameters; every rank loads all of them."""
+        """Load whole parameters, on every rank."""
         self.wait_for_parameters()
         return super().load_state_dict(*arguments, **options)
 
     def _wait_in_forward(self) -> None:
-        """Have each block wait for its parameters only."""
+        """Make each block wait for its own parameters only."""
         buckets = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         this = weakref.ref(self)
         for number, (module, parameters) in enumerate(waiting_points(self.module)):
@@ -193,13 +196,13 @@ def _wait(buckets: Sequence[ZeroBucket]) -> None:
 
 
 class Zero1(Zero):
-    """Optimizer state in parts; memory for whole gradients, in buckets, is kept."""
+    """Sharded optimizer state; memory for whole gradients, in buckets, is kept."""
 
     KEEPS_GRADIENTS = True
 
 
 class Zero2(Zero):
-    """Optimizer state and gradients in parts."""
+    """Sharded optimizer state and gradients."""
 
     KEEPS_GRADIENTS = False
     IN_FLIGHT = 4

@@ -24,9 +24,9 @@ class PartsStrategy(DataParallelStrategy):
     def optimizer(
         self, params: Iterable[nn.Parameter], cls: type[Optimizer], **kwargs: Any
     ) -> Optimizer:
-        from parallel.data import optimizer_of_parts
+        from parallel.data import optimizer_of_shards
 
-        return optimizer_of_parts(params, cls, **kwargs)
+        return optimizer_of_shards(params, cls, **kwargs)
 
     @property
     def gradients_differ(self) -> bool:

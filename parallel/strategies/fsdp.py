@@ -43,6 +43,6 @@ class FSDPStrategy(FullyShardedStrategy):
     def optimizer(
         self, params: Iterable[nn.Parameter], cls: type[Optimizer], **kwargs: Any
     ) -> Optimizer:
-        from parallel.data import optimizer_of_parts
+        from parallel.data import optimizer_of_shards
 
-        return optimizer_of_parts(params, cls, **kwargs)
+        return optimizer_of_shards(params, cls, **kwargs)

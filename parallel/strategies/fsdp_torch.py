@@ -32,8 +32,8 @@ class TorchFSDP(FullyShardedStrategy):
             return model
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        from parallel.data.blocks import blocks_of
         from parallel.data.containers import broadcast_from_first
+        from parallel.data.model_blocks import blocks_of
 
         mesh = self.data_mesh()
         broadcast_from_first(model, self.data_group())

@@ -28,8 +28,8 @@ class NoDataParallelism(Strategy):
     def after_backward(self, model: nn.Module) -> None:
         if self.cp == 1:
             return
-        from parallel.data.averaging import average
+        from parallel.data.gradients import average_gradients
 
         group = self.data_group()
         assert group is not None, "several ranks have a group"
-        average(model.parameters(), group)
+        average_gradients(model.parameters(), group)

@@ -8,12 +8,10 @@ tested, without a GPU. No multicast and no multimem operations are used.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import os
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,13 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel.streams import SideStream
+
 
 class PeerMemory(Protocol):
     """``num_bytes`` on each rank of a group, readable by all of them."""
 
     num_bytes: int
     outside_bytes: int
-    """Those of them that PyTorch's allocator of device memory does not count."""
+    """Bytes of them that PyTorch's allocator of device memory does not count."""
 
     def of_rank(self, rank: int, offset: int, like: Tensor) -> Tensor:
         """A view of ``rank``'s buffer, ``offset`` bytes in, contiguous in the shape of ``like``."""
@@ -36,8 +36,8 @@ class PeerMemory(Protocol):
     def barrier(self, channel: int) -> None:
         """Order memory between ranks, on the current stream.
 
-        What any rank's stream did before its barrier of this channel is seen by what every
-        rank's stream does after it.
+        Writes that any rank's stream made before its barrier of this channel are visible to
+        every rank's stream after it.
         """
         ...
 
@@ -46,7 +46,7 @@ CHANNELS = 2
 """Barriers of different channels may be under way at once, on different streams."""
 
 _ALIGNMENT = 16
-"""Bytes: where the signals begin behind the buffer."""
+"""The signals behind the buffer begin at a multiple of this many bytes."""
 
 
 class CudaPeerMemory:
@@ -78,7 +78,7 @@ class CudaPeerMemory:
         self._passed = [0] * CHANNELS
 
     def _make_signals(self, channel: int) -> ctypes.Array[_Signal]:
-        """What a barrier does: tell every peer, then hear from every peer."""
+        """The memory operations of a barrier: signal every peer, then wait for every peer."""
         peers = [peer for peer in range(self._num_ranks) if peer != self._rank]
         signals = (_Signal * (2 * len(peers)))()
         for number, peer in enumerate(peers):
@@ -89,7 +89,7 @@ class CudaPeerMemory:
         return signals
 
     def _address(self, rank: int, channel: int, sender: int) -> int:
-        """Of the word in ``rank``'s memory that ``sender`` writes."""
+        """The address of the word in ``rank``'s memory that ``sender`` writes."""
         at = self._first_signal + (channel * self._num_ranks + sender) * _Signal.BYTES
         word: Tensor = self._handle.get_buffer(rank, (_Signal.BYTES,), torch.uint8, at)
         return word.data_ptr()
@@ -143,7 +143,7 @@ def _driver() -> Any:
 
 
 class HostPeerMemory:
-    """A file per rank, mapped by all ranks of one host; barriers are the group's own."""
+    """A file per rank, mapped by all ranks of one host; barriers are those of the group."""
 
     def __init__(self, group: dist.ProcessGroup, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -171,53 +171,15 @@ class HostPeerMemory:
         dist.barrier(self._group)
 
 
-class Lane:
-    """A CUDA stream beside the one that computes; on a CPU everything happens at once."""
-
-    def __init__(self, device: torch.device) -> None:
-        # Of high priority: a sum must not queue behind the thread blocks of a long kernel.
-        on_cuda = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device, priority=-1) if on_cuda else None
-
-    @property
-    def hides(self) -> bool:
-        """Whether what happens on the lane happens while this rank computes."""
-        return self._stream is not None
-
-    @contextlib.contextmanager
-    def after(self, *marks: Mark) -> Iterator[None]:
-        """What is inside runs on the lane, once all marks have been passed."""
-        if self._stream is None:
-            yield
-            return
-        with torch.cuda.stream(self._stream):
-            for mark in marks:
-                mark.wait()
-            yield
-
-
-class Mark:
-    """A moment on the current stream, for others to wait for."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._event = torch.cuda.Event() if device.type == "cuda" else None
-        if self._event is not None:
-            self._event.record()
-
-    def wait(self) -> None:
-        """Hold the current stream until the moment has passed."""
-        if self._event is not None:
-            self._event.wait()
-
-
 class PeerBuffers:
     """Keeps one :class:`PeerMemory` per purpose between calls, and grows it where needed.
 
-    To allocate is a collective operation: ranks ask for the same sizes in the same order.
+    Allocation is a collective operation: ranks ask for the same sizes in the same order.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.fetching, self.reducing = Lane(device), Lane(device)
+        # Of high priority: a sum must not queue behind the thread blocks of a long kernel.
+        self.fetching, self.reducing = (SideStream(device, priority=-1) for _ in range(2))
         """Streams of all passes: memory that one of them has used stays with it for the next."""
         self._group = group
         self._device = device

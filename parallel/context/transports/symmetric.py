@@ -9,12 +9,12 @@ every part is rounded once, so that the error does not grow with ranks.
 Order of events, on the streams of one rank, for a pass over P ranks:
 
     compute   barrier 0 (peers are done with my last keys), publish, barrier 0 (all published)
-    fetch     wait until the target buffer is no longer computed with, copy from the peer, mark
-    compute   wait for the mark, compute step t
+    fetch     wait until the target buffer is no longer computed with, copy from the peer
+    compute   wait for the copy, compute step t
     gradient  wait for step t's part, barrier 1 (all parts of step t are published), copy mine
-              from the peer that computed it, mark; a slot is written again two steps later,
-              after barrier 1 of the step between has shown that its reader is done
-    compute   after step t + 1: wait for the mark, add
+              from the peer that computed it; a slot is written again two steps later, after
+              barrier 1 of the step between has shown that its reader is done
+    compute   after step t + 1: wait for the copy, add
 
 Sums are the one thing here that needs SMs, and so the ring does not make them beside an attention
 kernel: in one whose programs all run at once and wait for each other, whatever holds up one of
@@ -39,7 +39,8 @@ from parallel.context.transports.all_gather import (
     select_heads,
     sum_of_contributions,
 )
-from parallel.context.transports.peer_memory import Lane, Mark, PeerBuffers, PeerMemory
+from parallel.context.transports.peer_memory import PeerBuffers, PeerMemory
+from parallel.streams import SideStream, StreamEvent
 
 _ALIGNMENT = 256
 """Offsets into a buffer are multiples of this many bytes."""
@@ -50,7 +51,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 class _Pair:
-    """Where k (or dk) and v (or dv) lie in a peer's buffer, slot by slot."""
+    """Places of k (or dk) and v (or dv) in a peer's buffer, slot by slot."""
 
     def __init__(self, memory: PeerMemory, k: Tensor, v: Tensor) -> None:
         self._memory = memory
@@ -74,7 +75,7 @@ class SymmetricRing:
     """Visits every rank's keys in turn, rank - t at step t, fetched straight from their owner."""
 
     _KEYS, _GRADIENTS = 0, 1
-    """Channels of barriers, which different streams of one rank are in at the same time."""
+    """Channels of barriers; different streams of a rank wait in them at the same time."""
 
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, buffers: PeerBuffers, trace: Trace
@@ -84,12 +85,12 @@ class SymmetricRing:
         self._buffers = buffers
         self._trace = trace
         self._fetching, self._reducing = buffers.fetching, buffers.reducing
-        self._published: list[Mark] = []
-        """For each step, that all ranks have published, and the slot before it is free again."""
+        self._published: list[StreamEvent] = []
+        """For each step, the event that all ranks have published, and freed the slot before."""
         self._totals: tuple[Tensor, Tensor] | None = None
         self._landed: list[Tensor] = []
-        """The part of the step before, from ``_last`` on."""
-        self._last = Mark(device)
+        """The gradients of the step before, valid once ``_last`` has passed."""
+        self._last = StreamEvent(device)
 
     def visits(self, k: Tensor, v: Tensor, work: Work) -> Iterator[Visit]:
         heads = slice(0, k.shape[work.head_dim_of[0]])
@@ -99,18 +100,18 @@ class SymmetricRing:
         with self._trace.span(WAIT, 0):
             publish(memory, keys.of_rank(self._rank), here, self._KEYS)
         landing = [tuple(torch.empty_like(x) for x in here) for _ in range(2)]
-        coming = Mark(self._device)
+        coming = StreamEvent(self._device)
         for step in range(self._num_ranks):
             if step + 1 < self._num_ranks:
                 # Until now the buffer held the keys of the step before, now computed with.
-                free = Mark(self._device)
+                free = StreamEvent(self._device)
                 peer = (self._rank - step - 1) % self._num_ranks
                 target = landing[step % 2]
                 with aside(self._fetching, self._trace, step + 1, free):
                     for into, out in zip(target, keys.of_rank(peer), strict=True):
                         into.copy_(out, non_blocking=True)
                         self._trace.sent(out.nbytes)
-                    coming = Mark(self._device)
+                    coming = StreamEvent(self._device)
             source = (self._rank - step) % self._num_ranks
             yield Visit(step=step, source=source, kv_heads=heads, k=here[0], v=here[1])
             if step + 1 < self._num_ranks:
@@ -137,14 +138,14 @@ class SymmetricRing:
         parts = slots.of_rank(peer, slot)
         # Memory of the computing stream, which reads it last.
         self._landed = [torch.empty_like(part) for part in parts]
-        written = Mark(self._device)
+        written = StreamEvent(self._device)
         with aside(self._reducing, self._trace, visit.step, written):
             memory.barrier(self._GRADIENTS)
-            self._published.append(Mark(self._device))
+            self._published.append(StreamEvent(self._device))
             for landing, part in zip(self._landed, parts, strict=True):
                 landing.copy_(part, non_blocking=True)
                 self._trace.sent(part.nbytes)
-            self._last = Mark(self._device)
+            self._last = StreamEvent(self._device)
 
     def _add_landed(self, totals: tuple[Tensor, Tensor], step: int) -> None:
         if not self._landed:
@@ -163,7 +164,7 @@ class SymmetricRing:
         with aside(self._reducing, self._trace, self._num_ranks, read):
             # The next pass writes the slots anew, when all have read them.
             memory.barrier(self._GRADIENTS)
-            self._last = Mark(self._device)
+            self._last = StreamEvent(self._device)
         with self._trace.span(WAIT, self._num_ranks):
             self._last.wait()
         return self._totals
@@ -190,7 +191,7 @@ class SymmetricGather:
         self._fetching, self._reducing = buffers.fetching, buffers.reducing
         self._work: Work | None = None
         self._parts: list[tuple[Tensor, Tensor]] = []
-        self._last = Mark(device)
+        self._last = StreamEvent(device)
 
     def visits(self, k: Tensor, v: Tensor, work: Work) -> Iterator[Visit]:
         self._work = work
@@ -218,17 +219,19 @@ class SymmetricGather:
             del gathered
             yield Visit(step=step, source=None, kv_heads=heads, k=arranged[0], v=arranged[1])
 
-    def _fetch(self, keys: _Pair, own: tuple[Tensor, ...], slot: int) -> tuple[list[Tensor], Mark]:
+    def _fetch(
+        self, keys: _Pair, own: tuple[Tensor, ...], slot: int
+    ) -> tuple[list[Tensor], StreamEvent]:
         """Start to copy a slot of every rank's buffer to [P, ...] here."""
         gathered = [x.new_empty((self._num_ranks, *x.shape)) for x in own]
-        with aside(self._fetching, self._trace, slot, Mark(self._device)):
+        with aside(self._fetching, self._trace, slot, StreamEvent(self._device)):
             for step in range(self._num_ranks):
                 # A different peer for each rank at each step, so that no link is shared.
                 peer = (self._rank - step) % self._num_ranks
                 for into, out in zip(gathered, keys.of_rank(peer, slot), strict=True):
                     into[peer].copy_(out, non_blocking=True)
                     self._trace.sent(out.nbytes if step else 0)
-            return gathered, Mark(self._device)
+            return gathered, StreamEvent(self._device)
 
     def deliver(self, visit: Visit, contributions: Sequence[Contribution]) -> None:
         assert self._work is not None, "deliver() follows visits()"
@@ -246,7 +249,7 @@ class SymmetricGather:
             torch.zeros_like(parts[0][0], dtype=torch.float32),
             torch.zeros_like(parts[1][0], dtype=torch.float32),
         )
-        written = Mark(self._device)
+        written = StreamEvent(self._device)
         with aside(self._reducing, self._trace, visit.step, written):
             memory.barrier(self._GRADIENTS)
             for step in range(self._num_ranks):
@@ -257,7 +260,7 @@ class SymmetricGather:
                     self._trace.sent(landing.nbytes if step else 0)
                     total.add_(landing)
             memory.barrier(self._GRADIENTS)
-            self._last = Mark(self._device)
+            self._last = StreamEvent(self._device)
         self._parts.append(totals)
 
     def collect(self) -> tuple[Tensor, Tensor]:
@@ -268,10 +271,10 @@ class SymmetricGather:
 
 
 @contextlib.contextmanager
-def aside(lane: Lane, trace: Trace, step: int, *marks: Mark) -> Iterator[None]:
-    """Run on a lane after marks; where that does not hide it, the time is a wait."""
-    span = contextlib.nullcontext() if lane.hides else trace.span(WAIT, step)
-    with lane.after(*marks), span:
+def aside(stream: SideStream, trace: Trace, step: int, *events: StreamEvent) -> Iterator[None]:
+    """Run on a side stream after events; where there is none, the time counts as waiting."""
+    span = contextlib.nullcontext() if stream.runs_beside else trace.span(WAIT, step)
+    with stream.after(*events), span:
         yield
 
 
@@ -286,7 +289,7 @@ def publish(
 
 
 def _write(out: Tensor, contributions: Sequence[Contribution], name: str) -> None:
-    """Pieces' ``dk`` or ``dv`` into a slot, zero where none of them reaches."""
+    """Write the ``dk`` or ``dv`` of all calls into a slot, zeros where none has any."""
     if len(contributions) == 1 and contributions[0].piece.kv.whole:
         out.copy_(getattr(contributions[0], name))
         return

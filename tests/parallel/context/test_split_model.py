@@ -16,7 +16,7 @@ from harness.request.compose import compose_request
 from harness.tasks.training.batch import Batch, split_batch, whole_batch
 from kernels import BACKENDS
 from models.transformer import Transformer, cross_entropy
-from parallel.data.averaging import average
+from parallel.data.gradients import average_gradients
 
 CPU = torch.device("cpu")
 
@@ -53,7 +53,7 @@ def train(case: Case, attention: Any, batch: Batch, group: dist.ProcessGroup | N
         loss = cross_entropy(logits, batch.targets, batch.num_targets)
         loss.backward()
         if group is not None:
-            average(model.parameters(), group)
+            average_gradients(model.parameters(), group)
             loss = loss.detach()
             dist.all_reduce(loss, group=group)
             loss /= group.size()

@@ -23,8 +23,7 @@ from harness.tasks.training.batch import whole_batch
 from kernels import BACKENDS
 from models.transformer import Transformer, cross_entropy
 from parallel.data import FSDP, BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP, Zero1, Zero2
-from parallel.data.flat import Averaging
-from parallel.data.gradients import buckets_of
+from parallel.data.gradients import Averager, buckets_of
 
 CPU = torch.device("cpu")
 WIDTH, BATCH, STEPS = 8, 12, 4
@@ -308,11 +307,11 @@ def count_calls(group: dist.ProcessGroup, wrap: Wrap) -> tuple[int, int]:
     """All-reduces of gradients that were started before the first layer's backward, and in all."""
     started: list[Tensor] = []
     before_first: list[int] = []
-    original = Averaging.start
+    original = Averager.start
 
-    def counting(averaging: Averaging, tensor: Tensor) -> dist.Work:
+    def counting(averager: Averager, tensor: Tensor) -> dist.Work:
         started.append(tensor)
-        return original(averaging, tensor)
+        return original(averager, tensor)
 
     torch.manual_seed(1)
     module = Plain()
@@ -322,7 +321,7 @@ def count_calls(group: dist.ProcessGroup, wrap: Wrap) -> tuple[int, int]:
         )
     )
     model = wrap(module, group)
-    with mock.patch.object(Averaging, "start", counting):
+    with mock.patch.object(Averager, "start", counting):
         model(torch.ones(2, WIDTH)).sum().backward()
         model.finish_gradient_synchronization()  # type: ignore[operator]
     return before_first[0], len(started)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from parallel.data import FSDP, BucketedDDP, Zero1, Zero2, optimizer_of_parts
+from parallel.data import FSDP, BucketedDDP, Zero1, Zero2, optimizer_of_shards
 
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
@@ -93,7 +93,7 @@ def train(
     options: dict[str, Any] = {"fused": True} if kind is torch.optim.AdamW else {}
     # AdamW moves every weight by about the rate, whatever the gradient.
     rate = 1e-5 if kind is torch.optim.AdamW else 1e-3
-    optimizer = optimizer_of_parts(model.parameters(), kind, lr=rate, **options)
+    optimizer = optimizer_of_shards(model.parameters(), kind, lr=rate, **options)
     losses = []
     for step, batch in enumerate(data):
         if step == 1:

@@ -9,9 +9,9 @@ from ranks import on_ranks
 from test_data_parallel import IN_PARTS, Plain, Tied, Wrap, case_of, fsdp
 from torch import nn
 
-from parallel.data import FSDP, Zero1, optimizer_of_parts
-from parallel.data.blocks import blocks_of, parameters_of_blocks
+from parallel.data import FSDP, Zero1, optimizer_of_shards
 from parallel.data.flat import ALIGNMENT, FlatLayout
+from parallel.data.model_blocks import blocks_of, parameters_of_blocks
 
 
 class TestLayout:
@@ -19,24 +19,24 @@ class TestLayout:
         """70, 3 and 100 elements: 128 + 64 + 128 with alignment, in three parts of 128."""
         layout = FlatLayout([torch.zeros(7, 10), torch.zeros(3), torch.zeros(100)], 3)
         assert ALIGNMENT == 64
-        assert (layout.offsets, layout.part_size, layout.size) == ([0, 128, 192], 128, 384)
-        held = [[layout.held(place, part) for part in range(3)] for place in range(3)]
+        assert (layout.offsets, layout.shard_size, layout.size) == ([0, 128, 192], 128, 384)
+        held = [[layout.held(place, shard) for shard in range(3)] for place in range(3)]
         assert held == [
             [(0, 70), (70, 70), (70, 70)],
             [(0, 0), (0, 3), (3, 3)],
             [(0, 0), (0, 64), (64, 100)],
         ]
 
-    @pytest.mark.parametrize("num_parts", [1, 2, 3, 5])
-    def test_parts_make_up_the_whole(self, num_parts: int) -> None:
+    @pytest.mark.parametrize("num_shards", [1, 2, 3, 5])
+    def test_shards_make_up_the_whole(self, num_shards: int) -> None:
         """In memory order, of tensors of which one is transposed and one a scalar."""
         tensors = [torch.randn(9, 30).t(), torch.randn(()), torch.randn(301)]
-        layout = FlatLayout(tensors, num_parts)
+        layout = FlatLayout(tensors, num_shards)
         buffer = torch.zeros(layout.size)
         for view, tensor in zip(layout.views(buffer), tensors, strict=True):
             assert view.stride() == tensor.stride()
             view.copy_(tensor)
-        cut = [layout.slices(layout.part(buffer, n), n) for n in range(num_parts)]
+        cut = [layout.split_shard(layout.shard(buffer, n), n) for n in range(num_shards)]
         for place, tensor in enumerate(tensors):
             joined = torch.cat([slices[place] for slices in cut])
             assert torch.equal(joined.as_strided(tensor.shape, tensor.stride()), tensor)
@@ -115,11 +115,11 @@ class TestBadInput:
     @pytest.mark.parametrize("name", ["Adafactor", "LBFGS", "Muon", "SparseAdam"])
     def test_optimizers_of_whole_parameters(self, name: str) -> None:
         with pytest.raises(ValueError, match=rf"^{name} does not update each element by itself"):
-            optimizer_of_parts(Plain().parameters(), getattr(torch.optim, name))
+            optimizer_of_shards(Plain().parameters(), getattr(torch.optim, name))
 
     def test_no_parameters(self) -> None:
         with pytest.raises(ValueError, match=r"^optimizer got an empty parameter list$"):
-            optimizer_of_parts([], torch.optim.AdamW)
+            optimizer_of_shards([], torch.optim.AdamW)
 
     def test_state_of_another_model(self) -> None:
         for messages in on_ranks(2, wrong_state):

@@ -30,15 +30,16 @@ from test_data_parallel import (
 from torch import Tensor, nn
 
 from parallel import STRATEGIES
-from parallel.data import FSDP, Zero1, Zero2, fsdp_weights, optimizer_of_parts, zero
-from parallel.data.flat import ALIGNMENT, Averaging, start_all_gather
-from parallel.data.parts import PartAverage
+from parallel.data import FSDP, Zero1, Zero2, fsdp_weights, optimizer_of_shards, zero
+from parallel.data.flat import ALIGNMENT, start_all_gather
+from parallel.data.gradients import Averager
+from parallel.data.shard_gradients import ShardTransfer
 
 
 def shares(group: dist.ProcessGroup, wrap: Wrap) -> dict[str, int]:
     """Elements that a rank holds of a model, after a step of AdamW."""
     model = wrap(Large(), group)
-    optimizer = optimizer_of_parts(model.parameters(), torch.optim.AdamW, lr=0.1)
+    optimizer = optimizer_of_shards(model.parameters(), torch.optim.AdamW, lr=0.1)
     loss_of(model, torch.ones(2, WIDTH)).backward()
     finish(model)
     whole = [p.grad for p in model.module.parameters() if p.grad is not None]
@@ -114,8 +115,8 @@ def recorded(events: list[str]) -> Iterator[None]:
         return call
 
     with contextlib.ExitStack() as patches:
-        reduce = noting("reduce", Averaging.start)
-        patches.enter_context(mock.patch.object(Averaging, "start", reduce))
+        reduce = noting("reduce", Averager.start)
+        patches.enter_context(mock.patch.object(Averager, "start", reduce))
         for module in (zero, fsdp_weights):
             gather = noting("gather", start_all_gather)
             patches.enter_context(mock.patch.object(module, "start_all_gather", gather))
@@ -134,7 +135,7 @@ def sequence(group: dist.ProcessGroup, wrap: Wrap, model_of: type[nn.Module]) ->
             output.register_hook(lambda _: events.append(f"backward {number}"))
 
         layer.register_forward_hook(note)
-    optimizer = optimizer_of_parts(model.parameters(), torch.optim.SGD, lr=0.1)
+    optimizer = optimizer_of_shards(model.parameters(), torch.optim.SGD, lr=0.1)
     sign = 1.0 if dist.get_rank(group) == 0 else -1.0
     with recorded(events):
         loss_of(model, torch.full((2, WIDTH), sign)).backward()
@@ -200,18 +201,18 @@ class Deep(Plain):
 def most_in_flight(group: dist.ProcessGroup, wrap: Wrap) -> int:
     model = wrap(Deep(), group)
     counts = []
-    start = PartAverage.start
+    start = ShardTransfer.start
 
-    def counting(item: PartAverage, group: dist.ProcessGroup) -> None:
-        start(item, group)
-        counts.append(sum(other._transfer is not None for other in model._averaged))
+    def counting(transfer: ShardTransfer, group: dist.ProcessGroup) -> None:
+        start(transfer, group)
+        counts.append(sum(other._under_way is not None for other in model._transfers))
 
-    PartAverage.start = counting  # type: ignore[method-assign]
+    ShardTransfer.start = counting  # type: ignore[method-assign]
     try:
         loss_of(model, torch.ones(2, WIDTH)).backward()
         finish(model)
     finally:
-        PartAverage.start = start  # type: ignore[method-assign]
+        ShardTransfer.start = start  # type: ignore[method-assign]
     assert len(counts) == 7
     return max(counts)
 
@@ -224,14 +225,14 @@ def test_few_whole_gradients_are_there_at_once(wrap: Wrap, most: int) -> None:
 def whole_gradients_left(group: dist.ProcessGroup, wrap: Wrap) -> tuple[int, int]:
     """Buffers of whole gradients that there were, and that are there while the optimizer steps."""
     model = wrap(Deep(), group)
-    make, buffers = PartAverage._make_buffer, []
+    make, buffers = ShardTransfer._make_buffer, []
 
-    def noting(average: PartAverage) -> Tensor:
-        buffer = make(average)
+    def noting(transfer: ShardTransfer) -> Tensor:
+        buffer = make(transfer)
         buffers.append(weakref.ref(buffer))
         return buffer
 
-    with mock.patch.object(PartAverage, "_make_buffer", noting):
+    with mock.patch.object(ShardTransfer, "_make_buffer", noting):
         loss_of(model, torch.ones(2, WIDTH)).backward()
         finish(model)
     return len(buffers), sum(buffer() is not None for buffer in buffers)
@@ -272,7 +273,7 @@ class TestOrderOfBlocks:
 def under_way(group: dist.ProcessGroup, name: str) -> list[bool]:
     """Whether a gathering is, after a step and after the task is done with the model."""
     model = {"zero_1": Zero1, "zero_2": Zero2}[name](nn.Linear(8, 8), group=group)
-    optimizer = optimizer_of_parts(model.parameters(), torch.optim.SGD, lr=0.1)
+    optimizer = optimizer_of_shards(model.parameters(), torch.optim.SGD, lr=0.1)
     model(torch.ones(2, 8)).sum().backward()
     model.finish_gradient_synchronization()
     optimizer.step()

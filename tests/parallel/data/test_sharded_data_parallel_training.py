@@ -28,7 +28,7 @@ from test_data_parallel import (
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from parallel.data import FSDP, AgreeingGradScaler, optimizer_of_parts, zero
+from parallel.data import FSDP, AgreeingGradScaler, optimizer_of_shards, zero
 from parallel.data.flat import start_all_gather
 
 Kind = type[torch.optim.Optimizer]
@@ -68,7 +68,7 @@ def train_late(group: dist.ProcessGroup, wrap: Wrap, model: type[nn.Module]) -> 
     try:
         torch.manual_seed(100)
         container = wrap(model(), group)
-        optimizer = optimizer_of_parts(container.parameters(), torch.optim.SGD, lr=0.05)
+        optimizer = optimizer_of_shards(container.parameters(), torch.optim.SGD, lr=0.05)
         for batch in batches(dist.get_rank(group), group.size()):
             loss_of(container, batch).backward()
             finish(container)
@@ -134,7 +134,7 @@ def begin(
     rank, size = (0, 1) if group is None else (dist.get_rank(group), group.size())
     torch.manual_seed(100 + rank)
     model = wrap(Large(), group)
-    optimizer = optimizer_of_parts(groups_of(model), kind, **OPTIONS[kind])
+    optimizer = optimizer_of_shards(groups_of(model), kind, **OPTIONS[kind])
     steps(model, optimizer, rank, size, 0, last)
     state = {n.removeprefix("module."): v.clone() for n, v in model.state_dict().items()}
     return state, optimizer.state_dict()
@@ -153,7 +153,7 @@ def go_on(
     model.load_state_dict({f"module.{name}": value for name, value in weights.items()})
     late = [p for n, p in model.named_parameters() if "last" in n]
     groups = [*groups_of(model), {"params": late}]
-    optimizer = optimizer_of_parts(groups, kind, **OPTIONS[kind])
+    optimizer = optimizer_of_shards(groups, kind, **OPTIONS[kind])
     optimizer.load_state_dict(state)
     steps(model, optimizer, rank, size, 2, 4)
     return {n.removeprefix("module."): v.clone() for n, v in model.state_dict().items()}
@@ -187,7 +187,7 @@ def small_steps(group: dist.ProcessGroup | None) -> tuple[str, list[float], str]
     module = nn.Linear(1, 1, bias=False)
     nn.init.ones_(module.weight)
     model = FSDP(module, compute_dtype=torch.bfloat16, replicate_below=0, group=group)
-    optimizer = optimizer_of_parts(model.parameters(), torch.optim.SGD, lr=1e-4)
+    optimizer = optimizer_of_shards(model.parameters(), torch.optim.SGD, lr=1e-4)
     seen = []
     for _ in range(4):
         output = model(torch.ones(1, 1))
@@ -284,7 +284,7 @@ def without_hooks(params: Any, kind: Kind, **options: Any) -> torch.optim.Optimi
     return kind(params, **options)
 
 
-@pytest.mark.parametrize("make", [optimizer_of_parts, without_hooks])
+@pytest.mark.parametrize("make", [optimizer_of_shards, without_hooks])
 @pytest.mark.parametrize("wrap", IN_PARTS)
 def test_forward_passes_besides(wrap: Wrap, make: Any) -> None:
     for found in on_ranks(2, looks_between, wrap, make):
@@ -295,7 +295,7 @@ def every_pass_finished(group: dist.ProcessGroup, wrap: Wrap) -> dict[str, Tenso
     """Gradients of two passes, each averaged, add up in the parts."""
     torch.manual_seed(100)
     model = wrap(Plain(), group)
-    optimizer = optimizer_of_parts(model.parameters(), torch.optim.SGD, lr=0.05)
+    optimizer = optimizer_of_shards(model.parameters(), torch.optim.SGD, lr=0.05)
     for batch in batches(dist.get_rank(group), group.size()):
         for half in batch.chunk(2):
             (loss_of(model, half) / 2).backward()
@@ -306,7 +306,7 @@ def every_pass_finished(group: dist.ProcessGroup, wrap: Wrap) -> dict[str, Tenso
 
 
 @pytest.mark.parametrize("wrap", IN_PARTS)
-def test_parts_accumulate(wrap: Wrap) -> None:
+def test_shards_accumulate(wrap: Wrap) -> None:
     for found in on_ranks(2, every_pass_finished, wrap):
         assert_equal(found, plain_sgd(Plain), rtol=1e-5, atol=1e-6)
 
@@ -315,7 +315,7 @@ def scaled(group: dist.ProcessGroup, wrap: Wrap, fused: bool) -> list[tuple[floa
     """The scale after each step, and whether weights have changed; one gradient overflows."""
     model = wrap(Large(), group)
     scaler = AgreeingGradScaler("cpu", init_scale=2.0**8, growth_interval=100, group=group)
-    optimizer = optimizer_of_parts(model.parameters(), torch.optim.AdamW, lr=0.1, fused=fused)
+    optimizer = optimizer_of_shards(model.parameters(), torch.optim.AdamW, lr=0.1, fused=fused)
     found = []
     for step in range(3):
         before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -1,4 +1,4 @@
-"""Which modules inside a model are blocks: what sharding gathers, waits for and frees as one."""
+"""Finds the blocks of a model: modules whose weights are gathered, awaited and freed together."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import nn
 def blocks_of(module: nn.Module) -> list[nn.Module]:
     """The entries of the outermost ModuleLists and Sequentials, as far as they have parameters.
 
-    Those of a transformer are its layers. In the order in which they are registered, which is
-    taken for the order in which they run.
+    A transformer's are its layers. The order in which they are registered is taken for the order
+    in which they run.
     """
     entries = dict.fromkeys(_entries(module))
     return [block for block in entries if any(True for _ in block.parameters())]
@@ -28,10 +28,10 @@ def _entries(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def waiting_points(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
-    """Modules before whose forward pass parameters must be there, and which ones.
+    """(module, parameters) that must be gathered before the forward pass of the module.
 
-    Blocks with all that they hold, since a block may use a parameter of a layer without calling
-    the layer, and outside of blocks every module with parameters of its own.
+    Blocks with all their parameters, since a block may use a parameter of a layer without
+    calling the layer; outside of blocks, every module with parameters of its own.
     """
     inside: set[nn.Module] = set()
     for block in blocks_of(module):
@@ -46,7 +46,7 @@ def waiting_points(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Param
 def parameters_of_blocks(
     module: nn.Module, blocks: Sequence[nn.Module]
 ) -> tuple[list[list[nn.Parameter]], list[nn.Parameter]]:
-    """The parameters that each block has to itself, and all others of the module.
+    """The parameters that each block alone uses, and all others of the module.
 
     Raises:
         ValueError: a block is not in the module, or is in another one.

@@ -1,4 +1,4 @@
-"""Optimizers over parts of parameters, whose state dicts are those of whole parameters."""
+"""Optimizers over shards of parameters, whose state dicts are those of whole parameters."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from parallel.data.parts import Origin, Owner
+from parallel.data.shards import ShardOrigin, ShardOwner
 
 WHOLE_PARAMETERS = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 """PyTorch's optimizers that look at more than one element at a time."""
 
 
-def optimizer_of_parts(
+def optimizer_of_shards(
     params: Iterable[Any], optimizer_cls: type[Optimizer], **kwargs: Any
 ) -> Optimizer:
-    """An ``optimizer_cls`` over parts of parameters, such as ``container.parameters()``.
+    """An ``optimizer_cls`` over shards of parameters, such as ``container.parameters()``.
 
-    It steps this rank's parts, and then their container begins to gather the whole parameters,
+    It steps this rank's shards, and then their container begins to gather the whole parameters,
     where it keeps any. ``state_dict`` is that of the optimizer over whole parameters, on the
     CPU: all ranks call it together and each receives it whole. ``load_state_dict`` takes it on
     any number of ranks, and so does ``optimizer_cls`` itself on one.
@@ -51,9 +51,9 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
         owner.start_parameter_gathering()
 
 
-def _owners(optimizer: Optimizer) -> list[Owner]:
-    """The containers of the parts, each once, in an order that is the same on all ranks."""
-    found: list[Owner] = []
+def _owners(optimizer: Optimizer) -> list[ShardOwner]:
+    """The containers of the shards, each once, in an order that is the same on all ranks."""
+    found: list[ShardOwner] = []
     for parameter in _parameters(optimizer):
         origin = _origin(parameter)
         owner = None if origin is None else origin.owner()
@@ -63,16 +63,16 @@ def _owners(optimizer: Optimizer) -> list[Owner]:
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    """By their numbers in a state dict."""
+    """In the order in which state dicts number them."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _origin(parameter: Tensor) -> Origin | None:
+def _origin(parameter: Tensor) -> ShardOrigin | None:
     return getattr(parameter, "origin", None)
 
 
 def _join_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """State of all ranks' parts as that of whole parameters."""
+    """The state of whole parameters, joined from all ranks' shards."""
     parameters = _parameters(optimizer)
     origins = {n: o for n, p in enumerate(parameters) if (o := _origin(p)) is not None}
     own = {
@@ -80,16 +80,16 @@ def _join_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
         for number, state in state_dict["state"].items()
         if number in origins
     }
-    parts: list[Any] = [own]
+    by_rank: list[Any] = [own]
     group = next((origin.group for origin in origins.values()), None)
     if group is not None and group.size() > 1:
-        parts = [None] * group.size()
-        dist.all_gather_object(parts, own, group=group)
+        by_rank = [None] * group.size()
+        dist.all_gather_object(by_rank, own, group=group)
     joined = dict(state_dict["state"])
     for number, state in own.items():
         shape = parameters[number].shape
         joined[number] = {
-            name: origins[number].join([part[number][name] for part in parts])
+            name: origins[number].join([states[number][name] for states in by_rank])
             if isinstance(value, Tensor) and value.shape == shape
             else value
             for name, value in state.items()
@@ -98,7 +98,7 @@ def _join_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
 
 
 def _cut_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-    """This rank's parts of the state of whole parameters."""
+    """This rank's shards of the state of whole parameters."""
     saved = [number for group in state_dict["param_groups"] for number in group["params"]]
     parameters = _parameters(optimizer)
     if len(saved) != len(parameters):
@@ -114,7 +114,7 @@ def _cut_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, An
     return {**state_dict, "state": state}
 
 
-def _cut(name: str, value: Any, origin: Origin) -> Any:
+def _cut(name: str, value: Any, origin: ShardOrigin) -> Any:
     if not isinstance(value, Tensor):
         return value
     if name != "step" and value.shape == origin.shape:

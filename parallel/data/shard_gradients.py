@@ -1,0 +1,233 @@
+"""Gradients of shards: reduce-scatter of whole gradients, and the containers that train shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parallel.data.containers import DataParallel
+from parallel.data.flat import FlatLayout
+from parallel.data.gradients import Averager
+from parallel.streams import SideStream, StreamEvent
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ShardGroup:
+    """Whole parameters of one dtype that lie in one flat buffer, and this rank's shards of them."""
+
+    parameters: Sequence[nn.Parameter]
+    shards: Sequence[nn.Parameter]
+    layout: FlatLayout
+    index: int
+    """Which shard of the buffer is this rank's."""
+
+
+class ShardTransfer:
+    """Averages gradients of whole parameters, so that each rank receives those of its shards.
+
+    One reduce-scatter, or an all-reduce where the layout has one shard, which all ranks hold.
+    Starting it takes the gradients from the whole parameters. Shards that already have a
+    gradient, since nobody has zeroed it, add to it.
+
+    Args:
+        side_stream: where the work that follows the transfer is launched.
+        dtype: in which gradients travel.
+        keeps_buffer: hold memory for all gradients, and receive in it; else the memory lives
+            from the start of the transfer to its end.
+    """
+
+    def __init__(
+        self,
+        group: ShardGroup,
+        *,
+        side_stream: SideStream,
+        dtype: torch.dtype,
+        keeps_buffer: bool = False,
+    ) -> None:
+        self.parameters, self.shards = tuple(group.parameters), tuple(group.shards)
+        self.absent: list[int] = []
+        self._layout, self._index = group.layout, group.index
+        self._side_stream, self._dtype = side_stream, dtype
+        self._kept = self._make_memory(self._make_buffer(), keeps=True) if keeps_buffer else None
+        self._memory: _TransferMemory | None = None
+        """Set from the start of a transfer to its end."""
+        self._under_way: _UnderWay | None = None
+        self._gradients: list[Tensor] = []
+        """The shards' gradients, from the end of a transfer on."""
+
+    def _make_buffer(self) -> Tensor:
+        return self._new(self._layout.size, self._dtype)
+
+    def _make_memory(self, buffer: Tensor, *, keeps: bool = False) -> _TransferMemory:
+        layout = self._layout
+        converts = self._dtype != self.shards[0].dtype
+        if layout.num_shards == 1:
+            received = buffer
+        elif keeps or converts:
+            received = layout.shard(buffer, self._index)
+        else:
+            # The gradient itself; a view of the buffer would keep all of it.
+            received = self._new(layout.shard_size, self._dtype)
+        gradient = received
+        if converts:
+            gradient = self._new(layout.shard_size, self.shards[0].dtype)
+        return _TransferMemory(
+            buffer=buffer,
+            views=layout.views(buffer) if keeps else [],
+            received=received,
+            gradient=gradient,
+            gradients=layout.split_shard(gradient, self._index),
+        )
+
+    def start(self, averager: Averager | None) -> None:
+        before: list[Tensor | None] = [shard.grad for shard in self.shards]
+        adds = any(gradient is not None for gradient in before)
+        if adds and self._kept is not None:
+            # They lie where the new ones will be received.
+            before = [None if gradient is None else gradient.clone() for gradient in before]
+        buffer = self._make_buffer() if self._kept is None else self._kept.buffer
+        self._fill(self._layout.views(buffer) if self._kept is None else self._kept.views)
+        # The received shard may take the memory of the gradients that were just freed.
+        memory = self._memory = self._kept or self._make_memory(buffer)
+        under_way = self._under_way = _UnderWay(before=before if adds else [])
+        if self._side_stream.runs_beside and (adds or memory.received is not memory.gradient):
+            # All memory belongs to the current stream: it is freed only after that has waited.
+            with self._side_stream.after_current():
+                self._send(averager, memory, under_way)
+                self._settle(memory, under_way)
+                under_way.settled_event = StreamEvent(buffer.device)
+        else:
+            self._send(averager, memory, under_way)
+
+    def _send(
+        self, averager: Averager | None, memory: _TransferMemory, under_way: _UnderWay
+    ) -> None:
+        if averager is not None:
+            whole = self._layout.num_shards == 1
+            under_way.work = averager.start(memory.buffer, None if whole else memory.received)
+
+    def _fill(self, views: Sequence[Tensor]) -> None:
+        """Move every gradient into the buffer."""
+        made, places = [], []
+        self.absent = []
+        for place, (parameter, view) in enumerate(zip(self.parameters, views, strict=True)):
+            if parameter.grad is None:
+                self.absent.append(place)
+                view.zero_()
+            else:
+                made.append(parameter.grad)
+                places.append(view)
+                parameter.grad = None
+        if made:
+            torch._foreach_copy_(places, made)
+
+    def _settle(self, memory: _TransferMemory, under_way: _UnderWay) -> None:
+        """After the transfer: convert to the shards' dtype and add their earlier gradients."""
+        if under_way.work is not None:
+            under_way.work.wait()
+        if memory.gradient is not memory.received:
+            memory.gradient.copy_(memory.received)
+        if under_way.before:
+            pairs = zip(memory.gradients, under_way.before, strict=True)
+            added = [(new, old) for new, old in pairs if old is not None]
+            torch._foreach_add_([new for new, _ in added], [old for _, old in added])
+        under_way.settled = True
+
+    def wait(self) -> None:
+        memory, under_way = self._memory, self._under_way
+        if memory is None or under_way is None:
+            return
+        if not under_way.settled:
+            self._settle(memory, under_way)
+        if under_way.settled_event is not None:
+            under_way.settled_event.wait()
+        # Frees the buffer, if it is not kept.
+        self._memory = self._under_way = None
+        self._gradients = memory.gradients
+        for place, (shard, gradient) in enumerate(zip(self.shards, memory.gradients, strict=True)):
+            if place not in self.absent:
+                shard.grad = gradient
+
+    def give(self, place: int) -> None:
+        self.shards[place].grad = self._gradients[place]
+
+    def let_go(self) -> None:
+        """Leave the gradients to the shards, whose users may free them."""
+        self._gradients = []
+
+    def _new(self, size: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=self.shards[0].device)
+
+
+@dataclass(kw_only=True, slots=True)
+class _TransferMemory:
+    """Memory of one transfer, or of all transfers in turn."""
+
+    buffer: Tensor
+    """Sent: all whole gradients."""
+    views: list[Tensor]
+    """Each whole gradient in the buffer, if it is kept."""
+    received: Tensor
+    gradient: Tensor
+    """The received shard, in the dtype of the shards."""
+    gradients: list[Tensor]
+    """Each shard's view of ``gradient``."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _UnderWay:
+    """A transfer that has started."""
+
+    before: list[Tensor | None]
+    """Gradients that shards had before, if any had."""
+    work: dist.Work | None = None
+    settled: bool = False
+    settled_event: StreamEvent | None = None
+
+
+class ShardedDataParallel(DataParallel):
+    """Base of the containers whose ``parameters()`` and ``zero_grad`` are those of shards."""
+
+    IN_FLIGHT: int | None = None
+    """Transfers of gradients under way at once; None is no limit."""
+
+    def __init__(
+        self, module: nn.Module, *, overlap: bool, group: dist.ProcessGroup | None = None
+    ) -> None:
+        self._shards: dict[Tensor, nn.Parameter] = {}
+        for name, parameter in module.named_parameters():
+            if hasattr(parameter, "device_mesh"):
+                raise ValueError(
+                    f"{name} is a DTensor, sharded already: PyTorch's fully_shard divides those "
+                    "further, and this container does not"
+                )
+        super().__init__(module, overlap=overlap, group=group)
+
+    def named_parameters(self, *arguments: Any, **options: Any) -> Iterator[tuple[str, Any]]:
+        """This rank's shards, by the names of the whole parameters, equal on all ranks."""
+        for name, parameter in super().named_parameters(*arguments, **options):
+            yield name, self._shards.get(parameter, parameter)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        # Whole gradients too, which passes in no_sync() leave.
+        self.module.zero_grad(set_to_none=True)
+        super().zero_grad(set_to_none)
+
+    def finish_gradient_synchronization(self) -> None:
+        super().finish_gradient_synchronization()
+        if self._synchronizes:
+            for transfer in self._transfers:
+                cast("ShardTransfer", transfer).let_go()
+
+    def _start_up_to(self, number: int) -> None:
+        if self.IN_FLIGHT is not None:
+            for index in range(self._progress.num_started, number):
+                if index >= self.IN_FLIGHT:
+                    self._transfers[index - self.IN_FLIGHT].wait()
+                super()._start_up_to(index + 1)
+        super()._start_up_to(number)
