@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from harness.cases import format as fmt
-from harness.run.agents import CLOCK_TOLERANCE_S, clocks_differ
-from harness.run.run_folder import Run, RunFolder, TaskState, is_running, runs_of
+from harness.run.hosts import CLOCK_TOLERANCE_S, clocks_differ
+from harness.run.run_folder import RunFolder, RunManifest, TaskState, is_running, runs_of
 from harness.run.slurm import commands as slurm
 from harness.store.heads import Head, read_heads
 from harness.store.record import RecordStore, in_short
@@ -134,7 +134,7 @@ class _Share:
 
     def __init__(
         self,
-        run: Run,
+        run: RunManifest,
         index: int,
         folder: RunFolder,
         queue: dict[str, slurm.Job],
@@ -222,7 +222,7 @@ class _Share:
 
 
 def _accounts_of_the_ended(
-    runs: list[tuple[RunFolder, Run]], queue: dict[str, slurm.Job], heads: dict[str, Head]
+    runs: list[tuple[RunFolder, RunManifest]], queue: dict[str, slurm.Job], heads: dict[str, Head]
 ) -> dict[str, slurm.Job]:
     """What accounting says of jobs that left cases undone; asked only if there are any."""
     arrays = {
@@ -236,13 +236,13 @@ def _accounts_of_the_ended(
     return slurm.accounted(arrays)
 
 
-def _is_recorded(heads: dict[str, Head], case_id: str, run: Run) -> bool:
+def _is_recorded(heads: dict[str, Head], case_id: str, run: RunManifest) -> bool:
     """Whether a case has a record that this run, or a later one, wrote."""
     head = heads.get(case_id)
     return head is not None and head.written_s >= run.created_s - run.clock_offset_s - 1
 
 
-def _known(results: Path, runs: list[tuple[RunFolder, Run]]) -> dict[str, str]:
+def _known(results: Path, runs: list[tuple[RunFolder, RunManifest]]) -> dict[str, str]:
     """Every case that was planned, in the order of the plans, with the command that measures it."""
     known: dict[str, str] = {}
     for label in planned_labels(results):

@@ -39,7 +39,7 @@ from harness.request.config import (
 )
 from harness.request.config_store import fill_config_store
 from harness.run.launcher import Launcher
-from harness.run.runner import RunOptions
+from harness.run.options import RunOptions
 from parallel.strategy import AXES_BY_NAME
 
 Axes = dict[str, list[Any]]

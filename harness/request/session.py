@@ -12,10 +12,10 @@ from harness.cases import format as fmt
 from harness.cases.case import Case
 from harness.request.compose import Request
 from harness.request.plan import Plan, make_plan, predicted_seconds, sweep_plan
-from harness.run.agents import AgentError
-from harness.run.launcher import Launch, LaunchError
+from harness.run.hosts import HostError
+from harness.run.launcher import LaunchError, PendingCases
 from harness.run.progress import TerminalProgress
-from harness.run.workers import WorkerStartError
+from harness.run.worker_group import WorkerStartError
 from harness.store.record import RecordStore, in_short
 from harness.store.rounds import RoundStore
 from harness.store.sweep_plan import write_plan
@@ -52,7 +52,7 @@ def run_request(request: Request) -> int:
     console.print(_opening(request, plan, sum(map(predict, plan.todo))), highlight=False)
 
     with TerminalProgress(console, plan.todo, predict) as progress:
-        launch = Launch(
+        pending = PendingCases(
             cases=plan.todo,
             options=request.options,
             store=store,
@@ -61,10 +61,10 @@ def run_request(request: Request) -> int:
             predict=predict,
         )
         try:
-            said = request.launcher.launch(launch)
+            said = request.launcher.launch(pending)
         except (OSError, LaunchError) as error:
             return _complain(str(error), 2)
-        except (WorkerStartError, AgentError) as error:
+        except (WorkerStartError, HostError) as error:
             return _complain(str(error), 1)
     for line in said:
         console.print(line, highlight=False, soft_wrap=True)
@@ -157,7 +157,7 @@ def _print_plan(console: Console, request: Request, plan: Plan) -> None:
 def _device_name(request: Request) -> str:
     if all(case.device == "cpu" for case in request.cases):
         return ""
-    from harness.run.launchers.local import probe_cuda
+    from harness.run.local import probe_cuda
 
     names = probe_cuda()["names"]
     return str(names[0]) if names else ""

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from harness.cases.case import Case
-from harness.run.runner import Progress, RunOptions
+from harness.run.options import RunOptions
+from harness.run.progress import Progress
 from harness.store.record import RecordStore
 from kernels.registry import Registry
 
@@ -16,7 +17,7 @@ class LaunchError(ValueError):
 
 
 @dataclass(kw_only=True, slots=True)
-class Launch:
+class PendingCases:
     """The cases that are left of a plan, and what launchers need to run them."""
 
     cases: list[Case]
@@ -29,7 +30,7 @@ class Launch:
 
 
 LAUNCHERS: Registry[type[Launcher]] = Registry(
-    "launcher", decorator="launcher", packages=("harness.run.launchers",)
+    "launcher", decorator="launcher", packages=("harness.run",)
 )
 
 launcher = LAUNCHERS.register
@@ -51,7 +52,7 @@ class Launcher:
     def validate(self, cases: list[Case]) -> None:
         """Raise ValueError if the cases cannot run here, before anything starts."""
 
-    def launch(self, launch: Launch) -> list[str]:
+    def launch(self, pending: PendingCases) -> list[str]:
         """Run the cases and write their records, or see to it that it is done elsewhere.
 
         Returns nothing when no more records can be expected, and otherwise what to tell the

@@ -5,17 +5,28 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from typing import Protocol
 
+from rich import progress as bars
 from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from harness.cases.case import Case
 from harness.store.record import Record
 
 _STYLES = {"ok": "green", "oom": "yellow", "unsupported": "yellow"}
+
+
+class Progress(Protocol):
+    """Who is told how a run goes on."""
+
+    def started(self, case: Case) -> None: ...
+
+    def stage(self, name: str) -> None: ...
+
+    def finished(self, record: Record, *, measured_now: bool) -> None: ...
 
 
 class TerminalProgress:
@@ -33,11 +44,11 @@ class TerminalProgress:
         self._started = time.monotonic()
         self._case: Case | None = None
         self._stage = ""
-        self._bar = Progress(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[left]}"),
+        self._bar = bars.Progress(
+            bars.TextColumn("[bold]{task.description}"),
+            bars.BarColumn(bar_width=24),
+            bars.MofNCompleteColumn(),
+            bars.TextColumn("{task.fields[left]}"),
             console=console,
         )
         self._task = self._bar.add_task("attnbench", total=self._total, left="")

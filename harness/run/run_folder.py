@@ -27,7 +27,9 @@ import msgspec
 import psutil
 
 from harness.cases.case import Case
-from harness.run.runner import Progress, RunOptions
+from harness.run.launcher import PendingCases
+from harness.run.options import RunOptions
+from harness.run.progress import Progress
 from harness.store import atomic
 from harness.store.codec import T, decode, encode
 from harness.store.record import Record
@@ -35,7 +37,7 @@ from harness.store.record import Record
 SCHEMA = 1
 
 
-class Run(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class RunManifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """One command's work on a results folder."""
 
     id: str
@@ -88,13 +90,13 @@ class RunFolder:
         """Where Slurm and submitit write."""
         return self.path / "jobs"
 
-    def write_run(self, run: Run) -> None:
+    def write_run(self, run: RunManifest) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
         atomic.replace(self.path / "run.json", encode(run))
 
-    def read_run(self) -> Run:
+    def read_run(self) -> RunManifest:
         """Raises ValueError or OSError where there is none that can be read."""
-        return _read(Run, self.path / "run.json")
+        return _read(RunManifest, self.path / "run.json")
 
     def write_share(
         self, index: int, cases: list[Case], options: RunOptions, files_before: list[str]
@@ -132,7 +134,7 @@ def new_run_id() -> str:
     return f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(2)}"
 
 
-def runs_of(results: Path) -> list[tuple[RunFolder, Run]]:
+def runs_of(results: Path) -> list[tuple[RunFolder, RunManifest]]:
     """Every readable run of a results folder, oldest first."""
     found = []
     for path in (results / "runs").glob("*/run.json"):
@@ -207,34 +209,33 @@ class StateProgress:
 
 
 @contextlib.contextmanager
-def local_run(
-    options: RunOptions, cases: list[Case], predicted_s: list[float], command: str, inner: Progress
-) -> Iterator[Progress]:
+def local_run(pending: PendingCases) -> Iterator[Progress]:
     """Say in the results folder what this process is about to measure, for as long as it does."""
-    folder = RunFolder(options.results, new_run_id())
-    run = Run(
+    results = pending.options.results
+    folder = RunFolder(results, new_run_id())
+    run = RunManifest(
         id=folder.path.name,
         launcher="local",
-        command=command,
+        command=pending.command,
         created_s=time.time(),
         host=socket.gethostname(),
         pid=os.getpid(),
         clock_offset_s=0.0,
-        case_ids=[[case.id for case in cases]],
-        predicted_s=[predicted_s],
+        case_ids=[[case.id for case in pending.cases]],
+        predicted_s=[[pending.predict(case) for case in pending.cases]],
     )
-    for other, their in runs_of(options.results):
+    for other, their in runs_of(results):
         if their.launcher == "local" and their.host == run.host and not is_running(their):
             other.remove()
     folder.write_run(run)
     state = TaskState(node=run.host, started_s=run.created_s)
     try:
-        yield StateProgress(folder, 0, state, inner)
+        yield StateProgress(folder, 0, state, pending.progress)
     finally:
         folder.remove()
 
 
-def is_running(run: Run) -> bool:
+def is_running(run: RunManifest) -> bool:
     """Whether the process of a local run still lives; one of another host is taken to."""
     if run.host != socket.gethostname():
         return True

@@ -11,54 +11,25 @@ kept (:mod:`harness.store.rounds`), and a run that follows one that was stopped 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import json
-import os
-import re
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
-from typing import Any, Protocol
 
 from harness.cases.case import Case
-from harness.run.agents import Hosts
-from harness.run.workers import Reply, WorkerGroup
-from harness.statuses import STATUSES
-from harness.store.record import Phase, Record, RecordStore, is_final
-from harness.store.rounds import Rounds, RoundStore, conditions, why_not_joined
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class RunOptions:
-    """How to run cases; nothing here changes what is measured."""
-
-    results: Path
-    timeout_s: float = 600.0
-    isolate: bool = False
-    retry: bool = False
-    interleave: int = 1
-    """Rounds that the measured passes of each case are split into; not a number of cases."""
-    vote_timeout_s: float = 60.0
-    wait: bool = False
-    """Follow cases that run elsewhere until their records are there."""
-
-
-class Progress(Protocol):
-    """Who is told how a run goes on."""
-
-    def started(self, case: Case) -> None: ...
-
-    def stage(self, name: str) -> None: ...
-
-    def finished(self, record: Record, *, measured_now: bool) -> None: ...
+from harness.run.device_lock import exclusive_device
+from harness.run.hosts import Hosts
+from harness.run.interleaving import comparison_groups
+from harness.run.options import RunOptions
+from harness.run.progress import Progress
+from harness.run.record_builder import RecordBuilder
+from harness.run.worker_group import WorkerGroup
+from harness.store.record import RecordStore, is_final
+from harness.store.rounds import RoundStore, conditions, why_not_joined
 
 
 class Runner:
@@ -78,7 +49,7 @@ class Runner:
         self._hosts = hosts
         self._group: WorkerGroup | None = None
         self._files_before: set[str] = set()
-        self._current: _Run | None = None
+        self._current: RecordBuilder | None = None
 
     def run(self, cases: Iterable[Case], files_before: set[str] | None = None) -> None:
         """Measure every case that has no good record yet; on any exception no worker stays.
@@ -125,7 +96,7 @@ class Runner:
 
     def _measure_group(self, group: list[Case]) -> None:
         rounds = self.options.interleave
-        runs = [_Run(case, rounds) for case in group]
+        runs = [RecordBuilder(case, rounds) for case in group]
         self._take_up_rounds(runs)
         for round_index in range(rounds):
             began_at = datetime.now(UTC).isoformat(timespec="seconds")
@@ -138,7 +109,7 @@ class Runner:
                 with self._device_of(run.case):
                     self._measure_round(run, round_index)
 
-    def _take_up_rounds(self, runs: list[_Run]) -> None:
+    def _take_up_rounds(self, runs: list[RecordBuilder]) -> None:
         """Give each case of a group the rounds that an earlier run has finished, if they hold.
 
         Those that do not stay where they are until the first round of this run replaces them.
@@ -170,7 +141,7 @@ class Runner:
         waiting = partial(self.progress.stage, "waiting for another run on this device")
         return exclusive_device(case.device, waiting)
 
-    def _finish(self, run: _Run) -> None:
+    def _finish(self, run: RecordBuilder) -> None:
         # A signal to stop that comes now may wait for the milliseconds that this takes.
         with signals_held():
             self._current = None
@@ -185,7 +156,7 @@ class Runner:
             self._current.give_up(status, message)
             self._finish(self._current)
 
-    def _measure_round(self, run: _Run, round_index: int) -> None:
+    def _measure_round(self, run: RecordBuilder, round_index: int) -> None:
         case, rounds = run.case, self.options.interleave
         group = self._group_for(case)
         run.environments = group.environments
@@ -211,7 +182,7 @@ class Runner:
         if not reply.healthy or self.options.isolate:
             self._close_group()
 
-    def _keep_rounds(self, run: _Run) -> None:
+    def _keep_rounds(self, run: RecordBuilder) -> None:
         try:
             self._rounds.keep(run.to_rounds())
         except OSError as error:
@@ -250,116 +221,6 @@ class Runner:
             group.close()
 
 
-class _Run:
-    """One case on its way to a record, round by round."""
-
-    def __init__(self, case: Case, num_rounds: int) -> None:
-        self.case = case
-        self.ended = False
-        self.environments: list[dict[str, Any]] = []
-        self._num_rounds = num_rounds
-        self._num_taken_up = 0
-        self._started_at: list[str] = []
-        self._wall_s = 0.0
-        self._rounds: list[list[dict[str, Any]]] = []
-        self._status = "ok"
-        self._error: dict[str, Any] | None = None
-
-    @property
-    def num_finished(self) -> int:
-        return len(self._rounds)
-
-    def take_up(self, kept: Rounds) -> None:
-        """Begin with the rounds of an earlier run."""
-        self._num_taken_up = len(kept.outcomes)
-        self._rounds, self._started_at = kept.outcomes, kept.started_at
-        self._wall_s = kept.wall_s
-
-    def to_rounds(self) -> Rounds:
-        """What the next run needs to go on from here."""
-        return Rounds(
-            case_id=self.case.id,
-            num_rounds=self._num_rounds,
-            conditions=conditions(self.environments),
-            started_at=self._started_at,
-            wall_s=self._wall_s,
-            outcomes=self._rounds,
-        )
-
-    def begin_round(self, began_at: str) -> None:
-        self._started_at.append(began_at)
-
-    def add(self, reply: Reply, log_tail: str, wall_s: float) -> None:
-        """Take in one round; a round that is not ok ends the case."""
-        outcomes = sorted(reply.outcomes, key=lambda outcome: outcome["rank"])
-        self._rounds.append(outcomes)
-        self._wall_s += wall_s
-        if not reply.healthy and reply.fault is None:
-            # The first rank to give up knows why; the others then fail for want of that rank.
-            outcomes = [item for item in reply.outcomes if item["status"] != "ok"][:1]
-        self._status = max((item["status"] for item in outcomes), key=STATUSES.index, default="ok")
-        if self._status != "ok":
-            self._error = _first_error(outcomes, self._status)
-        if reply.fault is not None or (not reply.healthy and not outcomes):
-            self._status = reply.fault or "failed"
-            self._error = {"message": reply.message, "log": log_tail}
-        self.ended = self._status != "ok"
-
-    def give_up(self, status: str, message: str) -> None:
-        """End the case from outside."""
-        self._status, self._error = status, {"message": message}
-        self.ended = True
-
-    def to_record(self) -> Record:
-        case = self.case
-        record = Record(
-            case_id=case.id,
-            case=case.to_dict(),
-            status=self._status,
-            error=self._error,
-            work={name: asdict(work) for name, work in case.task.work(case).items()},
-            environment=self.environments[0] if self.environments else {},
-            started_at=self._started_at[0],
-            wall_s=self._wall_s,
-        )
-        record.notes["predicted_memory"] = case.task.predicted_memory(case)
-        if self._num_rounds > 1:
-            record.notes["interleaved_rounds"] = self._num_rounds
-            record.notes["rounds_started_at"] = self._started_at
-        if self._num_taken_up:
-            record.notes["resumed_rounds"] = self._num_taken_up
-        complete = [outcomes for outcomes in self._rounds if len(outcomes) == case.world_size]
-        if not complete:
-            return record
-        first = complete[0]
-        record.check = _worst_check([outcome["check"] for outcome in first])
-        record.compilation = _worst_compilation(complete)
-        record.memory = [
-            _merge_max([outcomes[rank]["memory"] for outcomes in complete])
-            for rank in range(case.world_size)
-        ]
-        record.device_state = [
-            {
-                "before": complete[0][rank]["device_state"].get("before", {}),
-                "after": complete[-1][rank]["device_state"].get("after", {}),
-            }
-            for rank in range(case.world_size)
-        ]
-        record.notes |= complete[-1][0]["notes"]
-        for name, clock in first[0]["clocks"].items():
-            per_rank = [
-                [
-                    sample
-                    for outcomes in complete
-                    for sample in outcomes[rank]["samples_ms"].get(name, [])
-                ]
-                for rank in range(case.world_size)
-            ]
-            record.phases[name] = Phase(clock=clock, samples_ms=per_rank)
-            record.rounds = [len(outcomes[0]["samples_ms"].get(name, [])) for outcomes in complete]
-        return record
-
-
 @contextlib.contextmanager
 def signals_held() -> Iterator[None]:
     """Deliver signals to stop after this, not in the middle of it."""
@@ -381,91 +242,3 @@ def signals_held() -> Iterator[None]:
             signal.signal(stopping, handler)
         for number in held:
             signal.raise_signal(number)
-
-
-@contextlib.contextmanager
-def exclusive_device(device: str, on_wait: Callable[[], object]) -> Iterator[None]:
-    """Keep other runs on this host off the device: two that measure at once spoil each other.
-
-    A lock in the temporary folder, which the operating system drops when its holder dies.
-    Runs that see different GPUs (CUDA_VISIBLE_DEVICES) do not wait for each other. In a Slurm
-    job that variable may count from 0 whichever GPUs the job has; Slurm's own tells them apart.
-    """
-    visible = ""
-    if device == "cuda":
-        names = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "CUDA_VISIBLE_DEVICES")
-        visible = next((os.environ[name] for name in names if name in os.environ), "all")
-    name = re.sub(r"[^a-z0-9]+", "_", f"{device} {visible}".lower())
-    path = Path(tempfile.gettempdir()) / f"attnbench_{name}.lock"
-    try:
-        lock = os.open(path, os.O_RDONLY | os.O_CREAT, 0o644)
-    except OSError:
-        # A temporary folder that cannot be written is no reason not to measure.
-        yield
-        return
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            on_wait()
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(lock)
-
-
-def comparison_groups(cases: Iterable[Case]) -> list[list[Case]]:
-    """Cases that differ in attention or strategy alone, together, in the order of the first.
-
-    All cases of a group have as many ranks, and so one worker group. A strategy that trains on
-    one rank does nothing, and has nothing to be compared with.
-    """
-    groups: dict[str, list[Case]] = {}
-    for case in cases:
-        values = case.to_dict() | {"world_size": case.world_size}
-        del values["attention"]
-        if case.parallel.dp > 1:
-            del values["parallel"]
-        groups.setdefault(json.dumps(values, sort_keys=True), []).append(case)
-    return list(groups.values())
-
-
-def _first_error(outcomes: list[dict[str, Any]], status: str) -> dict[str, Any] | None:
-    if status == "unsupported" and all(item["status"] == status for item in outcomes):
-        # The same reason on every rank; none of them is to blame.
-        return dict(outcomes[0]["error"])
-    for outcome in outcomes:
-        if outcome["status"] == status and outcome["error"]:
-            error = dict(outcome["error"])
-            if len(outcomes) > 1 or "vote" in outcome["notes"]:
-                error["message"] = f"rank {outcome['rank']}: {error['message']}"
-            return error
-    return None
-
-
-def _merge_max(per_round: list[dict[str, Any]]) -> dict[str, Any]:
-    merged: dict[str, Any] = {}
-    for values in per_round:
-        for key, value in values.items():
-            old = merged.get(key)
-            merged[key] = max(old, value) if isinstance(old, int | float) else value
-    return merged
-
-
-def _worst_check(checks: list[dict[str, Any] | None]) -> dict[str, Any] | None:
-    done = [check for check in checks if check]
-    if not done:
-        return None
-    errors = _merge_max([check["errors"] for check in done])
-    return {"errors": errors, "tolerance": done[0]["tolerance"]}
-
-
-def _worst_compilation(complete: list[list[dict[str, Any]]]) -> dict[str, Any]:
-    """The first round's times, in which things compile, and every round's recompilations."""
-    merged = _merge_max([outcome["compilation"] for outcome in complete[0]])
-    merged["recompilations"] = max(
-        outcome["compilation"].get("recompilations", 0)
-        for outcomes in complete
-        for outcome in outcomes
-    )
-    return merged

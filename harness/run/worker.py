@@ -38,9 +38,7 @@ have ended when it looks, every 0.1 s."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m harness.run.worker_process", description=__doc__
-    )
+    parser = argparse.ArgumentParser(prog="python -m harness.run.worker_main", description=__doc__)
     parser.add_argument("--events-fd", type=int, required=True)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--rank", type=int, default=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-from harness.run.launcher import Launch
+from harness.run.launcher import PendingCases
 from harness.run.run_folder import runs_of
 from harness.run.slurm import commands as slurm
 from harness.store.record import file_case, is_final
@@ -14,10 +14,10 @@ GRACE_S = 30.0
 """A job that has left the queue may have written what the file system shows a little later."""
 
 
-def follow(launch: Launch, poll_s: float) -> None:
+def follow(pending: PendingCases, poll_s: float) -> None:
     """Tell the progress of each case as it starts and ends; return when none is left to come."""
-    store, options = launch.store, launch.options
-    waiting = {case.id: case for case in launch.cases}
+    store, options = pending.store, pending.options
+    waiting = {case.id: case for case in pending.cases}
     seen: set[str] = set()
     at_first = True
     alone_since: float | None = None
@@ -32,12 +32,12 @@ def follow(launch: Launch, poll_s: float) -> None:
             if record is None or (at_first and not is_final(record, retry=options.retry)):
                 # The one that is to be measured again.
                 continue
-            launch.progress.started(waiting.pop(case_id))
-            launch.progress.finished(record, measured_now=True)
+            pending.progress.started(waiting.pop(case_id))
+            pending.progress.finished(record, measured_now=True)
         at_first = False
         if not waiting:
             return
-        if _show_running(launch, set(waiting)):
+        if _show_running(pending, set(waiting)):
             alone_since = None
         elif alone_since is None:
             alone_since = time.monotonic()
@@ -46,12 +46,12 @@ def follow(launch: Launch, poll_s: float) -> None:
         time.sleep(poll_s)
 
 
-def _show_running(launch: Launch, waiting: set[str]) -> bool:
+def _show_running(pending: PendingCases, waiting: set[str]) -> bool:
     """Name a case that is running; False if no job in the queue has any of them."""
-    by_id = {case.id: case for case in launch.cases if case.id in waiting}
+    by_id = {case.id: case for case in pending.cases if case.id in waiting}
     runs = [
         (folder, run)
-        for folder, run in runs_of(launch.options.results)
+        for folder, run in runs_of(pending.options.results)
         if run.launcher == "slurm" and any(waiting.intersection(ids) for ids in run.case_ids)
     ]
     jobs = slurm.queued(job.split("_")[0] for _, run in runs for job in run.jobs if job)
@@ -67,8 +67,8 @@ def _show_running(launch: Launch, waiting: set[str]) -> bool:
             state = folder.read_state(index)
             if state is not None and state.case_id in by_id:
                 shown = True
-                launch.progress.started(by_id[state.case_id])
-                launch.progress.stage(f"job {job} on {jobs[job].nodes}")
+                pending.progress.started(by_id[state.case_id])
+                pending.progress.stage(f"job {job} on {jobs[job].nodes}")
     if not shown:
-        launch.progress.stage("waiting for the queue")
+        pending.progress.stage("waiting for the queue")
     return alive

@@ -23,10 +23,11 @@ import submitit
 from submitit.helpers import DelayedSubmission
 
 from harness.cases.case import Case
-from harness.run.agents import AgentError, Hosts, clocks_differ, serve_agent
+from harness.run.agent import serve_agent
+from harness.run.hosts import HostError, Hosts, clocks_differ
 from harness.run.run_folder import RunFolder, StateProgress, TaskState, clock_offset_s
 from harness.run.runner import Runner
-from harness.run.workers import WorkerStartError
+from harness.run.worker_group import WorkerStartError
 from harness.store.record import RecordStore
 
 NEAR_THE_END_S = 75.0
@@ -51,7 +52,7 @@ class ShareTask:
         if environment.global_rank > 0:
             try:
                 return f"started {self._serve(folder, environment.global_rank)} workers"
-            except AgentError as error:
+            except HostError as error:
                 sys.exit(f"attnbench: {error}")
         self._leader = Leader(self, folder)
         return self._leader.lead(environment)
@@ -120,7 +121,7 @@ class Leader:
                     print(f"attnbench: {warning}")
                 self._runner = Runner(options, store, self._progress, hosts)
                 self._runner.run(cases, files_before)
-        except (AgentError, WorkerStartError, OSError) as error:
+        except (HostError, WorkerStartError, OSError) as error:
             message = " ".join(str(error).split())
             self._progress.write("failed", message)
             sys.exit(f"attnbench: {message}")

@@ -20,7 +20,7 @@ from harness.predictions.bucket_overhead import Link
 from harness.render.figure import draw
 from harness.render.table import Table, build_table, finding_of
 from harness.request.compose import compose_request
-from harness.run.runner import comparison_groups
+from harness.run.interleaving import comparison_groups
 from harness.store.record import Phase, Record
 
 

@@ -22,7 +22,7 @@ from harness.render.files import to_csv, to_markdown
 from harness.render.panels import whole_calls
 from harness.render.table import build_table
 from harness.request.compose import compose_request
-from harness.run.launchers import local
+from harness.run import local
 from harness.store.record import Record
 from kernels import BACKENDS
 

@@ -178,7 +178,7 @@ class TestBadInput:
         capsys: pytest.CaptureFixture[str],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        from harness.run.launchers import local
+        from harness.run import local
 
         monkeypatch.setattr(local, "probe_cuda", lambda: {"names": [], "reason": "no GPU here"})
         arguments, words = BAD[name]
@@ -239,7 +239,7 @@ class TestBadInput:
             compose("model=tiny", "seq_len=8,16", "model.num_heads=4,7")
 
     def test_more_gpus_than_there_are(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from harness.run.launchers import local
+        from harness.run import local
 
         monkeypatch.setattr(local, "probe_cuda", lambda: {"names": ["NVIDIA H200"]})
         with pytest.raises(ValueError, match=r"parallel\.dp=2: .* this host has 1"):

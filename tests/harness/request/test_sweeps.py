@@ -16,8 +16,8 @@ from harness.render.table import TABLES
 from harness.request.compose import Request, compose_request
 from harness.request.config import GROUPS, choices, registered_choices
 from harness.request.plan import predicted_seconds
-from harness.run.launchers import local
-from harness.run.runner import comparison_groups
+from harness.run import local
+from harness.run.interleaving import comparison_groups
 
 NAMES = sorted(path.stem for path in SWEEPS.glob("*.yaml"))
 

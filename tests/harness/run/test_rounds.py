@@ -27,10 +27,11 @@ from harness.request import session
 from harness.request.compose import compose_request
 from harness.request.plan import SETUP_S, make_plan, predicted_seconds
 from harness.run import runner
+from harness.run.options import RunOptions
 from harness.run.run_folder import RunFolder, TaskState
-from harness.run.runner import Runner, RunOptions
+from harness.run.runner import Runner
 from harness.run.slurm.task import Leader, ShareTask, _Watchful
-from harness.run.workers import Reply
+from harness.run.worker_group import Reply
 from harness.store.record import Record, RecordStore
 from harness.store.rounds import RoundStore
 

@@ -22,13 +22,16 @@ from harness.request.compose import Request, compose_request
 from harness.request.config import choices
 from harness.request.session import run_request
 from harness.run import run_folder
-from harness.run.agents import AgentError, Hosts, _Link, clocks_differ, serve_agent
-from harness.run.launcher import LaunchError
-from harness.run.launchers.slurm import Slurm, active_cases
-from harness.run.rank_process import RankStart
+from harness.run.agent import serve_agent
+from harness.run.hosts import HostError, Hosts, clocks_differ
+from harness.run.launcher import LaunchError, PendingCases
+from harness.run.link import Link
+from harness.run.options import RunOptions
+from harness.run.rank import RankStart
 from harness.run.run_folder import RunFolder, TaskState, runs_of
-from harness.run.runner import Runner, RunOptions
+from harness.run.runner import Runner
 from harness.run.slurm import commands as slurm
+from harness.run.slurm.launcher import Slurm, active_cases
 from harness.run.slurm.shares import Shape, pack, shape_of
 from harness.store.record import SCHEMA, Record, RecordStore
 
@@ -356,8 +359,17 @@ class TestStatus:
             def stage(self, name: str) -> None: ...
             def finished(self, record: Record, *, measured_now: bool) -> None: ...
 
-        RecordStore(tmp_path).create()
-        with run_folder.local_run(request.options, request.cases, [2.0, 3.0], "", Silent()) as said:
+        store = RecordStore(tmp_path)
+        store.create()
+        pending = PendingCases(
+            cases=request.cases,
+            options=request.options,
+            store=store,
+            progress=Silent(),
+            command="",
+            predict=lambda case: 2.0 if case is first else 3.0,
+        )
+        with run_folder.local_run(pending) as said:
             said.started(first)
             statuses = {case.case_id: case.status for case in look(tmp_path).cases}
             assert statuses == {first.id: "running", second.id: "pending"}
@@ -431,7 +443,7 @@ class TestAgents:
         def knock(**hello: Any) -> dict[str, Any] | None:
             for _ in range(100):
                 try:
-                    link = _Link(socket.create_connection(("127.0.0.1", port)))
+                    link = Link(socket.create_connection(("127.0.0.1", port)))
                     break
                 except ConnectionRefusedError:
                     time.sleep(0.05)
@@ -448,7 +460,7 @@ class TestAgents:
             other = knock(token="ours", version="0.0.0")
             assert other is not None
             assert "n2: runs attnbench 0.0.0" in other["refused"]
-            with pytest.raises(AgentError, match="install the same on all nodes"):
+            with pytest.raises(HostError, match="install the same on all nodes"):
                 led.result()
 
     def test_a_rank_is_told_its_place_on_its_host(self, tmp_path: Path) -> None:
@@ -459,7 +471,7 @@ class TestAgents:
             theirs = socket.create_connection(listener.getsockname())
             ours, _ = listener.accept()
         hosts = Hosts(local_ranks=1, ranks_per_node=2)
-        hosts._agents[3] = _Link(ours)
+        hosts._agents[3] = Link(ours)
         start = RankStart(
             rank=3,
             local_rank=0,
@@ -471,7 +483,7 @@ class TestAgents:
             rendezvous="",
         )
         hosts.start(start, logs=tmp_path, scratch="")
-        told = _Link(theirs).receive(timeout_s=5.0)
+        told = Link(theirs).receive(timeout_s=5.0)
         assert told is not None
         assert (told["start"]["local_rank"], told["start"]["ranks_on_host"]) == (1, 2)
 

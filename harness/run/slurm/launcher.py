@@ -15,16 +15,16 @@ from typing import Any
 
 from harness.cases.case import Case, require_at_least
 from harness.paths import ROOT
-from harness.run.launcher import Launch, Launcher, LaunchError, launcher
+from harness.run.launcher import Launcher, LaunchError, PendingCases, launcher
+from harness.run.options import RunOptions
 from harness.run.run_folder import (
-    Run,
     RunFolder,
+    RunManifest,
     clock_offset_s,
     new_run_id,
     planning_lock,
     runs_of,
 )
-from harness.run.runner import RunOptions
 from harness.run.slurm import commands as slurm
 from harness.run.slurm.follow import follow
 from harness.run.slurm.shares import Shape, Share, counted, pack, shape_of
@@ -107,26 +107,26 @@ class Slurm(Launcher):
         for case in cases:
             shape_of(case, self.gpus_per_node)
 
-    def launch(self, launch: Launch) -> list[str]:
-        if not launch.cases:
+    def launch(self, pending: PendingCases) -> list[str]:
+        if not pending.cases:
             return []
-        options = launch.options
+        options = pending.options
         self._require_time_for(options)
         slurm.require_slurm()
         slurm.require_partition(self.partition)
         with planning_lock(options.results):
             under_way = active_cases(options.results)
-            cases = [case for case in launch.cases if case.id not in under_way]
+            cases = [case for case in pending.cases if case.id not in under_way]
             said = []
-            if len(cases) < len(launch.cases):
-                number = len(launch.cases) - len(cases)
+            if len(cases) < len(pending.cases):
+                number = len(pending.cases) - len(cases)
                 said.append(f"{counted(number, 'case')} queued or running already")
             if cases:
-                said += self._submit(cases, launch)
+                said += self._submit(cases, pending)
         if options.wait:
             for line in said:
                 print(line, flush=True)
-            follow(launch, self.poll_s)
+            follow(pending, self.poll_s)
             return []
         results = shlex.quote(str(options.results))
         return [
@@ -143,24 +143,24 @@ class Slurm(Launcher):
                 f"launcher.time_min={self.time_min} lets its job run; raise one or lower the other"
             )
 
-    def _submit(self, cases: list[Case], launch: Launch) -> list[str]:
+    def _submit(self, cases: list[Case], pending: PendingCases) -> list[str]:
         """Freeze the cases in shares and submit them; what to tell the user."""
         packed = pack(
             cases,
             ranks_per_node=self.gpus_per_node,
-            predict=launch.predict,
+            predict=pending.predict,
             cases_per_task=self.cases_per_task,
             task_s=60 * self.task_min,
             max_tasks=slurm.max_array_size(),
-            together=launch.options.interleave > 1,
+            together=pending.options.interleave > 1,
         )
         shares = [share for of_shape in packed.values() for share in of_shape]
-        folder = RunFolder(launch.options.results.resolve(), new_run_id())
+        folder = RunFolder(pending.options.results.resolve(), new_run_id())
         folder.jobs.mkdir(parents=True)
-        run = Run(
+        run = RunManifest(
             id=folder.path.name,
             launcher="slurm",
-            command=launch.command,
+            command=pending.command,
             created_s=time.time(),
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -170,7 +170,7 @@ class Slurm(Launcher):
             jobs=[None] * len(shares),
             shapes=[str(share.shape) for share in shares],
         )
-        self._freeze(folder, shares, launch)
+        self._freeze(folder, shares, pending)
         folder.write_run(run)
         said, first = [], 0
         try:
@@ -193,8 +193,8 @@ class Slurm(Launcher):
             raise
         return said
 
-    def _freeze(self, folder: RunFolder, shares: list[Share], launch: Launch) -> None:
-        options = launch.options
+    def _freeze(self, folder: RunFolder, shares: list[Share], pending: PendingCases) -> None:
+        options = pending.options
         options = RunOptions(
             results=folder.results,
             timeout_s=options.timeout_s,
@@ -203,7 +203,7 @@ class Slurm(Launcher):
             interleave=options.interleave,
             vote_timeout_s=options.vote_timeout_s,
         )
-        files = _files_by_case(launch.store)
+        files = _files_by_case(pending.store)
         for index, share in enumerate(shares):
             before = [name for case in share.cases for name in files.get(case.id, ())]
             folder.write_share(index, share.cases, options, before)

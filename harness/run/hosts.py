@@ -1,38 +1,35 @@
-"""Ranks on other hosts: an agent there starts workers and passes lines to and from the leader.
+"""The hosts of a run: which ranks run on which, and the leader's side of ranks on other hosts.
 
 The leader (rank 0's host) listens at the rendezvous endpoint; every other rank has an agent
-that connects to it and stays while cases are measured, so that a group of workers that broke
-can be started again. On Slurm an agent is one of the job's tasks and the endpoint comes from
-the job's environment; elsewhere a user starts the same command on every host and names it.
+(:mod:`harness.run.agent`) that connects to it and stays while cases are measured, so that a
+group of workers that broke can be started again. On Slurm an agent is one of the job's tasks and
+the endpoint comes from the job's environment; elsewhere a user starts the same command on every
+host and names the endpoint.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import selectors
 import socket
-import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from harness import __version__
-from harness.run.rank_process import LocalRank, RankProcess, RankStart, start_rank
+from harness.run.link import Link
+from harness.run.rank import RankProcess, RankStart, start_rank
 
 CONNECT_TIMEOUT_S = 300.0
 """How long hosts wait for each other: jobs of one node may start minutes after another's."""
 
 CLOCK_TOLERANCE_S = 2.0
 
-_LOG_LINES = 20
 
-
-class AgentError(RuntimeError):
+class HostError(RuntimeError):
     """Hosts that do not come together; the message is one line with the remedy."""
 
 
@@ -48,7 +45,7 @@ class Hosts:
         self.local_ranks = local_ranks
         self.ranks_per_node = ranks_per_node
         self.warnings: list[str] = []
-        self._agents: dict[int, _Link] = {}
+        self._agents: dict[int, Link] = {}
         self._address = ""
 
     @classmethod
@@ -65,7 +62,7 @@ class Hosts:
     ) -> Iterator[Hosts]:
         """Listen until the agents of all further ranks have come; let them go at the end.
 
-        Raises AgentError if they do not come in time, or are of another version.
+        Raises HostError if they do not come in time, or are of another version.
         """
         hosts = cls(local_ranks, ranks_per_node)
         hosts._address = address
@@ -83,7 +80,7 @@ class Hosts:
         try:
             listener = socket.create_server(("", port), backlog=world_size)
         except OSError as error:
-            raise AgentError(
+            raise HostError(
                 f"port {port} on {socket.gethostname()} cannot be listened on ({error.strerror}); "
                 "name another one in launcher.rdzv_endpoint"
             ) from error
@@ -95,11 +92,11 @@ class Hosts:
                     connection, _ = listener.accept()
                 except TimeoutError as error:
                     ranks = ", ".join(map(str, sorted(missing)))
-                    raise AgentError(
+                    raise HostError(
                         f"no agent of ranks {ranks} came to port {port} within "
                         f"{CONNECT_TIMEOUT_S:.0f} s; are all nodes up and can they reach this one?"
                     ) from error
-                link = _Link(connection)
+                link = Link(connection)
                 hello = link.receive(timeout_s=10.0) or {}
                 reason = _why_refused(hello, token, missing)
                 if reason is not None:
@@ -107,7 +104,7 @@ class Hosts:
                     link.close()
                     # A stranger is no reason to give up; one of ours with another version is.
                     if hello.get("token") == token:
-                        raise AgentError(reason)
+                        raise HostError(reason)
                     continue
                 link.host = str(hello["host"])
                 apart_s = hello["time_s"] - time.time()
@@ -126,81 +123,21 @@ class Hosts:
         return f"tcp://{self._address}:{port}"
 
     def start(self, start: RankStart, *, logs: Path, scratch: str) -> RankProcess:
-        """Start one rank where it belongs; OSError or AgentError if its host has gone."""
+        """Start one rank where it belongs; OSError or HostError if its host has gone."""
         here = self.local_ranks is None or start.rank < self.local_ranks
         start.ranks_on_host = min(start.world_size, self.ranks_per_node or start.world_size)
         start.local_rank = start.rank % start.ranks_on_host
         if here:
             return start_rank(start, logs=logs, scratch=scratch)
         if start.rank not in self._agents:
-            raise AgentError(f"rank {start.rank}: no node was given for it")
+            raise HostError(f"rank {start.rank}: no node was given for it")
         return RemoteRank(self._agents[start.rank], start)
-
-
-def serve_agent(*, address: str, port: int, rank: int, token: str, logs: Path) -> int:
-    """Be the agent of one rank until the leader is done; how many workers were started.
-
-    Raises AgentError if the leader cannot be reached or refuses.
-    """
-    with contextlib.closing(_Link(_connect(address, port))) as link:
-        hello = {"rank": rank, "token": token, "host": socket.gethostname()}
-        link.send(hello | {"version": __version__, "time_s": time.time()})
-        answer = link.receive(timeout_s=CONNECT_TIMEOUT_S) or {}
-        if "welcome" not in answer:
-            raise AgentError(answer.get("refused", f"{address}:{port} is no leader of this run"))
-        number = 0
-        while (order := link.receive(timeout_s=None)) is not None:
-            if "start" not in order:
-                continue
-            number += 1
-            with tempfile.TemporaryDirectory(prefix="attnbench-") as scratch:
-                worker = start_rank(RankStart(**order["start"]), logs=logs, scratch=scratch)
-                alive = _pass_on(link, worker)
-            if not alive:
-                break
-        return number
-
-
-def _pass_on(link: _Link, worker: LocalRank) -> bool:
-    """Pass lines both ways until the leader wants the worker ended; False if it has gone."""
-    with selectors.DefaultSelector() as selector:
-        selector.register(link, selectors.EVENT_READ)
-        selector.register(worker, selectors.EVENT_READ)
-        try:
-            while True:
-                for order in link.taken():
-                    if "job" in order:
-                        worker.send(order["job"])
-                    elif "log" in order:
-                        link.send({"log": worker.log_lines(_LOG_LINES)})
-                    elif "kill" in order:
-                        return True
-                for key, _ in selector.select():
-                    if key.fileobj is link:
-                        if link.fill(0.0):
-                            return False
-                        continue
-                    events, ended = worker.read()
-                    for event in events:
-                        link.send({"event": event})
-                    if ended:
-                        selector.unregister(worker)
-                        code = worker.returncode(5.0)
-                        link.send({"ended": code, "log": worker.log_lines(_LOG_LINES)})
-        except OSError:
-            return False
-        finally:
-            doomed = worker.kill()
-            worker.reap()
-            psutil.wait_procs(doomed, timeout=5)
-            with contextlib.suppress(OSError):
-                link.send({"killed": True})
 
 
 class RemoteRank:
     """A worker behind an agent, on another host."""
 
-    def __init__(self, link: _Link, start: RankStart) -> None:
+    def __init__(self, link: Link, start: RankStart) -> None:
         self.stage = "start"
         self.closed = False
         self._link = link
@@ -257,77 +194,6 @@ class RemoteRank:
                 self._link.receive_with("killed", timeout_s=20.0)
 
 
-@dataclass(slots=True)
-class _Link:
-    """A connection that carries one JSON object a line."""
-
-    connection: socket.socket
-    host: str = ""
-    _buffer: bytes = b""
-    _waiting: list[dict[str, Any]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        # A node that loses its power says no goodbye.
-        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
-            if hasattr(socket, name):
-                self.connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-    def fileno(self) -> int:
-        return self.connection.fileno()
-
-    def send(self, message: dict[str, Any]) -> None:
-        self.connection.settimeout(30.0)
-        self.connection.sendall(json.dumps(message).encode() + b"\n")
-
-    def fill(self, timeout_s: float | None) -> bool:
-        """Take in what has arrived, waiting for some up to ``timeout_s``; True at the end."""
-        self.connection.settimeout(timeout_s)
-        try:
-            data = self.connection.recv(1 << 20)
-        except (BlockingIOError, TimeoutError):
-            return False
-        except OSError:
-            return True
-        *lines, self._buffer = (self._buffer + data).split(b"\n")
-        try:
-            self._waiting += [json.loads(line) for line in lines if line]
-        except ValueError:
-            # Something else than an agent has found the port.
-            return True
-        return not data
-
-    def taken(self) -> list[dict[str, Any]]:
-        """The messages that have been taken in since."""
-        waiting, self._waiting = self._waiting, []
-        return waiting
-
-    def receive(self, timeout_s: float | None) -> dict[str, Any] | None:
-        """The next message; None at the end or when the time is up."""
-        return self._next(lambda message: True, timeout_s)
-
-    def receive_with(self, key: str, timeout_s: float) -> dict[str, Any] | None:
-        """The next message with a key; those before it are dropped."""
-        return self._next(lambda message: key in message, timeout_s)
-
-    def _next(self, wanted: Any, timeout_s: float | None) -> dict[str, Any] | None:
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while True:
-            while self._waiting:
-                message = self._waiting.pop(0)
-                if wanted(message):
-                    return message
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                return None
-            if self.fill(left) and not self._waiting:
-                return None
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self.connection.close()
-
-
 def clocks_differ(host: str, apart_s: float) -> str:
     """One line about a clock that is ahead (or, negative, behind)."""
     way = "ahead" if apart_s > 0 else "behind"
@@ -335,20 +201,6 @@ def clocks_differ(host: str, apart_s: float) -> str:
         f"{host}: its clock is {abs(apart_s):.0f} s {way}; start times there are off by that, "
         "durations are right; let chrony or NTP set it"
     )
-
-
-def _connect(address: str, port: int) -> socket.socket:
-    deadline = time.monotonic() + CONNECT_TIMEOUT_S
-    while True:
-        try:
-            return socket.create_connection((address, port), timeout=10.0)
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise AgentError(
-                    f"{address}:{port}: no leader answers there ({error}); start the command with "
-                    "launcher.node_rank=0 on that host"
-                ) from error
-            time.sleep(0.3)
 
 
 def _why_refused(hello: dict[str, Any], token: str, missing: set[int]) -> str | None:

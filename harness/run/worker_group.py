@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 
 from harness.cases.case import Case
-from harness.run.agents import AgentError, Hosts
-from harness.run.rank_process import LocalRank, RankProcess, RankStart
+from harness.run.hosts import HostError, Hosts
+from harness.run.rank import LocalRank, RankProcess, RankStart
 
 # Importing torch from a cold disk can take most of a minute.
 START_TIMEOUT_S = 180.0
@@ -83,7 +83,7 @@ class WorkerGroup:
                 )
                 try:
                     process = hosts.start(start, logs=logs, scratch=self._scratch.name)
-                except (AgentError, ConnectionError, TimeoutError) as error:
+                except (HostError, ConnectionError, TimeoutError) as error:
                     raise WorkerStartError(f"worker rank {rank}: {error}") from error
                 self._ranks.append(process)
                 self._selector.register(process, selectors.EVENT_READ, rank)

@@ -19,7 +19,10 @@ from typing import IO, Any, Protocol
 import psutil
 
 from harness.paths import ROOT
-from harness.run.worker_process import PARENT
+from harness.run.worker_main import PARENT
+
+LOG_LINES = 20
+"""The last lines of a worker's log that go into a failed record."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -154,7 +157,7 @@ def start_rank(start: RankStart, *, logs: Path, scratch: str) -> LocalRank:
     # Hosts may share the folder, and have processes of one number.
     job = f"job{os.environ['SLURM_JOB_ID']}-" if "SLURM_JOB_ID" in os.environ else ""
     log = logs / f"worker-{job}{os.getpid()}-{start.world_size}x-rank{start.rank}.log"
-    command = [sys.executable, "-m", "harness.run.worker_process", f"--events-fd={write_fd}"]
+    command = [sys.executable, "-m", "harness.run.worker_main", f"--events-fd={write_fd}"]
     command += [f"--device={start.device}", f"--rank={start.rank}"]
     command += [f"--local-rank={start.local_rank}", f"--ranks-on-host={start.ranks_on_host}"]
     command += [f"--world-size={start.world_size}", f"--vote-timeout-s={start.vote_timeout_s}"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 import subprocess
@@ -14,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from harness.cases.case import Case, require_at_least
-from harness.run.agents import Hosts, serve_agent
-from harness.run.launcher import Launch, Launcher, launcher
+from harness.run.agent import serve_agent
+from harness.run.hosts import Hosts
+from harness.run.launcher import Launcher, PendingCases, launcher
 from harness.run.run_folder import local_run
-from harness.run.runner import Progress, Runner
+from harness.run.runner import Runner
 
 _PROBE = """
 import json, torch
@@ -99,26 +99,22 @@ class Local(Launcher):
                     "has fewer, or device=cpu"
                 )
 
-    def launch(self, launch: Launch) -> list[str]:
-        cases, options = launch.cases, launch.options
+    def launch(self, pending: PendingCases) -> list[str]:
+        cases, options = pending.cases, pending.options
         if not cases and self.node_rank == 0:
             return []
         if self.nnodes > 1:
-            return self._launch_on_nodes(launch)
-        with self._said(launch) as progress:
-            Runner(options, launch.store, progress).run(cases)
+            return self._launch_on_nodes(pending)
+        with local_run(pending) as progress:
+            Runner(options, pending.store, progress).run(cases)
         return []
 
-    def _said(self, launch: Launch) -> contextlib.AbstractContextManager[Progress]:
-        predicted_s = [launch.predict(case) for case in launch.cases]
-        return local_run(launch.options, launch.cases, predicted_s, launch.command, launch.progress)
-
-    def _launch_on_nodes(self, launch: Launch) -> list[str]:
+    def _launch_on_nodes(self, pending: PendingCases) -> list[str]:
         assert self.rdzv_endpoint is not None
         address, _, port = self.rdzv_endpoint.rpartition(":")
         per_node = self.ranks_per_node or len(probe_cuda()["names"])
         if self.node_rank > 0:
-            logs = launch.options.results / "logs"
+            logs = pending.options.results / "logs"
             logs.mkdir(parents=True, exist_ok=True)
             ranks = range(self.node_rank * per_node, (self.node_rank + 1) * per_node)
             serve = partial(
@@ -136,11 +132,11 @@ class Local(Launcher):
                 ranks_per_node=per_node,
                 token=self.rdzv_id,
             ) as hosts,
-            self._said(launch) as progress,
+            local_run(pending) as progress,
         ):
             for warning in hosts.warnings:
                 print(f"attnbench: {warning}", file=sys.stderr)
-            Runner(launch.options, launch.store, progress, hosts).run(launch.cases)
+            Runner(pending.options, pending.store, progress, hosts).run(pending.cases)
         return []
 
     def _ranks_per_node(self, case: Case) -> int:

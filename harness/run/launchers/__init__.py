@@ -1,1 +1,0 @@
-"""The launchers, one file each: where cases can run."""

@@ -1,0 +1,21 @@
+"""How to run cases: where results go, time limits, rounds and retries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class RunOptions:
+    """How to run cases; nothing here changes what is measured."""
+
+    results: Path
+    timeout_s: float = 600.0
+    isolate: bool = False
+    retry: bool = False
+    interleave: int = 1
+    """Rounds that the measured passes of each case are split into; not a number of cases."""
+    vote_timeout_s: float = 60.0
+    wait: bool = False
+    """Follow cases that run elsewhere until their records are there."""

@@ -1,0 +1,163 @@
+"""One case on its way to a record: the rounds and ranks of it, joined as they come in."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from harness.cases.case import Case
+from harness.run.worker_group import Reply
+from harness.statuses import STATUSES
+from harness.store.record import Phase, Record
+from harness.store.rounds import Rounds, conditions
+
+
+class RecordBuilder:
+    """One case on its way to a record, round by round."""
+
+    def __init__(self, case: Case, num_rounds: int) -> None:
+        self.case = case
+        self.ended = False
+        self.environments: list[dict[str, Any]] = []
+        self._num_rounds = num_rounds
+        self._num_taken_up = 0
+        self._started_at: list[str] = []
+        self._wall_s = 0.0
+        self._rounds: list[list[dict[str, Any]]] = []
+        self._status = "ok"
+        self._error: dict[str, Any] | None = None
+
+    @property
+    def num_finished(self) -> int:
+        return len(self._rounds)
+
+    def take_up(self, kept: Rounds) -> None:
+        """Begin with the rounds of an earlier run."""
+        self._num_taken_up = len(kept.outcomes)
+        self._rounds, self._started_at = kept.outcomes, kept.started_at
+        self._wall_s = kept.wall_s
+
+    def to_rounds(self) -> Rounds:
+        """What the next run needs to go on from here."""
+        return Rounds(
+            case_id=self.case.id,
+            num_rounds=self._num_rounds,
+            conditions=conditions(self.environments),
+            started_at=self._started_at,
+            wall_s=self._wall_s,
+            outcomes=self._rounds,
+        )
+
+    def begin_round(self, began_at: str) -> None:
+        self._started_at.append(began_at)
+
+    def add(self, reply: Reply, log_tail: str, wall_s: float) -> None:
+        """Take in one round; a round that is not ok ends the case."""
+        outcomes = sorted(reply.outcomes, key=lambda outcome: outcome["rank"])
+        self._rounds.append(outcomes)
+        self._wall_s += wall_s
+        if not reply.healthy and reply.fault is None:
+            # The first rank to give up knows why; the others then fail for want of that rank.
+            outcomes = [item for item in reply.outcomes if item["status"] != "ok"][:1]
+        self._status = max((item["status"] for item in outcomes), key=STATUSES.index, default="ok")
+        if self._status != "ok":
+            self._error = _first_error(outcomes, self._status)
+        if reply.fault is not None or (not reply.healthy and not outcomes):
+            self._status = reply.fault or "failed"
+            self._error = {"message": reply.message, "log": log_tail}
+        self.ended = self._status != "ok"
+
+    def give_up(self, status: str, message: str) -> None:
+        """End the case from outside."""
+        self._status, self._error = status, {"message": message}
+        self.ended = True
+
+    def to_record(self) -> Record:
+        case = self.case
+        record = Record(
+            case_id=case.id,
+            case=case.to_dict(),
+            status=self._status,
+            error=self._error,
+            work={name: asdict(work) for name, work in case.task.work(case).items()},
+            environment=self.environments[0] if self.environments else {},
+            started_at=self._started_at[0],
+            wall_s=self._wall_s,
+        )
+        record.notes["predicted_memory"] = case.task.predicted_memory(case)
+        if self._num_rounds > 1:
+            record.notes["interleaved_rounds"] = self._num_rounds
+            record.notes["rounds_started_at"] = self._started_at
+        if self._num_taken_up:
+            record.notes["resumed_rounds"] = self._num_taken_up
+        complete = [outcomes for outcomes in self._rounds if len(outcomes) == case.world_size]
+        if not complete:
+            return record
+        first = complete[0]
+        record.check = _worst_check([outcome["check"] for outcome in first])
+        record.compilation = _worst_compilation(complete)
+        record.memory = [
+            _merge_max([outcomes[rank]["memory"] for outcomes in complete])
+            for rank in range(case.world_size)
+        ]
+        record.device_state = [
+            {
+                "before": complete[0][rank]["device_state"].get("before", {}),
+                "after": complete[-1][rank]["device_state"].get("after", {}),
+            }
+            for rank in range(case.world_size)
+        ]
+        record.notes |= complete[-1][0]["notes"]
+        for name, clock in first[0]["clocks"].items():
+            per_rank = [
+                [
+                    sample
+                    for outcomes in complete
+                    for sample in outcomes[rank]["samples_ms"].get(name, [])
+                ]
+                for rank in range(case.world_size)
+            ]
+            record.phases[name] = Phase(clock=clock, samples_ms=per_rank)
+            record.rounds = [len(outcomes[0]["samples_ms"].get(name, [])) for outcomes in complete]
+        return record
+
+
+def _first_error(outcomes: list[dict[str, Any]], status: str) -> dict[str, Any] | None:
+    if status == "unsupported" and all(item["status"] == status for item in outcomes):
+        # The same reason on every rank; none of them is to blame.
+        return dict(outcomes[0]["error"])
+    for outcome in outcomes:
+        if outcome["status"] == status and outcome["error"]:
+            error = dict(outcome["error"])
+            if len(outcomes) > 1 or "vote" in outcome["notes"]:
+                error["message"] = f"rank {outcome['rank']}: {error['message']}"
+            return error
+    return None
+
+
+def _merge_max(per_round: list[dict[str, Any]]) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for values in per_round:
+        for key, value in values.items():
+            old = merged.get(key)
+            merged[key] = max(old, value) if isinstance(old, int | float) else value
+    return merged
+
+
+def _worst_check(checks: list[dict[str, Any] | None]) -> dict[str, Any] | None:
+    done = [check for check in checks if check]
+    if not done:
+        return None
+    errors = _merge_max([check["errors"] for check in done])
+    return {"errors": errors, "tolerance": done[0]["tolerance"]}
+
+
+def _worst_compilation(complete: list[list[dict[str, Any]]]) -> dict[str, Any]:
+    """The first round's times, in which things compile, and every round's recompilations."""
+    merged = _merge_max([outcome["compilation"] for outcome in complete[0]])
+    merged["recompilations"] = max(
+        outcome["compilation"].get("recompilations", 0)
+        for outcomes in complete
+        for outcome in outcomes
+    )
+    return merged
