@@ -255,8 +255,8 @@ class Machine:
 
     # what the kernel does with numbers
 
-    def store_rows(self, o: Any, *arguments: Any) -> None:
-        first_row, _, q_len = arguments[6:9]
+    def store_rows(self, o: Any, rows: Any, first_row: int, *_: Any) -> None:
+        q_len = rows.length
         parts = o.parts if isinstance(o, Output) else []
         if first_row < 0:
             raise ProtocolError(f"stores rows from {first_row} on")
@@ -361,6 +361,7 @@ def run_program(
         cu_seqlens: of queries and keys of a packed batch, whose longest have q_len and kv_len.
         edit: a line of the kernel's source, and what to put in its place.
     """
+    # Triton exists for Linux alone, and who imports this file may have to skip.
     from kernels.flash.hopper import forward as hopper_forward
     from kernels.flash.hopper import tiles as hopper_tiles
 
@@ -378,6 +379,11 @@ def run_program(
     }
     for name in ("ROWS", "CONSUMERS", "PROGRAM_ROWS", "CONSUMER_REGISTERS", "LN_2"):
         names[name] = getattr(hopper_tiles, name).value
+    for module, structures in (
+        (hopper_tiles, ("Sequence", "Rows")),
+        (hopper_forward, ("Inputs", "Shared", "Head", "Outputs", "Progress")),
+    ):
+        names |= {name: getattr(module, name) for name in structures}
     for module, functions in (
         (hopper_tiles, ("sequence", "key_tiles")),
         (hopper_forward, ("query_tile", "produce", "advance", "consume", "flash_forward")),

@@ -45,6 +45,8 @@ The schedule and the slots of pieces are those of the other kernels. Pieces are 
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -55,7 +57,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.flash.hopper.backward import opaque
+from kernels.flash.hopper.tiles import opaque
 
 ROWS: gl.constexpr = gl.constexpr(64)
 """Queries of a program, and tokens of a tile."""
@@ -72,68 +74,162 @@ def add(a, b):
     return a + b
 
 
+class Inputs(NamedTuple):
+    """Descriptors of the tensors that TMA copies from."""
+
+    q: Any
+    q_rope: Any
+    cache: Any
+    rope: Any
+    """The cache again, for copies of its rotary part."""
+
+
+class Shared(NamedTuple):
+    """A program's shared memory: queries, probabilities, two tiles of latents; then barriers."""
+
+    q_halves: Any
+    q_rope: Any
+    p_tile: Any
+    halves: Any
+    """Half h of buffer b is number 2 b + h."""
+    ropes: Any
+    maxima: Any
+    """Running maximum of each consumer's last tile."""
+    totals: Any
+    """Row sums of both consumers, for pieces in turn."""
+    q_ready: Any
+    q_free: Any
+    ready: Any
+    """Of halves."""
+    free: Any
+    rope_ready: Any
+    rope_free: Any
+    p_ready: Any
+    totals_ready: Any
+
+
+class Cache(NamedTuple):
+    """How many tokens a sequence has, and in which blocks they lie."""
+
+    lengths_ptr: Any
+    table_ptr: Any
+    table_stride: Any
+    max_len: Any
+
+
+class Outputs(NamedTuple):
+    """Where whole lines go, and where pieces of lines."""
+
+    out_ptr: Any
+    stride_b: Any
+    stride_h: Any
+    stride_t: Any
+    pieces_ptr: Any
+    piece_lse_ptr: Any
+    piece_slot: Any
+    """Of this program's first piece; its last one has the next."""
+
+
+class Share(NamedTuple):
+    """The tiles of one program: units ``unit`` to ``stop`` of all lines, one after another."""
+
+    num_rows: Any
+    """Queries of a sequence: its heads, times its new tokens."""
+    row_tile: Any
+    """Which 64 of them are this program's."""
+    unit: Any
+    stop: Any
+    sequence: Any
+    """The line that ``unit`` lies in."""
+    before: Any
+    """Units of all lines before that."""
+
+
+class Tile(NamedTuple):
+    """One tile of a line."""
+
+    number: Any
+    """Of the line."""
+    turn: Any
+    """Of the program."""
+    length: Any
+    """Tokens of the line."""
+    num_seen: Any
+    """Tokens that each query sees."""
+
+
+class Progress(NamedTuple):
+    """What a consumer keeps from one of its tiles to the next."""
+
+    o: Any
+    m_o: Any
+    """The maximum that o is relative to, in the layout of its rows."""
+    m_sum: Any
+    """The maximum that total is relative to, in the layout of the scores' rows."""
+    total: Any
+
+
 @gluon.jit
 def line_at(lengths_ptr, sequence, unit, before, stop):
-    """Of the line that ``unit`` lies in: tokens, units, and the share's first and end tile."""
+    """Tokens and units of the line that ``unit`` lies in, and the share's first and end tile."""
     length = gl.load(lengths_ptr + sequence)
     units = gl.maximum(gl.cdiv(length, ROWS), 1)
     return length, units, unit - before, gl.minimum(units, stop - before)
 
 
 @gluon.jit
-def row_of(tile, sequence, max_len, table_ptr, table_stride, PAGE: gl.constexpr):
+def row_of(tile, sequence, cache, PAGE: gl.constexpr):
     """First row of a tile in the cache, seen as [tokens, 576]."""
     if PAGE == 0:
-        row = sequence * max_len + tile * ROWS
+        row = sequence * cache.max_len + tile * ROWS
     else:
         position = tile * ROWS
-        block = gl.load(table_ptr + sequence * table_stride + position // PAGE)
+        block = gl.load(cache.table_ptr + sequence * cache.table_stride + position // PAGE)
         row = block * PAGE + position % PAGE
     return row
 
 
 @gluon.jit
-def load_half(cache_desc, halves, ready, free, row, buffer, half, phase):
+def load_half(cache_desc, shared, row, buffer, half, phase):
     """Fills half ``half`` of a buffer, once it is given back."""
     number = 2 * buffer + half
-    mbarrier.wait(free.index(number), phase)
-    mbarrier.expect(ready.index(number), cache_desc.block_type.nbytes)
+    mbarrier.wait(shared.free.index(number), phase)
+    mbarrier.expect(shared.ready.index(number), cache_desc.block_type.nbytes)
     tma.async_copy_global_to_shared(
-        cache_desc, [row, half * HALF], ready.index(number), halves.index(number)
+        cache_desc, [row, half * HALF], shared.ready.index(number), shared.halves.index(number)
     )
 
 
 @gluon.jit
-def produce(inputs, PAGE: gl.constexpr):
+def produce(inputs, shared, cache, share, PAGE: gl.constexpr):
     """The producer: queries of each piece, and its tiles, part by part."""
-    (
-        q_desc, q_rope_desc, cache_desc, rope_desc, q_halves, q_rope, halves, ropes,
-        q_ready, q_free, ready, free, rope_ready, rope_free, lengths_ptr, table_ptr,
-        table_stride, max_len, num_rows, row_tile, unit, stop, sequence, before,
-    ) = inputs  # fmt: skip
+    num_rows, row_tile, unit, stop, sequence, before = share
+    q_nbytes: gl.constexpr = 2 * inputs.q.block_type.nbytes + inputs.q_rope.block_type.nbytes
     count = 0
     # Everything starts free: waiting for the phase before the first one returns at once.
     q_phase = 1
     while unit < stop:
-        _, units, first, last = line_at(lengths_ptr, sequence, unit, before, stop)
-        mbarrier.wait(q_free, q_phase)
+        _, units, first, last = line_at(cache.lengths_ptr, sequence, unit, before, stop)
+        mbarrier.wait(shared.q_free, q_phase)
         q_phase ^= 1
-        mbarrier.expect(q_ready, 2 * q_desc.block_type.nbytes + q_rope_desc.block_type.nbytes)
+        q_ready = shared.q_ready
+        mbarrier.expect(q_ready, q_nbytes)
         q_row = sequence * num_rows + row_tile * ROWS
-        tma.async_copy_global_to_shared(q_desc, [q_row, 0], q_ready, q_halves.index(0))
-        tma.async_copy_global_to_shared(q_desc, [q_row, HALF], q_ready, q_halves.index(1))
-        tma.async_copy_global_to_shared(q_rope_desc, [q_row, 0], q_ready, q_rope.index(0))
+        tma.async_copy_global_to_shared(inputs.q, [q_row, 0], q_ready, shared.q_halves.index(0))
+        tma.async_copy_global_to_shared(inputs.q, [q_row, HALF], q_ready, shared.q_halves.index(1))
+        tma.async_copy_global_to_shared(inputs.q_rope, [q_row, 0], q_ready, shared.q_rope.index(0))
         for tile in range(first, last):
-            row = row_of(tile, sequence, max_len, table_ptr, table_stride, PAGE)
+            row = row_of(tile, sequence, cache, PAGE)
             buffer = count & 1
             phase = ((count >> 1) & 1) ^ 1
-            mbarrier.wait(rope_free.index(buffer), phase)
-            mbarrier.expect(rope_ready.index(buffer), rope_desc.block_type.nbytes)
+            mbarrier.wait(shared.rope_free.index(buffer), phase)
+            rope_ready = shared.rope_ready.index(buffer)
+            mbarrier.expect(rope_ready, inputs.rope.block_type.nbytes)
             tma.async_copy_global_to_shared(
-                rope_desc, [row, RANK], rope_ready.index(buffer), ropes.index(buffer)
+                inputs.rope, [row, RANK], rope_ready, shared.ropes.index(buffer)
             )
-            load_half(cache_desc, halves, ready, free, row, buffer, buffer, phase)
-            load_half(cache_desc, halves, ready, free, row, buffer, 1 - buffer, phase)
+            load_half(inputs.cache, shared, row, buffer, buffer, phase)
+            load_half(inputs.cache, shared, row, buffer, 1 - buffer, phase)
             count += 1
         unit = before + last
         if last == units:
@@ -167,120 +263,112 @@ def clear_tail(halves, half, num_tokens):
 
 
 @gluon.jit
-def add_scores(q_halves, halves, ready, s, me, zero, phase, OF: gl.constexpr):
+def add_scores(shared, s, me, zero, phase, OF: gl.constexpr):
     """Issues S += Q K^T over half ``OF`` of buffer ``me``, once that has arrived."""
     half = 2 * me + OF
-    mbarrier.wait(ready.index(half), phase)
+    mbarrier.wait(shared.ready.index(half), phase)
     return warpgroup_mma(
-        q_halves.index(zero + OF), halves.index(half).permute((1, 0)), s, is_async=True
+        shared.q_halves.index(zero + OF),
+        shared.halves.index(half).permute((1, 0)),
+        s,
+        is_async=True,
     )
 
 
 @gluon.jit
-def masked(s, tile, length, num_seen, scale_log2, NEW: gl.constexpr):
+def masked(s, tile, scale_log2, NEW: gl.constexpr):
     """Scores in units of log2; minus infinity for what a query does not see."""
     s = s * scale_log2
-    if (tile + 1) * ROWS > length - (NEW - 1):
-        key = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, s.type.layout))
-        s = gl.where(key[None, :] < num_seen[:, None], s, float("-inf"))
+    if (tile.number + 1) * ROWS > tile.length - (NEW - 1):
+        key = tile.number * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, s.type.layout))
+        s = gl.where(key[None, :] < tile.num_seen[:, None], s, float("-inf"))
     return s
 
 
 @gluon.jit
 def own_tile(
-    buffers,
-    o,
-    m_o,
-    m_sum,
-    total,
-    count,
+    shared,
+    before,
     tile,
-    length,
-    num_seen,
     scale_log2,
     CONSUMER: gl.constexpr,
     FOLLOWS: gl.constexpr,
     NEW: gl.constexpr,
-    S_LAYOUT: gl.constexpr,
-    O_LAYOUT: gl.constexpr,
-    P_LAYOUT: gl.constexpr,
 ):
     """Steps 1 to 5 for a tile of this consumer's; FOLLOWS: the piece has one before it."""
-    (
-        q_halves, q_rope, p_tile, halves, ropes, maxima, ready, free, rope_ready, rope_free, p_ready
-    ) = buffers  # fmt: skip
+    o, m_o, m_sum, total = before
     OTHER: gl.constexpr = 1 - CONSUMER
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    O_LAYOUT: gl.constexpr = o.type.layout
     O_ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
-    phase = (count >> 1) & 1
-    earlier = ((count - 1) >> 1) & 1
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    phase = (tile.turn >> 1) & 1
+    earlier = ((tile.turn - 1) >> 1) & 1
     me = opaque(CONSUMER)
     zero = me - CONSUMER
     own_half = 3 * me
     others_half = 2 * (zero + OTHER) + me
-    mbarrier.wait(rope_ready.index(me), phase)
+    mbarrier.wait(shared.rope_ready.index(me), phase)
     s = warpgroup_mma(
-        q_rope.index(zero), ropes.index(me).permute((1, 0)),
+        shared.q_rope.index(zero), shared.ropes.index(me).permute((1, 0)),
         gl.zeros([ROWS, ROWS], gl.float32, S_LAYOUT), use_acc=False, is_async=True,
     )  # fmt: skip
-    s = add_scores(q_halves, halves, ready, s, me, zero, phase, CONSUMER)
+    s = add_scores(shared, s, me, zero, phase, CONSUMER)
     if FOLLOWS:
         # The other has seen it arrive; who reads it must have seen so itself.
-        mbarrier.wait(ready.index(others_half), earlier)
-    s = add_scores(q_halves, halves, ready, s, me, zero, phase, OTHER)
+        mbarrier.wait(shared.ready.index(others_half), earlier)
+    s = add_scores(shared, s, me, zero, phase, OTHER)
     if FOLLOWS:
-        mbarrier.wait(p_ready.index(zero + OTHER), earlier)
-        m_new_o = maxima.index(zero + OTHER).load(O_ROW)
+        mbarrier.wait(shared.p_ready.index(zero + OTHER), earlier)
+        m_new_o = shared.maxima.index(zero + OTHER).load(O_ROW)
         o = rescaled(o, m_o, m_new_o)
         m_o = m_new_o
-        o = warpgroup_mma(p_tile.index(zero), halves.index(others_half), o, is_async=True)
+        o = warpgroup_mma(
+            shared.p_tile.index(zero), shared.halves.index(others_half), o, is_async=True
+        )
         s = warpgroup_mma_wait(1, deps=[s])
     else:
         s = warpgroup_mma_wait(0, deps=[s])
-    mbarrier.arrive(rope_free.index(me))
-    s = masked(s, tile, length, num_seen, scale_log2, NEW)
+    mbarrier.arrive(shared.rope_free.index(me))
+    s = masked(s, tile, scale_log2, NEW)
     m = gl.max(s, axis=1)
     if FOLLOWS:
-        m = gl.maximum(m, maxima.index(zero + OTHER).load(ROW))
+        m = gl.maximum(m, shared.maxima.index(zero + OTHER).load(ROW))
     reference = finite(m)
     p = gl.exp2(s - reference[:, None])
     total = total * gl.exp2(m_sum - reference) + gl.sum(p, axis=1)
-    p = p.to(halves.dtype)
+    p = p.to(shared.halves.dtype)
     if FOLLOWS:
         o = warpgroup_mma_wait(0, deps=[o])
-        mbarrier.arrive(free.index(others_half))
-    p_tile.index(zero).store(p)
-    maxima.index(me).store(m)
+        mbarrier.arrive(shared.free.index(others_half))
+    shared.p_tile.index(zero).store(p)
+    shared.maxima.index(me).store(m)
     fence_async_shared()
-    mbarrier.arrive(p_ready.index(me))
+    mbarrier.arrive(shared.p_ready.index(me))
     m_new_o = gl.convert_layout(m, O_ROW)
     o = rescaled(o, m_o, m_new_o)
-    if (tile + 1) * ROWS > length:
-        clear_tail(halves, own_half, length - tile * ROWS)
-    o = warpgroup_mma(gl.convert_layout(p, P_LAYOUT), halves.index(own_half), o, is_async=True)
+    if (tile.number + 1) * ROWS > tile.length:
+        clear_tail(shared.halves, own_half, tile.length - tile.number * ROWS)
+    o = warpgroup_mma(
+        gl.convert_layout(p, P_LAYOUT), shared.halves.index(own_half), o, is_async=True
+    )
     o = warpgroup_mma_wait(0, deps=[o])
-    mbarrier.arrive(free.index(own_half))
-    return o, m_new_o, m, total
+    mbarrier.arrive(shared.free.index(own_half))
+    return Progress(o, m_new_o, m, total)
 
 
 @gluon.jit
-def consume(inputs, CONSUMER: gl.constexpr, NEW: gl.constexpr):
+def consume(
+    shared, lengths_ptr, outputs, share, scale_log2, CONSUMER: gl.constexpr, NEW: gl.constexpr
+):
     """One consumer: scores of every other tile, one half of the output."""
-    (
-        q_halves, q_rope, p_tile, halves, ropes, maxima, totals, q_ready, q_free, ready, free,
-        rope_ready, rope_free, p_ready, totals_ready, lengths_ptr, out_ptr, out_stride_b,
-        out_stride_h, out_stride_t, pieces_ptr, piece_lse_ptr, piece_slot, num_rows,
-        row_tile, unit, stop, sequence, before, scale_log2,
-    ) = inputs  # fmt: skip
+    num_rows, row_tile, unit, stop, sequence, before = share
     OTHER: gl.constexpr = 1 - CONSUMER
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     O_ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
-    buffers = (
-        q_halves, q_rope, p_tile, halves, ropes, maxima, ready, free, rope_ready, rope_free, p_ready
-    )  # fmt: skip
     token = (row_tile * ROWS + gl.arange(0, ROWS, ROW)) % NEW
     row = row_tile * ROWS + gl.arange(0, ROWS, O_ROW)
     column = CONSUMER * HALF + gl.arange(0, HALF, gl.SliceLayout(0, O_LAYOUT))
@@ -294,66 +382,70 @@ def consume(inputs, CONSUMER: gl.constexpr, NEW: gl.constexpr):
         m_o = gl.full([ROWS], float("-inf"), gl.float32, O_ROW)
         m_sum = gl.full([ROWS], float("-inf"), gl.float32, ROW)
         total = gl.zeros([ROWS], gl.float32, ROW)
-        mbarrier.wait(q_ready, piece & 1)
+        mbarrier.wait(shared.q_ready, piece & 1)
         # Tiles of this share are counted through, and tile n lies in buffer n mod 2.
-        tile = first
+        number = first
+        progress = Progress(o, m_o, m_sum, total)
         if count & 1 == CONSUMER:
-            o, m_o, m_sum, total = own_tile(
-                buffers, o, m_o, m_sum, total, count, tile, length, num_seen, scale_log2,
-                CONSUMER, False, NEW, S_LAYOUT, O_LAYOUT, P_LAYOUT,
-            )  # fmt: skip
-            tile += 1
-        tile += 1
-        while tile < last:
-            o, m_o, m_sum, total = own_tile(
-                buffers, o, m_o, m_sum, total, count + tile - first, tile, length, num_seen,
-                scale_log2, CONSUMER, True, NEW, S_LAYOUT, O_LAYOUT, P_LAYOUT,
-            )  # fmt: skip
-            tile += 2
-        mbarrier.arrive(q_free)
+            tile = Tile(number, count, length, num_seen)
+            progress = own_tile(shared, progress, tile, scale_log2, CONSUMER, False, NEW)
+            number += 1
+        number += 1
+        while number < last:
+            tile = Tile(number, count + number - first, length, num_seen)
+            progress = own_tile(shared, progress, tile, scale_log2, CONSUMER, True, NEW)
+            number += 2
+        o, m_o, m_sum, total = progress
+        mbarrier.arrive(shared.q_free)
         count += last - first
         if (count - 1) & 1 == OTHER:
             earlier = ((count - 1) >> 1) & 1
-            mbarrier.wait(ready.index(2 * OTHER + CONSUMER), earlier)
-            mbarrier.wait(p_ready.index(OTHER), earlier)
-            m_new_o = maxima.index(OTHER).load(O_ROW)
+            mbarrier.wait(shared.ready.index(2 * OTHER + CONSUMER), earlier)
+            mbarrier.wait(shared.p_ready.index(OTHER), earlier)
+            m_new_o = shared.maxima.index(OTHER).load(O_ROW)
             o = rescaled(o, m_o, m_new_o)
             m_o = m_new_o
             if last * ROWS > length:
-                clear_tail(halves, 2 * OTHER + CONSUMER, length - (last - 1) * ROWS)
-            o = warpgroup_mma(p_tile.index(0), halves.index(2 * OTHER + CONSUMER), o, is_async=True)
+                clear_tail(shared.halves, 2 * OTHER + CONSUMER, length - (last - 1) * ROWS)
+            o = warpgroup_mma(
+                shared.p_tile.index(0), shared.halves.index(2 * OTHER + CONSUMER), o, is_async=True
+            )
             o = warpgroup_mma_wait(0, deps=[o])
-            mbarrier.arrive(free.index(2 * OTHER + CONSUMER))
+            mbarrier.arrive(shared.free.index(2 * OTHER + CONSUMER))
 
         # Row sums of both, relative to the last maximum. Slots and barriers alternate with the
         # pieces: a consumer may be done with the next one, if it is short, before the other
         # has looked.
         turn = (piece & 1) * 2
         m_last = gl.convert_layout(m_o, ROW)
-        totals.index(turn + CONSUMER).store(total * gl.exp2(m_sum - finite(m_last)))
-        mbarrier.arrive(totals_ready.index(turn + CONSUMER))
-        mbarrier.wait(totals_ready.index(turn + OTHER), (piece >> 1) & 1)
-        both = totals.index(turn).load(O_ROW) + totals.index(turn + 1).load(O_ROW)
+        shared.totals.index(turn + CONSUMER).store(total * gl.exp2(m_sum - finite(m_last)))
+        mbarrier.arrive(shared.totals_ready.index(turn + CONSUMER))
+        mbarrier.wait(shared.totals_ready.index(turn + OTHER), (piece >> 1) & 1)
+        both = shared.totals.index(turn).load(O_ROW) + shared.totals.index(turn + 1).load(O_ROW)
         safe = gl.where(both == 0.0, 1.0, both)
         o = o * (1.0 / safe)[:, None]
         if (first == 0) & (last == units):
             places = (
-                sequence.to(gl.int64) * out_stride_b
-                + (row // NEW) * out_stride_h + (row % NEW) * out_stride_t
+                sequence.to(gl.int64) * outputs.stride_b
+                + (row // NEW) * outputs.stride_h + (row % NEW) * outputs.stride_t
             )  # fmt: skip
             gl.store(
-                out_ptr + places[:, None] + column[None, :],
-                o.to(out_ptr.dtype.element_ty),
+                outputs.out_ptr + places[:, None] + column[None, :],
+                o.to(outputs.out_ptr.dtype.element_ty),
                 mask=inside[:, None],
             )
         else:
-            slot = piece_slot + gl.where(first > 0, 0, 1)
+            slot = outputs.piece_slot + gl.where(first > 0, 0, 1)
             tile_row = row - row_tile * ROWS
             places = (slot.to(gl.int64) * ROWS + tile_row) * RANK
-            gl.store(pieces_ptr + places[:, None] + column[None, :], o, mask=inside[:, None])
+            gl.store(
+                outputs.pieces_ptr + places[:, None] + column[None, :], o, mask=inside[:, None]
+            )
             if CONSUMER == 0:
                 lse = gl.where(both == 0.0, float("-inf"), m_o + gl.log2(safe))
-                gl.store(piece_lse_ptr + slot.to(gl.int64) * ROWS + tile_row, lse, mask=inside)
+                gl.store(
+                    outputs.piece_lse_ptr + slot.to(gl.int64) * ROWS + tile_row, lse, mask=inside
+                )
         piece += 1
         unit = before + last
         if last == units:
@@ -395,32 +487,33 @@ def hopper_latent_kernel(
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    q_halves = gl.allocate_shared_memory(dtype, [2, ROWS, HALF], TILE)
-    p_tile = gl.allocate_shared_memory(dtype, [1, ROWS, ROWS], TILE)
-    q_rope = gl.allocate_shared_memory(dtype, [1, ROWS, ROPE], TILE)
-    # Half h of buffer b is number 2 b + h.
-    halves = gl.allocate_shared_memory(dtype, [4, ROWS, HALF], TILE)
-    ropes = gl.allocate_shared_memory(dtype, [2, ROWS, ROPE], TILE)
-    maxima = gl.allocate_shared_memory(gl.float32, [2, ROWS], LINE)
-    totals = gl.allocate_shared_memory(gl.float32, [4, ROWS], LINE)
-    q_ready = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    q_free = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    ready = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
-    free = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
-    rope_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    rope_free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    p_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    totals_ready = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
-    mbarrier.init(q_ready, count=1)
-    mbarrier.init(q_free, count=2)
+    shared = Shared(
+        q_halves=gl.allocate_shared_memory(dtype, [2, ROWS, HALF], TILE),
+        p_tile=gl.allocate_shared_memory(dtype, [1, ROWS, ROWS], TILE),
+        q_rope=gl.allocate_shared_memory(dtype, [1, ROWS, ROPE], TILE),
+        halves=gl.allocate_shared_memory(dtype, [4, ROWS, HALF], TILE),
+        ropes=gl.allocate_shared_memory(dtype, [2, ROWS, ROPE], TILE),
+        maxima=gl.allocate_shared_memory(gl.float32, [2, ROWS], LINE),
+        totals=gl.allocate_shared_memory(gl.float32, [4, ROWS], LINE),
+        q_ready=gl.allocate_shared_memory(gl.int64, [1], BARRIER),
+        q_free=gl.allocate_shared_memory(gl.int64, [1], BARRIER),
+        ready=gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER),
+        free=gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER),
+        rope_ready=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
+        rope_free=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
+        p_ready=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
+        totals_ready=gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER),
+    )
+    mbarrier.init(shared.q_ready, count=1)
+    mbarrier.init(shared.q_free, count=2)
     for i in gl.static_range(4):
-        mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(free.index(i), count=1)
-        mbarrier.init(totals_ready.index(i), count=1)
+        mbarrier.init(shared.ready.index(i), count=1)
+        mbarrier.init(shared.free.index(i), count=1)
+        mbarrier.init(shared.totals_ready.index(i), count=1)
     for i in gl.static_range(2):
-        mbarrier.init(rope_ready.index(i), count=1)
-        mbarrier.init(rope_free.index(i), count=1)
-        mbarrier.init(p_ready.index(i), count=1)
+        mbarrier.init(shared.rope_ready.index(i), count=1)
+        mbarrier.init(shared.rope_free.index(i), count=1)
+        mbarrier.init(shared.p_ready.index(i), count=1)
 
     # As kernels.decode.schedule.share_of, with layouts.
     worker = gl.program_id(0) // ROW_TILES
@@ -441,22 +534,30 @@ def hopper_latent_kernel(
     before = gl.sum(gl.where(passed, units, 0), axis=0)
 
     piece_lse_ptr = pieces_ptr + gl.num_programs(0).to(gl.int64) * (2 * ROWS * RANK)
-    producer = (
-        q_desc, q_rope_desc, cache_desc, rope_desc, q_halves, q_rope, halves, ropes,
-        q_ready, q_free, ready, free, rope_ready, rope_free, lengths_ptr, table_ptr,
-        table_stride, max_len, num_rows, row_tile, start, stop, sequence, before,
-    )  # fmt: skip
-    inputs = (
-        q_halves, q_rope, p_tile, halves, ropes, maxima, totals, q_ready, q_free, ready, free,
-        rope_ready, rope_free, p_ready, totals_ready, lengths_ptr, out_ptr, out_stride_b,
-        out_stride_h, out_stride_t, pieces_ptr, piece_lse_ptr, gl.program_id(0) * 2, num_rows,
-        row_tile, start, stop, sequence, before, scale_log2,
-    )  # fmt: skip
+    inputs = Inputs(q=q_desc, q_rope=q_rope_desc, cache=cache_desc, rope=rope_desc)
+    cache = Cache(lengths_ptr, table_ptr, table_stride, max_len)
+    outputs = Outputs(
+        out_ptr=out_ptr,
+        stride_b=out_stride_b,
+        stride_h=out_stride_h,
+        stride_t=out_stride_t,
+        pieces_ptr=pieces_ptr,
+        piece_lse_ptr=piece_lse_ptr,
+        piece_slot=gl.program_id(0) * 2,
+    )
+    share = Share(
+        num_rows=num_rows,
+        row_tile=row_tile,
+        unit=start,
+        stop=stop,
+        sequence=sequence,
+        before=before,
+    )
     gl.warp_specialize(
         [
-            (consume, (inputs, 0, NEW)),
-            (consume, (inputs, 1, NEW)),
-            (produce, (producer, PAGE)),
+            (consume, (shared, lengths_ptr, outputs, share, scale_log2, 0, NEW)),
+            (consume, (shared, lengths_ptr, outputs, share, scale_log2, 1, NEW)),
+            (produce, (inputs, shared, cache, share, PAGE)),
         ],
         [4, 1],
         [240, 24],

@@ -26,6 +26,8 @@ waits for has started before it.
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -41,54 +43,184 @@ from kernels.flash.hopper.tiles import (
     CONSUMERS,
     PROGRAM_ROWS,
     ROWS,
+    Rows,
+    opaque,
     sequence,
     store_rows,
 )
 
 
+class Inputs(NamedTuple):
+    """Descriptors of the tensors that TMA copies from."""
+
+    q: Any
+    do: Any
+    k: Any
+    v: Any
+    statistics: Any
+    """Two lines for each query head: lse in units of log2, and delta num_lines further on."""
+
+
+class Shared(NamedTuple):
+    """A program's shared memory: tiles, then barriers."""
+
+    k_tiles: Any
+    v_tiles: Any
+    q_tiles: Any
+    do_tiles: Any
+    lse_tiles: Any
+    delta_tiles: Any
+    ds_tiles: Any
+    """dS^T of this turn and the one before: two halves, two consumers."""
+    kv_ready: Any
+    q_ready: Any
+    do_ready: Any
+    free: Any
+    ds_ready: Any
+    opened: Any
+    """Consumers may add to dQ of the turn."""
+    done: Any
+    """Consumers have added to dQ of the turn; two, for turns in turn."""
+    closed: Any
+    """The next program has been told; two, for turns in turn."""
+
+
+class Views(NamedTuple):
+    """The tiles of :class:`Shared` as consumers see them: as matrices and lines."""
+
+    k_parts: Any
+    """Keys, 64 by 64: a consumer's parts follow each other."""
+    q_tiles: Any
+    do_tiles: Any
+    lse_tiles: Any
+    delta_tiles: Any
+    ds_tiles: Any
+
+
+class Heads(NamedTuple):
+    """The query heads of a program, which share a key head."""
+
+    out_head: Any
+    """The head of dk and dv that this program fills."""
+    num_heads: Any
+    """Query heads of a sequence."""
+    first_head: Any
+    num_members: Any
+    """Query heads of this program."""
+    kv_head: Any
+    num_lines: Any
+    """Query heads of the whole batch."""
+    padded_len: Any
+    """Rows of a line of the statistics."""
+
+
+class Turns(NamedTuple):
+    """The keys of a program, and the turns whose queries see some of them."""
+
+    first_key: Any
+    first: Any
+    end: Any
+    num_masked: Any
+    """Turns, the first ones, that need the mask."""
+    key_tile: Any
+    num_key_tiles: Any
+    offset: Any
+    """The last key that the first query sees."""
+
+
+class Gradients(NamedTuple):
+    """Where dk and dv go, by their strides."""
+
+    dk_ptr: Any
+    dv_ptr: Any
+    stride_kb: Any
+    stride_kh: Any
+    stride_ks: Any
+    stride_vb: Any
+    stride_vh: Any
+    stride_vs: Any
+
+
+class HalfTurn(NamedTuple):
+    """Which dQ is due, and which queries come."""
+
+    dq_ptr: Any
+    """Where this consumer adds to dQ of the turn before."""
+    is_first: Any
+    """Whether no other program adds to it before this one."""
+    has_dq: Any
+    """Whether there was a turn before."""
+    more: Any
+    """Whether another half turn follows."""
+    first_key: Any
+    """Of the consumer."""
+    first_query: Any
+    """Of the turn."""
+
+
+class Progress(NamedTuple):
+    """What a consumer keeps from one half turn to the next."""
+
+    dk: Any
+    dv: Any
+    s: Any
+    """Scores of the next half turn, and their lse, where they are computed ahead."""
+    lse: Any
+    slot: Any
+    """Of the ring."""
+    phase: Any
+    parity: Any
+    """Of the turn, among those of all heads of the program."""
+
+
 @gluon.jit
-def produce(inputs, STAGES: gl.constexpr):
+def produce(inputs, shared, heads, seq, turns, STAGES: gl.constexpr):
     """Keys and values once; then per half turn Q, dO and the two row statistics."""
-    (
-        q_desc, do_desc, k_desc, v_desc, stat_desc, k_tiles, v_tiles, q_tiles, do_tiles,
-        lse_tiles, delta_tiles, kv_ready, q_ready, do_ready, free, batch, kv_head, num_heads,
-        first_head, num_members, first, q_start, k_start, line_start, first_turn, num_turns,
-        num_lines,
-    ) = inputs  # fmt: skip
-    if num_turns > first_turn:
-        mbarrier.expect(kv_ready, 2 * CONSUMERS * k_desc.block_type.nbytes)
+    if turns.end > turns.first:
+        mbarrier.expect(shared.kv_ready, 2 * CONSUMERS * inputs.k.block_type.nbytes)
         for consumer in gl.static_range(CONSUMERS):
-            row = k_start + first + consumer * ROWS
+            row = seq.k_start + turns.first_key + consumer * ROWS
             tma.async_copy_global_to_shared(
-                k_desc, [batch, kv_head, row, 0], kv_ready, k_tiles.index(consumer)
+                inputs.k,
+                [seq.batch, heads.kv_head, row, 0],
+                shared.kv_ready,
+                shared.k_tiles.index(consumer),
             )
             tma.async_copy_global_to_shared(
-                v_desc, [batch, kv_head, row, 0], kv_ready, v_tiles.index(consumer)
+                inputs.v,
+                [seq.batch, heads.kv_head, row, 0],
+                shared.kv_ready,
+                shared.v_tiles.index(consumer),
             )
     slot = 0
-    # A ring starts free: waiting for the phase before the first one returns at once.
+    # A ring starts shared.free: waiting for the phase before the first one returns at once.
     phase = 1
-    nbytes: gl.constexpr = q_desc.block_type.nbytes + stat_desc.block_type.nbytes
-    for member in range(num_members):
-        head = first_head + member
-        line = batch * num_heads + head
-        for tile in range(2 * first_turn, 2 * num_turns):
-            row = q_start + tile * ROWS
-            column = line_start + tile * ROWS
-            mbarrier.wait(free.index(slot), phase)
-            ready = q_ready.index(slot)
+    nbytes: gl.constexpr = inputs.q.block_type.nbytes + inputs.statistics.block_type.nbytes
+    for member in range(heads.num_members):
+        head = heads.first_head + member
+        line = seq.batch * heads.num_heads + head
+        for tile in range(2 * turns.first, 2 * turns.end):
+            row = seq.q_start + tile * ROWS
+            column = seq.line_start + tile * ROWS
+            mbarrier.wait(shared.free.index(slot), phase)
+            ready = shared.q_ready.index(slot)
             mbarrier.expect(ready, nbytes)
             tma.async_copy_global_to_shared(
-                q_desc, [batch, head, row, 0], ready, q_tiles.index(slot)
+                inputs.q, [seq.batch, head, row, 0], ready, shared.q_tiles.index(slot)
             )
-            tma.async_copy_global_to_shared(stat_desc, [line, column], ready, lse_tiles.index(slot))
-            ready = do_ready.index(slot)
+            tma.async_copy_global_to_shared(
+                inputs.statistics, [line, column], ready, shared.lse_tiles.index(slot)
+            )
+            ready = shared.do_ready.index(slot)
             mbarrier.expect(ready, nbytes)
             tma.async_copy_global_to_shared(
-                do_desc, [batch, head, row, 0], ready, do_tiles.index(slot)
+                inputs.do, [seq.batch, head, row, 0], ready, shared.do_tiles.index(slot)
             )
             tma.async_copy_global_to_shared(
-                stat_desc, [num_lines + line, column], ready, delta_tiles.index(slot)
+                inputs.statistics,
+                [heads.num_lines + line, column],
+                ready,
+                shared.delta_tiles.index(slot),
             )
             slot += 1
             if slot == STAGES:
@@ -97,60 +229,54 @@ def produce(inputs, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def programs_before(turn, key_tile, num_key_tiles, offset, CAUSAL: gl.constexpr):
-    """How many programs, of later keys, add to a turn's dQ before the one of ``key_tile``."""
-    last = num_key_tiles - 1
+def programs_before(turn, turns, CAUSAL: gl.constexpr):
+    """How many programs, of later keys, add to a turn's dQ before this one."""
+    last = turns.num_key_tiles - 1
     if CAUSAL:
-        last = gl.minimum(last, (turn * PROGRAM_ROWS + PROGRAM_ROWS - 1 + offset) // PROGRAM_ROWS)
-    return last - key_tile
+        last = gl.minimum(
+            last, (turn * PROGRAM_ROWS + PROGRAM_ROWS - 1 + turns.offset) // PROGRAM_ROWS
+        )
+    return last - turns.key_tile
 
 
 @gluon.jit
-def open_turns(inputs, CAUSAL: gl.constexpr):
+def open_turns(counts, shared, heads, seq, turns, CAUSAL: gl.constexpr):
     """The warp that lets the consumers add to dQ once all programs before have done so.
 
     A barrier tells only even phases from odd ones, so nobody may fall two phases behind another.
     Hence a turn opens when the consumers are done with the one before and the two turns before
     that are closed; ``done`` and ``closed`` are two barriers each, for turns in turn.
     """
-    (
-        counts, opened, done, closed, batch, num_heads, first_head, num_members, padded_len,
-        line_start, first_turn, num_turns, key_tile, num_key_tiles, offset,
-    ) = inputs  # fmt: skip
     step = 0
-    for member in range(num_members):
-        line = batch * num_heads + first_head + member
-        of_line = counts + (line.to(gl.int64) * padded_len + line_start) // PROGRAM_ROWS
-        for turn in range(first_turn, num_turns):
-            before = programs_before(turn, key_tile, num_key_tiles, offset, CAUSAL)
+    for member in range(heads.num_members):
+        line = seq.batch * heads.num_heads + heads.first_head + member
+        of_line = counts + (line.to(gl.int64) * heads.padded_len + seq.line_start) // PROGRAM_ROWS
+        for turn in range(turns.first, turns.end):
+            before = programs_before(turn, turns, CAUSAL)
             while gl.atomic_add(of_line + turn, 0, sem="acquire", scope="gpu") < before:
                 pass
             # The phases of steps -1 and -2 count as over at the start.
-            mbarrier.wait(done.index((step + 1) & 1), ((step + 3) >> 1) & 1)
-            mbarrier.wait(closed.index(step & 1), ((step + 2) >> 1) & 1)
-            mbarrier.arrive(opened)
+            mbarrier.wait(shared.done.index((step + 1) & 1), ((step + 3) >> 1) & 1)
+            mbarrier.wait(shared.closed.index(step & 1), ((step + 2) >> 1) & 1)
+            mbarrier.arrive(shared.opened)
             step += 1
 
 
 @gluon.jit
-def close_turns(inputs, CAUSAL: gl.constexpr):
+def close_turns(counts, shared, heads, seq, turns, CAUSAL: gl.constexpr):
     """The warp that lets the next program add once all of this one's additions are in memory.
 
     Apart from :func:`open_turns` because waiting for memory takes a third of a turn.
     """
-    (
-        counts, _, done, closed, batch, num_heads, first_head, num_members, padded_len,
-        line_start, first_turn, num_turns, key_tile, num_key_tiles, offset,
-    ) = inputs  # fmt: skip
     step = 0
-    for member in range(num_members):
-        line = batch * num_heads + first_head + member
-        of_line = counts + (line.to(gl.int64) * padded_len + line_start) // PROGRAM_ROWS
-        for turn in range(first_turn, num_turns):
-            before = programs_before(turn, key_tile, num_key_tiles, offset, CAUSAL)
-            mbarrier.wait(done.index(step & 1), (step >> 1) & 1)
+    for member in range(heads.num_members):
+        line = seq.batch * heads.num_heads + heads.first_head + member
+        of_line = counts + (line.to(gl.int64) * heads.padded_len + seq.line_start) // PROGRAM_ROWS
+        for turn in range(turns.first, turns.end):
+            before = programs_before(turn, turns, CAUSAL)
+            mbarrier.wait(shared.done.index(step & 1), (step >> 1) & 1)
             gl.atomic_xchg(of_line + turn, before + 1, sem="release", scope="gpu")
-            mbarrier.arrive(closed.index(step & 1))
+            mbarrier.arrive(shared.closed.index(step & 1))
             step += 1
 
 
@@ -202,46 +328,34 @@ def probabilities(
 
 
 @gluon.jit
-def opaque(x):
-    """x, in the compiler's eyes a new value in every turn of a loop.
-
-    Else it computes everything that depends on a constant tile index, some forty 64-bit
-    addresses of wgmma operands, ahead of the loop, and has to keep them in memory.
-    """
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def dq_tile(ds_tiles, k_parts, tile, column, PARTS: gl.constexpr, LAYOUT: gl.constexpr):
+def dq_tile(views, tile, column, PARTS: gl.constexpr, LAYOUT: gl.constexpr):
     """64 by 64 of dQ = dS K, over both consumers' keys: two matmuls, on their way."""
     zeros = gl.zeros([ROWS, ROWS], gl.float32, LAYOUT)
     dq = warpgroup_mma(
-        ds_tiles.index(tile).permute((1, 0)),
-        k_parts.index(column),
+        views.ds_tiles.index(tile).permute((1, 0)),
+        views.k_parts.index(column),
         zeros,
         use_acc=False,
         is_async=True,
     )
     return warpgroup_mma(
-        ds_tiles.index(tile + 1).permute((1, 0)), k_parts.index(PARTS + column), dq, is_async=True
+        views.ds_tiles.index(tile + 1).permute((1, 0)),
+        views.k_parts.index(PARTS + column),
+        dq,
+        is_async=True,
     )
 
 
 @gluon.jit
 def half_turn(
     shared,
-    kv,
-    state,
-    mine,
-    is_first,
-    started,
-    more,
-    first_key,
-    first_query,
+    views,
+    k,
+    v,
+    before,
+    now,
+    seq,
     offset,
-    kv_len,
     scale_log2,
     HALF: gl.constexpr,
     CONSUMER: gl.constexpr,
@@ -249,26 +363,21 @@ def half_turn(
     CAUSAL: gl.constexpr,
     MASKED: gl.constexpr,
     RESIDENT: gl.constexpr,
-    LAYOUT: gl.constexpr,
-    A_LAYOUT: gl.constexpr,
 ):
     """64 queries: their share of this consumer's dV and dK, and dQ of the turn before.
 
     Where ``RESIDENT``, K and V stay in registers, which halves what matmuls read from shared
     memory, and scores are computed one half turn ahead, behind the matmuls before them.
     """
-    (
-        k_parts, q_tiles, do_tiles, lse_tiles, delta_tiles, ds_tiles, q_ready, do_ready, free,
-        ds_ready, opened, done,
-    ) = shared  # fmt: skip
-    dk, dv, s, lse, slot, phase, parity = state
-    dtype: gl.constexpr = q_tiles.dtype
+    dk, dv, s, lse, slot, phase, parity = before
+    dtype: gl.constexpr = views.q_tiles.dtype
+    LAYOUT: gl.constexpr = s.type.layout
+    A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     LINE: gl.constexpr = gl.SliceLayout(0, LAYOUT)
-    PARTS: gl.constexpr = q_tiles.shape[2] // ROWS
+    PARTS: gl.constexpr = views.q_tiles.shape[2] // ROWS
     zeros = gl.zeros([ROWS, ROWS], gl.float32, LAYOUT)
     me = opaque(CONSUMER)
     slot = opaque(slot)
-    k, v = kv
     if not RESIDENT:
         k = k.index(me)
         v = v.index(me)
@@ -277,73 +386,90 @@ def half_turn(
     old_ds = 4 - new_ds
 
     if not RESIDENT:
-        mbarrier.wait(q_ready.index(slot), phase)
+        mbarrier.wait(shared.q_ready.index(slot), phase)
         s = warpgroup_mma(
-            k, q_tiles.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True
+            k, views.q_tiles.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True
         )
-        lse = lse_tiles.index(slot).load(LINE)
-    mbarrier.wait(do_ready.index(slot), phase)
-    dp = warpgroup_mma(v, do_tiles.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        lse = views.lse_tiles.index(slot).load(LINE)
+    mbarrier.wait(shared.do_ready.index(slot), phase)
+    dp = warpgroup_mma(
+        v, views.do_tiles.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True
+    )
     # Before the wait: reading shared memory is slow while matmuls do.
-    delta = delta_tiles.index(slot).load(LINE)
+    delta = views.delta_tiles.index(slot).load(LINE)
     if not RESIDENT:
         s = warpgroup_mma_wait(1, deps=[s])
     p = probabilities(
-        s, lse, first_key, first_query + HALF * ROWS, offset, kv_len, scale_log2, CAUSAL, MASKED
+        s,
+        lse,
+        now.first_key,
+        now.first_query + HALF * ROWS,
+        offset,
+        seq.kv_len,
+        scale_log2,
+        CAUSAL,
+        MASKED,
     )
     a = gl.convert_layout(p.to(dtype), A_LAYOUT)
-    dv = warpgroup_mma(a, do_tiles.index(slot), dv, is_async=True)
+    dv = warpgroup_mma(a, views.do_tiles.index(slot), dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])
     ds = (p * (dp - delta[None, :])).to(dtype)
     if HALF == 0:
         # The other's dS of the turn before is there; and it is done with that of two before.
-        mbarrier.wait(ds_ready, parity ^ 1, pred=started)
-    ds_tiles.index(new_ds + 2 * HALF + CONSUMER).store(ds)
+        mbarrier.wait(shared.ds_ready, parity ^ 1, pred=now.has_dq)
+    views.ds_tiles.index(new_ds + 2 * HALF + CONSUMER).store(ds)
     ds = gl.convert_layout(ds, A_LAYOUT)
     # Of 64 columns a consumer takes the queries of one half; of 128, one half of the columns.
     if PARTS == 2:
-        dq = dq_tile(ds_tiles, k_parts, old_ds + 2 * HALF, me, PARTS, LAYOUT)
+        dq = dq_tile(views, old_ds + 2 * HALF, me, PARTS, LAYOUT)
     elif HALF == 0:
-        dq = dq_tile(ds_tiles, k_parts, old_ds + 2 * CONSUMER, me - CONSUMER, PARTS, LAYOUT)
-    dk = warpgroup_mma(ds, q_tiles.index(slot), dk, is_async=True)
+        dq = dq_tile(views, old_ds + 2 * CONSUMER, me - CONSUMER, PARTS, LAYOUT)
+    dk = warpgroup_mma(ds, views.q_tiles.index(slot), dk, is_async=True)
     next_slot = slot + 1
     next_phase = phase
     if next_slot == STAGES:
         next_slot = 0
         next_phase ^= 1
     if RESIDENT:
-        mbarrier.wait(q_ready.index(next_slot), next_phase, pred=more)
+        mbarrier.wait(shared.q_ready.index(next_slot), next_phase, pred=now.more)
         # After the last tile these are scores of an old one, which nobody looks at.
         next_s = warpgroup_mma(
-            k, q_tiles.index(next_slot).permute((1, 0)), zeros, use_acc=False, is_async=True
+            k, views.q_tiles.index(next_slot).permute((1, 0)), zeros, use_acc=False, is_async=True
         )
-        lse = lse_tiles.index(next_slot).load(LINE)
+        lse = views.lse_tiles.index(next_slot).load(LINE)
     if PARTS == 2 or HALF == 0:
         dq = warpgroup_mma_wait(2 if RESIDENT else 1, deps=[dq])
         if HALF == 0:
-            mbarrier.wait(opened, parity ^ 1, pred=started)
-        if started:
-            add_to_dq(mine + HALF * (ROWS * ROWS * PARTS), dq, is_first)
+            mbarrier.wait(shared.opened, parity ^ 1, pred=now.has_dq)
+        if now.has_dq:
+            add_to_dq(now.dq_ptr + HALF * (ROWS * ROWS * PARTS), dq, now.is_first)
             if HALF == PARTS - 1:
                 # It was for the turn before, whose parity is the other one.
-                mbarrier.arrive(done.index(parity ^ 1))
+                mbarrier.arrive(shared.done.index(parity ^ 1))
     if HALF == 1:
         fence_async_shared()
-        mbarrier.arrive(ds_ready)
+        mbarrier.arrive(shared.ds_ready)
         parity ^= 1
     if RESIDENT:
         dk, dv, ds, a = warpgroup_mma_wait(1, deps=[dk, dv, ds, a])
-        mbarrier.arrive(free.index(slot))
+        mbarrier.arrive(shared.free.index(slot))
         s = warpgroup_mma_wait(0, deps=[next_s])
     else:
         dk, dv, ds, a = warpgroup_mma_wait(0, deps=[dk, dv, ds, a])
-        mbarrier.arrive(free.index(slot))
-    return dk, dv, s, lse, next_slot, next_phase, parity
+        mbarrier.arrive(shared.free.index(slot))
+    return Progress(dk, dv, s, lse, next_slot, next_phase, parity)
 
 
 @gluon.jit
 def accumulate(
-    inputs,
+    shared,
+    dq_sums,
+    gradients,
+    seq,
+    heads,
+    turns,
+    scale,
+    scale_log2,
     CONSUMER: gl.constexpr,
     STAGES: gl.constexpr,
     HEAD_DIM: gl.constexpr,
@@ -352,96 +478,113 @@ def accumulate(
     RESIDENT: gl.constexpr,
 ):
     """One consumer: dK and dV of 64 keys, and its half of every turn's dQ."""
-    (
-        k_tiles, v_tiles, q_tiles, do_tiles, lse_tiles, delta_tiles, ds_tiles, kv_ready, q_ready,
-        do_ready, free, ds_ready, opened, done, dq_sums, dk_ptr, dv_ptr, stride_kb, stride_kh,
-        stride_ks, stride_vb, stride_vh, stride_vs, batch, out_head, num_heads, first_head,
-        num_members, first, k_start, kv_len, line_start, padded_len, first_turn, num_turns,
-        num_masked, key_tile, num_key_tiles, offset, scale, scale_log2,
-    ) = inputs  # fmt: skip
-    dtype: gl.constexpr = k_tiles.dtype
+    dtype: gl.constexpr = shared.k_tiles.dtype
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, 2)
-    TILE: gl.constexpr = gl.NVMMASharedLayout(k_tiles.type.layout.swizzle_byte_width, 16)
+    TILE: gl.constexpr = gl.NVMMASharedLayout(shared.k_tiles.type.layout.swizzle_byte_width, 16)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     PARTS: gl.constexpr = BLOCK_D // ROWS
-    k = k_tiles._reinterpret(dtype, [CONSUMERS, ROWS, BLOCK_D], TILE)
-    v = v_tiles._reinterpret(dtype, [CONSUMERS, ROWS, BLOCK_D], TILE)
-    # The same bytes: 64 columns of 16 bits, one swizzle's width, lie together.
-    k_parts = k_tiles._reinterpret(dtype, [CONSUMERS * PARTS, ROWS, ROWS], TILE)
-    q_tiles = q_tiles._reinterpret(dtype, [STAGES, ROWS, BLOCK_D], TILE)
-    do_tiles = do_tiles._reinterpret(dtype, [STAGES, ROWS, BLOCK_D], TILE)
-    lse_tiles = lse_tiles._reinterpret(gl.float32, [STAGES, ROWS], LINE)
-    delta_tiles = delta_tiles._reinterpret(gl.float32, [STAGES, ROWS], LINE)
-    shared = (
-        k_parts, q_tiles, do_tiles, lse_tiles, delta_tiles, ds_tiles, q_ready, do_ready, free,
-        ds_ready, opened, done,
-    )  # fmt: skip
+    k = shared.k_tiles._reinterpret(dtype, [CONSUMERS, ROWS, BLOCK_D], TILE)
+    v = shared.v_tiles._reinterpret(dtype, [CONSUMERS, ROWS, BLOCK_D], TILE)
+    views = Views(
+        # The same bytes: 64 columns of 16 bits, one swizzle's width, lie together.
+        k_parts=shared.k_tiles._reinterpret(dtype, [CONSUMERS * PARTS, ROWS, ROWS], TILE),
+        q_tiles=shared.q_tiles._reinterpret(dtype, [STAGES, ROWS, BLOCK_D], TILE),
+        do_tiles=shared.do_tiles._reinterpret(dtype, [STAGES, ROWS, BLOCK_D], TILE),
+        lse_tiles=shared.lse_tiles._reinterpret(gl.float32, [STAGES, ROWS], LINE),
+        delta_tiles=shared.delta_tiles._reinterpret(gl.float32, [STAGES, ROWS], LINE),
+        ds_tiles=shared.ds_tiles,
+    )
 
-    first_key = first + CONSUMER * ROWS
+    first_key = turns.first_key + CONSUMER * ROWS
     dk = gl.zeros([ROWS, BLOCK_D], gl.float32, D_LAYOUT)
     dv = gl.zeros([ROWS, BLOCK_D], gl.float32, D_LAYOUT)
     s = gl.zeros([ROWS, ROWS], gl.float32, LAYOUT)
     lse = gl.zeros([ROWS], gl.float32, gl.SliceLayout(0, LAYOUT))
-    if num_turns > first_turn:
-        mbarrier.wait(kv_ready, 0)
+    if turns.end > turns.first:
+        mbarrier.wait(shared.kv_ready, 0)
     if RESIDENT:
         k = k.index(CONSUMER).load(gl.DotOperandLayout(0, LAYOUT, 2))
         v = v.index(CONSUMER).load(gl.DotOperandLayout(0, LAYOUT, 2))
-        if num_turns > first_turn:
-            mbarrier.wait(q_ready.index(0), 0)
+        if turns.end > turns.first:
+            mbarrier.wait(shared.q_ready.index(0), 0)
             first_s = warpgroup_mma(
-                k, q_tiles.index(0).permute((1, 0)), s, use_acc=False, is_async=True
+                k, views.q_tiles.index(0).permute((1, 0)), s, use_acc=False, is_async=True
             )
-            lse = lse_tiles.index(0).load(gl.SliceLayout(0, LAYOUT))
+            lse = views.lse_tiles.index(0).load(gl.SliceLayout(0, LAYOUT))
             s = warpgroup_mma_wait(0, deps=[first_s])
-    state = (dk, dv, s, lse, 0, 0, 0)
+    progress = Progress(dk, dv, s, lse, 0, 0, 0)
     # Of dQ's tiles of 64 by 64, a turn's in order of rows, a consumer adds to every other one.
-    mine = dq_sums
+    dq_ptr = dq_sums
     before = 0
-    for member in range(num_members):
-        line = batch * num_heads + first_head + member
-        of_line = dq_sums + (line.to(gl.int64) * padded_len + line_start) * BLOCK_D
-        for turn in range(first_turn, first_turn + num_masked):
+    for member in range(heads.num_members):
+        line = seq.batch * heads.num_heads + heads.first_head + member
+        of_line = dq_sums + (line.to(gl.int64) * heads.padded_len + seq.line_start) * BLOCK_D
+        for turn in range(turns.first, turns.first + turns.num_masked):
             for half in gl.static_range(2):
-                state = half_turn(
-                    shared, (k, v), state, mine, before == 0, (member > 0) | (turn > first_turn),
-                    (half == 0) | (member + 1 < num_members) | (turn + 1 < num_turns),
-                    first_key, turn * PROGRAM_ROWS, offset, kv_len, scale_log2,
-                    half, CONSUMER, STAGES, CAUSAL, True, RESIDENT, LAYOUT, A_LAYOUT,
+                now = HalfTurn(
+                    dq_ptr=dq_ptr,
+                    is_first=before == 0,
+                    has_dq=(member > 0) | (turn > turns.first),
+                    more=(half == 0) | (member + 1 < heads.num_members) | (turn + 1 < turns.end),
+                    first_key=first_key,
+                    first_query=turn * PROGRAM_ROWS,
+                )
+                progress = half_turn(
+                    shared, views, k, v, progress, now, seq, turns.offset, scale_log2,
+                    half, CONSUMER, STAGES, CAUSAL, True, RESIDENT,
                 )  # fmt: skip
-            mine = of_line + turn * (PROGRAM_ROWS * BLOCK_D) + CONSUMER * (ROWS * ROWS)
-            before = programs_before(turn, key_tile, num_key_tiles, offset, CAUSAL)
-        for turn in range(first_turn + num_masked, num_turns):
+            dq_ptr = of_line + turn * (PROGRAM_ROWS * BLOCK_D) + CONSUMER * (ROWS * ROWS)
+            before = programs_before(turn, turns, CAUSAL)
+        for turn in range(turns.first + turns.num_masked, turns.end):
             for half in gl.static_range(2):
-                state = half_turn(
-                    shared, (k, v), state, mine, before == 0, (member > 0) | (turn > first_turn),
-                    (half == 0) | (member + 1 < num_members) | (turn + 1 < num_turns),
-                    first_key, turn * PROGRAM_ROWS, offset, kv_len, scale_log2,
-                    half, CONSUMER, STAGES, CAUSAL, False, RESIDENT, LAYOUT, A_LAYOUT,
+                now = HalfTurn(
+                    dq_ptr=dq_ptr,
+                    is_first=before == 0,
+                    has_dq=(member > 0) | (turn > turns.first),
+                    more=(half == 0) | (member + 1 < heads.num_members) | (turn + 1 < turns.end),
+                    first_key=first_key,
+                    first_query=turn * PROGRAM_ROWS,
+                )
+                progress = half_turn(
+                    shared, views, k, v, progress, now, seq, turns.offset, scale_log2,
+                    half, CONSUMER, STAGES, CAUSAL, False, RESIDENT,
                 )  # fmt: skip
-            mine = of_line + turn * (PROGRAM_ROWS * BLOCK_D) + CONSUMER * (ROWS * ROWS)
-            before = programs_before(turn, key_tile, num_key_tiles, offset, CAUSAL)
-    dk, dv, _, _, _, _, parity = state
-    if num_turns > first_turn:
+            dq_ptr = of_line + turn * (PROGRAM_ROWS * BLOCK_D) + CONSUMER * (ROWS * ROWS)
+            before = programs_before(turn, turns, CAUSAL)
+    parity = progress.parity
+    if turns.end > turns.first:
         # dQ of the last turn.
-        mbarrier.wait(ds_ready, parity ^ 1)
-        mbarrier.wait(opened, parity ^ 1)
+        mbarrier.wait(shared.ds_ready, parity ^ 1)
+        mbarrier.wait(shared.opened, parity ^ 1)
         for part in gl.static_range(PARTS):
             tile = 4 - 4 * parity + 2 * (CONSUMER if PARTS == 1 else part)
-            running = dq_tile(ds_tiles, k_parts, tile, 0 if PARTS == 1 else CONSUMER, PARTS, LAYOUT)
+            running = dq_tile(views, tile, 0 if PARTS == 1 else CONSUMER, PARTS, LAYOUT)
             dq = warpgroup_mma_wait(0, deps=[running])
-            add_to_dq(mine + part * (ROWS * ROWS * PARTS), dq, before == 0)
-        mbarrier.arrive(done.index(parity ^ 1))
-    store_rows(
-        dk * scale, dk_ptr, stride_kb, stride_kh, stride_ks, batch, out_head, first_key, k_start,
-        kv_len, HEAD_DIM, BLOCK_D,
-    )  # fmt: skip
-    store_rows(
-        dv, dv_ptr, stride_vb, stride_vh, stride_vs, batch, out_head, first_key, k_start,
-        kv_len, HEAD_DIM, BLOCK_D,
-    )  # fmt: skip
+            add_to_dq(dq_ptr + part * (ROWS * ROWS * PARTS), dq, before == 0)
+        mbarrier.arrive(shared.done.index(parity ^ 1))
+    dk_rows = Rows(
+        pointer=gradients.dk_ptr,
+        stride_b=gradients.stride_kb,
+        stride_h=gradients.stride_kh,
+        stride_s=gradients.stride_ks,
+        batch=seq.batch,
+        head=heads.out_head,
+        start=seq.k_start,
+        length=seq.kv_len,
+    )
+    store_rows(progress.dk * scale, dk_rows, first_key, HEAD_DIM, BLOCK_D)
+    dv_rows = Rows(
+        pointer=gradients.dv_ptr,
+        stride_b=gradients.stride_vb,
+        stride_h=gradients.stride_vh,
+        stride_s=gradients.stride_vs,
+        batch=seq.batch,
+        head=heads.out_head,
+        start=seq.k_start,
+        length=seq.kv_len,
+    )
+    store_rows(progress.dv, dv_rows, first_key, HEAD_DIM, BLOCK_D)
 
 
 @gluon.jit
@@ -458,6 +601,36 @@ def place_in_order(heads_at_once, num_key_tiles):
     width = gl.minimum(heads_at_once, num_heads - first_head)
     index -= first_head * num_key_tiles
     return first_head + index % width, num_key_tiles - 1 - index // width
+
+
+@gluon.jit
+def turns_of_keys(key_tile, q_len, kv_len, CAUSAL: gl.constexpr):
+    """The turns of the program with one tile of keys; none if it lies behind the sequence."""
+    first = key_tile * PROGRAM_ROWS
+    num_key_tiles = gl.cdiv(kv_len, PROGRAM_ROWS)
+    num_turns = gl.cdiv(q_len, PROGRAM_ROWS)
+    offset = kv_len - q_len
+    first_turn = 0
+    num_masked = 0
+    if CAUSAL:
+        first_turn = gl.minimum(gl.maximum(first - offset, 0) // PROGRAM_ROWS, num_turns)
+        last_key = first + PROGRAM_ROWS - 1
+        first_unmasked = gl.cdiv(gl.maximum(last_key - offset, 0), PROGRAM_ROWS)
+        num_masked = gl.maximum(gl.minimum(first_unmasked, num_turns) - first_turn, 0)
+    if first + PROGRAM_ROWS > kv_len:
+        num_masked = num_turns - first_turn
+    if first >= kv_len:
+        first_turn = num_turns
+        num_masked = 0
+    return Turns(
+        first_key=first,
+        first=first_turn,
+        end=num_turns,
+        num_masked=num_masked,
+        key_tile=key_tile,
+        num_key_tiles=num_key_tiles,
+        offset=offset,
+    )
 
 
 @gluon.jit
@@ -506,86 +679,107 @@ def flash_backward(
     :func:`by_thread`; counts is [num_lines, padded_len / 128] int32, zero at the start.
     """
     dtype: gl.constexpr = q_desc.dtype
-    k_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS] + k_desc.block_type.shape, k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS] + v_desc.block_type.shape, v_desc.layout)
-    q_tiles = gl.allocate_shared_memory(dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout)
-    do_tiles = gl.allocate_shared_memory(dtype, [STAGES] + do_desc.block_type.shape, do_desc.layout)
-    lse_tiles = gl.allocate_shared_memory(
-        gl.float32, [STAGES] + stat_desc.block_type.shape, stat_desc.layout
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    shared = Shared(
+        k_tiles=gl.allocate_shared_memory(
+            dtype, [CONSUMERS] + k_desc.block_type.shape, k_desc.layout
+        ),
+        v_tiles=gl.allocate_shared_memory(
+            dtype, [CONSUMERS] + v_desc.block_type.shape, v_desc.layout
+        ),
+        q_tiles=gl.allocate_shared_memory(dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout),
+        do_tiles=gl.allocate_shared_memory(
+            dtype, [STAGES] + do_desc.block_type.shape, do_desc.layout
+        ),
+        lse_tiles=gl.allocate_shared_memory(
+            gl.float32, [STAGES] + stat_desc.block_type.shape, stat_desc.layout
+        ),
+        delta_tiles=gl.allocate_shared_memory(
+            gl.float32, [STAGES] + stat_desc.block_type.shape, stat_desc.layout
+        ),
+        ds_tiles=gl.allocate_shared_memory(dtype, [8, ROWS, ROWS], gl.NVMMASharedLayout(128, 16)),
+        kv_ready=gl.allocate_shared_memory(gl.int64, [1], BARRIER),
+        ds_ready=gl.allocate_shared_memory(gl.int64, [1], BARRIER),
+        opened=gl.allocate_shared_memory(gl.int64, [1], BARRIER),
+        done=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
+        closed=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
+        q_ready=gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        do_ready=gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        free=gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
     )
-    delta_tiles = gl.allocate_shared_memory(
-        gl.float32, [STAGES] + stat_desc.block_type.shape, stat_desc.layout
-    )
-    # dS^T of this turn and the one before: two halves, two consumers.
-    ds_tiles = gl.allocate_shared_memory(dtype, [8, ROWS, ROWS], gl.NVMMASharedLayout(128, 16))
-    kv_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    ds_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    opened = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    done = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    closed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    do_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(kv_ready, count=1)
-    mbarrier.init(ds_ready, count=CONSUMERS)
-    mbarrier.init(opened, count=1)
+    mbarrier.init(shared.kv_ready, count=1)
+    mbarrier.init(shared.ds_ready, count=CONSUMERS)
+    mbarrier.init(shared.opened, count=1)
     for turn in gl.static_range(2):
-        mbarrier.init(done.index(turn), count=CONSUMERS)
-        mbarrier.init(closed.index(turn), count=1)
+        mbarrier.init(shared.done.index(turn), count=CONSUMERS)
+        mbarrier.init(shared.closed.index(turn), count=1)
     for slot in gl.static_range(STAGES):
-        mbarrier.init(q_ready.index(slot), count=1)
-        mbarrier.init(do_ready.index(slot), count=1)
-        mbarrier.init(free.index(slot), count=CONSUMERS)
+        mbarrier.init(shared.q_ready.index(slot), count=1)
+        mbarrier.init(shared.do_ready.index(slot), count=1)
+        mbarrier.init(shared.free.index(slot), count=CONSUMERS)
 
     part, key_tile = place_in_order(heads_at_once, gl.cdiv(kv_len, PROGRAM_ROWS))
     num_out_heads = num_heads // num_members
     out_head = part % num_out_heads
     first_head = out_head * num_members
-    kv_head = first_head // group_size
-    batch, q_start, q_len, k_start, kv_len, line_start = sequence(
-        cu_seqlens_q, cu_seqlens_k, part // num_out_heads, q_len, kv_len, PACKED
+    heads = Heads(
+        out_head=out_head,
+        num_heads=num_heads,
+        first_head=first_head,
+        num_members=num_members,
+        kv_head=first_head // group_size,
+        num_lines=num_lines,
+        padded_len=padded_len,
     )
-    first = key_tile * PROGRAM_ROWS
-    num_key_tiles = gl.cdiv(kv_len, PROGRAM_ROWS)
-    num_turns = gl.cdiv(q_len, PROGRAM_ROWS)
-    offset = kv_len - q_len
-    first_turn = 0
-    num_masked = 0
-    if CAUSAL:
-        first_turn = gl.minimum(gl.maximum(first - offset, 0) // PROGRAM_ROWS, num_turns)
-        last_key = first + PROGRAM_ROWS - 1
-        first_unmasked = gl.cdiv(gl.maximum(last_key - offset, 0), PROGRAM_ROWS)
-        num_masked = gl.maximum(gl.minimum(first_unmasked, num_turns) - first_turn, 0)
-    if first + PROGRAM_ROWS > kv_len:
-        num_masked = num_turns - first_turn
-    if first >= kv_len:
-        first_turn = num_turns
-        num_masked = 0
-
-    producer = (
-        q_desc, do_desc, k_desc, v_desc, stat_desc, k_tiles, v_tiles, q_tiles, do_tiles,
-        lse_tiles, delta_tiles, kv_ready, q_ready, do_ready, free, batch, kv_head, num_heads,
-        first_head, num_members, first, q_start, k_start, line_start, first_turn, num_turns,
-        num_lines,
-    )  # fmt: skip
-    turns = (
-        counts, opened, done, closed, batch, num_heads, first_head, num_members, padded_len,
-        line_start, first_turn, num_turns, key_tile, num_key_tiles, offset,
-    )  # fmt: skip
-    inputs = (
-        k_tiles, v_tiles, q_tiles, do_tiles, lse_tiles, delta_tiles, ds_tiles, kv_ready, q_ready,
-        do_ready, free, ds_ready, opened, done, dq_sums, dk_ptr, dv_ptr, stride_kb, stride_kh,
-        stride_ks, stride_vb, stride_vh, stride_vs, batch, out_head, num_heads, first_head,
-        num_members, first, k_start, kv_len, line_start, padded_len, first_turn, num_turns,
-        num_masked, key_tile, num_key_tiles, offset, scale, scale_log2,
-    )  # fmt: skip
+    seq = sequence(cu_seqlens_q, cu_seqlens_k, part // num_out_heads, q_len, kv_len, PACKED)
+    turns = turns_of_keys(key_tile, seq.q_len, seq.kv_len, CAUSAL)
+    inputs = Inputs(q=q_desc, do=do_desc, k=k_desc, v=v_desc, statistics=stat_desc)
+    gradients = Gradients(
+        dk_ptr, dv_ptr, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs
+    )
     gl.warp_specialize(
         [
-            (accumulate, (inputs, 0, STAGES, HEAD_DIM, BLOCK_D, CAUSAL, RESIDENT)),
-            (accumulate, (inputs, 1, STAGES, HEAD_DIM, BLOCK_D, CAUSAL, RESIDENT)),
-            (produce, (producer, STAGES)),
-            (open_turns, (turns, CAUSAL)),
-            (close_turns, (turns, CAUSAL)),
+            (
+                accumulate,
+                (
+                    shared,
+                    dq_sums,
+                    gradients,
+                    seq,
+                    heads,
+                    turns,
+                    scale,
+                    scale_log2,
+                    0,
+                    STAGES,
+                    HEAD_DIM,
+                    BLOCK_D,
+                    CAUSAL,
+                    RESIDENT,
+                ),
+            ),
+            (
+                accumulate,
+                (
+                    shared,
+                    dq_sums,
+                    gradients,
+                    seq,
+                    heads,
+                    turns,
+                    scale,
+                    scale_log2,
+                    1,
+                    STAGES,
+                    HEAD_DIM,
+                    BLOCK_D,
+                    CAUSAL,
+                    RESIDENT,
+                ),
+            ),
+            (produce, (inputs, shared, heads, seq, turns, STAGES)),
+            (open_turns, (counts, shared, heads, seq, turns, CAUSAL)),
+            (close_turns, (counts, shared, heads, seq, turns, CAUSAL)),
         ],
         [4, 1, 1, 1],
         [CONSUMER_REGISTERS, 24, 24, 24],

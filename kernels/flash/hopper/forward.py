@@ -29,6 +29,8 @@ parity serves them all: the producer arrives at what brings no data, and consume
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -44,11 +46,68 @@ from kernels.flash.hopper.tiles import (
     LN_2,
     PROGRAM_ROWS,
     ROWS,
+    Rows,
     key_tiles,
     sequence,
     store_rows,
     visible_keys,
 )
+
+
+class Inputs(NamedTuple):
+    """Descriptors of the tensors that TMA copies from."""
+
+    q: Any
+    k: Any
+    v: Any
+
+
+class Shared(NamedTuple):
+    """A program's shared memory: tiles, and barriers that tell when a tile has come or is free."""
+
+    q_tiles: Any
+    """One for each turn and consumer."""
+    k_tiles: Any
+    v_tiles: Any
+    q_ready: Any
+    k_ready: Any
+    v_ready: Any
+    free: Any
+
+
+class Head(NamedTuple):
+    """The query head of a program, and how many query tiles it has."""
+
+    head: Any
+    kv_head: Any
+    num_tiles: Any
+
+
+class Outputs(NamedTuple):
+    """Where results go: o [B, H, S, D] by its strides, and contiguous lse [B, H, lse_len]."""
+
+    o_ptr: Any
+    lse_ptr: Any
+    stride_ob: Any
+    stride_oh: Any
+    stride_os: Any
+    num_heads: Any
+    lse_len: Any
+
+
+class Progress(NamedTuple):
+    """What a consumer keeps from one key tile to the next."""
+
+    p: Any
+    """Probabilities of the last key tile, whose values come next."""
+    o: Any
+    m: Any
+    """Running maximum of the raw scores."""
+    total: Any
+    """Running denominator, apart by thread."""
+    slot: Any
+    """Of the ring."""
+    phase: Any
 
 
 @gluon.jit
@@ -74,55 +133,61 @@ def query_tile(turn, num_tiles, TILES: gl.constexpr, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def produce(
-    inputs, TILES: gl.constexpr, STAGES: gl.constexpr, BLOCK_K: gl.constexpr, CAUSAL: gl.constexpr
+    inputs,
+    shared,
+    head,
+    seq,
+    TILES: gl.constexpr,
+    STAGES: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    CAUSAL: gl.constexpr,
 ):
     """The producer: for each tile TMA copies of its queries, and of keys and values right to left.
 
     Each tile's queries have room of their own: nobody waits to fill it again.
     """
-    (
-        q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, q_ready, k_ready, v_ready, free,
-        batch, head, kv_head, num_tiles, q_start, q_len, k_start, kv_len,
-    ) = inputs  # fmt: skip
     slot = 0
     # A ring starts free: waiting for the phase before the first one returns at once.
     phase = 1
     for turn in range(TILES):
-        first = query_tile(turn, num_tiles, TILES, CAUSAL) * PROGRAM_ROWS
-        num_key_tiles, _ = key_tiles(first, q_len, kv_len, PROGRAM_ROWS, BLOCK_K, CAUSAL)
+        first = query_tile(turn, head.num_tiles, TILES, CAUSAL) * PROGRAM_ROWS
+        num_key_tiles, _ = key_tiles(first, seq.q_len, seq.kv_len, PROGRAM_ROWS, BLOCK_K, CAUSAL)
         if num_key_tiles > 0:
-            mbarrier.expect(q_ready.index(turn), CONSUMERS * q_desc.block_type.nbytes)
+            mbarrier.expect(shared.q_ready.index(turn), CONSUMERS * inputs.q.block_type.nbytes)
             for consumer in gl.static_range(CONSUMERS):
                 tma.async_copy_global_to_shared(
-                    q_desc,
-                    [batch, head, q_start + first + consumer * ROWS, 0],
-                    q_ready.index(turn),
-                    q_tiles.index(turn * CONSUMERS + consumer),
+                    inputs.q,
+                    [seq.batch, head.head, seq.q_start + first + consumer * ROWS, 0],
+                    shared.q_ready.index(turn),
+                    shared.q_tiles.index(turn * CONSUMERS + consumer),
                 )
         num_steps = gl.where(num_key_tiles > 0, num_key_tiles + 1, 0)
         for step in range(num_steps):
-            row = k_start + (num_key_tiles - 1 - step) * BLOCK_K
-            mbarrier.wait(free.index(slot), phase)
+            row = seq.k_start + (num_key_tiles - 1 - step) * BLOCK_K
+            mbarrier.wait(shared.free.index(slot), phase)
             if step < num_key_tiles:
-                mbarrier.expect(k_ready.index(slot), k_desc.block_type.nbytes)
+                mbarrier.expect(shared.k_ready.index(slot), inputs.k.block_type.nbytes)
                 tma.async_copy_global_to_shared(
-                    k_desc, [batch, kv_head, row, 0], k_ready.index(slot), k_tiles.index(slot)
+                    inputs.k,
+                    [seq.batch, head.kv_head, row, 0],
+                    shared.k_ready.index(slot),
+                    shared.k_tiles.index(slot),
                 )
             elif TILES > 1:
                 # Before the values: who has seen them has this phase behind it as well.
-                mbarrier.arrive(k_ready.index(slot))
+                mbarrier.arrive(shared.k_ready.index(slot))
             if step > 0:
-                mbarrier.expect(v_ready.index(slot), v_desc.block_type.nbytes)
+                mbarrier.expect(shared.v_ready.index(slot), inputs.v.block_type.nbytes)
                 tma.async_copy_global_to_shared(
-                    v_desc,
-                    [batch, kv_head, row + BLOCK_K, 0],
-                    v_ready.index(slot),
-                    v_tiles.index(slot),
+                    inputs.v,
+                    [seq.batch, head.kv_head, row + BLOCK_K, 0],
+                    shared.v_ready.index(slot),
+                    shared.v_tiles.index(slot),
                 )
             else:
                 # No wait for these values: but before the slot's next ones are waited for, so
                 # is something in another slot, which comes after this.
-                mbarrier.arrive(v_ready.index(slot))
+                mbarrier.arrive(shared.v_ready.index(slot))
             slot += 1
             if slot == STAGES:
                 slot = 0
@@ -130,10 +195,10 @@ def produce(
 
 
 @gluon.jit
-def masked(s, tile, first_row, q_len, kv_len, BLOCK_K: gl.constexpr, CAUSAL: gl.constexpr):
+def masked(s, tile, first_row, seq, BLOCK_K: gl.constexpr, CAUSAL: gl.constexpr):
     """Scores with minus infinity where the key is out of sight."""
     LAYOUT: gl.constexpr = s.type.layout
-    seen = visible_keys(tile, first_row, q_len, kv_len, BLOCK_K, CAUSAL, LAYOUT)
+    seen = visible_keys(tile, first_row, seq.q_len, seq.kv_len, BLOCK_K, CAUSAL, LAYOUT)
     return gl.where(seen, s, float("-inf"))
 
 
@@ -184,47 +249,42 @@ def softmax_step(s, m, total, scale_log2, MASKED: gl.constexpr):
 
 @gluon.jit
 def advance(
+    shared,
     q_tile,
-    k_tiles,
-    v_tiles,
-    k_ready,
-    v_ready,
-    free,
-    p,
-    o,
-    m,
-    total,
-    slot,
-    phase,
+    before,
     tile,
     more,
     first_row,
-    q_len,
-    kv_len,
+    seq,
     scale_log2,
     STAGES: gl.constexpr,
     BLOCK_K: gl.constexpr,
     CAUSAL: gl.constexpr,
     MASKED: gl.constexpr,
-    S_LAYOUT: gl.constexpr,
-    O_LAYOUT: gl.constexpr,
-    P_LAYOUT: gl.constexpr,
 ):
     """Scores of key tile ``tile`` while the values of the tile before are added to o.
 
     The ring's slot holds both: the keys of a tile and the values of the one before.
+
+    Args:
+        more: whether another key tile follows.
+
+    Returns:
+        The progress after it.
     """
+    p, o, m, total, slot, phase = before
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
     zeros = gl.zeros([ROWS, BLOCK_K], gl.float32, S_LAYOUT)
     s = warpgroup_mma(
-        q_tile, k_tiles.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True
+        q_tile, shared.k_tiles.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True
     )
-    mbarrier.wait(v_ready.index(slot), phase)
-    o = warpgroup_mma(p, v_tiles.index(slot), o, is_async=True)
+    mbarrier.wait(shared.v_ready.index(slot), phase)
+    o = warpgroup_mma(p, shared.v_tiles.index(slot), o, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
     if MASKED:
-        s = masked(s, tile, first_row, q_len, kv_len, BLOCK_K, CAUSAL)
+        s = masked(s, tile, first_row, seq, BLOCK_K, CAUSAL)
     new_p, m, total, shrink = softmax_step(s, m, total, scale_log2, MASKED)
-    new_p = gl.convert_layout(new_p.to(p.dtype), P_LAYOUT)
+    new_p = gl.convert_layout(new_p.to(p.dtype), p.type.layout)
     next_slot = slot + 1
     if next_slot == STAGES:
         next_slot = 0
@@ -232,16 +292,20 @@ def advance(
     # Both keep the softmax before the wait below, so that it runs beside the matmul: new_p as a
     # dependency holds for LLVM, and the loop that waits for the next keys holds for ptxas, which
     # would hoist the matmul's wait within a basic block.
-    mbarrier.wait(k_ready.index(next_slot), phase, pred=more)
+    mbarrier.wait(shared.k_ready.index(next_slot), phase, pred=more)
     o, p, new_p = warpgroup_mma_wait(0, deps=[o, p, new_p])
-    mbarrier.arrive(free.index(slot))
-    o = o * gl.convert_layout(shrink, gl.SliceLayout(1, O_LAYOUT))[:, None]
-    return new_p, o, m, total, next_slot, phase
+    mbarrier.arrive(shared.free.index(slot))
+    o = o * gl.convert_layout(shrink, gl.SliceLayout(1, o.type.layout))[:, None]
+    return Progress(new_p, o, m, total, next_slot, phase)
 
 
 @gluon.jit
 def consume(
-    inputs,
+    shared,
+    head,
+    seq,
+    outputs,
+    scale_log2,
     CONSUMER: gl.constexpr,
     TILES: gl.constexpr,
     STAGES: gl.constexpr,
@@ -251,42 +315,49 @@ def consume(
     CAUSAL: gl.constexpr,
 ):
     """One consumer: 64 queries of each tile over all visible key tiles, then o, lse to memory."""
-    (
-        q_tiles, k_tiles, v_tiles, q_ready, k_ready, v_ready, free, o_ptr, lse_ptr,
-        stride_ob, stride_oh, stride_os, batch, head, num_heads, lse_len, num_tiles, q_start,
-        q_len, kv_len, scale_log2,
-    ) = inputs  # fmt: skip
-    dtype: gl.constexpr = q_tiles.dtype
+    dtype: gl.constexpr = shared.q_tiles.dtype
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
 
     # Copies come as [1, 1, rows, D]; the matmuls see [rows, D] of the same bytes.
-    TILE: gl.constexpr = gl.NVMMASharedLayout(q_tiles.type.layout.swizzle_byte_width, 16)
-    q_tiles = q_tiles._reinterpret(dtype, [TILES * CONSUMERS, ROWS, BLOCK_D], TILE)
-    k_tiles = k_tiles._reinterpret(dtype, [STAGES, BLOCK_K, BLOCK_D], TILE)
-    v_tiles = v_tiles._reinterpret(dtype, [STAGES, BLOCK_K, BLOCK_D], TILE)
+    TILE: gl.constexpr = gl.NVMMASharedLayout(shared.q_tiles.type.layout.swizzle_byte_width, 16)
+    shared = Shared(
+        q_tiles=shared.q_tiles._reinterpret(dtype, [TILES * CONSUMERS, ROWS, BLOCK_D], TILE),
+        k_tiles=shared.k_tiles._reinterpret(dtype, [STAGES, BLOCK_K, BLOCK_D], TILE),
+        v_tiles=shared.v_tiles._reinterpret(dtype, [STAGES, BLOCK_K, BLOCK_D], TILE),
+        q_ready=shared.q_ready,
+        k_ready=shared.k_ready,
+        v_ready=shared.v_ready,
+        free=shared.free,
+    )
     slot = 0
     phase = 0
     for turn in range(TILES):
-        first = query_tile(turn, num_tiles, TILES, CAUSAL) * PROGRAM_ROWS
-        num_key_tiles, num_unmasked = key_tiles(first, q_len, kv_len, PROGRAM_ROWS, BLOCK_K, CAUSAL)
-        q_tile = q_tiles.index(turn * CONSUMERS + CONSUMER)
+        first = query_tile(turn, head.num_tiles, TILES, CAUSAL) * PROGRAM_ROWS
+        num_key_tiles, num_unmasked = key_tiles(
+            first, seq.q_len, seq.kv_len, PROGRAM_ROWS, BLOCK_K, CAUSAL
+        )
+        q_tile = shared.q_tiles.index(turn * CONSUMERS + CONSUMER)
         first_row = first + CONSUMER * ROWS
         m = gl.full([ROWS], float("-inf"), gl.float32, ROW)
         total = row_sums_by_thread(gl.zeros([ROWS, BLOCK_K], gl.float32, S_LAYOUT))
         o = gl.zeros([ROWS, BLOCK_D], gl.float32, O_LAYOUT)
         if num_key_tiles > 0:
-            mbarrier.wait(q_ready.index(turn), 0)
-            mbarrier.wait(k_ready.index(slot), phase)
+            mbarrier.wait(shared.q_ready.index(turn), 0)
+            mbarrier.wait(shared.k_ready.index(slot), phase)
             zeros = gl.zeros([ROWS, BLOCK_K], gl.float32, S_LAYOUT)
             s = warpgroup_mma(
-                q_tile, k_tiles.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True
+                q_tile,
+                shared.k_tiles.index(slot).permute((1, 0)),
+                zeros,
+                use_acc=False,
+                is_async=True,
             )
             s = warpgroup_mma_wait(0, deps=[s])
-            mbarrier.arrive(free.index(slot))
-            s = masked(s, num_key_tiles - 1, first_row, q_len, kv_len, BLOCK_K, CAUSAL)
+            mbarrier.arrive(shared.free.index(slot))
+            s = masked(s, num_key_tiles - 1, first_row, seq, BLOCK_K, CAUSAL)
             p, m, total, _ = softmax_step(s, m, total, scale_log2, True)
             p = gl.convert_layout(p.to(dtype), P_LAYOUT)
             slot += 1
@@ -295,27 +366,25 @@ def consume(
                 phase ^= 1
             # With a predicate in place of the branch Triton adds a barrier of warps to the loops.
             if num_key_tiles > 1:
-                mbarrier.wait(k_ready.index(slot), phase)
+                mbarrier.wait(shared.k_ready.index(slot), phase)
+            progress = Progress(p, o, m, total, slot, phase)
             for step in range(num_key_tiles - 1 - num_unmasked):
-                p, o, m, total, slot, phase = advance(
-                    q_tile, k_tiles, v_tiles, k_ready, v_ready, free,
-                    p, o, m, total, slot, phase, num_key_tiles - 2 - step,
-                    step + 2 < num_key_tiles, first_row, q_len, kv_len,
-                    scale_log2, STAGES, BLOCK_K, CAUSAL, True, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+                progress = advance(
+                    shared, q_tile, progress, num_key_tiles - 2 - step, step + 2 < num_key_tiles,
+                    first_row, seq, scale_log2, STAGES, BLOCK_K, CAUSAL, True,
                 )  # fmt: skip
             num_plain = gl.minimum(num_unmasked, num_key_tiles - 1)
             for step in range(num_plain):
-                p, o, m, total, slot, phase = advance(
-                    q_tile, k_tiles, v_tiles, k_ready, v_ready, free,
-                    p, o, m, total, slot, phase, 0,
-                    step + 1 < num_plain, first_row, q_len, kv_len,
-                    scale_log2, STAGES, BLOCK_K, CAUSAL, False, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+                progress = advance(
+                    shared, q_tile, progress, 0, step + 1 < num_plain,
+                    first_row, seq, scale_log2, STAGES, BLOCK_K, CAUSAL, False,
                 )  # fmt: skip
-            mbarrier.wait(v_ready.index(slot), phase)
-            o = warpgroup_mma(p, v_tiles.index(slot), o, is_async=True)
+            p, o, m, total, slot, phase = progress
+            mbarrier.wait(shared.v_ready.index(slot), phase)
+            o = warpgroup_mma(p, shared.v_tiles.index(slot), o, is_async=True)
             o = warpgroup_mma_wait(0, deps=[o])
             if TILES > 1:
-                mbarrier.arrive(free.index(slot))
+                mbarrier.arrive(shared.free.index(slot))
             slot += 1
             if slot == STAGES:
                 slot = 0
@@ -328,12 +397,20 @@ def consume(
         lse = (m * scale_log2 + gl.log2(safe_total)) * LN_2
         lse = gl.where(total == 0.0, float("-inf"), lse)
         lse_row = first_row + gl.arange(0, ROWS, ROW)
-        lse_base = (batch * num_heads + head).to(gl.int64) * lse_len + q_start
-        gl.store(lse_ptr + lse_base + lse_row, lse, mask=lse_row < q_len)
-        store_rows(
-            o, o_ptr, stride_ob, stride_oh, stride_os, batch, head, first_row, q_start, q_len,
-            HEAD_DIM, BLOCK_D,
-        )  # fmt: skip
+        line = (seq.batch * outputs.num_heads + head.head).to(gl.int64)
+        lse_base = line * outputs.lse_len + seq.q_start
+        gl.store(outputs.lse_ptr + lse_base + lse_row, lse, mask=lse_row < seq.q_len)
+        rows = Rows(
+            pointer=outputs.o_ptr,
+            stride_b=outputs.stride_ob,
+            stride_h=outputs.stride_oh,
+            stride_s=outputs.stride_os,
+            batch=seq.batch,
+            head=head.head,
+            start=seq.q_start,
+            length=seq.q_len,
+        )
+        store_rows(o, rows, first_row, HEAD_DIM, BLOCK_D)
 
 
 @gluon.jit
@@ -367,42 +444,69 @@ def flash_forward(
     # A ring of one slot could not be refilled while it is read, and its barriers lose their count.
     gl.static_assert(STAGES >= 2)
     dtype: gl.constexpr = q_desc.dtype
-    q_tiles = gl.allocate_shared_memory(
-        dtype, [TILES * CONSUMERS] + q_desc.block_type.shape, q_desc.layout
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    shared = Shared(
+        q_tiles=gl.allocate_shared_memory(
+            dtype, [TILES * CONSUMERS] + q_desc.block_type.shape, q_desc.layout
+        ),
+        k_tiles=gl.allocate_shared_memory(dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout),
+        v_tiles=gl.allocate_shared_memory(dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout),
+        q_ready=gl.allocate_shared_memory(gl.int64, [TILES, 1], BARRIER),
+        k_ready=gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        v_ready=gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        free=gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
     )
-    k_tiles = gl.allocate_shared_memory(dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
-    q_ready = gl.allocate_shared_memory(gl.int64, [TILES, 1], mbarrier.MBarrierLayout())
-    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for turn in gl.static_range(TILES):
-        mbarrier.init(q_ready.index(turn), count=1)
+        mbarrier.init(shared.q_ready.index(turn), count=1)
     for slot in gl.static_range(STAGES):
-        mbarrier.init(k_ready.index(slot), count=1)
-        mbarrier.init(v_ready.index(slot), count=1)
-        mbarrier.init(free.index(slot), count=CONSUMERS)
+        mbarrier.init(shared.k_ready.index(slot), count=1)
+        mbarrier.init(shared.v_ready.index(slot), count=1)
+        mbarrier.init(shared.free.index(slot), count=CONSUMERS)
 
+    inputs = Inputs(q_desc, k_desc, v_desc)
+    outputs = Outputs(o_ptr, lse_ptr, stride_ob, stride_oh, stride_os, num_heads, lse_len)
     # Of the longest sequence: tiles beyond a shorter one's end are empty.
     num_tiles = gl.cdiv(q_len, PROGRAM_ROWS)
-    head = gl.program_id(1) % num_heads
-    batch, q_start, q_len, k_start, kv_len, _ = sequence(
-        cu_seqlens_q, cu_seqlens_k, gl.program_id(1) // num_heads, q_len, kv_len, PACKED
-    )
-    producer = (
-        q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, q_ready, k_ready, v_ready, free,
-        batch, head, head // group_size, num_tiles, q_start, q_len, k_start, kv_len,
-    )  # fmt: skip
-    inputs = (
-        q_tiles, k_tiles, v_tiles, q_ready, k_ready, v_ready, free, o_ptr, lse_ptr,
-        stride_ob, stride_oh, stride_os, batch, head, num_heads, lse_len, num_tiles, q_start,
-        q_len, kv_len, scale_log2,
-    )  # fmt: skip
+    number = gl.program_id(1) % num_heads
+    head = Head(number, number // group_size, num_tiles)
+    seq = sequence(cu_seqlens_q, cu_seqlens_k, gl.program_id(1) // num_heads, q_len, kv_len, PACKED)
     gl.warp_specialize(
         [
-            (consume, (inputs, 0, TILES, STAGES, BLOCK_K, HEAD_DIM, BLOCK_D, CAUSAL)),
-            (consume, (inputs, 1, TILES, STAGES, BLOCK_K, HEAD_DIM, BLOCK_D, CAUSAL)),
-            (produce, (producer, TILES, STAGES, BLOCK_K, CAUSAL)),
+            (
+                consume,
+                (
+                    shared,
+                    head,
+                    seq,
+                    outputs,
+                    scale_log2,
+                    0,
+                    TILES,
+                    STAGES,
+                    BLOCK_K,
+                    HEAD_DIM,
+                    BLOCK_D,
+                    CAUSAL,
+                ),
+            ),
+            (
+                consume,
+                (
+                    shared,
+                    head,
+                    seq,
+                    outputs,
+                    scale_log2,
+                    1,
+                    TILES,
+                    STAGES,
+                    BLOCK_K,
+                    HEAD_DIM,
+                    BLOCK_D,
+                    CAUSAL,
+                ),
+            ),
+            (produce, (inputs, shared, head, seq, TILES, STAGES, BLOCK_K, CAUSAL)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, 24],

@@ -1,8 +1,14 @@
-"""What the Hopper kernels share: where a sequence lies, which key tiles a query tile visits."""
+"""Parts of the Hopper kernels: where a sequence lies, which key tiles a query tile visits.
+
+The kernels hand groups of values to their warps as named tuples, which Gluon compiles as it does
+plain ones (docs/kernels.md says why not as aggregates).
+"""
 
 # Triton's types are not Python's.
 # mypy: allow-untyped-defs
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -23,14 +29,22 @@ LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
 LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
 
 
+class Sequence(NamedTuple):
+    """Where one sequence lies in the tensors."""
+
+    batch: Any
+    """Index in the batch dimension: 0 in a packed batch."""
+    q_start: Any
+    q_len: Any
+    k_start: Any
+    kv_len: Any
+    line_start: Any
+    """Where its row statistics begin: at a multiple of PROGRAM_ROWS, with room up to the next."""
+
+
 @gluon.jit
 def sequence(cu_seqlens_q, cu_seqlens_k, batch, q_len, kv_len, PACKED: gl.constexpr):
-    """Batch index in the tensors, and starts and lengths of one sequence.
-
-    Returns:
-        batch, first query, queries, first key, keys, and where its row statistics begin:
-        at a multiple of a program's rows, with room up to the next one.
-    """
+    """The sequence that is number ``batch`` of the batch."""
     q_start = 0
     k_start = 0
     line_start = 0
@@ -41,7 +55,7 @@ def sequence(cu_seqlens_q, cu_seqlens_k, batch, q_len, kv_len, PACKED: gl.conste
         kv_len = gl.load(cu_seqlens_k + batch + 1) - k_start
         line_start = (q_start + PROGRAM_ROWS * batch) // PROGRAM_ROWS * PROGRAM_ROWS
         batch = 0
-    return batch, q_start, q_len, k_start, kv_len, line_start
+    return Sequence(batch, q_start, q_len, k_start, kv_len, line_start)
 
 
 @gluon.jit
@@ -84,37 +98,51 @@ def visible_keys(
 
 
 @gluon.jit
-def store_rows(
-    x,
-    pointer,
-    stride_b,
-    stride_h,
-    stride_s,
-    batch,
-    head,
-    first,
-    start,
-    length,
-    HEAD_DIM: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-):
-    """64 rows of one head to memory, those beyond the sequence's length left out.
+def opaque(x):
+    """x, in the compiler's eyes a new value in every turn of a loop.
+
+    Else it computes everything that depends on a constant tile index, some forty 64-bit
+    addresses of wgmma operands, ahead of the loop, and has to keep them in memory.
+    """
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+class Rows(NamedTuple):
+    """Rows of one head in a tensor of [batch, heads, seq, head_dim]."""
+
+    pointer: Any
+    stride_b: Any
+    stride_h: Any
+    stride_s: Any
+    batch: Any
+    head: Any
+    start: Any
+    """First row of the sequence."""
+    length: Any
+    """Rows of the sequence."""
+
+
+@gluon.jit
+def store_rows(x, rows, first, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr):
+    """64 rows of a sequence to memory, from ``first`` on, without those beyond its length.
 
     16-bit rows are rearranged, in shared memory, so that a thread has 16 bytes; in 32 bits the
     four threads that share a row have 32 bytes side by side as they are.
     """
-    FULL: gl.constexpr = pointer.dtype.element_ty == gl.float32
+    FULL: gl.constexpr = rows.pointer.dtype.element_ty == gl.float32
     OWN: gl.constexpr = x.type.layout
     ROW_MAJOR: gl.constexpr = gl.BlockedLayout(
         [1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0]
     )
     STORE: gl.constexpr = OWN if FULL else ROW_MAJOR
-    x = gl.convert_layout(x.to(pointer.dtype.element_ty), STORE)
+    x = gl.convert_layout(x.to(rows.pointer.dtype.element_ty), STORE)
     row = first + gl.arange(0, ROWS, gl.SliceLayout(1, STORE))
     column = gl.arange(0, BLOCK_D, gl.SliceLayout(0, STORE))
-    base = batch.to(gl.int64) * stride_b + head.to(gl.int64) * stride_h
-    rows = (start + row).to(gl.int64) * stride_s
-    mask = row[:, None] < length
+    base = rows.batch.to(gl.int64) * rows.stride_b + rows.head.to(gl.int64) * rows.stride_h
+    places = (rows.start + row).to(gl.int64) * rows.stride_s
+    mask = row[:, None] < rows.length
     if HEAD_DIM != BLOCK_D:
         mask = mask & (column[None, :] < HEAD_DIM)
-    gl.store(pointer + base + rows[:, None] + column[None, :], x, mask=mask)
+    gl.store(rows.pointer + base + places[:, None] + column[None, :], x, mask=mask)

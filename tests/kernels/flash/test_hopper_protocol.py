@@ -77,12 +77,12 @@ def test_no_order_of_events_breaks_it(seeds: range) -> None:
         ("elif TILES > 1:", "elif False:"),
         ("if TILES > 1:\n", "if False:\n"),
         # The first step: values that do not come.
-        ("mbarrier.arrive(v_ready.index(slot))", "pass"),
+        ("mbarrier.arrive(shared.v_ready.index(slot))", "pass"),
         # Waits.
-        ("mbarrier.wait(free.index(slot), phase)", "pass"),
-        ("mbarrier.wait(v_ready.index(slot), phase)", "pass"),
-        ("mbarrier.wait(k_ready.index(next_slot), phase, pred=more)", "pass"),
-        ("mbarrier.wait(q_ready.index(turn), 0)", "pass"),
+        ("mbarrier.wait(shared.free.index(slot), phase)", "pass"),
+        ("mbarrier.wait(shared.v_ready.index(slot), phase)", "pass"),
+        ("mbarrier.wait(shared.k_ready.index(next_slot), phase, pred=more)", "pass"),
+        ("mbarrier.wait(shared.q_ready.index(turn), 0)", "pass"),
         # One buffer for the queries of all tiles.
         ("q_tiles.index(turn * CONSUMERS + ", "q_tiles.index("),
         # A ring that begins anew with each query tile.
