@@ -1,8 +1,8 @@
 """Activation checkpointing: blocks whose activations are computed again in the backward pass.
 
 Chen et al. 2016 (arXiv:1604.06174) keep the input of each block and run the block's forward pass
-once more before its backward pass. Korthikanti et al. 2022 (arXiv:2205.05198, section 5) compute
-again only what is large and cheap: everything but linear layers and fused attention.
+once more before its backward pass. Korthikanti et al. 2022 (arXiv:2205.05198, section 5) recompute
+only activations that are large and cheap: all but those of linear layers and fused attention.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from kernels.ranges import named_range
 from models.transformer import Transformer
 
 CHECKPOINTED = "checkpointed"
-"""Range of what is computed in the forward pass and again in the backward pass."""
+"""Name of the profiler range around a checkpointed block, in both passes."""
 
 _KEPT = ("mm", "addmm")
-"""Of aten: what linear layers become. Explicit attention's matmuls are bmm, and made again."""
+"""ATen operators of linear layers, whose outputs are kept; explicit attention's are bmm."""
 
 _FUSED_ATTENTION = ("_scaled_dot_product", "_flash_attention_forward", "flash_forward", "flex_")
 
@@ -36,12 +36,12 @@ def is_checkpointed(index: int, every: int) -> bool:
 
 
 def checkpoint_blocks(model: Transformer, *, every: int = 1, selective: bool = False) -> None:
-    """Have blocks of ``model`` compute activations again; names and state_dict stay.
+    """Checkpoint blocks of ``model``, whose names and state_dict stay as they are.
 
-    Before the model is compiled, so that torch.compile sees what is computed again.
+    Called before the model is compiled, so that torch.compile sees the recomputation.
 
     Args:
-        every: of how many blocks one is checkpointed.
+        every: one block in this many is checkpointed.
         selective: keep outputs of linear layers and of fused attention operators.
     """
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}

@@ -12,7 +12,7 @@ class ModelConfig:
     """Shape of the transformer; sizes small to 2.7B are Table 1 of the CS336 text."""
 
     name: str
-    """What the tables call this size."""
+    """The name of this size in tables."""
     vocab_size: int
     """Entries of the embedding and of the untied output head."""
     d_model: int
@@ -81,7 +81,7 @@ class ModelConfig:
 
     @property
     def rope_dim(self) -> int:
-        """Width of what is rotated of a head: all of it, but for latent attention."""
+        """Width of the rotated part of a head: all of it, except in latent attention."""
         if self.kv_lora_rank is None:
             return self.head_dim
         return self.head_dim // 2 if self.rope_head_dim is None else self.rope_head_dim

@@ -1,9 +1,9 @@
 """Generating tokens with a cache: prefill of prompts, then one greedy step after another.
 
 The weights are those of :class:`models.transformer.Transformer`, run block by block here, since
-what a block attends to is a cache: prompts are attended to as a whole and written into it, and
-each further token is one step of a decoder (:mod:`kernels.decoding`), which rotates queries and
-keys itself. Shape suffixes as there, and T for tokens of all prompts, end to end.
+blocks attend to a cache: whole prompts are written into it, and each further token is one step
+of a decoder (:mod:`kernels.decoding`), which rotates queries and keys itself. Shape suffixes as
+there, and T for tokens of all prompts, end to end.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from kernels.caches import CacheChoice
 from kernels.decode.rotary import rotary_table, rotate
 from kernels.decoding import LatentInputs, scale_of
 from kernels.launching.graphs import GraphedStep
+from models.decoding import cache_shape, decode_problem
 from models.latent_attention import LatentSelfAttention
-from models.sizes import cache_shape, decode_problem
 from models.transformer import SelfAttention, Transformer
 
 
@@ -35,7 +35,7 @@ class Prompts:
     sequences_T: Tensor
     positions_T: Tensor
     ends_B: Tensor
-    """Where the last token of each prompt stands."""
+    """Index of the last token of each prompt."""
     packing: Packing
 
     @classmethod

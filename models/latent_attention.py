@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from kernels.decode.rotary import rotate
 from models.config import ModelConfig
-from models.transformer import Attention, Linear
+from models.layers import Attention, Linear
 
 
 class LatentSelfAttention(nn.Module):
-    """Projections, compression and RoPE around an :class:`models.transformer.Attention`."""
+    """Projections, compression and RoPE around an :class:`models.layers.Attention`."""
 
     def __init__(
         self,

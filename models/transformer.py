@@ -3,8 +3,8 @@
 Pre-norm blocks of causal self-attention and SwiGLU, with RMSNorm and rotary position
 embedding (RoPE), no biases and an untied output head: the language model of CS336 assignments
 1 and 2, with grouped queries besides. It knows neither where its tokens sit in the sequence
-nor how attention is computed: positions are an argument, so that a layout may hand each rank
-any tokens in any order, and attention is an object with :meth:`Attention.attend`.
+nor how attention is computed: positions are an argument, so that a layout may hand each rank any
+tokens in any order, and attention is an object with :meth:`models.layers.Attention.attend`.
 
 Shape suffixes of tensors:
 
@@ -15,85 +15,17 @@ Shape suffixes of tensors:
 
 from __future__ import annotations
 
-import math
-from typing import Protocol
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.config import ModelConfig
-
-
-class Attention(Protocol):
-    """How a block attends; every backend of ``kernels`` is one, and so is a ring of devices."""
-
-    def attend(
-        self, q_BHSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, /, *, causal: bool, scale: float
-    ) -> Tensor:
-        """softmax(scale q k^T) v, o_BHSD; query head h reads key head h // (H / G)."""
-        ...
-
-
-def _init_truncated_normal(weight: Tensor, std: float) -> None:
-    """Fill with N(0, std^2) truncated at 3 std, as CS336 assignment 1 (section 3.4.1) asks.
-
-    Drawn in float32 whatever the dtype, so that one seed gives one model in every precision.
-    """
-    sample = torch.empty_like(weight, dtype=torch.float32)
-    nn.init.trunc_normal_(sample, std=std, a=-3 * std, b=3 * std)
-    with torch.no_grad():
-        weight.copy_(sample)
-
-
-class Linear(nn.Linear):
-    """Bias-free linear layer, initialised once and in place: std sqrt(2 / (d_in + d_out))."""
-
-    def __init__(
-        self,
-        d_in: int,
-        d_out: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(d_in, d_out, bias=False, device=device, dtype=dtype)
-
-    def reset_parameters(self) -> None:
-        _init_truncated_normal(
-            self.weight, std=math.sqrt(2 / (self.in_features + self.out_features))
-        )
-
-
-class Embedding(nn.Embedding):
-    """Token embedding, initialised with std 1."""
-
-    def reset_parameters(self) -> None:
-        _init_truncated_normal(self.weight, std=1.0)
-
-
-def rotary_table(
-    positions_S: Tensor, head_dim: int, theta: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """cos and sin of position * theta^(-2i / D), i < P: [S, 1, P], the 1 standing for heads.
-
-    Equation 8 of CS336 assignment 1, after RoFormer (Su et al. 2021). Positions [B, S] give
-    [B, S, 1, P].
-    """
-    exponents_P = torch.arange(0, head_dim, 2, device=positions_S.device, dtype=dtype) / head_dim
-    angles = positions_S[..., None, None].to(dtype) * theta**-exponents_P
-    return angles.cos(), angles.sin()
-
-
-def rotate(x_BSHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each adjacent pair of features by its angle, in the table's dtype; keeps x's dtype."""
-    even_BSHP, odd_BSHP = x_BSHD.unflatten(-1, (-1, 2)).unbind(-1)
-    rotated = (even_BSHP * cos - odd_BSHP * sin, even_BSHP * sin + odd_BSHP * cos)
-    return torch.stack([part.to(x_BSHD.dtype) for part in rotated], dim=-1).flatten(-2)
+from models.latent_attention import LatentSelfAttention
+from models.layers import Attention, Embedding, Linear, rotary_table, rotate
 
 
 class SelfAttention(nn.Module):
-    """Projections and RoPE around an :class:`Attention`.
+    """Projections and RoPE around an :class:`models.layers.Attention`.
 
     Head counts are read off the projections' outputs, so that tensor parallelism may shard them.
     """
@@ -135,16 +67,6 @@ class SelfAttention(nn.Module):
         return self.o_proj(o_BHSD.transpose(1, 2).flatten(-2))
 
 
-def _self_attention(config: ModelConfig) -> type[nn.Module]:
-    """What kind of attention a model's blocks have."""
-    if config.kv_lora_rank is None:
-        return SelfAttention
-    # It is built on what is defined here.
-    from models.latent_attention import LatentSelfAttention
-
-    return LatentSelfAttention
-
-
 class FeedForward(nn.Module):
     """SwiGLU (Shazeer 2020): w2(silu(w1 x) * w3 x)."""
 
@@ -178,7 +100,8 @@ class Block(nn.Module):
         super().__init__()
         width, eps = config.d_model, config.norm_eps
         self.attention_norm = nn.RMSNorm(width, eps, device=device, dtype=dtype)
-        self.attention = _self_attention(config)(config, attention, device=device, dtype=dtype)
+        kind = SelfAttention if config.kv_lora_rank is None else LatentSelfAttention
+        self.attention = kind(config, attention, device=device, dtype=dtype)
         self.feed_forward_norm = nn.RMSNorm(width, eps, device=device, dtype=dtype)
         self.feed_forward = FeedForward(config, device=device, dtype=dtype)
 
@@ -229,7 +152,7 @@ class Transformer(nn.Module):
 
 
 NO_TARGET = -100
-"""A target that does not count, such as that of a token which only pads."""
+"""A target that the loss ignores, such as that of padding."""
 
 
 def cross_entropy(
@@ -238,8 +161,8 @@ def cross_entropy(
     """Mean negative log-likelihood of the targets in nats, computed in float32 or wider.
 
     Args:
-        num_targets: what the sum over targets is divided by, where these are a part of all
-            that the mean is over; None is the number of these.
+        num_targets: divisor of the sum over targets, where these are a part of all that the mean
+            is over; None is the number of these.
     """
     wide = torch.promote_types(logits_BSV.dtype, torch.float32)
     logits, targets = logits_BSV.flatten(0, 1).to(wide), targets_BS.flatten()

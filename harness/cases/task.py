@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kernels import AttentionProblem
 from kernels.registry import Registry
-from models.accounting import MemoryPrediction
+from models.memory import MemoryPrediction
 
 if TYPE_CHECKING:
     from harness.bench.bench import Bench

@@ -13,6 +13,7 @@ from typing import cast
 
 from harness.cases.case import Case
 from models import accounting
+from models.memory import MemoryPrediction, Mode, TrainingStep
 from parallel.collectives import bus_factor
 from parallel.data.buckets import fill_buckets
 
@@ -101,7 +102,7 @@ def footprint(case: Case) -> Footprint:
     )
 
 
-def step_memory(case: Case) -> accounting.MemoryPrediction:
+def step_memory(case: Case) -> MemoryPrediction:
     """Memory of one rank in a training step, part by part, as the strategy divides it."""
     whole, strategy = _of_one_data_rank(case), case.parallel
     return replace(
@@ -112,7 +113,7 @@ def step_memory(case: Case) -> accounting.MemoryPrediction:
     )
 
 
-def _of_one_data_rank(case: Case) -> accounting.MemoryPrediction:
+def _of_one_data_rank(case: Case) -> MemoryPrediction:
     """Of a rank whose weights, gradients and state nobody shares but tensor-parallel ranks."""
     assert case.model is not None, "training steps have a model"
     precision, checkpoint = case.precision, case.checkpoint
@@ -121,12 +122,12 @@ def _of_one_data_rank(case: Case) -> accounting.MemoryPrediction:
     computes = precision.compute if casts else _gathered_dtype(case)
     # Scores that are not kept for a backward pass are there for a moment all the same.
     problem = replace(case.attention_problem, needs_grad=True)
-    return accounting.predict_memory(
-        case.model,
+    return TrainingStep(
+        config=case.model,
         batch_size=case.batch_size,
         # Each rank holds an equal part; what visits it in attention is small beside that.
         seq_len=-(-case.seq_len // case.parallel.cp),
-        mode=cast(accounting.Mode, getattr(case.task, "mode", "train_step")),
+        mode=cast(Mode, getattr(case.task, "mode", "train_step")),
         attention_saves_scores=case.attention.keeps_scores(problem),
         param_bytes=DTYPE_BYTES[precision.parameters],
         activation_bytes=DTYPE_BYTES[computes],
@@ -135,7 +136,7 @@ def _of_one_data_rank(case: Case) -> accounting.MemoryPrediction:
         checkpoint_every=checkpoint.blocks if checkpoint is not None else None,
         checkpoint_selective=checkpoint is not None and checkpoint.scope == "selective",
         on_cpu=case.device == "cpu",
-    )
+    ).predict_memory()
 
 
 def _gathered_dtype(case: Case) -> str:

@@ -18,7 +18,8 @@ from torch import nn
 from harness.bench.bench import PhaseTimer
 from kernels.ranges import RangeMaker, ranges_made_by
 from models.checkpointing import CHECKPOINTED
-from models.transformer import Block, Embedding, FeedForward, Linear, SelfAttention
+from models.layers import Embedding, Linear
+from models.transformer import Block, FeedForward, SelfAttention
 
 _NAMES: dict[type[nn.Module], str] = {
     SelfAttention: "attention",

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from models import accounting
 from models.config import ModelConfig
+from models.memory import MemoryPrediction, Mode, TrainingStep
 from models.transformer import Transformer, cross_entropy
 
 MODEL_DIR = Path(__file__).parents[2] / "conf" / "model"
@@ -361,7 +362,7 @@ def test_rms_norm_of_bfloat16_rounds_once() -> None:
 
 
 def test_accounting_needs_no_torch() -> None:
-    code = "import sys, models.accounting; sys.exit('torch' in sys.modules)"
+    code = "import sys, models.accounting, models.memory; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=MODEL_DIR.parents[1])
 
 
@@ -439,15 +440,16 @@ def test_activations_by_formula_are_those_saved_on_the_cpu(
     measured = saved_bytes(Transformer(config, attention), tokens)
     num_norms = 2 * config.num_layers + 1
     kept_by_cpu_norms = num_norms * 4 * batch_size * seq_len * config.d_model
-    predicted = accounting.predict_memory(
-        config,
+    step = TrainingStep(
+        config=config,
         batch_size=batch_size,
         seq_len=seq_len,
         mode="forward_backward",
         attention_saves_scores=isinstance(attention, Pure),
         param_bytes=4,
         activation_bytes=4,
-    ).activations
+    )
+    predicted = step.predict_memory().activations
     predicted -= LOSS_GRADIENTS * batch_size * seq_len
     assert predicted == pytest.approx(measured - kept_by_cpu_norms, rel=0.003)
     assert predicted == pytest.approx(measured, rel=0.15)
@@ -474,9 +476,9 @@ def test_memory_by_formula_is_that_on_the_gpu(
     tokens = random_tokens(config, batch_size, seq_len + 1).to(device)
     positions = torch.arange(seq_len, device=device)
 
-    def predict(mode: accounting.Mode) -> accounting.MemoryPrediction:
-        return accounting.predict_memory(
-            config,
+    def predict(mode: Mode) -> MemoryPrediction:
+        return TrainingStep(
+            config=config,
             batch_size=batch_size,
             seq_len=seq_len,
             mode=mode,
@@ -484,7 +486,7 @@ def test_memory_by_formula_is_that_on_the_gpu(
             param_bytes=dtype.itemsize,
             activation_bytes=4 if precision == "fp32" else 2,
             autocast=autocast,
-        )
+        ).predict_memory()
 
     def forward() -> None:
         with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=autocast):

@@ -19,7 +19,7 @@ from kernels.caches import CacheShape
 from kernels.decoding import DecodeProblem
 from models import accounting
 from models.config import ModelConfig
-from models.sizes import cache_shape, decode_problem
+from models.decoding import cache_shape, decode_problem
 
 if TYPE_CHECKING:
     from harness.bench.bench import Bench

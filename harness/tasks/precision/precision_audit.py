@@ -15,6 +15,7 @@ from harness.cases.task import Task, Work, task
 from kernels import AttentionProblem
 from models import accounting
 from models.config import ModelConfig
+from models.memory import TrainingStep
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,8 +63,8 @@ class PrecisionAudit(Task):
         """The float64 model and its gradients stay, with what is compared, while a step is made."""
         model = _model(case)
         parameter_bytes = DTYPE_BYTES[case.precision.parameters]
-        step = accounting.predict_memory(
-            model,
+        step = TrainingStep(
+            config=model,
             batch_size=case.batch_size,
             seq_len=case.seq_len,
             mode="train_step",
@@ -71,16 +72,16 @@ class PrecisionAudit(Task):
             param_bytes=parameter_bytes,
             activation_bytes=DTYPE_BYTES[case.precision.compute],
             autocast=case.precision.autocast is not None,
-        )
-        reference = accounting.predict_memory(
-            model,
+        ).predict_memory()
+        reference = TrainingStep(
+            config=model,
             batch_size=case.batch_size,
             seq_len=case.seq_len,
             mode="forward_backward",
             attention_saves_scores=True,
             param_bytes=_FLOAT64_BYTES,
             activation_bytes=_FLOAT64_BYTES,
-        )
+        ).predict_memory()
         compared = 2 * _compared_elements(model) * case.batch_size * case.seq_len
         dtype_bytes = _FLOAT64_BYTES + DTYPE_BYTES[case.precision.compute]
         return {

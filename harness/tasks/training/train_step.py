@@ -25,6 +25,7 @@ from kernels import AttentionProblem
 from kernels.ranges import named_range
 from models import accounting
 from models.config import ModelConfig
+from models.memory import MemoryPrediction
 from parallel.context.attention import SequenceParallelAttention
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from harness.bench.bench import Bench, PhaseTimer
     from harness.measure.attention_calls import AttentionCall
     from harness.tasks.training.batch import Batch
-    from models.transformer import Attention
+    from models.layers import Attention
 
 MODES = ("forward", "forward_backward", "train_step")
 
@@ -111,7 +112,7 @@ class TrainStep(Task):
     def predicted_memory(self, case: Case) -> dict[str, float]:
         return footprint(case).peak_parts()
 
-    def predicted_step_memory(self, case: Case) -> accounting.MemoryPrediction:
+    def predicted_step_memory(self, case: Case) -> MemoryPrediction:
         return step_memory(case)
 
     def run(self, case: Case, bench: Bench) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from harness.cases.case import Case
 from harness.tasks.training.batch import whole_batch
-from models import accounting
+from models.memory import TrainingStep
 from models.transformer import NO_TARGET, cross_entropy
 from parallel.tensor import (
     ColumnParallel,
@@ -179,8 +179,8 @@ def test_predicted_activations_are_what_autograd_keeps(attention: str, autocast:
     case = case_of(*sizes, "seq_len=128", "parallel.tp=2", f"attention={attention}")
     assert case.model is not None
     tokens = 2 * 128
-    predicted = accounting.predict_memory(
-        case.model,
+    step = TrainingStep(
+        config=case.model,
         batch_size=2,
         seq_len=128,
         mode="forward_backward",
@@ -189,7 +189,8 @@ def test_predicted_activations_are_what_autograd_keeps(attention: str, autocast:
         activation_bytes=2 if autocast else 4,
         autocast=autocast,
         tp=2,
-    ).activations
+    )
+    predicted = step.predict_memory().activations
     # Not saved: the gradient with which the backward pass begins. Saved by norms on a CPU alone:
     # their normalised input, of this rank's tokens.
     predicted -= (6 if autocast else 4) * tokens * 500 / 2

@@ -1,4 +1,4 @@
-"""What a model asks of a cache and of a decoding step, in numbers; without torch."""
+"""The cache and the decoding step that a model needs: their shapes, without torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def decode_problem(
     block_size: int | None,
     cuda_graph: bool,
 ) -> DecodeProblem:
-    """A step of one token that a model's blocks take from their cache."""
+    """One decoding step of one token, as a block of the model attends from its cache."""
     latent = config.kv_lora_rank is not None
     return DecodeProblem(
         batch_size=batch_size,
@@ -37,7 +37,7 @@ def decode_problem(
 
 
 def cache_shape(config: ModelConfig, *, batch_size: int, max_len: int, dtype: str) -> CacheShape:
-    """What a model keeps of ``batch_size`` sequences of up to ``max_len`` tokens."""
+    """The cache of a model for ``batch_size`` sequences of up to ``max_len`` tokens."""
     latent = config.kv_lora_rank is not None
     return CacheShape(
         num_layers=config.num_layers,
