@@ -1,7 +1,7 @@
 """Attention and training over many devices, on top of the kernels."""
 
 from kernels import BACKENDS
-from parallel.strategy import STRATEGIES, Strategy, strategy
+from parallel.strategies.strategy import STRATEGIES, Strategy, strategy
 
 # What runs over several ranks is chosen by attention= too.
 BACKENDS.extend("parallel.context.schemes")

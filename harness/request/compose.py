@@ -40,7 +40,7 @@ from harness.request.config import (
 from harness.request.config_store import fill_config_store
 from harness.run.launcher import Launcher
 from harness.run.options import RunOptions
-from parallel.strategy import AXES_BY_NAME
+from parallel.strategies.strategy import AXES_BY_NAME
 
 Axes = dict[str, list[Any]]
 """The values of each key that a grid combines."""

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
 
 from kernels.registry import Look
+from parallel.data import containers
 from parallel.data.buckets import fill_buckets
-from parallel.strategies._data_parallel import BufferedStrategy
-from parallel.strategy import strategy
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import nn
+from parallel.strategies._bases import BufferedStrategy
+from parallel.strategies.strategy import strategy
 
 
 @strategy("ddp_bucketed", look=Look(colour="#0072B2", marker="^"))
@@ -35,11 +33,9 @@ class BucketedDDPStrategy(BufferedStrategy):
     def gradient_buffers(self, sizes: Sequence[float]) -> float:
         if self.data_ranks == 1:
             return 0.0
-        # One that fills a bucket alone travels from where it is.
+        # A gradient that fills a bucket alone is not copied into a buffer.
         buckets = fill_buckets(reversed(sizes), self.bucket_size_mb * 2**20)
         return sum(sum(bucket) for bucket in buckets if len(bucket) > 1) / sum(sizes)
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        from parallel.data import BucketedDDP
-
-        return BucketedDDP(model, self.bucket_size_mb, group=self.data_group())
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        return containers.BucketedDDP(model, self.bucket_size_mb, group=self.data_group())

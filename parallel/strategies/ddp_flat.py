@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
 
 from kernels.registry import Look
-from parallel.strategies._data_parallel import BufferedStrategy
-from parallel.strategy import strategy
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import nn
+from parallel.data import containers
+from parallel.strategies._bases import BufferedStrategy
+from parallel.strategies.strategy import strategy
 
 
 @strategy("ddp_flat", look=Look(colour="#E69F00", marker="s"))
@@ -21,10 +19,8 @@ class FlatDDPStrategy(BufferedStrategy):
     """:class:`parallel.data.FlatDDP` over the data ranks."""
 
     def loose_gradients(self, sizes: Sequence[float]) -> float:
-        # All of them, until they are moved into the buffer after the backward pass.
+        # All gradients, until they are copied into the buffer after the backward pass.
         return 1.0
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        from parallel.data import FlatDDP
-
-        return FlatDDP(model, group=self.data_group())
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        return containers.FlatDDP(model, group=self.data_group())

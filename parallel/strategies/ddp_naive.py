@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
 
 from kernels.registry import Look
-from parallel.strategies._data_parallel import DataParallelStrategy
-from parallel.strategy import strategy
-
-if TYPE_CHECKING:
-    from torch import nn
+from parallel.data import containers
+from parallel.strategies._bases import DataParallelStrategy
+from parallel.strategies.strategy import strategy
 
 
 @strategy("ddp_naive", look=Look(colour="#555555", marker="o"))
@@ -18,7 +17,5 @@ if TYPE_CHECKING:
 class NaiveDDPStrategy(DataParallelStrategy):
     """:class:`parallel.data.NaiveDDP` over the data ranks."""
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        from parallel.data import NaiveDDP
-
-        return NaiveDDP(model, group=self.data_group())
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        return containers.NaiveDDP(model, group=self.data_group())

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
 
 from kernels.registry import Look
-from parallel.strategies._data_parallel import DataParallelStrategy
-from parallel.strategy import strategy
-
-if TYPE_CHECKING:
-    from torch import nn
+from parallel.data import containers
+from parallel.strategies._bases import DataParallelStrategy
+from parallel.strategies.strategy import strategy
 
 
 @strategy("ddp_overlapped", look=Look(colour="#56B4E9", marker="D"))
@@ -18,7 +17,5 @@ if TYPE_CHECKING:
 class OverlappedDDPStrategy(DataParallelStrategy):
     """:class:`parallel.data.OverlappedDDP` over the data ranks."""
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        from parallel.data import OverlappedDDP
-
-        return OverlappedDDP(model, group=self.data_group())
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        return containers.OverlappedDDP(model, group=self.data_group())

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
 
 from kernels.registry import Look
-from parallel.strategy import Strategy, strategy
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import nn
+from parallel.strategies.strategy import Strategy, strategy
 
 
 @strategy("ddp_torch", look=Look(colour="#D55E00", marker="v", baseline=True))
@@ -31,13 +28,11 @@ class TorchDDP(Strategy):
     def gradient_buffers(self, sizes: Sequence[float]) -> float:
         return 1.0 if self.world_size > 1 else 0.0
 
-    def wrap(self, model: nn.Module) -> nn.Module:
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         if self.data_ranks == 1:
             # It needs a process group, which one rank does without.
             return model
-        from torch.nn.parallel import DistributedDataParallel
-
-        return DistributedDataParallel(
+        return torch.nn.parallel.DistributedDataParallel(
             model,
             process_group=self.data_group(),
             bucket_cap_mb=self.bucket_size_mb,

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+import torch
 
 from kernels.registry import Look
-from parallel.strategies._fully_sharded import FullyShardedStrategy
-from parallel.strategy import strategy
-
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.optim import Optimizer
+from parallel.data import elementwise_optimizer, fsdp
+from parallel.strategies._bases import FullyShardedStrategy
+from parallel.strategies.strategy import strategy
 
 
 @strategy("fsdp", look=Look(colour="#332288", marker="p"))
@@ -30,10 +29,8 @@ class FSDPStrategy(FullyShardedStrategy):
         if self.replicate_below < 0:
             raise ValueError(f"parallel.replicate_below={self.replicate_below}: must be at least 0")
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        from parallel.data import FSDP
-
-        return FSDP(
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        return fsdp.FSDP(
             model,
             compute_dtype=self.torch_dtype(),
             replicate_below=self.replicate_below,
@@ -41,8 +38,6 @@ class FSDPStrategy(FullyShardedStrategy):
         )
 
     def optimizer(
-        self, params: Iterable[nn.Parameter], cls: type[Optimizer], **kwargs: Any
-    ) -> Optimizer:
-        from parallel.data import optimizer_of_shards
-
-        return optimizer_of_shards(params, cls, **kwargs)
+        self, params: Iterable[torch.nn.Parameter], cls: type[torch.optim.Optimizer], **kwargs: Any
+    ) -> torch.optim.Optimizer:
+        return elementwise_optimizer.optimizer_of_shards(params, cls, **kwargs)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
 
 from kernels.registry import Look
-from parallel.strategies._fully_sharded import FullyShardedStrategy
-from parallel.strategy import strategy
-
-if TYPE_CHECKING:
-    from torch import nn
+from parallel.data import containers, model_blocks
+from parallel.strategies._bases import FullyShardedStrategy
+from parallel.strategies.strategy import strategy
 
 
 @strategy("fsdp_torch", look=Look(colour="#882255", marker="*"))
@@ -26,24 +25,22 @@ class TorchFSDP(FullyShardedStrategy):
                 "ranks; set parallel.dp to at least 2"
             )
 
-    def wrap(self, model: nn.Module) -> nn.Module:
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         if self.data_ranks == 1:
             # It needs a process group, which one rank does without.
             return model
+        # Not a part of what ``import torch`` loads.
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        from parallel.data.containers import broadcast_from_first
-        from parallel.data.model_blocks import blocks_of
-
         mesh = self.data_mesh()
-        broadcast_from_first(model, self.data_group())
+        containers.broadcast_from_first(model, self.data_group())
         dtype = self.torch_dtype()
         # As ours, blocks take what the rest of the model hands them, tables in float32 too.
         policy = MixedPrecisionPolicy(param_dtype=dtype, cast_forward_inputs=False)
-        for block in blocks_of(model):
+        for block in model_blocks.blocks_of(model):
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
         return model
 
-    def after_backward(self, model: nn.Module) -> None:
-        """It has averaged when backward has ended."""
+    def after_backward(self, model: torch.nn.Module) -> None:
+        """Nothing: it has averaged gradients when backward ends."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
 
 from kernels.registry import Look
-from parallel.strategy import Strategy, strategy
-
-if TYPE_CHECKING:
-    from torch import nn
+from parallel.data import gradients
+from parallel.strategies.strategy import Strategy, strategy
 
 
 @strategy("none", look=Look(colour="#000000", marker="h"))
@@ -25,11 +24,9 @@ class NoDataParallelism(Strategy):
                 "choose a strategy that keeps ranks together, such as parallel=ddp_torch"
             )
 
-    def after_backward(self, model: nn.Module) -> None:
+    def after_backward(self, model: torch.nn.Module) -> None:
         if self.cp == 1:
             return
-        from parallel.data.gradients import average_gradients
-
         group = self.data_group()
         assert group is not None, "several ranks have a group"
-        average_gradients(model.parameters(), group)
+        gradients.average_gradients(model.parameters(), group)

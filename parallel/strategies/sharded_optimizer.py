@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+import torch
 
 from kernels.registry import Look
+from parallel.data import sharded_optimizer
 from parallel.strategies.ddp_bucketed import BucketedDDPStrategy
-from parallel.strategy import strategy
-
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.optim import Optimizer
+from parallel.strategies.strategy import strategy
 
 
 @strategy("sharded_optimizer", look=Look(colour="#009E73", marker="P"))
@@ -31,8 +30,8 @@ class ShardedOptimizerStrategy(BucketedDDPStrategy):
         return {"all_reduce": 1.0, "broadcast": 1.0} if self.world_size > 1 else {}
 
     def optimizer(
-        self, params: Iterable[nn.Parameter], cls: type[Optimizer], **kwargs: Any
-    ) -> Optimizer:
-        from parallel.data import ShardedOptimizer
-
-        return ShardedOptimizer(params, cls, process_group=self.data_group(), **kwargs)
+        self, params: Iterable[torch.nn.Parameter], cls: type[torch.optim.Optimizer], **kwargs: Any
+    ) -> torch.optim.Optimizer:
+        return sharded_optimizer.ShardedOptimizer(
+            params, cls, process_group=self.data_group(), **kwargs
+        )

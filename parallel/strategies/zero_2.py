@@ -1,26 +1,23 @@
-"""ZeRO-2: as ZeRO-1, and of gradients too each rank keeps only those of its part."""
+"""ZeRO-2: as ZeRO-1, and each rank keeps only the gradients of its shard."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import ClassVar, cast
+
+import torch
 
 from kernels.registry import Look
-from parallel.strategies._parts import PartsStrategy
+from parallel.data import zero
+from parallel.strategies._bases import ShardedStateStrategy
 from parallel.strategies.ddp_bucketed import BucketedDDPStrategy
-from parallel.strategy import strategy
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import nn
-
-    from parallel.data.zero import Zero
+from parallel.strategies.strategy import strategy
 
 
 @strategy("zero_2", look=Look(colour="#999933", marker=">"))
 @dataclass(kw_only=True, slots=True)
-class Zero2Strategy(PartsStrategy, BucketedDDPStrategy):
+class Zero2Strategy(ShardedStateStrategy, BucketedDDPStrategy):
     """:class:`parallel.data.Zero2` over the data ranks."""
 
     peer: ClassVar[str | None] = "ddp_bucketed"
@@ -30,14 +27,12 @@ class Zero2Strategy(PartsStrategy, BucketedDDPStrategy):
         return 1 / self.data_ranks
 
     def gradient_buffers(self, sizes: Sequence[float]) -> float:
-        # A bucket's is there from its first gradient until it is reduced.
+        # A bucket's buffer lives from its first gradient until it is reduced.
         return 0.0
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        from parallel.data import Zero2
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        return zero.Zero2(model, self.bucket_size_mb, group=self.data_group())
 
-        return Zero2(model, self.bucket_size_mb, group=self.data_group())
-
-    def finish(self, model: nn.Module) -> None:
-        # The weights of a forward pass that does not come.
-        cast("Zero", model).wait_for_gathering()
+    def finish(self, model: torch.nn.Module) -> None:
+        # Weights are being gathered for a forward pass that will not come.
+        cast("zero.Zero", model).wait_for_gathering()

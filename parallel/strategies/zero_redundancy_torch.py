@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from kernels.registry import Look
 from parallel.strategies.ddp_torch import TorchDDP
-from parallel.strategy import strategy
-
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.optim import Optimizer
+from parallel.strategies.strategy import strategy
 
 
 @strategy("zero_redundancy_torch", look=Look(colour="#AA4499", marker="X"))
 @dataclass(kw_only=True, slots=True)
 class TorchZeroRedundancy(TorchDDP):
-    """Optimizer state by whole parameters on each rank, which broadcasts what it has updated."""
+    """Each rank keeps the state of some whole parameters, and broadcasts them when updated."""
 
     @property
     def optimizer_state_share(self) -> float:
@@ -29,10 +27,11 @@ class TorchZeroRedundancy(TorchDDP):
         return {"all_reduce": 1.0, "broadcast": 1.0} if self.world_size > 1 else {}
 
     def optimizer(
-        self, params: Iterable[nn.Parameter], cls: type[Optimizer], **kwargs: Any
-    ) -> Optimizer:
+        self, params: Iterable[torch.nn.Parameter], cls: type[torch.optim.Optimizer], **kwargs: Any
+    ) -> torch.optim.Optimizer:
         if self.data_ranks == 1:
             return cls(params, **kwargs)
+        # Not a part of what ``import torch`` loads.
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         return ZeroRedundancyOptimizer(

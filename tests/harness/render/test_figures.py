@@ -33,7 +33,7 @@ from harness.render.roof import draw_roof
 from harness.reports.context.split_panels import LINE_STYLES
 from harness.store.record import Record
 from kernels.backend import BACKENDS
-from parallel.strategy import STRATEGIES
+from parallel.strategies.strategy import STRATEGIES
 
 
 def built(name: str, records: list[Record]) -> CaptionedFigure:

@@ -1,20 +1,17 @@
-"""What a strategy is: a way to train one model on many devices."""
+"""The interface of a strategy, a way to train one model on many devices, and their registry."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
 
 from kernels.registry import Registry, joined_later
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    import torch.distributed as dist
-    from torch import nn
-    from torch.amp import GradScaler
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.optim import Optimizer
+from parallel import mesh
+from parallel.data import grad_scaler
 
 STRATEGIES: Registry[type[Strategy]] = Registry(
     "parallel", decorator="strategy", packages=("parallel.strategies",)
@@ -28,7 +25,7 @@ AXES_BY_NAME = {
     "cp": "cp",
     "context_parallel": "cp",
 }
-"""What might be taken for a choice of ``parallel=`` and is an axis that every choice has."""
+"""Mesh axes, which every strategy has, by the names under which ``parallel=`` may be given them."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -75,31 +72,23 @@ class Strategy:
 
     def cp_group(self) -> dist.ProcessGroup:
         """The ranks that share this rank's sequences, and hold the same weights."""
-        from parallel.mesh import cp_group
-
-        return cp_group(self.dp, self.cp, self.tp)
+        return mesh.cp_group(self.dp, self.cp, self.tp)
 
     def data_group(self) -> dist.ProcessGroup | None:
         """The ranks that hold the same weights as this one; None for one rank alone."""
         if self.world_size == 1:
             return None
-        from parallel.mesh import data_group
+        return mesh.data_group(self.dp, self.cp, self.tp)
 
-        return data_group(self.dp, self.cp, self.tp)
+    def data_mesh(self) -> dist.device_mesh.DeviceMesh:
+        """:meth:`data_group` as a mesh of one axis, for functions that take no group."""
+        return mesh.data_mesh(self.dp, self.cp, self.tp)
 
-    def data_mesh(self) -> DeviceMesh:
-        """:meth:`data_group` as a mesh of one axis, for what takes no group."""
-        from parallel.mesh import data_mesh
-
-        return data_mesh(self.dp, self.cp, self.tp)
-
-    def tp_mesh(self) -> DeviceMesh:
+    def tp_mesh(self) -> dist.device_mesh.DeviceMesh:
         """The ranks that share this rank's weights, as a mesh of one axis."""
-        from parallel.mesh import device_mesh
+        return mesh.device_mesh(self.dp, self.cp, self.tp)["tp"]
 
-        return device_mesh(self.dp, self.cp, self.tp)["tp"]
-
-    def wrap(self, model: nn.Module) -> nn.Module:
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Prepare the model, already on its device, for training; called once.
 
         With ``tp`` above 1 it has been split (:mod:`parallel.tensor`): its parameters
@@ -107,19 +96,19 @@ class Strategy:
         """
         return model
 
-    def after_backward(self, model: nn.Module) -> None:
-        """Called after every backward pass, before the optimizer, with the wrapped model.
+    def after_backward(self, model: torch.nn.Module) -> None:
+        """Average gradients over :meth:`data_group`; called after every backward pass.
 
-        From here on gradients are averages over :meth:`data_group`. Over the axis tp there is
-        nothing to average: a part of a weight is on one of its ranks, and the backward pass
-        has summed the gradients of what all of them hold.
+        With the wrapped model, before the optimizer's step. Over the axis tp there is nothing to
+        average: a shard of a weight is on one of its ranks, and the backward pass has summed the
+        gradients of weights that all of them hold.
         """
 
-    def finish(self, model: nn.Module) -> None:
-        """Called after the last step, with the wrapped model: wait for what is on its way.
+    def finish(self, model: torch.nn.Module) -> None:
+        """Wait for transfers that are under way; called with the wrapped model after the last step.
 
         PyTorch keeps the tensors of a transfer that nobody waits for, and with them the model,
-        until the group's next one.
+        until the group's next transfer.
         """
 
     @property
@@ -129,21 +118,21 @@ class Strategy:
 
     @property
     def optimizer_state_share(self) -> float:
-        """The part of the optimizer's state of its own parameters that one rank holds, about."""
+        """Fraction of the optimizer's state that one rank holds, about."""
         return 1.0
 
     @property
     def gradient_share(self) -> float:
-        """The part of the gradients that one rank holds after the backward pass, about."""
+        """Fraction of the gradients that one rank holds after the backward pass, about."""
         return 1.0
 
     @property
     def parameter_share(self) -> float:
-        """The part of the parameters that one rank holds between steps, about."""
+        """Fraction of the parameters that one rank holds between steps, about."""
         return 1.0
 
     def gradient_buffers(self, sizes: Sequence[float]) -> float:
-        """Buffers that hold gradients from the start and between steps, over all gradients.
+        """Fraction of the gradients that lie in buffers, from the start and between steps.
 
         Args:
             sizes: bytes of each parameter's gradient, in the order of the module.
@@ -151,12 +140,12 @@ class Strategy:
         return 0.0
 
     def loose_gradients(self, sizes: Sequence[float]) -> float:
-        """Gradients that lie outside such buffers at the end of backward, over all gradients."""
+        """Fraction of the gradients that lie outside such buffers at the end of backward."""
         return max(0.0, self.gradient_share - self.gradient_buffers(sizes))
 
     @property
     def traffic(self) -> dict[str, float]:
-        """How often a step moves all gradients or all parameters, by collective operation."""
+        """How many times a step moves all gradients or all parameters, by collective operation."""
         if self.data_ranks == 1:
             return {}
         if self.parameter_share < 1:
@@ -167,8 +156,8 @@ class Strategy:
         return {"all_reduce": 1.0}
 
     def optimizer(
-        self, params: Iterable[nn.Parameter], cls: type[Optimizer], **kwargs: Any
-    ) -> Optimizer:
+        self, params: Iterable[torch.nn.Parameter], cls: type[torch.optim.Optimizer], **kwargs: Any
+    ) -> torch.optim.Optimizer:
         """Make the optimizer over this rank's parameters."""
         return cls(params, **kwargs)
 
@@ -177,12 +166,8 @@ class Strategy:
         """Whether an overflow in float16 may be in the gradients of one rank alone."""
         return self.tp > 1
 
-    def grad_scaler(self, device: str, *, enabled: bool) -> GradScaler:
-        """What scales the loss, where float16 gradients need it: all ranks take a step, or none."""
-        import torch
-
+    def grad_scaler(self, device: str, *, enabled: bool) -> torch.amp.GradScaler:
+        """Scales the loss for float16 gradients, so that all ranks take a step or none does."""
         if not self.gradients_differ:
             return torch.amp.GradScaler(device, enabled=enabled)
-        from parallel.data import AgreeingGradScaler
-
-        return AgreeingGradScaler(device, enabled=enabled)
+        return grad_scaler.AgreeingGradScaler(device, enabled=enabled)
