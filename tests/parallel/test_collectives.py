@@ -20,8 +20,13 @@ from harness.render.figure import draw
 from harness.render.table import build_table
 from harness.request.compose import compose_request
 from harness.request.plan import predicted_seconds
-from parallel._collectives import Setting, exchange
-from parallel.collectives import COLLECTIVES, bus_factor, num_elements
+from parallel.collectives import (
+    COLLECTIVES,
+    CollectiveData,
+    bus_factor,
+    make_collective,
+    num_elements,
+)
 
 
 def case_of(*arguments: str) -> Case:
@@ -57,8 +62,8 @@ def wrong_before_and_after(
 ) -> list[int]:
     """Wrong elements of three results: not exchanged, exchanged, exchanged after a reset."""
     size = 12 * group.size()
-    setting = Setting(group=group, num_elements=size, dtype=dtype, device=torch.device("cpu"))
-    made = exchange(collective, setting)
+    data = CollectiveData(group=group, num_elements=size, dtype=dtype, device=torch.device("cpu"))
+    made = make_collective(collective, data)
     counts = [made.wrong_elements()]
     made.run()
     counts.append(made.wrong_elements())
@@ -82,10 +87,12 @@ def test_wrong_elements_are_counted(collective: str, num_ranks: int, dtype: torc
 
 def one_spoiled_element(group: dist.ProcessGroup, collective: str) -> int:
     """An element of the data changes on its way from the group's first rank."""
-    setting = Setting(group=group, num_elements=8, dtype=torch.float32, device=torch.device("cpu"))
-    original = Setting.data
+    data = CollectiveData(
+        group=group, num_elements=8, dtype=torch.float32, device=torch.device("cpu")
+    )
+    original = CollectiveData.of_rank
 
-    def spoiled(self: Setting, rank: int) -> torch.Tensor:
+    def spoiled(self: CollectiveData, rank: int) -> torch.Tensor:
         values = original(self, rank)
         if rank == 0:
             # In the part that all_gather and all_to_all take from the first rank.
@@ -93,11 +100,11 @@ def one_spoiled_element(group: dist.ProcessGroup, collective: str) -> int:
         return values
 
     if dist.get_rank(group) == 0:
-        Setting.data = spoiled  # type: ignore[method-assign]
+        CollectiveData.of_rank = spoiled  # type: ignore[method-assign]
     try:
-        made = exchange(collective, setting)
+        made = make_collective(collective, data)
     finally:
-        Setting.data = original  # type: ignore[method-assign]
+        CollectiveData.of_rank = original  # type: ignore[method-assign]
     made.run()
     return made.wrong_elements()
 

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 from harness.cases.case import Case, require_at_least, require_choice
 from harness.cases.task import Task, Work, task
-from parallel.collectives import COLLECTIVES, bus_factor, num_elements
+from parallel.collectives import (
+    COLLECTIVES,
+    CollectiveData,
+    bus_factor,
+    make_collective,
+    num_elements,
+)
 
 if TYPE_CHECKING:
     from harness.bench.bench import Bench, PhaseTimer
@@ -90,19 +96,18 @@ class Collectives(Task):
         import torch.distributed as dist
 
         from harness.bench.bench import WrongResult
-        from parallel._collectives import Setting, exchange
 
         bench.stage("set-up")
         group = dist.group.WORLD
         assert group is not None, "several ranks have a world"
-        setting = Setting(
+        data = CollectiveData(
             group=group,
             num_elements=self.num_elements(case),
             dtype=getattr(torch, case.precision.compute),
             device=bench.device,
             seed=case.seed,
         )
-        made = exchange(self.collective, setting)
+        made = make_collective(self.collective, data)
         bench.vote()
 
         bench.stage("checking")
