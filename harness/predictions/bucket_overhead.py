@@ -1,4 +1,4 @@
-"""What data parallelism adds to a step when gradients travel in buckets: a model, and its fit.
+"""The time that data parallelism adds to a step when gradients travel in buckets: model and fit.
 
 CS336 assignment 2, problem ddp_bucketed_benchmarking (b): where computing a bucket's gradients
 takes as long as communicating them, all but the last bucket's transfer hides, and each of the
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Link:
-    """What one all-reduce costs: t = o + size / w."""
+    """The time of one all-reduce: t = o + size / w."""
 
     overhead_s: float
     """o, of each call."""
@@ -26,11 +26,11 @@ class Link:
     """w, the algorithm bandwidth of large ones."""
 
     def seconds(self, num_bytes: float) -> float:
-        """Of one all-reduce."""
+        """Time of one all-reduce."""
         return self.overhead_s + num_bytes / self.bytes_per_s
 
     def added_seconds(self, num_bytes: float, num_buckets: float) -> float:
-        """What a step takes longer, of which only the last bucket's transfer is in sight."""
+        """Time added to a step: all calls, and the last bucket's transfer, which nothing hides."""
         return num_buckets * self.overhead_s + num_bytes / (num_buckets * self.bytes_per_s)
 
     def best_bucket_bytes(self, num_bytes: float) -> float:

@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass
 
 WEIGHT_BYTES, GRADIENT_BYTES, STATE_BYTES = 4, 4, 8
-"""Of one element in float32; AdamW keeps two moments."""
+"""Per element, in float32; AdamW keeps two moments."""
 
 ACTIVATION_BYTES = 2
 """bfloat16."""
@@ -24,7 +24,7 @@ ACTIVATION_BYTES = 2
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class FeedForwardStack:
-    """The model."""
+    """Feed-forward blocks of one size."""
 
     d_model: int
     d_ff: int
@@ -48,7 +48,7 @@ class FeedForwardStack:
         """On each device: static memory and half of the activations sharded, half not.
 
         Args:
-            tokens: whose activations one device would hold without sharding.
+            tokens: number whose activations one device would hold without sharding.
         """
         half = self.activation_bytes_per_token * tokens / 2
         return (self.static_bytes + half) / num_shards + half
@@ -82,17 +82,17 @@ class Mesh:
         return self.fsdp * self.tp
 
     def compute_s(self, stack: FeedForwardStack, batch: float) -> float:
-        """Of one block's forward pass, for ``batch`` tokens on all devices together."""
+        """Time of one block's forward pass, for ``batch`` tokens on all devices together."""
         flops = 4 * batch * stack.d_model * stack.d_ff
         return flops / (self.num_devices * self.flops_per_s)
 
     def gather_s(self, stack: FeedForwardStack) -> float:
-        """Of one block's weights, over the FSDP axis."""
+        """Time to gather one block's weights over the FSDP axis."""
         size = 2 * stack.d_model * stack.d_ff * ACTIVATION_BYTES
         return size / (self.tp * self.bytes_per_s * self.fsdp_axes)
 
     def exchange_s(self, stack: FeedForwardStack, batch: float) -> float:
-        """Of one block's activations, over the tensor-parallel axis."""
+        """Time to exchange one block's activations over the tensor-parallel axis."""
         size = 2 * batch * stack.d_model * ACTIVATION_BYTES
         return size / (self.fsdp * self.bytes_per_s * self.tp_axes)
 

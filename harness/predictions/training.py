@@ -1,9 +1,8 @@
-"""Memory of a training step on one rank, and what it sends, by formula for any strategy.
+"""Memory and communication of a training step on one rank, by formula for any strategy.
 
-The transformer's own terms are those of :mod:`models.accounting`; here they are divided among
-ranks as the case's strategy says of itself (:class:`parallel.Strategy`). What ``plan=true``
-prints, what every table's predicted column shows, and what the counts of a real step are held
-against; hence arithmetic alone, without torch.
+The transformer's own terms are those of :mod:`models.accounting` and :mod:`models.memory`; the
+case's strategy declares how ranks divide them (:class:`parallel.Strategy`). Plans and tables show
+these predictions beside the measurements. Arithmetic alone, without torch.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from parallel.data.buckets import fill_buckets
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 GATHERED_UNITS = 2
-"""Whole blocks that sharded parameters are in at once: the one in use and the one after it."""
+"""Blocks of sharded parameters that are whole at once: the one in use and the next one."""
 
 MIB = 2**20
 
@@ -29,23 +28,22 @@ MIB = 2**20
 class Footprint:
     """Bytes on one rank by what they hold, each at its own largest.
 
-    Gradients lie in buffers, which are there from the start, or come as the backward pass makes
-    them; while it does, it frees activations, so that of what it makes and what it frees only
-    the larger counts.
+    Gradients lie in buffers, which exist from the start, or are allocated by the backward pass.
+    That frees activations meanwhile, so that only the larger of the two counts.
     """
 
     parameters: float
     gathered_parameters: float
-    """Whole parameters of sharded ones, while they are in use."""
+    """Sharded parameters that are gathered while they are in use."""
     gradient_buffers: float
     gradients: float
-    """What a rank keeps for the optimizer, in buffers or not."""
+    """Gradients that a rank keeps for the optimizer, in buffers or not."""
     loose_gradients: float
-    """At the end of the backward pass, outside buffers."""
+    """Gradients outside buffers at the end of the backward pass."""
     optimizer_state: float
     activations: float
     recomputed: float = 0.0
-    """Activations that a checkpointed block makes again while all gradients fill up."""
+    """Activations that a checkpointed block computes again while all gradients fill up."""
 
     @property
     def after_initialisation(self) -> float:
@@ -60,7 +58,7 @@ class Footprint:
         return self.before_first_optimizer_step + self.optimizer_state
 
     def peak_parts(self) -> dict[str, float]:
-        """What is held at the peak, by name; the sum is the peak."""
+        """Bytes held at the peak by name, which sum to the peak."""
         parts = {
             "parameters": self.parameters,
             "gathered_parameters": self.gathered_parameters,
@@ -79,7 +77,7 @@ class Footprint:
 
 
 def footprint(case: Case) -> Footprint:
-    """Of a case of task=train_step; nothing that compiling saves is counted."""
+    """Bytes on one rank in a case of task=train_step, as if the model were not compiled."""
     assert case.model is not None, "training steps have a model"
     strategy = case.parallel
     whole = _of_one_data_rank(case)
@@ -92,7 +90,7 @@ def footprint(case: Case) -> Footprint:
     return Footprint(
         parameters=whole.parameters * strategy.parameter_share,
         gathered_parameters=gathered,
-        # Containers make their buffers whether or not a backward pass is to follow.
+        # Containers make their buffers whether or not a backward pass follows.
         gradient_buffers=gradient_bytes(case) * strategy.gradient_buffers(sizes),
         gradients=whole.gradients * strategy.gradient_share,
         loose_gradients=whole.gradients * strategy.loose_gradients(sizes) if trains else 0.0,
@@ -103,7 +101,7 @@ def footprint(case: Case) -> Footprint:
 
 
 def step_memory(case: Case) -> MemoryPrediction:
-    """Memory of one rank in a training step, part by part, as the strategy divides it."""
+    """Memory of a training step on one rank, by category, as the strategy divides it."""
     whole, strategy = _of_one_data_rank(case), case.parallel
     return replace(
         whole,
@@ -114,13 +112,13 @@ def step_memory(case: Case) -> MemoryPrediction:
 
 
 def _of_one_data_rank(case: Case) -> MemoryPrediction:
-    """Of a rank whose weights, gradients and state nobody shares but tensor-parallel ranks."""
+    """Memory of a step without data parallelism, on one of the tensor-parallel ranks."""
     assert case.model is not None, "training steps have a model"
     precision, checkpoint = case.precision, case.checkpoint
     # Weights that modules see in a low precision already are not cast by autocast.
     casts = precision.autocast is not None and _gathered_dtype(case) == precision.parameters
     computes = precision.compute if casts else _gathered_dtype(case)
-    # Scores that are not kept for a backward pass are there for a moment all the same.
+    # Scores exist for a moment even where no backward pass keeps them.
     problem = replace(case.attention_problem, needs_grad=True)
     return TrainingStep(
         config=case.model,
@@ -140,13 +138,13 @@ def _of_one_data_rank(case: Case) -> MemoryPrediction:
 
 
 def _gathered_dtype(case: Case) -> str:
-    """What modules see their weights in, and sharded ones travel in."""
+    """The dtype in which modules see their weights, and sharded weights travel."""
     own: str | None = getattr(case.parallel, "compute_dtype", None)
     return own or case.precision.parameters
 
 
 def largest_unit(case: Case) -> int:
-    """Elements of the largest of the parts that sharded parameters are gathered in."""
+    """Elements of the largest group of sharded parameters that is gathered at once."""
     assert case.model is not None, "training steps have a model"
     count = accounting.count_parameters(case.model)
     block = (count.attention + count.feed_forward) // case.model.num_layers
@@ -155,9 +153,9 @@ def largest_unit(case: Case) -> int:
 
 
 def gradient_bytes(case: Case) -> int:
-    """Of a model's gradients that data ranks average, and of its parameters, which are as large.
+    """Bytes of the gradients that data ranks average, equal to those of the parameters.
 
-    With tensor parallelism, of one rank's part of the model.
+    With tensor parallelism, those of one rank's shards.
     """
     return sum(gradient_sizes(case))
 
@@ -172,9 +170,9 @@ def gradient_sizes(case: Case) -> list[int]:
 def traffic_bytes(case: Case) -> dict[str, float]:
     """Size S, as nccl-tests define it, that a step puts through each collective operation.
 
-    Of parameters and gradients, among the data ranks; attention over several ranks sends keys
-    and values besides, and tensor parallelism activations. A forward pass alone sends nothing of
-    the kind.
+    Parameters and gradients, among the data ranks. Attention over several ranks sends keys and
+    values besides, and tensor parallelism activations; a forward pass alone sends neither
+    parameters nor gradients.
     """
     if getattr(case.task, "mode", "train_step") == "forward":
         return {}
@@ -184,7 +182,7 @@ def traffic_bytes(case: Case) -> dict[str, float]:
 
 
 def sent_bytes(traffic: dict[str, float], num_ranks: int) -> float:
-    """What a link of each rank carries: sizes times the factors of the bus bandwidth."""
+    """Bytes on each rank's link: sizes times the factors of the bus bandwidth."""
     return sum(size * bus_factor(name, num_ranks) for name, size in traffic.items())
 
 

@@ -1,17 +1,16 @@
 """Tensor parallelism with sequence-parallel norms: every rank holds a part of each large weight.
 
-Read in this order: ``moves`` (the three exchanges between ranks), ``styles`` (what becomes of a
-linear layer, an embedding, a norm, for DTensor's ``parallelize_module``), ``plan`` (which style
-each module of the transformer gets) and ``loss`` (cross-entropy of logits that are split over
-the vocabulary).
+Read in this order: ``exchanges`` (three collectives with their gradients), ``styles`` (how one
+linear layer, embedding or norm is split, for DTensor's ``parallelize_module``), ``plan`` (the
+style of each module of the transformer) and ``loss`` (cross-entropy of logits that are split
+over the vocabulary).
 
-The styles are our own, and what they leave is no DTensor: parameters and activations are plain
-tensors, this rank's part. So any container works on the result as on any module, given the
-ranks that hold the same parts as its process group: those here as well as PyTorch's
-DistributedDataParallel, which is not made for DTensor parameters, and ``fully_shard``. Attention
-kernels take what they get, and the host does not dispatch each operator twice. What is lost are
-tools that read placements off parameters; ``plan`` has ``whole_parameters`` and
-``gradient_norm`` in their place.
+The styles are our own and make no DTensors: parameters and activations are plain tensors, this
+rank's shards. So any data-parallel container takes the result as any other module, with the
+ranks that hold the same shards as its process group: ours, PyTorch's DistributedDataParallel,
+which is not made for DTensor parameters, and ``fully_shard``. Attention kernels need no wrapping,
+and the host does not dispatch each operator twice. Tools that read placements off parameters do
+not work; ``plan`` has ``whole_parameters`` and ``gradient_norm`` in their place.
 
 Shoeybi et al., "Megatron-LM" (2019), section 3; Korthikanti et al., "Reducing Activation
 Recomputation in Large Transformer Models" (2022), section 4.2.2 (sequence parallelism).

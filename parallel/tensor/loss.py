@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 IGNORE_INDEX = -100
-"""A target that does not count, PyTorch's default."""
+"""A target that the loss ignores; PyTorch's default."""
 
 
 def vocab_parallel_cross_entropy(
@@ -33,8 +33,8 @@ def vocab_parallel_cross_entropy(
 
     Args:
         logits_BSV: this rank's part of the vocabulary, V / tp of them, in rank order.
-        targets_BS: the same on all ranks; IGNORE_INDEX does not count.
-        num_targets: what the sum over targets is divided by; None is the number of these.
+        targets_BS: equal on all ranks; IGNORE_INDEX does not count.
+        num_targets: divisor of the sum over targets; None is the number of these.
         mesh: of one axis, the ranks that share the vocabulary.
     """
     targets = targets_BS.flatten()

@@ -1,4 +1,4 @@
-"""Which style each module of the transformer gets, and the model that comes of it.
+"""The style of each module of the transformer, and the model that is split by them.
 
 In the order of the forward pass; [] are a rank's shapes, E d_model, and tp divides heads H,
 key heads G, d_ff F and the vocabulary V::
@@ -54,11 +54,11 @@ PLAN: dict[str, Style] = {
     "final_norm": SequenceParallelNorm(),
     "head": GatheredColumnParallel(),
 }
-"""By the names of modules, as :mod:`fnmatch` has patterns."""
+"""Styles by patterns of module names (:mod:`fnmatch`)."""
 
 
 def split_transformer(model: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
-    """Make the transformer, in place, into this rank's part of it, on ``device``.
+    """Replace the transformer's weights, in place, by this rank's shards, on ``device``.
 
     Parameters on the meta device are initialised here, in the order in which the model's
     constructor would have: one seed gives one model on any number of ranks. Each weight is
@@ -109,8 +109,8 @@ def whole_parameters(
 def gradient_norm(named_parameters: Iterable[tuple[str, nn.Parameter]], mesh: DeviceMesh) -> Tensor:
     """The 2-norm of all gradients of the whole model, as float32; all ranks call it together.
 
-    Parts are summed over ranks, and what all ranks hold counts once. Gradients are averages
-    over the data ranks already.
+    Shards are summed over ranks, and gradients that all ranks hold count once. They have been
+    averaged over the data ranks before.
     """
     of_parts = torch.zeros((), device=mesh.device_type)
     of_wholes = torch.zeros((), device=mesh.device_type)
@@ -124,7 +124,7 @@ def gradient_norm(named_parameters: Iterable[tuple[str, nn.Parameter]], mesh: De
 
 
 def _initialise(module: nn.Module, device: torch.device) -> None:
-    """Give a module's own parameters memory and first values, if they have none."""
+    """Allocate and initialise a module's own parameters that are on the meta device."""
     own = list(module.parameters(recurse=False))
     if any(parameter.is_meta for parameter in own):
         module.to_empty(device=device, recurse=False)

@@ -4,12 +4,12 @@
     parallelize_module(mlp, mesh, {"w1": ColumnParallel(), "w2": RowParallel()})
 
 A linear layer y = x W^T is split by the rows of W, which are columns of its output (column
-parallel), or by the columns of W, which take a part of its input each and give parts of a sum
-(row parallel). One after the other they need one exchange at each end. Between such pairs
-activations are [B, S / tp, E]: each rank has some of the tokens, and norms and residual sums
-are computed once and not tp times.
+parallel), or by the columns of W, each of which takes a part of the input and gives a summand
+(row parallel). A column-parallel layer followed by a row-parallel one needs one exchange at each
+end. Between such pairs activations are [B, S / tp, E]: each rank has some of the tokens, and
+norms and residual sums are computed once and not tp times.
 
-A style keeps this rank's part of a weight as a plain parameter, under its old name.
+A style replaces a weight by this rank's shard, a plain parameter under the same name.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from parallel.tensor.moves import gather_sequence, scatter_sum, summed_gradient
+from parallel.tensor.exchanges import gather_sequence, scatter_sum, summed_gradient
 
 
 class Style(ParallelStyle):
-    """What all styles share: which dimension of which parameters is split."""
+    """Base of all styles: splits parameters, and lets :meth:`change` alter the forward pass."""
 
     split_dims: ClassVar[dict[str, int]] = {}
-    """Of each parameter of which a rank keeps a part."""
+    """The dimension that each split parameter is split along, by its name."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.change(module, device_mesh)
@@ -39,11 +39,11 @@ class Style(ParallelStyle):
         return module
 
     def change(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        """Have the module exchange what its forward pass needs."""
+        """Add the exchanges that the module's forward pass needs."""
 
 
 class GatherInput(Style):
-    """The module's first input, this rank's tokens, becomes that of all tokens."""
+    """Gathers the module's first input, this rank's tokens, to all tokens."""
 
     def change(self, module: nn.Module, mesh: DeviceMesh) -> None:
         def gather(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -59,7 +59,7 @@ class ColumnParallel(Style):
 
 
 class GatheredColumnParallel(ColumnParallel, GatherInput):
-    """The same of this rank's tokens, where no module around it gathers them."""
+    """A column-parallel layer that gathers the tokens itself, where no module around it does."""
 
 
 class RowParallel(Style):
@@ -116,7 +116,7 @@ class SequenceParallelNorm(Style):
 
 
 class _PartOfEmbedding(nn.Embedding):
-    """What a vocabulary-parallel embedding becomes."""
+    """An embedding of some rows of the vocabulary."""
 
     mesh: DeviceMesh
 
@@ -130,7 +130,7 @@ class _PartOfEmbedding(nn.Embedding):
 
 
 class _NormOfOwnTokens(nn.RMSNorm):
-    """What a sequence-parallel norm becomes."""
+    """An RMSNorm of this rank's tokens, whose weight's gradient is summed over ranks."""
 
     mesh: DeviceMesh
 

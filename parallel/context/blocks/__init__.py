@@ -1,1 +1,1 @@
-"""Which blocks of scores each rank computes, and the loops that compute them."""
+"""Blocks of scores: which rank computes which block, and the loops that compute them."""

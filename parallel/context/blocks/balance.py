@@ -1,11 +1,11 @@
-"""How evenly a layout spreads the FLOPs of attention: counted on the blocks that run.
+"""Balance of a layout: FLOPs of attention on each rank, counted on the blocks that run.
 
 Three counts of the forward pass, 4 D FLOPs (two matmuls) for each head and pair:
 
-    chunk   each of a rank's two half parts is charged, for every query, all keys up to the end
-            of that part: the count of published guides, which charges diagonals in full
+    chunk   every query in a half of a rank's part is charged all keys up to the end of that
+            half: the count of published guides, which charges diagonals in full
     pair    exactly the query-key pairs that the mask keeps
-    tile    whole tiles of block_q x block_k that hold at least one such pair: what a kernel does
+    tile    whole tiles of block_q x block_k with at least one such pair, which a kernel computes
 
 A ring computes in lockstep: at step t, rank r works on the keys of rank r - t, and everybody
 waits for the slowest. Its cost is the sum over steps of the largest count, relative to a

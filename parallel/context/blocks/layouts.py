@@ -1,4 +1,4 @@
-"""Layouts: which tokens of a sequence each rank holds, and which scores it has to compute.
+"""Layouts: the tokens of a sequence that each rank holds, and the scores that it computes.
 
 With P ranks and a sequence of N tokens, c = N / 2P:
 
@@ -7,8 +7,8 @@ With P ranks and a sequence of N tokens, c = N / 2P:
                  Grattafiori et al. 2024, section 3.3.2)
     striped      rank r holds tokens r, r+P, r+2P, ... (Striped Attention, Brandon et al. 2023)
 
-A layout is two things: positions, and the :class:`Block` of scores between one rank's queries
-and another rank's keys. Attention runs exactly these blocks, and FLOPs are counted on them
+A layout defines positions, and the :class:`Block` of scores between one rank's queries and
+another rank's keys. Attention runs exactly these blocks, and FLOPs are counted on them
 (:mod:`parallel.context.blocks.balance`), so that the two cannot disagree. A local sequence keeps
 the order of the positions, so that causal blocks are causal in local indices too.
 
@@ -20,11 +20,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+import torch
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -32,9 +30,9 @@ class Block:
     """A rectangle of scores: some of the queries against some of the keys."""
 
     q: slice
-    """Local queries, by their place in the rank's part of one sequence."""
+    """Local queries, as indices into the rank's part of one sequence."""
     kv: slice
-    """Keys, by their place in what they are taken from."""
+    """Keys, as indices into the tensor that holds them."""
     causal: bool
     """Whether a causal mask, aligned to the bottom right of the rectangle, applies."""
 
@@ -55,7 +53,7 @@ class Layout:
 
     name: ClassVar[str]
     chunks_per_rank: ClassVar[int] = 1
-    """Contiguous pieces that a rank's tokens come in; lengths are multiples of all of them."""
+    """Contiguous chunks that a rank's tokens consist of."""
 
     @property
     def multiple(self) -> int:
@@ -75,17 +73,17 @@ class Layout:
         raise NotImplementedError
 
     def block(self, rank: int, source: int, local_len: int, causal: bool) -> Block | None:
-        """What ``rank`` computes with the keys that ``source`` holds; None where that is nothing.
+        """The block of ``rank``'s queries and ``source``'s keys; None where the mask keeps no pair.
 
         Both slices are local: of the rank's ``local_len`` queries and of the source's keys.
         """
         raise NotImplementedError
 
     def prefix_blocks(self, rank: int, local_len: int, causal: bool) -> list[Block]:
-        """What ``rank`` computes with all keys in the order of their positions.
+        """The blocks of ``rank``'s queries and all keys in the order of their positions.
 
-        One block for each run of its tokens: queries that stand in [a, b) see keys [0, b), the
-        causal mask aligned to the bottom right. Raises ValueError where runs have gaps.
+        One for each run of its tokens: queries at positions [a, b) see keys [0, b), the causal
+        mask aligned to the bottom right. Raises ValueError where runs have gaps.
         """
         blocks, start = [], 0
         for run in self.runs(rank, local_len * self.num_ranks):
@@ -97,26 +95,24 @@ class Layout:
             start += len(run)
         return blocks
 
-    def positions(self, rank: int, length: int, device: torch.device | str = "cpu") -> Tensor:
-        """int64 [local_len]: where each local token stands; padding stands past the end."""
-        import torch
-
+    def positions(self, rank: int, length: int, device: torch.device | str = "cpu") -> torch.Tensor:
+        """Positions of the local tokens, int64 [local_len]; those of padding are past the end."""
         runs = self.runs(rank, length)
         return torch.cat([torch.arange(r.start, r.stop, r.step, device=device) for r in runs])
 
-    def shard(self, x: Tensor, rank: int, dim: int, fill: float = 0) -> Tensor:
+    def shard(self, x: torch.Tensor, rank: int, dim: int, fill: float = 0) -> torch.Tensor:
         """The rank's part of ``x`` along ``dim``, [..., N, ...] -> [..., local_len, ...].
 
         Missing tokens of a length that does not divide are ``fill``. On x's device, and
         differentiable.
         """
-        import torch
-
         x = _pad(x, dim, self.padded(x.shape[dim]), fill)
         return torch.cat([_along(x, dim, run) for run in self.runs(rank, x.shape[dim])], dim)
 
-    def unshard(self, shards: Sequence[Tensor], dim: int, length: int | None = None) -> Tensor:
-        """The whole from every rank's part, in rank order; the inverse of :meth:`shard`.
+    def unshard(
+        self, shards: Sequence[torch.Tensor], dim: int, length: int | None = None
+    ) -> torch.Tensor:
+        """The whole sequence from all ranks' parts in rank order; the inverse of :meth:`shard`.
 
         Args:
             length: tokens without padding; None keeps the padding.
@@ -133,20 +129,16 @@ class Layout:
         return whole if length is None else whole.narrow(dim, 0, length)
 
     def shard_packed(
-        self, x: Tensor, lengths: Sequence[int], rank: int, dim: int = 0, fill: float = 0
-    ) -> Tensor:
-        """The rank's part of sequences that stand end to end along ``dim``, each split alone."""
-        import torch
-
+        self, x: torch.Tensor, lengths: Sequence[int], rank: int, dim: int = 0, fill: float = 0
+    ) -> torch.Tensor:
+        """The rank's part of sequences that lie end to end along ``dim``, each split by itself."""
         parts = x.split(list(lengths), dim)
         return torch.cat([self.shard(part, rank, dim, fill) for part in parts], dim)
 
     def unshard_packed(
-        self, shards: Sequence[Tensor], lengths: Sequence[int], dim: int = 0
-    ) -> Tensor:
+        self, shards: Sequence[torch.Tensor], lengths: Sequence[int], dim: int = 0
+    ) -> torch.Tensor:
         """The inverse of :meth:`shard_packed`; padding is left out."""
-        import torch
-
         local = [self.local_len(length) for length in lengths]
         by_rank = [shard.split(local, dim) for shard in shards]
         wholes = [
@@ -218,7 +210,7 @@ class Striped(Layout):
 LAYOUTS: dict[str, type[Layout]] = {layout.name: layout for layout in (Contiguous, Zigzag, Striped)}
 
 
-def permute_striped(x: Tensor, dim: int, num_ranks: int) -> Tensor:
+def permute_striped(x: torch.Tensor, dim: int, num_ranks: int) -> torch.Tensor:
     """``b (n d) -> b (d n)`` along ``dim``, d ranks: what a split into d equal parts stripes.
 
     Output i is input (i mod n) d + i div n: 16 tokens on 4 ranks become 0, 4, 8, 12, 1, 5, ...
@@ -227,31 +219,29 @@ def permute_striped(x: Tensor, dim: int, num_ranks: int) -> Tensor:
     return _swap(x, dim, (-1, num_ranks), num_ranks)
 
 
-def unpermute_striped(x: Tensor, dim: int, num_ranks: int) -> Tensor:
+def unpermute_striped(x: torch.Tensor, dim: int, num_ranks: int) -> torch.Tensor:
     """The inverse of :func:`permute_striped`: output i is input (i mod d) n + i div d."""
     return _swap(x, dim, (num_ranks, -1), num_ranks)
 
 
-def _swap(x: Tensor, dim: int, sizes: tuple[int, int], num_ranks: int) -> Tensor:
+def _swap(x: torch.Tensor, dim: int, sizes: tuple[int, int], num_ranks: int) -> torch.Tensor:
     dim %= x.dim()
     if x.shape[dim] % num_ranks:
         raise ValueError(f"dim {dim} has {x.shape[dim]} entries: must be a multiple of {num_ranks}")
     return x.unflatten(dim, sizes).transpose(dim, dim + 1).flatten(dim, dim + 1)
 
 
-def _along(x: Tensor, dim: int, run: range) -> Tensor:
+def _along(x: torch.Tensor, dim: int, run: range) -> torch.Tensor:
     """A view of ``x`` with the entries of ``run`` along ``dim``."""
     index = [slice(None)] * x.dim()
     index[dim] = slice(run.start, run.stop, run.step)
     return x[tuple(index)]
 
 
-def _pad(x: Tensor, dim: int, length: int, fill: float) -> Tensor:
+def _pad(x: torch.Tensor, dim: int, length: int, fill: float) -> torch.Tensor:
     missing = length - x.shape[dim]
     if not missing:
         return x
-    import torch
-
     shape = list(x.shape)
     shape[dim] = missing
     return torch.cat([x, x.new_full(shape, fill)], dim)

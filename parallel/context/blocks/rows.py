@@ -1,4 +1,4 @@
-"""Some tokens of a rank's tensors: what one attention call takes, and where its results go.
+"""Selections of tokens: the rows that one attention call reads, and writes its results to.
 
 Rows of a dense batch are a slice of [B, H, S, D] along S; rows of a packed batch are indices
 into [T, H, D].
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Rows(Protocol):
-    """Some tokens of tensors that share a shape but for heads."""
+    """Some tokens of tensors that differ in the number of heads alone."""
 
     @property
     def whole(self) -> bool:
@@ -65,12 +65,12 @@ class DenseRows:
 class PackedRows:
     """Tokens of [T, H, D] and of a log-sum-exp [H, T], by index.
 
-    Within one of ``parts`` no index appears twice; a token that is in several gets what all of
-    them add.
+    Within one of ``parts`` no index appears twice; a token in several parts receives the sum of
+    their additions.
     """
 
     parts: tuple[Tensor, ...]
-    """int64 indices; none of them at all means every token."""
+    """int64 indices; not used if :attr:`whole`."""
     whole: bool
 
     def take(self, x: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ class PackedRows:
 
 
 def _copy_unless_same(view: Tensor, part: Tensor) -> None:
-    """Copy, unless a kernel has continued an accumulator in its place."""
+    """Copy, unless a kernel has updated the accumulator in place."""
     same = view.data_ptr() == part.data_ptr() and view.stride() == part.stride()
     if not same:
         view.copy_(part)

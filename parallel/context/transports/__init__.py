@@ -1,1 +1,1 @@
-"""What brings keys to queries: send/receive, collectives, reads of peers' memory."""
+"""Transports that bring keys to queries: messages, collectives, reads of peers' memory."""

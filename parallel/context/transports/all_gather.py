@@ -26,7 +26,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 @dataclass(slots=True)
 class _Reduction:
-    """Gradients of some KV heads on their way home."""
+    """Gradients of some KV heads on their way to the owners of the keys."""
 
     kv_heads: slice
     parts: tuple[Tensor, Tensor]

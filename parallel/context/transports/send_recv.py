@@ -20,7 +20,7 @@ from parallel.context.blocks.trace import WAIT, Trace
 
 
 class _Exchange:
-    """Tensors on their way to the next rank, and the same of the previous one on theirs here."""
+    """Tensors on their way to the next rank, and those of the previous rank on their way here."""
 
     def __init__(
         self, group: dist.ProcessGroup, tensors: Sequence[Tensor], first_tag: int, trace: Trace
@@ -38,7 +38,7 @@ class _Exchange:
         self._works = dist.batch_isend_irecv(operations)
 
     def wait(self) -> tuple[Tensor, ...]:
-        """What was received; on CUDA the current stream waits, not the host."""
+        """The received tensors; on CUDA the current stream waits, not the host."""
         for work in self._works:
             work.wait()
         self._sent = ()

@@ -29,7 +29,7 @@ from parallel.tensor import (
     split_transformer,
     vocab_parallel_cross_entropy,
 )
-from parallel.tensor.moves import gather_sequence, scatter_sum, summed_gradient
+from parallel.tensor.exchanges import gather_sequence, scatter_sum, summed_gradient
 
 
 def shapes_of(group: dist.ProcessGroup, case: Case) -> dict[str, Any]:

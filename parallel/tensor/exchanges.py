@@ -1,17 +1,17 @@
-"""What travels between tensor-parallel ranks: three exchanges, each the adjoint of its gradient's.
+"""The three exchanges between tensor-parallel ranks, each with its gradient.
 
     forward                              backward
-    gather_sequence   all-gather         reduce-scatter: each rank has a part of the gradient's sum
+    gather_sequence   all-gather         reduce-scatter: each rank has a summand of the gradient
     scatter_sum       reduce-scatter     all-gather
     summed_gradient   nothing            all-reduce: each rank has seen its own tokens alone
 
 DTensor's ``redistribute`` makes the same collectives from placements: Shard(1) to Replicate whose
 gradient is Partial, Partial to Shard(1), and Replicate whose gradient is Partial. It derives them
-anew in every call, which in every layer costs the host more than the collective's launch.
+anew in every call, which costs the host more than launching the collective.
 
-The collectives are functional ones, which return what those of torch.distributed write into a
-tensor that they are given: in the backward pass of a compiled autograd.Function torch 2.11 loses
-what is written, and the gradients of a compiled block came out wrong without an error.
+The collectives are functional ones, which return their result. Those of torch.distributed write
+it into a tensor that they are given: in the backward pass of a compiled autograd.Function torch
+2.11 loses such writes, and the gradients of a compiled block came out wrong without an error.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _reduce_scatter = (
 def gather_sequence(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """This rank's tokens [B, S / tp, E] -> those of all ranks [B, S, E].
 
-    What follows computes another part of the output on each rank, so that gradients that come
-    back are parts of a sum. Under autocast x is cast first, as matmuls would: half the bytes
+    Each rank then computes another part of the output, so that the gradients that come back are
+    summands. Under autocast x is cast first, as matmuls would: half the bytes
     travel, and one copy is kept where each matmul would keep its own.
     """
     if torch.is_autocast_enabled(x.device.type) and x.dtype == torch.float32:
@@ -44,7 +44,7 @@ def gather_sequence(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def scatter_sum(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Parts of a sum, [B, S, E] on each rank -> the sum's tokens of this rank, [B, S / tp, E].
+    """Summands [B, S, E] on each rank -> this rank's tokens of the sum, [B, S / tp, E].
 
     Added in x's dtype.
     """
@@ -52,10 +52,10 @@ def scatter_sum(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def summed_gradient(parameter: Tensor, mesh: DeviceMesh) -> Tensor:
-    """A parameter that all ranks hold and use on their own tokens; its gradient is their sum.
+    """A parameter that all ranks use, each on its own tokens; sums its gradient over the ranks.
 
-    Part of the graph, and not a hook on the parameter, which containers that replace parameters
-    would lose.
+    An operation of the graph and not a hook on the parameter, which containers that replace
+    parameters would lose.
     """
     return _SummedGradient.apply(parameter, mesh.get_group())
 
