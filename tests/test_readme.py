@@ -16,8 +16,9 @@ from harness.cases.format import ABSENT, number
 from harness.commands.readme import refreshed
 from harness.commands.writeup import ROWS_IN_MARKDOWN
 from harness.paths import ROOT
+from harness.request.choices import choices
 from harness.request.compose import compose_request
-from harness.request.config import GROUPS, choices
+from harness.request.config import GROUPS
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 RESULTS = ROOT / "results/h200"

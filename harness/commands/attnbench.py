@@ -1,8 +1,8 @@
 """The command ``attnbench``: compose, plan, launch, record, render.
 
-Flags (``--help``, ``--cfg job``, ``--info``) are Hydra's own. A command without flags is
-composed by :mod:`harness.request.compose`, so that every error is one line and every command a
-sweep.
+Flags (``--cfg job``, ``--info``) are Hydra's own; its ``--help`` is written by
+:mod:`harness.request.help`, which is faster. A command without flags is composed by
+:mod:`harness.request.compose`, so that every error is one line and every command a sweep.
 ``attnbench backends`` is the one subcommand: it runs nothing and lists what can run.
 Exit codes: 0 all cases have a result, 1 some failed, 2 the command is wrong, 130 interrupted.
 """
@@ -13,6 +13,16 @@ import signal
 import sys
 import time
 from types import FrameType
+
+import hydra
+from hydra._internal.utils import get_args_parser
+
+from harness.commands.backends import main as list_backends
+from harness.paths import CONF
+from harness.request.compose import compose_request
+from harness.request.config_store import store_everything
+from harness.request.help import help_text, template
+from harness.request.session import run_request
 
 USAGE = 2
 INTERRUPTED = 130
@@ -25,44 +35,45 @@ def main() -> int:
     """Console script; returns the exit code."""
     arguments = [item for item in sys.argv[1:] if item not in ("-m", "--multirun")]
     if arguments[:1] == ["backends"]:
-        from harness.commands.backends import main as list_backends
-
         return list_backends(arguments[1:])
     if any(item.startswith("-") for item in arguments):
-        if mistake := _no_such_flag(arguments):
-            return _complain(mistake)
-        _hydra_flags()
-        return 0
+        return _flags(arguments)
     return run(arguments)
 
 
-def _no_such_flag(arguments: list[str]) -> str | None:
-    """What is wrong, for a key with dashes as other programs have it; None for Hydra's flags."""
-    from hydra._internal.utils import get_args_parser
+def _flags(arguments: list[str]) -> int:
+    """A command line with flags: Hydra's, or a key written with dashes by mistake."""
+    flags, unknown = get_args_parser().parse_known_args(arguments)
+    if mistakes := [item for item in unknown if item.startswith("-")]:
+        return _complain(_no_such_flag(mistakes[0], arguments))
+    of_hydra = flags.config_dir or flags.config_path or flags.config_name
+    if not flags.help or of_hydra or any(map(_is_of_hydra, flags.overrides)):
+        store_everything(template())
+        main = hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")
+        main(_nothing_to_run)()
+        return 0
+    try:
+        print(help_text(flags.overrides, resolve=flags.resolve))
+    except ValueError as error:
+        return _complain(str(error))
+    return 0
 
-    _, unknown = get_args_parser().parse_known_args(arguments)
-    flags = [item for item in unknown if item.startswith("-")]
-    if not flags:
-        return None
-    flag, _, value = flags[0].partition("=")
-    following = arguments[arguments.index(flags[0]) + 1 :][:1]
+
+def _is_of_hydra(override: str) -> bool:
+    return override.lstrip("+~").startswith("hydra")
+
+
+def _no_such_flag(item: str, arguments: list[str]) -> str:
+    """The error for a key that is written with dashes, as other programs have it."""
+    flag, _, value = item.partition("=")
+    following = arguments[arguments.index(item) + 1 :][:1]
     if not value and following and "=" not in following[0] and not following[0].startswith("-"):
         value = following[0]
     return f"{flag}: no such flag; write {flag.lstrip('-') or 'KEY'}={value or 'VALUE'}"
 
 
-def _hydra_flags() -> None:
-    import hydra
-
-    from harness.paths import CONF
-    from harness.request.config_store import fill_config_store
-
-    fill_config_store()
-
-    def nothing_to_run(config: object) -> None:
-        print("attnbench: leave the flag out to run cases", file=sys.stderr)
-
-    hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")(nothing_to_run)()
+def _nothing_to_run(config: object) -> None:
+    print("attnbench: leave the flag out to run cases", file=sys.stderr)
 
 
 def run(arguments: list[str]) -> int:
@@ -70,9 +81,6 @@ def run(arguments: list[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
     try:
-        from harness.request.compose import compose_request
-        from harness.request.session import run_request
-
         try:
             request = compose_request(arguments)
         except ValueError as error:

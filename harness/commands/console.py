@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import sys
 
 from harness.commands import lazy_imports
+
+INTERRUPTED = 130
+"""The exit code after Ctrl-C."""
 
 
 def attnbench() -> int:
@@ -39,5 +43,9 @@ def cancel() -> int:
 
 def _start(command: str, function: str = "main") -> int:
     lazy_imports.install()
-    module = importlib.import_module(f"harness.commands.{command}")
-    return int(getattr(module, function)())
+    try:
+        module = importlib.import_module(f"harness.commands.{command}")
+        return int(getattr(module, function)())
+    except KeyboardInterrupt:
+        print("\nattnbench: stopped", file=sys.stderr)
+        return INTERRUPTED

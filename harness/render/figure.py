@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from textwrap import fill
 from typing import Any
@@ -27,7 +27,7 @@ from matplotlib.transforms import offset_copy
 
 from harness.cases import format as fmt
 from harness.cases.columns import POINTS, caption_of, redundant_points
-from kernels.registry import Registry
+from harness.render.registries import FIGURES
 
 COLOURS = {
     "naive": "#555555",
@@ -166,12 +166,6 @@ class CaptionedFigure:
     """What it shows, in one sentence computed from its data."""
 
 
-FigureBuilder = Callable[[pd.DataFrame], CaptionedFigure | None]
-
-FIGURES: Registry[FigureBuilder] = Registry(
-    "figure", decorator="figure", packages=("harness.reports",)
-)
-
 figure = FIGURES.register
 
 
@@ -180,7 +174,7 @@ def build_figure(name: str, frame: pd.DataFrame) -> CaptionedFigure | None:
     if frame.empty:
         return None
     with mpl.rc_context(STYLE):
-        built = FIGURES[name].target(frame)
+        built: CaptionedFigure | None = FIGURES[name].target(frame)
         if built is not None:
             built.name = name
             wrap_titles(built.figure)

@@ -15,6 +15,7 @@ import pandas as pd
 
 from harness.cases import format as fmt
 from harness.cases.columns import OBSERVED, POINTS, caption_of, redundant_points, sort_by_points
+from harness.render.registries import TABLES
 from kernels.registry import Registry
 
 THROTTLED = f"{fmt.DAGGER} The device lowered its clocks while this was measured."
@@ -103,10 +104,6 @@ class Table:
         return result
 
 
-TableBuilder = Callable[[pd.DataFrame], Table | None]
-
-TABLES: Registry[TableBuilder] = Registry("table", decorator="table", packages=("harness.reports",))
-
 table = TABLES.register
 
 Finding = Callable[[pd.DataFrame], str | None]
@@ -133,7 +130,7 @@ def build_table(name: str, frame: pd.DataFrame) -> Table | None:
     """The table ``name`` over the frame; None where the frame has nothing for it."""
     if frame.empty:
         return None
-    built = TABLES[name].target(frame)
+    built: Table | None = TABLES[name].target(frame)
     if built is not None:
         built.name = name
     return built

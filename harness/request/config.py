@@ -1,13 +1,11 @@
-"""The schema of the command line: the type of every key, checked by Hydra and OmegaConf."""
+"""The keys of the command line and their types, which Hydra and OmegaConf check."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from harness.cases.case import Checkpoint, Compile, Precision
-from harness.paths import CONF
 from models.config import ModelConfig
 
 GROUPS = (
@@ -17,12 +15,12 @@ GROUPS = (
 """Keys that choose an implementation or a file; every other key is a value."""
 
 OPTIONAL_GROUPS = ("model", "compile", "checkpoint", "profile", "cache")
-"""Those that a task may have no use for."""
+"""Groups that a task may have no use for."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Config:
-    """Every key that can be typed. Groups filled by registries are typed by what is chosen."""
+    """Every key and its default. A group of registered choices has the type of its choice."""
 
     task: Any
     model: ModelConfig
@@ -44,7 +42,7 @@ class Config:
     retry: bool = False
     plan: bool = False
     interleave: int = 1
-    """Rounds that the measured passes of each case are split into; not a number of cases."""
+    """Number of rounds that the measured passes of each case are split into."""
     scale: str = "auto"
     wait: bool = False
 
@@ -61,29 +59,9 @@ RUN_KEYS = (
     "scale",
     "wait",
 )
-"""Keys that say how to run and not what to measure; they take one value, not a sweep."""
+"""Keys that say how to run rather than what to measure; each takes one value."""
 
 
-@cache
-def registered_choices() -> dict[str, dict[str, Any]]:
-    """The choices that code registers: by group and name, a structured config of each."""
-    from harness.cases.profiler import PROFILERS
-    from harness.cases.task import TASKS
-    from harness.run.launcher import LAUNCHERS
-    from kernels import BACKENDS
-    from kernels.caches import CACHES
-    from parallel import STRATEGIES
-
-    registries: list[Any] = [TASKS, BACKENDS, PROFILERS, CACHES, STRATEGIES, LAUNCHERS]
-    return {
-        registry.group: {
-            entry.name: entry.target(name=entry.name, **entry.preset) for entry in registry
-        }
-        for registry in registries
-    }
-
-
-def choices(group: str) -> list[str]:
-    """Names that can be chosen for a group, from its registry and from its folder of YAML."""
-    files = {path.stem for path in (CONF / group).glob("*.yaml")}
-    return sorted(files | set(registered_choices().get(group, ())))
+def group_of(key: str) -> str:
+    """The group of a key: ``attention`` for ``attention`` and for ``attention.kernel``."""
+    return key.split(".", 1)[0]

@@ -1,11 +1,21 @@
-"""The text of ``attnbench --help``; Hydra fills in the configuration."""
+"""The text of ``attnbench --help``: what can be chosen, and the composed configuration.
+
+Hydra would write the same from the template. It takes seconds, for it collects what the template
+does not show: all options of all groups, its own included.
+"""
 
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
+from string import Template
+
+from omegaconf import OmegaConf
 
 from harness.paths import SWEEPS
-from harness.request.config import GROUPS, choices
+from harness.request.choices import choices
+from harness.request.config import GROUPS
+from harness.request.config_store import compose_config
 from kernels.backends.auto import CHAINS, DECODE_CHAINS
 
 _TEMPLATE = """\
@@ -56,8 +66,14 @@ Flags: --cfg job prints the composed configuration, --info all tells more, --hyd
 """
 
 
+def help_text(overrides: Sequence[str], *, resolve: bool = False) -> str:
+    """The whole text, for the configuration of a command line."""
+    config = OmegaConf.to_yaml(compose_config(overrides), resolve=resolve)
+    return Template(template()).substitute(CONFIG=config)
+
+
 def template() -> str:
-    """Hydra's help template, with the choices of every group that a user can set."""
+    """Hydra's help template, with the choices of every group."""
     names = {group: choices(group) for group in GROUPS}
     names["sweeps"] = sorted(path.stem for path in SWEEPS.glob("*.yaml"))
     lines = [f"  {group:<10} {', '.join(found)}" for group, found in names.items()]

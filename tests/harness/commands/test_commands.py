@@ -192,10 +192,6 @@ class TestMistakes:
         assert cli.main() == 2
         assert capsys.readouterr().err == f"attnbench: {said}\n"
 
-    @pytest.mark.parametrize("arguments", [["--help"], ["--cfg", "job", "model=tiny"], ["-h"]])
-    def test_flags_of_hydra(self, arguments: list[str]) -> None:
-        assert cli._no_such_flag(arguments) is None
-
     def test_scale(self) -> None:
         with pytest.raises(ValueError, match=r"^scale=small: must be one of auto, full, tiny"):
             compose_request(["sweeps=quickstart", "scale=small", "device=cpu"])

@@ -13,8 +13,9 @@ from harness.cases.sweep import AD_HOC, load_sweep
 from harness.paths import CONF, SWEEPS
 from harness.render.figure import FIGURES
 from harness.render.table import TABLES
+from harness.request.choices import REGISTRIES, choices
 from harness.request.compose import Request, compose_request
-from harness.request.config import GROUPS, choices, registered_choices
+from harness.request.config import GROUPS
 from harness.request.plan import predicted_seconds
 from harness.run import local
 from harness.run.interleaving import comparison_groups
@@ -76,7 +77,9 @@ def test_every_file_of_a_group_is_a_choice() -> None:
     for folder in folders & set(GROUPS):
         files = {path.stem for path in (CONF / folder).glob("*.yaml")}
         assert files
-        assert files == set(choices(folder)) - set(registered_choices().get(folder, {}))
+        assert files == set(choices(folder)) - set(
+            REGISTRIES[folder].names() if folder in REGISTRIES else ()
+        )
 
 
 def test_defaults_are_what_the_schema_says() -> None:

@@ -18,8 +18,8 @@ from harness.cases.case import Case
 from harness.commands.status import cancel_main, look
 from harness.commands.status import main as status_main
 from harness.paths import CONF
+from harness.request.choices import choices
 from harness.request.compose import Request, compose_request
-from harness.request.config import choices
 from harness.request.session import run_request
 from harness.run import run_folder
 from harness.run.agent import serve_agent

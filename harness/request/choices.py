@@ -1,0 +1,66 @@
+"""The choices of each group: those that code registers, and those that are files in ``conf/``."""
+
+from __future__ import annotations
+
+import difflib
+from functools import cache
+from typing import Any
+
+import yaml
+
+from harness.cases.profiler import PROFILERS
+from harness.cases.task import TASKS
+from harness.paths import CONF
+from harness.run.launcher import LAUNCHERS
+from kernels.caches import CACHES
+from kernels.registry import Registry
+from parallel import BACKENDS, STRATEGIES
+from parallel.strategies.strategy import AXES_BY_NAME
+
+REGISTRIES: dict[str, Registry[Any]] = {
+    registry.group: registry
+    for registry in (TASKS, BACKENDS, PROFILERS, CACHES, STRATEGIES, LAUNCHERS)
+}
+"""By group. Their names are known without importing the files that register them."""
+
+
+def choices(group: str) -> list[str]:
+    """Names that can be chosen for a group, sorted."""
+    registered = REGISTRIES[group].names() if group in REGISTRIES else []
+    return sorted({*registered, *(path.stem for path in (CONF / group).glob("*.yaml"))})
+
+
+def is_file(group: str, name: str) -> bool:
+    """Whether a choice is a YAML file."""
+    return (CONF / group / f"{name}.yaml").exists()
+
+
+def options(group: str, name: str) -> Any:
+    """A registered choice with the options that its registration presets."""
+    entry = REGISTRIES[group][name]
+    return entry.target(name=name, **entry.preset)
+
+
+def default_choice(group: str) -> str:
+    """The choice of a group that is not given, from ``conf/config.yaml``."""
+    return _defaults()[group]
+
+
+@cache
+def _defaults() -> dict[str, str]:
+    values = yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8"))
+    entries = [entry for entry in values["defaults"] if isinstance(entry, dict)]
+    return {group: str(name) for entry in entries for group, name in entry.items()}
+
+
+def require_choice_of_group(group: str, name: str) -> None:
+    """Raise ValueError that lists a group's choices unless ``name`` is one."""
+    known = choices(group)
+    if name in known:
+        return
+    if group == STRATEGIES.group and name in AXES_BY_NAME:
+        axis = AXES_BY_NAME[name]
+        raise ValueError(f"parallel={name}: a mesh axis of every choice; write parallel.{axis}=2")
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    raise ValueError(f"{group}={name}: no such choice, one of {', '.join(known)}{hint}")

@@ -1,0 +1,56 @@
+"""Parses a command line, in Hydra's grammar, into the values of each key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Glob, Override, OverrideType
+from hydra.errors import HydraException
+
+from harness.request.choices import choices
+from harness.request.config import GROUPS, group_of
+
+Axes = dict[str, list[Any]]
+"""The values of each key that a grid combines."""
+
+
+def parse(arguments: Sequence[str]) -> Axes:
+    """Values of each key, in Hydra's grammar: lists, ranges, quotes and globs included."""
+    parser = OverridesParser.create()
+    axes: Axes = {}
+    for argument in arguments:
+        try:
+            override = parser.parse_override(argument)
+        except HydraException as error:
+            raise ValueError(f"{argument}: write KEY=VALUE or KEY=VALUE,VALUE") from error
+        if override.type != OverrideType.CHANGE:
+            raise ValueError(f"{argument}: keys can be set, not added or removed; write KEY=VALUE")
+        key = override.key_or_group
+        if group_of(key) == "hydra":
+            raise ValueError(f"{key}: Hydra only composes here; its own settings have no effect")
+        if key in axes:
+            raise ValueError(f"{key}: given twice; separate several values by commas")
+        axes[key] = list(_values(override, parser))
+    return axes
+
+
+def _values(override: Override, parser: OverridesParser) -> Iterator[Any]:
+    key = override.key_or_group
+    if not override.is_sweep_override():
+        yield override.value()
+        return
+    if override.is_interval_sweep():
+        raise ValueError(f"{key}: an interval has no list of values; give values or a range(...)")
+    value = override.value()
+    if isinstance(value, Glob):
+        if key not in GROUPS:
+            raise ValueError(f"{key}: glob(...) matches choices, and {key} is a value")
+        matches = value.filter(choices(key))
+        if not matches:
+            raise ValueError(f"{key}: the glob matches none of {', '.join(choices(key))}")
+        yield from matches
+        return
+    for text in override.sweep_string_iterator():
+        yield parser.parse_override(f"{key}={text}").value()
