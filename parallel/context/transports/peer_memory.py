@@ -59,6 +59,7 @@ class CudaPeerMemory:
     """
 
     def __init__(self, group: dist.ProcessGroup, num_bytes: int, device: torch.device) -> None:
+        # Not in every build of torch.
         import torch.distributed._symmetric_memory as symmetric
 
         self.num_bytes = num_bytes

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from ranks import on_ranks
 from torch import Tensor
 
@@ -153,32 +154,48 @@ def check(num_ranks: int, name: str, options: dict[str, Any], batch: Batch) -> N
             assert error < CLOSENESS, f"{what} on rank {rank} is off by {error:.2g}"
 
 
-def combinations() -> list[Any]:
+SHOWN = (("zigzag", "send_recv"), ("zigzag_llama3", "symmetric"))
+"""Scheme and transport under which every kernel runs; the others run naive alone."""
+
+
+def combinations(kernels: tuple[str, ...] = KERNELS) -> list[Any]:
     return [
-        pytest.param(name, transport, kernel, id=f"{name}-{transport}-{kernel}")
+        pytest.param(
+            *(name, transport, kernel),
+            id=f"{name}-{transport}-{kernel}",
+            marks=[] if kernel == "naive" or (name, transport) in SHOWN else pytest.mark.exhaustive,
+        )
         for name in SCHEMES
         for transport in TRANSPORTS[name]
-        for kernel in KERNELS
+        for kernel in kernels
+    ]
+
+
+def rank_counts(*shown: int) -> list[Any]:
+    """One to four ranks, of which the others than ``shown`` are exhaustive."""
+    return [
+        pytest.param(count, marks=[] if count in shown else pytest.mark.exhaustive)
+        for count in (1, 2, 3, 4)
     ]
 
 
 class TestAgainstOneDevice:
-    @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+    @pytest.mark.parametrize("num_ranks", rank_counts(1, 3))
     @pytest.mark.parametrize(("name", "transport", "kernel"), combinations())
     def test_dense(self, num_ranks: int, name: str, transport: str, kernel: str) -> None:
         """Grouped queries, two sequences; 24 tokens divide by 2 P for each P."""
         check(num_ranks, name, {"kernel": kernel, "transport": transport}, Batch(lengths=(24, 24)))
 
-    @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-    @pytest.mark.parametrize(("name", "transport", "kernel"), combinations())
+    @pytest.mark.parametrize("num_ranks", rank_counts(3))
+    @pytest.mark.parametrize(
+        ("name", "transport", "kernel"), combinations(kernels=("naive", "flash_torch"))
+    )
     def test_packed(self, num_ranks: int, name: str, transport: str, kernel: str) -> None:
         """Sequences that divide, that are padded, and one of a single token."""
-        if kernel == "sdpa_flash":
-            pytest.skip("takes no packed batch")
         batch = Batch(lengths=(24, 7, 1, 13), packed=True)
         check(num_ranks, name, {"kernel": kernel, "transport": transport}, batch)
 
-    @pytest.mark.parametrize("num_ranks", [2, 3])
+    @pytest.mark.parametrize("num_ranks", rank_counts(2))
     @pytest.mark.parametrize("name", SCHEMES)
     def test_a_length_that_does_not_divide(self, num_ranks: int, name: str) -> None:
         check(num_ranks, name, {"kernel": "naive"}, Batch(lengths=(23,)))
@@ -200,10 +217,12 @@ class TestAgainstOneDevice:
         options = {"kernel": "naive", "transport": transport, "kv_heads_at_once": at_once}
         check(2, name, options, batch)
 
-    @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+    @pytest.mark.parametrize("num_ranks", rank_counts(2))
     @pytest.mark.parametrize("forward_mode", MODES)
     @pytest.mark.parametrize("backward_mode", MODES)
-    @pytest.mark.parametrize("kernel", ["naive", "flash_torch"])
+    @pytest.mark.parametrize(
+        "kernel", ["naive", pytest.param("flash_torch", marks=pytest.mark.exhaustive)]
+    )
     @pytest.mark.parametrize("transport", ["all_gather", "symmetric"])
     def test_modes_of_zigzag_llama3(
         self, num_ranks: int, forward_mode: str, backward_mode: str, kernel: str, transport: str
@@ -299,7 +318,7 @@ def bf16_error_growth(
 
 @pytest.mark.parametrize(("name", "transport"), [(n, t) for n in SCHEMES for t in TRANSPORTS[n]])
 class TestErrorInBf16:
-    @pytest.mark.parametrize("num_ranks", [2, 4])
+    @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
     def test_is_about_that_of_one_device(self, name: str, transport: str, num_ranks: int) -> None:
         for ratio in on_ranks(num_ranks, bf16_error_growth, name, transport, Naive)[0]:
             assert 0.1 < ratio < 1.5
@@ -565,8 +584,6 @@ class TestTorchPeer:
 
 
 def patched_and_restored(group: dist.ProcessGroup, rotate: str) -> tuple[bool, bool]:
-    import torch.nn.functional as F
-
     original = F.scaled_dot_product_attention
     with scheme_of("context_parallel_torch", rotate=rotate).bind(group, CPU) as bound:
         patched = F.scaled_dot_product_attention is not original

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 import torch.distributed as dist
 from ranks import device_of, on_gpus
 from tensor_parallel_training import BOUNDS, case_of, train_on_mesh, train_one_process
@@ -97,8 +98,6 @@ def votes() -> Any:
 
 def run_task(group: dist.ProcessGroup, case: Case) -> tuple[float, int]:
     """Loss after some steps, and this rank's peak memory in bytes."""
-    import torch._inductor.config
-
     # A daemon, as this process is, cannot have children.
     torch._inductor.config.compile_threads = 1
     size = case.world_size
