@@ -16,6 +16,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+# Imported when first used (PEP 562): plans import modules of this folder, and no torch.
 _HOMES = {
     "NaiveDDP": "parallel.data.containers",
     "FlatDDP": "parallel.data.containers",
@@ -29,22 +30,10 @@ _HOMES = {
     "optimizer_of_shards": "parallel.data.elementwise_optimizer",
 }
 
-__all__ = [
-    "FSDP",
-    "AgreeingGradScaler",
-    "BucketedDDP",
-    "FlatDDP",
-    "NaiveDDP",
-    "OverlappedDDP",
-    "ShardedOptimizer",
-    "Zero1",
-    "Zero2",
-    "optimizer_of_shards",
-]
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    """The classes, imported when first used (PEP 562)."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

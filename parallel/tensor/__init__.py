@@ -21,6 +21,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+# Imported when first used (PEP 562): plans import modules of this folder, and no torch.
 _HOMES = {
     "ColumnParallel": "parallel.tensor.styles",
     "GatherInput": "parallel.tensor.styles",
@@ -34,22 +35,10 @@ _HOMES = {
     "whole_parameters": "parallel.tensor.plan",
 }
 
-__all__ = [
-    "ColumnParallel",
-    "GatherInput",
-    "GatheredColumnParallel",
-    "RowParallel",
-    "SequenceParallelNorm",
-    "VocabParallelEmbedding",
-    "gradient_norm",
-    "split_transformer",
-    "vocab_parallel_cross_entropy",
-    "whole_parameters",
-]
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    """The names above, imported when first used (PEP 562)."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
