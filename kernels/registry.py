@@ -46,8 +46,8 @@ class Look:
     """A marker of matplotlib, the same in every figure."""
     place: int | None = None
     """Place in tables and legends; choices without one follow by name."""
-    baseline: bool = False
-    """Whether comparisons hold other choices of the kind against this one."""
+    baseline: str = ""
+    """What to call it where comparisons hold other choices against it; empty where they do not."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -16,8 +16,8 @@ from harness.analysis.stats import (
     verdict,
 )
 from harness.cases import format as fmt
-from harness.cases.columns import POINTS
-from harness.render.table import point_groups
+from harness.cases.columns import POINTS, point_groups
+from harness.cases.task import WHOLE_PHASES, task_type
 from parallel import STRATEGIES
 
 
@@ -28,47 +28,40 @@ class Axis:
     choice: str
     columns: tuple[str, ...]
     """All columns that the choice decides."""
-    baseline: str
-    """What the others are compared with."""
     needs_baseline: bool
     """Whether nothing else may stand in where the baseline did not finish."""
+    other_baseline: str | None = None
+    """What the others are compared with, where not with the choice that declares itself so."""
+
+    @property
+    def baseline(self) -> str | None:
+        return self.other_baseline or POINTS[self.choice].baseline
+
+    @property
+    def words(self) -> str:
+        """``over naive attention``, for titles and sentences."""
+        looks, name = POINTS[self.choice].all_looks(), self.baseline
+        return f"over {looks[name].baseline if name in looks else name}"
 
 
 AXES = {
-    "attention": Axis(
-        choice="attention", columns=("attention",), baseline="naive", needs_baseline=False
-    ),
+    "attention": Axis(choice="attention", columns=("attention",), needs_baseline=False),
     "compile_scope": Axis(
-        choice="compile_scope",
-        columns=("compile_scope", "compile_mode"),
-        baseline="none",
-        needs_baseline=True,
+        choice="compile_scope", columns=("compile_scope", "compile_mode"), needs_baseline=True
     ),
-    "strategy": Axis(
-        choice="strategy", columns=("strategy",), baseline="ddp_torch", needs_baseline=False
-    ),
-    "precision": Axis(
-        choice="precision", columns=("precision",), baseline="fp32", needs_baseline=True
-    ),
+    "strategy": Axis(choice="strategy", columns=("strategy",), needs_baseline=False),
+    "precision": Axis(choice="precision", columns=("precision",), needs_baseline=True),
 }
 
 APART = timedelta(minutes=10)
 """Between the starts of two measurements, or of a round of theirs, beyond which their ratio may be
 that of two hosts."""
 
-_WHOLE = {
-    "attention": ("forward", "forward_backward", "step"),
-    "decode": ("decode", "step"),
-    "prefill": ("prefill",),
-    "generate": ("prefill", "decode"),
-}
-"""Phases of tasks other than training that are worth comparing; of all others the step."""
-
 
 def comparable(frame: pd.DataFrame) -> pd.DataFrame:
-    """Rows worth comparing: whole steps, and of other tasks the phases that stand for them."""
+    """The rows of phases that their tasks hold worth comparing."""
     pairs = zip(frame["task"], frame["phase"], strict=True)
-    whole = [phase in _WHOLE.get(task, ("step",)) for task, phase in pairs]
+    whole = [phase in task_type(task).compared_phases for task, phase in pairs]
     return frame[whole].reset_index(drop=True)
 
 
@@ -101,7 +94,7 @@ def compare_with_peers(frame: pd.DataFrame) -> pd.DataFrame:
         for _, rows in frame[kinds.isin([kind, own.peer])].groupby(alike, sort=True):
             peers = rows[kinds[rows.index] == own.peer]["strategy"].unique()
             if len(peers) == 1 and len(rows["strategy"].unique()) > 1:
-                axis = replace(AXES["strategy"], baseline=peers[0], needs_baseline=True)
+                axis = replace(AXES["strategy"], other_baseline=peers[0], needs_baseline=True)
                 found.append(compare(rows, axis))
     return pd.concat(found, ignore_index=True)
 
@@ -148,7 +141,7 @@ def compare(frame: pd.DataFrame, axis: Axis) -> pd.DataFrame:
 
 
 def _apart(started: pd.Series, baseline: pd.Series) -> list[str]:
-    """Of each pair the mark of those that were not measured in turns, or at least soon after."""
+    """The mark of each pair that was measured neither in turns nor soon after each other."""
     pairs = zip(started, baseline, strict=True)
     return [fmt.PILCROW if _any_apart(*pair) else "" for pair in pairs]
 
@@ -170,9 +163,9 @@ def _any_apart(one: list[str], other: list[str]) -> bool:
 
 def fullest_phase(frame: pd.DataFrame) -> pd.DataFrame:
     """One row per case: of the phase that includes the others, or its only one."""
-    order = ("step", "forward_backward", "forward")
-    place = frame["phase"].map({phase: index for index, phase in enumerate(order)})
-    ordered = frame.assign(place=place.fillna(len(order))).sort_values("place", kind="stable")
+    places = {phase: place for place, phase in enumerate(WHOLE_PHASES)}
+    place = frame["phase"].map(places).fillna(len(places))
+    ordered = frame.assign(place=place).sort_values("place", kind="stable")
     return ordered.drop_duplicates("case_id").drop(columns="place").sort_index()
 
 

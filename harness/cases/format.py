@@ -88,3 +88,8 @@ def text(value: Any) -> str:
 
 def yes_no(value: Any) -> str:
     return "yes" if value else "no"
+
+
+def unless(usual: Any, words: str) -> Callable[[Any], str]:
+    """Says a value in ``words``, such as ``{} cache``; nothing where it is the usual one."""
+    return lambda value: "" if value == usual else words.format(value)

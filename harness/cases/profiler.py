@@ -8,8 +8,9 @@ notes; traces, snapshots and pages are files in ``profiles/CASE/`` of the result
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
+from harness.cases.column import CaseColumn
 from kernels.registry import Registry
 
 if TYPE_CHECKING:
@@ -35,6 +36,9 @@ class Profiler:
     """A choice of ``profile=``; its fields are options."""
 
     name: str
+
+    columns: ClassVar[tuple[CaseColumn, ...]] = ()
+    """Columns that it adds to the frame."""
 
     def validate(self, case: Case) -> None:
         """Raise ValueError, naming the full key, if it makes no sense for the case."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from harness.cases.column import CaseColumn
 from kernels import AttentionProblem
 from kernels.registry import Registry
 from models.memory import MemoryPrediction
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
 TASKS: Registry[type[Task]] = Registry("task", decorator="task", packages=("harness.tasks",))
 
 task = TASKS.register
+
+
+WHOLE_PHASES = ("step", "forward_backward", "forward")
+"""Phases that include others, the fullest first."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -51,6 +56,20 @@ class Task:
     """Whether it runs anything; where not, results are counted by formula."""
     profiled_phases: ClassVar[tuple[str, ...]] = ()
     """Phases by which profiles divide a step."""
+    gives_shape: ClassVar[bool] = False
+    """Whether its options give the shape of what is measured, rather than the model."""
+    phases: ClassVar[tuple[str, ...]] = (
+        *("forward", "backward", "optimizer", "forward_backward", "step"),
+    )
+    """Phases in the order of tables; those that are not named follow as they were recorded."""
+    compared_phases: ClassVar[tuple[str, ...]] = ("step",)
+    """Phases whose times comparisons hold against each other."""
+    expected_phase: ClassVar[str] = "forward"
+    """The phase that stands in the row of a case that died before it recorded any."""
+    ranks_option: ClassVar[str | None] = None
+    """The option that says on how many ranks it runs, where that is not up to the strategy."""
+    columns: ClassVar[tuple[CaseColumn, ...]] = ()
+    """Columns that it adds to the frame."""
 
     def validate(self, case: Case) -> None:
         """Raise ValueError, naming the full key, if the case makes no sense for this task."""
@@ -100,3 +119,8 @@ class Task:
     def run(self, case: Case, bench: Bench) -> None:
         """Set up, check, warm up and measure on this rank, telling ``bench`` each result."""
         raise NotImplementedError
+
+
+def task_type(name: str) -> type[Task]:
+    """What ``task=name`` is; the base class where this version has no such task."""
+    return TASKS[name].target if name in TASKS else Task

@@ -26,11 +26,11 @@ from harness.analysis.comparison import fullest_phase, paired
 from harness.analysis.frame import build_frame
 from harness.analysis.stats import SAME_BETWEEN_RUNS, verdict_rule
 from harness.cases import format as fmt
-from harness.cases.columns import POINTS
+from harness.cases.columns import POINTS, point_groups
 from harness.render.figure import CaptionedFigure, save
 from harness.render.files import put, render_terminal, to_csv, to_markdown
 from harness.render.latex import to_latex
-from harness.render.table import Column, Table, make_table, marks_of, point_groups
+from harness.render.table import Column, Table, make_table, marks_of
 from harness.reports.general.ratios_figure import draw_comparison
 from harness.store.record import Record, RecordStore
 

@@ -12,8 +12,7 @@ import numpy as np
 import pandas as pd
 
 from harness.cases import format as fmt
-from harness.cases.columns import MODEL_ORDER, MODES_ORDER, POINTS
-from harness.render.table import point_groups
+from harness.cases.columns import POINTS, point_groups
 from parallel import BACKENDS, STRATEGIES
 
 
@@ -27,8 +26,10 @@ def sentence(*parts: str | None) -> str:
 
 def _begins_with_a_name(words: str) -> bool:
     """Whether the first word is one that users type, which keeps its case in a sentence."""
-    first = words.split()[0].rstrip(",:;")
-    chosen = first in BACKENDS or first in STRATEGIES or words.startswith(MODES_ORDER)
+    first, *rest = words.split()
+    first = first.rstrip(",:;")
+    # A pair of options: ``a / b``.
+    chosen = first in BACKENDS or first in STRATEGIES or rest[:1] == ["/"]
     return chosen or any(character.isdigit() or character in "_(=/" for character in first)
 
 
@@ -162,17 +163,12 @@ def say_out_of_memory(rows: pd.DataFrame, choice: str = "attention") -> str | No
         names = [str(name) for name in shortest.index[shortest == first]]
         where = f" first, at {fmt.integer(first)} tokens"
     elif out["model"].notna().any():
-        smallest = min(out["model"].dropna(), key=lambda name: _place(str(name)))
+        smallest = min(out["model"].dropna(), key=POINTS["model"].rank)
         where = f" with model {smallest}"
     else:
         where = ""
     verb = "runs" if len(names) == 1 else "run"
     return f"{listed(names)} {verb} out of memory{where}"
-
-
-def _place(model: str) -> int:
-    name = model.split("(")[0]
-    return MODEL_ORDER.index(name) if name in MODEL_ORDER else len(MODEL_ORDER)
 
 
 def say_growth(rows: pd.DataFrame, value: str) -> str | None:

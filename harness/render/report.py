@@ -9,7 +9,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
-from harness.analysis.frame import GIB
+from harness.analysis.case_columns import GIB
 from harness.cases import format as fmt
 from harness.cases.hardware import find_hardware
 from harness.cases.task import TASKS

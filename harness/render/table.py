@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import pandas as pd
 
 from harness.cases import format as fmt
-from harness.cases.columns import OBSERVED, POINTS, caption_of, redundant_points, sort_by_points
+from harness.cases.columns import POINTS, caption_of, point_groups, redundant_points, sort_by_points
 from harness.render.registries import TABLES
 from kernels.registry import Registry
 
@@ -245,10 +245,3 @@ def speedup_over(
     group = point_groups(rows, varied)
     baselines = rows.loc[is_baseline].groupby(group[is_baseline])[value].first()
     return group.map(baselines) / rows[value]
-
-
-def point_groups(rows: pd.DataFrame, varied: Iterable[str]) -> pd.Series:
-    """A number per row, equal for rows whose points differ at most in ``varied``."""
-    excluded = {*varied, *OBSERVED}
-    keys = [name for name in POINTS if name in rows and name not in excluded]
-    return rows.groupby(keys, dropna=False, sort=False).ngroup()

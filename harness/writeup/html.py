@@ -18,7 +18,7 @@ from typing import Any
 
 from matplotlib.colors import to_hex, to_rgb
 
-from harness.analysis.frame import GIB
+from harness.analysis.case_columns import GIB
 from harness.analysis.stats import median, quartiles, slowest_rank
 from harness.cases import format as fmt
 from harness.paths import ROOT

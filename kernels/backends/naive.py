@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@attention_backend("naive", look=Look(colour="#555555", marker="o", place=0, baseline=True))
+@attention_backend(
+    "naive", look=Look(colour="#555555", marker="o", place=0, baseline="naive attention")
+)
 @dataclass(kw_only=True, slots=True)
 class Naive(AttentionBackend):
     """Explicit softmax; autograd keeps the probabilities for the backward pass."""

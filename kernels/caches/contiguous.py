@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kernels.caches.choice import CacheChoice, CacheShape, cache_choice
+from kernels.registry import Look
 
 if TYPE_CHECKING:
     import torch
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from kernels.caches.key_values import KeyValueCache
 
 
-@cache_choice("contiguous")
+@cache_choice("contiguous", look=Look(place=0))
 @dataclass(kw_only=True, slots=True)
 class Contiguous(CacheChoice):
     """max_len places for each sequence, one after another."""

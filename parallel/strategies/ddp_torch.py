@@ -11,7 +11,7 @@ from kernels.registry import Look
 from parallel.strategies.strategy import Strategy, strategy
 
 
-@strategy("ddp_torch", look=Look(colour="#D55E00", marker="v", baseline=True))
+@strategy("ddp_torch", look=Look(colour="#D55E00", marker="v", baseline="PyTorch's DDP"))
 @dataclass(kw_only=True, slots=True)
 class TorchDDP(Strategy):
     """Bucketed gradient all-reduce that overlaps with the backward pass (Li et al., 2020)."""

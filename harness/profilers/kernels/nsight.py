@@ -13,10 +13,12 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
+from harness.cases.column import CaseColumn
 from harness.cases.profiler import Profiler, profiler, require_steps
 from harness.paths import ROOT
+from harness.profilers.kernels.torch_profiler import KERNEL_PROFILE
 
 if TYPE_CHECKING:
     from harness.bench.bench import Bench
@@ -30,6 +32,8 @@ class Nsight(Profiler):
 
     steps: int = 2
     """Captured steps, after one more that warms up."""
+
+    columns: ClassVar[tuple[CaseColumn, ...]] = (KERNEL_PROFILE,)
 
     def validate(self, case: Case) -> None:
         require_steps("profile.steps", self.steps)

@@ -7,8 +7,9 @@ record, for chrome://tracing or ui.perfetto.dev.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
+from harness.cases.column import CaseColumn, note
 from harness.cases.profiler import Profiler, profiler, require_steps
 from kernels import accounting
 
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from harness.cases.case import Case
 
 
+KERNEL_PROFILE = CaseColumn(name="kernel_profile", read=note("kernel_profile"))
+
+
 @profiler("torch")
 @dataclass(kw_only=True, slots=True)
 class TorchProfiler(Profiler):
@@ -25,6 +29,8 @@ class TorchProfiler(Profiler):
 
     steps: int = 2
     """Profiled steps, after one more that warms up the profiler."""
+
+    columns: ClassVar[tuple[CaseColumn, ...]] = (KERNEL_PROFILE,)
 
     def validate(self, case: Case) -> None:
         require_steps("profile.steps", self.steps)

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
+from harness.cases.column import CaseColumn, note
 from harness.cases.profiler import Profiler, profiler
 from models import accounting
 
@@ -33,6 +34,10 @@ class MemoryProfiler(Profiler):
     """Most points of the timeline in the record."""
     largest: int = 10
     """Most kinds of allocations at the peak in the record; equal ones are one kind."""
+
+    columns: ClassVar[tuple[CaseColumn, ...]] = (
+        CaseColumn(name="memory_profile", read=note("memory_profile")),
+    )
 
     def validate(self, case: Case) -> None:
         for key in ("max_events", "points", "largest"):

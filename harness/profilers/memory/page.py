@@ -9,7 +9,7 @@ from typing import Any
 
 from harness.profilers.memory.summary import milliseconds, phase_spans
 from harness.profilers.memory.timeline import CATEGORIES, Timeline, call_sites, thinned
-from harness.render.figure import MEMORY_COLOURS
+from harness.render.palette import MEMORY_COLOURS
 
 TEMPLATE = Path(__file__).with_name("page.html")
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pandas as pd
 
 from harness.cases import format as fmt
-from harness.cases.columns import POINTS, attention_rank
-from harness.render.table import Column, Table, make_table, point_groups
+from harness.cases.columns import POINTS, point_groups, sorted_values
+from harness.render.table import Column, Table, make_table
 
 
 def table_by_backend(
@@ -34,7 +34,7 @@ def table_by_backend(
     names = [name for name in POINTS if name != "attention" and name in cases]
     rows = cases.assign(group=group).drop_duplicates("group").set_index("group")[names]
     columns = []
-    for attention in sorted(cases["attention"].unique(), key=attention_rank):
+    for attention in sorted_values(cases, "attention"):
         chosen = cases["attention"] == attention
         part = cases[chosen].set_index(group[chosen])
         part = part[~part.index.duplicated()].reindex(rows.index)

@@ -11,17 +11,9 @@ import pandas as pd
 from harness.analysis.comparison import Axis, compare
 from harness.analysis.stats import verdict_rule
 from harness.cases import format as fmt
+from harness.cases.columns import point_groups
 from harness.render.findings import best_row, say_fastest, sentence
-from harness.render.table import (
-    Column,
-    Table,
-    finding,
-    make_table,
-    per_case,
-    point_groups,
-    table,
-    time_column,
-)
+from harness.render.table import Column, Table, finding, make_table, per_case, table, time_column
 from harness.reports.attention.by_backend import apart_from_unsupported
 
 CAPTION = (
@@ -32,7 +24,12 @@ CAPTION = (
 
 PHASES = ("forward", "backward", "forward_backward")
 
-AXIS = Axis(choice="attention", columns=("attention",), baseline="sdpa_cudnn", needs_baseline=False)
+AXIS = Axis(
+    choice="attention",
+    columns=("attention",),
+    other_baseline="sdpa_cudnn",
+    needs_baseline=False,
+)
 
 
 @table("leaderboard")

@@ -8,14 +8,15 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from harness.cases import format as fmt
-from harness.cases.columns import attention_rank
-from harness.render.figure import colour, draw_spread, label_line_ends, marker
+from harness.cases.columns import sorted_values
+from harness.render.line_labels import draw_spread, label_line_ends
+from harness.render.palette import colour, marker
 
 MAX_ROWS = 4
 
 
 def backends_of(rows: pd.DataFrame) -> list[str]:
-    return sorted(rows["attention"].unique(), key=attention_rank)
+    return sorted_values(rows, "attention")
 
 
 def draw_lines(

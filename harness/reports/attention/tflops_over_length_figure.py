@@ -8,17 +8,11 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from harness.cases import format as fmt
-from harness.cases.columns import attention_rank
-from harness.render.figure import (
-    CaptionedFigure,
-    colour,
-    draw_spread,
-    figure,
-    label_line_ends,
-    mark_out_of_memory,
-    marker,
-)
+from harness.cases.columns import sorted_values
+from harness.render.figure import CaptionedFigure, figure
 from harness.render.findings import say_out_of_memory, say_over_length, sentence
+from harness.render.line_labels import draw_spread, label_line_ends, mark_out_of_memory
+from harness.render.palette import colour, marker
 from harness.render.panels import panels, whole_calls
 
 CAPTION = (
@@ -54,7 +48,7 @@ def _draw(axis: Axes, rows: pd.DataFrame) -> None:
     lengths = sorted(rows["seq_len"].unique())
     crosses: list[tuple[float, str]] = []
     lines: list[Line2D] = []
-    for name in sorted(rows["attention"].unique(), key=attention_rank):
+    for name in sorted_values(rows, "attention"):
         mine = rows[rows["attention"] == name].sort_values("seq_len", kind="stable")
         shown = mine[mine["tflops"].notna()]
         crosses += [(length, name) for length in mine.loc[mine["status"] == "oom", "seq_len"]]

@@ -10,15 +10,9 @@ from matplotlib.ticker import FixedLocator, NullLocator
 
 from harness.cases import format as fmt
 from harness.cases.columns import sort_by_points
-from harness.render.figure import (
-    CaptionedFigure,
-    describe,
-    draw_spread,
-    figure,
-    label_line_ends,
-    panel_key,
-)
+from harness.render.figure import CaptionedFigure, describe, figure, panel_key
 from harness.render.findings import best_row, sentence
+from harness.render.line_labels import draw_spread, label_line_ends
 from harness.render.panels import log_ticks
 from harness.reports.communication.collective_rows import UNUSED, collectives
 from parallel.collectives import COLLECTIVES

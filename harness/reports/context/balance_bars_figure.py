@@ -6,8 +6,9 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from harness.cases import format as fmt
-from harness.render.figure import CaptionedFigure, colour, figure
+from harness.render.figure import CaptionedFigure, figure
 from harness.render.findings import listed, sentence
+from harness.render.palette import colour
 from harness.reports.context.split_panels import ACROSS, calls_by_panel
 
 CAPTION = (

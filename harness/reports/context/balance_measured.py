@@ -5,8 +5,9 @@ from __future__ import annotations
 import pandas as pd
 
 from harness.cases import format as fmt
+from harness.cases.columns import point_groups
 from harness.render.findings import listed, sentence, span
-from harness.render.table import Column, Table, finding, make_table, point_groups, table
+from harness.render.table import Column, Table, finding, make_table, table
 from harness.reports.context.split_rows import split_calls
 from parallel import BACKENDS
 from parallel.context.attention import SequenceParallelAttention

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pandas as pd
 
 from harness.render.table import per_case
+from harness.reports.context.points import declare_points
 from parallel.context.blocks.balance import Balance
+
+declare_points()
 
 COUNT_WORDS = {"chunk": "by chunks", "pair": "by pairs", "tile": "by tiles"}
 

@@ -6,8 +6,9 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from harness.cases.columns import caption_of, sort_by_points
-from harness.render.figure import CaptionedFigure, colour, figure
+from harness.render.figure import CaptionedFigure, figure
 from harness.render.findings import listed, sentence, span
+from harness.render.palette import colour
 from harness.reports.context.balance_rows import counted
 
 MAX_POINTS = 4

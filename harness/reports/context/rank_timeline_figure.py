@@ -10,15 +10,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from harness.cases import format as fmt
-from harness.render.figure import (
-    ON_BAR_DARK,
-    ON_BAR_LIGHT,
-    CaptionedFigure,
-    colour,
-    figure,
-    mixed_with_white,
-)
+from harness.render.figure import ON_BAR_DARK, ON_BAR_LIGHT, CaptionedFigure, figure
 from harness.render.findings import listed, percent_span, sentence
+from harness.render.palette import colour, mixed_with_white
 from harness.reports.context.split_panels import ACROSS, calls_by_panel
 from harness.reports.context.split_rows import COMPUTE
 

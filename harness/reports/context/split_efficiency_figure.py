@@ -9,16 +9,10 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from harness.cases import format as fmt
-from harness.render.figure import (
-    CaptionedFigure,
-    colour,
-    draw_spread,
-    figure,
-    label_line_ends,
-    mark_out_of_memory,
-    marker,
-)
+from harness.render.figure import CaptionedFigure, figure
 from harness.render.findings import best_row, percent_span, sentence
+from harness.render.line_labels import draw_spread, label_line_ends, mark_out_of_memory
+from harness.render.palette import colour, marker
 from harness.reports.context.split_panels import LINE_STYLES, calls_by_panel
 
 WIDTH_IN, HEIGHT_IN = 4.8, 3.0

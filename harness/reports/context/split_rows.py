@@ -12,8 +12,12 @@ from typing import Any
 
 import pandas as pd
 
-from harness.render.table import per_case, point_groups
+from harness.cases.columns import point_groups
+from harness.render.table import per_case
+from harness.reports.context.points import declare_points
 from parallel import BACKENDS
+
+declare_points()
 
 PHASES = ("forward", "backward", "forward_backward")
 

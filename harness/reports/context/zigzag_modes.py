@@ -5,16 +5,9 @@ from __future__ import annotations
 import pandas as pd
 
 from harness.cases import format as fmt
+from harness.cases.columns import point_groups
 from harness.render.findings import say_fastest, say_over, sentence
-from harness.render.table import (
-    Column,
-    Table,
-    finding,
-    make_table,
-    point_groups,
-    table,
-    time_column,
-)
+from harness.render.table import Column, Table, finding, make_table, table, time_column
 from harness.reports.context.split_rows import predicted_gib, split_calls
 
 CAPTION = (

@@ -12,8 +12,9 @@ from matplotlib.patches import Patch
 from harness.bench.intervals import Interval, clipped, union
 from harness.cases import format as fmt
 from harness.cases.columns import sort_by_points
-from harness.render.figure import CaptionedFigure, figure, mixed_with_white
+from harness.render.figure import CaptionedFigure, figure
 from harness.render.findings import best_row, percent_span, sentence
+from harness.render.palette import mixed_with_white
 from harness.reports.context.rank_timeline_figure import WAITING
 from harness.reports.data.step_rows import COMPUTE, lanes, on_ranks
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from harness.analysis.frame import GIB
+from harness.analysis.case_columns import GIB
 from harness.cases import format as fmt
 from harness.render.findings import best_row, sentence
 from harness.render.table import Column, Table, finding, make_table, table, time_column

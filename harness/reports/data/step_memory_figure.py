@@ -7,11 +7,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from harness.analysis.frame import GIB
+from harness.analysis.case_columns import GIB
 from harness.cases import format as fmt
 from harness.cases.columns import sort_by_points
-from harness.render.figure import CaptionedFigure, describe, figure, mixed_with_white, panel_key
+from harness.render.figure import CaptionedFigure, describe, figure, panel_key
 from harness.render.findings import sentence
+from harness.render.palette import mixed_with_white
 from harness.reports.data.step_rows import UNUSED, footprint_of, on_ranks, rank_gib
 
 CAPTION = (

@@ -7,8 +7,8 @@ from typing import Any
 
 import pandas as pd
 
+from harness.analysis.case_columns import GIB
 from harness.analysis.comparison import AXES, compare
-from harness.analysis.frame import GIB
 from harness.bench.intervals import length, overlap, union
 from harness.cases.case import Case
 from harness.predictions.bucket_overhead import Link, fit_link

@@ -8,8 +8,9 @@ from matplotlib.ticker import FixedLocator, NullLocator
 
 from harness.cases import format as fmt
 from harness.cases.columns import sort_by_points
-from harness.render.figure import CaptionedFigure, colour, describe, figure, marker, panel_key
+from harness.render.figure import CaptionedFigure, describe, figure, panel_key
 from harness.render.findings import best_row, sentence
+from harness.render.palette import colour, marker
 from harness.render.panels import log_ticks
 from harness.reports.data.step_rows import UNUSED
 from harness.reports.data.strategy_scaling import scaled

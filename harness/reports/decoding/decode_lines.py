@@ -10,9 +10,9 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from harness.cases import format as fmt
-from harness.cases.columns import POINTS, attention_rank
-from harness.render.figure import colour, draw_spread, label_line_ends, mark_out_of_memory, marker
-from harness.render.table import point_groups
+from harness.cases.columns import POINTS, point_groups, sorted_values
+from harness.render.line_labels import draw_spread, label_line_ends, mark_out_of_memory
+from harness.render.palette import colour, marker
 
 LINE_STYLES = ("-", "--", ":", "-.")
 """Of caches, in the order of their names."""
@@ -41,7 +41,7 @@ def draw_series(
     caches = sorted(rows["cache"].unique())
     lines: list[Line2D] = []
     crosses: list[tuple[float, str]] = []
-    for name in sorted(rows["attention"].unique(), key=attention_rank):
+    for name in sorted_values(rows, "attention"):
         for cache in caches:
             chosen = (rows["attention"] == name) & (rows["cache"] == cache)
             mine = rows[chosen].sort_values(x, kind="stable")

@@ -6,7 +6,7 @@ import pandas as pd
 from matplotlib.patches import Patch
 
 from harness.cases import format as fmt
-from harness.cases.columns import attention_rank
+from harness.cases.columns import sorted_values
 from harness.render.figure import CaptionedFigure, figure
 from harness.render.findings import listed, sentence
 from harness.render.panels import panels
@@ -49,7 +49,7 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     used: set[str] = set()
     totals: dict[str, float] = {}
     for axis, group in drawn:
-        names = sorted(group["attention"].unique(), key=attention_rank)
+        names = sorted_values(group, "attention")
         for place, name in enumerate(names):
             left = 0.0
             for part, us in _sums(group[group["attention"] == name].iloc[0]).items():

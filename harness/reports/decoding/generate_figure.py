@@ -6,8 +6,9 @@ import pandas as pd
 
 from harness.cases import format as fmt
 from harness.render.bars import draw_bars
-from harness.render.figure import CaptionedFigure, colour, figure
+from harness.render.figure import CaptionedFigure, figure
 from harness.render.findings import best_row, sentence
+from harness.render.palette import colour
 from harness.render.panels import panels
 from harness.reports.decoding.generate import UNUSED, generated
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pandas as pd
 
 from harness.cases import format as fmt
-from harness.cases.columns import attention_rank
+from harness.cases.columns import POINTS
 from harness.render.bars import draw_bars
-from harness.render.figure import CaptionedFigure, colour, figure
+from harness.render.figure import CaptionedFigure, figure
 from harness.render.findings import sentence, span
+from harness.render.palette import colour
 from harness.render.panels import panels
 from harness.render.table import speedup_over
 from harness.reports.decoding.step_rows import UNUSED, decoded
@@ -27,7 +28,7 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     for axis, group in drawn:
         pairs = group.sort_values("cuda_graph", kind="stable")
         pairs = pairs.sort_values(
-            "attention", key=lambda names: names.map(attention_rank), kind="stable"
+            "attention", key=lambda names: names.map(POINTS["attention"].rank), kind="stable"
         )
         names = [
             f"{row['attention']}, graph" if row["cuda_graph"] else str(row["attention"])

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pandas as pd
 
-from harness.analysis.frame import GIB
+from harness.analysis.case_columns import GIB
 from harness.cases import format as fmt
+from harness.cases.column import Point
+from harness.cases.columns import POINTS
 from harness.render.findings import listed, sentence
 from harness.render.table import Column, Table, finding, make_table, table
 from harness.reports.decoding.step_rows import UNUSED
+from kernels.registry import Look
 
 CAPTION = (
     "Cache of all layers by formula, equal to what the caches allocate: bytes of a token, and of "
@@ -18,7 +21,26 @@ CAPTION = (
 )
 
 NO_USE = (*UNUSED, "task", "attention", "seed", "device", "device_name", "head_dim", "num_heads")
-POINTS = ("shape", "attention_type", "batch_size", "seq_len")
+ATTENTION_TYPES = {
+    "mha": Look(colour="#555555", marker="X"),
+    "gqa": Look(colour="#0072B2", marker="<"),
+    "mqa": Look(colour="#E69F00", marker=">"),
+    "mla": Look(colour="#AA4499", marker="p"),
+}
+
+POINTS.declare("shape", Point(header="model", describe="model {}".format, after="heads"))
+POINTS.declare(
+    "attention_type",
+    Point(
+        header="type",
+        describe=lambda value: str(value).upper(),
+        format=lambda value: str(value).upper(),
+        looks=ATTENTION_TYPES,
+        after="shape",
+    ),
+)
+
+SHOWN = ("shape", "attention_type", "batch_size", "seq_len")
 
 
 def counted(frame: pd.DataFrame) -> pd.DataFrame:
@@ -48,8 +70,8 @@ def build(frame: pd.DataFrame) -> Table | None:
     built = make_table(
         caption=CAPTION,
         rows=rows,
-        lead=POINTS,
-        keep=POINTS,
+        lead=SHOWN,
+        keep=SHOWN,
         without=(*NO_USE, "num_kv_heads", "layers", "cache"),
         metrics=[
             Column(key="bytes_per_token", header="bytes a token", format=fmt.integer),

@@ -7,9 +7,11 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from harness.cases import format as fmt
-from harness.cases.columns import POINTS
-from harness.render.figure import CaptionedFigure, colour, figure, label_line_ends
+from harness.cases.columns import sorted_values
+from harness.render.figure import CaptionedFigure, figure
 from harness.render.findings import sentence
+from harness.render.line_labels import label_line_ends
+from harness.render.palette import colour
 from harness.render.panels import panels
 from harness.reports.decoding.kv_memory import NO_USE, counted
 
@@ -30,12 +32,10 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     drawing, drawn, common = panels(
         rows, across, width_in=WIDTH_IN, height_in=HEIGHT_IN, share_y=True
     )
-    order = POINTS["attention_type"].rank
-    assert order is not None
     lengths = sorted(rows["seq_len"].unique())
     for axis, group in drawn:
         lines: list[Line2D] = []
-        for name in sorted(group["attention_type"].unique(), key=order):
+        for name in sorted_values(group, "attention_type"):
             mine = group[group["attention_type"] == name].sort_values("seq_len")
             words, tint = str(name).upper(), colour(name)
             lines += axis.plot(

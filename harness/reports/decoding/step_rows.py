@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pandas as pd
 
+from harness.cases.column import Point
+from harness.cases.columns import POINTS
 from harness.render.table import per_case
 
 UNUSED = (
@@ -11,6 +13,8 @@ UNUSED = (
     *("num_heads", "num_kv_heads", "head_dim"),
 )
 """Points that steps from a cache have no use for, or that say the same twice."""
+
+POINTS.declare("heads", Point(header="heads", describe="heads {}".format, after="batch_size"))
 
 
 def decoded(frame: pd.DataFrame) -> pd.DataFrame:

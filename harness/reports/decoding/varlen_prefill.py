@@ -5,17 +5,9 @@ from __future__ import annotations
 import pandas as pd
 
 from harness.cases import format as fmt
+from harness.cases.columns import point_groups
 from harness.render.findings import sentence, span
-from harness.render.table import (
-    Column,
-    Table,
-    finding,
-    make_table,
-    per_case,
-    point_groups,
-    table,
-    time_column,
-)
+from harness.render.table import Column, Table, finding, make_table, per_case, table, time_column
 from harness.reports.attention.by_backend import apart_from_unsupported
 
 CAPTION = (

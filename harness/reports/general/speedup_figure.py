@@ -9,21 +9,15 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from harness.analysis.comparison import AXES, Axis, comparable, compare, fullest_mode
 from harness.cases import format as fmt
-from harness.cases.columns import POINTS, sort_by_points
-from harness.render.figure import CaptionedFigure, colour, describe, figure, marker, panel_key
+from harness.cases.columns import sort_by_points, sorted_values
+from harness.render.figure import CaptionedFigure, describe, figure, panel_key
 from harness.render.findings import say_over, sentence
+from harness.render.palette import colour, marker
 
 CAPTION = (
     "Speed-up in median time over the baseline, with its 95% bootstrap interval where that is "
     "wider than the dot; a cross at the left edge marks a candidate that ran out of memory."
 )
-
-TITLES = {
-    "attention": "over naive attention",
-    "compile_scope": "over no compilation",
-    "precision": "over fp32",
-    "strategy": "over PyTorch's DDP",
-}
 
 MAX_ROWS = 24
 
@@ -54,7 +48,7 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     for drawn, (axis, rows, labels) in zip(axes, labelled, strict=True):
         _draw(drawn, rows, labels, axis)
     found = [
-        say_over(rows, "ratio", axis.baseline, axis.choice, TITLES[axis.choice])
+        say_over(rows, "ratio", axis.baseline or "", axis.choice, axis.words)
         for axis, rows in panels
     ]
     return CaptionedFigure(
@@ -79,7 +73,7 @@ def _label_rows(rows: pd.DataFrame, axis: Axis) -> tuple[pd.DataFrame, list[str]
 
 
 def _draw(axes: Axes, rows: pd.DataFrame, labels: list[str], axis: Axis) -> None:
-    names = sorted(rows[axis.choice].unique(), key=POINTS[axis.choice].rank)
+    names = sorted_values(rows, axis.choice)
     for name in names:
         mine = rows[rows[axis.choice] == name]
         below, above = mine["ratio"] - mine["ratio_low"], mine["ratio_high"] - mine["ratio"]
@@ -114,5 +108,5 @@ def _draw(axes: Axes, rows: pd.DataFrame, labels: list[str], axis: Axis) -> None
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_yticks(range(len(labels)), labels)
     axes.set_ylim(len(labels) - 0.5, -0.5)
-    axes.set_title(f"speed-up {TITLES[axis.choice]}")
+    axes.set_title(f"speed-up {axis.words}")
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from harness.analysis.frame import MIB
+from harness.analysis.case_columns import MIB
 from harness.cases import format as fmt
 from harness.render.findings import percent_span, sentence
 from harness.render.table import Column, Table, finding, make_table, table

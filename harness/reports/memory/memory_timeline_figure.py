@@ -10,11 +10,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from harness.analysis.frame import GIB, MIB
+from harness.analysis.case_columns import GIB, MIB
 from harness.cases import format as fmt
 from harness.cases.columns import sort_by_points
-from harness.render.figure import MEMORY_COLOURS, CaptionedFigure, describe, figure, panel_key
+from harness.render.figure import CaptionedFigure, describe, figure, panel_key
 from harness.render.findings import sentence
+from harness.render.palette import MEMORY_COLOURS
 
 CAPTION = (
     "Memory that tensors hold during one step, by what it is for, over the host's clock while it "

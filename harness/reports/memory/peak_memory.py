@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from harness.analysis.frame import GIB, MIB
+from harness.analysis.case_columns import GIB, MIB
 from harness.cases import format as fmt
 from harness.render.findings import best_row, sentence, span
 from harness.render.table import Column, Table, finding, make_table, per_case, table

@@ -6,9 +6,9 @@ from typing import Any
 
 import pandas as pd
 
-from harness.cases.columns import POINTS, precision_rank
+from harness.cases.columns import POINTS, point_groups, sorted_values
 from harness.render.findings import listed, sentence
-from harness.render.table import Column, Table, finding, make_table, point_groups, table
+from harness.render.table import Column, Table, finding, make_table, table
 from harness.reports.precision.audit_rows import UNUSED, audits, without_block
 
 CAPTION = (
@@ -35,7 +35,7 @@ def build(frame: pd.DataFrame) -> Table | None:
     if cases.empty:
         return None
     names = [name for name in POINTS if name != "precision" and name in cases]
-    precisions = sorted(cases["precision"].unique(), key=precision_rank)
+    precisions = sorted_values(cases, "precision")
     rows: list[dict[Any, Any]] = []
     for _, group in cases.groupby(point_groups(cases, _VARIED), sort=False):
         found = {

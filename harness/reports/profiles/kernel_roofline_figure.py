@@ -14,8 +14,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from harness.cases.columns import sort_by_points
-from harness.render.figure import KERNEL_COLOURS, CaptionedFigure, describe, figure, panel_key
+from harness.render.figure import CaptionedFigure, describe, figure, panel_key
 from harness.render.findings import sentence
+from harness.render.palette import KERNEL_COLOURS
 from harness.render.panels import log_ticks
 from harness.render.roof import draw_roof, with_measured_roof
 from harness.reports.profiles.kernel_rows import profiled

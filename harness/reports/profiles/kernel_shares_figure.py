@@ -8,8 +8,9 @@ from matplotlib.patches import Patch
 
 from harness.cases import format as fmt
 from harness.cases.columns import sort_by_points
-from harness.render.figure import KERNEL_COLOURS, CaptionedFigure, describe, figure, panel_key
+from harness.render.figure import CaptionedFigure, describe, figure, panel_key
 from harness.render.findings import percent_span, sentence
+from harness.render.palette import KERNEL_COLOURS
 from harness.reports.profiles.kernel_rows import (
     by_category,
     passes,

@@ -13,16 +13,11 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from harness.cases import format as fmt
-from harness.cases.columns import attention_rank
-from harness.render.figure import (
-    CaptionedFigure,
-    colour,
-    figure,
-    label_line_ends,
-    mark_out_of_memory,
-    marker,
-)
+from harness.cases.columns import sorted_values
+from harness.render.figure import CaptionedFigure, figure
 from harness.render.findings import best_row, percent_span, sentence
+from harness.render.line_labels import label_line_ends, mark_out_of_memory
+from harness.render.palette import colour, marker
 from harness.render.panels import log_ticks, panels, whole_calls
 from harness.render.roof import draw_roof, with_measured_roof
 
@@ -84,7 +79,7 @@ def _draw(axis: Axes, rows: pd.DataFrame) -> list[Line2D]:
         first = known.iloc[0]
         low, high = draw_roof(axis, first["peak_tflops"], first["memory_bandwidth_gb_s"], low, high)
     lines: list[Line2D] = []
-    for name in sorted(rows["attention"].unique(), key=attention_rank):
+    for name in sorted_values(rows, "attention"):
         mine = rows[(rows["attention"] == name) & rows["tflops"].notna()]
         if mine.empty:
             continue

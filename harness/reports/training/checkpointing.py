@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import pandas as pd
 
-from harness.analysis.frame import GIB
+from harness.analysis.case_columns import GIB
 from harness.cases import format as fmt
+from harness.cases.columns import point_groups
 from harness.render.findings import best_row, sentence
-from harness.render.table import (
-    Column,
-    Table,
-    finding,
-    make_table,
-    per_case,
-    point_groups,
-    table,
-    time_column,
-)
+from harness.render.table import Column, Table, finding, make_table, per_case, table, time_column
 
 CAPTION = (
     "Median time of a training step and its peak memory, without checkpointing and with it; "

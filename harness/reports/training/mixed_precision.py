@@ -5,9 +5,9 @@ from __future__ import annotations
 import pandas as pd
 
 from harness.cases import format as fmt
-from harness.cases.columns import POINTS, precision_rank
+from harness.cases.columns import POINTS, point_groups, sorted_values
 from harness.render.findings import listed, sentence, span
-from harness.render.table import Column, Table, finding, make_table, per_case, point_groups, table
+from harness.render.table import Column, Table, finding, make_table, per_case, table
 
 CAPTION = (
     "Median times of the forward and backward pass by precision; speed-up of both together "
@@ -32,7 +32,7 @@ def build(frame: pd.DataFrame) -> Table | None:
     full = cases["compute"].eq("float32") & ~cases["tf32"] & cases["precision"].eq("fp32")
     baseline = cases[full].groupby(group[full])["both_ms"].first()
     metrics: list[Column] = []
-    for precision in sorted(cases["precision"].unique(), key=precision_rank):
+    for precision in sorted_values(cases, "precision"):
         chosen = cases["precision"] == precision
         part = cases[chosen].groupby(group[chosen]).first().reindex(rows.index)
         for phase in ("forward", "backward"):

@@ -11,9 +11,10 @@ from matplotlib.patches import Patch
 
 from harness.analysis.comparison import fullest_mode
 from harness.cases import format as fmt
-from harness.cases.columns import POINTS, sort_by_points
-from harness.render.figure import CaptionedFigure, colour, describe, mixed_with_white, panel_key
+from harness.cases.columns import sort_by_points, sorted_values
+from harness.render.figure import CaptionedFigure, describe, panel_key
 from harness.render.findings import percent_span, say_fastest, say_out_of_memory, sentence
+from harness.render.palette import colour, mixed_with_white
 from harness.render.table import per_case
 
 PHASES = {"forward": 1.0, "backward": 0.62, "optimizer": 0.3}
@@ -39,7 +40,7 @@ def phase_bars(frame: pd.DataFrame, category: str, caption: str) -> CaptionedFig
     columns = {"precision": ["precision", "compute", "tf32"]}.get(category, [category])
     varying, common = panel_key(rows, columns)
     rows = sort_by_points(rows, [*varying, category])
-    names = sorted(rows[category].unique(), key=POINTS[category].rank)
+    names = sorted_values(rows, category)
     groups = list(rows.groupby(varying, dropna=False, sort=False)) if varying else [((), rows)]
     panels = [(describe(group.iloc[0], varying), group) for _, group in groups[:MAX_PANELS]]
     if len(groups) > MAX_PANELS:

@@ -11,8 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
+from harness.cases import format as fmt
 from harness.cases.case import Case, require_at_least, require_choice
-from harness.cases.task import Task, Work, task
+from harness.cases.column import CaseColumn, Point, note, option
+from harness.cases.task import WHOLE_PHASES, Task, Work, task
 from harness.tasks.attention.lengths import ragged_lengths
 from kernels import AttentionProblem, accounting
 from kernels.registry import joined_later
@@ -60,6 +62,20 @@ class Attention(Task):
 
     uses: ClassVar[frozenset[str]] = frozenset({"profile"})
     profiled_phases: ClassVar[tuple[str, ...]] = ("forward", "backward", "forward_backward")
+    gives_shape: ClassVar[bool] = True
+    compared_phases: ClassVar[tuple[str, ...]] = WHOLE_PHASES
+    columns: ClassVar[tuple[CaseColumn, ...]] = (
+        CaseColumn(
+            name="call_compiled",
+            read=option("compile", otherwise=False),
+            point=Point(
+                header="torch.compile",
+                describe=lambda value: "attention through torch.compile" if value else "",
+                format=fmt.yes_no,
+            ),
+        ),
+        CaseColumn(name="padding_tokens", read=note("padding_tokens", otherwise=0)),
+    )
 
     def validate(self, case: Case) -> None:
         require_choice("task.mode", self.mode, MODES)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from harness.cases.case import Case, require_at_least, require_one_process
+from harness.cases.column import CaseColumn, note
 from harness.cases.task import Task, Work, task
 from harness.predictions.feed_forward import FeedForwardStack, Mesh
 
@@ -49,6 +50,9 @@ class CommunicationAccounting(Task):
     link_gb_s: float = 180.0
     """W, of one axis of the network, both ways, in 1e9 bytes/s."""
 
+    columns: ClassVar[tuple[CaseColumn, ...]] = (
+        CaseColumn(name="communication_accounting", read=note("communication_accounting")),
+    )
     attends: ClassVar[bool] = False
     measures: ClassVar[bool] = False
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from harness.cases.case import Case, require_at_least, require_choice
+from harness.cases.column import CaseColumn, note, option
 from harness.cases.task import Task, Work, task
 from kernels import AttentionProblem, accounting
 from parallel.context.blocks.balance import COUNTS, Balance, count_flops
@@ -39,6 +40,12 @@ class FlopBalance(Task):
     block_k: int = 128
     """Keys in a tile of the kernel."""
 
+    gives_shape: ClassVar[bool] = True
+    columns: ClassVar[tuple[CaseColumn, ...]] = (
+        CaseColumn(name="balance", read=note("balance")),
+        CaseColumn(name="balance_layout", read=option("layout")),
+        CaseColumn(name="balance_ranks", read=option("ranks")),
+    )
     measures: ClassVar[bool] = False
 
     def validate(self, case: Case) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from harness.cases.case import Case, require_at_least, require_choice, require_one_process
+from harness.cases.column import CaseColumn, note
 from harness.cases.task import Task, Work, task
 from kernels.caches import CACHES, CacheChoice, CacheShape
 from kernels.caches.sizes import ATTENTION_TYPES, MODEL_SHAPES
@@ -39,6 +40,10 @@ class KvMemory(Task):
     """Memory that the cache may fill, in GiB: an H200's 143,771 MiB by nvidia-smi, with nothing
     else in it."""
 
+    gives_shape: ClassVar[bool] = True
+    columns: ClassVar[tuple[CaseColumn, ...]] = (
+        CaseColumn(name="kv_memory", read=note("kv_memory")),
+    )
     attends: ClassVar[bool] = False
     measures: ClassVar[bool] = False
 

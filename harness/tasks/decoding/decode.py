@@ -11,8 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from harness.cases import format as fmt
 from harness.cases.case import Case, require_at_least, require_choice, require_one_process
+from harness.cases.column import CaseColumn, Point, note, option
 from harness.cases.task import Task, Work, task
+from harness.store.record import Record
 from harness.tasks.attention.lengths import ragged_cache_lengths
 from harness.tasks.decoding.decode_work import decode_work, given_bytes
 from kernels import BACKENDS, AttentionBackend, AttentionProblem, accounting
@@ -25,6 +28,12 @@ if TYPE_CHECKING:
     from harness.bench.bench import Bench
 
 LENGTHS = ("equal", "ragged")
+
+
+def _prompts(record: Record) -> str:
+    task = record.case["task"]
+    prompts = task.get("prompts", 0)
+    return f"{prompts} x {task['prompt_len']:,}" if prompts else "none"
 
 
 @task("decode")
@@ -65,6 +74,38 @@ class Decode(Task):
 
     uses: ClassVar[frozenset[str]] = frozenset({"cache", "profile"})
     profiled_phases: ClassVar[tuple[str, ...]] = ("prefill", "decode")
+    gives_shape: ClassVar[bool] = True
+    compared_phases: ClassVar[tuple[str, ...]] = ("decode", "step")
+    columns: ClassVar[tuple[CaseColumn, ...]] = (
+        CaseColumn(
+            name="new_tokens",
+            read=option("new_tokens", otherwise=1),
+            point=Point(
+                header="new tokens",
+                describe=fmt.unless(1, "{:.0f} new tokens"),
+                format=fmt.integer,
+                after="cache",
+            ),
+        ),
+        CaseColumn(
+            name="layers",
+            read=option("num_layers", otherwise=1),
+            point=Point(
+                header="layers",
+                describe=fmt.unless(1, "{:.0f} layers"),
+                format=fmt.integer,
+                after="lengths",
+            ),
+        ),
+        CaseColumn(
+            name="prompts",
+            read=_prompts,
+            point=Point(
+                header="prompts", describe=fmt.unless("none", "with prompts {}"), after="layers"
+            ),
+        ),
+        CaseColumn(name="decode", read=note("decode")),
+    )
 
     def validate(self, case: Case) -> None:
         require_one_process(case)

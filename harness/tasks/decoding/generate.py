@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from harness.cases.case import Case, require_at_least, require_choice, require_one_process
+from harness.cases.column import CaseColumn, note
 from harness.cases.task import Task, Work, task
 from harness.tasks.attention.lengths import ragged_cache_lengths
 from harness.tasks.decoding.decode import LENGTHS, cache_of, require_block_size, require_blocks
@@ -47,6 +48,10 @@ class Generate(Task):
 
     uses: ClassVar[frozenset[str]] = frozenset({"model", "cache", "profile"})
     profiled_phases: ClassVar[tuple[str, ...]] = ("prefill", "decode")
+    compared_phases: ClassVar[tuple[str, ...]] = ("prefill", "decode")
+    columns: ClassVar[tuple[CaseColumn, ...]] = (
+        CaseColumn(name="generate", read=note("generate")),
+    )
     takes_latents: ClassVar[bool] = True
 
     def validate(self, case: Case) -> None:

@@ -45,6 +45,8 @@ class Prefill(Task):
 
     uses: ClassVar[frozenset[str]] = frozenset({"cache", "profile"})
     profiled_phases: ClassVar[tuple[str, ...]] = ("prefill",)
+    gives_shape: ClassVar[bool] = True
+    compared_phases: ClassVar[tuple[str, ...]] = ("prefill",)
 
     def validate(self, case: Case) -> None:
         require_one_process(case)

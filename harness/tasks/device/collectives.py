@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from harness.cases.case import Case, require_at_least, require_choice
+from harness.cases.column import CaseColumn, Point, in_order, note, option
 from harness.cases.task import Task, Work, task
 from parallel.collectives import (
     COLLECTIVES,
@@ -43,6 +44,28 @@ class Collectives(Task):
     measure_steps: int = 20
     """Timed calls."""
 
+    gives_shape: ClassVar[bool] = True
+    ranks_option: ClassVar[str | None] = "ranks"
+    columns: ClassVar[tuple[CaseColumn, ...]] = (
+        CaseColumn(
+            name="collective",
+            read=option("collective"),
+            point=Point(header="operation", looks=in_order(*COLLECTIVES), after="world_size"),
+        ),
+        CaseColumn(
+            name="size_mib",
+            read=option("size_mib"),
+            point=Point(
+                header="size (MiB)",
+                describe="{:g} MiB".format,
+                # A size that somebody typed, with no more digits than that.
+                format="{:,.10g}".format,
+                after="collective",
+            ),
+        ),
+        CaseColumn(name="size_bytes", read=note("size_bytes")),
+        CaseColumn(name="wrong_elements", read=note("wrong_elements")),
+    )
     attends: ClassVar[bool] = False
 
     def validate(self, case: Case) -> None:

@@ -36,6 +36,7 @@ class Roofline(Task):
     measure_steps: int = 20
     """Timed passes."""
 
+    gives_shape: ClassVar[bool] = True
     attends: ClassVar[bool] = False
 
     def validate(self, case: Case) -> None:

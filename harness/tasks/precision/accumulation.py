@@ -9,15 +9,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from harness.cases.case import DTYPES, Case, require_at_least, require_choice, require_one_process
+from harness.cases.column import CaseColumn
 from harness.cases.task import Task, Work, task
+from harness.store.record import Record
 
 if TYPE_CHECKING:
     from harness.bench.bench import Bench
 
 _SCALAR_BYTES = 8
+
+
+def _sums(record: Record) -> dict[str, Any] | None:
+    """The options and the result together."""
+    found = record.notes.get("accumulation")
+    return None if found is None else {**record.case["task"], **found}
 
 
 @task("accumulation")
@@ -36,6 +44,7 @@ class Accumulation(Task):
     num_terms: int = 1000
     """How often it is added."""
 
+    columns: ClassVar[tuple[CaseColumn, ...]] = (CaseColumn(name="accumulation", read=_sums),)
     attends: ClassVar[bool] = False
 
     def validate(self, case: Case) -> None:

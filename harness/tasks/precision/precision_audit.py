@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from harness.cases.case import Case, require_one_process
+from harness.cases.column import CaseColumn, note
 from harness.cases.task import Task, Work, task
 from kernels import AttentionProblem
 from models import accounting
@@ -27,12 +28,16 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _FLOAT64_BYTES = 8
 
 
+AUDIT = CaseColumn(name="audit", read=note("audit"))
+
+
 @task("precision_audit")
 @dataclass(kw_only=True, slots=True)
 class PrecisionAudit(Task):
     """One step of AdamW on random tokens, compared tensor by tensor with float64."""
 
     uses: ClassVar[frozenset[str]] = frozenset({"model"})
+    columns: ClassVar[tuple[CaseColumn, ...]] = (AUDIT,)
 
     def validate(self, case: Case) -> None:
         require_one_process(case)

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from harness.cases.case import Case, require_at_least, require_one_process
+from harness.cases.column import CaseColumn
 from harness.cases.task import Task, Work, task
-from harness.tasks.precision.precision_audit import DTYPE_BYTES
+from harness.tasks.precision.precision_audit import AUDIT, DTYPE_BYTES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,6 +37,7 @@ class PrecisionAuditToy(Task):
     input_scale: float = 1.0
     """Standard deviation of the inputs; 1e5 is beyond the range of float16."""
 
+    columns: ClassVar[tuple[CaseColumn, ...]] = (AUDIT,)
     attends: ClassVar[bool] = False
 
     def validate(self, case: Case) -> None:

@@ -19,6 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from harness.cases.case import Case, require_at_least, require_choice
+from harness.cases.column import CaseColumn, note
 from harness.cases.task import Task, Work, task
 from harness.predictions.training import footprint, sent_bytes, step_memory, traffic_bytes
 from kernels import AttentionProblem
@@ -54,6 +55,8 @@ class TrainStep(Task):
 
     uses: ClassVar[frozenset[str]] = frozenset({"model", "compile", "checkpoint", "profile"})
     profiled_phases: ClassVar[tuple[str, ...]] = ("forward", "backward", "optimizer")
+    expected_phase: ClassVar[str] = "step"
+    columns: ClassVar[tuple[CaseColumn, ...]] = (CaseColumn(name="traffic", read=note("traffic")),)
 
     def validate(self, case: Case) -> None:
         require_choice("task.mode", self.mode, MODES)

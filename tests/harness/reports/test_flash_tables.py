@@ -17,8 +17,9 @@ from profiles import row_of
 from records import ENVIRONMENT, Samples, make_record
 
 from harness.analysis.frame import build_frame
-from harness.render.figure import COLOURS, FIGURES, STYLE, colour, draw, marker
+from harness.render.figure import FIGURES, STYLE, draw
 from harness.render.files import to_csv, to_markdown
+from harness.render.palette import colour
 from harness.render.panels import whole_calls
 from harness.render.table import build_table
 from harness.request.compose import compose_request
@@ -377,7 +378,7 @@ class TestTflopsOverLength:
 
     @pytest.mark.parametrize("head_dims", [(64,), (64, 128)])
     def test_eleven_names_fit(self, head_dims: tuple[int, ...]) -> None:
-        named = [name for name in COLOURS if name in BACKENDS]
+        named = list(BACKENDS.given("look"))
         names = sorted(named, key=len, reverse=True)[:11]
         frame = build_frame(
             call(name, samples(1, 2), seq_len=seq_len, head_dim=head_dim)
@@ -476,14 +477,6 @@ class TestBothFigures:
     @pytest.mark.parametrize("name", ["roofline", "tflops_over_length"])
     def test_nothing_of_attention(self, name: str) -> None:
         assert build_figure(name, build_frame([make_record()])) is None
-
-
-def test_backends_stay_distinguishable() -> None:
-    """Each backend that has a colour of its own shares neither that nor its marker."""
-    names = set(BACKENDS.names()) & set(COLOURS)
-    assert len(names) > 10
-    assert len({colour(name) for name in names}) == len(names)
-    assert len({marker(name) for name in names}) == len(names)
 
 
 class TestSweeps:

@@ -25,7 +25,7 @@ from records import (
 
 from harness.analysis.frame import build_frame
 from harness.commands.writeup import main, to_markdown_document, write_document
-from harness.render.figure import COLOURS, FIGURES, SPLIT_COLOURS, build_figure, save
+from harness.render.figure import FIGURES, build_figure, save
 from harness.render.findings import (
     best_row,
     from_wide,
@@ -38,6 +38,7 @@ from harness.render.findings import (
     span,
 )
 from harness.render.hover import spots
+from harness.render.palette import KINDS
 from harness.render.table import FINDINGS, TABLES, build_table, finding_of
 from harness.store.record import Record, RecordStore
 from harness.writeup.document import Document, collect
@@ -245,7 +246,9 @@ class TestFigures:
         marks = [text.get_text() for axes in built.figure.axes for text in axes.texts]
         assert "× OOM" in marks  # noqa: RUF001
 
-    @pytest.mark.parametrize("tint", sorted({*COLOURS.values(), *SPLIT_COLOURS.values()}))
+    @pytest.mark.parametrize(
+        "tint", sorted({look.colour for kind in KINDS for look in kind.given("look").values()})
+    )
     def test_data_can_be_seen_on_both_pages(self, tint: str) -> None:
         assert contrast(on_dark(tint.lower()), DARK_PAGE) >= 3
 
