@@ -5,10 +5,24 @@ Imports nothing else of this project, so that a kernel can be lifted out and use
 
 from kernels.backend import (
     BACKENDS,
+    Attention,
     AttentionBackend,
-    AttentionProblem,
-    Packing,
+    Decoding,
+    DelegatedAttention,
+    DenseAttention,
     attention_backend,
 )
+from kernels.problem import AttentionProblem, AttentionSpec, Packing
 
-__all__ = ["BACKENDS", "AttentionBackend", "AttentionProblem", "Packing", "attention_backend"]
+__all__ = [
+    "BACKENDS",
+    "Attention",
+    "AttentionBackend",
+    "AttentionProblem",
+    "AttentionSpec",
+    "Decoding",
+    "DelegatedAttention",
+    "DenseAttention",
+    "Packing",
+    "attention_backend",
+]

@@ -7,7 +7,7 @@ query-key pairs that the mask keeps, the backward pass five with recomputation o
 
 from __future__ import annotations
 
-from kernels.backend import AttentionProblem
+from kernels.problem import AttentionProblem
 
 BACKWARD_OVER_FORWARD = 2.5
 

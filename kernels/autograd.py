@@ -1,63 +1,51 @@
-"""Makes any backend with an explicit forward and backward differentiable."""
+"""Makes an explicit forward and backward pass differentiable."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from kernels.backend import AttentionBackend, Packing
+from kernels.problem import AttentionSpec
 
 
-class AttentionFunction(torch.autograd.Function):
-    """o = backend(q, k, v); saves q, k, v, o and the lse, never the score matrix."""
+class ExplicitPasses(Protocol):
+    """What is made differentiable: the two passes of :class:`kernels.backend.Attention`."""
 
-    @staticmethod
     def forward(
-        ctx: Any,
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, /
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def backward(
+        self,
+        do: Tensor,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        backend: AttentionBackend,
-        causal: bool,
-        scale: float,
+        o: Tensor,
+        lse: Tensor,
+        spec: AttentionSpec,
+        /,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+def attend(passes: ExplicitPasses, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+    """Differentiable attention; saves q, k, v, o and the lse, never the score matrix."""
+    o: Tensor = _AttentionFunction.apply(q, k, v, passes, spec)
+    return o
+
+
+class _AttentionFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, passes: ExplicitPasses, spec: AttentionSpec
     ) -> Tensor:
-        o, lse = backend.forward(q, k, v, causal=causal, scale=scale)
+        o, lse = passes.forward(q, k, v, spec)
         ctx.save_for_backward(q, k, v, o, lse)
-        ctx.backend, ctx.causal, ctx.scale = backend, causal, scale
+        ctx.passes, ctx.spec = passes, spec
         return o
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> Any:
-        q, k, v, o, lse = ctx.saved_tensors
-        dq, dk, dv = ctx.backend.backward(do, q, k, v, o, lse, causal=ctx.causal, scale=ctx.scale)
-        return dq, dk, dv, None, None, None
-
-
-class PackedAttentionFunction(torch.autograd.Function):
-    """o = backend(q, k, v) over a packed batch."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        packing: Packing,
-        backend: AttentionBackend,
-        causal: bool,
-        scale: float,
-    ) -> Tensor:
-        o, lse = backend.forward_packed(q, k, v, packing, causal=causal, scale=scale)
-        ctx.save_for_backward(q, k, v, o, lse)
-        ctx.packing, ctx.backend, ctx.causal, ctx.scale = packing, backend, causal, scale
-        return o
-
-    @staticmethod
-    def backward(ctx: Any, do: Tensor) -> Any:
-        q, k, v, o, lse = ctx.saved_tensors
-        dq, dk, dv = ctx.backend.backward_packed(
-            do, q, k, v, o, lse, ctx.packing, causal=ctx.causal, scale=ctx.scale
-        )
-        return dq, dk, dv, None, None, None, None
+        return *ctx.passes.backward(do, *ctx.saved_tensors, ctx.spec), None, None

@@ -18,9 +18,7 @@ values are W_k c and W_v c; *materialised* they are computed for all tokens at e
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-from kernels.backend import AttentionBackend, AttentionProblem
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -129,53 +127,6 @@ def operator_workspace(problem: DecodeProblem) -> float:
     size = 4 if problem.dtype == "float32" else 2
     rows = problem.batch_size * problem.num_heads * problem.new_tokens
     return rows * problem.max_len * (4 + 2 * size) + gathered_bytes(problem)
-
-
-@dataclass(kw_only=True, slots=True)
-class DecodeOnly(AttentionBackend):
-    """A backend that attends from a cache, and to nothing else."""
-
-    @property
-    def gives_lse(self) -> bool:
-        return False
-
-    def supports(self, problem: AttentionProblem) -> str | None:
-        return "attends from a cache only, with task=decode or task=generate"
-
-
-def why_not_triton(device: str) -> str | None:
-    """None if Triton's kernels run here, else the reason in one line."""
-    import os
-    from importlib.util import find_spec
-
-    if find_spec("triton") is None:
-        return "needs triton, which is not installed"
-    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        return "runs on a CUDA device; TRITON_INTERPRET=1 runs it on a CPU, slowly"
-    return None
-
-
-def kernel_of(name: str) -> Any:
-    """A function of :mod:`kernels.decode`; None where this build has none."""
-    import importlib
-
-    return getattr(importlib.import_module("kernels.decode"), name, None)
-
-
-def why_no_kernel(name: str, problem: DecodeProblem) -> str | None:
-    """None if a function of :mod:`kernels.decode` can run here, else the reason in one line."""
-    reason = why_not_triton(problem.device)
-    if reason is not None:
-        return reason
-    if kernel_of(name) is None:
-        return f"kernels.decode has no {name}"
-    why_not = kernel_of("why_not")
-    if why_not is None:
-        return None
-    import torch
-
-    found: str | None = why_not(torch.device(problem.device), getattr(torch, problem.dtype))
-    return found
 
 
 def scale_of(problem: DecodeProblem) -> float:

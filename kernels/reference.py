@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.backend import AttentionProblem
+from kernels.problem import AttentionProblem
 
 # Relative error, as a norm over the slice, beyond which a result is wrong rather than rounded.
 # Naive bfloat16 attention rounds its probabilities to 8 bits and reaches about 1e-2.

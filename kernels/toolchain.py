@@ -1,4 +1,4 @@
-"""Whether torch.compile can generate code on this machine."""
+"""Whether torch.compile and Triton can generate code that runs on this machine."""
 
 from __future__ import annotations
 
@@ -23,4 +23,13 @@ def why_not_compile(device: str) -> str | None:
             return "torch.compile on a GPU needs triton, which is not installed"
     if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
         return "torch.compile needs Python's headers; install python3-dev"
+    return None
+
+
+def why_not_triton(device: str) -> str | None:
+    """None if Triton's kernels run on ``device``, else the reason in one line."""
+    if find_spec("triton") is None:
+        return "needs triton, which is not installed"
+    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "runs on a CUDA device; TRITON_INTERPRET=1 runs it on a CPU, slowly"
     return None

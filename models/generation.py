@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.backend import AttentionBackend, Packing
+from kernels.backend import Attention, Decoding
 from kernels.caches import CacheChoice
-from kernels.decode.rotary import rotary_table, rotate
 from kernels.decoding import LatentInputs, scale_of
 from kernels.launching.graphs import GraphedStep
+from kernels.problem import AttentionSpec, Packing
+from kernels.rotary import rotary_table, rotate
 from models.decoding import cache_shape, decode_problem
 from models.latent_attention import LatentSelfAttention
 from models.transformer import SelfAttention, Transformer
@@ -84,8 +85,8 @@ class Generator:
     def __init__(
         self,
         model: Transformer,
-        decoding: AttentionBackend,
-        prefill: AttentionBackend,
+        decoding: Decoding,
+        prefill: Attention,
         choice: CacheChoice,
         *,
         batch_size: int,
@@ -187,12 +188,11 @@ class Generator:
                 x.unflatten(0, (len(prompts.lengths), -1)).transpose(1, 2)
                 for x in (q_THD, k_TGD, v_TGD)
             )
-            o = self._prefill.attend(q, k, v, causal=True, scale=self._scale)
+            o = self._prefill.attend(q, k, v, AttentionSpec(causal=True, scale=self._scale))
             o_THD = o.transpose(1, 2).flatten(0, 1)
         else:
-            o_THD = self._prefill.attend_packed(
-                q_THD, k_TGD, v_TGD, prompts.packing, causal=True, scale=self._scale
-            )
+            spec = AttentionSpec(causal=True, scale=self._scale, packing=prompts.packing)
+            o_THD = self._prefill.attend(q_THD, k_TGD, v_TGD, spec)
         output: Tensor = attention.o_proj(o_THD.flatten(-2))
         return output
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from kernels.decode.rotary import rotate
+from kernels.problem import AttentionSpec
+from kernels.rotary import rotate
 from models.config import ModelConfig
 from models.layers import Attention, Linear
 
@@ -80,7 +81,6 @@ class LatentSelfAttention(nn.Module):
             self.queries(x_BSE, cos, sin).transpose(1, 2),
             k_BSHD.transpose(1, 2),
             v_BSHD.transpose(1, 2),
-            causal=True,
-            scale=self.head_dim**-0.5,
+            AttentionSpec(causal=True, scale=self.head_dim**-0.5),
         )
         return self.o_proj(o_BHSD.transpose(1, 2).flatten(-2))

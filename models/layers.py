@@ -11,14 +11,16 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from kernels.problem import AttentionSpec
+
 
 class Attention(Protocol):
     """How a block attends; every backend of ``kernels`` is one, and so is a ring of devices."""
 
     def attend(
-        self, q_BHSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, /, *, causal: bool, scale: float
+        self, q_BHSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, spec: AttentionSpec, /
     ) -> Tensor:
-        """softmax(scale q k^T) v, o_BHSD; query head h reads key head h // (H / G)."""
+        """softmax(spec.scale q k^T) v, o_BHSD; query head h reads key head h // (H / G)."""
         ...
 
 

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels.problem import AttentionSpec
 from models.config import ModelConfig
 from models.latent_attention import LatentSelfAttention
 from models.layers import Attention, Embedding, Linear, rotary_table, rotate
@@ -61,8 +62,7 @@ class SelfAttention(nn.Module):
             rotate(q_BSHD, cos, sin).transpose(1, 2),
             rotate(k_BSGD, cos, sin).transpose(1, 2),
             v_BSGD.transpose(1, 2),
-            causal=True,
-            scale=self.head_dim**-0.5,
+            AttentionSpec(causal=True, scale=self.head_dim**-0.5),
         )
         return self.o_proj(o_BHSD.transpose(1, 2).flatten(-2))
 

@@ -21,6 +21,7 @@ from kernels.caches import CACHES, CacheChoice
 from kernels.registry import JOINED_LATER, Registry
 from models.config import ModelConfig
 from parallel import STRATEGIES, Strategy
+from parallel.context.attention import SequenceParallelAttention
 
 DTYPES = ("float32", "bfloat16", "float16")
 COMPILE_SCOPES = ("none", "model", "block")
@@ -161,7 +162,7 @@ class Case:
         require_at_least("batch_size", self.batch_size, 1)
         require_at_least("seed", self.seed, 0)
         require_choice("device", self.device, DEVICES)
-        if self.parallel.cp > 1 and not self.attention.splits_sequence:
+        if self.parallel.cp > 1 and not isinstance(self.attention, SequenceParallelAttention):
             raise ValueError(
                 f"parallel.cp={self.parallel.cp}: attention={self.attention.name} runs on whole "
                 f"sequences; choose one that splits them, {', '.join(_that_split_sequences())}"
@@ -298,8 +299,7 @@ def _restored(key: str, value: Any) -> Any:
 
 
 def _that_split_sequences() -> list[str]:
-    made = (entry.target(name=entry.name, **entry.preset) for entry in BACKENDS)
-    return [attention.name for attention in made if attention.splits_sequence]
+    return [entry.name for entry in BACKENDS if issubclass(entry.target, SequenceParallelAttention)]
 
 
 def _ranks(parallel: Strategy) -> str:

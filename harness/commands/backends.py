@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from harness.cases import format as fmt
-from kernels import AttentionBackend, AttentionProblem
-from kernels.decoding import DecodeOnly, DecodeProblem
+from kernels import Attention, AttentionBackend, AttentionProblem, DenseAttention
+from kernels.decoding import DecodeProblem
 from parallel import BACKENDS
-from parallel.context.attention import ContextParallelAttention
+from parallel.context.attention import ContextParallelAttention, SequenceParallelAttention
 
 USAGE = "attnbench backends [device=auto|cpu|cuda]"
 
@@ -79,15 +79,16 @@ def main(arguments: list[str]) -> int:
         print(f"attnbench: {error}", file=sys.stderr)
         return 2
     backends = [entry.target(name=entry.name, **entry.preset) for entry in BACKENDS]
-    rows = [features_of(item, device) for item in backends if not item.splits_sequence]
+    schemes = [item for item in backends if isinstance(item, SequenceParallelAttention)]
+    rows = [features_of(item, device) for item in backends if item not in schemes]
     console = Console(soft_wrap=False)
     _print(rows, device, console)
-    for line in _split([item for item in backends if item.splits_sequence], device):
+    for line in _split(schemes, device):
         console.print(f"\n{line}", highlight=False, soft_wrap=True)
     return 0
 
 
-def _split(schemes: list[AttentionBackend], device: str) -> Iterable[str]:
+def _split(schemes: list[SequenceParallelAttention], device: str) -> Iterable[str]:
     """What there is for a sequence over several ranks, and why not the rest."""
     reasons = {item.name: _why_not_split(item, device) for item in schemes}
     able = [item for item in schemes if reasons[item.name] is None]
@@ -138,7 +139,7 @@ def features_of(backend: AttentionBackend, device: str) -> Features:
     caches = _caches(backend, device)
     if problem is None:
         reason = backend.supports(next(iter(_plain_problems(device))))
-        if isinstance(backend, DecodeOnly) and caches == NO:
+        if not isinstance(backend, Attention) and caches == NO:
             # Which of its reasons matters: it is asked for nothing else.
             reason = _why_no_cache(backend, device)
         usable = NO if caches == NO else "decode"
@@ -162,7 +163,7 @@ def features_of(backend: AttentionBackend, device: str) -> Features:
         grouped=YES if takes(num_kv_heads=problem.num_heads // 4) else NO,
         packed=_packed(backend, replace(problem, packed=True)),
         lengths="any" if any_length else "S_k>S_q" if longer else NO,
-        ring=YES if backend.gives_lse else NO,
+        ring=YES if isinstance(backend, Attention) and backend.gives_lse else NO,
         head_dims=_head_dims([dim for dim in HEAD_DIMS if takes(head_dim=dim)]),
         caches=caches,
     )
@@ -243,11 +244,7 @@ def _packed(backend: AttentionBackend, problem: AttentionProblem) -> str:
         return NO
     choice = backend.choice(problem)
     solver = type(backend) if choice == backend.name else BACKENDS[choice].target
-    derived = all(
-        getattr(solver, method) is getattr(AttentionBackend, method)
-        for method in ("attend_packed", "forward_packed")
-    )
-    return "loop" if derived else "native"
+    return "loop" if issubclass(solver, DenseAttention) else "native"
 
 
 def _head_dims(supported: list[int]) -> str:

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from harness.cases.case import Case
-from kernels import Packing
-from kernels.backend import AttentionProblem
+from kernels import Attention, AttentionProblem, AttentionSpec, Packing
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -83,8 +82,8 @@ class DenseCall:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         problem = self.problem
-        scale = problem.head_dim**-0.5
-        return self._case.attention.attend(q, k, v, causal=problem.causal, scale=scale)
+        spec = AttentionSpec(causal=problem.causal, scale=problem.head_dim**-0.5)
+        return self._case.attention.role(Attention).attend(q, k, v, spec)
 
     def output_gradient(self, o: Tensor) -> Tensor:
         return torch.randn_like(o)
@@ -123,9 +122,10 @@ class PackedCall:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         problem = self.problem
-        return self._case.attention.attend_packed(
-            q, k, v, self._packing, causal=problem.causal, scale=problem.head_dim**-0.5
+        spec = AttentionSpec(
+            causal=problem.causal, scale=problem.head_dim**-0.5, packing=self._packing
         )
+        return self._case.attention.role(Attention).attend(q, k, v, spec)
 
     def output_gradient(self, o: Tensor) -> Tensor:
         return torch.randn_like(o)

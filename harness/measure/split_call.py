@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from harness.cases.case import Case
 from harness.measure.attention_calls import CheckedPart, self_attention_packing
-from kernels import AttentionProblem
+from kernels import AttentionProblem, AttentionSpec
 from kernels.reference import ROWS
 from parallel.context.blocks.layouts import Layout
 from parallel.context.bound import SplitAttention
@@ -77,13 +76,12 @@ class SplitCall:
         return layout.shard_packed(whole, self._lengths, rank)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        options: dict[str, Any] = {
-            "causal": self.problem.causal,
-            "scale": self.problem.head_dim**-0.5,
-        }
-        if self._packing is None:
-            return self._attention.attend(q, k, v, **options)
-        return self._attention.attend_packed(q, k, v, self._packing, **options)
+        spec = AttentionSpec(
+            causal=self.problem.causal,
+            scale=self.problem.head_dim**-0.5,
+            packing=self._packing,
+        )
+        return self._attention.attend(q, k, v, spec)
 
     def parts(self) -> Iterable[CheckedPart]:
         """Rows of every rank: the end of each of its runs of positions, gathered on all ranks."""

@@ -17,18 +17,20 @@ from typing import TYPE_CHECKING, Any
 
 from kernels.backend import (
     BACKENDS,
-    AttentionBackend,
-    AttentionProblem,
-    Packing,
+    Attention,
+    Decoding,
+    DelegatedAttention,
     attention_backend,
 )
+from kernels.decoding import DecodeProblem
+from kernels.problem import AttentionProblem, AttentionSpec
 from kernels.registry import Look
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
-    from kernels.decode.rotary import Rotary
-    from kernels.decoding import DecodeProblem
+    from kernels.rotary import Rotary
 
 _ON_ANY_GPU = ("sdpa_flash", "flex", "sdpa", "naive", "flash_torch")
 
@@ -65,7 +67,7 @@ DECODE_CHAINS: dict[str, tuple[str, ...]] = {
 
 @attention_backend("auto", look=Look(colour="#000000", marker="8"))
 @dataclass(kw_only=True, slots=True)
-class Auto(AttentionBackend):
+class Auto(DelegatedAttention, Decoding):
     """Delegates each call to the first backend of its chain that supports it."""
 
     def choice(self, problem: AttentionProblem) -> str:
@@ -75,9 +77,6 @@ class Auto(AttentionBackend):
         """Those of the one backend that finds something out, if it is what runs the calls."""
         return BACKENDS["flash_triton"].target(name="flash_triton").noting(notes)
 
-    def supports_decode(self, problem: DecodeProblem) -> str | None:
-        return None
-
     def decode_choice(self, problem: DecodeProblem) -> str:
         return choose_decode(problem).decode_choice(problem)
 
@@ -86,105 +85,80 @@ class Auto(AttentionBackend):
     ) -> Any:
         return choose_decode(problem).decoder(problem, cache, rotary=rotary, scale=scale)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
-        from kernels.backends._auto import backend_of_call
+    def delegate(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *, with_lse: bool
+    ) -> Attention:
+        """The choice for these tensors; to torch.compile, a constant of the compiled code."""
+        import torch
 
-        return backend_of_call(q, k, v, causal).attend(q, k, v, causal=causal, scale=scale)
+        from kernels import tracing
 
-    def attend_packed(
-        self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, causal: bool, scale: float
-    ) -> Tensor:
-        from kernels.backends._auto import backend_of_packed_call
+        needs_grad = with_lse or (
+            torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        )
+        if spec.packing is None:
+            (batch_size, num_heads, q_len, head_dim), kv_len = q.shape, k.shape[2]
+        else:
+            batch_size = spec.packing.cu_seqlens_q.shape[0] - 1
+            _, num_heads, head_dim = q.shape
+            q_len, kv_len = spec.packing.max_q_len, spec.packing.max_kv_len
+        return tracing.constant(
+            _choose_for,
+            (batch_size, num_heads, k.shape[1], q_len, kv_len, head_dim),
+            q.dtype,
+            q.device.type,
+            spec.causal,
+            needs_grad,
+            spec.packing is not None,
+            with_lse,
+        )
 
-        chosen = backend_of_packed_call(q, k, v, packing, causal)
-        return chosen.attend_packed(q, k, v, packing, causal=causal, scale=scale)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        from kernels.backends._auto import backend_with_lse
-
-        return backend_with_lse(q, k, causal).forward(q, k, v, causal=causal, scale=scale)
-
-    def backward(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        from kernels.backends._auto import backend_with_lse
-
-        chosen = backend_with_lse(q, k, causal)
-        return chosen.backward(do, q, k, v, o, lse, causal=causal, scale=scale)
-
-    def forward_onto(
-        self,
-        o: Tensor,
-        lse: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]:
-        from kernels.backends._auto import backend_with_lse
-
-        chosen = backend_with_lse(q, k, causal)
-        return chosen.forward_onto(o, lse, q, k, v, causal=causal, scale=scale)
-
-    def forward_packed(
-        self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        from kernels.backends._auto import packed_backend_with_lse
-
-        chosen = packed_backend_with_lse(q, k, packing, causal)
-        return chosen.forward_packed(q, k, v, packing, causal=causal, scale=scale)
-
-    def backward_packed(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        packing: Packing,
-        *,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        from kernels.backends._auto import packed_backend_with_lse
-
-        chosen = packed_backend_with_lse(q, k, packing, causal)
-        return chosen.backward_packed(do, q, k, v, o, lse, packing, causal=causal, scale=scale)
+def _choose_for(
+    sizes: tuple[int, ...],
+    dtype: torch.dtype,
+    device: str,
+    causal: bool,
+    needs_grad: bool,
+    packed: bool,
+    with_lse: bool,
+) -> Attention:
+    batch_size, num_heads, num_kv_heads, q_len, kv_len, head_dim = sizes
+    problem = AttentionProblem(
+        batch_size=batch_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        q_len=q_len,
+        kv_len=kv_len,
+        head_dim=head_dim,
+        dtype=str(dtype).removeprefix("torch."),
+        device=device,
+        causal=causal,
+        needs_grad=needs_grad,
+        packed=packed,
+    )
+    return choose(problem, with_lse=with_lse)
 
 
 @lru_cache(maxsize=1024)
-def choose(problem: AttentionProblem, *, with_lse: bool = False) -> AttentionBackend:
+def choose(problem: AttentionProblem, *, with_lse: bool = False) -> Attention:
     """The first backend of the chain that supports the problem, and, if asked, gives its lse."""
     for name in chain_of(problem.device):
         if name not in BACKENDS:
             continue
         entry = BACKENDS[name]
-        backend = entry.target(name=name, **entry.preset)
+        backend = entry.target(name=name, **entry.preset).role(Attention)
         if (backend.gives_lse or not with_lse) and backend.supports(problem) is None:
             return backend
     raise AssertionError(f"flash_torch refuses nothing, and yet {problem}")
 
 
 @lru_cache(maxsize=1024)
-def choose_decode(problem: DecodeProblem) -> AttentionBackend:
+def choose_decode(problem: DecodeProblem) -> Decoding:
     """The first backend of the chain that can take such steps from a cache."""
     for name in decode_chain_of(problem.device):
         entry = BACKENDS[name]
-        backend = entry.target(name=name, **entry.preset)
+        backend = entry.target(name=name, **entry.preset).role(Decoding)
         if backend.supports_decode(problem) is None:
             return backend
     raise AssertionError(f"the last two of every chain refuse nothing, and yet {problem}")

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, ClassVar
 
-from kernels.backend import AttentionBackend, AttentionProblem, attention_backend
+from kernels.backend import Attention, attention_backend
 from kernels.backends.naive import explicit_softmax_attention
+from kernels.problem import AttentionProblem, AttentionSpec
 from kernels.registry import Look
 from kernels.toolchain import why_not_compile
 
@@ -18,10 +19,9 @@ if TYPE_CHECKING:
 
 @attention_backend("compiled", look=Look(colour="#AA4499", marker="s", place=1))
 @dataclass(kw_only=True, slots=True)
-class Compiled(AttentionBackend):
+class Compiled(Attention):
     """The naive backend through torch.compile, each shape compiled afresh."""
 
-    gives_lse: ClassVar[bool] = False
     compiles: ClassVar[bool] = True
 
     def supports(self, problem: AttentionProblem) -> str | None:
@@ -34,8 +34,8 @@ class Compiled(AttentionBackend):
     def keeps_scores(self, problem: AttentionProblem) -> bool:
         return problem.needs_grad
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
-        return _compiled_attention()(q, k, v, causal, scale)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        return _compiled_attention()(q, k, v, spec)
 
 
 @cache

@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kernels.backend import AttentionProblem, Packing, attention_backend
+from kernels.backend import attention_backend
 from kernels.libraries.flash_attention import (
     FlashLibrary,
-    call,
+    call_by_name,
     capability,
     lengths_of,
     why_not_head_dim,
 )
+from kernels.problem import AttentionProblem, AttentionSpec
 from kernels.registry import Look
 
 if TYPE_CHECKING:
@@ -72,22 +73,23 @@ class FlashAttn2(FlashLibrary):
         return None
 
     def library_forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        packing: Packing | None,
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
         module: Any = self.load()
-        function = module._flash_attn_varlen_forward if packing else module._flash_attn_forward
-        lengths = lengths_of(packing)
-        o, lse, *_ = call(
-            function, q=q, k=k, v=v, softmax_scale=scale, causal=causal, **_PLAIN, **lengths
+        packed = spec.packing is not None
+        function = module._flash_attn_varlen_forward if packed else module._flash_attn_forward
+        lengths = lengths_of(spec.packing)
+        o, lse, *_ = call_by_name(
+            function,
+            q=q,
+            k=k,
+            v=v,
+            softmax_scale=spec.scale,
+            causal=spec.causal,
+            **_PLAIN,
+            **lengths,
         )
-        if _may_lack_keys(q, k, causal, packing):
+        if _may_lack_keys(q, k, spec):
             lse = lse.masked_fill(lse == float("inf"), float("-inf"))
         return o, lse
 
@@ -99,19 +101,18 @@ class FlashAttn2(FlashLibrary):
         v: Tensor,
         o: Tensor,
         lse: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        packing: Packing | None,
+        spec: AttentionSpec,
     ) -> tuple[Tensor, Tensor, Tensor]:
         import torch
 
-        if _may_lack_keys(q, k, causal, packing):
+        if _may_lack_keys(q, k, spec):
             lse = lse.masked_fill(lse == float("-inf"), float("inf"))
         module: Any = self.load()
-        function = module._flash_attn_varlen_backward if packing else module._flash_attn_backward
+        function = (
+            module._flash_attn_varlen_backward if spec.packing else module._flash_attn_backward
+        )
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        call(
+        call_by_name(
             function,
             dout=do,
             q=q,
@@ -122,14 +123,14 @@ class FlashAttn2(FlashLibrary):
             dq=dq,
             dk=dk,
             dv=dv,
-            softmax_scale=scale,
-            causal=causal,
+            softmax_scale=spec.scale,
+            causal=spec.causal,
             **_PLAIN,
-            **lengths_of(packing),
+            **lengths_of(spec.packing),
         )
         return dq, dk, dv
 
 
-def _may_lack_keys(q: Tensor, k: Tensor, causal: bool, packing: Packing | None) -> bool:
+def _may_lack_keys(q: Tensor, k: Tensor, spec: AttentionSpec) -> bool:
     """Whether a query may see no key, whose lse is then plus infinity in this library."""
-    return packing is not None or k.shape[1] == 0 or (causal and k.shape[1] < q.shape[1])
+    return spec.packing is not None or k.shape[1] == 0 or (spec.causal and k.shape[1] < q.shape[1])

@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kernels.backend import AttentionProblem, Packing, attention_backend
+from kernels.backend import attention_backend
 from kernels.libraries.flash_attention import (
     FlashLibrary,
-    call,
+    call_by_name,
     capability,
     lengths_of,
     why_not_head_dim,
 )
+from kernels.problem import AttentionProblem, AttentionSpec
 from kernels.registry import Look
 
 if TYPE_CHECKING:
@@ -55,24 +56,17 @@ class FlashAttn3(FlashLibrary):
         return None
 
     def library_forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        packing: Packing | None,
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
         module: Any = self.load()
-        o, lse, *_ = call(
+        o, lse, *_ = call_by_name(
             module._flash_attn_forward,
             q=q,
             k=k,
             v=v,
-            softmax_scale=scale,
-            causal=causal,
-            **lengths_of(packing),
+            softmax_scale=spec.scale,
+            causal=spec.causal,
+            **lengths_of(spec.packing),
         )
         return o, lse
 
@@ -84,16 +78,13 @@ class FlashAttn3(FlashLibrary):
         v: Tensor,
         o: Tensor,
         lse: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        packing: Packing | None,
+        spec: AttentionSpec,
     ) -> tuple[Tensor, Tensor, Tensor]:
         import torch
 
         module: Any = self.load()
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        call(
+        call_by_name(
             module._flash_attn_backward,
             dout=do,
             q=q,
@@ -104,10 +95,10 @@ class FlashAttn3(FlashLibrary):
             dq=dq,
             dk=dk,
             dv=dv,
-            softmax_scale=scale,
+            softmax_scale=spec.scale,
             # Earlier versions name it causal.
-            causal=causal,
-            is_causal=causal,
-            **lengths_of(packing),
+            causal=spec.causal,
+            is_causal=spec.causal,
+            **lengths_of(spec.packing),
         )
         return dq, dk, dv

@@ -9,14 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kernels.backend import AttentionProblem, Packing, attention_backend
+from kernels.backend import attention_backend
 from kernels.libraries.flash_attention import (
     FlashLibrary,
-    call,
+    call_by_name,
     capability,
     lengths_of,
     why_not_head_dim,
 )
+from kernels.problem import AttentionProblem, AttentionSpec
 from kernels.registry import Look
 
 if TYPE_CHECKING:
@@ -62,25 +63,18 @@ class FlashAttn4(FlashLibrary):
         return reason
 
     def library_forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        packing: Packing | None,
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
         module: Any = self.load()
-        o, lse, *_ = call(
+        o, lse, *_ = call_by_name(
             module._flash_attn_fwd,
             q=q,
             k=k,
             v=v,
-            softmax_scale=scale,
-            causal=causal,
+            softmax_scale=spec.scale,
+            causal=spec.causal,
             return_lse=True,
-            **lengths_of(packing),
+            **lengths_of(spec.packing),
         )
         return o, lse
 
@@ -92,13 +86,10 @@ class FlashAttn4(FlashLibrary):
         v: Tensor,
         o: Tensor,
         lse: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        packing: Packing | None,
+        spec: AttentionSpec,
     ) -> tuple[Tensor, Tensor, Tensor]:
         module: Any = self.load()
-        dq, dk, dv = call(
+        dq, dk, dv = call_by_name(
             module._flash_attn_bwd,
             q=q,
             k=k,
@@ -106,8 +97,8 @@ class FlashAttn4(FlashLibrary):
             out=o,
             dout=do,
             lse=lse,
-            softmax_scale=scale,
-            causal=causal,
-            **lengths_of(packing),
+            softmax_scale=spec.scale,
+            causal=spec.causal,
+            **lengths_of(spec.packing),
         )
         return dq, dk, dv

@@ -11,22 +11,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kernels.backend import attention_backend
-from kernels.decoding import DecodeOnly, DecodeProblem, Decoder, kernel_of, why_no_kernel
+from kernels import decode
+from kernels.backend import Decoding, attention_backend
+from kernels.decode.available import why_not_here
+from kernels.decoding import DecodeProblem, Decoder
 from kernels.ranges import named_range
 from kernels.registry import Look
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kernels.decode.rotary import Rotary
+    from kernels.rotary import Rotary
 
 MAX_HEAD_DIM = 256
 
 
 @attention_backend("flash_decode", look=Look(colour="#D55E00", marker="s"))
 @dataclass(kw_only=True, slots=True)
-class FlashDecode(DecodeOnly):
+class FlashDecode(Decoding):
     """The fused kernel of this project."""
 
     num_splits: int | None = None
@@ -49,7 +51,7 @@ class FlashDecode(DecodeOnly):
             return "takes keys and values, not latents"
         if problem.head_dim > MAX_HEAD_DIM:
             return f"head_dim is at most {MAX_HEAD_DIM}, not {problem.head_dim}"
-        return why_no_kernel("flash_decode", problem)
+        return why_not_here(problem)
 
     def decoder(
         self, problem: DecodeProblem, cache: Any, *, rotary: Rotary | None, scale: float
@@ -66,12 +68,11 @@ class FusedDecoder(Decoder):
         self._cache = cache
         self._rotary = rotary
         self._options = {"scale": scale, "num_splits": num_splits}
-        self._kernel = kernel_of("flash_decode")
 
     def __call__(self, layer: int, q: Tensor, k_new: Tensor, v_new: Tensor) -> Tensor:
         cache, places = self._cache, self._cache.places
         with named_range("fused"):
-            return self._kernel(
+            return decode.flash_decode(
                 q,
                 k_new,
                 v_new,

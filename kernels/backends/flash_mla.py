@@ -11,14 +11,14 @@ from importlib import metadata
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from kernels.backend import attention_backend
-from kernels.decoding import DecodeOnly, DecodeProblem
+from kernels.backend import Decoding, attention_backend
+from kernels.decoding import DecodeProblem
 from kernels.libraries.flash_attention import capability, parameters_of
 from kernels.registry import Look
 
 if TYPE_CHECKING:
-    from kernels.decode.rotary import Rotary
     from kernels.libraries.flash_mla import FlashMlaSteps
+    from kernels.rotary import Rotary
 
 BLOCK_SIZE = 64
 KV_LORA_RANK, ROPE_HEAD_DIM = 512, 64
@@ -27,7 +27,7 @@ INSTALL = "pip install git+https://github.com/deepseek-ai/FlashMLA"
 
 @attention_backend("flash_mla", look=Look(colour="#0072B2", marker="P"))
 @dataclass(kw_only=True, slots=True)
-class FlashMla(DecodeOnly):
+class FlashMla(Decoding):
     """Package flash_mla: its get_mla_metadata and flash_mla_with_kvcache."""
 
     def version(self) -> str | None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kernels.backend import AttentionBackend, AttentionProblem, attention_backend
+from kernels.backend import DenseAttention, attention_backend
+from kernels.problem import AttentionProblem, AttentionSpec
 from kernels.registry import Look
 from kernels.toolchain import why_not_compile
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 @attention_backend("flash_torch", look=Look(colour="#999933", marker="d"))
 @dataclass(kw_only=True, slots=True)
-class FlashTorch(AttentionBackend):
+class FlashTorch(DenseAttention):
     """Tiled attention with an online softmax; supports every length, head_dim and dtype."""
 
     block_q: int = 128
@@ -47,14 +48,14 @@ class FlashTorch(AttentionBackend):
             return "attention.compile=true would compile anew for each length of a packed batch"
         return why_not_compile(problem.device)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
+    def dense_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
         from kernels.flash import pytorch as _flash_torch
 
-        return _flash_torch.forward(q, k, v, causal=causal, scale=scale, **self._options)
+        return _flash_torch.forward(q, k, v, causal=spec.causal, scale=spec.scale, **self._options)
 
-    def backward(
+    def dense_backward(
         self,
         do: Tensor,
         q: Tensor,
@@ -62,16 +63,19 @@ class FlashTorch(AttentionBackend):
         v: Tensor,
         o: Tensor,
         lse: Tensor,
+        spec: AttentionSpec,
         *,
-        causal: bool,
-        scale: float,
         dlse: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """``dlse`` [B, H, S]: gradient of the log-sum-exp, where that was an output too."""
         from kernels.flash import pytorch as _flash_torch
 
         return _flash_torch.backward(
-            do, q, k, v, o, lse, causal=causal, scale=scale, dlse_BHS=dlse, **self._options
+            *(do, q, k, v, o, lse),
+            causal=spec.causal,
+            scale=spec.scale,
+            dlse_BHS=dlse,
+            **self._options,
         )
 
     @property

@@ -11,15 +11,15 @@ implementations of them, are in :mod:`kernels.flash`.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from kernels.backend import AttentionBackend, AttentionProblem, Packing, attention_backend
+from kernels.backend import Attention, attention_backend
+from kernels.problem import AttentionProblem, AttentionSpec
 from kernels.registry import Look, joined_later
+from kernels.toolchain import why_not_triton
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +35,7 @@ AUTOGRAD = ("auto", "native", "python")
 
 @attention_backend("flash_triton", look=Look(colour="#D55E00", marker=">"))
 @dataclass(kw_only=True, slots=True)
-class FlashTriton(AttentionBackend):
+class FlashTriton(Attention):
     """Triton kernels for dense, packed, grouped and causal attention, with an explicit lse."""
 
     implementation: str = "auto"
@@ -77,10 +77,9 @@ class FlashTriton(AttentionBackend):
             return None
 
     def supports(self, problem: AttentionProblem) -> str | None:
-        if find_spec("triton") is None:
-            return "needs triton, which is not installed"
-        if problem.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-            return "runs on a CUDA device; TRITON_INTERPRET=1 runs it on a CPU, slowly"
+        reason = why_not_triton(problem.device)
+        if reason is not None:
+            return reason
         if problem.head_dim > MAX_HEAD_DIM:
             return f"head_dim is at most {MAX_HEAD_DIM}, not {problem.head_dim}"
         if problem.dtype not in ("float32", "float16", "bfloat16"):
@@ -139,11 +138,11 @@ class FlashTriton(AttentionBackend):
         )
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
         from kernels.flash import operator
 
-        return operator.forward(q, k, v, causal=causal, scale=scale, **self._options())
+        return operator.forward(q, k, v, **self._options(spec))
 
     def backward(
         self,
@@ -153,44 +152,28 @@ class FlashTriton(AttentionBackend):
         v: Tensor,
         o: Tensor,
         lse: Tensor,
-        *,
-        causal: bool,
-        scale: float,
+        spec: AttentionSpec,
     ) -> tuple[Tensor, Tensor, Tensor]:
         from kernels.flash import operator
 
-        return operator.backward(
-            do, q, k, v, o, lse, causal=causal, scale=scale, **self._options()
-        )  # fmt: skip
+        return operator.backward(do, q, k, v, o, lse, **self._options(spec))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         from kernels.flash.function import flash_attention
 
-        return flash_attention(
-            q, k, v, causal=causal, scale=scale, autograd=self.autograd, **self._options()
-        )  # fmt: skip
+        return flash_attention(q, k, v, autograd=self.autograd, **self._options(spec))
 
     def forward_onto(
-        self,
-        o: Tensor,
-        lse: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool,
-        scale: float,
+        self, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
-        """The kernel starts from (o, lse) itself, unless a faster one does not know how to."""
+        """A dense kernel starts from (o, lse) itself, unless a faster one does not know how to."""
         from kernels.flash import operator
 
-        if self._runs_on_hopper(q, k, v, causal):
-            return AttentionBackend.forward_onto(self, o, lse, q, k, v, causal=causal, scale=scale)
-        return operator.forward(
-            q, k, v, causal=causal, scale=scale, accumulator=(o, lse), **self._options()
-        )
+        if spec.packing is not None or self._runs_on_hopper(q, k, v, spec):
+            return Attention.forward_onto(self, o, lse, q, k, v, spec)
+        return operator.forward(q, k, v, accumulator=(o, lse), **self._options(spec))
 
-    def _runs_on_hopper(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
+    def _runs_on_hopper(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> bool:
         """Whether the Hopper kernels, which take no accumulator, would run a plain call."""
         import torch
 
@@ -201,47 +184,13 @@ class FlashTriton(AttentionBackend):
         from kernels.flash import dispatch
         from kernels.flash.problem import describe
 
-        return dispatch.why_not(describe(q, k, v, causal=causal), "hopper") is None
+        return dispatch.why_not(describe(q, k, v, causal=spec.causal), "hopper") is None
 
-    def forward_packed(
-        self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        from kernels.flash import operator
-
-        return operator.forward(
-            q, k, v, causal=causal, scale=scale, packing=packing, **self._options()
-        )
-
-    def backward_packed(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        packing: Packing,
-        *,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        from kernels.flash import operator
-
-        return operator.backward(
-            do, q, k, v, o, lse, causal=causal, scale=scale, packing=packing, **self._options()
-        )
-
-    def attend_packed(
-        self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, causal: bool, scale: float
-    ) -> Tensor:
-        from kernels.flash.function import flash_attention
-
-        return flash_attention(
-            q, k, v, causal=causal, scale=scale, packing=packing, **self._options()
-        )
-
-    def _options(self) -> dict[str, Any]:
+    def _options(self, spec: AttentionSpec) -> dict[str, Any]:
         return {
+            "causal": spec.causal,
+            "scale": spec.scale,
+            "packing": spec.packing,
             "precision": self.float32_precision,
             "implementation": self.implementation,
             "autotune": self.autotune,

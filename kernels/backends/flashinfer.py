@@ -13,13 +13,13 @@ from importlib import metadata
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from kernels.backend import attention_backend
-from kernels.decoding import DecodeOnly, DecodeProblem
+from kernels.backend import Decoding, attention_backend
+from kernels.decoding import DecodeProblem
 from kernels.registry import Look
 
 if TYPE_CHECKING:
-    from kernels.decode.rotary import Rotary
     from kernels.libraries.flashinfer import FlashInferDecoder
+    from kernels.rotary import Rotary
 
 INSTALL = "pip install flashinfer-python"
 
@@ -33,7 +33,7 @@ NEEDS = (
 
 @attention_backend("flashinfer", look=Look(colour="#009E73", marker="D"))
 @dataclass(kw_only=True, slots=True)
-class FlashInfer(DecodeOnly):
+class FlashInfer(Decoding):
     """Package flashinfer-python; a paged cache and one new token a sequence."""
 
     def version(self) -> str | None:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kernels.backend import AttentionBackend, AttentionProblem, attention_backend
+from kernels.backend import Attention, attention_backend
+from kernels.problem import AttentionProblem, AttentionSpec
 from kernels.registry import Look
 from kernels.toolchain import why_not_compile
 
@@ -17,10 +18,9 @@ if TYPE_CHECKING:
 
 @attention_backend("flex", look=Look(colour="#009E73", marker="<"))
 @dataclass(kw_only=True, slots=True)
-class Flex(AttentionBackend):
+class Flex(Attention):
     """torch.nn.attention.flex_attention; blocks that the mask empties are skipped."""
 
-    gives_lse: ClassVar[bool] = False
     compiles: ClassVar[bool] = True
 
     def supports(self, problem: AttentionProblem) -> str | None:
@@ -32,10 +32,12 @@ class Flex(AttentionBackend):
             return "FlexAttention has no backward pass on a CPU"
         return why_not_compile(problem.device)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
-        mask = _causal_block_mask(q.shape[-2], k.shape[-2], q.device.type) if causal else None
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        mask = _causal_block_mask(q.shape[-2], k.shape[-2], q.device.type) if spec.causal else None
         grouped = q.shape[1] != k.shape[1]
-        return _compiled_flex_attention()(q, k, v, block_mask=mask, scale=scale, enable_gqa=grouped)
+        return _compiled_flex_attention()(
+            q, k, v, block_mask=mask, scale=spec.scale, enable_gqa=grouped
+        )
 
 
 @cache

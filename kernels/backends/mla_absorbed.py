@@ -9,26 +9,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kernels.backend import attention_backend
+from kernels.backend import Decoding, attention_backend
+from kernels.decode.available import why_not_here
 from kernels.decoding import (
-    DecodeOnly,
     DecodeProblem,
     LatentDecoder,
-    kernel_of,
     operator_workspace,
-    why_no_kernel,
 )
 from kernels.registry import Look
 
 if TYPE_CHECKING:
-    from kernels.decode.rotary import Rotary
+    from kernels.rotary import Rotary
 
 IMPLEMENTATIONS = ("auto", "triton", "torch")
 
 
 @attention_backend("mla_absorbed", look=Look(colour="#AA4499", marker="v"))
 @dataclass(kw_only=True, slots=True)
-class MlaAbsorbed(DecodeOnly):
+class MlaAbsorbed(Decoding):
     """This project's Triton kernel where it runs, else PyTorch's operators."""
 
     implementation: str = "auto"
@@ -44,7 +42,7 @@ class MlaAbsorbed(DecodeOnly):
     def supports_decode(self, problem: DecodeProblem) -> str | None:
         if not problem.is_latent:
             return "takes latents: use cache=latent"
-        return why_no_kernel("mla_decode", problem) if self.implementation == "triton" else None
+        return why_not_here(problem) if self.implementation == "triton" else None
 
     def decode_choice(self, problem: DecodeProblem) -> str:
         """With how it computes behind its name, where that was left to it."""
@@ -55,7 +53,7 @@ class MlaAbsorbed(DecodeOnly):
     def _uses_kernel(self, problem: DecodeProblem) -> bool:
         if self.implementation == "auto" and problem.device == "cpu":
             return False
-        return self.implementation != "torch" and why_no_kernel("mla_decode", problem) is None
+        return self.implementation != "torch" and why_not_here(problem) is None
 
     def decode_workspace(self, problem: DecodeProblem) -> float:
         return 0.0 if self._uses_kernel(problem) else operator_workspace(problem)
@@ -67,6 +65,5 @@ class MlaAbsorbed(DecodeOnly):
         from kernels.decode.steps.latent import AbsorbedSteps
 
         if self._uses_kernel(problem):
-            kernels = (kernel_of("latent_append"), kernel_of("mla_decode"))
-            return AbsorbedKernelSteps(cache, *kernels, rotary=rotary, scale=scale)
+            return AbsorbedKernelSteps(cache, rotary=rotary, scale=scale)
         return AbsorbedSteps(problem, cache, rotary=rotary, scale=scale)

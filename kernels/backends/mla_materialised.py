@@ -9,18 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kernels.backend import attention_backend
-from kernels.decoding import DecodeOnly, DecodeProblem, operator_workspace
+from kernels.backend import Decoding, attention_backend
+from kernels.decoding import DecodeProblem, operator_workspace
 from kernels.registry import Look
 
 if TYPE_CHECKING:
-    from kernels.decode.rotary import Rotary
     from kernels.decode.steps.latent import MaterialisedSteps
+    from kernels.rotary import Rotary
 
 
 @attention_backend("mla_materialised", look=Look(colour="#999933", marker="^"))
 @dataclass(kw_only=True, slots=True)
-class MlaMaterialised(DecodeOnly):
+class MlaMaterialised(Decoding):
     """PyTorch's operators over up-projected keys and values."""
 
     def supports_decode(self, problem: DecodeProblem) -> str | None:

@@ -11,7 +11,8 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kernels.backend import AttentionBackend, AttentionProblem, attention_backend
+from kernels.backend import Attention, DenseAttention, attention_backend
+from kernels.problem import AttentionProblem, AttentionSpec
 from kernels.ranges import RangeMaker, named_range
 from kernels.registry import Look
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     "naive", look=Look(colour="#555555", marker="o", place=0, baseline="naive attention")
 )
 @dataclass(kw_only=True, slots=True)
-class Naive(AttentionBackend):
+class Naive(DenseAttention):
     """Explicit softmax; autograd keeps the probabilities for the backward pass."""
 
     def supports(self, problem: AttentionProblem) -> str | None:
@@ -34,19 +35,21 @@ class Naive(AttentionBackend):
     def keeps_scores(self, problem: AttentionProblem) -> bool:
         return problem.needs_grad
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
-        return explicit_softmax_attention(q, k, v, causal, scale, named_range)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        if spec.packing is not None:
+            return Attention.attend(self, q, k, v, spec)
+        return explicit_softmax_attention(q, k, v, spec, named_range)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
+    def dense_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
         group_size = q.shape[1] // k.shape[1]
-        scores = masked_scores(q, _expand_heads(k, group_size), causal, scale).float()
+        scores = masked_scores(q, _expand_heads(k, group_size), spec).float()
         lse = scores.logsumexp(dim=-1)
         probabilities = (scores - lse.unsqueeze(-1)).exp()
         return probabilities.to(v.dtype) @ _expand_heads(v, group_size), lse
 
-    def backward(
+    def dense_backward(
         self,
         do: Tensor,
         q: Tensor,
@@ -54,19 +57,17 @@ class Naive(AttentionBackend):
         v: Tensor,
         o: Tensor,
         lse: Tensor,
-        *,
-        causal: bool,
-        scale: float,
+        spec: AttentionSpec,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Recomputes the probabilities from lse (CS336 assignment 2, equations 13 to 19)."""
         group_size = q.shape[1] // k.shape[1]
         keys, values = _expand_heads(k, group_size), _expand_heads(v, group_size)
-        scores = masked_scores(q, keys, causal, scale).float()
+        scores = masked_scores(q, keys, spec).float()
         probabilities = (scores - lse.unsqueeze(-1)).exp()
         dv = probabilities.to(do.dtype).mT @ do
         dp = (do @ values.mT).float()
         row_dots = (do.float() * o.float()).sum(dim=-1, keepdim=True)
-        ds = (probabilities * (dp - row_dots) * scale).to(q.dtype)
+        ds = (probabilities * (dp - row_dots) * spec.scale).to(q.dtype)
         dk = ds.mT @ q
         return ds @ keys, _sum_groups(dk, group_size), _sum_groups(dv, group_size)
 
@@ -75,8 +76,7 @@ def explicit_softmax_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    causal: bool,
-    scale: float,
+    spec: AttentionSpec,
     marks: RangeMaker = contextlib.nullcontext,
 ) -> Tensor:
     """q [B, H, S, D], k and v [B, H_kv, S_k, D] -> o [B, H, S, D]; a pure function of tensors.
@@ -85,7 +85,7 @@ def explicit_softmax_attention(
     """
     group_size = q.shape[1] // k.shape[1]
     with marks("scores"):
-        scores = masked_scores(q, _expand_heads(k, group_size), causal, scale)
+        scores = masked_scores(q, _expand_heads(k, group_size), spec)
     with marks("softmax"):
         # Under autocast softmax gives float32; the second matmul needs one dtype on both sides.
         probabilities = scores.softmax(dim=-1).to(v.dtype)
@@ -93,10 +93,10 @@ def explicit_softmax_attention(
         return probabilities @ _expand_heads(v, group_size)
 
 
-def masked_scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+def masked_scores(q: Tensor, k: Tensor, spec: AttentionSpec) -> Tensor:
     """Scaled scores [B, H, S, S_k], minus infinity where a causal mask hides the key."""
-    scores = (q @ k.mT) * scale
-    if causal:
+    scores = (q @ k.mT) * spec.scale
+    if spec.causal:
         q_len, kv_len = scores.shape[-2:]
         visible = scores.new_ones(q_len, kv_len, dtype=bool).tril(diagonal=kv_len - q_len)
         scores = scores.masked_fill(~visible, float("-inf"))

@@ -11,15 +11,16 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kernels.backend import AttentionBackend, AttentionProblem, attention_backend
+from kernels.backend import Decoding, DenseAttention, attention_backend
+from kernels.problem import AttentionProblem, AttentionSpec
 from kernels.registry import Look
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kernels.decode.rotary import Rotary
     from kernels.decoding import DecodeProblem
     from kernels.libraries.sdpa_decode import SdpaDecoder
+    from kernels.rotary import Rotary
 
 SDPA_KERNELS = {
     "auto": None,
@@ -39,7 +40,7 @@ KERNELS_WITH_LSE = ("flash", "cudnn")
 @attention_backend("sdpa_cudnn", look=Look(colour="#E69F00", marker="X"), kernel="cudnn")
 @attention_backend("sdpa_math", look=Look(colour="#DDCC77", marker="^"), kernel="math")
 @dataclass(kw_only=True, slots=True)
-class Sdpa(AttentionBackend):
+class Sdpa(DenseAttention, Decoding):
     """torch.nn.functional.scaled_dot_product_attention, restricted to one kernel if asked."""
 
     kernel: str = "auto"
@@ -113,13 +114,13 @@ class Sdpa(AttentionBackend):
         # The first lines of the verdict introduce it; the last one names the obstacle.
         return reasons[-1] if reasons else f"PyTorch's {self.kernel} attention refuses it"
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         import torch.nn.functional as F
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         arguments: dict[str, Any] = {
-            "is_causal": causal,
-            "scale": scale,
+            "is_causal": spec.causal,
+            "scale": spec.scale,
             "enable_gqa": q.shape[1] != k.shape[1],
         }
         kernel = SDPA_KERNELS[self.kernel]
@@ -128,14 +129,14 @@ class Sdpa(AttentionBackend):
         with sdpa_kernel(getattr(SDPBackend, kernel)):
             return F.scaled_dot_product_attention(q, k, v, **arguments)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
+    def dense_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
-        from kernels.libraries import sdpa_operators as _sdpa_operators
+        from kernels.libraries import sdpa_operators
 
-        return _sdpa_operators.forward(self._operator(q), q, k, v, causal, scale)
+        return sdpa_operators.forward(self._operator(q), q, k, v, spec)
 
-    def backward(
+    def dense_backward(
         self,
         do: Tensor,
         q: Tensor,
@@ -143,13 +144,11 @@ class Sdpa(AttentionBackend):
         v: Tensor,
         o: Tensor,
         lse: Tensor,
-        *,
-        causal: bool,
-        scale: float,
+        spec: AttentionSpec,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        from kernels.libraries import sdpa_operators as _sdpa_operators
+        from kernels.libraries import sdpa_operators
 
-        return _sdpa_operators.backward(self._operator(q), do, q, k, v, o, lse, causal, scale)
+        return sdpa_operators.backward(self._operator(q), do, q, k, v, o, lse, spec)
 
     def supports_decode(self, problem: DecodeProblem) -> str | None:
         if problem.is_latent:

@@ -10,18 +10,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kernels.backend import attention_backend
-from kernels.decoding import DecodeOnly, DecodeProblem, operator_workspace
+from kernels.backend import Decoding, attention_backend
+from kernels.decoding import DecodeProblem, operator_workspace
 from kernels.registry import Look
 
 if TYPE_CHECKING:
-    from kernels.decode.rotary import Rotary
     from kernels.decode.steps.operators import MatmulDecoder
+    from kernels.rotary import Rotary
 
 
 @attention_backend("standard", look=Look(colour="#000000", marker="o"))
 @dataclass(kw_only=True, slots=True)
-class Standard(DecodeOnly):
+class Standard(Decoding):
     """PyTorch's operators, one after another."""
 
     def supports_decode(self, problem: DecodeProblem) -> str | None:

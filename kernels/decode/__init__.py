@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {
-    "Rotary": "kernels.decode.rotary",
+    "Rotary": "kernels.rotary",
     "flash_decode": "kernels.decode.launch",
     "latent_append": "kernels.decode.latent.append",
     "mla_decode": "kernels.decode.launch",

@@ -24,8 +24,8 @@ from kernels.decode.plans import (
     plan_latent,
     workers,
 )
-from kernels.decode.rotary import Rotary
 from kernels.launching.prepared import planned
+from kernels.rotary import Rotary
 
 _FLASH_PLANS: dict[tuple, Plan] = {}
 _LATENT_PLANS: dict[tuple, Plan | hopper_latent.Plan] = {}

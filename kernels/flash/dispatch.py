@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.backend import Packing
 from kernels.flash.problem import Problem, check_gradient, describe
 from kernels.launching.device import on
+from kernels.problem import Packing
 
 IMPLEMENTATIONS = {
     "hopper": "kernels.flash.hopper.launch",

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.backend import Packing
 from kernels.flash import dispatch, operator
 from kernels.flash.hopper import native
 from kernels.flash.problem import describe
+from kernels.problem import Packing
 
 AUTOGRAD = ("auto", "native", "python")
 

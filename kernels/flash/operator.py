@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.backend import Packing
 from kernels.flash.dispatch import empty_like, empty_results, run_backward, run_forward
+from kernels.problem import Packing
 
 
 def forward(

@@ -22,20 +22,21 @@ from importlib import metadata
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kernels.backend import AttentionBackend, AttentionProblem, Packing
+from kernels.backend import Attention, Decoding
+from kernels.problem import AttentionProblem, AttentionSpec, Packing
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kernels.decode.rotary import Rotary
     from kernels.decoding import DecodeProblem
     from kernels.libraries.flash_kvcache import KvCacheDecoder
+    from kernels.rotary import Rotary
 
 DTYPES = ("float16", "bfloat16")
 
 
 @dataclass(kw_only=True, slots=True)
-class FlashLibrary(AttentionBackend):
+class FlashLibrary(Attention, Decoding):
     """A FlashAttention library as a backend; subclasses say which functions to call."""
 
     modules: ClassVar[tuple[str, ...]]
@@ -127,14 +128,7 @@ class FlashLibrary(AttentionBackend):
         return importlib.import_module(last)
 
     def library_forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        packing: Packing | None,
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
         """o and lse [B, H, S] in the library's layout, or packed [T, H, D] and [H, T]."""
         raise NotImplementedError
@@ -147,21 +141,18 @@ class FlashLibrary(AttentionBackend):
         v: Tensor,
         o: Tensor,
         lse: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        packing: Packing | None,
+        spec: AttentionSpec,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv in the library's layout."""
         raise NotImplementedError
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
-        q_BSHD, k_BSHD, v_BSHD = (x.transpose(1, 2) for x in (q, k, v))
-        o_BSHD, lse = self.library_forward(
-            q_BSHD, k_BSHD, v_BSHD, causal=causal, scale=scale, packing=None
-        )
+        if spec.packing is not None:
+            return self.library_forward(q, k, v, spec)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        o_BSHD, lse = self.library_forward(q, k, v, spec)
         return o_BSHD.transpose(1, 2), lse
 
     def backward(
@@ -172,43 +163,18 @@ class FlashLibrary(AttentionBackend):
         v: Tensor,
         o: Tensor,
         lse: Tensor,
-        *,
-        causal: bool,
-        scale: float,
+        spec: AttentionSpec,
     ) -> tuple[Tensor, Tensor, Tensor]:
         # A ring keeps o in float32; the libraries want one dtype for all.
-        do, o = do.to(q.dtype), o.to(q.dtype)
+        do, o, lse = do.to(q.dtype), o.to(q.dtype), lse.contiguous()
+        if spec.packing is not None:
+            return self.library_backward(do, q, k, v, o, lse, spec)
         do, q, k, v, o = (x.transpose(1, 2) for x in (do, q, k, v, o))
-        dq, dk, dv = self.library_backward(
-            do, q, k, v, o, lse.contiguous(), causal=causal, scale=scale, packing=None
-        )
+        dq, dk, dv = self.library_backward(do, q, k, v, o, lse, spec)
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
-    def forward_packed(
-        self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        return self.library_forward(q, k, v, causal=causal, scale=scale, packing=packing)
 
-    def backward_packed(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        packing: Packing,
-        *,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        do, o = do.to(q.dtype), o.to(q.dtype)
-        return self.library_backward(
-            do, q, k, v, o, lse.contiguous(), causal=causal, scale=scale, packing=packing
-        )
-
-
-def call(function: Callable[..., Any], **values: Any) -> Any:
+def call_by_name(function: Callable[..., Any], **values: Any) -> Any:
     """Call by name with the values that this version's signature has a parameter for.
 
     A parameter of another version that has no default is a feature not used here: None.

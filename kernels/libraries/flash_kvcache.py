@@ -11,14 +11,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from kernels.decoding import DecodeProblem, Decoder
-from kernels.libraries.flash_attention import DTYPES, call, parameters_of, why_not_head_dim
+from kernels.libraries.flash_attention import DTYPES, call_by_name, parameters_of, why_not_head_dim
 from kernels.ranges import named_range
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from kernels.decode.rotary import Rotary
+    from kernels.rotary import Rotary
 
 FUNCTION = "flash_attn_with_kvcache"
 TABLES = ("page_table", "block_table")
@@ -86,7 +86,7 @@ class KvCacheDecoder(Decoder):
         if places.block_table is not None:
             pages = dict.fromkeys(TABLES, places.block_table)
         with named_range("fused"):
-            o = call(
+            o = call_by_name(
                 self._function,
                 q=q.transpose(1, 2),
                 k_cache=cache.keys[layer].transpose(1, 2),

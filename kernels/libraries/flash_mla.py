@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.decode.steps.latent import AbsorbedSteps
-from kernels.libraries.flash_attention import call
+from kernels.libraries.flash_attention import call_by_name
 
 
 class FlashMlaSteps(AbsorbedSteps):
@@ -22,7 +22,7 @@ class FlashMlaSteps(AbsorbedSteps):
         problem = self.problem
         self._library: Any = importlib.import_module("flash_mla")
         self._lengths = self.cache.places.lengths + problem.new_tokens
-        self._metadata, self._num_splits = call(
+        self._metadata, self._num_splits = call_by_name(
             self._library.get_mla_metadata,
             cache_seqlens=self._lengths,
             num_heads_per_head_k=problem.new_tokens * problem.num_heads,
@@ -32,7 +32,7 @@ class FlashMlaSteps(AbsorbedSteps):
 
     def attend_latents(self, layer: int, q_BHTR: Tensor, q_rope: Tensor) -> Tensor:
         latents = self.cache.latents[layer]
-        o_BTHR, _ = call(
+        o_BTHR, _ = call_by_name(
             self._library.flash_mla_with_kvcache,
             q=torch.cat((q_BHTR, q_rope), dim=-1).transpose(1, 2).contiguous(),
             k_cache=latents.unsqueeze(2),

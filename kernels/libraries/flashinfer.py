@@ -10,10 +10,10 @@ from torch import Tensor
 
 from kernels.caches.key_values import KeyValueCache
 from kernels.caches.places import BlockPlaces
-from kernels.decode.rotary import Rotary
 from kernels.decoding import DecodeProblem, Decoder
-from kernels.libraries.flash_attention import call
+from kernels.libraries.flash_attention import call_by_name
 from kernels.ranges import named_range
+from kernels.rotary import Rotary
 
 WORKSPACE_BYTES = 128 * 2**20
 """What FlashInfer's documentation recommends for its split keys."""
@@ -62,8 +62,8 @@ class FlashInferDecoder(Decoder):
         self._indptr, self._indices = tensor(starts), tensor(indices)
         self._last = tensor([(length - 1) % size + 1 for length in lengths])
         dtype = getattr(torch, problem.dtype)
-        # Not the bound method: what call() remembers of it would keep its workspace alive.
-        call(
+        # Not the bound method: what call_by_name() remembers of it would keep its workspace alive.
+        call_by_name(
             type(self._wrapper).plan,
             self=self._wrapper,
             indptr=self._indptr,
@@ -74,7 +74,7 @@ class FlashInferDecoder(Decoder):
             head_dim=problem.head_dim,
             page_size=size,
             pos_encoding_mode="NONE",
-            # Versions name the dtypes differently; call() gives those that this one has.
+            # Versions name the dtypes differently; call_by_name() gives those that this one has.
             q_data_type=dtype,
             kv_data_type=dtype,
             data_type=dtype,

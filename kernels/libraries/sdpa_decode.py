@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels.caches.key_values import KeyValueCache
-from kernels.decode.rotary import Rotary
 from kernels.decode.steps.operators import PlainDecoder
 from kernels.decoding import DecodeProblem
+from kernels.rotary import Rotary
 
 
 class SdpaDecoder(PlainDecoder):

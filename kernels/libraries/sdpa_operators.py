@@ -11,27 +11,29 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kernels.problem import AttentionSpec
+
 _ALIGNED = 8
 """FlashAttention-2 reads 16 bytes at a time: head_dim is padded to a multiple of this."""
 
 
 def forward(
-    operator: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+    operator: str, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
     """(o, lse) by ``flash``, ``flash_for_cpu`` or ``cudnn``."""
     if operator == "flash_for_cpu":
         o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, causal, scale=scale
+            q, k, v, 0.0, spec.causal, scale=spec.scale
         )
     elif operator == "flash":
         head_dim = v.shape[-1]
         o, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-            *(_aligned(x) for x in (q, k, v)), 0.0, causal, False, scale=scale
+            *(_aligned(x) for x in (q, k, v)), 0.0, spec.causal, False, scale=spec.scale
         )
         o = o[..., :head_dim]
     else:
         o, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            q, k, v, None, True, 0.0, causal, False, scale=scale
+            q, k, v, None, True, 0.0, spec.causal, False, scale=spec.scale
         )
     return o, lse.reshape(q.shape[:3])
 
@@ -44,15 +46,14 @@ def backward(
     v: Tensor,
     o: Tensor,
     lse: Tensor,
-    causal: bool,
-    scale: float,
+    spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) from any lse of the same rows, such as that of all keys of a ring."""
     # The kernels read it by its address alone.
     lse = lse.contiguous()
     if operator == "flash_for_cpu":
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            do, q, k, v, o, lse, 0.0, causal, scale=scale
+            do, q, k, v, o, lse, 0.0, spec.causal, scale=spec.scale
         )
         return dq, dk, dv
     # The random state of a dropout that does not happen; sequences are no packed ones.
@@ -62,12 +63,12 @@ def backward(
         head_dim = q.shape[-1]
         do, q, k, v, o = (_aligned(x) for x in (do, q, k, v, o))
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            do, q, k, v, o, lse, *lengths, 0.0, causal, seed, offset, scale=scale
+            do, q, k, v, o, lse, *lengths, 0.0, spec.causal, seed, offset, scale=spec.scale
         )
         return dq[..., :head_dim], dk[..., :head_dim], dv[..., :head_dim]
     lse = lse.unsqueeze(-1)
     dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        do, q, k, v, o, lse, seed, offset, None, *lengths, 0.0, causal, scale=scale
+        do, q, k, v, o, lse, seed, offset, None, *lengths, 0.0, spec.causal, scale=spec.scale
     )
     return dq, dk, dv
 

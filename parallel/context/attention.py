@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from kernels.backend import BACKENDS, AttentionBackend, AttentionProblem, Packing
+from kernels.backend import BACKENDS, Attention, AttentionBackend, DelegatedAttention
 from kernels.backends.auto import choose
+from kernels.problem import AttentionProblem, AttentionSpec
 from parallel.context.blocks.layouts import Contiguous, Layout
 
 if TYPE_CHECKING:
@@ -29,32 +30,30 @@ SYMMETRIC = "symmetric"
 
 
 @dataclass(kw_only=True, slots=True)
-class SequenceParallelAttention(AttentionBackend):
-    """Attention that can run on a split sequence; on a whole one it is its :attr:`kernel`."""
+class SequenceParallelAttention(DelegatedAttention):
+    """The role of attending to sequences split over ranks; on a whole one it is its kernel."""
+
+    role_in_words: ClassVar[str] = "splits sequences over ranks"
 
     kernel: str = "auto"
     """Attention on one device that computes each block of scores: any that gives its lse."""
-
-    @property
-    def splits_sequence(self) -> bool:
-        return True
 
     def __post_init__(self) -> None:
         if self.kernel not in BACKENDS:
             raise ValueError(
                 f"attention.kernel={self.kernel}: no such kernel, one of {', '.join(kernels())}"
             )
-        if self.on_one_device.splits_sequence:
+        if not _attends_on_one_device(BACKENDS[self.kernel].target):
             raise ValueError(
                 f"attention.kernel={self.kernel}: must be an attention on one device, such as "
                 "flash_triton or sdpa_flash"
             )
 
     @property
-    def on_one_device(self) -> AttentionBackend:
+    def on_one_device(self) -> Attention:
         """The backend that :attr:`kernel` names, with its preset options."""
         entry = BACKENDS[self.kernel]
-        return entry.target(name=self.kernel, **entry.preset)
+        return entry.target(name=self.kernel, **entry.preset).role(Attention)
 
     def bind(
         self, group: dist.ProcessGroup, device: torch.device
@@ -72,6 +71,10 @@ class SequenceParallelAttention(AttentionBackend):
 
     def transport_of(self, problem: AttentionProblem) -> str:
         """How keys of other ranks come here, where an option leaves it open."""
+        raise NotImplementedError
+
+    def peak_memory(self, problem: AttentionProblem) -> dict[str, float]:
+        """Predicted peak bytes on one rank by category."""
         raise NotImplementedError
 
     # On one device: the kernel itself, without anything around it.
@@ -99,31 +102,10 @@ class SequenceParallelAttention(AttentionBackend):
     def keeps_scores(self, problem: AttentionProblem) -> bool:
         return problem.cp == 1 and self.on_one_device.keeps_scores(problem)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
-        return self.on_one_device.attend(q, k, v, causal=causal, scale=scale)
-
-    def attend_packed(
-        self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, causal: bool, scale: float
-    ) -> Tensor:
-        return self.on_one_device.attend_packed(q, k, v, packing, causal=causal, scale=scale)
-
-    def forward(self, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-        return self.on_one_device.forward(*tensors, **options)
-
-    def backward(self, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return self.on_one_device.backward(*tensors, **options)
-
-    def forward_onto(self, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-        return self.on_one_device.forward_onto(*tensors, **options)
-
-    def forward_packed(self, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        return self.on_one_device.forward_packed(*arguments, **options)
-
-    def forward_packed_onto(self, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        return self.on_one_device.forward_packed_onto(*arguments, **options)
-
-    def backward_packed(self, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return self.on_one_device.backward_packed(*arguments, **options)
+    def delegate(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *, with_lse: bool
+    ) -> Attention:
+        return self.on_one_device
 
 
 def local_memory(problem: AttentionProblem, layout: Layout) -> dict[str, float]:
@@ -142,10 +124,12 @@ def local_memory(problem: AttentionProblem, layout: Layout) -> dict[str, float]:
 
 
 def kernels() -> list[str]:
-    """Names of the backends that compute on one device."""
-    return [
-        entry.name for entry in BACKENDS if not issubclass(entry.target, SequenceParallelAttention)
-    ]
+    """Names of the backends that attend to whole sequences on one device."""
+    return [entry.name for entry in BACKENDS if _attends_on_one_device(entry.target)]
+
+
+def _attends_on_one_device(target: type[AttentionBackend]) -> bool:
+    return issubclass(target, Attention) and not issubclass(target, SequenceParallelAttention)
 
 
 @dataclass(kw_only=True, slots=True)

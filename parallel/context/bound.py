@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kernels import AttentionBackend, AttentionProblem, Packing
+from kernels import Attention, AttentionProblem, AttentionSpec, Packing
 from parallel.context.blocks import loops as _loops
 from parallel.context.blocks.layouts import Layout
 from parallel.context.blocks.pieces import DenseWork, PackedWork, Work
@@ -46,17 +46,12 @@ class SplitAttention:
         self.trace: Trace = NO_TRACE
         self._group = group
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
-        """Local q [B, H, S, D] and k, v [B, H_kv, S, D] -> local o; S is layout.local_len(N)."""
-        raise NotImplementedError
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        """Local q [B, H, S, D] and k, v [B, H_kv, S, D] -> local o; S is layout.local_len(N).
 
-    def attend_packed(
-        self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, causal: bool, scale: float
-    ) -> Tensor:
-        """Local q [T, H, D] and k, v [T, H_kv, D], as ``layout.shard_packed`` gives them.
-
-        Args:
-            packing: of the whole batch, each sequence at its real length, queries and keys alike.
+        Of a packed batch q is [T, H, D] and k, v are [T, H_kv, D], as ``layout.shard_packed`` gives
+        them; its packing is that of the whole batch, each sequence at its real length, queries
+        and keys alike.
         """
         raise NotImplementedError
 
@@ -78,7 +73,7 @@ class BoundAttention(SplitAttention):
     def __init__(
         self,
         *,
-        kernel: AttentionBackend,
+        kernel: Attention,
         layout: Layout,
         group: dist.ProcessGroup,
         transports: TransportMaker,
@@ -99,30 +94,22 @@ class BoundAttention(SplitAttention):
         return 0 if buffers is None else buffers.outside_bytes
 
     @torch.compiler.disable
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         """As :class:`SplitAttention` says.
 
         Raises ValueError on all ranks if their first calls differ in shape or dtype.
         """
         if self.layout.num_ranks == 1:
-            return self._kernel.attend(q, k, v, causal=causal, scale=scale)
+            return self._kernel.attend(q, k, v, spec)
         self._agree(q, k, v)
-        work = self._dense_work(q, k, causal)
-        return _Attention.apply(q, k, v, self, work, work, scale)
-
-    @torch.compiler.disable
-    def attend_packed(
-        self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, causal: bool, scale: float
-    ) -> Tensor:
-        """As :class:`SplitAttention` says; ValueError as in :meth:`attend`."""
-        if self.layout.num_ranks == 1:
-            return self._kernel.attend_packed(q, k, v, packing, causal=causal, scale=scale)
-        self._agree(q, k, v)
+        if spec.packing is None:
+            work = self._dense_work(q, k, spec.causal)
+            return _Attention.apply(q, k, v, self, work, work, spec.scale)
         works = [
-            self._packed_work(packing, causal, fused, q.device)
+            self._packed_work(spec.packing, spec.causal, fused, q.device)
             for fused in (self._fusion.forward, self._fusion.backward)
         ]
-        return _Attention.apply(q, k, v, self, *works, scale)
+        return _Attention.apply(q, k, v, self, *works, spec.scale)
 
     def _dense_work(self, q: Tensor, k: Tensor, causal: bool) -> Work:
         key = (q.shape, k.shape, q.dtype, causal)

@@ -6,17 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import BACKENDS, AttentionBackend, AttentionProblem, Packing
+from kernels import BACKENDS, Attention, AttentionProblem, AttentionSpec, Packing
 
 LENGTHS = ((5, 5), (1, 1), (0, 0), (17, 17), (3, 9), (4, 0))
 """Query and key lengths of each sequence."""
 
 
-def lse_backends() -> list[AttentionBackend]:
+def lse_backends() -> list[Attention]:
     """Every registered backend that gives a log-sum-exp and runs here, on float32."""
     found = []
     for entry in BACKENDS:
         backend = entry.target(name=entry.name, **entry.preset)
+        if not isinstance(backend, Attention):
+            continue
         if backend.gives_lse and backend.supports(problem()) is None:
             found.append(backend)
     return found
@@ -62,12 +64,12 @@ def exact(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[
 
 @pytest.mark.parametrize("backend", lse_backends(), ids=lambda backend: backend.name)
 @pytest.mark.parametrize("causal", [True, False])
-def test_each_sequence_attends_to_itself_alone(backend: AttentionBackend, causal: bool) -> None:
+def test_each_sequence_attends_to_itself_alone(backend: Attention, causal: bool) -> None:
     q, k, v, packing = packed_tensors()
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    o = backend.attend_packed(*leaves, packing, causal=causal, scale=0.3)
+    o = backend.attend(*leaves, AttentionSpec(causal=causal, scale=0.3, packing=packing))
     with torch.no_grad():
-        _, lse = backend.forward_packed(q, k, v, packing, causal=causal, scale=0.3)
+        _, lse = backend.forward(q, k, v, AttentionSpec(causal=causal, scale=0.3, packing=packing))
     do = torch.randn(o.shape, generator=torch.Generator().manual_seed(4))
     gradients = torch.autograd.grad(o, leaves, do)
     expected = [torch.zeros_like(x, dtype=torch.float64) for x in leaves]
@@ -89,7 +91,7 @@ def test_each_sequence_attends_to_itself_alone(backend: AttentionBackend, causal
 
 
 @pytest.mark.parametrize("backend", lse_backends(), ids=lambda backend: backend.name)
-def test_continuing_from_an_accumulator(backend: AttentionBackend) -> None:
+def test_continuing_from_an_accumulator(backend: Attention) -> None:
     """Keys in three parts, each merged onto what came before, from nothing at all."""
     generator = torch.Generator().manual_seed(5)
     q = torch.randn(2, 4, 6, 16, generator=generator)
@@ -98,7 +100,7 @@ def test_continuing_from_an_accumulator(backend: AttentionBackend) -> None:
     lse = torch.full(q.shape[:3], -torch.inf)
     for keys in (slice(0, 12), slice(12, 13), slice(13, 30)):
         o, lse = backend.forward_onto(
-            o, lse, q, k[:, :, keys], v[:, :, keys], causal=False, scale=0.3
+            o, lse, q, k[:, :, keys], v[:, :, keys], AttentionSpec(causal=False, scale=0.3)
         )
     assert o.dtype == lse.dtype == torch.float32
     for b in range(2):

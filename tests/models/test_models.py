@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from kernels import AttentionSpec
 from models import accounting
 from models.config import ModelConfig
 from models.memory import MemoryPrediction, Mode, TrainingStep
@@ -50,9 +51,9 @@ class ExplicitSoftmax:
     """Of the tokens, in their order; None is 0, 1, 2, ..."""
     seen: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, /) -> Tensor:
         self.seen.append((q.detach(), k.detach(), v.detach()))
-        return explicit_softmax(q, k, v, self.positions, causal, scale)
+        return explicit_softmax(q, k, v, self.positions, spec.causal, spec.scale)
 
 
 def explicit_softmax(
@@ -74,16 +75,16 @@ def explicit_softmax(
 class Pure:
     """Explicit softmax that remembers nothing, for the compiler and the memory counts."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
-        return explicit_softmax(q, k, v, None, causal, scale)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, /) -> Tensor:
+        return explicit_softmax(q, k, v, None, spec.causal, spec.scale)
 
 
 @dataclass(kw_only=True, slots=True)
 class Sdpa:
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, /) -> Tensor:
         gqa = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(
-            q, k, v, is_causal=causal, scale=scale, enable_gqa=gqa
+            q, k, v, is_causal=spec.causal, scale=spec.scale, enable_gqa=gqa
         )
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from kernels import BACKENDS, AttentionBackend
 from kernels.caches import CACHES, CacheShape
-from kernels.decode.rotary import Rotary, rotary_table
 from kernels.decoding import DecodeProblem, LatentInputs
+from kernels.rotary import Rotary, rotary_table
 
 
 def backend_of(name: str, **options: Any) -> AttentionBackend:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kernels.backend import AttentionBackend, AttentionProblem, attention_backend
+from kernels import Attention, AttentionBackend, AttentionProblem, AttentionSpec, attention_backend
 from kernels.backends.naive import Naive
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def _count_call(backend: AttentionBackend) -> int:
 @attention_backend("witness", kind="witness")
 @attention_backend("held", kind="held")
 @dataclass(kw_only=True, slots=True)
-class Fault(AttentionBackend):
+class Fault(Attention):
     """Explicit softmax attention with one misbehaviour."""
 
     kind: str = "witness"
@@ -82,9 +82,9 @@ class Fault(AttentionBackend):
     def supports(self, problem: AttentionProblem) -> str | None:
         return "the test says so" if self.kind == "unsupported" else None
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         calls = _count_call(self)
-        o = _attention(q, k, v, causal, scale)
+        o = _attention(q, k, v, spec.causal, spec.scale)
         if self.rank not in (None, _rank()) or calls <= self.good_calls:
             return o
         return _MISBEHAVIOURS[self.kind](o)
@@ -105,13 +105,13 @@ class SplitFault(Naive):
     """Calls, forward and backward, that go well first."""
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
-        o, lse = Naive.forward(self, q, k, v, causal=causal, scale=scale)
+        o, lse = Naive.forward(self, q, k, v, spec)
         return self._fault(o), lse
 
-    def backward(self, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = Naive.backward(self, *tensors, **options)
+    def backward(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = Naive.backward(self, *arguments)
         return self._fault(dq), dk, dv
 
     def _fault(self, x: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from harness.cases.task import WHOLE_PHASES, Task, Work, task
 from harness.tasks.attention.lengths import ragged_lengths
 from kernels import AttentionProblem, accounting
 from kernels.registry import joined_later
+from parallel.context.attention import SequenceParallelAttention
 
 if TYPE_CHECKING:
     import torch
@@ -210,8 +211,9 @@ class Attention(Task):
     def _predicted_memory_of_rank(self, case: Case) -> dict[str, float]:
         """At the peak of a pass, while sequences are split over ranks."""
         total: dict[str, float] = {}
+        attention = case.attention.role(SequenceParallelAttention)
         for part in self._parts(case):
-            for name, value in case.attention.peak_memory(part).items():
+            for name, value in attention.peak_memory(part).items():
                 total[name] = total.get(name, 0.0) + value
         return total
 
@@ -230,11 +232,12 @@ class Attention(Task):
         from harness.measure.timeline import note_timeline
 
         lengths = None if self.packing == "none" else self.lengths(case)
-        with case.attention.bind(case.parallel.cp_group(), bench.device) as attention:
+        scheme = case.attention.role(SequenceParallelAttention)
+        with scheme.bind(case.parallel.cp_group(), bench.device) as attention:
             call = SplitCall(case, bench.device, attention, lengths)
             problem = self.attention_problem(case)
-            bench.outcome.notes["kernel"] = case.attention.kernel_of(problem)
-            bench.outcome.notes["transport"] = case.attention.transport_of(problem)
+            bench.outcome.notes["kernel"] = scheme.kernel_of(problem)
+            bench.outcome.notes["transport"] = scheme.transport_of(problem)
             if call.padding:
                 bench.outcome.notes["padding_tokens"] = call.padding
             self._run(case, bench, call)

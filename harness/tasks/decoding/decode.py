@@ -18,7 +18,7 @@ from harness.cases.task import Task, Work, task
 from harness.store.record import Record
 from harness.tasks.attention.lengths import ragged_cache_lengths
 from harness.tasks.decoding.decode_work import decode_work, given_bytes
-from kernels import BACKENDS, AttentionBackend, AttentionProblem, accounting
+from kernels import BACKENDS, Attention, AttentionProblem, Decoding, accounting
 from kernels.caches import CacheChoice, CacheShape
 from kernels.decoding import ROTARY, DecodeProblem
 
@@ -242,9 +242,9 @@ class Decode(Task):
             packed=True,
         )
 
-    def prefill_backend(self) -> AttentionBackend:
+    def prefill_backend(self) -> Attention:
         entry = BACKENDS[self.prefill_attention]
-        return entry.target(name=entry.name, **entry.preset)
+        return entry.target(name=entry.name, **entry.preset).role(Attention)
 
     def why_unsupported(self, case: Case) -> str | None:
         if self.cuda_graph and case.device != "cuda":
@@ -255,7 +255,7 @@ class Decode(Task):
         return reason
 
     def attention_choice(self, case: Case) -> str:
-        return case.attention.decode_choice(self.decode_problem(case))
+        return case.attention.role(Decoding).decode_choice(self.decode_problem(case))
 
     def work(self, case: Case) -> dict[str, Work]:
         decode = decode_work(self.decode_problem(case), self.cache_lengths(case), self.num_layers)
@@ -286,7 +286,7 @@ class Decode(Task):
             "index": float(cache.index_bytes(shape)),
             **given_bytes(problem),
             "rotary table": 4.0 * problem.max_len * (problem.rope_head_dim or problem.head_dim),
-            "workspace": case.attention.decode_workspace(problem),
+            "workspace": decode_workspace(case, problem),
         }
         if self.prompts:
             parts = accounting.memory(self.prefill_problem(case), keeps_scores=False)
@@ -297,6 +297,12 @@ class Decode(Task):
         from harness.tasks.decoding.decode_run import run
 
         run(self, case, bench)
+
+
+def decode_workspace(case: Case, problem: DecodeProblem) -> float:
+    """Predicted bytes that the steps need beside the cache; none where it takes none."""
+    attention = case.attention
+    return attention.decode_workspace(problem) if isinstance(attention, Decoding) else 0.0
 
 
 def cache_of(case: Case) -> CacheChoice:
@@ -319,10 +325,11 @@ def require_blocks(case: Case, lengths: Iterable[int]) -> None:
 
 def require_block_size(case: Case) -> None:
     """Raise ValueError for blocks of latents that the attention cannot read."""
-    cache, needed = cache_of(case), case.attention.latent_block_size
+    cache, attention = cache_of(case), case.attention
+    needed = attention.latent_block_size if isinstance(attention, Decoding) else None
     if cache.is_latent and needed is not None and cache.tokens_per_block != needed:
         size = "null" if cache.tokens_per_block is None else cache.tokens_per_block
         raise ValueError(
-            f"cache.block_size={size}: attention={case.attention.name} reads latents in blocks of "
+            f"cache.block_size={size}: attention={attention.name} reads latents in blocks of "
             f"{needed} tokens; use cache.block_size={needed}"
         )

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.backend import AttentionBackend
+from kernels.backend import Decoding
 from kernels.caches import CacheChoice, CacheShape
-from kernels.decode.rotary import Rotary, apply_rotary, rotary_table
 from kernels.decoding import DecodeProblem, LatentInputs, scale_of
 from kernels.reference import relative_error
+from kernels.rotary import Rotary, apply_rotary, rotary_table
 
 
 class DecodeCall:
@@ -26,7 +26,7 @@ class DecodeCall:
     def __init__(
         self,
         problem: DecodeProblem,
-        attention: AttentionBackend,
+        attention: Decoding,
         choice: CacheChoice,
         shape: CacheShape,
         lengths: Sequence[int],

@@ -15,6 +15,7 @@ from harness.bench.program import Program
 from harness.cases.case import Case
 from harness.measure.check import require_accurate
 from harness.tasks.decoding.decode_call import DecodeCall
+from kernels import Decoding
 from kernels.launching.graphs import GraphedStep
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def run(task: Decode, case: Case, bench: Bench) -> None:
     with torch.no_grad():
         call = DecodeCall(
             task.decode_problem(case),
-            case.attention,
+            case.attention.role(Decoding),
             cache_of(case),
             task.cache_shape(case),
             task.cache_lengths(case),

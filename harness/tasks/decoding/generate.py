@@ -13,8 +13,14 @@ from harness.cases.case import Case, require_at_least, require_choice, require_o
 from harness.cases.column import CaseColumn, note
 from harness.cases.task import Task, Work, task
 from harness.tasks.attention.lengths import ragged_cache_lengths
-from harness.tasks.decoding.decode import LENGTHS, cache_of, require_block_size, require_blocks
-from kernels import BACKENDS, AttentionBackend, AttentionProblem
+from harness.tasks.decoding.decode import (
+    LENGTHS,
+    cache_of,
+    decode_workspace,
+    require_block_size,
+    require_blocks,
+)
+from kernels import BACKENDS, Attention, AttentionProblem, Decoding
 from kernels.accounting import attended_pairs
 from kernels.caches import CacheShape
 from kernels.decoding import DecodeProblem
@@ -135,9 +141,9 @@ class Generate(Task):
             packed=len(set(lengths)) > 1,
         )
 
-    def prefill_backend(self) -> AttentionBackend:
+    def prefill_backend(self) -> Attention:
         entry = BACKENDS[self.prefill_attention]
-        return entry.target(name=entry.name, **entry.preset)
+        return entry.target(name=entry.name, **entry.preset).role(Attention)
 
     def why_unsupported(self, case: Case) -> str | None:
         if self.cuda_graph and case.device != "cuda":
@@ -146,7 +152,7 @@ class Generate(Task):
         return reason or self.prefill_backend().supports(self.attention_problem(case))
 
     def attention_choice(self, case: Case) -> str:
-        return case.attention.decode_choice(self.decode_problem(case))
+        return case.attention.role(Decoding).decode_choice(self.decode_problem(case))
 
     def work(self, case: Case) -> dict[str, Work]:
         """Of the prefill, and of a decoding step in the middle of the output."""
@@ -185,7 +191,7 @@ class Generate(Task):
             "parameters": float(parameters),
             "cache": float(cache.storage_bytes(shape) + cache.index_bytes(shape)),
             "activations": float(size * tokens * (2 * model.d_model + inner)),
-            "workspace": case.attention.decode_workspace(self.decode_problem(case)),
+            "workspace": decode_workspace(case, self.decode_problem(case)),
         }
 
     def run(self, case: Case, bench: Bench) -> None:

@@ -15,6 +15,7 @@ from harness.bench.program import Program
 from harness.cases.case import Case
 from harness.measure.check import require_accurate
 from harness.measure.passes import autocast
+from kernels import Decoding
 from kernels.reference import relative_error
 from models.generation import Generator, Prompts
 from models.transformer import Transformer
@@ -46,7 +47,7 @@ def run(task: Generate, case: Case, bench: Bench) -> None:
     prompts = Prompts.of(given)
     generator = Generator(
         model,
-        case.attention,
+        case.attention.role(Decoding),
         prefill,
         cache_of(case),
         batch_size=case.batch_size,

@@ -13,7 +13,7 @@ from harness.cases.case import Case, require_at_least, require_choice, require_o
 from harness.cases.task import Task, Work, task
 from harness.tasks.attention.lengths import ragged_cache_lengths
 from harness.tasks.decoding.decode import cache_of
-from kernels import AttentionProblem, accounting
+from kernels import Attention, AttentionProblem, accounting
 from kernels.caches import CacheShape
 from kernels.decoding import ROTARY
 
@@ -164,7 +164,7 @@ class Prefill(Task):
         with torch.no_grad():
             call = PrefillCall(
                 self.attention_problem(case),
-                case.attention,
+                case.attention.role(Attention),
                 cache_of(case),
                 self.lengths(case),
                 bench.device,

@@ -17,11 +17,11 @@ from harness.bench.bench import Bench
 from harness.cases.case import Case
 from harness.measure.attention_calls import self_attention_packing
 from harness.measure.check import require_accurate, worst_of
-from kernels import AttentionBackend, AttentionProblem
+from kernels import Attention, AttentionProblem, AttentionSpec
 from kernels.caches import CacheChoice, CacheShape
-from kernels.decode.rotary import rotary_table, rotate
 from kernels.ranges import named_range
 from kernels.reference import check_slice
+from kernels.rotary import rotary_table, rotate
 
 Phase = Callable[[str], AbstractContextManager[None]]
 
@@ -36,7 +36,7 @@ class PrefillCall:
     def __init__(
         self,
         problem: AttentionProblem,
-        attention: AttentionBackend,
+        attention: Attention,
         choice: CacheChoice,
         lengths: Sequence[int],
         device: torch.device,
@@ -108,15 +108,14 @@ class PrefillCall:
         return q_THD, k_TGD, v_TGD
 
     def _attend(self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
-        scale = self.problem.head_dim**-0.5
-        if self.problem.packed:
-            return self._attention.attend_packed(
-                q_THD, k_TGD, v_TGD, self._packing, causal=True, scale=scale
-            )
+        packing = self._packing if self.problem.packed else None
+        spec = AttentionSpec(causal=True, scale=self.problem.head_dim**-0.5, packing=packing)
+        if packing is not None:
+            return self._attention.attend(q_THD, k_TGD, v_TGD, spec)
         q, k, v = (
             x.unflatten(0, (len(self._lengths), -1)).transpose(1, 2) for x in (q_THD, k_TGD, v_TGD)
         )
-        o = self._attention.attend(q, k, v, causal=True, scale=scale)
+        o = self._attention.attend(q, k, v, spec)
         return o.transpose(1, 2).flatten(0, 1)
 
     def check(self, case: Case, bench: Bench) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from harness.bench.bench import Bench
 from harness.cases.case import Case
 from harness.measure.passes import autocast
+from kernels.problem import AttentionSpec
 from models.transformer import Block, SelfAttention
 
 LOGITS = "logits"
@@ -64,10 +65,10 @@ class _WatchedAttention:
     name: str
     note: Callable[[str, Tensor], None]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, /, *, causal: bool, scale: float) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, /) -> Tensor:
         for letter, x in zip("qkv", (q, k, v), strict=True):
             self.note(f"{self.name}.{letter}", x)
-        o = self.attention.attend(q, k, v, causal=causal, scale=scale)
+        o = self.attention.attend(q, k, v, spec)
         self.note(f"{self.name}.attend", o)
         return o
 

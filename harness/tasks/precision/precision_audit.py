@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 from harness.cases.case import Case, require_one_process
 from harness.cases.column import CaseColumn, note
 from harness.cases.task import Task, Work, task
-from kernels import AttentionProblem
+from kernels import Attention, AttentionProblem, AttentionSpec
 from models import accounting
 from models.config import ModelConfig
 from models.memory import TrainingStep
@@ -108,7 +108,9 @@ class PrecisionAudit(Task):
         bench.stage("set-up")
         bench.release_memory()
         torch.manual_seed(case.seed)
-        model = Transformer(_model(case), case.attention, device=bench.device, dtype=torch.float32)
+        model = Transformer(
+            _model(case), case.attention.role(Attention), device=bench.device, dtype=torch.float32
+        )
         exact = Transformer(_model(case), _Explicit(), device=bench.device, dtype=torch.float64)
         exact.load_state_dict(model.state_dict())
         model.to(getattr(torch, case.precision.parameters))
@@ -127,10 +129,10 @@ class PrecisionAudit(Task):
 class _Explicit:
     """Attention as the definition has it, in the dtype of its inputs."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, /, *, causal: bool, scale: float) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, /) -> Tensor:
         from kernels.backends.naive import explicit_softmax_attention
 
-        return explicit_softmax_attention(q, k, v, causal, scale)
+        return explicit_softmax_attention(q, k, v, spec)
 
 
 def _model(case: Case) -> ModelConfig:

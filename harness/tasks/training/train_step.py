@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
+import kernels
 from harness.cases.case import Case, require_at_least, require_choice
 from harness.cases.column import CaseColumn, note
 from harness.cases.task import Task, Work, task
@@ -128,9 +129,10 @@ class TrainStep(Task):
         if case.parallel.cp == 1:
             call = DenseCall(case, bench.device, sequence_major=True)
             make_batch = partial(whole_batch, case, bench.device, rank)
-            self._run(case, bench, call, case.attention, make_batch)
+            self._run(case, bench, call, case.attention.role(kernels.Attention), make_batch)
             return
-        with case.attention.bind(case.parallel.cp_group(), bench.device) as attention:
+        scheme = case.attention.role(SequenceParallelAttention)
+        with scheme.bind(case.parallel.cp_group(), bench.device) as attention:
             split = SplitCall(case, bench.device, attention)
             if split.padding:
                 bench.outcome.notes["padding_tokens"] = split.padding

@@ -17,9 +17,9 @@ from kernels.decode.latent.append_kernel import latent_append_kernel
 from kernels.decode.latent.call import describe_append
 from kernels.decode.launch import check_here
 from kernels.decode.plans import copies_of_sparse, layouts, power_of_two
-from kernels.decode.rotary import Rotary
 from kernels.launching.device import on
 from kernels.launching.prepared import Launch, planned
+from kernels.rotary import Rotary
 
 _BLOCK_M = 16
 """Queries of a program: few, since a small batch has to fill the device as well."""

@@ -22,7 +22,7 @@ from kernels.decode.call import (
     _rotary_dim,
     _show,
 )
-from kernels.decode.rotary import Rotary
+from kernels.rotary import Rotary
 
 
 def describe_latent(

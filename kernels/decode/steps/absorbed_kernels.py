@@ -7,37 +7,27 @@ them. Nothing is computed once a step, and nothing is copied into another layout
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from kernels import decode
 from kernels.caches.latents import LatentCache
-from kernels.decode.rotary import Rotary
 from kernels.decoding import LatentDecoder, LatentInputs
 from kernels.ranges import named_range
+from kernels.rotary import Rotary
 
 
 class AbsorbedKernelSteps(LatentDecoder):
-    """Lengths and block table are read where they lie on the device.
-
-    Args:
-        append: ``latent_append`` of :mod:`kernels.decode`.
-        attend: ``mla_decode`` of it; its lengths include the new tokens.
-    """
+    """Lengths and block table are read where they lie on the device."""
 
     def __init__(
         self,
         cache: LatentCache,
-        append: Any,
-        attend: Any,
         *,
         rotary: Rotary | None,
         scale: float,
     ) -> None:
         self._cache = cache
-        self._append = append
-        self._attend = attend
         self._rotary = rotary
         self._scale = scale
         # Filled by each layer's append, with the same numbers.
@@ -46,7 +36,7 @@ class AbsorbedKernelSteps(LatentDecoder):
     def __call__(self, layer: int, inputs: LatentInputs) -> Tensor:
         places, latents = self._cache.places, self._cache.latents[layer]
         with named_range("rotary_append"):
-            q_rope = self._append(
+            q_rope = decode.latent_append(
                 inputs.q_rope,
                 inputs.c_BTR,
                 inputs.k_rope,
@@ -59,10 +49,11 @@ class AbsorbedKernelSteps(LatentDecoder):
         with named_range("absorb_q"):
             q_BHTR = per_head_in_token_order(inputs.q_BHTD, inputs.up_k_HDR)
         with named_range("attention"):
-            o_BHTR = self._attend(
+            o_BHTR = decode.mla_decode(
                 q_BHTR,
                 q_rope,
                 latents,
+                # The new tokens included.
                 self._lengths_after,
                 block_table=places.block_table,
                 scale=self._scale,

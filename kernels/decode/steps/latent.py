@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from kernels.caches.latents import LatentCache
-from kernels.decode.rotary import Rotary
 from kernels.decode.steps.operators import NewTokens
 from kernels.decoding import DecodeProblem, LatentDecoder, LatentInputs
 from kernels.ranges import named_range
+from kernels.rotary import Rotary
 
 
 class LatentSteps(LatentDecoder):

@@ -12,9 +12,9 @@ from torch import Tensor
 from kernels.caches.key_values import KeyValueCache, next_positions
 from kernels.caches.latents import LatentCache
 from kernels.caches.places import Slots
-from kernels.decode.rotary import Rotary, rotate
 from kernels.decoding import DecodeProblem, Decoder
 from kernels.ranges import named_range
+from kernels.rotary import Rotary, rotate
 
 
 class NewTokens:

@@ -15,7 +15,6 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.backend import Packing
 from kernels.flash.any_gpu import configs
 from kernels.flash.any_gpu.backward import (
     backward_dkv_kernel,
@@ -25,6 +24,7 @@ from kernels.flash.any_gpu.backward import (
 from kernels.flash.any_gpu.configs import TileConfig
 from kernels.flash.any_gpu.forward import forward_kernel
 from kernels.flash.problem import Problem
+from kernels.problem import Packing
 
 INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)
 """Whether triton was first imported under TRITON_INTERPRET=1; it cannot change later."""

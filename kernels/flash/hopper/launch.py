@@ -21,11 +21,11 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.backend import Packing
 from kernels.flash.any_gpu import launch as plain
 from kernels.flash.hopper import pairing
 from kernels.flash.problem import Problem
 from kernels.launching.prepared import MAX_PLANS, Descriptors, Launch, planned
+from kernels.problem import Packing
 
 ROWS = 64
 """Rows of one consumer warpgroup, and of what each reads once."""

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kernels import AttentionBackend
+from kernels import Attention
 from parallel.context.blocks.pieces import Piece, Work
 from parallel.context.blocks.rows import Rows
 from parallel.context.blocks.trace import COMPUTE, Trace
@@ -69,7 +69,7 @@ MakeTransport = Callable[[], Transport]
 
 
 def forward(
-    kernel: AttentionBackend,
+    kernel: Attention,
     work: Work,
     transport: Transport,
     q: Tensor,
@@ -94,17 +94,17 @@ def forward(
                     piece.kv.take(visit.v),
                 )
                 if piece.first:
-                    part = piece.forward(kernel, *tensors, scale)
+                    part = kernel.forward(*tensors, piece.spec(scale))
                 else:
                     so_far = (o.take(heads, piece.q), lse.take(heads, piece.q))
-                    part = piece.forward_onto(kernel, *so_far, *tensors, scale)
+                    part = kernel.forward_onto(*so_far, *tensors, piece.spec(scale))
                 o.put(heads, piece.q, part[0])
                 lse.put(heads, piece.q, part[1])
     return o.value.to(q.dtype), lse.value
 
 
 def backward(
-    kernel: AttentionBackend,
+    kernel: Attention,
     work: Work,
     transport: Transport,
     do: Tensor,
@@ -126,8 +126,8 @@ def backward(
                 own_do, own_q, own_o = (piece.q.take(_heads(x, work, heads)) for x in (do, q, o))
                 own_lse = piece.q.take_lse(lse.narrow(work.head_dim_of[1], *_span(heads)))
                 keys = (piece.kv.take(visit.k), piece.kv.take(visit.v))
-                part_dq, part_dk, part_dv = piece.backward(
-                    kernel, own_do, own_q, *keys, own_o, own_lse, scale
+                part_dq, part_dk, part_dv = kernel.backward(
+                    own_do, own_q, *keys, own_o, own_lse, piece.spec(scale)
                 )
                 if piece.first:
                     dq.put(heads, piece.q, part_dq)

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kernels import AttentionBackend, Packing
+from kernels import AttentionSpec, Packing
 from parallel.context.blocks.layouts import Block, Layout
 from parallel.context.blocks.rows import DenseRows, PackedRows, Rows
 
@@ -32,48 +32,9 @@ class Piece:
     packing: Packing | None = None
     """Of a packed call, over the rows that were taken."""
 
-    def forward(
-        self, kernel: AttentionBackend, q: Tensor, k: Tensor, v: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """(o, lse) of the piece's queries over its keys, which are given as rows taken."""
-        options = {"causal": self.causal, "scale": scale}
-        if self.packing is None:
-            return kernel.forward(q, k, v, **options)  # type: ignore[arg-type]
-        return kernel.forward_packed(q, k, v, self.packing, **options)  # type: ignore[arg-type]
-
-    def forward_onto(
-        self,
-        kernel: AttentionBackend,
-        o: Tensor,
-        lse: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]:
-        """The same, continued from float32 (o, lse) of these queries over other keys."""
-        if self.packing is None:
-            return kernel.forward_onto(o, lse, q, k, v, causal=self.causal, scale=scale)
-        return kernel.forward_packed_onto(
-            o, lse, q, k, v, self.packing, causal=self.causal, scale=scale
-        )
-
-    def backward(
-        self,
-        kernel: AttentionBackend,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv) of the rows, from o and lse over all keys."""
-        tensors = (do, q, k, v, o, lse)
-        if self.packing is None:
-            return kernel.backward(*tensors, causal=self.causal, scale=scale)
-        return kernel.backward_packed(*tensors, self.packing, causal=self.causal, scale=scale)
+    def spec(self, scale: float) -> AttentionSpec:
+        """What its kernel call is given beside the rows that are taken."""
+        return AttentionSpec(causal=self.causal, scale=scale, packing=self.packing)
 
 
 class Work(Protocol):

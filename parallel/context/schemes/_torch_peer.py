@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kernels import AttentionBackend
+from kernels import Attention, AttentionSpec
 from parallel.context.blocks.layouts import Layout
 from parallel.context.bound import SplitAttention
 
@@ -17,12 +17,12 @@ from parallel.context.bound import SplitAttention
 class PatchedAttention(SplitAttention):
     """A kernel of scaled_dot_product_attention, called while that is PyTorch's ring."""
 
-    def __init__(self, kernel: AttentionBackend, layout: Layout, group: dist.ProcessGroup) -> None:
+    def __init__(self, kernel: Attention, layout: Layout, group: dist.ProcessGroup) -> None:
         super().__init__(layout, group)
         self._kernel = kernel
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
-        return self._kernel.attend(q, k, v, causal=causal, scale=scale)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        return self._kernel.attend(q, k, v, spec)
 
 
 @contextlib.contextmanager

@@ -17,10 +17,10 @@ from conftest import Command
 from harness.cases.format import ABSENT
 from harness.commands import backends as listing
 from harness.commands.backends import features_of
-from kernels import BACKENDS, AttentionBackend, AttentionProblem, Packing
+from kernels import BACKENDS, Attention, AttentionProblem, AttentionSpec, DenseAttention, Packing
 from kernels.backends import auto
 from kernels.backends.auto import CHAINS, choose
-from parallel.context.attention import kernels
+from parallel.context.attention import SequenceParallelAttention
 
 PROBLEM = AttentionProblem(
     batch_size=2,
@@ -37,7 +37,7 @@ PROBLEM = AttentionProblem(
 
 
 @dataclass(kw_only=True, slots=True)
-class Picky(AttentionBackend):
+class Picky(DenseAttention):
     """Refuses what its test says."""
 
     refuses: Callable[[AttentionProblem], bool]
@@ -117,14 +117,13 @@ class TestFeatures:
         assert found.usable != "no" or found.caches == "no"
         assert (found.reason is None) == (found.usable == "yes")
         if found.usable in ("yes", "forward"):
-            assert found.ring == ("yes" if backend.gives_lse else "no")
+            assert found.ring == ("yes" if backend.role(Attention).gives_lse else "no")
             assert ABSENT not in (found.grouped, found.packed, found.lengths, found.head_dims)
 
     def test_a_packed_call_of_its_own_is_native(self) -> None:
         @dataclass(kw_only=True, slots=True)
-        class Native(AttentionBackend):
-            def forward_packed(self, *arguments: Any, **options: Any) -> Any:
-                raise NotImplementedError
+        class Native(Attention):
+            """Takes any batch in one call."""
 
         assert features_of(Native(name="native"), "cpu").packed == "native"
 
@@ -135,15 +134,18 @@ class TestCommand:
         assert (done.returncode, done.stderr) == (0, "")
         above, _, below = done.stdout.partition("From a cache")
         listed = [line for line in above.splitlines()[4:] if line]
-        assert [line.split()[0] for line in listed] == kernels()
+        splitting = {
+            entry.name for entry in BACKENDS if issubclass(entry.target, SequenceParallelAttention)
+        }
+        names = [line.split()[0] for line in listed]
+        assert names == [name for name in BACKENDS.names() if name not in splitting]
         assert max(map(len, listed)) <= 80
         assert "…" not in done.stdout
         usable = {line.split()[0]: line for line in listed}
         assert " decode " in usable["standard"]
         assert " decode " in usable["mla_absorbed"]
         assert re.search("\n  standard +contiguous, paged\n", below)
-        schemes = [name for name in BACKENDS.names() if name not in kernels()]
-        schemes.remove("context_parallel_torch")
+        schemes = sorted(splitting - {"context_parallel_torch"})
         assert f"ring column says yes: {', '.join(schemes)}.\n" in below
         assert "Not over parallel.cp ranks here: context_parallel_torch (PyTorch's" in below
         assert re.search("  flash_attn_4 +runs on CUDA devices only", done.stdout)
@@ -242,37 +244,37 @@ class TestAuto:
     def test_poses_the_problem_that_its_tensors_are(self, monkeypatch: pytest.MonkeyPatch) -> None:
         asked: list[tuple[AttentionProblem, bool]] = []
 
-        def note(problem: AttentionProblem, *, with_lse: bool = False) -> AttentionBackend:
+        def note(problem: AttentionProblem, *, with_lse: bool = False) -> Attention:
             asked.append((problem, with_lse))
             return choose(problem, with_lse=with_lse)
 
-        monkeypatch.setattr("kernels.backends._auto.choose", note)
+        monkeypatch.setattr("kernels.backends.auto.choose", note)
         backend = BACKENDS["auto"].target(name="auto")
         q, k = torch.randn(2, 4, 16, 8), torch.randn(2, 2, 16, 8)
-        backend.attend(q, k, k, causal=True, scale=0.3)
-        backend.attend(q.clone().requires_grad_(), k, k, causal=True, scale=0.3)
-        backend.forward(q, k, k, causal=True, scale=0.3)
+        backend.attend(q, k, k, AttentionSpec(causal=True, scale=0.3))
+        backend.attend(q.clone().requires_grad_(), k, k, AttentionSpec(causal=True, scale=0.3))
+        backend.forward(q, k, k, AttentionSpec(causal=True, scale=0.3))
         plain = replace(PROBLEM, needs_grad=False)
         assert asked == [(plain, False), (PROBLEM, False), (PROBLEM, True)]
         asked.clear()
         cu = torch.tensor([0, 3, 16], dtype=torch.int32)
         packing = Packing(cu_seqlens_q=cu, cu_seqlens_k=cu, max_q_len=13, max_kv_len=13)
         tokens = [x[0].transpose(0, 1) for x in (q, k, k)]
-        backend.attend_packed(*tokens, packing, causal=True, scale=0.3)
+        backend.attend(*tokens, AttentionSpec(causal=True, scale=0.3, packing=packing))
         packed = replace(plain, packed=True, q_len=13, kv_len=13)
         assert asked == [(packed, False)]
 
     def test_compiles_without_a_graph_break(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Looking for libraries, as supports does, is nothing that Dynamo can trace."""
 
-        def supports(self: AttentionBackend, problem: AttentionProblem) -> None:
+        def supports(self: Attention, problem: AttentionProblem) -> None:
             importlib.import_module("json")
 
         monkeypatch.setattr(BACKENDS["sdpa"].target, "supports", supports)
         backend = BACKENDS["auto"].target(name="auto")
 
         def call(q: torch.Tensor) -> torch.Tensor:
-            return backend.attend(q, q, q, causal=True, scale=0.3)
+            return backend.attend(q, q, q, AttentionSpec(causal=True, scale=0.3))
 
         q = torch.randn(2, 4, 16, 8, requires_grad=True)
         compiled = torch.compile(call, fullgraph=True, backend="eager")

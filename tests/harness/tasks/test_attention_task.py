@@ -21,6 +21,7 @@ from harness.tasks.attention.attention import Attention
 from harness.tasks.attention.lengths import ragged_lengths
 from kernels import Packing
 from kernels.backends.naive import Naive
+from kernels.problem import AttentionSpec
 
 SHAPE = (
     *("task=attention", "task.num_heads=4", "task.num_kv_heads=2", "task.head_dim=16"),
@@ -130,16 +131,15 @@ class TestRun:
         self, packing: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         seen: list[tuple[torch.Size, Packing]] = []
-        attend_packed = Naive.attend_packed
+        attend = Naive.attend
 
-        def spy(
-            self: Naive, q: Tensor, k: Tensor, v: Tensor, packing: Packing, **options: Any
-        ) -> Tensor:
-            seen.append((q.shape, packing))
+        def spy(self: Naive, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+            assert spec.packing is not None
+            seen.append((q.shape, spec.packing))
             assert k.shape == v.shape == (q.shape[0], 2, 16)
-            return attend_packed(self, q, k, v, packing, **options)
+            return attend(self, q, k, v, spec)
 
-        monkeypatch.setattr(Naive, "attend_packed", spy)
+        monkeypatch.setattr(Naive, "attend", spy)
         case = make_case("attention=naive", f"task.packing={packing}")
         lengths = lengths_of(case)
         outcome = run(case).outcome
@@ -177,11 +177,11 @@ class TestRun:
         remembered: list[Any] = []
         attend = Naive.attend
 
-        def forgetful(self: Naive, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        def forgetful(self: Naive, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
             if not remembered:
                 remembered[:] = [k, v]
-                return attend(self, q, k, v, **options)
-            return attend(self, q, *remembered, **options) + 0 * (k.sum() + v.sum())
+                return attend(self, q, k, v, spec)
+            return attend(self, q, *remembered, spec) + 0 * (k.sum() + v.sum())
 
         monkeypatch.setattr(Naive, "attend", forgetful)
         with pytest.raises(WrongResult, match="relative error of"):
@@ -281,15 +281,15 @@ def break_sequence(
     monkeypatch: pytest.MonkeyPatch, lengths: Sequence[int], index: int, factor: float
 ) -> None:
     """Let naive attention multiply one sequence of its packed output by ``factor``."""
-    attend_packed = Naive.attend_packed
+    attend = Naive.attend
     starts = [0, *itertools.accumulate(lengths)]
 
-    def broken(self: Naive, *arguments: Any, **options: Any) -> Tensor:
+    def broken(self: Naive, *arguments: Any) -> Tensor:
         factors = torch.ones(starts[-1], 1, 1)
         factors[starts[index] : starts[index + 1]] = factor
-        return attend_packed(self, *arguments, **options) * factors
+        return attend(self, *arguments) * factors
 
-    monkeypatch.setattr(Naive, "attend_packed", broken)
+    monkeypatch.setattr(Naive, "attend", broken)
 
 
 class TestCompile:

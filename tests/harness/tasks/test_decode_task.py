@@ -25,8 +25,8 @@ from harness.run.worker import why_unsupported
 from harness.tasks.attention.lengths import ragged_cache_lengths
 from harness.tasks.decoding.decode_call import DecodeCall
 from harness.tasks.decoding.prefill_call import PrefillCall
-from kernels.decode.rotary import Rotary
 from kernels.decode.steps.operators import MatmulDecoder
+from kernels.rotary import Rotary
 
 DECODE = ("task=decode", "attention=standard", *SHORT)
 SMALL = (*DECODE, "task.num_heads=4", "task.num_kv_heads=2", "task.head_dim=8", "batch_size=3")

@@ -19,6 +19,7 @@ from kernels import AttentionProblem
 from kernels.backends.flash_torch import FlashTorch
 from kernels.flash.pytorch import FlashTorch as Function
 from kernels.flash.pytorch import Tiling
+from kernels.problem import AttentionSpec
 from kernels.toolchain import why_not_compile
 
 LENGTHS = [(33, 33), (64, 64), (16, 16), (1, 40), (40, 1), (21, 50), (50, 21), (7, 0)]
@@ -89,16 +90,16 @@ class TestResults:
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         expected, expected_lse = exact(*leaves, causal=causal, scale=0.3)
         wanted = torch.autograd.grad(expected, leaves, do)
-        o, lse = backend.forward(q, k, v, causal=causal, scale=0.3)
-        got = backend.backward(do, q, k, v, o, lse, causal=causal, scale=0.3)
+        o, lse = backend.forward(q, k, v, AttentionSpec(causal=causal, scale=0.3))
+        got = backend.backward(do, q, k, v, o, lse, AttentionSpec(causal=causal, scale=0.3))
         for one, other in zip((o, lse, *got), (expected, expected_lse, *wanted), strict=True):
             torch.testing.assert_close(one, other.detach(), rtol=1e-10, atol=1e-12)
 
     def test_rows_without_a_key(self) -> None:
         backend = FlashTorch(name="flash_torch", block_q=4, block_k=4)
         q, k, v, do = (x.float() for x in tensors(10, 4))
-        o, lse = backend.forward(q, k, v, causal=True, scale=0.3)
-        dq, _, _ = backend.backward(do, q, k, v, o, lse, causal=True, scale=0.3)
+        o, lse = backend.forward(q, k, v, AttentionSpec(causal=True, scale=0.3))
+        dq, _, _ = backend.backward(do, q, k, v, o, lse, AttentionSpec(causal=True, scale=0.3))
         assert (o[:, :, :6] == 0).all()
         assert (lse[:, :, :6] == -torch.inf).all()
         assert (dq[:, :, :6] == 0).all()
@@ -109,7 +110,9 @@ class TestResults:
         """A long row of equal values keeps its sum, which 8 bits of mantissa would lose."""
         backend = FlashTorch(name="flash_torch", block_q=16, block_k=16)
         k = torch.zeros(1, 1, 4096, 16, dtype=dtype)
-        o, lse = backend.forward(k[:, :, :1], k, torch.ones_like(k), causal=False, scale=1.0)
+        o, lse = backend.forward(
+            k[:, :, :1], k, torch.ones_like(k), AttentionSpec(causal=False, scale=1.0)
+        )
         assert o.dtype == dtype
         assert lse.dtype == torch.float32
         assert (o == 1).all()
@@ -121,8 +124,10 @@ class TestResults:
         dlse = torch.randn(q.shape[:3], dtype=torch.float64)
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         wanted = torch.autograd.grad(exact(*leaves, causal=True, scale=0.3), leaves, (do, dlse))
-        o, lse = backend.forward(q, k, v, causal=True, scale=0.3)
-        got = backend.backward(do, q, k, v, o, lse, causal=True, scale=0.3, dlse=dlse)
+        o, lse = backend.forward(q, k, v, AttentionSpec(causal=True, scale=0.3))
+        got = backend.dense_backward(
+            do, q, k, v, o, lse, AttentionSpec(causal=True, scale=0.3), dlse=dlse
+        )
         for one, other in zip(got, wanted, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
@@ -131,11 +136,11 @@ class TestResults:
             pytest.skip(reason)
         backend = FlashTorch(name="flash_torch", block_q=16, block_k=16, compile=True)
         q, k, v, do = (x.float() for x in tensors(32, 32, heads=(2, 1)))
-        o, lse = backend.forward(q, k, v, causal=True, scale=0.3)
-        got = backend.backward(do, q, k, v, o, lse, causal=True, scale=0.3)
+        o, lse = backend.forward(q, k, v, AttentionSpec(causal=True, scale=0.3))
+        got = backend.backward(do, q, k, v, o, lse, AttentionSpec(causal=True, scale=0.3))
         plain = FlashTorch(name="flash_torch", block_q=16, block_k=16)
-        expected = plain.forward(q, k, v, causal=True, scale=0.3)
-        wanted = plain.backward(do, q, k, v, *expected, causal=True, scale=0.3)
+        expected = plain.forward(q, k, v, AttentionSpec(causal=True, scale=0.3))
+        wanted = plain.backward(do, q, k, v, *expected, AttentionSpec(causal=True, scale=0.3))
         for one, other in zip((o, lse, *got), (*expected, *wanted), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
@@ -161,8 +166,8 @@ class TestMemory:
         backend = FlashTorch(name="flash_torch", block_q=16, block_k=16)
         q, k, v, do = (x.float() for x in tensors(16, 512, heads=(8, 1), head_dim=16))
         with LargestTensor() as largest:
-            o, lse = backend.forward(q, k, v, causal=True, scale=0.3)
-            backend.backward(do, q, k, v, o, lse, causal=True, scale=0.3)
+            o, lse = backend.forward(q, k, v, AttentionSpec(causal=True, scale=0.3))
+            backend.backward(do, q, k, v, o, lse, AttentionSpec(causal=True, scale=0.3))
         assert largest.elements <= k.numel()
 
     @contextmanager

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import BACKENDS, AttentionBackend, AttentionProblem, accounting
+from kernels import BACKENDS, Attention, AttentionProblem, AttentionSpec, accounting
 from kernels.reference import ROWS, TOLERANCE, check_slice
 from kernels.toolchain import why_not_compile
 from parallel.context.attention import kernels
@@ -138,7 +138,7 @@ def scale_of(problem: AttentionProblem) -> float:
     return 0.7 * problem.head_dim**-0.5
 
 
-def backend_of(name: str) -> AttentionBackend:
+def backend_of(name: str) -> Attention:
     entry = BACKENDS[name]
     return entry.target(name=name, **entry.preset)
 
@@ -157,7 +157,7 @@ def assert_close(got: Tensor, expected: Tensor, dtype: str, what: str) -> None:
     assert error <= limit, f"{what} is off by {error:.3g}, more than {limit:.3g}"
 
 
-def require_support(backend: AttentionBackend, problem: AttentionProblem) -> None:
+def require_support(backend: Attention, problem: AttentionProblem) -> None:
     reason = backend.supports(problem)
     if reason is not None:
         assert reason.strip(), "a backend says why"
@@ -173,7 +173,7 @@ def compare(name: str, problem: AttentionProblem) -> None:
     leaves = [x.clone().requires_grad_(problem.needs_grad) for x in (q, k, v)]
     expected = expected_of(problem)
     with torch.set_grad_enabled(problem.needs_grad):
-        o = backend.attend(*leaves, causal=problem.causal, scale=scale_of(problem))
+        o = backend.attend(*leaves, AttentionSpec(causal=problem.causal, scale=scale_of(problem)))
     assert o.dtype == q.dtype
     assert_close(o, expected.o, problem.dtype, "o")
     if problem.needs_grad:
@@ -232,7 +232,7 @@ class TestAgainstTheDefinition:
         leaves = [x.transpose(1, 2).detach().requires_grad_() for x in (q, k, v)]
         assert not leaves[0].is_contiguous()
         expected = expected_of(problem)
-        o = backend.attend(*leaves, causal=True, scale=scale_of(problem))
+        o = backend.attend(*leaves, AttentionSpec(causal=True, scale=scale_of(problem)))
         assert_close(o, expected.o, "float32", "o")
         for what, gradient in zip(
             ("dq", "dk", "dv"), torch.autograd.grad(o, leaves, do.transpose(1, 2)), strict=True
@@ -250,7 +250,7 @@ class TestAgainstTheDefinition:
         q, k, v, do = tensors_of(problem)
         expected = attention_by_definition(60 * q, k, v, do, causal=True, scale=1.0)
         assert float(expected.lse.max()) > 200
-        o = backend.attend(60 * q, k, v, causal=True, scale=1.0)
+        o = backend.attend(60 * q, k, v, AttentionSpec(causal=True, scale=1.0))
         assert_close(o, expected.o, "bfloat16", "o")
 
 
@@ -275,10 +275,10 @@ class TestExplicitLse:
         require_support(backend, problem)
         q, k, v, do = tensors_of(problem)
         expected = expected_of(problem)
-        options = {"causal": causal, "scale": scale_of(problem)}
+        spec = AttentionSpec(causal=causal, scale=scale_of(problem))
         with torch.no_grad():
-            o, lse = backend.forward(q, k, v, **options)
-            gradients = backend.backward(do, q, k, v, o, lse, **options)
+            o, lse = backend.forward(q, k, v, spec)
+            gradients = backend.backward(do, q, k, v, o, lse, spec)
         assert lse.dtype == torch.float32
         assert lse.shape == q.shape[:3]
         assert o.dtype == q.dtype
@@ -298,14 +298,14 @@ class TestExplicitLse:
         require_support(backend, problem)
         q, k, v, do = tensors_of(problem)
         expected = expected_of(problem)
-        options = {"causal": False, "scale": scale_of(problem)}
+        spec = AttentionSpec(causal=False, scale=scale_of(problem))
         halves = [slice(0, 11), slice(11, 24)]
         with torch.no_grad():
-            parts = [backend.forward(q, k[:, :, s], v[:, :, s], **options) for s in halves]
+            parts = [backend.forward(q, k[:, :, s], v[:, :, s], spec) for s in halves]
             lse = torch.stack([part for _, part in parts]).logsumexp(dim=0)
             o = sum(part * (own - lse).exp().unsqueeze(-1) for part, own in parts)
             gradients = [
-                backend.backward(do, q, k[:, :, s], v[:, :, s], o, lse, **options) for s in halves
+                backend.backward(do, q, k[:, :, s], v[:, :, s], o, lse, spec) for s in halves
             ]
         assert_close(o, expected.o, "float32", "o")
         assert_close(gradients[0][0] + gradients[1][0], expected.dq, "float32", "dq")
@@ -314,12 +314,13 @@ class TestExplicitLse:
             assert_close(joined, getattr(expected, what), "float32", what)
 
     def test_any_backend_with_an_lse_becomes_differentiable(self) -> None:
-        """AttentionBackend.attend, which naive replaces by autograd's own."""
+        """Attention.attend, which naive replaces by autograd's own."""
         problem = problem_of(num_heads=4)
         q, k, v, do = tensors_of(problem)
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         backend = backend_of("naive")
-        o = AttentionBackend.attend(backend, *leaves, causal=True, scale=scale_of(problem))
+        spec = AttentionSpec(causal=True, scale=scale_of(problem))
+        o = Attention.attend(backend, *leaves, spec)
         expected = expected_of(problem)
         assert_close(o, expected.o, "float32", "o")
         for what, gradient in zip(
@@ -377,7 +378,7 @@ class TestTheCheck:
         problem = problem_of(q_len=length, kv_len=length, dtype=dtype, head_dim=head_dim)
         q, k, v, do = tensors_of(problem)
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-        o = backend_of(name).attend(*leaves, causal=True, scale=scale_of(problem))
+        o = backend_of(name).attend(*leaves, AttentionSpec(causal=True, scale=scale_of(problem)))
         dq, dk, dv = torch.autograd.grad(o, leaves, do)
         tensors = {"q": q, "k": k, "v": v, "do": do, "o": o.detach(), "dq": dq, "dk": dk, "dv": dv}
         errors = check_slice(problem, tensors, scale=scale_of(problem))
@@ -501,7 +502,7 @@ class TestAccounting:
             return x
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            o = backend.attend(q, k, v, causal=causal, scale=scale_of(problem))
+            o = backend.attend(q, k, v, AttentionSpec(causal=causal, scale=scale_of(problem)))
         kept[o.untyped_storage().data_ptr()] = o.untyped_storage()
         predicted = accounting.memory(problem, keeps_scores=backend.keeps_scores(problem))
         counted = sum(storage.nbytes() for storage in kept.values())
@@ -540,7 +541,7 @@ class TestOnCuda:
         torch.set_float32_matmul_precision("highest")
         q, k, v, do = tensors_of(problem)
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-        o = backend.attend(*leaves, causal=causal, scale=scale_of(problem))
+        o = backend.attend(*leaves, AttentionSpec(causal=causal, scale=scale_of(problem)))
         dq, dk, dv = torch.autograd.grad(o, leaves, do)
         tensors = {"q": q, "k": k, "v": v, "do": do, "o": o.detach(), "dq": dq, "dk": dk, "dv": dv}
         errors = check_slice(problem, tensors, scale=scale_of(problem))

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kernels import BACKENDS, AttentionBackend, AttentionProblem, Packing
 from kernels.libraries import flash_attention as library
+from kernels.problem import AttentionSpec
 
 NAMES = ("flash_attn_2", "flash_attn_3", "flash_attn_4")
 DISTRIBUTIONS = dict(zip(NAMES, ("flash-attn", "flash-attn-3", "flash-attn-4"), strict=True))
@@ -444,14 +445,16 @@ class TestCalls:
         backend = backend_of(name)
         q, k, v, do = tensors(q_len, kv_len)
         right = attention_by_definition(q, k, v, do, causal=causal, scale=0.3)
-        o, lse = backend.forward(q, k, v, causal=causal, scale=0.3)
+        o, lse = backend.forward(q, k, v, AttentionSpec(causal=causal, scale=0.3))
         assert computed.calls[-1]["shape"] == (2, q_len, 4, 8)
         assert computed.calls[-1]["pointer"] == q.data_ptr(), "handed over without a copy"
         assert lse.dtype == torch.float32
         torch.testing.assert_close(lse, right.lse.float())
         torch.testing.assert_close(o, right.o.bfloat16())
         strided = torch.stack([lse, lse], dim=-1)[..., 0]
-        gradients = backend.backward(do, q, k, v, o.float(), strided, causal=causal, scale=0.3)
+        gradients = backend.backward(
+            do, q, k, v, o.float(), strided, AttentionSpec(causal=causal, scale=0.3)
+        )
         assert computed.calls[-1]["causal"] == causal
         for got, wanted in zip(gradients, (right.dq, right.dk, right.dv), strict=True):
             torch.testing.assert_close(got, wanted.bfloat16())
@@ -464,10 +467,10 @@ class TestCalls:
         q, k, v, do = (x[0].transpose(0, 1).contiguous() for x in tensors(12, 11))
         cu = [torch.tensor([0, *(pair[i] for pair in lengths)]).cumsum(0).int() for i in (0, 1)]
         packing = Packing(cu_seqlens_q=cu[0], cu_seqlens_k=cu[1], max_q_len=6, max_kv_len=5)
-        o, lse = backend.forward_packed(q, k, v, packing, causal=causal, scale=0.3)
+        o, lse = backend.forward(q, k, v, AttentionSpec(causal=causal, scale=0.3, packing=packing))
         assert len(computed.calls) == 1, "one call for all sequences"
-        gradients = backend.backward_packed(
-            do, q, k, v, o.float(), lse, packing, causal=causal, scale=0.3
+        gradients = backend.backward(
+            do, q, k, v, o.float(), lse, AttentionSpec(causal=causal, scale=0.3, packing=packing)
         )
         for s, t in packing.slices():
             own = [x[span].transpose(0, 1)[None] for x, span in ((q, s), (k, t), (v, t), (do, s))]
@@ -485,7 +488,7 @@ class TestCalls:
         install(name)
         q, k, v, do = tensors(5, 8)
         leaves = [x.requires_grad_() for x in (q, k, v)]
-        o = backend_of(name).attend(*leaves, causal=True, scale=0.3)
+        o = backend_of(name).attend(*leaves, AttentionSpec(causal=True, scale=0.3))
         right = attention_by_definition(q, k, v, do, causal=True, scale=0.3)
         for got, wanted in zip(
             torch.autograd.grad(o, leaves, do), (right.dq, right.dk, right.dv), strict=True
@@ -599,8 +602,8 @@ class TestVersions:
         install("flash_attn_3", _flash_attn_forward=forward, _flash_attn_backward=backward)
         backend = backend_of("flash_attn_3")
         q, k, v, do = tensors(4, 4)
-        o, lse = backend.forward(q, k, v, causal=True, scale=0.3)
-        backend.backward(do, q, k, v, o, lse, causal=True, scale=0.3)
+        o, lse = backend.forward(q, k, v, AttentionSpec(causal=True, scale=0.3))
+        backend.backward(do, q, k, v, o, lse, AttentionSpec(causal=True, scale=0.3))
         assert seen == {
             "causal": True,
             "k_new": None,

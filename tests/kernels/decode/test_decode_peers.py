@@ -18,8 +18,8 @@ from decoding import Step, backend_of, problem_of, rotated
 from torch import Tensor
 
 from kernels.backends import flash_mla, flashinfer
-from kernels.decode.rotary import Rotary
 from kernels.libraries import flash_kvcache as _flash_kvcache
+from kernels.rotary import Rotary
 
 LENGTHS = [0, 1, 4, 7]
 

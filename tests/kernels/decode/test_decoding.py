@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels import BACKENDS, AttentionProblem
+from kernels import BACKENDS, Attention, AttentionProblem
 from kernels.backends.auto import CHAINS, DECODE_CHAINS, choose_decode, decode_chain_of
-from kernels.decode.rotary import Rotary, apply_rotary, rotary_table
-from kernels.decoding import DecodeOnly
 from kernels.launching.graphs import GraphedStep, require_static
+from kernels.rotary import Rotary, apply_rotary, rotary_table
 
 KEY_VALUE = ("standard", "sdpa", "sdpa_math", "auto", "flash_decode")
 LATENT = ("mla_absorbed", "mla_materialised", "auto")
@@ -225,10 +224,10 @@ class TestWiringOfFusedKernels:
     @pytest.fixture(autouse=True)
     def kernels_of_python(self, monkeypatch: pytest.MonkeyPatch) -> None:
         stand_in = StandIn()
-        for module in ("decoding", "backends.flash_decode", "backends.mla_absorbed"):
-            found = f"kernels.{module}.kernel_of"
-            monkeypatch.setattr(found, lambda name: getattr(stand_in, name, None))
-        monkeypatch.setattr("kernels.decoding.why_not_triton", lambda device: None)
+        for name in ("flash_decode", "latent_append", "mla_decode"):
+            monkeypatch.setattr(f"kernels.decode.{name}", getattr(stand_in, name))
+        monkeypatch.setattr("kernels.decode.available.why_not_triton", lambda device: None)
+        monkeypatch.setattr("kernels.decode.launch.why_not", lambda device, dtype: None)
 
     @pytest.mark.parametrize("block_size", [None, 4])
     @pytest.mark.parametrize("new_tokens", [1, 2])
@@ -247,7 +246,7 @@ class TestWiringOfFusedKernels:
         step.check(backend, tolerance=1e-4)
 
     def test_the_kernels_own_reason_is_given(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(StandIn, "why_not", lambda *given: f"not {given[2]}", raising=False)
+        monkeypatch.setattr("kernels.decode.launch.why_not", lambda *given: f"not {given[1]}")
         problem = Step(lengths=[1], dtype="bfloat16").problem
         assert backend_of("flash_decode").supports_decode(problem) == "not torch.bfloat16"
 
@@ -345,14 +344,15 @@ def test_refusals_are_one_line(name: str, changes: dict[str, Any], words: str) -
 @pytest.mark.parametrize("name", BACKENDS.names())
 def test_whoever_only_decodes_takes_no_training_call(name: str) -> None:
     backend = backend_of(name)
-    if not isinstance(backend, DecodeOnly):
+    if isinstance(backend, Attention):
         return
     problem = AttentionProblem(
         batch_size=1, num_heads=1, num_kv_heads=1, q_len=8, kv_len=8, head_dim=8,
         dtype="float32", device="cpu", causal=True, needs_grad=False,
     )  # fmt: skip
     assert "task=decode" in (backend.supports(problem) or "")
-    assert not backend.gives_lse
+    with pytest.raises(ValueError, match=f"attention={name}: no backend that attends to whole"):
+        backend.role(Attention)
 
 
 def test_a_graph_takes_one_batch() -> None:

@@ -16,12 +16,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.backend import Packing
 from kernels.backends import flash_triton
 from kernels.flash import dispatch, operator
 from kernels.flash.hopper import launch as hopper
 from kernels.flash.hopper import pairing
 from kernels.flash.problem import Problem, describe
+from kernels.problem import Packing
 
 ROOT = Path(__file__).parents[3]
 

@@ -21,6 +21,7 @@ from kernels.backends import flash_triton
 from kernels.backends.auto import Auto
 from kernels.flash import flash_attention, function
 from kernels.flash.hopper import native
+from kernels.problem import AttentionSpec
 
 PASS = ["flash_forward", "row_statistics", "flash_backward", "finish_dq"]
 
@@ -487,7 +488,7 @@ class TestRecords:
             notes: dict[str, Any] = {}
             backend = flash_triton.FlashTriton(name="flash_triton", autograd=autograd)
             with backend.noting(notes):
-                o = backend.attend(q, k, v, causal=True, scale=0.1)
+                o = backend.attend(q, k, v, AttentionSpec(causal=True, scale=0.1))
                 torch.autograd.grad(o, (q, k, v), do)
             assert notes == noted
 
@@ -501,7 +502,7 @@ class TestRecords:
             notes: dict[str, Any] = {}
             backend = Auto(name="auto")
             with backend.noting(notes):
-                o = backend.attend(q, k, v, causal=True, scale=0.1)
+                o = backend.attend(q, k, v, AttentionSpec(causal=True, scale=0.1))
                 torch.autograd.grad(o, (q, k, v), do)
             assert notes == noted
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from triton_device import CLOSENESS, DEVICE, RUNS_TRITON, randn
 
 from kernels.flash import dispatch, flash_attention
+from kernels.problem import AttentionSpec
 
 pytestmark = [*RUNS_TRITON, pytest.mark.usefixtures("exact_float32")]
 
@@ -41,13 +42,14 @@ def check(
     """Output, lse and gradients of one call."""
     limit = limit or CLOSENESS[q.dtype]
     flash = backend()
-    o, lse = flash.forward(q, k, v, causal=causal, scale=scale)
+    spec = AttentionSpec(causal=causal, scale=scale)
+    o, lse = flash.forward(q, k, v, spec)
     expected_o, expected_lse = exact(q, k, v, causal, scale)
     assert o.dtype == q.dtype
     assert lse.dtype == torch.float32
     assert_close(o, expected_o, "o", limit)
     assert_close(lse, expected_lse, "lse", limit)
-    gradients = flash.backward(do, q, k, v, o, lse, causal=causal, scale=scale)
+    gradients = flash.backward(do, q, k, v, o, lse, spec)
     # What rounding leaves of dP - D is multiplied by the scale and by k or q.
     factors = [abs(scale) * float(x.abs().max()) for x in (q, k) if x.numel()]
     floor = max(0.5, *factors) if factors else 0.5
@@ -168,7 +170,7 @@ class TestExtremes:
 
     def test_tiny_values(self) -> None:
         q, k, v, do = inputs()
-        o, _ = backend().forward(q, k, 1e-30 * v, causal=True, scale=1e-30)
+        o, _ = backend().forward(q, k, 1e-30 * v, AttentionSpec(causal=True, scale=1e-30))
         expected, _ = exact(q, k, 1e-30 * v, True, 1e-30)
         assert_close(o * 1e30, expected * 1e30, "o", 1e-5)
         check(1e-20 * q, 1e-20 * k, v, do, causal=True)
@@ -253,7 +255,7 @@ class TestLse:
         start = o.data_ptr()
         for keys in (slice(0, 33), slice(33, 33), slice(33, 60)):
             o, lse = backend().forward_onto(
-                o, lse, q, k[:, :, keys], v[:, :, keys], causal=False, scale=0.3
+                o, lse, q, k[:, :, keys], v[:, :, keys], AttentionSpec(causal=False, scale=0.3)
             )
         assert o.dtype == lse.dtype == torch.float32
         assert o.data_ptr() == start, "continues in place"
@@ -262,7 +264,12 @@ class TestLse:
         assert_close(lse, expected_lse, "lse", CLOSENESS[dtype])
         # Twice the keys' weight for those who see them again.
         again, lse_again = backend().forward_onto(
-            o.clone(), lse.clone(), q, k[:, :, :20], v[:, :, :20], causal=True, scale=0.3
+            o.clone(),
+            lse.clone(),
+            q,
+            k[:, :, :20],
+            v[:, :, :20],
+            AttentionSpec(causal=True, scale=0.3),
         )
         part_o, part_lse = exact(q, k[:, :, :20], v[:, :, :20], True, 0.3)
         whole_lse = torch.logaddexp(expected_lse, part_lse)

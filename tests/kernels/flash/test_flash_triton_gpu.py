@@ -10,6 +10,7 @@ from triton_device import CLOSENESS, DEVICE
 
 from kernels import BACKENDS
 from kernels.flash import flash_attention
+from kernels.problem import AttentionSpec
 
 pytestmark = pytest.mark.usefixtures("exact_float32")
 
@@ -52,7 +53,7 @@ class TestOnCuda:
         got = [o, *torch.autograd.grad(o, leaves, do)]
         name = "sdpa_math" if dtype == torch.float32 else "sdpa_flash"
         peer = BACKENDS[name].target(name=name, **BACKENDS[name].preset)  # type: ignore[call-arg]
-        theirs_o = peer.attend(*leaves, causal=causal, scale=scale)
+        theirs_o = peer.attend(*leaves, AttentionSpec(causal=causal, scale=scale))
         theirs = [theirs_o, *torch.autograd.grad(theirs_o, leaves, do)]
         for what, x, y, z in zip(("o", "dq", "dk", "dv"), got, theirs, expected, strict=True):
             ours, limit = relative_error(x, z), 2 * relative_error(y, z)

@@ -13,6 +13,7 @@ from triton_device import DEVICE, RUNS_TRITON, randn
 
 from kernels import AttentionProblem, Packing
 from kernels.flash import FlashTriton, flash_attention, validate
+from kernels.problem import AttentionSpec
 from kernels.toolchain import why_not_compile
 
 pytestmark = [*RUNS_TRITON, pytest.mark.usefixtures("exact_float32")]
@@ -79,7 +80,7 @@ class TestFunctions:
         flash = backend()
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return flash.attend_packed(q, k, v, packing, causal=True, scale=0.3)
+            return flash.attend(q, k, v, AttentionSpec(causal=True, scale=0.3, packing=packing))
 
         compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
         leaves = [[x.clone().requires_grad_() for x in (q, k, v)] for _ in range(2)]
@@ -160,14 +161,14 @@ class TestErrors:
 
     def test_gradients_that_do_not_fit(self) -> None:
         q, k, v, do = inputs(q_len=5, kv_len=5)
-        o, lse = backend().forward(q, k, v, causal=True, scale=0.3)
-        options = {"causal": True, "scale": 0.3}
+        o, lse = backend().forward(q, k, v, AttentionSpec(causal=True, scale=0.3))
+        spec = AttentionSpec(causal=True, scale=0.3)
         with pytest.raises(ValueError, match=r"do is \[1, 2, 4, 16\]: must be \[1, 2, 5, 16\]"):
-            backend().backward(do[:, :, 1:], q, k, v, o, lse, **options)
+            backend().backward(do[:, :, 1:], q, k, v, o, lse, spec)
         with pytest.raises(ValueError, match="do is float16: must be float32, like q"):
-            backend().backward(do.half(), q, k, v, o, lse, **options)
+            backend().backward(do.half(), q, k, v, o, lse, spec)
         with pytest.raises(ValueError, match="lse is float16: must be float32"):
-            backend().backward(do, q, k, v, o, lse.half(), **options)
+            backend().backward(do, q, k, v, o, lse.half(), spec)
 
     def test_options(self) -> None:
         from kernels.flash import operator

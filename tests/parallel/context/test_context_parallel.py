@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kernels import BACKENDS, AttentionProblem, Packing
 from kernels.backends.naive import Naive
+from kernels.problem import AttentionSpec
 from parallel.context.attention import ContextParallelAttention
 from parallel.context.blocks.trace import COMPUTE, Recorder
 from parallel.context.schemes.zigzag_llama3 import MODES
@@ -142,10 +143,8 @@ def shard(bound: Any, x: Tensor, batch: Batch) -> Tensor:
 
 
 def attend(bound: Any, leaves: list[Tensor], batch: Batch) -> Tensor:
-    options = {"causal": batch.causal, "scale": SCALE}
-    if batch.packed:
-        return bound.attend_packed(*leaves, batch.packing(), **options)
-    return bound.attend(*leaves, **options)
+    packing = batch.packing() if batch.packed else None
+    return bound.attend(*leaves, AttentionSpec(causal=batch.causal, scale=SCALE, packing=packing))
 
 
 def check(num_ranks: int, name: str, options: dict[str, Any], batch: Batch) -> None:
@@ -244,11 +243,11 @@ class CountCalls(Naive):
         super().__init__(name="naive")
         CALLS.clear()
 
-    def forward_packed(
-        self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, **options: Any
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
         CALLS.append((q.shape[0], k.shape[0]))
-        return Naive.forward_packed(self, q, k, v, packing, **options)
+        return Naive.forward(self, q, k, v, spec)
 
 
 CALLS: list[tuple[int, int]] = []
@@ -276,13 +275,15 @@ def test_fused_is_one_call_and_two_kernels_are_two() -> None:
 class RoundsOnce(Naive):
     """Computes in float32 and rounds results alone: whatever else is rounded shows beside it."""
 
-    def forward(self, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-        q, k, v = tensors
-        o, lse = Naive.forward(self, q.float(), k.float(), v.float(), **options)
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
+    ) -> tuple[Tensor, Tensor]:
+        o, lse = Naive.forward(self, q.float(), k.float(), v.float(), spec)
         return o.to(q.dtype), lse
 
-    def backward(self, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = Naive.backward(self, *(x.float() for x in tensors), **options)
+    def backward(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *tensors, spec = arguments
+        dq, dk, dv = Naive.backward(self, *(x.float() for x in tensors), spec)
         dtype = tensors[0].dtype
         return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
@@ -296,10 +297,10 @@ def bf16_error_growth(
     kernel = kernel_type(name="naive")
     q, k, v, do = batch.tensors()
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    o = kernel.attend(*leaves, causal=True, scale=SCALE)
+    o = kernel.attend(*leaves, AttentionSpec(causal=True, scale=SCALE))
     with torch.no_grad():
-        o, lse = kernel.forward(q, k, v, causal=True, scale=SCALE)
-        alone = [o, *kernel.backward(do, q, k, v, o, lse, causal=True, scale=SCALE)]
+        o, lse = kernel.forward(q, k, v, AttentionSpec(causal=True, scale=SCALE))
+        alone = [o, *kernel.backward(do, q, k, v, o, lse, AttentionSpec(causal=True, scale=SCALE))]
     with scheme_of(name, kernel="naive", transport=transport).bind(group, CPU) as bound:
         bound._kernel = kernel
         locals_ = [bound.layout.shard(x, bound.rank, 2) for x in (q, k, v)]
@@ -389,7 +390,7 @@ def different_shapes(group: dist.ProcessGroup, name: str) -> str:
     with scheme_of(name, kernel="naive").bind(group, CPU) as bound:
         q = torch.zeros(1, 2, 8 + rank, 4)
         try:
-            bound.attend(q, q, q, causal=True, scale=1.0)
+            bound.attend(q, q, q, AttentionSpec(causal=True, scale=1.0))
         except ValueError as error:
             return str(error)
     return "nothing was raised"
@@ -408,9 +409,9 @@ def test_ranks_that_disagree_say_so(name: str) -> None:
 def passes_through(group: dist.ProcessGroup, name: str) -> bool:
     q, k, v, _ = Batch(lengths=(24,)).tensors()
     scheme = scheme_of(name, kernel="flash_torch")
-    alone = scheme.on_one_device.attend(q, k, v, causal=True, scale=SCALE)
+    alone = scheme.on_one_device.attend(q, k, v, AttentionSpec(causal=True, scale=SCALE))
     with scheme.bind(group, CPU) as bound:
-        return torch.equal(bound.attend(q, k, v, causal=True, scale=SCALE), alone)
+        return torch.equal(bound.attend(q, k, v, AttentionSpec(causal=True, scale=SCALE)), alone)
 
 
 @pytest.mark.parametrize("name", SCHEMES)

@@ -15,6 +15,7 @@ from ranks import device_of, on_gpus
 from torch import Tensor
 
 from kernels import Packing
+from kernels.problem import AttentionSpec
 from kernels.reference import relative_error
 from parallel import BACKENDS
 from parallel.context.transports.peer_memory import PeerBuffers
@@ -110,11 +111,8 @@ def ratios_to_one_device(
 
         def results(attention: Any, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> list[Tensor]:
             leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-            call = {"causal": True, "scale": SCALE}
-            if packed:
-                o = attention.attend_packed(*leaves, packing, **call)
-            else:
-                o = attention.attend(*leaves, **call)
+            spec = AttentionSpec(causal=True, scale=SCALE, packing=packing if packed else None)
+            o = attention.attend(*leaves, spec)
             return [o.detach(), *torch.autograd.grad(o, leaves, do)]
 
         alone = results(kernel, *tensors)

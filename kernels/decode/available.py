@@ -1,0 +1,19 @@
+"""Whether the decode kernels can run here, asked without importing Triton where it is not there."""
+
+from __future__ import annotations
+
+from kernels.decoding import DecodeProblem
+from kernels.toolchain import why_not_triton
+
+
+def why_not_here(problem: DecodeProblem) -> str | None:
+    """None if the kernels can take steps of this problem, else the reason in one line."""
+    reason = why_not_triton(problem.device)
+    if reason is not None:
+        return reason
+    # Triton is an optional library.
+    import torch
+
+    from kernels.decode.launch import why_not
+
+    return why_not(torch.device(problem.device), getattr(torch, problem.dtype))
