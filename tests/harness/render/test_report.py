@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from records import (
 from status_examples import status_examples
 
 from harness.commands import report
-from harness.render.files import render_sweep
+from harness.render.files import RenderedSweep, render_sweep
 from harness.render.table import TABLES
 from harness.store.record import Record, RecordStore
 
@@ -41,14 +42,44 @@ def write_results(folder: Path, records: list[Record], **plan: list[str]) -> Rec
     return store
 
 
+def examples() -> list[Record]:
+    """Records of every table, two of them with a bootstrap interval to draw."""
+    others = (split_examples, audit_examples, profile_examples, decode_examples)
+    timed = [
+        make_record(
+            attention=attention,
+            seq_len=64,
+            samples_ms={"step": [[base + index**1.5 for index in range(21)]]},
+        )
+        for attention, base in (("naive", 20.0), ("flex", 9.0))
+    ]
+    return [*status_examples(), *itertools.chain(*(make() for make in others)), *timed]
+
+
+def write_examples(folder: Path, records: list[Record]) -> RecordStore:
+    store = write_results(folder, records)
+    write_plan(
+        folder, "all", examples(), tables=TABLES.names(), figures=FIGURES,
+        missing=["planned-0123456789"],
+    )  # fmt: skip
+    (store.folder / "broken-aaaaaaaaaa.json").write_text("{", encoding="utf-8")
+    return store
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("results")
+
+
+@pytest.fixture(scope="module")
+def rendered(folder: Path) -> RenderedSweep:
+    store = write_examples(folder, examples())
+    found, problems = store.load()
+    return render_sweep(folder, "all", found, problems)
+
+
 class TestSweep:
-    def test_every_file_and_a_complete_report(self, records: list[Record], tmp_path: Path) -> None:
-        records = [*records, *split_examples(), *audit_examples(), *profile_examples()]
-        records += decode_examples()
-        store = write_results(tmp_path, records, figures=FIGURES, missing=["planned-0123456789"])
-        (store.folder / "broken-aaaaaaaaaa.json").write_text("{", encoding="utf-8")
-        found, problems = store.load()
-        rendered = render_sweep(tmp_path, "all", found, problems)
+    def test_every_file_and_a_complete_report(self, folder: Path, rendered: RenderedSweep) -> None:
         assert [table.name for table in rendered.tables] == TABLES.names()
         names = {path.relative_to(rendered.folder).as_posix() for path in rendered.paths}
         expected = {
@@ -56,7 +87,7 @@ class TestSweep:
         }
         expected |= {f"figures/{name}.{end}" for name in FIGURES for end in ("png", "svg")}
         assert names == expected | {"report.md"}
-        assert not list(tmp_path.rglob("*.tmp"))
+        assert not list(folder.rglob("*.tmp"))
         text = rendered.report.read_text(encoding="utf-8")
         for words in (
             "# A sweep of examples",
@@ -71,37 +102,24 @@ class TestSweep:
             "1 not measured",
         ):
             assert words in text
-        assert str(tmp_path) not in text
+        assert str(folder) not in text
 
     def test_rendering_again_gives_the_same_bytes(
-        self, records: list[Record], tmp_path: Path
+        self, rendered: RenderedSweep, tmp_path: Path
     ) -> None:
         """In another folder, in another process, from records listed in another order."""
-        records += [
-            make_record(
-                attention=attention,
-                seq_len=64,
-                samples_ms={"step": [[base + index**1.5 for index in range(21)]]},
-            )
-            for attention, base in (("naive", 20.0), ("flex", 9.0))
-        ]
-        contents = []
-        for name, ordered in (("one", records), ("two", records[::-1])):
-            folder = tmp_path / name
-            write_results(folder, ordered)
-            write_plan(folder, "all", records, tables=TABLES.names(), figures=FIGURES)
-            subprocess.run(
-                [sys.executable, "-m", "harness.commands.report", str(folder)],
-                check=True,
-                cwd=Path(__file__).parents[3],
-                env={**os.environ, "PYTHONHASHSEED": str(len(contents) + 1)},
-                capture_output=True,
-            )
-            sweep = folder / "sweeps" / "all"
-            contents.append(
-                {path.relative_to(sweep): path.read_bytes() for path in sorted(sweep.rglob("*.*"))}
-            )
-        first, second = contents
+        write_examples(tmp_path, examples()[::-1])
+        subprocess.run(
+            [sys.executable, "-m", "harness.commands.report", str(tmp_path)],
+            check=True,
+            cwd=Path(__file__).parents[3],
+            env={**os.environ, "PYTHONHASHSEED": "1"},
+            capture_output=True,
+        )
+        first, second = (
+            {path.relative_to(sweep): path.read_bytes() for path in sorted(sweep.rglob("*.*"))}
+            for sweep in (rendered.folder, tmp_path / "sweeps" / "all")
+        )
         assert first.keys() == second.keys()
         assert len(first) > 30
         assert [path for path in first if first[path] != second[path]] == []
