@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 from triton_interpreter import patch_the_language_once
@@ -35,6 +36,15 @@ sys.dont_write_bytecode = False
 # For every vector instruction set that the CPU has, Inductor would otherwise compile a program
 # to see whether the compiler knows it: ten seconds and more in every process.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
+# The same examples in every run, however slow the machine is meanwhile.
+hypothesis.settings.register_profile(
+    "attnbench",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("attnbench")
 
 if not torch.cuda.is_available():
     # Read once, when triton is imported: its kernels then run on a CPU, slowly.

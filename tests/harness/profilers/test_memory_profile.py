@@ -446,9 +446,7 @@ class TestPage:
         command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
         command += ["--window-size=1200,900", "--virtual-time-budget=3000"]
         command += [f"--user-data-dir={page.parent / 'browser'}", page.as_uri()]
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=120, check=True
-        ).stdout
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
     def test_it_shows_zooms_and_names(self, tmp_path: Path) -> None:
         page = tmp_path / "page.html"

@@ -330,7 +330,7 @@ class TestClaims:
                 # A holder that dies, however it dies, lets go.
                 holder.kill()
                 assert answer(waiter) == "mine"
-                waiter.communicate("\n", timeout=10)
+                waiter.communicate("\n")
             finally:
                 waiter.kill()
                 waiter.communicate()

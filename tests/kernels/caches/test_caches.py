@@ -80,7 +80,7 @@ def kept(cache: Any, index: int, length: int) -> Tensor:
     return torch.stack((k, v)).permute(2, 0, 1, 3).flatten(1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_what_is_appended_is_found(data: st.DataObject) -> None:
     """Any order of appending, advancing and rewinding, beside one list for each sequence."""
@@ -122,7 +122,7 @@ def test_what_is_appended_is_found(data: st.DataObject) -> None:
             assert torch.equal(dense[0][index, :, : len(rows)].transpose(0, 1), k)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_no_block_has_two_owners(data: st.DataObject) -> None:
     size, batch_size = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))

@@ -167,7 +167,7 @@ class TestFlashDecode:
             assert cache[0, 0, :, 0].tolist() == [0.0] * 15 + [1.0]
             assert cache[1, 0, :, 0].tolist() == [0.0] * 3 + [1.0] * 2 + [0.0] * 11
 
-    @settings(max_examples=12, deadline=None, derandomize=True)
+    @settings(max_examples=12)
     @given(data=st.data())
     def test_any_small_call(self, data: st.DataObject) -> None:
         draw = data.draw
@@ -217,7 +217,7 @@ class TestLatentDecode:
     def test_a_sequence_of_nothing(self) -> None:
         assert (check_latent(LatentSetting(lengths=[20, 0]))[1] == 0).all()
 
-    @settings(max_examples=10, deadline=None, derandomize=True)
+    @settings(max_examples=10)
     @given(data=st.data())
     def test_any_small_call(self, data: st.DataObject) -> None:
         draw = data.draw

@@ -98,7 +98,7 @@ class TestLatents:
         check(name, step, tolerance=1e-4)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_any_step(data: st.DataObject) -> None:
     group, pairs = data.draw(st.integers(1, 16)), data.draw(st.integers(1, 8))

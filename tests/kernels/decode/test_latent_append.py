@@ -147,7 +147,7 @@ class TestLatentAppend:
         written = (cache.view(2, 16, 6)[..., 0] == 1).tolist()
         assert written == [[False] * 15 + [True], [False] * 3 + [True] * 3 + [False] * 10]
 
-    @settings(max_examples=12, deadline=None, derandomize=True)
+    @settings(max_examples=12)
     @given(data=st.data())
     def test_any_small_call(self, data: st.DataObject) -> None:
         draw = data.draw

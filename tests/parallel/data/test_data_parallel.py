@@ -379,7 +379,7 @@ def gradients_outlive_zero_grad(group: dist.ProcessGroup, wrap: Wrap) -> int:
     gradients = [weakref.ref(p.grad) for p in module.parameters()]
     model.zero_grad(set_to_none=True)
     # A thread of gloo's may let go a moment after its work has ended; a container keeps for good.
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while any(gradient() is not None for gradient in gradients) and time.monotonic() < deadline:
         time.sleep(0.01)
     return sum(gradient() is not None for gradient in gradients)
