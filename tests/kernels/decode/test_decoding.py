@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from decoding import Step, backend_of, problem_of, rotated
+from grids import covering
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -429,10 +430,13 @@ def test_a_graph_of_latents_sees_lengths_change(name: str) -> None:
 
 @pytest.mark.gpu
 @needs_cuda
-@pytest.mark.parametrize("block_size", [None, 64, 256])
-@pytest.mark.parametrize("new_tokens", [1, 4])
 @pytest.mark.parametrize(
-    "name", ["sdpa", "flash_decode", "flash_attn_2", "flash_attn_3", "flashinfer"]
+    ("name", "new_tokens", "block_size"),
+    covering(
+        ["sdpa", "flash_decode", "flash_attn_2", "flash_attn_3", "flashinfer"],
+        [1, 4],
+        [None, 64, 256],
+    ),
 )
 def test_at_real_sizes(name: str, new_tokens: int, block_size: int | None) -> None:
     step = Step(

@@ -20,6 +20,7 @@ from decode_checks import (
     to_pages,
 )
 from decoding import Step, backend_of
+from grids import covering
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -304,9 +305,9 @@ def test_steps_of_what_projections_give(new_tokens: int, rotary: str) -> None:
 @pytest.mark.gpu
 @needs_cuda
 class TestOnAGpu:
-    @pytest.mark.parametrize("interleaved", [True, False])
-    @pytest.mark.parametrize("page", [0, 64, 24])
-    @pytest.mark.parametrize("dtype", CLOSENESS, ids=lambda dtype: str(dtype)[6:])
+    @pytest.mark.parametrize(
+        ("dtype", "page", "interleaved"), covering(CLOSENESS, [0, 64, 24], [True, False])
+    )
     def test_real_sizes(self, dtype: torch.dtype, page: int, interleaved: bool) -> None:
         for new in (1, 3):
             check(
