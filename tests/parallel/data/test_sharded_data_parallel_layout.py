@@ -1,4 +1,4 @@
-"""How ZeRO and FSDP cut a model in parts, what a case says of them, and what they refuse."""
+"""ZeRO and FSDP: how they cut a model into shards, what cases declare of them, what they refuse."""
 
 from __future__ import annotations
 

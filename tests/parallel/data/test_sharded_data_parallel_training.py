@@ -1,4 +1,4 @@
-"""ZeRO and FSDP on gloo ranks: training ends where the whole model's would, and outlives ranks."""
+"""ZeRO and FSDP on gloo ranks: training ends where the whole model's would; states move between."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tensor parallelism splits and moves: weights, activations, the loss, any module."""
+"""Tensor parallelism, layer by layer: weights, activations and the loss are split, and exact."""
 
 from __future__ import annotations
 
