@@ -1,0 +1,1 @@
+"""The transformer, and formulas for its parameters, FLOPs and memory."""

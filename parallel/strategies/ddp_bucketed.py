@@ -1,4 +1,4 @@
-"""One all-reduce a bucket of gradients, each started as soon as backward has filled it."""
+"""parallel=ddp_bucketed: one all-reduce a bucket of gradients, as soon as it is full."""
 
 from __future__ import annotations
 

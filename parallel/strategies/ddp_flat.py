@@ -1,4 +1,4 @@
-"""One all-reduce for all gradients, after the backward pass: fewer calls than naive."""
+"""parallel=ddp_flat: one all-reduce for all gradients, after the backward pass."""
 
 from __future__ import annotations
 

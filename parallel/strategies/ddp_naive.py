@@ -1,4 +1,4 @@
-"""One all-reduce a parameter, after the backward pass: the simplest data parallelism."""
+"""parallel=ddp_naive: one all-reduce a parameter, after the backward pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One all-reduce a parameter, each started as soon as backward has made its gradient."""
+"""parallel=ddp_overlapped: one all-reduce a parameter, as soon as its gradient is complete."""
 
 from __future__ import annotations
 

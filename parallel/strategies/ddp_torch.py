@@ -1,4 +1,4 @@
-"""PyTorch's DistributedDataParallel, the peer that every own strategy is measured against."""
+"""parallel=ddp_torch: PyTorch's DistributedDataParallel, the peer of every strategy here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism: weights are gathered block by block, when they are used."""
+"""parallel=fsdp: fully sharded data parallelism, weights gathered block by block."""
 
 from __future__ import annotations
 

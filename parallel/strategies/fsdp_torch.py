@@ -1,4 +1,4 @@
-"""PyTorch's fully_shard, the peer of our fully sharded data parallelism."""
+"""parallel=fsdp_torch: PyTorch's fully_shard, the peer of our fsdp."""
 
 from __future__ import annotations
 

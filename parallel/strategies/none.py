@@ -1,4 +1,4 @@
-"""No data parallelism: one device, or several that share sequences (cp) or weights (tp)."""
+"""parallel=none: no data parallelism; one device, or several on the axes cp and tp."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bucketed data parallelism whose optimizer state is sharded over the ranks."""
+"""parallel=sharded_optimizer: bucketed data parallelism with sharded optimizer state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ZeRO-1: gradients reduce-scattered, each rank's shard updated, parameters all-gathered."""
+"""parallel=zero_1: gradients reduce-scattered, shards updated, parameters all-gathered."""
 
 from __future__ import annotations
 

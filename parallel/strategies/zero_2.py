@@ -1,4 +1,4 @@
-"""ZeRO-2: as ZeRO-1, and each rank keeps only the gradients of its shard."""
+"""parallel=zero_2: as ZeRO-1, and each rank keeps only the gradients of its shard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PyTorch's ZeroRedundancyOptimizer on its DistributedDataParallel, the peer of our sharding."""
+"""parallel=zero_redundancy_torch: PyTorch's ZeroRedundancyOptimizer on its DDP."""
 
 from __future__ import annotations
 
