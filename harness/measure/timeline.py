@@ -15,7 +15,7 @@ from harness.bench.bench import Bench
 from harness.cases.case import Case
 from harness.measure.attention_calls import AttentionCall
 from harness.measure.passes import autocast
-from parallel.context.blocks.trace import NO_TRACE, Recorder
+from parallel.context.blocks.tracing import NO_TRACING, RecordingTracer
 from parallel.context.bound import SplitAttention
 
 TRACED_PASSES = 3
@@ -31,7 +31,7 @@ def note_timeline(case: Case, bench: Bench, call: AttentionCall, attention: Spli
     passes = []
     for _ in range(TRACED_PASSES):
         bench.barrier()
-        attention.trace = recorder = Recorder(bench.device)
+        attention.tracer = recorder = RecordingTracer(bench.device)
         sent = {}
         with autocast(case), torch.set_grad_enabled(call.problem.needs_grad):
             o = call.attend(q, k, v)
@@ -40,12 +40,12 @@ def note_timeline(case: Case, bench: Bench, call: AttentionCall, attention: Spli
             recorder.phase, recorder.sent_bytes = "backward", 0
             torch.autograd.grad(o, (q, k, v), do)
             sent["backward"] = recorder.sent_bytes
-        attention.trace = NO_TRACE
+        attention.tracer = NO_TRACING
         passes.append(bench.gather(_rank_timeline(recorder, sent)))
     bench.outcome.notes["timeline"] = passes
 
 
-def _rank_timeline(recorder: Recorder, sent: dict[str, int]) -> dict[str, Any]:
+def _rank_timeline(recorder: RecordingTracer, sent: dict[str, int]) -> dict[str, Any]:
     """One rank's pass: ``spans`` of [phase, kind, step, start_ms, end_ms], and bytes by phase."""
     spans = [
         [round(value, 6) if isinstance(value, float) else value for value in astuple(span)]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from parallel.context.bound import Fusion, SplitAttention
-    from parallel.context.transports.choices import TransportMaker
+    from parallel.context.transports.factories import TransportFactory
 
 SYMMETRIC = "symmetric"
 """The transport that reads peers' memory directly."""
@@ -284,7 +284,7 @@ class ContextParallelAttention(SequenceParallelAttention):
             kernel=self.on_one_device,
             layout=self.layout(group.size()),
             group=group,
-            transports=self._transport_maker(group, device),
+            transports=self._transport_factory(group, device),
             gathers=self.gathers,
             fusion=self._fusion(),
         )
@@ -294,7 +294,9 @@ class ContextParallelAttention(SequenceParallelAttention):
 
         return Fusion()
 
-    def _transport_maker(self, group: dist.ProcessGroup, device: torch.device) -> TransportMaker:
+    def _transport_factory(
+        self, group: dist.ProcessGroup, device: torch.device
+    ) -> TransportFactory:
         """Makes the transport of each pass; buffers that peers read outlive a pass."""
         raise NotImplementedError
 
@@ -311,12 +313,14 @@ class RingAttention(ContextParallelAttention):
 
     transports: ClassVar[tuple[str, ...]] = ("send_recv", "symmetric")
 
-    def _transport_maker(self, group: dist.ProcessGroup, device: torch.device) -> TransportMaker:
-        from parallel.context.transports import choices as _transports
+    def _transport_factory(
+        self, group: dist.ProcessGroup, device: torch.device
+    ) -> TransportFactory:
+        from parallel.context.transports import factories
 
         if self._reads_peers(group, device):
-            return _transports.symmetric_ring(group, device)
-        return _transports.send_recv(group, device)
+            return factories.symmetric_ring(group, device)
+        return factories.send_recv(group, device)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -344,13 +348,15 @@ class GatherAttention(ContextParallelAttention):
             )
         return ContextParallelAttention.why_not_split(self, problem)
 
-    def _transport_maker(self, group: dist.ProcessGroup, device: torch.device) -> TransportMaker:
-        from parallel.context.transports import choices as _transports
+    def _transport_factory(
+        self, group: dist.ProcessGroup, device: torch.device
+    ) -> TransportFactory:
+        from parallel.context.transports import factories
 
         heads = self.kv_heads_at_once or None
         if self._reads_peers(group, device):
-            return _transports.symmetric_gather(group, device, heads)
-        return _transports.all_gather(group, device, heads)
+            return factories.symmetric_gather(group, device, heads)
+        return factories.all_gather(group, device, heads)
 
 
 def why_not_symmetric(problem: AttentionProblem) -> str | None:

@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kernels import Attention, AttentionProblem, AttentionSpec, Packing
-from parallel.context.blocks import loops as _loops
 from parallel.context.blocks.layouts import Layout
-from parallel.context.blocks.pieces import DenseWork, PackedWork, Work
-from parallel.context.blocks.trace import NO_TRACE, Trace
-from parallel.context.transports.choices import TransportMaker
+from parallel.context.blocks.loops import AttentionPass
+from parallel.context.blocks.schedule import DenseSchedule, PackedSchedule, RankSchedule
+from parallel.context.blocks.tracing import NO_TRACING, Tracer
+from parallel.context.transports.factories import TransportFactory
 
-_WORKS_KEPT = 16
-"""Prepared shapes of batches; a training run has one or two."""
+_SCHEDULES_KEPT = 16
+"""One schedule for each shape of batch; a training run has one or two."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -36,14 +36,14 @@ class SplitAttention:
     Attributes:
         layout: how sequences are split; ``layout.shard`` makes the local tensors.
         rank: this process among the ranks of the group.
-        trace: where spans go; a :class:`parallel.context.blocks.trace.Recorder` makes a
+        tracer: where spans go; a :class:`parallel.context.blocks.tracing.RecordingTracer` makes a
             timeline of what follows.
     """
 
     def __init__(self, layout: Layout, group: dist.ProcessGroup) -> None:
         self.layout = layout
         self.rank = dist.get_rank(group)
-        self.trace: Trace = NO_TRACE
+        self.tracer: Tracer = NO_TRACING
         self._group = group
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
@@ -76,7 +76,7 @@ class BoundAttention(SplitAttention):
         kernel: Attention,
         layout: Layout,
         group: dist.ProcessGroup,
-        transports: TransportMaker,
+        transports: TransportFactory,
         gathers: bool,
         fusion: Fusion,
     ) -> None:
@@ -85,7 +85,7 @@ class BoundAttention(SplitAttention):
         self._transports = transports
         self._gathers = gathers
         self._fusion = fusion
-        self._works: dict[tuple[Any, ...], tuple[Any, Work]] = {}
+        self._schedules: dict[tuple[Any, ...], tuple[Any, RankSchedule]] = {}
         self._agreed = False
 
     @property
@@ -103,22 +103,22 @@ class BoundAttention(SplitAttention):
             return self._kernel.attend(q, k, v, spec)
         self._agree(q, k, v)
         if spec.packing is None:
-            work = self._dense_work(q, k, spec.causal)
-            return _Attention.apply(q, k, v, self, work, work, spec.scale)
-        works = [
-            self._packed_work(spec.packing, spec.causal, fused, q.device)
+            schedule = self._dense_schedule(q, k, spec.causal)
+            return _Attention.apply(q, k, v, self, schedule, schedule, spec.scale)
+        schedules = [
+            self._packed_schedule(spec.packing, spec.causal, fused, q.device)
             for fused in (self._fusion.forward, self._fusion.backward)
         ]
-        return _Attention.apply(q, k, v, self, *works, spec.scale)
+        return _Attention.apply(q, k, v, self, *schedules, spec.scale)
 
-    def _dense_work(self, q: Tensor, k: Tensor, causal: bool) -> Work:
+    def _dense_schedule(self, q: Tensor, k: Tensor, causal: bool) -> RankSchedule:
         key = (q.shape, k.shape, q.dtype, causal)
 
         def takes_rectangles(q_len: int, kv_len: int) -> bool:
             return self._kernel.supports(_problem(q, k, q_len, kv_len)) is None
 
-        def make() -> Work:
-            return DenseWork(
+        def make() -> RankSchedule:
+            return DenseSchedule(
                 self.layout,
                 self.rank,
                 q.shape[2],
@@ -129,16 +129,16 @@ class BoundAttention(SplitAttention):
 
         return self._prepared(key, None, make)
 
-    def _packed_work(
+    def _packed_schedule(
         self, packing: Packing, causal: bool, fused: bool, device: torch.device
-    ) -> Work:
+    ) -> RankSchedule:
         # By identity: to compare lengths would wait for the device in every call.
         starts = packing.cu_seqlens_q
         key = (id(starts), starts._version, causal, fused)
 
-        def make() -> Work:
+        def make() -> RankSchedule:
             ends = starts.tolist()
-            return PackedWork(
+            return PackedSchedule(
                 self.layout,
                 self.rank,
                 [end - start for start, end in itertools.pairwise(ends)],
@@ -150,13 +150,15 @@ class BoundAttention(SplitAttention):
 
         return self._prepared(key, starts, make)
 
-    def _prepared(self, key: tuple[Any, ...], keep: Any, make: Callable[[], Work]) -> Work:
-        """The work of a shape, made once; ``keep`` stays alive with it."""
-        if key not in self._works:
-            if len(self._works) >= _WORKS_KEPT:
-                self._works.pop(next(iter(self._works)))
-            self._works[key] = (keep, make())
-        return self._works[key][1]
+    def _prepared(
+        self, key: tuple[Any, ...], keep: Any, make: Callable[[], RankSchedule]
+    ) -> RankSchedule:
+        """The schedule of a shape, made once; ``keep`` stays alive with it."""
+        if key not in self._schedules:
+            if len(self._schedules) >= _SCHEDULES_KEPT:
+                self._schedules.pop(next(iter(self._schedules)))
+            self._schedules[key] = (keep, make())
+        return self._schedules[key][1]
 
     def _agree(self, *tensors: Tensor) -> None:
         """Raise ValueError on every rank if the first calls of the ranks do not fit together.
@@ -176,26 +178,14 @@ class BoundAttention(SplitAttention):
                 )
         self._agreed = True
 
-    def forward(
-        self, work: Work, q: Tensor, k: Tensor, v: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        transport = self._transports.make(self.trace)
-        return _loops.forward(self._kernel, work, transport, q, k, v, scale, self.trace)
-
-    def backward(
-        self,
-        work: Work,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        transport = self._transports.make(self.trace)
-        return _loops.backward(
-            self._kernel, work, transport, do, q, k, v, o, lse, scale, self.trace
+    def new_pass(self, schedule: RankSchedule, scale: float) -> AttentionPass:
+        """A pass over the keys of all ranks, with a transport of its own."""
+        return AttentionPass(
+            kernel=self._kernel,
+            schedule=schedule,
+            transport=self._transports.make(self.tracer),
+            scale=scale,
+            tracer=self.tracer,
         )
 
 
@@ -225,16 +215,17 @@ class _Attention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         bound: BoundAttention,
-        forward_work: Work,
-        backward_work: Work,
+        forward_schedule: RankSchedule,
+        backward_schedule: RankSchedule,
         scale: float,
     ) -> Tensor:
-        o, lse = bound.forward(forward_work, q, k, v, scale)
+        o, lse = bound.new_pass(forward_schedule, scale).forward(q, k, v)
         ctx.save_for_backward(q, k, v, o, lse)
-        ctx.bound, ctx.work, ctx.scale = bound, backward_work, scale
+        ctx.bound, ctx.schedule, ctx.scale = bound, backward_schedule, scale
         return o
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> Any:
-        gradients = ctx.bound.backward(ctx.work, do, *ctx.saved_tensors, ctx.scale)
+        this_pass = ctx.bound.new_pass(ctx.schedule, ctx.scale)
+        gradients = this_pass.backward(do, *ctx.saved_tensors)
         return *gradients, None, None, None, None

@@ -10,7 +10,7 @@ float32, and hands the gradients of the visiting keys to the transport, which br
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,29 +18,29 @@ import torch
 from torch import Tensor
 
 from kernels import Attention
-from parallel.context.blocks.pieces import Piece, Work
 from parallel.context.blocks.rows import Rows
-from parallel.context.blocks.trace import COMPUTE, Trace
+from parallel.context.blocks.schedule import KernelCall, RankSchedule
+from parallel.context.blocks.tracing import COMPUTE, Tracer
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Visit:
-    """Keys and values that are here now."""
+    """Keys and values that a transport has brought here."""
 
     step: int
     source: int | None
-    """The rank whose keys these are; None for those of all ranks, as the work arranges them."""
+    """The rank that owns the keys; None for all ranks' keys, as the schedule arranges them."""
     kv_heads: slice
-    """Which KV heads they are of."""
+    """The KV heads that are here."""
     k: Tensor
     v: Tensor
 
 
 @dataclass(slots=True, frozen=True)
 class Contribution:
-    """What one piece adds to the gradients of the keys that it took."""
+    """Gradients of keys from one kernel call."""
 
-    piece: Piece
+    call: KernelCall
     dk: Tensor
     dv: Tensor
 
@@ -52,7 +52,7 @@ class Transport(Protocol):
     pass it calls :meth:`deliver` for each visit before it asks for the next.
     """
 
-    def visits(self, k: Tensor, v: Tensor, work: Work) -> Iterator[Visit]:
+    def visits(self, k: Tensor, v: Tensor, schedule: RankSchedule) -> Iterator[Visit]:
         """Every rank's keys once; this rank's own first."""
         ...
 
@@ -65,88 +65,79 @@ class Transport(Protocol):
         ...
 
 
-MakeTransport = Callable[[], Transport]
+@dataclass(kw_only=True, slots=True, frozen=True)
+class AttentionPass:
+    """One forward or backward pass over the keys of all ranks.
 
-
-def forward(
-    kernel: Attention,
-    work: Work,
-    transport: Transport,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    trace: Trace,
-) -> tuple[Tensor, Tensor]:
-    """o in q's dtype and lse in float32, of this rank's queries over all ranks' keys.
-
-    q, k and v are local, dense [B, H, S, D] or packed [T, H, D] as the work is.
+    Tensors are local, dense [B, H, S, D] or packed [T, H, D] as the schedule is.
     """
-    o = _Total(q, work, torch.float32 if work.accumulates else q.dtype)
-    lse = _Total(q, work, torch.float32, lse=True)
-    for visit in transport.visits(k, v, work):
-        heads = _query_heads(visit.kv_heads, q, k, work)
-        for piece in _pieces(work, visit):
-            with trace.span(COMPUTE, visit.step):
-                tensors = (
-                    piece.q.take(_heads(q, work, heads)),
-                    piece.kv.take(visit.k),
-                    piece.kv.take(visit.v),
-                )
-                if piece.first:
-                    part = kernel.forward(*tensors, piece.spec(scale))
-                else:
-                    so_far = (o.take(heads, piece.q), lse.take(heads, piece.q))
-                    part = kernel.forward_onto(*so_far, *tensors, piece.spec(scale))
-                o.put(heads, piece.q, part[0])
-                lse.put(heads, piece.q, part[1])
-    return o.value.to(q.dtype), lse.value
+
+    kernel: Attention
+    schedule: RankSchedule
+    transport: Transport
+    scale: float
+    tracer: Tracer
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """o in q's dtype and lse in float32, of this rank's queries over all ranks' keys."""
+        schedule = self.schedule
+        o = _Total(q, schedule, torch.float32 if schedule.accumulates else q.dtype)
+        lse = _Total(q, schedule, torch.float32, lse=True)
+        for visit in self.transport.visits(k, v, schedule):
+            heads = _query_heads(visit.kv_heads, q, k, schedule)
+            for call in _calls(schedule, visit):
+                with self.tracer.span(COMPUTE, visit.step):
+                    tensors = (
+                        call.q.take(_heads(q, schedule, heads)),
+                        call.kv.take(visit.k),
+                        call.kv.take(visit.v),
+                    )
+                    if call.first:
+                        part = self.kernel.forward(*tensors, call.spec(self.scale))
+                    else:
+                        so_far = (o.take(heads, call.q), lse.take(heads, call.q))
+                        part = self.kernel.forward_onto(*so_far, *tensors, call.spec(self.scale))
+                    o.put(heads, call.q, part[0])
+                    lse.put(heads, call.q, part[1])
+        return o.value.to(q.dtype), lse.value
+
+    def backward(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv) of this rank's tokens, in the dtypes of q, k and v."""
+        schedule = self.schedule
+        dq = _Total(q, schedule, torch.float32 if schedule.accumulates else q.dtype)
+        for visit in self.transport.visits(k, v, schedule):
+            heads = _query_heads(visit.kv_heads, q, k, schedule)
+            found = []
+            for call in _calls(schedule, visit):
+                with self.tracer.span(COMPUTE, visit.step):
+                    own_do, own_q, own_o = (
+                        call.q.take(_heads(x, schedule, heads)) for x in (do, q, o)
+                    )
+                    own_lse = call.q.take_lse(lse.narrow(schedule.head_dim_of[1], *_span(heads)))
+                    keys = (call.kv.take(visit.k), call.kv.take(visit.v))
+                    part_dq, part_dk, part_dv = self.kernel.backward(
+                        own_do, own_q, *keys, own_o, own_lse, call.spec(self.scale)
+                    )
+                    if call.first:
+                        dq.put(heads, call.q, part_dq)
+                    else:
+                        dq.add(heads, call.q, part_dq)
+                    del part_dq
+                found.append(Contribution(call, part_dk, part_dv))
+            self.transport.deliver(visit, found)
+        dk, dv = self.transport.collect()
+        return dq.value.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def backward(
-    kernel: Attention,
-    work: Work,
-    transport: Transport,
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    scale: float,
-    trace: Trace,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of this rank's tokens, in the dtypes of q, k and v."""
-    dq = _Total(q, work, torch.float32 if work.accumulates else q.dtype)
-    for visit in transport.visits(k, v, work):
-        heads = _query_heads(visit.kv_heads, q, k, work)
-        found = []
-        for piece in _pieces(work, visit):
-            with trace.span(COMPUTE, visit.step):
-                own_do, own_q, own_o = (piece.q.take(_heads(x, work, heads)) for x in (do, q, o))
-                own_lse = piece.q.take_lse(lse.narrow(work.head_dim_of[1], *_span(heads)))
-                keys = (piece.kv.take(visit.k), piece.kv.take(visit.v))
-                part_dq, part_dk, part_dv = kernel.backward(
-                    own_do, own_q, *keys, own_o, own_lse, piece.spec(scale)
-                )
-                if piece.first:
-                    dq.put(heads, piece.q, part_dq)
-                else:
-                    dq.add(heads, piece.q, part_dq)
-                del part_dq
-            found.append(Contribution(piece, part_dk, part_dv))
-        transport.deliver(visit, found)
-    dk, dv = transport.collect()
-    return dq.value.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+def _calls(schedule: RankSchedule, visit: Visit) -> Sequence[KernelCall]:
+    return schedule.of_all() if visit.source is None else schedule.of_source(visit.source)
 
 
-def _pieces(work: Work, visit: Visit) -> Sequence[Piece]:
-    return work.of_all() if visit.source is None else work.of_source(visit.source)
-
-
-def _query_heads(kv_heads: slice, q: Tensor, k: Tensor, work: Work) -> slice:
+def _query_heads(kv_heads: slice, q: Tensor, k: Tensor, schedule: RankSchedule) -> slice:
     """The query heads that read these KV heads."""
-    group = q.shape[work.head_dim_of[0]] // k.shape[work.head_dim_of[0]]
+    group = q.shape[schedule.head_dim_of[0]] // k.shape[schedule.head_dim_of[0]]
     return slice(kv_heads.start * group, kv_heads.stop * group)
 
 
@@ -154,16 +145,18 @@ def _span(part: slice) -> tuple[int, int]:
     return part.start, part.stop - part.start
 
 
-def _heads(x: Tensor, work: Work, heads: slice) -> Tensor:
-    return x.narrow(work.head_dim_of[0], *_span(heads))
+def _heads(x: Tensor, schedule: RankSchedule, heads: slice) -> Tensor:
+    return x.narrow(schedule.head_dim_of[0], *_span(heads))
 
 
 class _Total:
-    """A result that pieces fill row by row; the first one to give all of it is it."""
+    """A result that calls fill row by row; a first call that gives all rows becomes the result."""
 
-    def __init__(self, like: Tensor, work: Work, dtype: torch.dtype, *, lse: bool = False) -> None:
-        self._head_dim = work.head_dim_of[1 if lse else 0]
-        self._num_heads = like.shape[work.head_dim_of[0]]
+    def __init__(
+        self, like: Tensor, schedule: RankSchedule, dtype: torch.dtype, *, lse: bool = False
+    ) -> None:
+        self._head_dim = schedule.head_dim_of[1 if lse else 0]
+        self._num_heads = like.shape[schedule.head_dim_of[0]]
         self._lse = lse
         self._dtype = dtype
         self._like = like

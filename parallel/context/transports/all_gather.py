@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.context.blocks.loops import Contribution, Visit
-from parallel.context.blocks.pieces import Work
-from parallel.context.blocks.trace import WAIT, Trace
+from parallel.context.blocks.schedule import RankSchedule
+from parallel.context.blocks.tracing import WAIT, Tracer
 
 # Renamed in torch 2.13, which warns of the names that older versions know alone.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -37,67 +37,67 @@ class AllGather:
     """Collectives over the group, ``heads_at_once`` KV heads at a time (all if None)."""
 
     def __init__(
-        self, group: dist.ProcessGroup, trace: Trace, heads_at_once: int | None = None
+        self, group: dist.ProcessGroup, tracer: Tracer, heads_at_once: int | None = None
     ) -> None:
         self._group = group
         self._num_ranks = dist.get_world_size(group)
-        self._trace = trace
+        self._tracer = tracer
         self._heads_at_once = heads_at_once
         self._reductions: list[_Reduction] = []
-        self._work: Work | None = None
+        self._schedule: RankSchedule | None = None
 
-    def visits(self, k: Tensor, v: Tensor, work: Work) -> Iterator[Visit]:
-        self._work = work
-        groups = head_groups(k.shape[work.head_dim_of[0]], self._heads_at_once)
-        coming = self._start(k, v, work, groups[0])
+    def visits(self, k: Tensor, v: Tensor, schedule: RankSchedule) -> Iterator[Visit]:
+        self._schedule = schedule
+        groups = head_groups(k.shape[schedule.head_dim_of[0]], self._heads_at_once)
+        coming = self._start(k, v, schedule, groups[0])
         for step, heads in enumerate(groups):
             gathered, works = coming
-            with self._trace.span(WAIT, step):
+            with self._tracer.span(WAIT, step):
                 for pending in works:
                     pending.wait()
             if step + 1 < len(groups):
-                coming = self._start(k, v, work, groups[step + 1])
+                coming = self._start(k, v, schedule, groups[step + 1])
             else:
                 del coming
-            arranged = [work.arrange(x) for x in gathered]
+            arranged = [schedule.arrange(x) for x in gathered]
             del gathered
             yield Visit(step=step, source=None, kv_heads=heads, k=arranged[0], v=arranged[1])
 
     def _start(
-        self, k: Tensor, v: Tensor, work: Work, heads: slice
+        self, k: Tensor, v: Tensor, schedule: RankSchedule, heads: slice
     ) -> tuple[list[Tensor], list[dist.Work]]:
         gathered, works = [], []
         for x in (k, v):
-            own = select_heads(x, work, heads).contiguous()
+            own = select_heads(x, schedule, heads).contiguous()
             everything = own.new_empty((self._num_ranks, *own.shape))
             # Concatenated along the first dimension, the form that every backend takes.
             flat = everything.view(-1, *own.shape[1:])
             works.append(_all_gather(flat, own, group=self._group, async_op=True))
             gathered.append(everything)
-            self._trace.sent((self._num_ranks - 1) * own.nbytes)
+            self._tracer.sent((self._num_ranks - 1) * own.nbytes)
         return gathered, works
 
     def deliver(self, visit: Visit, contributions: Sequence[Contribution]) -> None:
-        assert self._work is not None, "deliver() follows visits()"
+        assert self._schedule is not None, "deliver() follows visits()"
         parts, works = [], []
         for name, like in (("dk", visit.k), ("dv", visit.v)):
             total = sum_of_contributions(like, contributions, name)
-            by_rank = self._work.by_rank(total).contiguous()
+            by_rank = self._schedule.by_rank(total).contiguous()
             del total
             own = torch.empty_like(by_rank[0])
             flat = by_rank.view(-1, *own.shape[1:])
             works.append(_reduce_scatter(own, flat, group=self._group, async_op=True))
-            self._trace.sent((self._num_ranks - 1) * own.nbytes)
+            self._tracer.sent((self._num_ranks - 1) * own.nbytes)
             parts.append(own)
         self._reductions.append(_Reduction(visit.kv_heads, (parts[0], parts[1]), works))
 
     def collect(self) -> tuple[Tensor, Tensor]:
-        assert self._work is not None, "collect() follows visits()"
-        with self._trace.span(WAIT, len(self._reductions)):
+        assert self._schedule is not None, "collect() follows visits()"
+        with self._tracer.span(WAIT, len(self._reductions)):
             for reduction in self._reductions:
                 for pending in reduction.works:
                     pending.wait()
-        dim = self._work.head_dim_of[0]
+        dim = self._schedule.head_dim_of[0]
         return join_heads([reduction.parts for reduction in self._reductions], dim)
 
 
@@ -107,8 +107,8 @@ def head_groups(num_kv_heads: int, heads_at_once: int | None) -> list[slice]:
     return [slice(start, start + size) for start in range(0, num_kv_heads, size)]
 
 
-def select_heads(x: Tensor, work: Work, heads: slice) -> Tensor:
-    return x.narrow(work.head_dim_of[0], heads.start, heads.stop - heads.start)
+def select_heads(x: Tensor, schedule: RankSchedule, heads: slice) -> Tensor:
+    return x.narrow(schedule.head_dim_of[0], heads.start, heads.stop - heads.start)
 
 
 def join_heads(parts: Sequence[tuple[Tensor, Tensor]], dim: int) -> tuple[Tensor, Tensor]:
@@ -120,11 +120,11 @@ def join_heads(parts: Sequence[tuple[Tensor, Tensor]], dim: int) -> tuple[Tensor
 
 
 def sum_of_contributions(like: Tensor, contributions: Sequence[Contribution], name: str) -> Tensor:
-    """Float32 sum of the ``dk`` or ``dv`` of several pieces, in the shape ``like``."""
-    if len(contributions) == 1 and contributions[0].piece.kv.whole:
+    """Float32 sum of the ``dk`` or ``dv`` of several calls, in the shape ``like``."""
+    if len(contributions) == 1 and contributions[0].call.kv.whole:
         only: Tensor = getattr(contributions[0], name)
         return only.float()
     total = torch.zeros_like(like, dtype=torch.float32)
     for contribution in contributions:
-        contribution.piece.kv.add(total, getattr(contribution, name))
+        contribution.call.kv.add(total, getattr(contribution, name))
     return total

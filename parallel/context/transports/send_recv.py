@@ -15,15 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.context.blocks.loops import Contribution, Visit
-from parallel.context.blocks.pieces import Work
-from parallel.context.blocks.trace import WAIT, Trace
+from parallel.context.blocks.schedule import RankSchedule
+from parallel.context.blocks.tracing import WAIT, Tracer
 
 
 class _Exchange:
     """Tensors on their way to the next rank, and those of the previous rank on their way here."""
 
     def __init__(
-        self, group: dist.ProcessGroup, tensors: Sequence[Tensor], first_tag: int, trace: Trace
+        self, group: dist.ProcessGroup, tensors: Sequence[Tensor], first_tag: int, tracer: Tracer
     ) -> None:
         rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
         to, from_ = (dist.get_global_rank(group, (rank + hop) % num_ranks) for hop in (1, -1))
@@ -34,7 +34,7 @@ class _Exchange:
         for tag, (out, into) in enumerate(zip(tensors, self.received, strict=True), first_tag):
             operations.append(dist.P2POp(dist.isend, out, to, group, tag))
             operations.append(dist.P2POp(dist.irecv, into, from_, group, tag))
-            trace.sent(out.nbytes)
+            tracer.sent(out.nbytes)
         self._works = dist.batch_isend_irecv(operations)
 
     def wait(self) -> tuple[Tensor, ...]:
@@ -51,38 +51,38 @@ class SendRecv:
     _KEYS, _GRADIENTS = 0, 2
     """Tags: keys and gradients of one step may be on their way at the same time."""
 
-    def __init__(self, group: dist.ProcessGroup, trace: Trace) -> None:
+    def __init__(self, group: dist.ProcessGroup, tracer: Tracer) -> None:
         self._group = group
         self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._trace = trace
+        self._tracer = tracer
         self._gradients: _Exchange | None = None
 
-    def visits(self, k: Tensor, v: Tensor, work: Work) -> Iterator[Visit]:
-        heads = slice(0, k.shape[work.head_dim_of[0]])
+    def visits(self, k: Tensor, v: Tensor, schedule: RankSchedule) -> Iterator[Visit]:
+        heads = slice(0, k.shape[schedule.head_dim_of[0]])
         here: tuple[Tensor, ...] = (k.contiguous(), v.contiguous())
         for step in range(self._num_ranks):
             coming = None
             if step + 1 < self._num_ranks:
-                coming = _Exchange(self._group, here, self._KEYS, self._trace)
+                coming = _Exchange(self._group, here, self._KEYS, self._tracer)
             source = (self._rank - step) % self._num_ranks
             yield Visit(step=step, source=source, kv_heads=heads, k=here[0], v=here[1])
             if coming is not None:
-                with self._trace.span(WAIT, step + 1):
+                with self._tracer.span(WAIT, step + 1):
                     here = coming.wait()
 
     def deliver(self, visit: Visit, contributions: Sequence[Contribution]) -> None:
         if self._gradients is None:
             totals = tuple(torch.zeros_like(x, dtype=torch.float32) for x in (visit.k, visit.v))
         else:
-            with self._trace.span(WAIT, visit.step):
+            with self._tracer.span(WAIT, visit.step):
                 totals = self._gradients.wait()
         for part in contributions:
-            part.piece.kv.add(totals[0], part.dk)
-            part.piece.kv.add(totals[1], part.dv)
-        self._gradients = _Exchange(self._group, totals, self._GRADIENTS, self._trace)
+            part.call.kv.add(totals[0], part.dk)
+            part.call.kv.add(totals[1], part.dv)
+        self._gradients = _Exchange(self._group, totals, self._GRADIENTS, self._tracer)
 
     def collect(self) -> tuple[Tensor, Tensor]:
         assert self._gradients is not None, "collect() follows deliver()"
-        with self._trace.span(WAIT, self._num_ranks):
+        with self._tracer.span(WAIT, self._num_ranks):
             dk, dv = self._gradients.wait()
         return dk, dv

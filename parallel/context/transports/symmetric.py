@@ -31,8 +31,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.context.blocks.loops import Contribution, Visit
-from parallel.context.blocks.pieces import Work
-from parallel.context.blocks.trace import WAIT, Trace
+from parallel.context.blocks.schedule import RankSchedule
+from parallel.context.blocks.tracing import WAIT, Tracer
 from parallel.context.transports.all_gather import (
     head_groups,
     join_heads,
@@ -78,12 +78,12 @@ class SymmetricRing:
     """Channels of barriers; different streams of a rank wait in them at the same time."""
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, buffers: PeerBuffers, trace: Trace
+        self, group: dist.ProcessGroup, device: torch.device, buffers: PeerBuffers, tracer: Tracer
     ) -> None:
         self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self._device = device
         self._buffers = buffers
-        self._trace = trace
+        self._tracer = tracer
         self._fetching, self._reducing = buffers.fetching, buffers.reducing
         self._published: list[StreamEvent] = []
         """For each step, the event that all ranks have published, and freed the slot before."""
@@ -92,12 +92,12 @@ class SymmetricRing:
         """The gradients of the step before, valid once ``_last`` has passed."""
         self._last = StreamEvent(device)
 
-    def visits(self, k: Tensor, v: Tensor, work: Work) -> Iterator[Visit]:
-        heads = slice(0, k.shape[work.head_dim_of[0]])
+    def visits(self, k: Tensor, v: Tensor, schedule: RankSchedule) -> Iterator[Visit]:
+        heads = slice(0, k.shape[schedule.head_dim_of[0]])
         here = (k.contiguous(), v.contiguous())
         memory = self._buffers.get("keys", _Pair.bytes_of(*here, 1))
         keys = _Pair(memory, *here)
-        with self._trace.span(WAIT, 0):
+        with self._tracer.span(WAIT, 0):
             publish(memory, keys.of_rank(self._rank), here, self._KEYS)
         landing = [tuple(torch.empty_like(x) for x in here) for _ in range(2)]
         coming = StreamEvent(self._device)
@@ -107,15 +107,15 @@ class SymmetricRing:
                 free = StreamEvent(self._device)
                 peer = (self._rank - step - 1) % self._num_ranks
                 target = landing[step % 2]
-                with aside(self._fetching, self._trace, step + 1, free):
+                with aside(self._fetching, self._tracer, step + 1, free):
                     for into, out in zip(target, keys.of_rank(peer), strict=True):
                         into.copy_(out, non_blocking=True)
-                        self._trace.sent(out.nbytes)
+                        self._tracer.sent(out.nbytes)
                     coming = StreamEvent(self._device)
             source = (self._rank - step) % self._num_ranks
             yield Visit(step=step, source=source, kv_heads=heads, k=here[0], v=here[1])
             if step + 1 < self._num_ranks:
-                with self._trace.span(WAIT, step + 1):
+                with self._tracer.span(WAIT, step + 1):
                     coming.wait()
                 here = target
 
@@ -130,7 +130,7 @@ class SymmetricRing:
         self._add_landed(self._totals, visit.step)
         if len(self._published) >= 2:
             # Barrier 1 of the step between: whoever reads this slot has read it.
-            with self._trace.span(WAIT, visit.step):
+            with self._tracer.span(WAIT, visit.step):
                 self._published[-1].wait()
         for name, out in zip(("dk", "dv"), slots.of_rank(self._rank, slot), strict=True):
             _write(out, contributions, name)
@@ -139,18 +139,18 @@ class SymmetricRing:
         # Memory of the computing stream, which reads it last.
         self._landed = [torch.empty_like(part) for part in parts]
         written = StreamEvent(self._device)
-        with aside(self._reducing, self._trace, visit.step, written):
+        with aside(self._reducing, self._tracer, visit.step, written):
             memory.barrier(self._GRADIENTS)
             self._published.append(StreamEvent(self._device))
             for landing, part in zip(self._landed, parts, strict=True):
                 landing.copy_(part, non_blocking=True)
-                self._trace.sent(part.nbytes)
+                self._tracer.sent(part.nbytes)
             self._last = StreamEvent(self._device)
 
     def _add_landed(self, totals: tuple[Tensor, Tensor], step: int) -> None:
         if not self._landed:
             return
-        with self._trace.span(WAIT, step):
+        with self._tracer.span(WAIT, step):
             self._last.wait()
         for total, landing in zip(totals, self._landed, strict=True):
             total.add_(landing)
@@ -161,11 +161,11 @@ class SymmetricRing:
         memory = self._buffers.get("gradients", 0)
         read = self._last
         self._add_landed(self._totals, self._num_ranks)
-        with aside(self._reducing, self._trace, self._num_ranks, read):
+        with aside(self._reducing, self._tracer, self._num_ranks, read):
             # The next pass writes the slots anew, when all have read them.
             memory.barrier(self._GRADIENTS)
             self._last = StreamEvent(self._device)
-        with self._trace.span(WAIT, self._num_ranks):
+        with self._tracer.span(WAIT, self._num_ranks):
             self._last.wait()
         return self._totals
 
@@ -180,42 +180,45 @@ class SymmetricGather:
         group: dist.ProcessGroup,
         device: torch.device,
         buffers: PeerBuffers,
-        trace: Trace,
+        tracer: Tracer,
         heads_at_once: int | None = None,
     ) -> None:
         self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self._device = device
         self._buffers = buffers
-        self._trace = trace
+        self._tracer = tracer
         self._heads_at_once = heads_at_once
         self._fetching, self._reducing = buffers.fetching, buffers.reducing
-        self._work: Work | None = None
+        self._schedule: RankSchedule | None = None
         self._parts: list[tuple[Tensor, Tensor]] = []
         self._last = StreamEvent(device)
 
-    def visits(self, k: Tensor, v: Tensor, work: Work) -> Iterator[Visit]:
-        self._work = work
-        groups = head_groups(k.shape[work.head_dim_of[0]], self._heads_at_once)
+    def visits(self, k: Tensor, v: Tensor, schedule: RankSchedule) -> Iterator[Visit]:
+        self._schedule = schedule
+        groups = head_groups(k.shape[schedule.head_dim_of[0]], self._heads_at_once)
         # Head by head, so that what is fetched of a peer is contiguous.
         own = [
-            (select_heads(k, work, heads).contiguous(), select_heads(v, work, heads).contiguous())
+            (
+                select_heads(k, schedule, heads).contiguous(),
+                select_heads(v, schedule, heads).contiguous(),
+            )
             for heads in groups
         ]
         memory = self._buffers.get("keys", _Pair.bytes_of(*own[0], len(groups)))
         keys = _Pair(memory, *own[0])
         slots = [x for slot in range(len(groups)) for x in keys.of_rank(self._rank, slot)]
-        with self._trace.span(WAIT, 0):
+        with self._tracer.span(WAIT, 0):
             publish(memory, slots, [x for pair in own for x in pair], self._KEYS)
         coming = self._fetch(keys, own[0], 0)
         for step, heads in enumerate(groups):
             gathered, arrived = coming
-            with self._trace.span(WAIT, step):
+            with self._tracer.span(WAIT, step):
                 arrived.wait()
             if step + 1 < len(groups):
                 coming = self._fetch(keys, own[step + 1], step + 1)
             else:
                 del coming
-            arranged = [work.arrange(x) for x in gathered]
+            arranged = [schedule.arrange(x) for x in gathered]
             del gathered
             yield Visit(step=step, source=None, kv_heads=heads, k=arranged[0], v=arranged[1])
 
@@ -224,19 +227,19 @@ class SymmetricGather:
     ) -> tuple[list[Tensor], StreamEvent]:
         """Start to copy a slot of every rank's buffer to [P, ...] here."""
         gathered = [x.new_empty((self._num_ranks, *x.shape)) for x in own]
-        with aside(self._fetching, self._trace, slot, StreamEvent(self._device)):
+        with aside(self._fetching, self._tracer, slot, StreamEvent(self._device)):
             for step in range(self._num_ranks):
                 # A different peer for each rank at each step, so that no link is shared.
                 peer = (self._rank - step) % self._num_ranks
                 for into, out in zip(gathered, keys.of_rank(peer, slot), strict=True):
                     into[peer].copy_(out, non_blocking=True)
-                    self._trace.sent(out.nbytes if step else 0)
+                    self._tracer.sent(out.nbytes if step else 0)
             return gathered, StreamEvent(self._device)
 
     def deliver(self, visit: Visit, contributions: Sequence[Contribution]) -> None:
-        assert self._work is not None, "deliver() follows visits()"
+        assert self._schedule is not None, "deliver() follows visits()"
         parts = [
-            self._work.by_rank(sum_of_contributions(like, contributions, name)).to(like.dtype)
+            self._schedule.by_rank(sum_of_contributions(like, contributions, name)).to(like.dtype)
             for name, like in (("dk", visit.k), ("dv", visit.v))
         ]
         memory = self._buffers.get("gradients", _Pair.bytes_of(parts[0], parts[1], 1))
@@ -250,30 +253,30 @@ class SymmetricGather:
             torch.zeros_like(parts[1][0], dtype=torch.float32),
         )
         written = StreamEvent(self._device)
-        with aside(self._reducing, self._trace, visit.step, written):
+        with aside(self._reducing, self._tracer, visit.step, written):
             memory.barrier(self._GRADIENTS)
             for step in range(self._num_ranks):
                 peer = (self._rank - step) % self._num_ranks
                 for total, part in zip(totals, pair.of_rank(peer), strict=True):
                     landing = torch.empty_like(part[self._rank])
                     landing.copy_(part[self._rank], non_blocking=True)
-                    self._trace.sent(landing.nbytes if step else 0)
+                    self._tracer.sent(landing.nbytes if step else 0)
                     total.add_(landing)
             memory.barrier(self._GRADIENTS)
             self._last = StreamEvent(self._device)
         self._parts.append(totals)
 
     def collect(self) -> tuple[Tensor, Tensor]:
-        assert self._work is not None, "collect() follows visits()"
-        with self._trace.span(WAIT, len(self._parts)):
+        assert self._schedule is not None, "collect() follows visits()"
+        with self._tracer.span(WAIT, len(self._parts)):
             self._last.wait()
-        return join_heads(self._parts, self._work.head_dim_of[0])
+        return join_heads(self._parts, self._schedule.head_dim_of[0])
 
 
 @contextlib.contextmanager
-def aside(stream: SideStream, trace: Trace, step: int, *events: StreamEvent) -> Iterator[None]:
+def aside(stream: SideStream, tracer: Tracer, step: int, *events: StreamEvent) -> Iterator[None]:
     """Run on a side stream after events; where there is none, the time counts as waiting."""
-    span = contextlib.nullcontext() if stream.runs_beside else trace.span(WAIT, step)
+    span = contextlib.nullcontext() if stream.runs_beside else tracer.span(WAIT, step)
     with stream.after(*events), span:
         yield
 
@@ -290,9 +293,9 @@ def publish(
 
 def _write(out: Tensor, contributions: Sequence[Contribution], name: str) -> None:
     """Write the ``dk`` or ``dv`` of all calls into a slot, zeros where none has any."""
-    if len(contributions) == 1 and contributions[0].piece.kv.whole:
+    if len(contributions) == 1 and contributions[0].call.kv.whole:
         out.copy_(getattr(contributions[0], name))
         return
     out.zero_()
     for contribution in contributions:
-        contribution.piece.kv.put(out, getattr(contribution, name))
+        contribution.call.kv.put(out, getattr(contribution, name))

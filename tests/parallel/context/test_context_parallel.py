@@ -16,7 +16,7 @@ from kernels import BACKENDS, AttentionProblem, Packing
 from kernels.backends.naive import Naive
 from kernels.problem import AttentionSpec
 from parallel.context.attention import ContextParallelAttention
-from parallel.context.blocks.trace import COMPUTE, Recorder
+from parallel.context.blocks.tracing import COMPUTE, RecordingTracer
 from parallel.context.schemes.zigzag_llama3 import MODES
 
 CPU = torch.device("cpu")
@@ -373,7 +373,7 @@ def steps_of(group: dist.ProcessGroup, transport: str, at_once: int) -> list[int
     options = {"kernel": "naive", "transport": transport, "kv_heads_at_once": at_once}
     with scheme_of("llama3", **options).bind(group, CPU) as bound:
         q, k, v, _ = (shard(bound, x, batch) for x in batch.tensors())
-        bound.trace = recorder = Recorder(CPU)
+        bound.tracer = recorder = RecordingTracer(CPU)
         attend(bound, [q, k, v], batch)
     return sorted({span.step for span in recorder.spans() if span.kind == COMPUTE})
 
@@ -426,10 +426,10 @@ def sent_bytes(group: dist.ProcessGroup, name: str, transport: str) -> list[int]
     with scheme_of(name, kernel="naive", transport=transport).bind(group, CPU) as bound:
         q, k, v, do = (shard(bound, x, batch) for x in batch.tensors())
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        bound.trace = recorder = Recorder(CPU)
+        bound.tracer = recorder = RecordingTracer(CPU)
         o = attend(bound, leaves, batch)
         found.append(recorder.sent_bytes)
-        bound.trace = recorder = Recorder(CPU)
+        bound.tracer = recorder = RecordingTracer(CPU)
         torch.autograd.grad(o, leaves, do)
         found.append(recorder.sent_bytes)
     return found

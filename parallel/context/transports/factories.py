@@ -1,4 +1,4 @@
-"""How to make the transports that ``attention.transport=`` chooses among, one for each pass."""
+"""Factories of transports: a new transport for each pass, and buffers that outlive the passes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from parallel.context.blocks.loops import Transport
-from parallel.context.blocks.trace import Trace
+from parallel.context.blocks.tracing import Tracer
 from parallel.context.transports.all_gather import AllGather
 from parallel.context.transports.peer_memory import PeerBuffers
 from parallel.context.transports.send_recv import SendRecv
@@ -17,40 +17,40 @@ from parallel.context.transports.symmetric import SymmetricGather, SymmetricRing
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class TransportMaker:
-    """Makes a transport for each pass over keys, and keeps what outlives a pass."""
+class TransportFactory:
+    """Makes a transport for each pass over keys, and keeps buffers between passes."""
 
-    make: Callable[[Trace], Transport]
+    make: Callable[[Tracer], Transport]
     buffers: PeerBuffers | None = None
-    """Memory that peers read, where they do."""
+    """Memory that peers read, if the transport reads peers' memory."""
 
 
-def send_recv(group: dist.ProcessGroup, device: torch.device) -> TransportMaker:
+def send_recv(group: dist.ProcessGroup, device: torch.device) -> TransportFactory:
     """Messages around the ring."""
-    return TransportMaker(make=lambda trace: SendRecv(group, trace))
+    return TransportFactory(make=lambda tracer: SendRecv(group, tracer))
 
 
-def symmetric_ring(group: dist.ProcessGroup, device: torch.device) -> TransportMaker:
+def symmetric_ring(group: dist.ProcessGroup, device: torch.device) -> TransportFactory:
     """One rank's keys after another's, read from its memory."""
     buffers = PeerBuffers(group, device)
-    return TransportMaker(
-        make=lambda trace: SymmetricRing(group, device, buffers, trace), buffers=buffers
+    return TransportFactory(
+        make=lambda tracer: SymmetricRing(group, device, buffers, tracer), buffers=buffers
     )
 
 
 def all_gather(
     group: dist.ProcessGroup, device: torch.device, heads_at_once: int | None
-) -> TransportMaker:
+) -> TransportFactory:
     """Collectives."""
-    return TransportMaker(make=lambda trace: AllGather(group, trace, heads_at_once))
+    return TransportFactory(make=lambda tracer: AllGather(group, tracer, heads_at_once))
 
 
 def symmetric_gather(
     group: dist.ProcessGroup, device: torch.device, heads_at_once: int | None
-) -> TransportMaker:
+) -> TransportFactory:
     """All ranks' keys, read from their memory."""
     buffers = PeerBuffers(group, device)
-    return TransportMaker(
-        make=lambda trace: SymmetricGather(group, device, buffers, trace, heads_at_once),
+    return TransportFactory(
+        make=lambda tracer: SymmetricGather(group, device, buffers, tracer, heads_at_once),
         buffers=buffers,
     )

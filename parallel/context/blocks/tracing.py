@@ -1,6 +1,6 @@
-"""What a rank was doing when: spans of computing and of waiting for data from other ranks.
+"""Tracing of a rank's timeline: spans of computing and of waiting for other ranks' data.
 
-Attention runs with :data:`NO_TRACE`, which records nothing, except in the passes that a
+Attention runs with :data:`NO_TRACING`, which records nothing, except in the passes that a
 timeline is made from. Spans on CUDA are between events of the stream that computes: a wait is
 the time in which that stream had nothing to do but wait, so communication that hides behind
 computing does not show.
@@ -28,14 +28,14 @@ class Span:
     kind: str
     """``compute`` or ``wait``."""
     step: int
-    """Which visit of keys it belongs to, counted from the rank's own."""
+    """The visit of keys, counted from the rank's own."""
     start_ms: float
     """Since the trace began."""
     end_ms: float
 
 
-class Trace:
-    """Records nothing."""
+class Tracer:
+    """Marks spans and sent bytes; this one records nothing."""
 
     def span(self, kind: str, step: int) -> contextlib.AbstractContextManager[None]:
         """Everything inside, on the current stream, is one span."""
@@ -45,15 +45,15 @@ class Trace:
         """Note bytes that leave this rank, or that a peer reads from it."""
 
 
-NO_TRACE = Trace()
+NO_TRACING = Tracer()
 
 
-class Recorder(Trace):
+class RecordingTracer(Tracer):
     """Records spans from its creation on, and counts bytes."""
 
     def __init__(self, device: torch.device) -> None:
         self.phase = "forward"
-        """What spans belong to from now on."""
+        """The phase of the spans that follow."""
         self._on_cuda = device.type == "cuda"
         self._marks: list[tuple[str, str, int, Any, Any]] = []
         self.sent_bytes = 0

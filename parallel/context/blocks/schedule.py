@@ -1,7 +1,7 @@
-"""The attention calls that a rank makes, over dense and packed batches alike.
+"""The schedule of a rank: its attention calls, over a dense or a packed batch.
 
-A :class:`Piece` is one kernel call: rows of queries, rows of keys, and a mask. A :class:`Work`
-knows the pieces of one rank for one shape of batch; the loops of
+A :class:`KernelCall` attends from rows of queries to rows of keys under a mask. A
+:class:`RankSchedule` holds the calls of one rank for one shape of batch; the loops of
 :mod:`parallel.context.blocks.loops` run them and know nothing of layouts.
 """
 
@@ -21,36 +21,36 @@ from parallel.context.blocks.rows import DenseRows, PackedRows, Rows
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Piece:
-    """One kernel call."""
+class KernelCall:
+    """One call of the attention kernel."""
 
     q: Rows
     kv: Rows
     causal: bool
     first: bool
-    """Whether it is the first to reach its queries, which have nothing to merge with yet."""
+    """Whether it is the first call with its queries, so that there is no result to merge with."""
     packing: Packing | None = None
-    """Of a packed call, over the rows that were taken."""
+    """Lengths of a packed call's sequences, in the selected rows."""
 
     def spec(self, scale: float) -> AttentionSpec:
-        """What its kernel call is given beside the rows that are taken."""
+        """Mask, scale and packing of the call."""
         return AttentionSpec(causal=self.causal, scale=scale, packing=self.packing)
 
 
-class Work(Protocol):
-    """What one rank has to compute for one shape of batch."""
+class RankSchedule(Protocol):
+    """The kernel calls of one rank for one shape of batch."""
 
     accumulates: bool
-    """Whether any query meets keys in more than one piece, so that results are merged."""
+    """Whether any query meets keys in more than one call, so that results are merged."""
     head_dim_of: tuple[int, int]
-    """Which dimension holds heads: in q, k, v and o, and in the log-sum-exp."""
+    """The dimension of heads in q, k, v and o, and in the log-sum-exp."""
 
-    def of_source(self, source: int) -> Sequence[Piece]:
-        """Pieces with the keys that rank ``source`` holds."""
+    def of_source(self, source: int) -> Sequence[KernelCall]:
+        """Kernel calls with the keys that rank ``source`` holds."""
         ...
 
-    def of_all(self) -> Sequence[Piece]:
-        """Pieces with all keys, as :meth:`arrange` lays them out."""
+    def of_all(self) -> Sequence[KernelCall]:
+        """Kernel calls with all keys, as :meth:`arrange` lays them out."""
         ...
 
     def arrange(self, gathered: Tensor) -> Tensor:
@@ -63,11 +63,11 @@ class Work(Protocol):
 
 
 TakesRectangles = Callable[[int, int], bool]
-"""Whether the kernel takes a causal block of so many queries and so many keys."""
+"""Whether the kernel takes a causal block of these many queries and keys."""
 
 
-class DenseWork:
-    """Pieces over [B, H, local_len, D].
+class DenseSchedule:
+    """Kernel calls over [B, H, local_len, D].
 
     Args:
         prefixes: prepare :meth:`of_all`, for keys gathered from all ranks; else
@@ -89,12 +89,12 @@ class DenseWork:
         takes_rectangles: TakesRectangles,
     ) -> None:
         self._layout = layout
-        self._of_all: list[Piece] = []
-        self._of_source: list[list[Piece]] = []
+        self._of_all: list[KernelCall] = []
+        self._of_source: list[list[KernelCall]] = []
         if prefixes:
             for block in layout.prefix_blocks(rank, local_len, causal):
                 self._of_all += [
-                    _dense_piece(part, local_len, local_len * layout.num_ranks, first=index == 0)
+                    _dense_call(part, local_len, local_len * layout.num_ranks, first=index == 0)
                     for index, part in enumerate(_cut(block, takes_rectangles))
                 ]
         else:
@@ -102,15 +102,15 @@ class DenseWork:
                 found = layout.block(rank, source, local_len, causal)
                 own = source == rank
                 self._of_source.append(
-                    [_dense_piece(found, local_len, local_len, first=own)] if found else []
+                    [_dense_call(found, local_len, local_len, first=own)] if found else []
                 )
-        pieces = itertools.chain(self._of_all, *self._of_source)
-        self.accumulates = any(not piece.first for piece in pieces)
+        calls = itertools.chain(self._of_all, *self._of_source)
+        self.accumulates = any(not call.first for call in calls)
 
-    def of_source(self, source: int) -> Sequence[Piece]:
+    def of_source(self, source: int) -> Sequence[KernelCall]:
         return self._of_source[source]
 
-    def of_all(self) -> Sequence[Piece]:
+    def of_all(self) -> Sequence[KernelCall]:
         return self._of_all
 
     def arrange(self, gathered: Tensor) -> Tensor:
@@ -121,8 +121,8 @@ class DenseWork:
         return torch.stack([self._layout.shard(arranged, rank, dim=2) for rank in ranks])
 
 
-def _dense_piece(block: Block, q_len: int, kv_len: int, *, first: bool) -> Piece:
-    return Piece(
+def _dense_call(block: Block, q_len: int, kv_len: int, *, first: bool) -> KernelCall:
+    return KernelCall(
         q=DenseRows(block.q, whole=block.q_len == q_len),
         kv=DenseRows(block.kv, whole=block.kv_len == kv_len),
         causal=block.causal,
@@ -142,10 +142,10 @@ def _cut(block: Block, takes_rectangles: TakesRectangles) -> list[Block]:
     ]
 
 
-class PackedWork:
-    """Pieces over [T, H, D], whose sequences are each split by the layout alone.
+class PackedSchedule:
+    """Kernel calls over [T, H, D], whose sequences are each split by the layout alone.
 
-    Keys gathered from all ranks stay in the order in which they arrive: pieces find theirs by
+    Keys gathered from all ranks stay in the order in which they arrive: calls find theirs by
     index, which also brings them into the order of their positions.
 
     Args:
@@ -171,26 +171,26 @@ class PackedWork:
         self._device = device
         self._local = [layout.local_len(length) for length in lengths]
         self._starts = [0, *itertools.accumulate(self._local)]
-        self._of_all: list[Piece] = []
-        self._of_source: list[list[Piece]] = []
+        self._of_all: list[KernelCall] = []
+        self._of_source: list[list[KernelCall]] = []
         if prefixes:
             by_sequence = [layout.prefix_blocks(rank, local, causal) for local in self._local]
             # The same run of every sequence, one run after another.
             by_run = [list(blocks) for blocks in zip(*by_sequence, strict=True)]
             arrived = self._arrival_index()
             groups = [by_run] if fused else [[run] for run in by_run]
-            self._of_all = [self._prefix_piece(group, causal, arrived) for group in groups]
+            self._of_all = [self._prefix_call(group, causal, arrived) for group in groups]
         else:
             self._of_source = [
-                self._block_piece(rank, source, causal) for source in range(layout.num_ranks)
+                self._block_calls(rank, source, causal) for source in range(layout.num_ranks)
             ]
-        pieces = itertools.chain(self._of_all, *self._of_source)
-        self.accumulates = any(not piece.first for piece in pieces)
+        calls = itertools.chain(self._of_all, *self._of_source)
+        self.accumulates = any(not call.first for call in calls)
 
-    def of_source(self, source: int) -> Sequence[Piece]:
+    def of_source(self, source: int) -> Sequence[KernelCall]:
         return self._of_source[source]
 
-    def of_all(self) -> Sequence[Piece]:
+    def of_all(self) -> Sequence[KernelCall]:
         return self._of_all
 
     def arrange(self, gathered: Tensor) -> Tensor:
@@ -200,7 +200,7 @@ class PackedWork:
         return arranged.unflatten(0, (self._layout.num_ranks, -1))
 
     def _arrival_index(self) -> list[Tensor]:
-        """For each sequence, where its tokens stand among all ranks' parts laid end to end."""
+        """For each sequence, the indices of its tokens in all ranks' parts laid end to end."""
         num_local = self._starts[-1]
         found = []
         for start, local in itertools.pairwise(self._starts):
@@ -211,9 +211,9 @@ class PackedWork:
             found.append(self._layout.unshard(parts, dim=0))
         return found
 
-    def _prefix_piece(
+    def _prefix_call(
         self, runs: Sequence[Sequence[Block]], causal: bool, arrived: Sequence[Tensor]
-    ) -> Piece:
+    ) -> KernelCall:
         """One call for the given runs, each a block of every sequence."""
         blocks = [block for run in runs for block in run]
         kv_parts = tuple(
@@ -221,7 +221,7 @@ class PackedWork:
             for run in runs
         )
         q_parts = tuple(self._q_index(run) for run in runs)
-        return Piece(
+        return KernelCall(
             q=self._rows(q_parts, self._starts[-1]),
             kv=self._rows(kv_parts, self._starts[-1] * self._layout.num_ranks),
             causal=causal,
@@ -229,14 +229,14 @@ class PackedWork:
             packing=self._packing(blocks),
         )
 
-    def _block_piece(self, rank: int, source: int, causal: bool) -> list[Piece]:
+    def _block_calls(self, rank: int, source: int, causal: bool) -> list[KernelCall]:
         found = [self._layout.block(rank, source, local, causal) for local in self._local]
         blocks = [block or Block(q=slice(0, 0), kv=slice(0, 0), causal=causal) for block in found]
         if not any(block.q_len for block in blocks):
             return []
         num_local = self._starts[-1]
         return [
-            Piece(
+            KernelCall(
                 q=self._rows((self._q_index(blocks),), num_local),
                 kv=self._rows((self._kv_index(blocks),), num_local),
                 causal=next(block.causal for block in blocks if block.q_len),
