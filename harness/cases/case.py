@@ -23,7 +23,10 @@ from models.config import ModelConfig
 from parallel import STRATEGIES, Strategy
 from parallel.context.attention import SequenceParallelAttention
 
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of an element of each dtype that a precision may use."""
+
+DTYPES = tuple(DTYPE_BYTES)
 COMPILE_SCOPES = ("none", "model", "block")
 CHECKPOINT_SCOPES = ("none", "block", "every_k", "selective")
 COMPILE_MODES = (

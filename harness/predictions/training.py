@@ -10,13 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import cast
 
-from harness.cases.case import Case
+from harness.cases.case import DTYPE_BYTES, Case
 from models import accounting
 from models.memory import MemoryPrediction, Mode, TrainingStep
 from parallel.collectives import bus_factor
 from parallel.data.buckets import fill_buckets
-
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 GATHERED_UNITS = 2
 """Blocks of sharded parameters that are whole at once: the one in use and the next one."""

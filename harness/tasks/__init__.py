@@ -1,1 +1,1 @@
-"""The tasks, one file each: what can be measured."""
+"""The tasks: what can be measured. ``lengths`` and ``batch`` make the inputs that several share."""

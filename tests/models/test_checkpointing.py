@@ -12,8 +12,8 @@ from torch import Tensor
 
 from harness.cases.case import Case
 from harness.request.compose import compose_request
-from harness.tasks.training.batch import whole_batch
-from harness.tasks.training.train_step import _build_model
+from harness.tasks.batch import whole_batch
+from harness.tasks.training.step import build_model
 from models.transformer import cross_entropy
 
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ THREE = (*(item for item in TINY if "num_layers" not in item), "model.num_layers
 def gradients_and_kept(case: Case) -> tuple[dict[str, Tensor], int]:
     """Of one step, and how many elements autograd kept that are no parameters."""
     torch.manual_seed(3)
-    model = _build_model(case, case.attention, CPU)
+    model = build_model(case, case.attention, CPU)
     batch = whole_batch(case, CPU, 0)
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
@@ -71,7 +71,7 @@ def test_gradients_are_the_same_bits(scope: str, attention: str) -> None:
 
 def test_nothing_is_kept_without_gradients() -> None:
     case = case_of(*TINY, "checkpoint=block")
-    model = _build_model(case, case.attention, CPU)
+    model = build_model(case, case.attention, CPU)
     batch = whole_batch(case, CPU, 0)
     with torch.no_grad():
         assert not model(batch.tokens, batch.positions).requires_grad

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from harness.cases.case import Case
 from harness.request.compose import compose_request
-from harness.tasks.training.batch import Batch, split_batch, whole_batch
+from harness.tasks.batch import Batch, split_batch, whole_batch
 from kernels import BACKENDS
 from models.transformer import Transformer, cross_entropy
 from parallel.tensor import (

@@ -1,1 +1,1 @@
-"""Attention alone, dense or packed, on one rank or over a split sequence."""
+"""Attention alone, dense or packed, on one rank or with its sequences split over several."""

@@ -1,30 +1,28 @@
-"""Attention alone: q, k, v through one backend, forward and backward.
+"""``task=attention``: q, k, v through one backend, forward and backward, nothing else.
 
-The CS336 text's pytorch_attention and flash_benchmarking problems, its leaderboard, and what
-kernels are compared by. Every pass runs forward, then backward on its result; both are timed
-apart and together. The batch is dense, or packed: its sequences end to end.
+Used for the CS336 text's problems pytorch_attention and flash_benchmarking, its leaderboard, and
+comparisons of kernels. Each pass runs forward, then backward; both are timed apart and together.
+The batch is dense or packed (its sequences end to end), on one rank or split over several.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+import torch
+
+from harness.bench.bench import Bench, PhaseTimer
+from harness.bench.program import Program
 from harness.cases import format as fmt
 from harness.cases.case import Case, require_at_least, require_choice
 from harness.cases.column import CaseColumn, Point, note, option
 from harness.cases.task import WHOLE_PHASES, Task, Work, task
-from harness.tasks.attention.lengths import ragged_lengths
+from harness.measure import attention_calls, check, passes, profiling, split_call, timeline
+from harness.tasks.lengths import ragged_lengths
 from kernels import AttentionProblem, accounting
 from kernels.registry import joined_later
 from parallel.context.attention import SequenceParallelAttention
-
-if TYPE_CHECKING:
-    import torch
-
-    from harness.bench.bench import Bench, PhaseTimer
-    from harness.measure.attention_calls import AttentionCall
 
 MODES = ("forward", "forward_backward")
 PACKINGS = ("none", "equal", "ragged")
@@ -54,8 +52,8 @@ class Attention(Task):
     """Call the attention through torch.compile, as the CS336 leaderboard does; a backend that
     goes through it anyway is called as it is."""
     cuda_graph: bool = joined_later(False)
-    """Capture the forward and the backward pass once each and replay them: what kernels take by
-    themselves, and what a program with static shapes can have."""
+    """Capture the forward and the backward pass once each and replay them, which leaves the time
+    of the kernels without that of their launches."""
     warmup_steps: int = 10
     """Untimed passes before measuring."""
     measure_steps: int = 100
@@ -170,7 +168,7 @@ class Attention(Task):
         return [case.seq_len] * case.batch_size
 
     def _parts(self, case: Case) -> list[AttentionProblem]:
-        """Problems whose FLOPs and bytes add up to those of the batch, by its real lengths."""
+        """Problems whose FLOPs and bytes add up to those of the batch without padding."""
         problem = self.attention_problem(case)
         if self.packing != "ragged":
             return [problem]
@@ -181,7 +179,7 @@ class Attention(Task):
 
     def work(self, case: Case) -> dict[str, Work]:
         parts, cp = self._parts(case), case.parallel.cp
-        # On one rank: with a split sequence an equal share, since the mean is what counts.
+        # Per rank; of a split sequence the mean over ranks.
         tokens = sum(self.lengths(case)) // cp
         flops = sum(map(accounting.forward_flops, parts)) / cp
         moved = sum(map(accounting.forward_bytes, parts)) / cp
@@ -200,7 +198,7 @@ class Attention(Task):
         problem = self.attention_problem(case)
         if case.parallel.cp > 1:
             return self._predicted_memory_of_rank(case)
-        # A packed call recomputes the scores from the log-sum-exp, whatever its dense one keeps.
+        # Packed calls of every backend recompute the scores instead of keeping them.
         keeps_scores = not problem.packed and case.attention.keeps_scores(problem)
         total: dict[str, float] = {}
         for part in self._parts(case):
@@ -209,7 +207,7 @@ class Attention(Task):
         return total
 
     def _predicted_memory_of_rank(self, case: Case) -> dict[str, float]:
-        """At the peak of a pass, while sequences are split over ranks."""
+        """Bytes at the peak of a pass over split sequences."""
         total: dict[str, float] = {}
         attention = case.attention.role(SequenceParallelAttention)
         for part in self._parts(case):
@@ -217,78 +215,61 @@ class Attention(Task):
                 total[name] = total.get(name, 0.0) + value
         return total
 
-    def _call(self, case: Case, device: torch.device) -> AttentionCall:
-        from harness.measure.attention_calls import DenseCall, PackedCall
-
+    def _call(self, case: Case, device: torch.device) -> attention_calls.AttentionCall:
         if self.packing == "none":
-            return DenseCall(case, device, sequence_major=False)
-        return PackedCall(case, device, self.lengths(case))
+            return attention_calls.DenseCall(case, device, sequence_major=False)
+        return attention_calls.PackedCall(case, device, self.lengths(case))
 
     def run(self, case: Case, bench: Bench) -> None:
         if case.parallel.cp == 1:
-            self._run(case, bench, self._call(case, bench.device))
+            self._check_and_measure(case, bench, self._call(case, bench.device))
             return
-        from harness.measure.split_call import SplitCall
-        from harness.measure.timeline import note_timeline
-
         lengths = None if self.packing == "none" else self.lengths(case)
         scheme = case.attention.role(SequenceParallelAttention)
         with scheme.bind(case.parallel.cp_group(), bench.device) as attention:
-            call = SplitCall(case, bench.device, attention, lengths)
+            call = split_call.SplitCall(case, bench.device, attention, lengths)
             problem = self.attention_problem(case)
             bench.outcome.notes["kernel"] = scheme.kernel_of(problem)
             bench.outcome.notes["transport"] = scheme.transport_of(problem)
             if call.padding:
                 bench.outcome.notes["padding_tokens"] = call.padding
-            self._run(case, bench, call)
+            self._check_and_measure(case, bench, call)
             bench.add_to_peaks(attention.outside_bytes)
-            note_timeline(case, bench, call, attention)
+            timeline.note_timeline(case, bench, call, attention)
 
-    def _run(self, case: Case, bench: Bench, call: AttentionCall) -> None:
-        """Check and measure one call."""
-        import torch
-
-        from harness.measure.check import check_call
-        from harness.measure.passes import GraphedPasses, Passes
-
+    def _check_and_measure(
+        self, case: Case, bench: Bench, call: attention_calls.AttentionCall
+    ) -> None:
         if self.compile and not case.attention.compiles:
-            # One compilation serves the check and the measurement, as a program would have it.
+            # Compiled once, for the check and the measurement.
             call.attend = torch.compile(call.attend, dynamic=False)  # type: ignore[method-assign]
-        made = GraphedPasses if self.cuda_graph else Passes
-        check_call(case, bench, call, made)
+        kind = passes.GraphedPasses if self.cuda_graph else passes.Passes
+        check.check_call(case, bench, call, kind)
         bench.vote()
 
         bench.stage("set-up")
         bench.release_memory()
         baseline = bench.allocated_bytes()
         inputs = call.inputs()
-        passes = made(case, call, inputs)
+        both = kind(case, call, inputs)
         if self.mode == "forward":
 
             def step(timer: PhaseTimer) -> None:
                 with timer.phase("forward"):
-                    passes.forward()
+                    both.forward()
 
         else:
-            bench.note_before_backward(passes.forward, inputs=inputs, baseline=baseline)
+            bench.note_before_backward(both.forward, inputs=inputs, baseline=baseline)
             do = call.output_gradient(inputs[0])
 
             def step(timer: PhaseTimer) -> None:
                 with timer.phases("forward_backward") as begins:
                     begins("forward")
-                    o = passes.forward()
+                    o = both.forward()
                     begins("backward")
-                    passes.backward(o, do)
+                    both.backward(o, do)
 
         bench.measure(step, warmup=self.warmup_steps, passes=self.measure_steps, flush_cache=True)
-        if isinstance(passes, GraphedPasses):
-            bench.add_temporaries(passes.temporary_bytes)
-        _profile(case, bench, step)
-
-
-def _profile(case: Case, bench: Bench, step: Callable[[PhaseTimer], None]) -> None:
-    """Look at the call where the case asks for it, once it is measured."""
-    if case.profile is not None and bench.in_last_round:
-        from harness.bench.program import Program
-
-        case.profile.run(case, bench, Program(step=step))
+        if isinstance(both, passes.GraphedPasses):
+            bench.add_temporaries(both.temporary_bytes)
+        profiling.profile_if_asked(case, bench, Program(step=step))

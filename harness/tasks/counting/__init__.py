@@ -1,1 +1,1 @@
-"""Tasks that run nothing: FLOPs, bytes and messages by formula."""
+"""Tasks that run nothing: FLOPs, memory and communication by formula."""

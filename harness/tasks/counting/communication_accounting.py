@@ -1,21 +1,20 @@
-"""Memory of a very large model, and the batch from which it is bound by compute: counted.
+"""``task=communication_accounting``: memory of a very large model, and its least batch, counted.
 
-Needs no devices. CS336 assignment 2, problem communication_accounting, whose numbers are the
-defaults; any other model or mesh is a key away (:mod:`harness.predictions.feed_forward`).
+From the least batch on, the model is bound by compute and not by communication. The defaults are
+the numbers of CS336 assignment 2, problem communication_accounting; the formulas are in
+:mod:`harness.predictions.feed_forward`. No device is needed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+from harness.bench.bench import Bench
 from harness.cases.case import Case, require_at_least, require_one_process
 from harness.cases.column import CaseColumn, note
 from harness.cases.task import Task, Work, task
 from harness.predictions.feed_forward import FeedForwardStack, Mesh
-
-if TYPE_CHECKING:
-    from harness.bench.bench import Bench
 
 GB = 1e9
 
@@ -42,13 +41,13 @@ class CommunicationAccounting(Task):
     tp: int = 4
     """Y, devices of the tensor-parallel axis."""
     fsdp_axes: int = 2
-    """M_X, axes of the network that the FSDP axis is laid along."""
+    """M_X, axes of the network that the FSDP axis uses."""
     tp_axes: int = 1
-    """M_Y, those of the tensor-parallel axis."""
+    """M_Y, axes of the network that the tensor-parallel axis uses."""
     tflops: float = 460.0
-    """C, of one device, in 1e12 FLOP/s."""
+    """C, rate of one device, in 1e12 FLOP/s."""
     link_gb_s: float = 180.0
-    """W, of one axis of the network, both ways, in 1e9 bytes/s."""
+    """W, bandwidth of one axis of the network, both ways together, in 1e9 bytes/s."""
 
     columns: ClassVar[tuple[CaseColumn, ...]] = (
         CaseColumn(name="communication_accounting", read=note("communication_accounting")),
@@ -76,7 +75,7 @@ class CommunicationAccounting(Task):
         return {"forward": Work(flops=4.0 * self.d_model * self.d_ff * self.num_blocks)}
 
     def predicted_memory(self, case: Case) -> dict[str, float]:
-        """Of the counts themselves, which is all that there is."""
+        """The counts, which are all that is held."""
         return {"counts": 8.0 * len(self.results())}
 
     @property

@@ -1,23 +1,21 @@
-"""How a layout spreads the FLOPs of causal attention over ranks: counted, not measured.
+"""``task=flop_balance``: FLOPs of causal attention on each rank of a sequence layout, counted.
 
-Needs no devices, whatever the number of ranks: the counts are taken on the blocks of scores
-that the schemes of context-parallel attention compute (:mod:`parallel.context.blocks.balance`).
+The counts are taken from the blocks of scores that the schemes of context-parallel attention
+compute (:mod:`parallel.context.blocks.balance`). No device is needed.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from harness.bench.bench import Bench
 from harness.cases.case import Case, require_at_least, require_choice
 from harness.cases.column import CaseColumn, note, option
 from harness.cases.task import Task, Work, task
 from kernels import AttentionProblem, accounting
 from parallel.context.blocks.balance import COUNTS, Balance, count_flops
 from parallel.context.blocks.layouts import LAYOUTS
-
-if TYPE_CHECKING:
-    from harness.bench.bench import Bench
 
 _COUNT_BYTES = 8
 
@@ -36,7 +34,7 @@ class FlopBalance(Task):
     head_dim: int = 128
     """Width of one head (d)."""
     block_q: int = 128
-    """Queries in a tile of the kernel, for the tile count."""
+    """Queries in a tile of the kernel, for counting tiles."""
     block_k: int = 128
     """Keys in a tile of the kernel."""
 
@@ -89,11 +87,10 @@ class FlopBalance(Task):
         return {"forward": Work(flops=flops)}
 
     def predicted_memory(self, case: Case) -> dict[str, float]:
-        """Of the counts themselves, which is all that there is."""
+        """The counts, which are all that is held."""
         return {"counts": float(len(COUNTS) * self.ranks**2 * _COUNT_BYTES)}
 
     def balance(self, case: Case) -> Balance:
-        """The counts."""
         return count_flops(
             LAYOUTS[self.layout](num_ranks=self.ranks),
             case.seq_len,

@@ -1,22 +1,20 @@
-"""How much memory a model's cache takes, and from where on it does not fit: counted.
+"""``task=kv_memory``: memory of a model's cache, and the batch and length that fill a device.
 
-Nothing is measured and no device is needed. What the formula says is compared with what the
-caches themselves allocate, on PyTorch's meta device, which gives tensors a size and no memory.
+Counted by formula, and compared with what the caches allocate on PyTorch's meta device, which
+gives tensors a size and no memory. No other device is needed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+from harness.bench.bench import Bench, WrongResult
 from harness.cases.case import Case, require_at_least, require_choice, require_one_process
 from harness.cases.column import CaseColumn, note
 from harness.cases.task import Task, Work, task
 from kernels.caches import CACHES, CacheChoice, CacheShape
 from kernels.caches.sizes import ATTENTION_TYPES, MODEL_SHAPES
-
-if TYPE_CHECKING:
-    from harness.bench.bench import Bench
 
 GIB = 2**30
 
@@ -37,8 +35,7 @@ class KvMemory(Task):
     block_size: int | None = None
     """Tokens in a block of a paged cache; None lays tokens one after another."""
     device_gib: float = 140.0
-    """Memory that the cache may fill, in GiB: an H200's 143,771 MiB by nvidia-smi, with nothing
-    else in it."""
+    """Memory that the cache may fill, in GiB: all of an H200's 143,771 MiB by nvidia-smi."""
 
     gives_shape: ClassVar[bool] = True
     columns: ClassVar[tuple[CaseColumn, ...]] = (
@@ -87,9 +84,9 @@ class KvMemory(Task):
         return CACHES["paged"].target(name="paged", block_size=self.block_size)  # type: ignore[call-arg]
 
     def work(self, case: Case) -> dict[str, Work]:
-        """Of one new token of each sequence over the whole cache, in all layers."""
+        """Work of one new token of each sequence over the whole cache, in all layers."""
         shape, model = self.cache_shape(case), MODEL_SHAPES[self.shape]
-        # Scores and values: over keys and values, or over a latent and its first r numbers.
+        # A score and a weighted value; in mla over a latent and over its first r numbers.
         width = 2 * model.head_dim
         if shape.kv_lora_rank:
             width = 2 * shape.kv_lora_rank + shape.rope_head_dim
@@ -98,11 +95,11 @@ class KvMemory(Task):
         return {"step": Work(flops=2.0 * pairs * width, bytes=moved)}
 
     def predicted_memory(self, case: Case) -> dict[str, float]:
-        """Of the count itself: nothing is allocated."""
+        """The counts, which are all that is held."""
         return {"counts": 8.0 * len(self.results(case))}
 
     def results(self, case: Case) -> dict[str, Any]:
-        """Bytes, and where they exceed the device's."""
+        """Bytes of the cache, and the batch and length that fill the device."""
         shape, choice = self.cache_shape(case), self.choice()
         total = choice.storage_bytes(shape)
         budget = self.device_gib * GIB
@@ -117,8 +114,6 @@ class KvMemory(Task):
         }
 
     def run(self, case: Case, bench: Bench) -> None:
-        from harness.bench.bench import WrongResult
-
         bench.stage("counting")
         results = self.results(case)
         allocated = self.choice().allocate(self.cache_shape(case), "meta").storage_bytes

@@ -1,1 +1,1 @@
-"""Inference: prefill of prompts, steps from a cache, and the whole model generating."""
+"""Inference: prefill of prompts, decoding steps from a cache, and the whole model generating."""

@@ -1,33 +1,42 @@
-"""Decoding steps from a cache: what an inference server does for each new token.
+"""``task=decode``: decoding steps from a cache, which an inference server takes for each token.
 
-A step rotates the new queries and keys, appends keys and values to the cache and attends to it,
-in as many layers as asked, each with a cache of its own. Lengths stand still while passes are
-measured, so that all of them are one and the same step. A mixed batch prefills prompts of other
-sequences in the same step, as a server with continuous batching does.
+A step rotates the new queries and keys, appends keys and values to the cache, and attends to it,
+in one or more layers with a cache each. The cache's lengths do not grow while passes are measured,
+so that all measure the same step. In a mixed batch the step also prefills prompts of other
+sequences, as a server with continuous batching does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import Any, ClassVar
 
+import torch
+
+from harness.bench import copy_bandwidth, launches, matmul_rate
+from harness.bench.bench import Bench, PhaseTimer
+from harness.bench.program import Program
 from harness.cases import format as fmt
 from harness.cases.case import Case, require_at_least, require_choice, require_one_process
 from harness.cases.column import CaseColumn, Point, note, option
 from harness.cases.task import Task, Work, task
+from harness.measure import profiling
+from harness.predictions.decoding import decode_work, input_and_output_bytes
 from harness.store.record import Record
-from harness.tasks.attention.lengths import ragged_cache_lengths
-from harness.tasks.decoding.decode_work import decode_work, given_bytes
+from harness.tasks.decoding import decode_call, prefill_call
+from harness.tasks.decoding.cache_checks import (
+    LENGTHS,
+    cache_of,
+    decode_workspace,
+    require_block_size,
+    require_blocks,
+)
+from harness.tasks.lengths import ragged_cache_lengths
 from kernels import BACKENDS, Attention, AttentionProblem, Decoding, accounting
-from kernels.caches import CacheChoice, CacheShape
+from kernels.caches import CacheShape
 from kernels.decoding import ROTARY, DecodeProblem
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from harness.bench.bench import Bench
-
-LENGTHS = ("equal", "ragged")
+from kernels.launching import graphs
 
 
 def _prompts(record: Record) -> str:
@@ -52,7 +61,7 @@ class Decode(Task):
     rope_head_dim: int = 64
     """Width of the rotary part of a key, with cache=latent."""
     new_tokens: int = 1
-    """Tokens that each sequence gains: one, or several that were guessed."""
+    """Tokens that each sequence gains: one, or several in speculative decoding."""
     lengths: str = "equal"
     """Caches of ``equal`` lengths of seq_len, or ``ragged`` ones of that mean."""
     rotary: str = "interleaved"
@@ -159,7 +168,7 @@ class Decode(Task):
 
     @property
     def _room(self) -> int:
-        """Tokens that a sequence gains: with a graph in two steps, to see lengths change."""
+        """Room for new tokens: a graph is checked twice, the second time at greater lengths."""
         return self.new_tokens * (2 if self.cuda_graph else 1)
 
     def words(self) -> list[str]:
@@ -211,7 +220,7 @@ class Decode(Task):
         )
 
     def attention_problem(self, case: Case) -> AttentionProblem:
-        """The step as an attention call: few queries, many keys."""
+        """The step as an attention call of few queries and many keys."""
         problem = self.decode_problem(case)
         return AttentionProblem(
             batch_size=case.batch_size,
@@ -227,7 +236,7 @@ class Decode(Task):
         )
 
     def prefill_problem(self, case: Case) -> AttentionProblem:
-        """The call that all prompts of a mixed batch go through together."""
+        """The packed attention call over all prompts of a mixed batch."""
         return AttentionProblem(
             batch_size=self.prompts,
             num_heads=self.num_heads,
@@ -284,7 +293,7 @@ class Decode(Task):
         values = {
             "cache": float(cache.storage_bytes(shape)),
             "index": float(cache.index_bytes(shape)),
-            **given_bytes(problem),
+            **input_and_output_bytes(problem),
             "rotary table": 4.0 * problem.max_len * (problem.rope_head_dim or problem.head_dim),
             "workspace": decode_workspace(case, problem),
         }
@@ -294,42 +303,69 @@ class Decode(Task):
         return values
 
     def run(self, case: Case, bench: Bench) -> None:
-        from harness.tasks.decoding.decode_run import run
-
-        run(self, case, bench)
-
-
-def decode_workspace(case: Case, problem: DecodeProblem) -> float:
-    """Predicted bytes that the steps need beside the cache; none where it takes none."""
-    attention = case.attention
-    return attention.decode_workspace(problem) if isinstance(attention, Decoding) else 0.0
-
-
-def cache_of(case: Case) -> CacheChoice:
-    assert case.cache is not None, "the task uses a cache"
-    return case.cache
-
-
-def require_blocks(case: Case, lengths: Iterable[int]) -> None:
-    """Raise ValueError unless a paged cache has blocks for sequences of these lengths."""
-    cache = cache_of(case)
-    num_blocks, size = getattr(cache, "num_blocks", None), cache.tokens_per_block
-    if num_blocks is not None and size is not None:
-        needed = sum(-(-length // size) for length in lengths)
-        if needed > num_blocks:
-            raise ValueError(
-                f"cache.num_blocks={num_blocks}: the batch needs {needed} blocks of "
-                f"cache.block_size={size}"
+        roof = {
+            "copy_bandwidth_gb_s": copy_bandwidth.copy_bandwidth_gb_s(bench),
+            "matmul_tflops": matmul_rate.matmul_tflops(bench, case.precision.compute),
+        }
+        bench.stage("set-up")
+        bench.release_memory()
+        with torch.no_grad():
+            call = decode_call.DecodeCall(
+                self.decode_problem(case),
+                case.attention.role(Decoding),
+                cache_of(case),
+                self.cache_shape(case),
+                self.cache_lengths(case),
+                bench.device,
+                seed=case.seed,
             )
+            call.plan()
+            step = graphs.GraphedStep(call.step) if self.cuda_graph else call.step
+            if bench.in_first_round:
+                call.check(case, bench, step, after_advance=self.cuda_graph)
+            self._measure(case, bench, step, self._prefill(case, bench))
+            if bench.in_last_round:
+                bench.stage("counting kernels")
+                counted = launches.count_launches(step, bench.device)
+                bench.outcome.notes["decode"] = {**roof, **counted}
 
-
-def require_block_size(case: Case) -> None:
-    """Raise ValueError for blocks of latents that the attention cannot read."""
-    cache, attention = cache_of(case), case.attention
-    needed = attention.latent_block_size if isinstance(attention, Decoding) else None
-    if cache.is_latent and needed is not None and cache.tokens_per_block != needed:
-        size = "null" if cache.tokens_per_block is None else cache.tokens_per_block
-        raise ValueError(
-            f"cache.block_size={size}: attention={attention.name} reads latents in blocks of "
-            f"{needed} tokens; use cache.block_size={needed}"
+    def _prefill(self, case: Case, bench: Bench) -> Callable[[], Any] | None:
+        """The prompts of a mixed batch, in sequences and caches of their own."""
+        if not self.prompts:
+            return None
+        call = prefill_call.PrefillCall(
+            self.prefill_problem(case),
+            self.prefill_backend(),
+            cache_of(case),
+            [self.prompt_len] * self.prompts,
+            bench.device,
+            rotary=self.rotary,
+            num_layers=self.num_layers,
         )
+        if bench.in_first_round:
+            call.check(case, bench)
+        return call.step
+
+    def _measure(
+        self,
+        case: Case,
+        bench: Bench,
+        step: Callable[[], Any],
+        prefill: Callable[[], Any] | None,
+    ) -> None:
+        def decode_alone(timer: PhaseTimer) -> None:
+            with timer.phase("decode"):
+                step()
+
+        def mixed(timer: PhaseTimer) -> None:
+            assert prefill is not None
+            with timer.phase("step"):
+                with timer.phase("prefill"):
+                    prefill()
+                with timer.phase("decode"):
+                    step()
+
+        measured = decode_alone if prefill is None else mixed
+        warmup, passes = self.warmup_steps, self.measure_steps
+        bench.measure(measured, warmup=warmup, passes=passes, flush_cache=True)
+        profiling.profile_if_asked(case, bench, Program(step=measured))

@@ -1,18 +1,21 @@
-"""The decoding step that a task makes: caches, inputs, and how both are looked at.
+"""The decoding step of ``task=decode``: its cache and inputs, and its numeric check.
 
-What the cache holds before the step is random, also behind each sequence's last token, where a
-wrong mask would find it. The check computes a few heads of a few sequences in float64 from what
-the cache held, and looks for the new tokens where they belong.
+The cache is random, also behind each sequence's last token, where a wrong mask would read it. The
+check computes a few heads of a few sequences in float64 from the cache before the step, and
+compares the new tokens in the cache after it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from harness.bench.bench import Bench
+from harness.cases.case import Case
+from harness.measure.check import require_accurate, worst_of
 from kernels.backend import Decoding
 from kernels.caches import CacheChoice, CacheShape
 from kernels.decoding import DecodeProblem, LatentInputs, scale_of
@@ -21,7 +24,7 @@ from kernels.rotary import Rotary, apply_rotary, rotary_table
 
 
 class DecodeCall:
-    """Steps of ``num_layers`` layers over one cache, always with the same new tokens."""
+    """Steps of all layers of one cache, always with the same new tokens."""
 
     def __init__(
         self,
@@ -80,14 +83,14 @@ class DecodeCall:
             q_rope=self._random(batch, heads, new, rope),
             c_BTR=self._random(batch, new, rank),
             k_rope=self._random(batch, new, rope),
-            # So that keys and values have the size of what they are projected from.
+            # Scaled so that keys and values are as large as the latents.
             up_k_HDR=self._random(heads, dim, rank) * rank**-0.5,
             up_v_HDR=self._random(heads, dim, rank) * rank**-0.5,
         )
         return (inputs,)
 
     def step(self) -> list[Tensor]:
-        """All layers on the device; :meth:`plan` comes before."""
+        """Output of every layer. Call :meth:`plan` before."""
         self.decoder.begin()
         layers = range(self.cache.shape.num_layers)
         return [self.decoder(layer, *self.inputs) for layer in layers]
@@ -95,30 +98,46 @@ class DecodeCall:
     def plan(self) -> None:
         self.decoder.plan()
 
-    def looked_at(self) -> list[int]:
+    def _checked(self) -> list[int]:
         """The last sequence, where a wrong stride would show, the longest and the shortest."""
         lengths = self.cache.places.host_lengths
         found = {len(lengths) - 1, lengths.index(max(lengths)), lengths.index(min(lengths))}
         return sorted(found)
 
-    def history(self) -> dict[int, Any]:
-        """What the last layer keeps of each sequence that is looked at."""
+    def _history(self) -> dict[int, Any]:
+        """The last layer's cache of each sequence that is checked."""
         lengths, last = self.cache.places.host_lengths, self.cache.shape.num_layers - 1
         return {
-            index: self.cache.sequence(last, index, lengths[index]) for index in self.looked_at()
+            index: self.cache.sequence(last, index, lengths[index]) for index in self._checked()
         }
 
-    def errors(self, outputs: list[Tensor], before: dict[int, Any]) -> dict[str, float]:
-        """Relative errors of the last layer's output, and of what the step left in the cache."""
+    def check(
+        self, case: Case, bench: Bench, step: Callable[[], list[Tensor]], *, after_advance: bool
+    ) -> None:
+        """Compare ``step``, which makes this call, with float64.
+
+        Args:
+            after_advance: compare again at greater lengths, which a replayed graph has to read.
+
+        Raises WrongResult for more than the number format's tolerance.
+        """
+        bench.stage("checking")
+        found = self._errors(step)
+        if after_advance:
+            self.cache.places.advance(self.problem.new_tokens)
+            found += self._errors(step)
+            self.cache.places.rewind(self.problem.new_tokens)
+        require_accurate(case, bench, worst_of(found))
+
+    def _errors(self, step: Callable[[], list[Tensor]]) -> list[dict[str, float]]:
+        """Relative errors of the last layer's output and cache, for each sequence checked."""
         compare = self._latent_errors if self.problem.is_latent else self._key_value_errors
-        worst: dict[str, float] = {}
-        for index, kept in before.items():
-            for name, error in compare(outputs[-1][index], index, kept).items():
-                worst[name] = max(error, worst.get(name, 0.0))
-        return worst
+        before = self._history()
+        output = step()[-1]
+        return [compare(output[index], index, kept) for index, kept in before.items()]
 
     def _rotated(self, x_HTD: Tensor, length: int) -> Tensor:
-        """Heads of new tokens in float64, rotated behind ``length`` tokens."""
+        """Heads of new tokens in float64, rotated as those that follow ``length`` tokens."""
         x_HTD = x_HTD.double()
         if self.rotary is None:
             return x_HTD
@@ -171,7 +190,7 @@ class DecodeCall:
 
 
 def attend_float64(q_HTD: Tensor, k_KD: Tensor, v_KD: Tensor, *, scale: float) -> Tensor:
-    """Heads that share keys; the last T of K keys are the new tokens' own."""
+    """Causal attention of heads that share keys; the last T of K keys are the new tokens'."""
     scores = q_HTD @ k_KD.mT * scale
     num_new, num_keys = scores.shape[-2:]
     row = torch.arange(num_new, device=scores.device)[:, None]
@@ -180,5 +199,5 @@ def attend_float64(q_HTD: Tensor, k_KD: Tensor, v_KD: Tensor, *, scale: float) -
 
 
 def _unchanged(*pairs: tuple[Tensor, Tensor]) -> float:
-    """0 where what was in the cache is there still, bit by bit."""
+    """0 if the cache before the step is unchanged bit by bit, else infinity."""
     return 0.0 if all(torch.equal(after, before) for after, before in pairs) else float("inf")

@@ -1,37 +1,50 @@
-"""Generating tokens with the whole model: prefill of the prompts, then greedy steps.
+"""``task=generate``: the whole model generates, prefill first and then greedy decoding steps.
 
-A pass reads prompts into the cache and generates from them; each of its decoding steps is a
-sample of its own. What comes out is checked against the same model without a cache.
+A pass is one prefill and output_len - 1 decoding steps, each a sample of its phase. The logits
+are checked against the same model without a cache.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from harness.cases.case import Case, require_at_least, require_choice, require_one_process
+import torch
+
+from harness.bench import copy_bandwidth, launches
+from harness.bench.bench import Bench, PhaseTimer
+from harness.bench.program import Program
+from harness.cases.case import (
+    DTYPE_BYTES,
+    Case,
+    require_at_least,
+    require_choice,
+    require_one_process,
+)
 from harness.cases.column import CaseColumn, note
 from harness.cases.task import Task, Work, task
-from harness.tasks.attention.lengths import ragged_cache_lengths
-from harness.tasks.decoding.decode import (
+from harness.measure import check, passes, profiling
+from harness.tasks.decoding.cache_checks import (
     LENGTHS,
     cache_of,
     decode_workspace,
     require_block_size,
     require_blocks,
 )
-from kernels import BACKENDS, Attention, AttentionProblem, Decoding
+from harness.tasks.lengths import ragged_cache_lengths
+from kernels import BACKENDS, Attention, AttentionProblem, Decoding, reference
 from kernels.accounting import attended_pairs
 from kernels.caches import CacheShape
 from kernels.decoding import DecodeProblem
-from models import accounting
+from models import accounting, generation, transformer
 from models.config import ModelConfig
 from models.decoding import cache_shape, decode_problem
 
-if TYPE_CHECKING:
-    from harness.bench.bench import Bench
+CHECKED_STEPS = 4
 
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+BLOCKS_TOLERANCE = 3.0
+"""Factor on the tolerance of one attention call, since rounding adds up over the blocks."""
 
 
 @task("generate")
@@ -40,7 +53,7 @@ class Generate(Task):
     """Greedy generation from random prompts of seq_len tokens. Phases: prefill, decode."""
 
     output_len: int = 32
-    """Tokens that are generated for each prompt; the first one comes from the prefill."""
+    """Tokens to generate for each prompt; the prefill gives the first."""
     lengths: str = "equal"
     """Prompts of ``equal`` lengths of seq_len, or ``ragged`` ones of that mean."""
     prefill_attention: str = "auto"
@@ -125,7 +138,7 @@ class Generate(Task):
         )
 
     def attention_problem(self, case: Case) -> AttentionProblem:
-        """The call that all prompts go through together."""
+        """The attention call over all prompts together."""
         model, lengths = model_of(case), self.prompt_lengths(case)
         return AttentionProblem(
             batch_size=case.batch_size,
@@ -155,9 +168,9 @@ class Generate(Task):
         return case.attention.role(Decoding).decode_choice(self.decode_problem(case))
 
     def work(self, case: Case) -> dict[str, Work]:
-        """Of the prefill, and of a decoding step in the middle of the output."""
+        """Work of the prefill, and of a decoding step in the middle of the output."""
         model, lengths = model_of(case), self.prompt_lengths(case)
-        size = _BYTES[case.precision.compute]
+        size = DTYPE_BYTES[case.precision.compute]
         count = accounting.count_parameters(model)
         pair_flops = 4.0 * model.num_heads * model.head_dim * model.num_layers
         held = sum(lengths) + case.batch_size * self.output_len / 2
@@ -182,8 +195,8 @@ class Generate(Task):
 
     def predicted_memory(self, case: Case) -> dict[str, float]:
         model, shape, cache = model_of(case), self.cache_shape(case), cache_of(case)
-        size, tokens = _BYTES[case.precision.compute], sum(self.prompt_lengths(case))
-        parameters = accounting.num_parameters(model) * _BYTES[case.precision.parameters]
+        size, tokens = DTYPE_BYTES[case.precision.compute], sum(self.prompt_lengths(case))
+        parameters = accounting.num_parameters(model) * DTYPE_BYTES[case.precision.parameters]
         # At the widest place of a block: the residual stream and its norm beside the three
         # inner tensors of the feed-forward layer, or q, k, v, rotated once more, and o.
         inner = max(3 * model.d_ff, 7 * model.d_model)
@@ -195,11 +208,87 @@ class Generate(Task):
         }
 
     def run(self, case: Case, bench: Bench) -> None:
-        from harness.tasks.decoding.generate_run import run
+        bandwidth = copy_bandwidth.copy_bandwidth_gb_s(bench)
+        bench.stage("set-up")
+        bench.release_memory()
+        torch.manual_seed(case.seed)
+        config, prefill = model_of(case), self.prefill_backend()
+        model = transformer.Transformer(
+            config, prefill, device=bench.device, dtype=getattr(torch, case.precision.parameters)
+        )
+        given = [
+            torch.randint(config.vocab_size, (length,), device=bench.device)
+            for length in self.prompt_lengths(case)
+        ]
+        prompts = generation.Prompts.of(given)
+        generator = generation.Generator(
+            model,
+            case.attention.role(Decoding),
+            prefill,
+            cache_of(case),
+            batch_size=case.batch_size,
+            max_len=self.max_len(case),
+            dtype=case.precision.compute,
+            cuda_graph=self.cuda_graph,
+        )
 
-        run(self, case, bench)
+        with torch.no_grad(), passes.autocast(case):
+            if bench.in_first_round:
+                _check(case, bench, model, generator, given)
+
+            def step(timer: PhaseTimer) -> None:
+                with timer.phase("prefill"):
+                    tokens_B = generator.prefill(prompts).argmax(dim=-1)
+                for _ in range(self.output_len - 1):
+                    with timer.phase("decode"):
+                        tokens_B = generator.step(tokens_B).argmax(dim=-1)
+
+            bench.measure(step, warmup=self.warmup_steps, passes=self.measure_steps)
+            profiling.profile_if_asked(case, bench, Program(step=step, model=model))
+            if bench.in_last_round:
+                bench.stage("counting kernels")
+                tokens_B = generator.prefill(prompts).argmax(dim=-1)
+
+                def again() -> None:
+                    generator.step(tokens_B)
+                    generator.cache.places.rewind(1)
+
+                again()
+                counted = launches.count_launches(again, bench.device)
+                bench.outcome.notes["generate"] = {"copy_bandwidth_gb_s": bandwidth, **counted}
 
 
 def model_of(case: Case) -> ModelConfig:
     assert case.model is not None, "generate uses a model"
     return case.model
+
+
+def _check(
+    case: Case,
+    bench: Bench,
+    model: transformer.Transformer,
+    generator: generation.Generator,
+    prompts: Sequence[torch.Tensor],
+) -> None:
+    """Compare logits of the last sequence with those of the model without a cache."""
+    bench.stage("checking")
+    tokens_B = (logits_BV := generator.prefill(generation.Prompts.of(prompts))).argmax(dim=-1)
+    from_cache, tokens = [logits_BV[-1].clone()], [prompts[-1]]
+    for _ in range(CHECKED_STEPS):
+        if generator.cache.places.longest == generator.cache.places.max_len:
+            break
+        tokens.append(tokens_B[-1:].clone())
+        logits_BV = generator.step(tokens_B)
+        from_cache.append(logits_BV[-1].clone())
+        tokens_B = logits_BV.argmax(dim=-1)
+    whole = torch.cat(tokens)
+    positions = torch.arange(len(whole), device=whole.device)
+    expected = model(whole[None], positions)[0, len(prompts[-1]) - 1 :]
+    error = reference.relative_error(torch.stack(from_cache), expected.double())
+    check.require_accurate(
+        case,
+        bench,
+        {"logits": error},
+        reference="the model without a cache",
+        times_tolerance=BLOCKS_TOLERANCE,
+    )

@@ -1,24 +1,27 @@
-"""Prefilling prompts of different lengths: what an inference server does before it decodes.
+"""``task=prefill``: prompts of different lengths, as an inference server reads them.
 
 All prompts go through rotary embedding, into the cache and through attention, packed end to end
-or padded to the longest. Work is counted by the real lengths, so that padding shows as time.
+or padded to the longest. Work is counted without the padding, so that padding lowers the rates.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+import torch
+
+from harness.bench.bench import Bench, PhaseTimer
+from harness.bench.program import Program
 from harness.cases.case import Case, require_at_least, require_choice, require_one_process
 from harness.cases.task import Task, Work, task
-from harness.tasks.attention.lengths import ragged_cache_lengths
-from harness.tasks.decoding.decode import cache_of
+from harness.measure import profiling
+from harness.tasks.decoding import prefill_call
+from harness.tasks.decoding.cache_checks import cache_of, require_blocks
+from harness.tasks.lengths import ragged_cache_lengths
 from kernels import Attention, AttentionProblem, accounting
 from kernels.caches import CacheShape
 from kernels.decoding import ROTARY
-
-if TYPE_CHECKING:
-    from harness.bench.bench import Bench, PhaseTimer
 
 PACKINGS = ("equal", "ragged", "padded")
 
@@ -78,14 +81,7 @@ class Prefill(Task):
                 "cache=latent: prompts are prefilled into keys and values; use cache=contiguous or "
                 "cache=paged"
             )
-        num_blocks, size = getattr(cache, "num_blocks", None), cache.tokens_per_block
-        if num_blocks is not None and size is not None:
-            needed = sum(-(-length // size) for length in self.held_lengths(case))
-            if needed > num_blocks:
-                raise ValueError(
-                    f"cache.num_blocks={num_blocks}: the prompts need {needed} blocks of "
-                    f"cache.block_size={size}"
-                )
+        require_blocks(case, self.held_lengths(case))
 
     def words(self) -> list[str]:
         return [self.packing]
@@ -101,7 +97,7 @@ class Prefill(Task):
         return [max(1, length) for length in found]
 
     def held_lengths(self, case: Case) -> list[int]:
-        """The same with their padding."""
+        """Tokens of each prompt in the cache: with their padding."""
         lengths = self.lengths(case)
         return [max(lengths)] * len(lengths) if self.packing == "padded" else lengths
 
@@ -149,20 +145,15 @@ class Prefill(Task):
             part = replace(problem, batch_size=1, q_len=length, kv_len=length)
             for name, value in accounting.memory(part, keeps_scores=False).items():
                 total[name] = total.get(name, 0.0) + value
-        # The rotated queries and keys, beside those that were given.
+        # Rotated queries and keys, beside the inputs.
         total["rotated"] = total["inputs"]
         return total
 
     def run(self, case: Case, bench: Bench) -> None:
-        import torch
-
-        from harness.bench.program import Program
-        from harness.tasks.decoding.prefill_call import PrefillCall
-
         bench.stage("set-up")
         bench.release_memory()
         with torch.no_grad():
-            call = PrefillCall(
+            call = prefill_call.PrefillCall(
                 self.attention_problem(case),
                 case.attention.role(Attention),
                 cache_of(case),
@@ -180,5 +171,4 @@ class Prefill(Task):
             bench.measure(
                 step, warmup=self.warmup_steps, passes=self.measure_steps, flush_cache=True
             )
-            if case.profile is not None and bench.in_last_round:
-                case.profile.run(case, bench, Program(step=step))
+            profiling.profile_if_asked(case, bench, Program(step=step))

@@ -1,6 +1,6 @@
-"""Prompts through rotary embedding, into a cache, and through attention.
+"""One pass of prompts through rotary embedding, into a cache, and through attention.
 
-Packed, prompts of different lengths stand end to end; padded, each is as long as the longest.
+Packed, prompts of different lengths lie end to end; padded, each is as long as the longest.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Phase = Callable[[str], AbstractContextManager[None]]
 
 
 class PrefillCall:
-    """Prompts of given lengths, as many layers as asked.
+    """Prompts of given lengths, through ``num_layers`` layers.
 
     Args:
-        problem: packed, or dense for prompts that are padded to the longest.
+        problem: packed, or dense for prompts padded to the longest.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class PrefillCall:
         return o.transpose(1, 2).flatten(0, 1)
 
     def check(self, case: Case, bench: Bench) -> None:
-        """Compare the last prompt and the longest with float64, and what the cache got of them.
+        """Compare the last prompt and the longest, and their keys and values in the cache.
 
         Raises WrongResult for more than the number format's tolerance.
         """

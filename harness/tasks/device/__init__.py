@@ -1,1 +1,1 @@
-"""What the hardware reaches by itself: matmuls, copies, collective operations."""
+"""The limits of the hardware: memory bandwidth, matmul rate, collective operations."""

@@ -1,15 +1,19 @@
-"""Collective operations between ranks alone: what communication costs before anything hides it.
+"""``task=collectives``: the time of one collective operation, with nothing to hide it.
 
-The CS336 text's distributed_communication problem, on gloo or NCCL as the device has it. The
-clock runs from when all ranks are ready until the slowest is done.
+Problem distributed_communication of CS336 assignment 2, over gloo on CPUs and NCCL on GPUs. A
+sample begins when all ranks are ready and ends when the slowest is done.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from harness.cases.case import Case, require_at_least, require_choice
+import torch
+import torch.distributed as dist
+
+from harness.bench.bench import Bench, PhaseTimer, WrongResult
+from harness.cases.case import DTYPE_BYTES, Case, require_at_least, require_choice
 from harness.cases.column import CaseColumn, Point, in_order, note, option
 from harness.cases.task import Task, Work, task
 from parallel.collectives import (
@@ -20,12 +24,7 @@ from parallel.collectives import (
     num_elements,
 )
 
-if TYPE_CHECKING:
-    from harness.bench.bench import Bench, PhaseTimer
-
 MIB = 2**20
-
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @task("collectives")
@@ -38,7 +37,7 @@ class Collectives(Task):
     ranks: int = 2
     """Ranks that take part."""
     size_mib: float = 1.0
-    """Size S of nccl-tests: of the largest buffer of one rank, in MiB (2**20 bytes)."""
+    """Size S of nccl-tests: the largest buffer of one rank, in MiB (2**20 bytes)."""
     warmup_steps: int = 5
     """Untimed calls before measuring."""
     measure_steps: int = 20
@@ -96,30 +95,25 @@ class Collectives(Task):
         return self.warmup_steps + self.measure_steps
 
     def num_elements(self, case: Case) -> int:
-        """Of size S, rounded down to what the ranks can share."""
+        """Elements of size S, rounded down to a multiple that the ranks can share."""
         num_bytes = self.size_mib * MIB
-        return num_elements(num_bytes, _DTYPE_BYTES[case.precision.compute], self.ranks)
+        return num_elements(num_bytes, DTYPE_BYTES[case.precision.compute], self.ranks)
 
     def work(self, case: Case) -> dict[str, Work]:
-        """Links carry what the bus bandwidth counts; sums are not what limits it."""
+        """The bytes that a link carries, by which the bus bandwidth is defined."""
         sent = self._size_bytes(case) * bus_factor(self.collective, self.ranks)
         return {"collective": Work(flops=0.0, sent_bytes=sent)}
 
     def _size_bytes(self, case: Case) -> int:
-        return self.num_elements(case) * _DTYPE_BYTES[case.precision.compute]
+        return self.num_elements(case) * DTYPE_BYTES[case.precision.compute]
 
     def predicted_memory(self, case: Case) -> dict[str, float]:
-        """Of what is measured: a source and a result, the smaller of which may be a part."""
+        """A source and a result, one of which may be one rank's part of the other."""
         size = self._size_bytes(case)
         shared = self.collective in ("all_gather", "reduce_scatter")
         return {"buffers": size * (1 + 1 / self.ranks if shared else 2)}
 
     def run(self, case: Case, bench: Bench) -> None:
-        import torch
-        import torch.distributed as dist
-
-        from harness.bench.bench import WrongResult
-
         bench.stage("set-up")
         group = dist.group.WORLD
         assert group is not None, "several ranks have a world"
@@ -130,23 +124,23 @@ class Collectives(Task):
             device=bench.device,
             seed=case.seed,
         )
-        made = make_collective(self.collective, data)
+        operation = make_collective(self.collective, data)
         bench.vote()
 
         bench.stage("checking")
-        made.run()
-        wrong = sum(bench.gather(made.wrong_elements()))
+        operation.run()
+        wrong = sum(bench.gather(operation.wrong_elements()))
         bench.outcome.notes["wrong_elements"] = wrong
         bench.outcome.notes["size_bytes"] = self._size_bytes(case)
         if wrong:
             raise WrongResult(f"{wrong:,} elements of the results of all ranks are wrong")
         bench.release_memory()
-        made.reset()
+        operation.reset()
 
         def step(timer: PhaseTimer) -> None:
             with timer.phase("collective"):
-                made.run()
-            # After the call and not before it, so that ranks still enter the next one together.
-            made.reset()
+                operation.run()
+            # After the call, so that ranks still enter the next one together.
+            operation.reset()
 
         bench.measure(step, warmup=self.warmup_steps, passes=self.measure_steps)

@@ -1,25 +1,25 @@
-"""What this device reaches: the roof that kernels are held against.
+"""``task=roofline``: the memory bandwidth and the matmul rate that the device reaches.
 
 Two phases: ``copy``, one large tensor onto another, which reads and writes each byte once; and
-``matmul``, one large square product in the precision's compute dtype. Both are what PyTorch
-gives to everybody, a copy kernel and cuBLAS or oneDNN, so that a roof is what can be had here
-and not what a datasheet says.
+``matmul``, one large square product in the precision's compute dtype. Both run PyTorch's own
+kernels, so that the roof is one that programs reach on this device, and not a datasheet's.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from harness.cases.case import Case, require_at_least, require_one_process
+import torch
+
+from harness.bench.bench import Bench, PhaseTimer, WrongResult
+from harness.cases.case import DTYPE_BYTES, Case, require_at_least, require_one_process
 from harness.cases.task import Task, Work, task
-
-if TYPE_CHECKING:
-    from harness.bench.bench import Bench, PhaseTimer
 
 MIB = 2**20
 
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_TOLERANCE = {"float32": 1e-4, "tf32": 1e-2, "bfloat16": 1e-2, "float16": 2e-3}
+"""Relative: the rounding of the result, and with TF32 of the factors."""
 
 
 @task("roofline")
@@ -28,7 +28,7 @@ class Roofline(Task):
     """Copy bandwidth and matmul rate of the device. Phases: copy, matmul."""
 
     copy_mib: int = 1024
-    """Size of the copied tensor: far beyond any cache."""
+    """Size of the copied tensor, far beyond any cache."""
     matmul_size: int = 8192
     """Rows and columns of both factors."""
     warmup_steps: int = 5
@@ -53,25 +53,21 @@ class Roofline(Task):
 
     def work(self, case: Case) -> dict[str, Work]:
         size = self.matmul_size
-        element = _DTYPE_BYTES[case.precision.compute]
+        element = DTYPE_BYTES[case.precision.compute]
         return {
             "copy": Work(flops=0.0, bytes=2.0 * self.copy_mib * MIB),
             "matmul": Work(flops=2.0 * size**3, bytes=3.0 * element * size**2),
         }
 
     def predicted_memory(self, case: Case) -> dict[str, float]:
-        factors = 3.0 * _DTYPE_BYTES[case.precision.compute] * self.matmul_size**2
+        factors = 3.0 * DTYPE_BYTES[case.precision.compute] * self.matmul_size**2
         return {"copies": 2.0 * self.copy_mib * MIB, "factors": factors}
 
     def run(self, case: Case, bench: Bench) -> None:
-        import torch
-
-        from harness.bench.bench import WrongResult
-
         bench.stage("set-up")
         bench.release_memory()
         dtype = getattr(torch, case.precision.compute)
-        # Random bits: what is written costs power, and so clocks, by what it is.
+        # Random bits: zeros would cost less power, and so allow higher clocks.
         source = torch.randint(256, (self.copy_mib * MIB,), dtype=torch.uint8, device=bench.device)
         target = torch.zeros_like(source)
         shape = (self.matmul_size, self.matmul_size)
@@ -95,7 +91,3 @@ class Roofline(Task):
         bench.outcome.check = {"errors": {"product": error}, "tolerance": tolerance}
         if not error <= tolerance:
             raise WrongResult(f"relative error of the product against float64 is {error:.2g}")
-
-
-_TOLERANCE = {"float32": 1e-4, "tf32": 1e-2, "bfloat16": 1e-2, "float16": 2e-3}
-"""A rounding of the result, and of TF32's factors."""

@@ -1,1 +1,1 @@
-"""Where each precision of a training step loses accuracy."""
+"""The accuracy of each precision: sums, and every tensor of a training step."""

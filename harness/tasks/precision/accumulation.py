@@ -1,23 +1,23 @@
-"""Adding the same small number many times, in chosen number formats.
+"""``task=accumulation``: the sum of the same small number many times, in chosen number formats.
 
 Problem mixed_precision_accumulation of CS336 assignment 2 (section 1.1.5), whose four programs
-are four choices of these options. Two things go wrong in a low precision, and the record keeps
-what is needed to tell them apart: the term itself is rounded, and so is every partial sum.
+are four choices of these options. A low precision rounds the term and every partial sum; the
+record has the sum and the stored term, which tell the two errors apart.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+import torch
+
+from harness.bench.bench import Bench
 from harness.cases.case import DTYPES, Case, require_at_least, require_choice, require_one_process
 from harness.cases.column import CaseColumn
 from harness.cases.task import Task, Work, task
 from harness.store.record import Record
-
-if TYPE_CHECKING:
-    from harness.bench.bench import Bench
 
 _SCALAR_BYTES = 8
 
@@ -40,9 +40,9 @@ class Accumulation(Task):
     cast_term: bool = False
     """Cast the stored term to the accumulator's dtype before adding it."""
     term: float = 0.01
-    """What is added; 0.01 is in no binary format exactly."""
+    """The number to add; 0.01 is exact in no binary format."""
     num_terms: int = 1000
-    """How often it is added."""
+    """Number of additions."""
 
     columns: ClassVar[tuple[CaseColumn, ...]] = (CaseColumn(name="accumulation", read=_sums),)
     attends: ClassVar[bool] = False
@@ -66,12 +66,10 @@ class Accumulation(Task):
         return {"sum": Work(flops=float(self.num_terms))}
 
     def predicted_memory(self, case: Case) -> dict[str, float]:
-        """Of the sum and the term."""
+        """The sum and the term."""
         return {"scalars": 2.0 * _SCALAR_BYTES}
 
     def run(self, case: Case, bench: Bench) -> None:
-        import torch
-
         bench.stage("adding")
         sum_dtype = getattr(torch, self.accumulator)
         term = torch.tensor(self.term, dtype=getattr(torch, self.term_dtype), device=bench.device)

@@ -1,9 +1,9 @@
-"""Training one step in a precision and in float64, and comparing every tensor on the way.
+"""One training step in a precision and in float64, compared tensor by tensor.
 
-What is looked at: parameters, the output of each layer and the gradient that arrives at it, the
-logits, the loss, the gradients of the parameters, and the optimizer's state. The reference is the
-same model in float64, from the same float32 parameters, so that the error of a precision
-includes that of rounding the parameters where it does so.
+Compared are the output of each layer and its gradient, the logits and the gradients of the
+parameters; the dtypes of parameters, loss and optimizer state are noted. The reference is the
+same model in float64 from the same float32 parameters, so that the errors of a precision that
+rounds its parameters include that rounding.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from models.transformer import Block, SelfAttention
 LOGITS = "logits"
 
 _MOST_SKIPPED_STEPS = 40
-"""More than enough to halve GradScaler's first scale, 65,536, until nothing can overflow."""
+"""Ends a search that cannot succeed: GradScaler's first scale, 65,536, is 2**16."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Program:
-    """What is trained for one step: a model, and its loss on one batch."""
+class AuditedModel:
+    """A model to train for one step, and its loss on one batch."""
 
     model: nn.Module
     head: str
@@ -41,8 +41,8 @@ class Program:
 
 
 @dataclass(slots=True)
-class _Seen:
-    """Tensors of one pass by name, in the order in which they came to be."""
+class _SeenTensors:
+    """Outputs and their gradients by name, in the order of computation."""
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class _Seen:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class _WatchedAttention:
-    """An attention call that shows what it is given and what it gives."""
+    """An attention call that notes its inputs and its output."""
 
     attention: Any
     name: str
@@ -74,9 +74,9 @@ class _WatchedAttention:
 
 
 @contextlib.contextmanager
-def _watching(program: Program) -> Iterator[_Seen]:
-    """Notes what every layer, block and attention call of the model gives, while inside."""
-    seen = _Seen()
+def _watching(program: AuditedModel) -> Iterator[_SeenTensors]:
+    """While inside, note the output of every layer, block and attention call of the model."""
+    seen = _SeenTensors()
     undo: list[Callable[[], None]] = []
 
     def watch(name: str, module: nn.Module) -> None:
@@ -102,15 +102,17 @@ def _watching(program: Program) -> Iterator[_Seen]:
             action()
 
 
-def audit(case: Case, bench: Bench, program: Program, reference: Program) -> dict[str, Any]:
-    """One training step of ``program`` in the case's precision, compared with ``reference``.
+def audit(
+    case: Case, bench: Bench, program: AuditedModel, reference: AuditedModel
+) -> dict[str, Any]:
+    """Train one step of ``program`` in the case's precision and compare it with ``reference``.
 
     Args:
         program: on the case's device, with parameters in the precision's dtype.
         reference: the same in float64, from the same float32 parameters.
 
     Returns:
-        What a record keeps: ``loss`` and ``loss_float64`` (nats, None where not finite),
+        The note of a record: ``loss`` and ``loss_float64`` (nats, None where not finite),
         ``loss_scale``, ``skipped_steps`` and ``tensors``, each with ``kind``, ``name``,
         ``dtype``, and where there is a reference the fields of :func:`compare`.
     """
@@ -134,7 +136,7 @@ def audit(case: Case, bench: Bench, program: Program, reference: Program) -> dic
         finite = all(bool(gradient.isfinite().all()) for gradient in gradients)
         if finite or not scaler.is_enabled() or skipped_steps == _MOST_SKIPPED_STEPS:
             break
-        # As in training: the step is skipped, the scale is halved, and the next one is tried.
+        # As in training: skip the step and try again with half the scale.
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
@@ -169,18 +171,18 @@ def audit(case: Case, bench: Bench, program: Program, reference: Program) -> dic
 def compare(
     got: Tensor, expected: Tensor, *, compute: torch.dtype, scale: float = 1.0
 ) -> dict[str, Any]:
-    """A tensor against ``scale`` times its float64 reference of the same shape.
+    """Compare a tensor with ``scale`` times its float64 reference of the same shape.
 
     Args:
-        compute: the dtype of the matmuls that it came from, whatever it is kept in.
+        compute: the dtype of the matmuls behind it, which may differ from its own.
 
     Returns:
-        ``elements``; ``overflowed``, infinite or NaN; ``underflowed``, zero where float64 has
-        something between zero and the smallest normal number of ``compute``, which leaves
-        out differences that rounding alone made zero; ``subnormal``, not zero and below the
-        smallest normal number of its own dtype, and so short of digits; ``error_norm`` and
-        ``reference_norm``, Euclidean norms of the difference and of the reference, both over
-        ``scale``, None where not finite.
+        Counts of ``elements``; ``overflowed``: infinite or NaN; ``underflowed``: zero where the
+        reference is not zero but below the smallest normal number of ``compute`` (a larger
+        reference became zero by rounding, as a difference does); ``subnormal``: not zero but
+        below the smallest normal number of the tensor's own dtype, so of less accuracy. And
+        ``error_norm`` and ``reference_norm``: Euclidean norms of the difference and of the
+        reference, divided by ``scale``, None where not finite.
     """
     expected = expected * scale
     wide = got.double()

@@ -1,29 +1,27 @@
-"""Which dtype every tensor of a training step has, and how far each precision is from float64.
+"""``task=precision_audit``: the dtype and the float64 error of every tensor of a training step.
 
-The model is the transformer, on random tokens;
-:mod:`harness.tasks.precision.precision_audit_toy` does the same to the CS336 text's ToyModel.
-Nothing is timed, and nothing is too wrong to be recorded: errors and overflows are the result.
+The model is the transformer, on random tokens; ``task=precision_audit_toy`` audits the CS336
+text's ToyModel. Nothing is timed. Errors and overflows are the result, and no case is wrong.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from harness.cases.case import Case, require_one_process
+import torch
+
+from harness.bench.bench import Bench
+from harness.cases.case import DTYPE_BYTES, Case, require_one_process
 from harness.cases.column import CaseColumn, note
 from harness.cases.task import Task, Work, task
+from harness.tasks import batch
+from harness.tasks.precision import audit
 from kernels import Attention, AttentionProblem, AttentionSpec
-from models import accounting
+from kernels.backends import naive
+from models import accounting, transformer
 from models.config import ModelConfig
 from models.memory import TrainingStep
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from harness.bench.bench import Bench
-
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 _FLOAT64_BYTES = 8
 
@@ -65,7 +63,7 @@ class PrecisionAudit(Task):
         return {"step": Work(flops=flops, tokens=case.batch_size * case.seq_len)}
 
     def predicted_memory(self, case: Case) -> dict[str, float]:
-        """The float64 model and its gradients stay, with what is compared, while a step is made."""
+        """The float64 model, its gradients and all compared tensors stay during the step."""
         model = _model(case)
         parameter_bytes = DTYPE_BYTES[case.precision.parameters]
         step = TrainingStep(
@@ -99,40 +97,37 @@ class PrecisionAudit(Task):
         }
 
     def run(self, case: Case, bench: Bench) -> None:
-        import torch
-
-        from harness.tasks.precision.audit import Program, audit
-        from harness.tasks.training.batch import whole_batch
-        from models.transformer import Transformer, cross_entropy
-
         bench.stage("set-up")
         bench.release_memory()
         torch.manual_seed(case.seed)
-        model = Transformer(
-            _model(case), case.attention.role(Attention), device=bench.device, dtype=torch.float32
+        config, device = _model(case), bench.device
+        attention = case.attention.role(Attention)
+        model = transformer.Transformer(config, attention, device=device, dtype=torch.float32)
+        exact = transformer.Transformer(
+            config, _Float64Attention(), device=device, dtype=torch.float64
         )
-        exact = Transformer(_model(case), _Explicit(), device=bench.device, dtype=torch.float64)
         exact.load_state_dict(model.state_dict())
         model.to(getattr(torch, case.precision.parameters))
-        batch = whole_batch(case, bench.device, bench.rank)
+        data = batch.whole_batch(case, device, bench.rank)
 
-        def program(network: Transformer) -> Program:
-            def loss() -> Tensor:
-                return cross_entropy(network(batch.tokens, batch.positions), batch.targets)
+        def audited(network: transformer.Transformer) -> audit.AuditedModel:
+            def loss() -> torch.Tensor:
+                logits = network(data.tokens, data.positions)
+                return transformer.cross_entropy(logits, data.targets)
 
-            return Program(model=network, head="head", loss=loss)
+            return audit.AuditedModel(model=network, head="head", loss=loss)
 
-        bench.outcome.notes["audit"] = audit(case, bench, program(model), program(exact))
+        bench.outcome.notes["audit"] = audit.audit(case, bench, audited(model), audited(exact))
         bench.note_memory()
 
 
-class _Explicit:
-    """Attention as the definition has it, in the dtype of its inputs."""
+class _Float64Attention:
+    """Attention by its definition, in the dtype of its inputs."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, /) -> Tensor:
-        from kernels.backends.naive import explicit_softmax_attention
-
-        return explicit_softmax_attention(q, k, v, spec)
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, /
+    ) -> torch.Tensor:
+        return naive.explicit_softmax_attention(q, k, v, spec)
 
 
 def _model(case: Case) -> ModelConfig:
@@ -141,7 +136,7 @@ def _model(case: Case) -> ModelConfig:
 
 
 def _compared_elements(model: ModelConfig) -> int:
-    """Elements per token that layers, blocks and attention calls give."""
+    """Elements per token of the outputs of layers, blocks and attention calls."""
     d_kv = model.kv_heads * model.head_dim
     # Two norms, q before and after RoPE, attention, o_proj, w2, the block; k and v twice; SwiGLU.
     block = 8 * model.d_model + 4 * d_kv + 2 * model.d_ff

@@ -1,24 +1,24 @@
-"""The precision audit of ToyModel, whose dtypes the CS336 text asks for by name.
+"""``task=precision_audit_toy``: the precision audit of the CS336 text's ToyModel.
 
 Problem benchmarking_mixed_precision (a) and (b) of CS336 assignment 2 (section 1.1.5). The text
-means a GPU; torch.autocast has rules of its own for a CPU, which leave LayerNorm in the low
-precision, and the table says on which device it was made.
+means a GPU; on a CPU torch.autocast has other rules and leaves LayerNorm in the low precision.
 """
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from harness.cases.case import Case, require_at_least, require_one_process
+import torch
+
+from harness.bench.bench import Bench
+from harness.cases.case import DTYPE_BYTES, Case, require_at_least, require_one_process
 from harness.cases.column import CaseColumn
 from harness.cases.task import Task, Work, task
-from harness.tasks.precision.precision_audit import AUDIT, DTYPE_BYTES
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from harness.bench.bench import Bench
+from harness.tasks.precision import audit
+from harness.tasks.precision.precision_audit import AUDIT
+from models import toy
 
 _FLOAT64_BYTES = 8
 
@@ -55,7 +55,7 @@ class PrecisionAuditToy(Task):
 
     def work(self, case: Case) -> dict[str, Work]:
         weights = self.hidden_features * (self.in_features + self.out_features)
-        # Forward 2 a weight; backward twice that, less the gradient of the input, not needed.
+        # 2 FLOPs a weight forward, twice that backward, without the gradient of the input.
         unneeded = 2 * self.hidden_features * self.in_features
         return {"step": Work(flops=float(case.batch_size * (6 * weights - unneeded)))}
 
@@ -68,28 +68,21 @@ class PrecisionAuditToy(Task):
         }
 
     def run(self, case: Case, bench: Bench) -> None:
-        import copy
-
-        import torch
-
-        from harness.tasks.precision.audit import Program, audit
-        from models.toy import ToyModel, cross_entropy
-
         bench.stage("set-up")
         torch.manual_seed(case.seed)
-        model = ToyModel(self.in_features, self.hidden_features, self.out_features)
+        model = toy.ToyModel(self.in_features, self.hidden_features, self.out_features)
         inputs = self.input_scale * torch.randn(case.batch_size, self.in_features)
         targets = torch.randint(self.out_features, (case.batch_size,), device=bench.device)
         model, inputs = model.to(bench.device), inputs.to(bench.device)
         exact = copy.deepcopy(model).double()
         parameters = getattr(torch, case.precision.parameters)
 
-        def program(network: ToyModel, dtype: torch.dtype) -> Program:
-            def loss() -> Tensor:
-                return cross_entropy(network(inputs.to(dtype)), targets)
+        def audited(network: toy.ToyModel, dtype: torch.dtype) -> audit.AuditedModel:
+            def loss() -> torch.Tensor:
+                return toy.cross_entropy(network(inputs.to(dtype)), targets)
 
-            return Program(model=network, head="fc2", loss=loss)
+            return audit.AuditedModel(model=network, head="fc2", loss=loss)
 
-        bench.outcome.notes["audit"] = audit(
-            case, bench, program(model.to(parameters), parameters), program(exact, torch.float64)
+        bench.outcome.notes["audit"] = audit.audit(
+            case, bench, audited(model.to(parameters), parameters), audited(exact, torch.float64)
         )

@@ -1,1 +1,1 @@
-"""One training step of the transformer, on one rank or many."""
+"""A training step of the transformer, on one rank or many."""

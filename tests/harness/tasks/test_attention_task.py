@@ -18,7 +18,7 @@ from harness.cases.case import Case
 from harness.request.compose import compose_request
 from harness.run.worker import why_unsupported
 from harness.tasks.attention.attention import Attention
-from harness.tasks.attention.lengths import ragged_lengths
+from harness.tasks.lengths import ragged_lengths
 from kernels import Packing
 from kernels.backends.naive import Naive
 from kernels.problem import AttentionSpec

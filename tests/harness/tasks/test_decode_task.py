@@ -22,9 +22,9 @@ from harness.reports.decoding.fusion_rows import PARTS
 from harness.request.compose import compose_request
 from harness.request.plan import predicted_seconds
 from harness.run.worker import why_unsupported
-from harness.tasks.attention.lengths import ragged_cache_lengths
 from harness.tasks.decoding.decode_call import DecodeCall
 from harness.tasks.decoding.prefill_call import PrefillCall
+from harness.tasks.lengths import ragged_cache_lengths
 from kernels.decode.steps.operators import MatmulDecoder
 from kernels.rotary import Rotary
 

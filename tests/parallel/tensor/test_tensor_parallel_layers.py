@@ -17,7 +17,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from harness.cases.case import Case
-from harness.tasks.training.batch import whole_batch
+from harness.tasks.batch import whole_batch
 from models.memory import TrainingStep
 from models.transformer import NO_TARGET, cross_entropy
 from parallel.tensor import (

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from harness.cases.case import Case
-from harness.tasks.training.batch import whole_batch
+from harness.tasks.batch import whole_batch
 from models.transformer import cross_entropy
 from parallel import STRATEGIES
 from parallel.tensor import (

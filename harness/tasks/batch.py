@@ -1,4 +1,4 @@
-"""The random tokens that a training step learns nothing from: this rank's part of a batch."""
+"""Random tokens for a training step: this rank's part of a batch."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from parallel.context.blocks.layouts import Layout
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Batch:
-    """What the model is given, and what its loss is over."""
+    """Inputs of the model and targets of its loss."""
 
     tokens: Tensor
-    """int64 [B, S], S the tokens of each sequence that are held here."""
+    """int64 [B, S]: S tokens of each sequence on this rank."""
     targets: Tensor
     """int64 [B, S]; NO_TARGET for padding."""
     positions: Tensor
-    """int64 [S]: where each token stands in its sequence."""
+    """int64 [S]: positions of the tokens in their sequence."""
     num_targets: float | None = None
-    """Divisor of the loss of a part, so that its mean over the parts is that of the whole."""
+    """Divisor of a part's loss, such that the mean over parts is the loss of the whole."""
 
 
 def whole_batch(case: Case, device: torch.device, rank: int) -> Batch:
-    """Sequences in one piece, others on each rank."""
+    """Whole sequences, different ones on each rank."""
     torch.manual_seed(case.seed + 1 + rank)
     assert case.model is not None, "train_step uses a model"
     shape = (case.batch_size, case.seq_len)
@@ -39,7 +39,7 @@ def whole_batch(case: Case, device: torch.device, rank: int) -> Batch:
 
 
 def split_batch(case: Case, device: torch.device, rank: int, layout: Layout) -> Batch:
-    """This rank's part of sequences that ``layout.num_ranks`` ranks in a row share."""
+    """This rank's part of the sequences that ``layout.num_ranks`` consecutive ranks share."""
     dp_rank, cp_rank = divmod(rank, layout.num_ranks)
     whole = whole_batch(case, device, dp_rank)
     return Batch(

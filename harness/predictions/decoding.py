@@ -1,22 +1,21 @@
 """FLOPs and bytes of one decoding step, by formula.
 
-Bytes are the fewest that have to move: every token in the cache read once, the new ones written
-once, queries read, the result written, and of latent attention the up-projections. Latent FLOPs
-are those of the absorbed form, whichever runs, so that both are held against one number.
+Bytes are the fewest that have to move: each token in the cache read once, the new ones written
+once, queries read, the result written, and in latent attention the up-projections read. FLOPs of
+latent attention are those of the absorbed form, also where the materialised one runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from harness.cases.case import DTYPE_BYTES
 from harness.cases.task import Work
 from kernels.decoding import DecodeProblem
 
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
 
 def decode_work(problem: DecodeProblem, lengths: Sequence[int], num_layers: int) -> Work:
-    """Of a step of all layers over sequences that hold ``lengths`` tokens before it."""
+    """Work of a step of all layers over sequences that hold ``lengths`` tokens before it."""
     new = problem.batch_size * problem.new_tokens
     held = sum(lengths)
     # Each new token sees the cache, itself, and the new ones before it.
@@ -36,14 +35,14 @@ def decode_work(problem: DecodeProblem, lengths: Sequence[int], num_layers: int)
         flops = 4 * problem.num_heads * pairs * problem.head_dim
     return Work(
         flops=float(num_layers * flops),
-        bytes=float(num_layers * elements * _BYTES[problem.dtype]),
+        bytes=float(num_layers * elements * DTYPE_BYTES[problem.dtype]),
         tokens=new,
     )
 
 
-def given_bytes(problem: DecodeProblem) -> dict[str, float]:
+def input_and_output_bytes(problem: DecodeProblem) -> dict[str, float]:
     """Inputs, weights and output of one layer, in bytes."""
-    size = _BYTES[problem.dtype]
+    size = DTYPE_BYTES[problem.dtype]
     new = problem.batch_size * problem.new_tokens
     rows = new * problem.num_heads
     if problem.is_latent:
