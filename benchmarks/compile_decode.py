@@ -20,14 +20,16 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from benchmarks.compile_hopper import HOPPER, assembler_report, parameters_differ
-from kernels.decode import configs, plans
+from kernels.decode import configs
 from kernels.decode.call import Call
+from kernels.decode.dense import launch as dense_launch
 from kernels.decode.dense.kernel import flash_decode_kernel
 from kernels.decode.latent import append
+from kernels.decode.latent import launch as latent_launch
 from kernels.decode.latent.append_kernel import latent_append_kernel
 from kernels.decode.latent.hopper_kernel import hopper_latent_kernel
 from kernels.decode.latent.kernel import latent_decode_kernel
-from kernels.decode.merge_kernel import merge_kernel
+from kernels.decode.latent.merge_kernel import merge_kernel
 
 SHARED_MEMORY_BYTES = 227 * 1024
 
@@ -87,10 +89,10 @@ def compile_variant(name: str) -> tuple[Any, str]:
     pinned = configs._pinned()["NVIDIA H200"].get(row)
     tiles = pinned or rule(call, SHARED_MEMORY_BYTES)
     if kind == "flash":
-        constants = dict(plans.flash_constants(call, tiles, False))
+        constants = dict(dense_launch.flash_constants(call, tiles, False))
         kernel = flash_decode_kernel
     else:
-        constants = dict(plans.latent_constants(call, tiles))
+        constants = dict(latent_launch.latent_constants(call, tiles))
         kernel = latent_decode_kernel
     options = {
         option: constants.pop(option)

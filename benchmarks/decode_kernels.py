@@ -27,8 +27,8 @@ from torch import Tensor
 
 from harness.bench.copy_bandwidth import measured_gb_s
 from kernels.decode import Rotary, flash_decode, mla_decode
-from kernels.decode.call import describe_flash
 from kernels.decode.configs import Tiles, choose, shape_class, user_table_path
+from kernels.decode.dense.call import describe_flash
 from kernels.decode.latent import hopper as hopper_latent
 from kernels.decode.latent.call import describe_latent
 from kernels.launching.graphs import capture

@@ -1,14 +1,12 @@
-"""Attention of new tokens over a cache, in Triton: flash decode, absorbed latent attention.
+"""Decoding in Triton: attention of a few new tokens over a cache, with rotary and append.
 
-Read in this order: ``rotary`` (the angles a call brings), ``schedule`` (how the keys of a ragged
-batch are divided into equal shares), ``pieces`` (a share's partial results, and who merges
-them), ``cache_tiles`` (loading from contiguous and paged caches, rotating), ``flash_kernel`` and
-``latent_kernel`` (the two kernels), ``call`` and ``latent_call`` (what is refused), ``configs``
-(tile sizes), ``workspace`` (memory for partial results), ``plans`` (what is kept from one launch
-to the next) and ``launch`` (the two entry points).
-Then ``hopper_latent_kernel``, in Gluon, with ``merge_kernel`` and ``hopper_latent``, which
-launches them; and ``latent_append_kernel`` with ``append``, which launches it before
-latent attention. Nothing here imports torch or triton until one of the names below is used.
+``dense`` attends to keys and values (flash decode), ``latent`` to compressed latents, absorbed;
+``steps`` takes the steps of a model, by these kernels or by PyTorch's operators. What both kinds
+of kernels share lies here: ``schedule`` divides the keys of a ragged batch into equal shares,
+``pieces`` merges the partial results of shares, ``cache_tiles`` loads tiles from contiguous and
+paged caches and rotates rows, ``call`` checks a call, ``configs`` has tile sizes, ``workspace``
+memory for partial results, and ``plans`` what is kept from one launch to the next.
+Nothing here imports torch or triton until one of the names below is used.
 """
 
 from __future__ import annotations
@@ -18,10 +16,10 @@ from typing import Any
 
 _HOMES = {
     "Rotary": "kernels.rotary",
-    "flash_decode": "kernels.decode.launch",
+    "flash_decode": "kernels.decode.dense.launch",
     "latent_append": "kernels.decode.latent.append",
-    "mla_decode": "kernels.decode.launch",
-    "why_not": "kernels.decode.launch",
+    "mla_decode": "kernels.decode.latent.launch",
+    "why_not": "kernels.decode.plans",
 }
 
 __all__ = ["Rotary", "flash_decode", "latent_append", "mla_decode", "why_not"]

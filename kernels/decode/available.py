@@ -14,6 +14,6 @@ def why_not_here(problem: DecodeProblem) -> str | None:
     # Triton is an optional library.
     import torch
 
-    from kernels.decode.launch import why_not
+    from kernels.decode.plans import why_not
 
     return why_not(torch.device(problem.device), getattr(torch, problem.dtype))

@@ -1,25 +1,21 @@
-"""One call of the decode kernels in facts: shapes, dtypes and what is refused.
+"""A call of a decode kernel in facts, and the checks that calls of all kernels share.
 
 The facts follow from shapes, dtypes and devices alone, so that the checks run once for each
-combination; what only the device knows (whether the new tokens fit, whether the block table
-points inside) the owner of the cache has to check.
+combination. Only the device knows whether the new tokens fit and whether the block table points
+inside; the owner of the cache checks that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from kernels.rotary import Rotary
-
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-MAX_HEAD_DIM = 256
 
-_Facts = tuple[torch.Size, torch.dtype, torch.device]
+Facts = tuple[torch.Size, torch.dtype, torch.device]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -57,79 +53,8 @@ class Call:
         return self.group_size * self.new
 
 
-def describe_flash(
-    q: Tensor,
-    k_new: Tensor,
-    v_new: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lengths: Tensor,
-    block_table: Tensor | None,
-    rotary: Rotary | None,
-    out: Tensor | None,
-) -> Call:
-    """The facts of a call of flash_decode; ValueError if it makes no sense."""
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        _check_dense_rows(name, cache)
-    return _checked_flash(
-        *map(_facts, (q, k_new, v_new, k_cache, v_cache, lengths)),
-        None if block_table is None else _facts(block_table),
-        None if rotary is None else (_facts(rotary.cos), _facts(rotary.sin)),
-        _out_facts(out),
-    )
-
-
-@lru_cache(maxsize=4096)
-def _checked_flash(
-    q: _Facts,
-    k_new: _Facts,
-    v_new: _Facts,
-    k_cache: _Facts,
-    v_cache: _Facts,
-    lengths: _Facts,
-    block_table: _Facts | None,
-    angles: tuple[_Facts, _Facts] | None,
-    out: _Facts | None,
-) -> Call:
-    _check_dims("q", q, "[batch, heads, new tokens, head_dim]")
-    _check_dims("k_new", k_new, "[batch, kv_heads, new tokens, head_dim]")
-    batch_size, num_heads, new, head_dim = q[0]
-    num_kv_heads = k_new[0][1]
-    if num_kv_heads == 0 or num_heads % num_kv_heads:
-        raise ValueError(f"k_new has {num_kv_heads} heads: must divide the {num_heads} heads of q")
-    if not 1 <= head_dim <= MAX_HEAD_DIM:
-        raise ValueError(f"q has head_dim {head_dim}: must be 1 to {MAX_HEAD_DIM}")
-    new_shape = torch.Size((batch_size, num_kv_heads, new, head_dim))
-    _check_like("k_new", k_new, new_shape, q)
-    _check_like("v_new", v_new, new_shape, q)
-    _check_dims("k_cache", k_cache, "4-dimensional")
-    rows, page, capacity = _cache_size(k_cache[0][0], k_cache[0][2], batch_size, block_table)
-    cache_shape = torch.Size((rows, num_kv_heads, k_cache[0][2], head_dim))
-    _check_like("k_cache", k_cache, cache_shape, q)
-    _check_like("v_cache", v_cache, cache_shape, q)
-    _check_lengths(lengths, block_table, batch_size, q[2])
-    _check_new(new, capacity)
-    rotary_dim = 0
-    if angles is not None:
-        rotary_dim = _rotary_dim(*angles, head_dim, q[2])
-    if out is not None:
-        _check_like("out", out, q[0], q)
-    return Call(
-        device=q[2],
-        dtype=q[1],
-        batch_size=batch_size,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        new=new,
-        head_dim=head_dim,
-        capacity=capacity,
-        page=page,
-        rotary_dim=rotary_dim,
-    )
-
-
-def _cache_size(
-    rows: int, tokens: int, batch_size: int, block_table: _Facts | None
+def cache_size(
+    rows: int, tokens: int, batch_size: int, block_table: Facts | None
 ) -> tuple[int, int, int]:
     """First dimension that the cache must have, block size or 0, and capacity of a sequence."""
     if block_table is None:
@@ -137,52 +62,52 @@ def _cache_size(
     if tokens < 1:
         raise ValueError("the paged cache has a block size of 0: must be 1 or more")
     if len(block_table[0]) != 2:
-        raise ValueError(f"block_table is {_show(block_table[0])}: must be [batch, blocks]")
+        raise ValueError(f"block_table is {show(block_table[0])}: must be [batch, blocks]")
     return rows, tokens, tokens * block_table[0][1]
 
 
-def _check_dims(name: str, facts: _Facts, layout: str) -> None:
+def check_dims(name: str, facts: Facts, layout: str) -> None:
     if len(facts[0]) != 4:
-        raise ValueError(f"{name} is {_show(facts[0])}: must be {layout}")
+        raise ValueError(f"{name} is {show(facts[0])}: must be {layout}")
     if facts[1] not in DTYPES:
-        raise ValueError(f"{name} is {_name(facts[1])}: must be one of {_names(DTYPES)}")
+        raise ValueError(f"{name} is {name_of(facts[1])}: must be one of {names_of(DTYPES)}")
 
 
-def _check_like(name: str, facts: _Facts, shape: torch.Size, q: _Facts) -> None:
+def check_like(name: str, facts: Facts, shape: torch.Size, q: Facts) -> None:
     if facts != (shape, q[1], q[2]):
         raise ValueError(
-            f"{name} is {_show(facts[0])} {_name(facts[1])} on {facts[2]}: "
-            f"must be {_show(shape)} {_name(q[1])} on {q[2]}, to fit the queries"
+            f"{name} is {show(facts[0])} {name_of(facts[1])} on {facts[2]}: "
+            f"must be {show(shape)} {name_of(q[1])} on {q[2]}, to fit the queries"
         )
 
 
-def _check_lengths(
-    lengths: _Facts, block_table: _Facts | None, batch_size: int, device: torch.device
+def check_lengths(
+    lengths: Facts, block_table: Facts | None, batch_size: int, device: torch.device
 ) -> None:
     if lengths != (torch.Size((batch_size,)), torch.int32, device):
         raise ValueError(
-            f"lengths is {_show(lengths[0])} {_name(lengths[1])} on {lengths[2]}: "
+            f"lengths is {show(lengths[0])} {name_of(lengths[1])} on {lengths[2]}: "
             f"must be [{batch_size}] int32 on {device}"
         )
     if block_table is not None and (
         block_table[0][0] != batch_size or block_table[1:] != (torch.int32, device)
     ):
         raise ValueError(
-            f"block_table is {_show(block_table[0])} {_name(block_table[1])} on {block_table[2]}: "
+            f"block_table is {show(block_table[0])} {name_of(block_table[1])} on {block_table[2]}: "
             f"must be [{batch_size}, blocks] int32 on {device}"
         )
 
 
-def _check_new(new: int, capacity: int) -> None:
+def check_new(new: int, capacity: int) -> None:
     if not 1 <= new <= max(capacity, 1):
         raise ValueError(f"q has {new} new tokens: must be 1 to {capacity}, the cache's capacity")
     if capacity < 1:
         raise ValueError("the cache has no room: its capacity must be 1 token or more")
 
 
-def _rotary_dim(
-    cos: _Facts,
-    sin: _Facts,
+def rotary_dim_of(
+    cos: Facts,
+    sin: Facts,
     head_dim: int,
     device: torch.device,
     *,
@@ -192,8 +117,9 @@ def _rotary_dim(
         known = facts[1] in dtypes and facts[2] == device
         if len(facts[0]) != 2 or not known or facts != cos:
             raise ValueError(
-                f"{name} is {_show(facts[0])} {_name(facts[1])} on {facts[2]}: must be [positions, "
-                f"rotary_dim / 2] {' or '.join(map(_name, dtypes))} on {device}, cos and sin alike"
+                f"{name} is {show(facts[0])} {name_of(facts[1])} on {facts[2]}: must be "
+                f"[positions, rotary_dim / 2] {' or '.join(map(name_of, dtypes))} on {device}, "
+                "cos and sin alike"
             )
     rotary_dim = 2 * cos[0][1]
     if rotary_dim > head_dim:
@@ -201,29 +127,29 @@ def _rotary_dim(
     return rotary_dim
 
 
-def _check_dense_rows(name: str, cache: Tensor) -> None:
+def check_dense_rows(name: str, cache: Tensor) -> None:
     if cache.numel() and cache.stride(-1) != 1:
         raise ValueError(f"{name} has a last stride of {cache.stride(-1)}: must be 1")
 
 
-def _facts(x: Tensor) -> _Facts:
+def facts_of(x: Tensor) -> Facts:
     return x.shape, x.dtype, x.device
 
 
-def _out_facts(out: Tensor | None) -> _Facts | None:
+def facts_of_out(out: Tensor | None) -> Facts | None:
     if out is None:
         return None
-    _check_dense_rows("out", out)
-    return _facts(out)
+    check_dense_rows("out", out)
+    return facts_of(out)
 
 
-def _show(shape: Sequence[int]) -> str:
+def show(shape: Sequence[int]) -> str:
     return str(list(shape))
 
 
-def _name(dtype: torch.dtype) -> str:
+def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _names(dtypes: Sequence[torch.dtype]) -> str:
-    return ", ".join(map(_name, dtypes))
+def names_of(dtypes: Sequence[torch.dtype]) -> str:
+    return ", ".join(map(name_of, dtypes))

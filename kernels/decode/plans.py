@@ -1,14 +1,13 @@
-"""Plans: what launches of the decode kernels have in common, but for addresses and the scale.
+"""Plans: what launches on tensors of the same layout share, all but addresses and the scale.
 
-Deciding anew at every call what is refused, which tiles to take and what to compile for takes the
-host longer than a short step takes the GPU. All of it follows from how the tensors lie and from
-the options, under which a plan is kept.
+Deciding at every call what is refused, which tiles to take and what to compile for takes the host
+longer than a short step takes the GPU. All of it follows from the layout of the tensors and from
+the options; a plan is kept under both.
 """
 
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -16,13 +15,12 @@ import triton
 from torch import Tensor
 
 from kernels.decode import configs, workspace
+from kernels.decode.cache_tiles import load_rows
 from kernels.decode.call import Call
-from kernels.decode.dense.kernel import flash_decode_kernel
-from kernels.decode.latent.kernel import latent_decode_kernel
 from kernels.launching.device import on
 from kernels.launching.prepared import Launch
 
-INTERPRETED = not isinstance(flash_decode_kernel, triton.JITFunction)
+INTERPRETED = not isinstance(load_rows, triton.JITFunction)
 """Whether triton was first imported under TRITON_INTERPRET=1; it cannot change later."""
 
 _MIN_UNITS = 4
@@ -53,7 +51,7 @@ def copies_of_sparse(
 
 
 class Plan(NamedTuple):
-    """Of a kernel that merges by itself."""
+    """The plan of a kernel that merges partial results itself."""
 
     launch: Launch
     device: torch.device
@@ -74,61 +72,7 @@ class Plan(NamedTuple):
             )
 
 
-def plan_flash(
-    call: Call,
-    q: Tensor,
-    k_new: Tensor,
-    v_new: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    cos: Tensor,
-    out: Tensor,
-    interleaved: bool,
-    num_splits: int | None,
-    tiles: configs.Tiles | None,
-) -> Plan:
-    """For tensors that lie like these, as the kernel takes them."""
-    tiles = tiles or configs.choose("flash", call, interpreted=INTERPRETED)
-    return _plan(
-        flash_decode_kernel,
-        call,
-        flash_constants(call, tiles, interleaved),
-        workers(call, num_splits, tiles, appends=1),
-        (
-            *q.stride()[:3], *k_new.stride()[:3], *v_new.stride()[:3],
-            *k_cache.stride()[:3], *v_cache.stride()[:3], *out.stride()[:3],
-            block_table.stride(0), cos.stride(0),
-            call.batch_size, call.capacity, cos.shape[0],
-        ),
-    )  # fmt: skip
-
-
-def plan_latent(
-    call: Call,
-    q_latent: Tensor,
-    q_rope: Tensor,
-    latent_cache: Tensor,
-    block_table: Tensor,
-    out: Tensor,
-    num_splits: int | None,
-    tiles: configs.Tiles | None,
-) -> Plan:
-    """For tensors that lie like these, as the plain kernel takes them."""
-    tiles = tiles or configs.choose("latent", call, interpreted=INTERPRETED)
-    return _plan(
-        latent_decode_kernel,
-        call,
-        latent_constants(call, tiles),
-        workers(call, num_splits, tiles, appends=0),
-        (
-            *q_latent.stride()[:3], *q_rope.stride()[:3], *latent_cache.stride()[:2],
-            *out.stride()[:3], block_table.stride(0), call.batch_size,
-        ),
-    )  # fmt: skip
-
-
-def _plan(
+def plan_of(
     kernel: Any,
     call: Call,
     constants: dict[str, Any],
@@ -146,33 +90,7 @@ def _plan(
     )
 
 
-@lru_cache(maxsize=1024)
-def flash_constants(call: Call, tiles: configs.Tiles, interleaved: bool) -> dict[str, Any]:
-    """What the flash kernel is compiled for."""
-    return {
-        "NUM_KV_HEADS": call.num_kv_heads,
-        "GROUP_SIZE": call.group_size,
-        "HEAD_DIM": call.head_dim,
-        "ROTARY_DIM": call.rotary_dim,
-        "INTERLEAVED": interleaved,
-        "BLOCK_T": power_of_two(call.new),
-        **_shared_constants(call, tiles, merge_values=32),
-    }
-
-
-@lru_cache(maxsize=1024)
-def latent_constants(call: Call, tiles: configs.Tiles) -> dict[str, Any]:
-    """What the plain latent kernel is compiled for."""
-    return {
-        "NUM_HEADS": call.num_heads,
-        "RANK": call.head_dim,
-        "ROPE_DIM": call.rope_dim,
-        "BLOCK_ROPE": power_of_two(call.rope_dim),
-        **_shared_constants(call, tiles, merge_values=64),
-    }
-
-
-def _shared_constants(call: Call, tiles: configs.Tiles, *, merge_values: int) -> dict[str, Any]:
+def shared_constants(call: Call, tiles: configs.Tiles, *, merge_values: int) -> dict[str, Any]:
     """Of both kernels; ``merge_values`` are the float32 values of a thread while it merges."""
     block_m = min(tiles.block_m, power_of_two(call.num_rows))
     merge_rows = triton.next_power_of_2(min(block_m, call.num_rows))
@@ -218,3 +136,23 @@ def workers(
 def power_of_two(count: int) -> int:
     """The next one, and at least the 16 that a matmul needs."""
     return max(16, triton.next_power_of_2(count))
+
+
+def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+    """None if the kernels can run here, else the reason."""
+    if INTERPRETED:
+        return None
+    if device.type != "cuda":
+        return "runs on a CUDA device; TRITON_INTERPRET=1 runs it on a CPU, slowly"
+    if dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) < (8,):
+        return "bfloat16 needs a GPU of compute capability 8.0 or higher"
+    return None
+
+
+def check_here(call: Call, num_splits: int | None) -> None:
+    """ValueError if no kernel of this package can run a call on its device."""
+    reason = why_not(call.device, call.dtype)
+    if reason is not None:
+        raise ValueError(f"the Triton decode kernels: {reason}")
+    if num_splits is not None and num_splits < 1:
+        raise ValueError(f"num_splits is {num_splits}: must be 1 or more, or None")

@@ -1,6 +1,6 @@
-"""The entry point that readies new tokens for absorbed latent attention, in one launch.
+"""Rotates new tokens and appends them to a cache of latents, in one launch.
 
-As those of :mod:`kernels.decode.launch` it reads no length on the host.
+As in :mod:`kernels.decode.dense.launch`, no length is read on the host.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from torch import Tensor
 from kernels.decode.call import Call
 from kernels.decode.latent.append_kernel import latent_append_kernel
 from kernels.decode.latent.call import describe_append
-from kernels.decode.launch import check_here
-from kernels.decode.plans import copies_of_sparse, layouts, power_of_two
+from kernels.decode.plans import check_here, copies_of_sparse, layouts, power_of_two
 from kernels.launching.device import on
 from kernels.launching.prepared import Launch, planned
 from kernels.rotary import Rotary
@@ -41,7 +40,7 @@ def latent_append(
 ) -> Tensor:
     """Rotates q_rope and k_rope and appends [c_new, k_rope] to the cache.
 
-    What :func:`~kernels.decode.launch.mla_decode` needs done first: new token t of a sequence
+    To be called before :func:`~kernels.decode.latent.launch.mla_decode`; new token t of a sequence
     stands at position lengths + t.
 
     Args:

@@ -1,4 +1,4 @@
-"""Calls over a cache of latents in facts, and what of them is refused; as in ``call``."""
+"""Calls over a cache of latents in facts, and what is refused."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torch import Tensor
 
 from kernels.decode.call import (
     Call,
-    _cache_size,
-    _check_dense_rows,
-    _check_dims,
-    _check_lengths,
-    _check_like,
-    _check_new,
-    _Facts,
-    _facts,
-    _name,
-    _out_facts,
-    _rotary_dim,
-    _show,
+    Facts,
+    cache_size,
+    check_dense_rows,
+    check_dims,
+    check_lengths,
+    check_like,
+    check_new,
+    facts_of,
+    facts_of_out,
+    name_of,
+    rotary_dim_of,
+    show,
 )
 from kernels.rotary import Rotary
 
@@ -34,11 +34,11 @@ def describe_latent(
     out: Tensor | None,
 ) -> Call:
     """The facts of a call of mla_decode; ValueError if it makes no sense."""
-    _check_dense_rows("latent_cache", latent_cache)
+    check_dense_rows("latent_cache", latent_cache)
     return _checked_latent(
-        *map(_facts, (q_latent, q_rope, latent_cache, lengths)),
-        None if block_table is None else _facts(block_table),
-        _out_facts(out),
+        *map(facts_of, (q_latent, q_rope, latent_cache, lengths)),
+        None if block_table is None else facts_of(block_table),
+        facts_of_out(out),
     )
 
 
@@ -53,41 +53,41 @@ def describe_append(
     lengths_after: Tensor | None,
 ) -> Call:
     """The facts of a call of latent_append; ValueError if it makes no sense."""
-    _check_dense_rows("latent_cache", latent_cache)
+    check_dense_rows("latent_cache", latent_cache)
     if lengths_after is not None:
-        _check_dense_rows("lengths_after", lengths_after)
+        check_dense_rows("lengths_after", lengths_after)
     return _checked_append(
-        *map(_facts, (q_rope, c_new, k_rope, latent_cache, lengths)),
-        None if block_table is None else _facts(block_table),
-        None if rotary is None else (_facts(rotary.cos), _facts(rotary.sin)),
-        None if lengths_after is None else _facts(lengths_after),
+        *map(facts_of, (q_rope, c_new, k_rope, latent_cache, lengths)),
+        None if block_table is None else facts_of(block_table),
+        None if rotary is None else (facts_of(rotary.cos), facts_of(rotary.sin)),
+        None if lengths_after is None else facts_of(lengths_after),
     )
 
 
 @lru_cache(maxsize=4096)
 def _checked_latent(
-    q: _Facts,
-    q_rope: _Facts,
-    cache: _Facts,
-    lengths: _Facts,
-    block_table: _Facts | None,
-    out: _Facts | None,
+    q: Facts,
+    q_rope: Facts,
+    cache: Facts,
+    lengths: Facts,
+    block_table: Facts | None,
+    out: Facts | None,
 ) -> Call:
-    _check_dims("q_latent", q, "[batch, heads, new tokens, rank]")
-    _check_dims("q_rope", q_rope, "[batch, heads, new tokens, rope_dim]")
+    check_dims("q_latent", q, "[batch, heads, new tokens, rank]")
+    check_dims("q_rope", q_rope, "[batch, heads, new tokens, rope_dim]")
     batch_size, num_heads, new, rank = q[0]
     rope_dim = q_rope[0][3]
     if min(num_heads, rank, rope_dim) < 1:
         raise ValueError(
-            f"q_latent is {_show(q[0])} and q_rope {_show(q_rope[0])}: "
+            f"q_latent is {show(q[0])} and q_rope {show(q_rope[0])}: "
             "must have heads, a rank and a rope_dim of 1 or more"
         )
-    _check_like("q_rope", q_rope, torch.Size((batch_size, num_heads, new, rope_dim)), q)
+    check_like("q_rope", q_rope, torch.Size((batch_size, num_heads, new, rope_dim)), q)
     page, capacity = _latent_cache_size(cache, rank + rope_dim, batch_size, block_table, q)
-    _check_lengths(lengths, block_table, batch_size, q[2])
-    _check_new(new, capacity)
+    check_lengths(lengths, block_table, batch_size, q[2])
+    check_new(new, capacity)
     if out is not None:
-        _check_like("out", out, q[0], q)
+        check_like("out", out, q[0], q)
     return Call(
         device=q[2],
         dtype=q[1],
@@ -104,39 +104,39 @@ def _checked_latent(
 
 @lru_cache(maxsize=4096)
 def _checked_append(
-    q_rope: _Facts,
-    c_new: _Facts,
-    k_rope: _Facts,
-    cache: _Facts,
-    lengths: _Facts,
-    block_table: _Facts | None,
-    angles: tuple[_Facts, _Facts] | None,
-    lengths_after: _Facts | None,
+    q_rope: Facts,
+    c_new: Facts,
+    k_rope: Facts,
+    cache: Facts,
+    lengths: Facts,
+    block_table: Facts | None,
+    angles: tuple[Facts, Facts] | None,
+    lengths_after: Facts | None,
 ) -> Call:
-    _check_dims("q_rope", q_rope, "[batch, heads, new tokens, rope_dim]")
+    check_dims("q_rope", q_rope, "[batch, heads, new tokens, rope_dim]")
     batch_size, num_heads, new, rope_dim = q_rope[0]
     if len(c_new[0]) != 3:
-        raise ValueError(f"c_new is {_show(c_new[0])}: must be [batch, new tokens, rank]")
+        raise ValueError(f"c_new is {show(c_new[0])}: must be [batch, new tokens, rank]")
     rank = c_new[0][2]
     if min(num_heads, rank, rope_dim) < 1:
         raise ValueError(
-            f"q_rope is {_show(q_rope[0])} and c_new {_show(c_new[0])}: "
+            f"q_rope is {show(q_rope[0])} and c_new {show(c_new[0])}: "
             "must have heads, a rank and a rope_dim of 1 or more"
         )
-    _check_like("c_new", c_new, torch.Size((batch_size, new, rank)), q_rope)
-    _check_like("k_rope", k_rope, torch.Size((batch_size, new, rope_dim)), q_rope)
+    check_like("c_new", c_new, torch.Size((batch_size, new, rank)), q_rope)
+    check_like("k_rope", k_rope, torch.Size((batch_size, new, rope_dim)), q_rope)
     page, capacity = _latent_cache_size(cache, rank + rope_dim, batch_size, block_table, q_rope)
-    _check_lengths(lengths, block_table, batch_size, q_rope[2])
+    check_lengths(lengths, block_table, batch_size, q_rope[2])
     if lengths_after is not None and lengths_after != lengths:
         raise ValueError(
-            f"lengths_after is {_show(lengths_after[0])} {_name(lengths_after[1])} on "
+            f"lengths_after is {show(lengths_after[0])} {name_of(lengths_after[1])} on "
             f"{lengths_after[2]}: must be [{batch_size}] int32 on {q_rope[2]}"
         )
-    _check_new(new, capacity)
+    check_new(new, capacity)
     rotary_dim = 0
     if angles is not None:
         wide = (torch.float32, torch.float64)
-        rotary_dim = _rotary_dim(*angles, rope_dim, q_rope[2], dtypes=wide)
+        rotary_dim = rotary_dim_of(*angles, rope_dim, q_rope[2], dtypes=wide)
     return Call(
         device=q_rope[2],
         dtype=q_rope[1],
@@ -153,12 +153,12 @@ def _checked_append(
 
 
 def _latent_cache_size(
-    cache: _Facts, width: int, batch_size: int, block_table: _Facts | None, q: _Facts
+    cache: Facts, width: int, batch_size: int, block_table: Facts | None, q: Facts
 ) -> tuple[int, int]:
     """Block size or 0, and capacity of a sequence, of a cache of latents of this width."""
     if len(cache[0]) != 3:
         layout = "[batch, max_len, rank + rope_dim], or with a block table [blocks, block_size, ..]"
-        raise ValueError(f"latent_cache is {_show(cache[0])}: must be {layout}")
-    rows, page, capacity = _cache_size(cache[0][0], cache[0][1], batch_size, block_table)
-    _check_like("latent_cache", cache, torch.Size((rows, cache[0][1], width)), q)
+        raise ValueError(f"latent_cache is {show(cache[0])}: must be {layout}")
+    rows, page, capacity = cache_size(cache[0][0], cache[0][1], batch_size, block_table)
+    check_like("latent_cache", cache, torch.Size((rows, cache[0][1], width)), q)
     return page, capacity

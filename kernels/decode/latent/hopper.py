@@ -57,7 +57,7 @@ def _why_not(call: Call) -> str | None:
 
 
 class Plan(NamedTuple):
-    """Of one launch, or two."""
+    """The plan of one launch, or of two."""
 
     attend: Launch
     merge: Launch | None
@@ -76,7 +76,7 @@ class Plan(NamedTuple):
         *,
         scale: float,
     ) -> None:
-        """Fills out [B, H, T, R]; arguments as of :func:`kernels.decode.launch.mla_decode`."""
+        """Fills out [B, H, T, R]; arguments as in :func:`~.launch.mla_decode`."""
         with on(self.device):
             pieces = workspace.pieces(self.num_programs, ROWS, RANK, self.device)
             self.attend(
@@ -97,7 +97,7 @@ def plan(
 ) -> Plan:
     """For tensors that lie like these; queries are made contiguous."""
     from kernels.decode.latent.hopper_kernel import hopper_latent_kernel
-    from kernels.decode.merge_kernel import merge_kernel
+    from kernels.decode.latent.merge_kernel import merge_kernel
 
     rows = _as_rows(cache)
     assert rows is not None

@@ -249,7 +249,7 @@ class TestMerge:
     @pytest.mark.parametrize("num_workers", [1, 2, 3, 5, 11, 13])
     def test_pieces_of_a_launch_before(self, num_workers: int) -> None:
         """What a kernel without a merge of its own leaves: attention over the keys of a piece."""
-        from kernels.decode.merge_kernel import merge_kernel
+        from kernels.decode.latent.merge_kernel import merge_kernel
 
         rows, width, block_m, row_tiles, new = 20, 16, 16, 2, 2
         lengths = [40, 1, 0, 16, 100]

@@ -14,11 +14,12 @@ from fake_driver import FACTS, Compiled, Driver, Kernel, install, number
 from torch import Tensor
 from triton_device import DEVICE, RUNS_TRITON
 
-from kernels.decode import Rotary, flash_decode, latent_append, mla_decode, plans
-from kernels.decode import launch as entry_points
+from kernels.decode import Rotary, flash_decode, latent_append, mla_decode
 from kernels.decode.configs import Tiles
+from kernels.decode.dense import launch as dense_launch
 from kernels.decode.latent import append
 from kernels.decode.latent import hopper as hopper_latent
+from kernels.decode.latent import launch as latent_launch
 
 pytestmark = RUNS_TRITON
 
@@ -75,7 +76,7 @@ def sizes_of(kind: str) -> list[int]:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     """Before it plans are made anew, after it none of its kernels are kept."""
     for module, name in (
-        (entry_points, "_FLASH_PLANS"), (entry_points, "_LATENT_PLANS"), (append, "_PLANS"),
+        (dense_launch, "_PLANS"), (latent_launch, "_PLANS"), (append, "_PLANS"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, {})
     return install(monkeypatch)
@@ -92,7 +93,7 @@ def faked(
 
 @pytest.fixture
 def flash(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> Fake:
-    return faked(monkeypatch, driver, plans, "flash_decode_kernel")
+    return faked(monkeypatch, driver, dense_launch, "flash_decode_kernel")
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -222,7 +223,7 @@ def latent_inputs(heads: int = 4, rank: int = 16, rope_dim: int = 8) -> dict[str
 
 
 def test_latent_attention(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> None:
-    fake = faked(monkeypatch, driver, plans, "latent_decode_kernel")
+    fake = faked(monkeypatch, driver, latent_launch, "latent_decode_kernel")
     for _ in range(2):
         given = latent_inputs()
         out = mla_decode(**given)
@@ -272,14 +273,14 @@ def test_latent_attention_on_hopper(monkeypatch: pytest.MonkeyPatch, driver: Dri
     """Two launches, the first with tensor maps; queries in another order are copied."""
     pytest.importorskip("triton.experimental.gluon")
     pytest.importorskip("triton.backends.nvidia.driver")
-    from kernels.decode import merge_kernel
     from kernels.decode.latent import hopper_kernel as hopper_latent_kernel
+    from kernels.decode.latent import merge_kernel
 
     def use_hopper(call: Any, cache: Tensor, implementation: str) -> bool:
         return cache.data_ptr() % 16 == 0
 
-    monkeypatch.setattr(entry_points, "_use_hopper", use_hopper)
-    plain = faked(monkeypatch, driver, plans, "latent_decode_kernel")
+    monkeypatch.setattr(latent_launch, "_use_hopper", use_hopper)
+    plain = faked(monkeypatch, driver, latent_launch, "latent_decode_kernel")
     attend = faked(
         monkeypatch, driver, hopper_latent_kernel, "hopper_latent_kernel",
         tensordesc_meta=[FACTS] * 4,

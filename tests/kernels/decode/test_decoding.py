@@ -228,7 +228,7 @@ class TestWiringOfFusedKernels:
         for name in ("flash_decode", "latent_append", "mla_decode"):
             monkeypatch.setattr(f"kernels.decode.{name}", getattr(stand_in, name))
         monkeypatch.setattr("kernels.decode.available.why_not_triton", lambda device: None)
-        monkeypatch.setattr("kernels.decode.launch.why_not", lambda device, dtype: None)
+        monkeypatch.setattr("kernels.decode.plans.why_not", lambda device, dtype: None)
 
     @pytest.mark.parametrize("block_size", [None, 4])
     @pytest.mark.parametrize("new_tokens", [1, 2])
@@ -247,7 +247,7 @@ class TestWiringOfFusedKernels:
         step.check(backend, tolerance=1e-4)
 
     def test_the_kernels_own_reason_is_given(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("kernels.decode.launch.why_not", lambda *given: f"not {given[1]}")
+        monkeypatch.setattr("kernels.decode.plans.why_not", lambda *given: f"not {given[1]}")
         problem = Step(lengths=[1], dtype="bfloat16").problem
         assert backend_of("flash_decode").supports_decode(problem) == "not torch.bfloat16"
 
