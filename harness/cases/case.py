@@ -10,11 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any
 
+from harness.cases.checkpoint import Checkpoint
+from harness.cases.compilation import Compile
+from harness.cases.precision import Precision
 from harness.cases.profiler import PROFILERS, Profiler
+from harness.cases.requirements import require_at_least, require_choice
 from harness.cases.task import TASKS, Task
 from kernels import BACKENDS, AttentionBackend, AttentionProblem
 from kernels.caches import CACHES, CacheChoice
@@ -23,120 +26,7 @@ from models.config import ModelConfig
 from parallel import STRATEGIES, Strategy
 from parallel.context.attention import SequenceParallelAttention
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes of an element of each dtype that a precision may use."""
-
-DTYPES = tuple(DTYPE_BYTES)
-COMPILE_SCOPES = ("none", "model", "block")
-CHECKPOINT_SCOPES = ("none", "block", "every_k", "selective")
-COMPILE_MODES = (
-    "default",
-    "reduce-overhead",
-    "max-autotune",
-    "max-autotune-no-cudagraphs",
-)
 DEVICES = ("cpu", "cuda")
-
-
-def require_choice(key: str, value: str, choices: Sequence[str]) -> None:
-    """Raise ValueError that lists the choices unless ``value`` is one of them."""
-    if value not in choices:
-        raise ValueError(f"{key}={value}: must be one of {', '.join(choices)}")
-
-
-def require_at_least(key: str, value: float, least: float) -> None:
-    """Raise ValueError unless ``value`` is at least ``least``."""
-    if value < least:
-        raise ValueError(f"{key}={value}: must be at least {least}")
-
-
-def require_one_process(case: Case) -> None:
-    """Raise ValueError, naming the mesh axis, for a task that does not run on several ranks."""
-    for axis, ranks in case.parallel.axes.items():
-        raise ValueError(
-            f"parallel.{axis}={ranks}: task={case.task.name} runs in one process; leave it at 1"
-        )
-
-
-@dataclass(kw_only=True, slots=True)
-class Precision:
-    """Number formats of a training step; values live in ``conf/precision/*.yaml``."""
-
-    name: str
-    parameters: str = "float32"
-    """dtype of parameters, gradients and optimizer state."""
-    autocast: str | None = None
-    """dtype that torch.autocast casts matmuls to; None runs in the parameters' dtype."""
-    tf32: bool = False
-    """Let float32 matmuls run in TF32 on CUDA: about three decimal digits, much faster."""
-    grad_scaler: bool = False
-    """Scale the loss so that small float16 gradients do not become zero."""
-
-    def __post_init__(self) -> None:
-        require_choice("precision.parameters", self.parameters, DTYPES)
-        if self.autocast is not None:
-            require_choice("precision.autocast", self.autocast, DTYPES[1:])
-        if self.grad_scaler and self.compute != "float16":
-            raise ValueError(
-                f"precision.grad_scaler=true: only float16 gradients need scaling, "
-                f"and this precision computes in {self.compute}"
-            )
-
-    @property
-    def compute(self) -> str:
-        """dtype that matmuls and attention see."""
-        return self.autocast or self.parameters
-
-    @property
-    def peak(self) -> str:
-        """Which of the hardware's peak rates bounds the matmuls: a dtype, or ``tf32``."""
-        return "tf32" if self.compute == "float32" and self.tf32 else self.compute
-
-
-@dataclass(kw_only=True, slots=True)
-class Compile:
-    """What torch.compile is applied to; values live in ``conf/compile/*.yaml``."""
-
-    scope: str = "none"
-    """``none``, the whole ``model``, or each transformer ``block`` on its own."""
-    mode: str = "default"
-    """torch.compile's mode; reduce-overhead brings CUDA graphs."""
-
-    def __post_init__(self) -> None:
-        require_choice("compile.scope", self.scope, COMPILE_SCOPES)
-        require_choice("compile.mode", self.mode, COMPILE_MODES)
-        if self.scope == "none" and self.mode != "default":
-            raise ValueError(
-                f"compile.mode={self.mode}: compiles nothing unless compile=model or compile=block"
-            )
-
-
-@dataclass(kw_only=True, slots=True)
-class Checkpoint:
-    """Which activations are computed again in the backward pass; ``conf/checkpoint/*.yaml``."""
-
-    scope: str = "none"
-    """``none``, those of each ``block``, of ``every_k``-th block, or ``selective`` by operator."""
-    every: int = 2
-    """k of ``every_k``: of how many blocks one is checkpointed."""
-
-    def __post_init__(self) -> None:
-        require_choice("checkpoint.scope", self.scope, CHECKPOINT_SCOPES)
-        require_at_least("checkpoint.every", self.every, 1)
-        if self.scope != "every_k" and self.every != 2:
-            raise ValueError(
-                f"checkpoint.every={self.every}: counts blocks for checkpoint=every_k alone; "
-                "leave it out"
-            )
-
-    @property
-    def label(self) -> str:
-        return f"every_{self.every}" if self.scope == "every_k" else self.scope
-
-    @property
-    def blocks(self) -> int:
-        """Of how many blocks one is computed again, in whole or in part."""
-        return self.every if self.scope == "every_k" else 1
 
 
 @dataclass(kw_only=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from harness.cases.case import DTYPE_BYTES
+from harness.cases.precision import DTYPE_BYTES
 from harness.cases.task import Work
 from kernels.decoding import DecodeProblem
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import cast
 
-from harness.cases.case import DTYPE_BYTES, Case
+from harness.cases.case import Case
+from harness.cases.precision import DTYPE_BYTES
 from models import accounting
 from models.memory import MemoryPrediction, Mode, TrainingStep
 from parallel.collectives import bus_factor

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from harness.cases.case import Case, require_at_least, require_choice
+from harness.cases.case import Case
+from harness.cases.requirements import require_at_least, require_choice
 from harness.cases.sweep import AD_HOC, Sweep, load_sweep
 from harness.render.registries import FIGURES, TABLES
 from harness.request.command_line import Axes, parse

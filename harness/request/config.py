@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from harness.cases.case import Checkpoint, Compile, Precision
+from harness.cases.checkpoint import Checkpoint
+from harness.cases.compilation import Compile
+from harness.cases.precision import Precision
 from models.config import ModelConfig
 
 GROUPS = (

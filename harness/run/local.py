@@ -12,7 +12,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from harness.cases.case import Case, require_at_least
+from harness.cases.case import Case
+from harness.cases.requirements import require_at_least
 from harness.run.agent import serve_agent
 from harness.run.hosts import Hosts
 from harness.run.launcher import Launcher, PendingCases, launcher

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness.cases.case import Case, require_at_least
+from harness.cases.case import Case
+from harness.cases.requirements import require_at_least
 from harness.paths import ROOT
 from harness.run.launcher import Launcher, LaunchError, PendingCases, launcher
 from harness.run.options import RunOptions

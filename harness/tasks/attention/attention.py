@@ -15,8 +15,9 @@ import torch
 from harness.bench.bench import Bench, PhaseTimer
 from harness.bench.program import Program
 from harness.cases import format as fmt
-from harness.cases.case import Case, require_at_least, require_choice
+from harness.cases.case import Case
 from harness.cases.column import CaseColumn, Point, note, option
+from harness.cases.requirements import require_at_least, require_choice
 from harness.cases.task import WHOLE_PHASES, Task, Work, task
 from harness.measure import attention_calls, check, passes, profiling, split_call, timeline
 from harness.tasks.lengths import ragged_lengths

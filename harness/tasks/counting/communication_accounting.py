@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from harness.bench.bench import Bench
-from harness.cases.case import Case, require_at_least, require_one_process
+from harness.cases.case import Case
 from harness.cases.column import CaseColumn, note
+from harness.cases.requirements import require_at_least, require_one_process
 from harness.cases.task import Task, Work, task
 from harness.predictions.feed_forward import FeedForwardStack, Mesh
 

@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass
 from typing import ClassVar
 
 from harness.bench.bench import Bench
-from harness.cases.case import Case, require_at_least, require_choice
+from harness.cases.case import Case
 from harness.cases.column import CaseColumn, note, option
+from harness.cases.requirements import require_at_least, require_choice
 from harness.cases.task import Task, Work, task
 from kernels import AttentionProblem, accounting
 from parallel.context.blocks.balance import COUNTS, Balance, count_flops

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from harness.bench.bench import Bench, WrongResult
-from harness.cases.case import Case, require_at_least, require_choice, require_one_process
+from harness.cases.case import Case
 from harness.cases.column import CaseColumn, note
+from harness.cases.requirements import require_at_least, require_choice, require_one_process
 from harness.cases.task import Task, Work, task
 from kernels.caches import CACHES, CacheChoice, CacheShape
 from kernels.caches.sizes import ATTENTION_TYPES, MODEL_SHAPES

@@ -18,8 +18,9 @@ from harness.bench import copy_bandwidth, launches, matmul_rate
 from harness.bench.bench import Bench, PhaseTimer
 from harness.bench.program import Program
 from harness.cases import format as fmt
-from harness.cases.case import Case, require_at_least, require_choice, require_one_process
+from harness.cases.case import Case
 from harness.cases.column import CaseColumn, Point, note, option
+from harness.cases.requirements import require_at_least, require_choice, require_one_process
 from harness.cases.task import Task, Work, task
 from harness.measure import profiling
 from harness.predictions.decoding import decode_work, input_and_output_bytes

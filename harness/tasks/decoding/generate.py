@@ -15,14 +15,10 @@ import torch
 from harness.bench import copy_bandwidth, launches
 from harness.bench.bench import Bench, PhaseTimer
 from harness.bench.program import Program
-from harness.cases.case import (
-    DTYPE_BYTES,
-    Case,
-    require_at_least,
-    require_choice,
-    require_one_process,
-)
+from harness.cases.case import Case
 from harness.cases.column import CaseColumn, note
+from harness.cases.precision import DTYPE_BYTES
+from harness.cases.requirements import require_at_least, require_choice, require_one_process
 from harness.cases.task import Task, Work, task
 from harness.measure import check, passes, profiling
 from harness.tasks.decoding.cache_checks import (

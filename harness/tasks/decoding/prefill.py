@@ -13,7 +13,8 @@ import torch
 
 from harness.bench.bench import Bench, PhaseTimer
 from harness.bench.program import Program
-from harness.cases.case import Case, require_at_least, require_choice, require_one_process
+from harness.cases.case import Case
+from harness.cases.requirements import require_at_least, require_choice, require_one_process
 from harness.cases.task import Task, Work, task
 from harness.measure import profiling
 from harness.tasks.decoding import prefill_call

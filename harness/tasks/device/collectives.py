@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 
 from harness.bench.bench import Bench, PhaseTimer, WrongResult
-from harness.cases.case import DTYPE_BYTES, Case, require_at_least, require_choice
+from harness.cases.case import Case
 from harness.cases.column import CaseColumn, Point, in_order, note, option
+from harness.cases.precision import DTYPE_BYTES
+from harness.cases.requirements import require_at_least, require_choice
 from harness.cases.task import Task, Work, task
 from parallel.collectives import (
     COLLECTIVES,

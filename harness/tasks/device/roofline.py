@@ -13,7 +13,9 @@ from typing import ClassVar
 import torch
 
 from harness.bench.bench import Bench, PhaseTimer, WrongResult
-from harness.cases.case import DTYPE_BYTES, Case, require_at_least, require_one_process
+from harness.cases.case import Case
+from harness.cases.precision import DTYPE_BYTES
+from harness.cases.requirements import require_at_least, require_one_process
 from harness.cases.task import Task, Work, task
 
 MIB = 2**20

@@ -14,8 +14,10 @@ from typing import Any, ClassVar
 import torch
 
 from harness.bench.bench import Bench
-from harness.cases.case import DTYPES, Case, require_at_least, require_choice, require_one_process
+from harness.cases.case import Case
 from harness.cases.column import CaseColumn
+from harness.cases.precision import DTYPES
+from harness.cases.requirements import require_at_least, require_choice, require_one_process
 from harness.cases.task import Task, Work, task
 from harness.store.record import Record
 

@@ -12,8 +12,10 @@ from typing import ClassVar
 import torch
 
 from harness.bench.bench import Bench
-from harness.cases.case import DTYPE_BYTES, Case, require_one_process
+from harness.cases.case import Case
 from harness.cases.column import CaseColumn, note
+from harness.cases.precision import DTYPE_BYTES
+from harness.cases.requirements import require_one_process
 from harness.cases.task import Task, Work, task
 from harness.tasks import batch
 from harness.tasks.precision import audit

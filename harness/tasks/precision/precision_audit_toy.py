@@ -13,8 +13,10 @@ from typing import ClassVar
 import torch
 
 from harness.bench.bench import Bench
-from harness.cases.case import DTYPE_BYTES, Case, require_at_least, require_one_process
+from harness.cases.case import Case
 from harness.cases.column import CaseColumn
+from harness.cases.precision import DTYPE_BYTES
+from harness.cases.requirements import require_at_least, require_one_process
 from harness.cases.task import Task, Work, task
 from harness.tasks.precision import audit
 from harness.tasks.precision.precision_audit import AUDIT

@@ -20,8 +20,9 @@ from typing import ClassVar
 from harness.bench import step_memory, step_trace, step_traffic
 from harness.bench.bench import Bench, PhaseTimer, WrongResult
 from harness.bench.program import Program
-from harness.cases.case import Case, require_at_least, require_choice
+from harness.cases.case import Case
 from harness.cases.column import CaseColumn, note
+from harness.cases.requirements import require_at_least, require_choice
 from harness.cases.task import Task, Work, task
 from harness.measure import attention_calls, check, profiling, split_call
 from harness.predictions import training

@@ -1,0 +1,37 @@
+"""The choice ``checkpoint=``: which activations are recomputed in the backward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from harness.cases.requirements import require_at_least, require_choice
+
+CHECKPOINT_SCOPES = ("none", "block", "every_k", "selective")
+
+
+@dataclass(kw_only=True, slots=True)
+class Checkpoint:
+    """Which activations are computed again in the backward pass; ``conf/checkpoint/*.yaml``."""
+
+    scope: str = "none"
+    """``none``, those of each ``block``, of ``every_k``-th block, or ``selective`` by operator."""
+    every: int = 2
+    """k of ``every_k``: of how many blocks one is checkpointed."""
+
+    def __post_init__(self) -> None:
+        require_choice("checkpoint.scope", self.scope, CHECKPOINT_SCOPES)
+        require_at_least("checkpoint.every", self.every, 1)
+        if self.scope != "every_k" and self.every != 2:
+            raise ValueError(
+                f"checkpoint.every={self.every}: counts blocks for checkpoint=every_k alone; "
+                "leave it out"
+            )
+
+    @property
+    def label(self) -> str:
+        return f"every_{self.every}" if self.scope == "every_k" else self.scope
+
+    @property
+    def blocks(self) -> int:
+        """Of how many blocks one is computed again, in whole or in part."""
+        return self.every if self.scope == "every_k" else 1
