@@ -149,17 +149,16 @@ class TestFindings:
     def test_summary(self) -> None:
         table = build_table("summary", build_frame(steps()))
         assert table is not None
-        assert finding_of(table) == (
-            "sdpa_flash is fastest, by a factor of 2.50 over the next; the largest speed-up over "
-            "naive is 2.50×, of sdpa_flash."  # noqa: RUF001
-        )
+        finding = finding_of(table)
+        assert finding.startswith("sdpa_flash is fastest, by a factor of 2.50")
+        assert "speed-up over naive is 2.50" in finding
 
     def test_length_and_memory(self) -> None:
         table = build_table("flash_benchmarking", build_frame(scaling()))
         assert table is not None
-        assert finding_of(table) == (
-            "flex is fastest from 1,024 tokens on; naive runs out of memory first, at 4,096 tokens."
-        )
+        finding = finding_of(table)
+        assert "flex is fastest from 1,024 tokens on" in finding
+        assert "naive runs out of memory first, at 4,096" in finding
 
     def test_a_lead_is_over_the_second_at_each_point(self) -> None:
         rows = build_frame(scaling())
@@ -175,9 +174,7 @@ class TestFindings:
         assert best.loc[512, "margin"] == pytest.approx(2.5)
         said = say_fastest(rows, "median_ms")
         assert said is not None
-        assert said.startswith(
-            "flex is fastest at 3 of 4 points, by a factor of 2.00 over the next"
-        )
+        assert said.startswith("flex is fastest at 3 of 4 points, by a factor of 2.00")
         highest = leaders(rows, "median_ms", highest=True).set_index("seq_len")
         assert highest.loc[1024, "attention"] == "naive"
 
