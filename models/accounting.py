@@ -18,7 +18,7 @@ BACKWARD_OVER_FORWARD = 2
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ParameterCount:
-    """Parameters of the whole model by what they do."""
+    """Parameters of the whole model by role."""
 
     embedding: int
     attention: int

@@ -132,7 +132,7 @@ class Generator:
 
     @torch.no_grad()
     def prefill(self, prompts: Prompts) -> Tensor:
-        """Forget all, read the prompts, and give logits_BV of what follows each.
+        """Clear the cache, read the prompts, and return logits_BV of the token after each.
 
         Raises ValueError, with the cache as it was, for prompts that do not fit.
         """
@@ -198,7 +198,7 @@ class Generator:
 
     @torch.no_grad()
     def step(self, tokens_B: Tensor) -> Tensor:
-        """Append one token to each sequence and give logits_BV of what follows.
+        """Append one token to each sequence and return logits_BV of the next.
 
         With a CUDA graph the next call overwrites the result.
 

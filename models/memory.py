@@ -47,7 +47,7 @@ _INT64_BYTES = 8
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class MemoryPrediction:
-    """Bytes on one device, by what they hold, each at its own largest."""
+    """Peak bytes of each category on one device; not all peak at once."""
 
     parameters: float
     gradients: float
@@ -97,7 +97,7 @@ class TrainingStep:
     autocast: bool = False
     """Whether torch.autocast casts float32 parameters down for each matmul."""
     tp: int = 1
-    """Ranks of tensor parallelism, of which this is one."""
+    """Ranks of tensor parallelism; the prediction is for one of them."""
     checkpoint_every: int | None = None
     """Every how many blocks one keeps its input alone; None checkpoints none."""
     checkpoint_selective: bool = False
@@ -106,7 +106,7 @@ class TrainingStep:
     """Whether each RMSNorm keeps its normalised input besides, T E r."""
 
     def predict_memory(self) -> MemoryPrediction:
-        """Bytes by what they hold, each at its own largest."""
+        """Peak bytes of each category."""
         sizes = parameter_sizes(self.config, self.tp)
         parameters = float(sum(sizes) * self.param_bytes)
         gradients, optimizer_state = parameters, 0.0
@@ -245,7 +245,7 @@ class TrainingStep:
         """
         config, low = self.config, self.activation_bytes
         stream_and_norm = 2 * self._tokens * config.d_model * self.param_bytes / self.tp
-        # What a rank has gathered of other ranks' tokens, as long as it is in use.
+        # Other ranks' tokens, gathered for as long as they are in use.
         gathered = self._tokens * config.d_model * low if self.tp > 1 else 0
         heads = (2 * config.num_heads + 3 * config.kv_heads) / self.tp
         attention = self._tokens * heads * config.head_dim * low

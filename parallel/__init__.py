@@ -3,7 +3,7 @@
 from kernels import BACKENDS
 from parallel.strategies.strategy import STRATEGIES, Strategy, strategy
 
-# What runs over several ranks is chosen by attention= too.
+# attention= also chooses among schemes over several ranks.
 BACKENDS.extend("parallel.context.schemes")
 
 __all__ = ["BACKENDS", "STRATEGIES", "Strategy", "strategy"]

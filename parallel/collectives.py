@@ -101,7 +101,7 @@ def _all_reduce(data: CollectiveData) -> CheckedCollective:
         dist.all_reduce(buffer, group=data.group)
 
     return CheckedCollective(
-        # Else sums of sums would grow until they are infinite.
+        # Sums of sums would grow until they are infinite.
         reset=lambda: _copy(source, buffer),
         run=run,
         wrong_elements=lambda: _differing(buffer, data.total()),

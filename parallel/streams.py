@@ -26,7 +26,7 @@ class StreamEvent:
 
 
 class SideStream:
-    """A stream for work that must not wait for what the current stream computes.
+    """A stream for work that must not wait for the current stream's computing.
 
     Args:
         priority: -1 is high, for work that must not queue behind the thread blocks of a long

@@ -25,7 +25,7 @@ MIB = 2**20
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Footprint:
-    """Bytes on one rank by what they hold, each at its own largest.
+    """Peak bytes of each category on one rank; not all peak at once.
 
     Gradients lie in buffers, which exist from the start, or are allocated by the backward pass.
     That frees activations meanwhile, so that only the larger of the two counts.

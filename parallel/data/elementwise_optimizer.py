@@ -119,7 +119,7 @@ def _cut(name: str, value: Any, origin: ShardOrigin) -> Any:
         return value
     if name != "step" and value.shape == origin.shape:
         return origin.cut(value)
-    # Else two optimizers that load one state would count their steps in one tensor.
+    # A copy: two optimizers that load one state must not count their steps in one tensor.
     return value.clone()
 
 

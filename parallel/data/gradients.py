@@ -32,7 +32,7 @@ class Averager:
         self._reducing, self._scattering = dist.AllreduceOptions(), dist.ReduceScatterOptions()
         for options in (self._reducing, self._scattering):
             options.reduceOp = operation
-            # Else NCCL runs on the current stream, and what follows waits for it.
+            # Otherwise NCCL runs on the current stream, and later work waits for it.
             options.asyncOp = True
         # Renamed in torch 2.13.
         self._reduce_scatter = (

@@ -31,7 +31,7 @@ class ShardedOptimizer(Optimizer):
         params: parameters or parameter groups, the same and in the same order on all ranks.
         optimizer_cls: makes the optimizer of each rank's own parameters.
         process_group: the ranks; the world if None, and one where there is no process group.
-        kwargs: what ``optimizer_cls`` takes beyond parameters.
+        kwargs: further arguments of ``optimizer_cls``.
 
     Raises:
         ValueError: there are no parameters, or they lie on several devices.
@@ -123,7 +123,7 @@ class ShardedOptimizer(Optimizer):
         return {"state": dict(sorted(merged.items())), "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take this rank's share of what :meth:`state_dict` returned on any number of ranks.
+        """Take this rank's share of a state that any number of ranks returned.
 
         Raises:
             ValueError: it is of other parameter groups.

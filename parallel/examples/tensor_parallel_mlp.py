@@ -56,7 +56,7 @@ def shard(mesh: DeviceMesh) -> Weights:
     """Scatter from rank 0, the only one whose tensors matter."""
     whole = whole_weights()
     if mesh.get_local_rank() != 0:
-        # What other ranks hold is never looked at: the scatter overwrites it.
+        # The scatter overwrites the tensors of other ranks unread.
         whole = Weights(w1=torch.zeros_like(whole.w1), w2=torch.zeros_like(whole.w2))
     return Weights(
         w1=distribute_tensor(whole.w1, mesh, [Shard(COLUMNS)]),
@@ -65,7 +65,7 @@ def shard(mesh: DeviceMesh) -> Weights:
 
 
 def declare(mesh: DeviceMesh) -> Weights:
-    """Take the slices that each rank makes for itself for parts of one tensor."""
+    """Declare that the slices which each rank has made by itself are those of one tensor."""
     whole, rank = whole_weights(), mesh.get_local_rank()
     own_w1 = whole.w1.chunk(mesh.size(), dim=COLUMNS)[rank]
     own_w2 = whole.w2.chunk(mesh.size(), dim=ROWS)[rank]

@@ -1,4 +1,4 @@
-"""Bases of the strategies of data parallelism, by what each rank holds of the training state."""
+"""Bases of the data-parallel strategies: replicated, sharded and fully sharded training state."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class RowParallel(Style):
 
 
 class VocabParallelEmbedding(Style):
-    """An embedding of which each rank holds some rows; gives this rank's tokens [B, S / tp, E].
+    """An embedding whose rows are split over the ranks; gives this rank's tokens [B, S / tp, E].
 
     Raises ValueError for any other module, and for an embedding that does more than look up.
     """

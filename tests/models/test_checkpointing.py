@@ -1,4 +1,4 @@
-"""Activation checkpointing: equal gradients, less kept, and words for what makes no sense."""
+"""Activation checkpointing: equal gradients, fewer saved activations, errors for wrong options."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ THREE = (*(item for item in TINY if "num_layers" not in item), "model.num_layers
 
 
 def gradients_and_kept(case: Case) -> tuple[dict[str, Tensor], int]:
-    """Of one step, and how many elements autograd kept that are no parameters."""
+    """Gradients of one step, and the number of elements that autograd saved beside parameters."""
     torch.manual_seed(3)
     model = build_model(case, case.attention, CPU)
     batch = whole_batch(case, CPU, 0)

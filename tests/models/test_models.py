@@ -1,4 +1,4 @@
-"""The transformer against a float64 reference; its formulas against what PyTorch counts."""
+"""The transformer against a float64 reference; its formulas against PyTorch's counts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ExplicitSoftmax:
     """Attention by its definition; a key is visible where its position is not later."""
 
     positions: Tensor | None = None
-    """Of the tokens, in their order; None is 0, 1, 2, ..."""
+    """Positions of the tokens in their order; None is 0, 1, 2, ..."""
     seen: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, /) -> Tensor:

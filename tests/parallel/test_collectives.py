@@ -81,7 +81,7 @@ def test_wrong_elements_are_counted(collective: str, num_ranks: int, dtype: torc
     ranks = on_ranks(num_ranks, wrong_before_and_after, collective, dtype)
     for rank, (before, *after) in enumerate(ranks):
         assert after == [0, 0]
-        # What is to be broadcast is on the first rank from the start.
+        # The first rank has the broadcast data from the start.
         assert (before == 0) == (collective == "broadcast" and rank == 0)
 
 

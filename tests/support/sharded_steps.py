@@ -1,4 +1,4 @@
-"""What a step of a model in parts consists of, for the tests of ZeRO and FSDP."""
+"""The parts of a training step that the tests of ZeRO and FSDP share."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def train_on_mesh(group: dist.ProcessGroup, case: Case, optimizer: str) -> dict[
 
 
 def own_parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """What a rank of the axis tp has of each parameter, whatever its data ranks divide."""
+    """A tensor-parallel rank's shard of each parameter, gathered over the data ranks."""
     found = []
     for name, value in model.state_dict().items():
         whole = value.full_tensor() if isinstance(value, DTensor) else value

@@ -211,7 +211,7 @@ LAYOUTS: dict[str, type[Layout]] = {layout.name: layout for layout in (Contiguou
 
 
 def permute_striped(x: torch.Tensor, dim: int, num_ranks: int) -> torch.Tensor:
-    """``b (n d) -> b (d n)`` along ``dim``, d ranks: what a split into d equal parts stripes.
+    """``b (n d) -> b (d n)`` along ``dim``, d ranks: a split into d equal parts is then striped.
 
     Output i is input (i mod n) d + i div n: 16 tokens on 4 ranks become 0, 4, 8, 12, 1, 5, ...
     Raises ValueError unless ``num_ranks`` divides the length.

@@ -161,7 +161,7 @@ class HostPeerMemory:
                 torch.from_file(name, shared=True, size=num_bytes, dtype=torch.uint8)
                 for name in names
             ]
-            # A name may go once everybody has mapped what it stands for.
+            # A file may be unlinked once all ranks have mapped it.
             dist.barrier(group)
 
     def of_rank(self, rank: int, offset: int, like: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ class PeerBuffers:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        # Of high priority: a sum must not queue behind the thread blocks of a long kernel.
+        # High priority: a sum must not queue behind the thread blocks of a long kernel.
         self.fetching, self.reducing = (SideStream(device, priority=-1) for _ in range(2))
         """Streams of all passes: memory that one of them has used stays with it for the next."""
         self._group = group
@@ -196,7 +196,7 @@ class PeerBuffers:
         found = self._memory.get(purpose)
         if found is None or found.num_bytes < num_bytes:
             if found is not None:
-                # What is in flight, here and on other ranks, may still read the buffer that goes.
+                # Transfers in flight, here and on other ranks, may still read the old buffer.
                 if self._device.type == "cuda":
                     torch.cuda.synchronize(self._device)
                 dist.barrier(self._group)

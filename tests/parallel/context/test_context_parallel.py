@@ -30,8 +30,8 @@ TRANSPORTS = {
 
 KERNELS = ("naive", "flash_torch", "sdpa_flash")
 
-# Of the largest entry of what is expected.
 CLOSENESS = 2e-5
+"""Largest error, relative to the largest expected entry."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +130,7 @@ def errors_on_rank(
     for got, wanted, mask in zip(found, expected, real, strict=True):
         assert got.shape == wanted.shape
         assert got.dtype == batch.dtype
-        # Whatever a padded query gives, nobody looks at it.
+        # Results of padded queries are never used.
         difference = (got.double() - wanted).abs() * mask
         errors.append(float(difference.max() / wanted.abs().max().clamp_min(0.1)))
     return errors
@@ -171,7 +171,7 @@ def combinations(kernels: tuple[str, ...] = KERNELS) -> list[Any]:
 
 
 def rank_counts(*shown: int) -> list[Any]:
-    """One to four ranks, of which the others than ``shown`` are exhaustive."""
+    """One to four ranks; all but ``shown`` are exhaustive."""
     return [
         pytest.param(count, marks=[] if count in shown else pytest.mark.exhaustive)
         for count in (1, 2, 3, 4)
@@ -334,7 +334,7 @@ class TestErrorInBf16:
 
 
 def usual_uses(group: dist.ProcessGroup, name: str, transport: str) -> float:
-    """What programs do with attention, in one process: returns the largest error."""
+    """Attention as programs use it, in one process; returns the largest error."""
     batch = Batch(lengths=(24,))
     expected = exact(batch)
     with scheme_of(name, kernel="naive", transport=transport).bind(group, CPU) as bound:
@@ -544,7 +544,7 @@ class TestSupport:
 
 
 class TestTorchPeer:
-    """What can be known of PyTorch's context_parallel without GPUs; the rest is in multigpu."""
+    """PyTorch's context_parallel, as far as it runs without GPUs."""
 
     @pytest.mark.parametrize(
         ("changes", "reason"),

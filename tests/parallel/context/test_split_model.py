@@ -35,11 +35,11 @@ def case_of(seq_len: int, *arguments: str) -> Case:
 
 @dataclass
 class Trained:
-    """What a few steps of plain gradient descent leave behind."""
+    """Results of a few steps of plain gradient descent."""
 
     losses: list[float]
     gradients: list[Tensor]
-    """Of the last step."""
+    """Gradients of the last step."""
 
 
 def train(case: Case, attention: Any, batch: Batch, group: dist.ProcessGroup | None) -> Trained:
@@ -104,7 +104,7 @@ def strategy_step(group: dist.ProcessGroup, case: Case) -> list[Tensor]:
 
 
 def whole_gradient(parameter: nn.Parameter, group: dist.ProcessGroup) -> Tensor:
-    """Of a parameter, or joined of all ranks' parts of one."""
+    """The gradient of a parameter, joined from all ranks' shards if it is sharded."""
     assert parameter.grad is not None
     if not hasattr(parameter, "origin"):
         return parameter.grad

@@ -149,7 +149,7 @@ Wrap = Callable[[nn.Module, dist.ProcessGroup | None], nn.Module]
 
 OWN: list[Wrap] = [naive, flat, overlapped, bucketed]
 IN_PARTS: list[Wrap] = [zero_1, zero_2, fsdp]
-"""Of which ``parameters()`` are parts of the module's."""
+"""Containers whose ``parameters()`` are shards of the module's."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -271,7 +271,7 @@ class TestWeightsAreThoseOfOneProcess:
 
 
 def halves_are_exact(group: dist.ProcessGroup, wrap: Wrap) -> bool:
-    """Of integers, whose sums and halves float32 holds exactly."""
+    """Gradients of integers, whose sums and halves float32 holds exactly."""
     rank = dist.get_rank(group)
     model = wrap(nn.Linear(4, 1, bias=False), group)
     inputs = torch.arange(8.0).view(2, 4)
@@ -354,7 +354,7 @@ def test_gradients_are_views_of_one_bucket_throughout(set_to_none: bool) -> None
 
 
 def gradient_is_copied(group: dist.ProcessGroup, bucket_size_mb: float) -> list[bool]:
-    """Of weight and bias, whether what is averaged lies elsewhere than what autograd made."""
+    """Whether the averaged gradients of weight and bias are copies of those that autograd made."""
     made: list[int] = []
     module = nn.Linear(8, 8)
     model = BucketedDDP(module, bucket_size_mb, group=group)

@@ -1,4 +1,4 @@
-"""ZeRO and FSDP on gloo ranks: who holds what and for how long, and when it travels."""
+"""ZeRO and FSDP on gloo ranks: when weights and gradients travel, and how long they are held."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def slots(group: dist.ProcessGroup) -> tuple[list[int], list[int], list[bool], l
     for layer in module.layers:
         layer.register_forward_pre_hook(lambda m, _: seen.append(m.weight.data_ptr()) and None)
     loss_of(model, torch.ones(2, WIDTH)).backward()
-    # Of the first two blocks, and of what is outside.
+    # The first two blocks, and the weights outside of blocks.
     weights = [module.layers[0].weight, module.layers[1].weight, module.last.weight]
     shown = [weight.numel() for weight in weights]
     memory = [unit._slot.memory(torch.device("cpu")) for unit in (*model._units, model._rest)]
@@ -124,7 +124,7 @@ def recorded(events: list[str]) -> Iterator[None]:
 
 
 def sequence(group: dist.ProcessGroup, wrap: Wrap, model_of: type[nn.Module]) -> list[str]:
-    """What happens in a step, in its order; blocks by their numbers."""
+    """The events of a step in their order; blocks by their numbers."""
     events: list[str] = []
     module = model_of()
     model = wrap(module, group)

@@ -147,7 +147,7 @@ def go_on(
     weights: dict[str, Tensor],
     state: dict[str, Any],
 ) -> dict[str, Tensor]:
-    """Weights after the other steps, from what :func:`begin` has left."""
+    """Weights after the other steps, from the states that :func:`begin` saved."""
     rank, size = (0, 1) if group is None else (dist.get_rank(group), group.size())
     model = wrap(Large(), group)
     model.load_state_dict({f"module.{name}": value for name, value in weights.items()})
@@ -236,7 +236,7 @@ class Checkpointed(Normed):
     REENTRANT = False
 
     def forward(self, x: Tensor) -> Tensor:
-        # Else the first block's would not be, in one of the two ways.
+        # Otherwise the first block's would not be, in one of the two ways.
         x = x.requires_grad_()
         with set_checkpoint_early_stop(False):
             for layer in self.layers:

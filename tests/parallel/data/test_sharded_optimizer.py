@@ -57,7 +57,7 @@ def steps(
             loss.backward()
             return loss
 
-        # What training has not unfrozen has gradients and is not stepped.
+        # Parameters that are frozen again have gradients and are not stepped.
         assert optimizer.step(closure) is not None
 
 
