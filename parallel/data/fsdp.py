@@ -117,7 +117,7 @@ class FSDP(ShardedDataParallel):
             unit.place()
             transfers += [
                 ShardTransfer(
-                    weights.group,
+                    weights.sharded,
                     side_stream=reducing,
                     # Replicated parameters are few, and their gradients may as well be accurate.
                     dtype=weights.compute_dtype if weights.is_sharded else weights.master.dtype,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel.data.flat import FlatLayout, start_all_gather
-from parallel.data.shard_gradients import ShardGroup
+from parallel.data.shard_gradients import ShardedParameters
 from parallel.data.shards import make_shards
 from parallel.streams import SideStream, StreamEvent
 
@@ -56,9 +56,9 @@ class FlatWeights:
         self.empty()
 
     @property
-    def group(self) -> ShardGroup:
+    def sharded(self) -> ShardedParameters:
         """The parameters and their shards, for the transfer of their gradients."""
-        return ShardGroup(
+        return ShardedParameters(
             parameters=self.parameters, shards=self.shards, layout=self.layout, index=self._index
         )
 

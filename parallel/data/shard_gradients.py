@@ -17,7 +17,7 @@ from parallel.streams import SideStream, StreamEvent
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class ShardGroup:
+class ShardedParameters:
     """Whole parameters of one dtype that lie in one flat buffer, and this rank's shards of them."""
 
     parameters: Sequence[nn.Parameter]
@@ -43,15 +43,15 @@ class ShardTransfer:
 
     def __init__(
         self,
-        group: ShardGroup,
+        sharded: ShardedParameters,
         *,
         side_stream: SideStream,
         dtype: torch.dtype,
         keeps_buffer: bool = False,
     ) -> None:
-        self.parameters, self.shards = tuple(group.parameters), tuple(group.shards)
+        self.parameters, self.shards = tuple(sharded.parameters), tuple(sharded.shards)
         self.absent: list[int] = []
-        self._layout, self._index = group.layout, group.index
+        self._layout, self._index = sharded.layout, sharded.index
         self._side_stream, self._dtype = side_stream, dtype
         self._kept = self._make_memory(self._make_buffer(), keeps=True) if keeps_buffer else None
         self._memory: _TransferMemory | None = None

@@ -24,7 +24,7 @@ from parallel.data.containers import MIB
 from parallel.data.flat import FlatLayout, grouped, start_all_gather
 from parallel.data.gradients import GradientTransfer
 from parallel.data.model_blocks import waiting_points
-from parallel.data.shard_gradients import ShardedDataParallel, ShardGroup, ShardTransfer
+from parallel.data.shard_gradients import ShardedDataParallel, ShardedParameters, ShardTransfer
 from parallel.data.shards import make_shards
 from parallel.streams import SideStream
 
@@ -50,7 +50,7 @@ class ZeroBucket(ShardTransfer):
         self._shard = layout.shard(self._whole, index)
         shards = make_shards(parameters, layout, self._shard, index, group, owner)
         super().__init__(
-            ShardGroup(parameters=parameters, shards=shards, layout=layout, index=index),
+            ShardedParameters(parameters=parameters, shards=shards, layout=layout, index=index),
             side_stream=side_stream,
             dtype=first.dtype,
             keeps_buffer=keeps_buffer,
