@@ -19,16 +19,15 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
+import torch
+
+from kernels import autograd, merge, packed
 from kernels.decoding import DecodeProblem
 from kernels.problem import AttentionProblem, AttentionSpec
 from kernels.registry import Registry
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from kernels.rotary import Rotary
+from kernels.rotary import Rotary
 
 BACKENDS: Registry[type[AttentionBackend]] = Registry(
     "attention", decorator="attention_backend", packages=("kernels.backends",)
@@ -61,8 +60,6 @@ class AttentionBackend:
 
     def version(self) -> str | None:
         """Version of the library that computes, or None where that is not installed."""
-        import torch
-
         return str(torch.__version__)
 
     def supports(self, problem: AttentionProblem) -> str | None:
@@ -113,33 +110,39 @@ class Attention(AttentionBackend):
         return 0.0
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
-    ) -> tuple[Tensor, Tensor]:
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """q [B, H, S, D], k and v [B, H_kv, S_k, D] -> o [B, H, S, D] and lse [B, H, S] float32."""
         raise NotImplementedError(f"attention={self.name} gives no log-sum-exp")
 
     def backward(
         self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
+        do: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        lse: torch.Tensor,
         spec: AttentionSpec,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gradients (dq, dk, dv), in the shapes of q, k and v."""
         raise NotImplementedError(f"attention={self.name} gives no log-sum-exp")
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+    ) -> torch.Tensor:
         """Differentiable attention: shapes as in :meth:`forward`, gives o alone."""
-        from kernels import autograd
-
         return autograd.attend(self, q, k, v, spec)
 
     def forward_onto(
-        self, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        o: torch.Tensor,
+        lse: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        spec: AttentionSpec,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention over more keys, merged with (o, lse) of those seen before.
 
         Args:
@@ -148,8 +151,6 @@ class Attention(AttentionBackend):
         Returns:
             The float32 (o, lse) over both sets of keys; the arguments may be overwritten.
         """
-        from kernels import merge
-
         part_o, part_lse = self.forward(q, k, v, spec)
         if spec.packing is None:
             return merge.merge(o, lse, part_o, part_lse)
@@ -165,47 +166,43 @@ class DenseAttention(Attention):
     """
 
     def dense_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
-    ) -> tuple[Tensor, Tensor]:
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """:meth:`forward` for a dense batch."""
         raise NotImplementedError
 
     def dense_backward(
         self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
+        do: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        lse: torch.Tensor,
         spec: AttentionSpec,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """:meth:`backward` for a dense batch."""
         raise NotImplementedError
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
-    ) -> tuple[Tensor, Tensor]:
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if spec.packing is None:
             return self.dense_forward(q, k, v, spec)
-        from kernels import packed
-
         return packed.forward_each(self.dense_forward, q, k, v, spec)
 
     def backward(
         self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
+        do: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        lse: torch.Tensor,
         spec: AttentionSpec,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if spec.packing is None:
             return self.dense_backward(do, q, k, v, o, lse, spec)
-        from kernels import packed
-
         return packed.backward_each(self.dense_backward, do, q, k, v, o, lse, spec)
 
 
@@ -214,7 +211,13 @@ class DelegatedAttention(Attention):
     """Attention that leaves each call to another backend."""
 
     def delegate(
-        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *, with_lse: bool
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        spec: AttentionSpec,
+        *,
+        with_lse: bool,
     ) -> Attention:
         """The backend that takes this call; with an explicit log-sum-exp where that is asked for.
 
@@ -222,30 +225,38 @@ class DelegatedAttention(Attention):
         """
         raise NotImplementedError
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+    ) -> torch.Tensor:
         return self.delegate(q, k, v, spec, with_lse=False).attend(q, k, v, spec)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
-    ) -> tuple[Tensor, Tensor]:
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return self.delegate(q, k, v, spec, with_lse=True).forward(q, k, v, spec)
 
     def backward(
         self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
+        do: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        lse: torch.Tensor,
         spec: AttentionSpec,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         chosen = self.delegate(q, k, v, spec, with_lse=True)
         return chosen.backward(do, q, k, v, o, lse, spec)
 
     def forward_onto(
-        self, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        o: torch.Tensor,
+        lse: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        spec: AttentionSpec,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         chosen = self.delegate(q, k, v, spec, with_lse=True)
         return chosen.forward_onto(o, lse, q, k, v, spec)
 

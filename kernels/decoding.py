@@ -18,10 +18,8 @@ values are W_k c and W_v c; *materialised* they are computed for all tokens at e
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
 
 ROTARY = ("interleaved", "halves", "none")
 """Which features of a head are rotated together: neighbours, i and i + D/2, or none."""
@@ -76,7 +74,9 @@ class Decoder:
     def begin(self) -> None:
         """What all layers of a step share on the device, computed from the lengths there."""
 
-    def __call__(self, layer: int, q: Tensor, k_new: Tensor, v_new: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q: torch.Tensor, k_new: torch.Tensor, v_new: torch.Tensor
+    ) -> torch.Tensor:
         """q [B, H, T, D] and k, v [B, G, T, D], not rotated yet -> o [B, H, T, D]."""
         raise NotImplementedError
 
@@ -85,15 +85,15 @@ class Decoder:
 class LatentInputs:
     """What a layer of latent attention knows of new tokens, not rotated yet."""
 
-    q_BHTD: Tensor
-    q_rope: Tensor
+    q_BHTD: torch.Tensor
+    q_rope: torch.Tensor
     """[B, H, T, d_rope]."""
-    c_BTR: Tensor
-    k_rope: Tensor
+    c_BTR: torch.Tensor
+    k_rope: torch.Tensor
     """[B, T, d_rope], shared by all heads."""
-    up_k_HDR: Tensor
+    up_k_HDR: torch.Tensor
     """W_k, from a latent to a head's key."""
-    up_v_HDR: Tensor
+    up_v_HDR: torch.Tensor
     """W_v, from a latent to a head's value."""
 
 
@@ -104,7 +104,7 @@ class LatentDecoder:
 
     def begin(self) -> None: ...
 
-    def __call__(self, layer: int, inputs: LatentInputs) -> Tensor:
+    def __call__(self, layer: int, inputs: LatentInputs) -> torch.Tensor:
         """o [B, H, T, D]."""
         raise NotImplementedError
 

@@ -12,10 +12,8 @@ A packed batch has sequences of different lengths end to end, ``[tokens, heads, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -44,9 +42,9 @@ class AttentionProblem:
 class Packing:
     """Where each sequence of a packed batch begins, as FlashAttention's ``cu_seqlens``."""
 
-    cu_seqlens_q: Tensor
+    cu_seqlens_q: torch.Tensor
     """int32 [N + 1] on the tensors' device: sequence n has query tokens [n] up to [n + 1]."""
-    cu_seqlens_k: Tensor
+    cu_seqlens_k: torch.Tensor
     """The same for keys; causal masks are aligned to the bottom right of each sequence."""
     max_q_len: int
     """Length of the longest sequence of queries, known to the host without a copy."""

@@ -11,15 +11,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 
 class Rotary(NamedTuple):
     """Cosines and sines of every position, and which features make a pair."""
 
-    cos: Tensor
+    cos: torch.Tensor
     """float32 [max_positions, P], P = rotary_dim / 2."""
-    sin: Tensor
+    sin: torch.Tensor
     interleaved: bool = False
     """Pairs are neighbours; else entry i goes with entry i + P."""
 
@@ -44,7 +43,9 @@ def rotary_table(
     return Rotary(cos=angles.cos(), sin=angles.sin(), interleaved=interleaved)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
+def rotate(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool
+) -> torch.Tensor:
     """Rotate the first 2P features of x [..., D] by the rows cos, sin [..., P]; keeps x's dtype.
 
     Computed in float32 or wider. The rows broadcast over the leading dimensions of x.
@@ -62,7 +63,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
     return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
 
 
-def apply_rotary(x_BHTD: Tensor, rotary: Rotary, positions_BT: Tensor) -> Tensor:
+def apply_rotary(x_BHTD: torch.Tensor, rotary: Rotary, positions_BT: torch.Tensor) -> torch.Tensor:
     """Rotate heads of new tokens that stand at integer positions of their sequences."""
     cos_B1TP, sin_B1TP = (x[positions_BT].unsqueeze(1) for x in (rotary.cos, rotary.sin))
     return rotate(x_BHTD, cos_B1TP, sin_B1TP, interleaved=rotary.interleaved)

@@ -13,8 +13,11 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from kernels import tracing
 from kernels.backend import (
     BACKENDS,
     Attention,
@@ -25,12 +28,7 @@ from kernels.backend import (
 from kernels.decoding import DecodeProblem
 from kernels.problem import AttentionProblem, AttentionSpec
 from kernels.registry import Look
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from kernels.rotary import Rotary
+from kernels.rotary import Rotary
 
 _ON_ANY_GPU = ("sdpa_flash", "flex", "sdpa", "naive", "flash_torch")
 
@@ -86,13 +84,15 @@ class Auto(DelegatedAttention, Decoding):
         return choose_decode(problem).decoder(problem, cache, rotary=rotary, scale=scale)
 
     def delegate(
-        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *, with_lse: bool
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        spec: AttentionSpec,
+        *,
+        with_lse: bool,
     ) -> Attention:
         """The choice for these tensors; to torch.compile, a constant of the compiled code."""
-        import torch
-
-        from kernels import tracing
-
         needs_grad = with_lse or (
             torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         )
@@ -175,8 +175,6 @@ def chain_of(device: str) -> tuple[str, ...]:
     """The chain for ``cpu``, or for the GPU that this process uses."""
     if device == "cpu":
         return CHAINS["CPU"]
-    import torch
-
     major, _ = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
     if major == 9:
         return CHAINS["sm_90"]

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
+
+import torch
 
 from kernels.backend import Attention, attention_backend
 from kernels.backends.naive import explicit_softmax_attention
 from kernels.problem import AttentionProblem, AttentionSpec
 from kernels.registry import Look
 from kernels.toolchain import why_not_compile
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @attention_backend("compiled", look=Look(colour="#AA4499", marker="s", place=1))
@@ -34,14 +33,14 @@ class Compiled(Attention):
     def keeps_scores(self, problem: AttentionProblem) -> bool:
         return problem.needs_grad
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+    ) -> torch.Tensor:
         return _compiled_attention()(q, k, v, spec)
 
 
 @cache
-def _compiled_attention() -> Callable[..., Tensor]:
-    import torch
-
+def _compiled_attention() -> Callable[..., torch.Tensor]:
     # Static shapes: past the recompile limit a dynamic or eager version would run instead
     # and be timed as if it were this one; fullgraph turns that into an error.
     return torch.compile(explicit_softmax_attention, dynamic=False, fullgraph=True)

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+import torch
 
 from kernels.backend import attention_backend
-from kernels.libraries.flash_attention import (
-    FlashLibrary,
-    call_by_name,
-    capability,
-    lengths_of,
-    why_not_head_dim,
-)
+from kernels.decoding import DecodeProblem
+from kernels.libraries.adapter import call_by_name, capability, why_not_head_dim
+from kernels.libraries.flash_attention import FlashLibrary, lengths_of
 from kernels.problem import AttentionProblem, AttentionSpec
 from kernels.registry import Look
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from kernels.decoding import DecodeProblem
 
 _PLAIN = {
     "dropout_p": 0.0,
@@ -73,8 +66,8 @@ class FlashAttn2(FlashLibrary):
         return None
 
     def library_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
-    ) -> tuple[Tensor, Tensor]:
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         module: Any = self.load()
         packed = spec.packing is not None
         function = module._flash_attn_varlen_forward if packed else module._flash_attn_forward
@@ -95,16 +88,14 @@ class FlashAttn2(FlashLibrary):
 
     def library_backward(
         self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
+        do: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        lse: torch.Tensor,
         spec: AttentionSpec,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        import torch
-
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if _may_lack_keys(q, k, spec):
             lse = lse.masked_fill(lse == float("-inf"), float("inf"))
         module: Any = self.load()
@@ -131,6 +122,6 @@ class FlashAttn2(FlashLibrary):
         return dq, dk, dv
 
 
-def _may_lack_keys(q: Tensor, k: Tensor, spec: AttentionSpec) -> bool:
+def _may_lack_keys(q: torch.Tensor, k: torch.Tensor, spec: AttentionSpec) -> bool:
     """Whether a query may see no key, whose lse is then plus infinity in this library."""
     return spec.packing is not None or k.shape[1] == 0 or (spec.causal and k.shape[1] < q.shape[1])

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+import torch
 
 from kernels.backend import attention_backend
-from kernels.libraries.flash_attention import (
-    FlashLibrary,
-    call_by_name,
-    capability,
-    lengths_of,
-    why_not_head_dim,
-)
+from kernels.decoding import DecodeProblem
+from kernels.libraries.adapter import call_by_name, capability, why_not_head_dim
+from kernels.libraries.flash_attention import FlashLibrary, lengths_of
 from kernels.problem import AttentionProblem, AttentionSpec
 from kernels.registry import Look
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from kernels.decoding import DecodeProblem
 
 _SHARED = ("q", "k", "v", "softmax_scale", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q")
 
@@ -56,8 +49,8 @@ class FlashAttn3(FlashLibrary):
         return None
 
     def library_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
-    ) -> tuple[Tensor, Tensor]:
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         module: Any = self.load()
         o, lse, *_ = call_by_name(
             module._flash_attn_forward,
@@ -72,16 +65,14 @@ class FlashAttn3(FlashLibrary):
 
     def library_backward(
         self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
+        do: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        lse: torch.Tensor,
         spec: AttentionSpec,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        import torch
-
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         module: Any = self.load()
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         call_by_name(

@@ -9,7 +9,10 @@ share a tile.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from importlib import metadata
+from typing import Any
+
+import torch
 
 from kernels import decode
 from kernels.backend import Decoding, attention_backend
@@ -17,11 +20,7 @@ from kernels.decode.available import why_not_here
 from kernels.decoding import DecodeProblem, Decoder
 from kernels.ranges import named_range
 from kernels.registry import Look
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from kernels.rotary import Rotary
+from kernels.rotary import Rotary
 
 MAX_HEAD_DIM = 256
 
@@ -39,8 +38,6 @@ class FlashDecode(Decoding):
             raise ValueError(f"attention.num_splits={self.num_splits}: must be at least 1")
 
     def version(self) -> str | None:
-        from importlib import metadata
-
         try:
             return f"triton {metadata.version('triton')}"
         except metadata.PackageNotFoundError:
@@ -69,7 +66,9 @@ class FusedDecoder(Decoder):
         self._rotary = rotary
         self._options = {"scale": scale, "num_splits": num_splits}
 
-    def __call__(self, layer: int, q: Tensor, k_new: Tensor, v_new: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q: torch.Tensor, k_new: torch.Tensor, v_new: torch.Tensor
+    ) -> torch.Tensor:
         cache, places = self._cache, self._cache.places
         with named_range("fused"):
             return decode.flash_decode(

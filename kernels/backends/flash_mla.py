@@ -5,20 +5,19 @@ Its kernel reads blocks of 64 tokens of rank 512 with a rotary part of 64.
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kernels.backend import Decoding, attention_backend
 from kernels.decoding import DecodeProblem
-from kernels.libraries.flash_attention import capability, parameters_of
+from kernels.libraries import flash_mla
+from kernels.libraries.adapter import capability, parameters_of
 from kernels.registry import Look
-
-if TYPE_CHECKING:
-    from kernels.libraries.flash_mla import FlashMlaSteps
-    from kernels.rotary import Rotary
+from kernels.rotary import Rotary
 
 BLOCK_SIZE = 64
 KV_LORA_RANK, ROPE_HEAD_DIM = 512, 64
@@ -63,17 +62,13 @@ class FlashMla(Decoding):
 
     def decoder(
         self, problem: DecodeProblem, cache: Any, *, rotary: Rotary | None, scale: float
-    ) -> FlashMlaSteps:
-        from kernels.libraries.flash_mla import FlashMlaSteps
-
-        return FlashMlaSteps(problem, cache, rotary=rotary, scale=scale)
+    ) -> flash_mla.FlashMlaSteps:
+        return flash_mla.FlashMlaSteps(problem, cache, rotary=rotary, scale=scale)
 
 
 @cache
 def why_not_installed() -> str | None:
     """None if the package can be imported and is of a version that is known, else the reason."""
-    import importlib
-
     if find_spec("flash_mla") is None:
         return f"flash_mla is not installed: {INSTALL}"
     try:

@@ -8,15 +8,15 @@ memory tiling saves without any special hardware. :mod:`kernels.flash.pytorch` h
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from kernels.backend import DenseAttention, attention_backend
+from kernels.flash import pytorch
 from kernels.problem import AttentionProblem, AttentionSpec
 from kernels.registry import Look
 from kernels.toolchain import why_not_compile
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @attention_backend("flash_torch", look=Look(colour="#999933", marker="d"))
@@ -49,28 +49,24 @@ class FlashTorch(DenseAttention):
         return why_not_compile(problem.device)
 
     def dense_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
-    ) -> tuple[Tensor, Tensor]:
-        from kernels.flash import pytorch as _flash_torch
-
-        return _flash_torch.forward(q, k, v, causal=spec.causal, scale=spec.scale, **self._options)
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return pytorch.forward(q, k, v, causal=spec.causal, scale=spec.scale, **self._options)
 
     def dense_backward(
         self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
+        do: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        lse: torch.Tensor,
         spec: AttentionSpec,
         *,
-        dlse: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        dlse: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """``dlse`` [B, H, S]: gradient of the log-sum-exp, where that was an output too."""
-        from kernels.flash import pytorch as _flash_torch
-
-        return _flash_torch.backward(
+        return pytorch.backward(
             *(do, q, k, v, o, lse),
             causal=spec.causal,
             scale=spec.scale,

@@ -7,19 +7,18 @@ other lengths without planning anew.
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kernels.backend import Decoding, attention_backend
 from kernels.decoding import DecodeProblem
+from kernels.libraries import flashinfer
 from kernels.registry import Look
-
-if TYPE_CHECKING:
-    from kernels.libraries.flashinfer import FlashInferDecoder
-    from kernels.rotary import Rotary
+from kernels.rotary import Rotary
 
 INSTALL = "pip install flashinfer-python"
 
@@ -61,17 +60,13 @@ class FlashInfer(Decoding):
 
     def decoder(
         self, problem: DecodeProblem, cache: Any, *, rotary: Rotary | None, scale: float
-    ) -> FlashInferDecoder:
-        from kernels.libraries.flashinfer import FlashInferDecoder
-
-        return FlashInferDecoder(problem, cache, rotary=rotary, scale=scale)
+    ) -> flashinfer.FlashInferDecoder:
+        return flashinfer.FlashInferDecoder(problem, cache, rotary=rotary, scale=scale)
 
 
 @cache
 def why_not_installed() -> str | None:
     """None if the package can be imported and has what is called, else the reason."""
-    import importlib
-
     if find_spec("flashinfer") is None:
         return f"flashinfer is not installed: {INSTALL}"
     for module, name in NEEDS:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+import torch
 
 from kernels.backend import Attention, attention_backend
 from kernels.problem import AttentionProblem, AttentionSpec
 from kernels.registry import Look
 from kernels.toolchain import why_not_compile
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @attention_backend("flex", look=Look(colour="#009E73", marker="<"))
@@ -32,7 +31,9 @@ class Flex(Attention):
             return "FlexAttention has no backward pass on a CPU"
         return why_not_compile(problem.device)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+    ) -> torch.Tensor:
         mask = _causal_block_mask(q.shape[-2], k.shape[-2], q.device.type) if spec.causal else None
         grouped = q.shape[1] != k.shape[1]
         return _compiled_flex_attention()(
@@ -41,8 +42,7 @@ class Flex(Attention):
 
 
 @cache
-def _compiled_flex_attention() -> Callable[..., Tensor]:
-    import torch
+def _compiled_flex_attention() -> Callable[..., torch.Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)
@@ -54,7 +54,9 @@ def _causal_block_mask(q_len: int, kv_len: int, device: str) -> Any:
 
     offset = kv_len - q_len
 
-    def visible(batch: Tensor, head: Tensor, q_index: Tensor, kv_index: Tensor) -> Tensor:
+    def visible(
+        batch: torch.Tensor, head: torch.Tensor, q_index: torch.Tensor, kv_index: torch.Tensor
+    ) -> torch.Tensor:
         return kv_index <= q_index + offset
 
     return create_block_mask(visible, None, None, q_len, kv_len, device=device)

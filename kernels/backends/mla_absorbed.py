@@ -7,19 +7,18 @@ and a value (DeepSeek-V2, section 2.1.2); the step reads each latent once, for a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kernels.backend import Decoding, attention_backend
 from kernels.decode.available import why_not_here
+from kernels.decode.steps import absorbed_kernels, latent
 from kernels.decoding import (
     DecodeProblem,
     LatentDecoder,
     operator_workspace,
 )
 from kernels.registry import Look
-
-if TYPE_CHECKING:
-    from kernels.rotary import Rotary
+from kernels.rotary import Rotary
 
 IMPLEMENTATIONS = ("auto", "triton", "torch")
 
@@ -61,9 +60,6 @@ class MlaAbsorbed(Decoding):
     def decoder(
         self, problem: DecodeProblem, cache: Any, *, rotary: Rotary | None, scale: float
     ) -> LatentDecoder:
-        from kernels.decode.steps.absorbed_kernels import AbsorbedKernelSteps
-        from kernels.decode.steps.latent import AbsorbedSteps
-
         if self._uses_kernel(problem):
-            return AbsorbedKernelSteps(cache, rotary=rotary, scale=scale)
-        return AbsorbedSteps(problem, cache, rotary=rotary, scale=scale)
+            return absorbed_kernels.AbsorbedKernelSteps(cache, rotary=rotary, scale=scale)
+        return latent.AbsorbedSteps(problem, cache, rotary=rotary, scale=scale)

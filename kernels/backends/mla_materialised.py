@@ -7,15 +7,13 @@ compared with: the cache is small, but each step multiplies all of it by W_k and
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kernels.backend import Decoding, attention_backend
+from kernels.decode.steps import latent
 from kernels.decoding import DecodeProblem, operator_workspace
 from kernels.registry import Look
-
-if TYPE_CHECKING:
-    from kernels.decode.steps.latent import MaterialisedSteps
-    from kernels.rotary import Rotary
+from kernels.rotary import Rotary
 
 
 @attention_backend("mla_materialised", look=Look(colour="#999933", marker="^"))
@@ -33,7 +31,5 @@ class MlaMaterialised(Decoding):
 
     def decoder(
         self, problem: DecodeProblem, cache: Any, *, rotary: Rotary | None, scale: float
-    ) -> MaterialisedSteps:
-        from kernels.decode.steps.latent import MaterialisedSteps
-
-        return MaterialisedSteps(problem, cache, rotary=rotary, scale=scale)
+    ) -> latent.MaterialisedSteps:
+        return latent.MaterialisedSteps(problem, cache, rotary=rotary, scale=scale)

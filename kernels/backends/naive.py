@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
 
 from kernels.backend import Attention, DenseAttention, attention_backend
 from kernels.problem import AttentionProblem, AttentionSpec
 from kernels.ranges import RangeMaker, named_range
 from kernels.registry import Look
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @attention_backend(
@@ -35,14 +33,16 @@ class Naive(DenseAttention):
     def keeps_scores(self, problem: AttentionProblem) -> bool:
         return problem.needs_grad
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+    ) -> torch.Tensor:
         if spec.packing is not None:
             return Attention.attend(self, q, k, v, spec)
         return explicit_softmax_attention(q, k, v, spec, named_range)
 
     def dense_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
-    ) -> tuple[Tensor, Tensor]:
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         group_size = q.shape[1] // k.shape[1]
         scores = masked_scores(q, _expand_heads(k, group_size), spec).float()
         lse = scores.logsumexp(dim=-1)
@@ -51,14 +51,14 @@ class Naive(DenseAttention):
 
     def dense_backward(
         self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
+        do: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        lse: torch.Tensor,
         spec: AttentionSpec,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Recomputes the probabilities from lse (CS336 assignment 2, equations 13 to 19)."""
         group_size = q.shape[1] // k.shape[1]
         keys, values = _expand_heads(k, group_size), _expand_heads(v, group_size)
@@ -73,12 +73,12 @@ class Naive(DenseAttention):
 
 
 def explicit_softmax_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
     spec: AttentionSpec,
     marks: RangeMaker = contextlib.nullcontext,
-) -> Tensor:
+) -> torch.Tensor:
     """q [B, H, S, D], k and v [B, H_kv, S_k, D] -> o [B, H, S, D]; a pure function of tensors.
 
     ``marks`` makes ranges for profilers; torch.compile has none to trace.
@@ -93,7 +93,7 @@ def explicit_softmax_attention(
         return probabilities @ _expand_heads(v, group_size)
 
 
-def masked_scores(q: Tensor, k: Tensor, spec: AttentionSpec) -> Tensor:
+def masked_scores(q: torch.Tensor, k: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
     """Scaled scores [B, H, S, S_k], minus infinity where a causal mask hides the key."""
     scores = (q @ k.mT) * spec.scale
     if spec.causal:
@@ -103,9 +103,9 @@ def masked_scores(q: Tensor, k: Tensor, spec: AttentionSpec) -> Tensor:
     return scores
 
 
-def _expand_heads(x: Tensor, group_size: int) -> Tensor:
+def _expand_heads(x: torch.Tensor, group_size: int) -> torch.Tensor:
     return x if group_size == 1 else x.repeat_interleave(group_size, dim=1)
 
 
-def _sum_groups(dx: Tensor, group_size: int) -> Tensor:
+def _sum_groups(dx: torch.Tensor, group_size: int) -> torch.Tensor:
     return dx if group_size == 1 else dx.unflatten(1, (-1, group_size)).sum(dim=2)

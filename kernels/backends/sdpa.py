@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from kernels.backend import Decoding, DenseAttention, attention_backend
+from kernels.decoding import DecodeProblem, gathered_bytes
+from kernels.libraries import sdpa_decode, sdpa_operators
 from kernels.problem import AttentionProblem, AttentionSpec
 from kernels.registry import Look
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from kernels.decoding import DecodeProblem
-    from kernels.libraries.sdpa_decode import SdpaDecoder
-    from kernels.rotary import Rotary
+from kernels.rotary import Rotary
 
 SDPA_KERNELS = {
     "auto": None,
@@ -79,19 +77,16 @@ class Sdpa(DenseAttention, Decoding):
 
     def _why_not_on_cuda(self, problem: AttentionProblem) -> str | None:
         """PyTorch's own verdict on tensors of this kind, in its own words."""
-        import torch
-        from torch.backends import cuda
-
         if not torch.cuda.is_available():
             return "torch sees no CUDA device"
 
         can_use = {
-            "flash": cuda.can_use_flash_attention,
-            "efficient": cuda.can_use_efficient_attention,
-            "cudnn": cuda.can_use_cudnn_attention,
+            "flash": torch.backends.cuda.can_use_flash_attention,
+            "efficient": torch.backends.cuda.can_use_efficient_attention,
+            "cudnn": torch.backends.cuda.can_use_cudnn_attention,
         }[self.kernel]
 
-        def tensor(heads: int) -> Tensor:
+        def tensor(heads: int) -> torch.Tensor:
             # The verdict depends on dtype, head_dim and heads; a short sequence costs nothing.
             seq = min(problem.q_len, 128)
             shape = (1, seq, heads, problem.head_dim)
@@ -105,7 +100,7 @@ class Sdpa(DenseAttention, Decoding):
             tensor(problem.num_kv_heads),
         )
         grouped = problem.num_heads != problem.num_kv_heads
-        params = cuda.SDPAParams(q, k, v, None, 0.0, problem.causal, grouped)
+        params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, problem.causal, grouped)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             if can_use(params, debug=True):
@@ -114,10 +109,9 @@ class Sdpa(DenseAttention, Decoding):
         # The first lines of the verdict introduce it; the last one names the obstacle.
         return reasons[-1] if reasons else f"PyTorch's {self.kernel} attention refuses it"
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-        import torch.nn.functional as F
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+    ) -> torch.Tensor:
         arguments: dict[str, Any] = {
             "is_causal": spec.causal,
             "scale": spec.scale,
@@ -125,29 +119,25 @@ class Sdpa(DenseAttention, Decoding):
         }
         kernel = SDPA_KERNELS[self.kernel]
         if kernel is None:
-            return F.scaled_dot_product_attention(q, k, v, **arguments)
-        with sdpa_kernel(getattr(SDPBackend, kernel)):
-            return F.scaled_dot_product_attention(q, k, v, **arguments)
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, **arguments)
+        with torch.nn.attention.sdpa_kernel(getattr(torch.nn.attention.SDPBackend, kernel)):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, **arguments)
 
     def dense_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
-    ) -> tuple[Tensor, Tensor]:
-        from kernels.libraries import sdpa_operators
-
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return sdpa_operators.forward(self._operator(q), q, k, v, spec)
 
     def dense_backward(
         self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
+        do: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        lse: torch.Tensor,
         spec: AttentionSpec,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        from kernels.libraries import sdpa_operators
-
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return sdpa_operators.backward(self._operator(q), do, q, k, v, o, lse, spec)
 
     def supports_decode(self, problem: DecodeProblem) -> str | None:
@@ -161,19 +151,15 @@ class Sdpa(DenseAttention, Decoding):
         return f"PyTorch's {self.kernel} attention takes no mask by lengths; use sdpa"
 
     def decode_workspace(self, problem: DecodeProblem) -> float:
-        from kernels.decoding import gathered_bytes
-
         return gathered_bytes(problem)
 
     def decoder(
         self, problem: DecodeProblem, cache: Any, *, rotary: Rotary | None, scale: float
-    ) -> SdpaDecoder:
-        from kernels.libraries.sdpa_decode import SdpaDecoder
-
+    ) -> sdpa_decode.SdpaDecoder:
         kernel = SDPA_KERNELS[self.kernel]
-        return SdpaDecoder(problem, cache, kernel, rotary=rotary, scale=scale)
+        return sdpa_decode.SdpaDecoder(problem, cache, kernel, rotary=rotary, scale=scale)
 
-    def _operator(self, q: Tensor) -> str:
+    def _operator(self, q: torch.Tensor) -> str:
         if not self.gives_lse:
             raise NotImplementedError(f"attention.kernel={self.kernel} gives no log-sum-exp")
         return "flash_for_cpu" if q.device.type == "cpu" else self.kernel

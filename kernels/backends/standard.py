@@ -8,15 +8,13 @@ PyTorch's matmul knows no block table.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kernels.backend import Decoding, attention_backend
+from kernels.decode.steps import operators
 from kernels.decoding import DecodeProblem, operator_workspace
 from kernels.registry import Look
-
-if TYPE_CHECKING:
-    from kernels.decode.steps.operators import MatmulDecoder
-    from kernels.rotary import Rotary
+from kernels.rotary import Rotary
 
 
 @attention_backend("standard", look=Look(colour="#000000", marker="o"))
@@ -32,7 +30,5 @@ class Standard(Decoding):
 
     def decoder(
         self, problem: DecodeProblem, cache: Any, *, rotary: Rotary | None, scale: float
-    ) -> MatmulDecoder:
-        from kernels.decode.steps.operators import MatmulDecoder
-
-        return MatmulDecoder(problem, cache, rotary=rotary, scale=scale)
+    ) -> operators.MatmulDecoder:
+        return operators.MatmulDecoder(problem, cache, rotary=rotary, scale=scale)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from kernels.registry import Registry
-
-if TYPE_CHECKING:
-    import torch
 
 CACHES: Registry[type[CacheChoice]] = Registry(
     "cache", decorator="cache_choice", packages=("kernels.caches",)

@@ -6,15 +6,12 @@ Every sequence has its longest length set aside from the start, whether it comes
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+import torch
+
+from kernels.caches import key_values, places
 from kernels.caches.choice import CacheChoice, CacheShape, cache_choice
 from kernels.registry import Look
-
-if TYPE_CHECKING:
-    import torch
-
-    from kernels.caches.key_values import KeyValueCache
 
 
 @cache_choice("contiguous", look=Look(place=0))
@@ -24,9 +21,6 @@ class Contiguous(CacheChoice):
 
     def allocate(
         self, shape: CacheShape, device: torch.device | str, *, seed: int | None = None
-    ) -> KeyValueCache:
-        from kernels.caches.key_values import KeyValueCache
-        from kernels.caches.places import Places
-
-        places = Places(shape.batch_size, shape.max_len, device)
-        return KeyValueCache(shape, places, leading=shape.batch_size, inner=shape.max_len)
+    ) -> key_values.KeyValueCache:
+        taken = places.Places(shape.batch_size, shape.max_len, device)
+        return key_values.KeyValueCache(shape, taken, leading=shape.batch_size, inner=shape.max_len)

@@ -8,14 +8,11 @@ contiguous or in blocks. Kernels for it often want blocks of 64 tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+import torch
+
+from kernels.caches import latents, places
 from kernels.caches.choice import CacheChoice, CacheShape, cache_choice
-
-if TYPE_CHECKING:
-    import torch
-
-    from kernels.caches.latents import LatentCache
 
 
 @cache_choice("latent")
@@ -40,13 +37,12 @@ class Latent(CacheChoice):
 
     def allocate(
         self, shape: CacheShape, device: torch.device | str, *, seed: int | None = None
-    ) -> LatentCache:
-        from kernels.caches.latents import LatentCache
-        from kernels.caches.places import BlockPlaces, Places
-
+    ) -> latents.LatentCache:
         if self.block_size is None:
-            rows = Places(shape.batch_size, shape.max_len, device)
-            return LatentCache(shape, rows, leading=shape.batch_size, inner=shape.max_len)
-        places = BlockPlaces(shape.batch_size, shape.max_len, self.block_size, device, seed=seed)
-        blocks = places.allocator.num_blocks
-        return LatentCache(shape, places, leading=blocks, inner=self.block_size)
+            rows = places.Places(shape.batch_size, shape.max_len, device)
+            return latents.LatentCache(shape, rows, leading=shape.batch_size, inner=shape.max_len)
+        taken = places.BlockPlaces(
+            shape.batch_size, shape.max_len, self.block_size, device, seed=seed
+        )
+        blocks = taken.allocator.num_blocks
+        return latents.LatentCache(shape, taken, leading=blocks, inner=self.block_size)

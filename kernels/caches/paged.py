@@ -8,14 +8,11 @@ for the rest of its last block.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+import torch
+
+from kernels.caches import key_values, places
 from kernels.caches.choice import CacheChoice, CacheShape, cache_choice
-
-if TYPE_CHECKING:
-    import torch
-
-    from kernels.caches.key_values import KeyValueCache
 
 
 @cache_choice("paged")
@@ -46,11 +43,8 @@ class Paged(CacheChoice):
 
     def allocate(
         self, shape: CacheShape, device: torch.device | str, *, seed: int | None = None
-    ) -> KeyValueCache:
-        from kernels.caches.key_values import KeyValueCache
-        from kernels.caches.places import BlockPlaces
-
-        places = BlockPlaces(
+    ) -> key_values.KeyValueCache:
+        taken = places.BlockPlaces(
             shape.batch_size,
             shape.max_len,
             self.block_size,
@@ -58,5 +52,5 @@ class Paged(CacheChoice):
             num_blocks=self.num_blocks,
             seed=seed,
         )
-        blocks = places.allocator.num_blocks
-        return KeyValueCache(shape, places, leading=blocks, inner=self.block_size)
+        blocks = taken.allocator.num_blocks
+        return key_values.KeyValueCache(shape, taken, leading=blocks, inner=self.block_size)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+
+from kernels import decode
 from kernels.decoding import DecodeProblem
 from kernels.toolchain import why_not_triton
 
@@ -11,9 +14,5 @@ def why_not_here(problem: DecodeProblem) -> str | None:
     reason = why_not_triton(problem.device)
     if reason is not None:
         return reason
-    # Triton is an optional library.
-    import torch
-
-    from kernels.decode.plans import why_not
-
-    return why_not(torch.device(problem.device), getattr(torch, problem.dtype))
+    found: str | None = decode.why_not(torch.device(problem.device), getattr(torch, problem.dtype))
+    return found

@@ -6,33 +6,27 @@ private backward that takes that lse. Those are called here and not the public f
 give the lse to a ring, and take the one of the whole ring back. This project's [B, H, S, D] is
 handed over as a transposed view; the kernels take strides.
 
-Private functions change. Arguments are passed by name, and only those that the installed
-version's signature has; a version without one that the result depends on is refused.
+Private functions change, so they are called by name (:mod:`kernels.libraries.adapter`), and a
+version without a parameter that the result depends on is refused.
 """
 
 from __future__ import annotations
 
 import importlib
-import inspect
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from importlib import metadata
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+import torch
 
 from kernels.backend import Attention, Decoding
+from kernels.decoding import DecodeProblem
+from kernels.libraries import flash_kvcache
+from kernels.libraries.adapter import DTYPES, parameters_of
 from kernels.problem import AttentionProblem, AttentionSpec, Packing
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from kernels.decoding import DecodeProblem
-    from kernels.libraries.flash_kvcache import KvCacheDecoder
-    from kernels.rotary import Rotary
-
-DTYPES = ("float16", "bfloat16")
+from kernels.rotary import Rotary
 
 
 @dataclass(kw_only=True, slots=True)
@@ -64,21 +58,17 @@ class FlashLibrary(Attention, Decoding):
         return self.why_not_installed() or self.why_not_here(problem)
 
     def supports_decode(self, problem: DecodeProblem) -> str | None:
-        from kernels.libraries import flash_kvcache as kvcache
-
-        reason = kvcache.why_not(problem) or self._why_not_importable()
+        reason = flash_kvcache.why_not(problem) or self._why_not_importable()
         if reason is not None:
             return reason
         name = f"{self.distribution} {self.version() or ''}".strip()
-        reason = kvcache.why_no_function(self.load(), name)
+        reason = flash_kvcache.why_no_function(self.load(), name)
         return reason or self.why_not_decode_here(problem)
 
     def decoder(
         self, problem: DecodeProblem, cache: Any, *, rotary: Rotary | None, scale: float
-    ) -> KvCacheDecoder:
-        from kernels.libraries.flash_kvcache import KvCacheDecoder
-
-        return KvCacheDecoder(self.load(), cache, rotary=rotary, scale=scale)
+    ) -> flash_kvcache.KvCacheDecoder:
+        return flash_kvcache.KvCacheDecoder(self.load(), cache, rotary=rotary, scale=scale)
 
     def why_not_decode_here(self, problem: DecodeProblem) -> str | None:
         """None if this GPU and this cache will do, else the reason."""
@@ -128,27 +118,27 @@ class FlashLibrary(Attention, Decoding):
         return importlib.import_module(last)
 
     def library_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
-    ) -> tuple[Tensor, Tensor]:
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """o and lse [B, H, S] in the library's layout, or packed [T, H, D] and [H, T]."""
         raise NotImplementedError
 
     def library_backward(
         self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
+        do: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        lse: torch.Tensor,
         spec: AttentionSpec,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """dq, dk, dv in the library's layout."""
         raise NotImplementedError
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
-    ) -> tuple[Tensor, Tensor]:
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if spec.packing is not None:
             return self.library_forward(q, k, v, spec)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -157,14 +147,14 @@ class FlashLibrary(Attention, Decoding):
 
     def backward(
         self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
+        do: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        lse: torch.Tensor,
         spec: AttentionSpec,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         # A ring keeps o in float32; the libraries want one dtype for all.
         do, o, lse = do.to(q.dtype), o.to(q.dtype), lse.contiguous()
         if spec.packing is not None:
@@ -172,34 +162,6 @@ class FlashLibrary(Attention, Decoding):
         do, q, k, v, o = (x.transpose(1, 2) for x in (do, q, k, v, o))
         dq, dk, dv = self.library_backward(do, q, k, v, o, lse, spec)
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
-
-
-def call_by_name(function: Callable[..., Any], **values: Any) -> Any:
-    """Call by name with the values that this version's signature has a parameter for.
-
-    A parameter of another version that has no default is a feature not used here: None.
-    """
-    parameters = parameters_of(function)
-    given = {name: value for name, value in values.items() if name in parameters}
-    given |= {
-        name: None
-        for name, has_default in parameters.items()
-        if not has_default and name not in given
-    }
-    return function(**given)
-
-
-@cache
-def parameters_of(function: Callable[..., Any] | None) -> dict[str, bool]:
-    """Parameter names, and whether each has a default; empty for None."""
-    if function is None:
-        return {}
-    # torch.library.custom_op hides the signature of the function that it wraps.
-    signature = inspect.signature(getattr(function, "_init_fn", function))
-    return {
-        name: parameter.default is not parameter.empty
-        for name, parameter in signature.parameters.items()
-    }
 
 
 def lengths_of(packing: Packing | None) -> dict[str, Any]:
@@ -212,23 +174,6 @@ def lengths_of(packing: Packing | None) -> dict[str, Any]:
         "max_seqlen_q": packing.max_q_len,
         "max_seqlen_k": packing.max_kv_len,
     }
-
-
-def capability() -> tuple[int, int]:
-    """Compute capability of the current CUDA device; (0, 0) without one."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return (0, 0)
-    major, minor = torch.cuda.get_device_capability()
-    return major, minor
-
-
-def why_not_head_dim(head_dim: int, most: int) -> str | None:
-    """The libraries read 16 bytes of a row at a time, and were built up to some head_dim."""
-    if head_dim % 8 or head_dim > most:
-        return f"takes a head_dim that is a multiple of 8 and at most {most}, not {head_dim}"
-    return None
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -8,17 +8,14 @@ tables are of the queries' dtype, and have to be as long as the cache.
 from __future__ import annotations
 
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from kernels.decoding import DecodeProblem, Decoder
-from kernels.libraries.flash_attention import DTYPES, call_by_name, parameters_of, why_not_head_dim
+from kernels.libraries.adapter import DTYPES, call_by_name, parameters_of, why_not_head_dim
 from kernels.ranges import named_range
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from kernels.rotary import Rotary
+from kernels.rotary import Rotary
 
 FUNCTION = "flash_attn_with_kvcache"
 TABLES = ("page_table", "block_table")
@@ -80,7 +77,9 @@ class KvCacheDecoder(Decoder):
             }
         return self._tables[dtype]
 
-    def __call__(self, layer: int, q: Tensor, k_new: Tensor, v_new: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q: torch.Tensor, k_new: torch.Tensor, v_new: torch.Tensor
+    ) -> torch.Tensor:
         cache, places = self._cache, self._cache.places
         pages = {}
         if places.block_table is not None:

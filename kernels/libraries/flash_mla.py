@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.decode.steps.latent import AbsorbedSteps
-from kernels.libraries.flash_attention import call_by_name
+from kernels.libraries.adapter import call_by_name
 
 
 class FlashMlaSteps(AbsorbedSteps):

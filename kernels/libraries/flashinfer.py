@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels.caches.key_values import KeyValueCache
 from kernels.caches.places import BlockPlaces
 from kernels.decoding import DecodeProblem, Decoder
-from kernels.libraries.flash_attention import call_by_name
+from kernels.libraries.adapter import call_by_name
 from kernels.ranges import named_range
 from kernels.rotary import Rotary
 

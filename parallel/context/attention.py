@@ -10,20 +10,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
 
 from kernels.backend import BACKENDS, Attention, AttentionBackend, DelegatedAttention
 from kernels.backends.auto import choose
 from kernels.problem import AttentionProblem, AttentionSpec
+from parallel.context import bound
 from parallel.context.blocks.layouts import Contiguous, Layout
-
-if TYPE_CHECKING:
-    import torch
-    import torch.distributed as dist
-    from torch import Tensor
-
-    from parallel.context.bound import Fusion, SplitAttention
-    from parallel.context.transports.factories import TransportFactory
+from parallel.context.transports import factories
 
 SYMMETRIC = "symmetric"
 """The transport that reads peers' memory directly."""
@@ -57,7 +54,7 @@ class SequenceParallelAttention(DelegatedAttention):
 
     def bind(
         self, group: dist.ProcessGroup, device: torch.device
-    ) -> contextlib.AbstractContextManager[SplitAttention]:
+    ) -> contextlib.AbstractContextManager[bound.SplitAttention]:
         """This attention over the ranks of a group; all of them call it together."""
         raise NotImplementedError
 
@@ -103,7 +100,13 @@ class SequenceParallelAttention(DelegatedAttention):
         return problem.cp == 1 and self.on_one_device.keeps_scores(problem)
 
     def delegate(
-        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *, with_lse: bool
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        spec: AttentionSpec,
+        *,
+        with_lse: bool,
     ) -> Attention:
         return self.on_one_device
 
@@ -277,10 +280,10 @@ class ContextParallelAttention(SequenceParallelAttention):
         return {"visiting_keys": 2 * kv, "dk_dv": 2 * wide * kv + kv}
 
     @contextlib.contextmanager
-    def bind(self, group: dist.ProcessGroup, device: torch.device) -> Iterator[SplitAttention]:
-        from parallel.context.bound import BoundAttention
-
-        yield BoundAttention(
+    def bind(
+        self, group: dist.ProcessGroup, device: torch.device
+    ) -> Iterator[bound.SplitAttention]:
+        yield bound.BoundAttention(
             kernel=self.on_one_device,
             layout=self.layout(group.size()),
             group=group,
@@ -289,14 +292,12 @@ class ContextParallelAttention(SequenceParallelAttention):
             fusion=self._fusion(),
         )
 
-    def _fusion(self) -> Fusion:
-        from parallel.context.bound import Fusion
-
-        return Fusion()
+    def _fusion(self) -> bound.Fusion:
+        return bound.Fusion()
 
     def _transport_factory(
         self, group: dist.ProcessGroup, device: torch.device
-    ) -> TransportFactory:
+    ) -> factories.TransportFactory:
         """Makes the transport of each pass; buffers that peers read outlive a pass."""
         raise NotImplementedError
 
@@ -315,9 +316,7 @@ class RingAttention(ContextParallelAttention):
 
     def _transport_factory(
         self, group: dist.ProcessGroup, device: torch.device
-    ) -> TransportFactory:
-        from parallel.context.transports import factories
-
+    ) -> factories.TransportFactory:
         if self._reads_peers(group, device):
             return factories.symmetric_ring(group, device)
         return factories.send_recv(group, device)
@@ -350,9 +349,7 @@ class GatherAttention(ContextParallelAttention):
 
     def _transport_factory(
         self, group: dist.ProcessGroup, device: torch.device
-    ) -> TransportFactory:
-        from parallel.context.transports import factories
-
+    ) -> factories.TransportFactory:
         heads = self.kv_heads_at_once or None
         if self._reads_peers(group, device):
             return factories.symmetric_gather(group, device, heads)
@@ -366,8 +363,6 @@ def why_not_symmetric(problem: AttentionProblem) -> str | None:
 
 def why_not_peers(num_ranks: int) -> str | None:
     """None if this host has so many CUDA devices that reach each other's memory."""
-    import torch
-
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
     count = torch.cuda.device_count()

@@ -11,18 +11,16 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
 
 from kernels import AttentionProblem, attention_backend
 from kernels.registry import Look
+from parallel.context import bound
 from parallel.context.attention import SequenceParallelAttention, local_memory
 from parallel.context.blocks.layouts import Contiguous, Layout, Zigzag
-
-if TYPE_CHECKING:
-    import torch
-    import torch.distributed as dist
-
-    from parallel.context.bound import SplitAttention
+from parallel.context.schemes import _torch_peer
 
 ROTATE_METHODS = ("allgather", "alltoall")
 
@@ -84,8 +82,8 @@ class TorchContextParallel(SequenceParallelAttention):
         return found | {"visiting_keys": blocks * kv, "dk_dv": 3 * wide * kv}
 
     @contextlib.contextmanager
-    def bind(self, group: dist.ProcessGroup, device: torch.device) -> Iterator[SplitAttention]:
-        from parallel.context.schemes import _torch_peer
-
+    def bind(
+        self, group: dist.ProcessGroup, device: torch.device
+    ) -> Iterator[bound.SplitAttention]:
         with _torch_peer.patched_sdpa(group, device, self.rotate):
             yield _torch_peer.PatchedAttention(self.on_one_device, self.layout(group.size()), group)

@@ -9,15 +9,13 @@ them: fewer launches for more memory.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from kernels import AttentionProblem, attention_backend
 from kernels.registry import Look
+from parallel.context import bound
 from parallel.context.attention import GatherAttention, local_memory
 from parallel.context.blocks.layouts import Layout, Zigzag
-
-if TYPE_CHECKING:
-    from parallel.context.bound import Fusion
 
 MODES = ("two_kernels", "fused")
 
@@ -64,7 +62,7 @@ class ZigzagLlama3(GatherAttention):
             found["taken_keys"] = problem.cp * kv * ((chunks + 1) / chunks if fused else 1)
         return found
 
-    def _fusion(self) -> Fusion:
-        from parallel.context.bound import Fusion
-
-        return Fusion(forward=self.forward_mode == "fused", backward=self.backward_mode == "fused")
+    def _fusion(self) -> bound.Fusion:
+        return bound.Fusion(
+            forward=self.forward_mode == "fused", backward=self.backward_mode == "fused"
+        )
