@@ -1,7 +1,7 @@
-"""A results folder, and the real command that runs there on one CPU, whatever becomes of it.
+"""A results folder, and the real command that measures there on one CPU.
 
 Its sweep trains transformers of a few hundred parameters with the misbehaving backends of
-:mod:`tests.faults`.
+:mod:`tests.support.faults`.
 """
 
 from __future__ import annotations
@@ -12,32 +12,52 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
+import yaml
 from conftest import ROOT, Command
 
-SWEEP = """
-title: Faults
-tables: [summary]
-scales:
-  tiny:
-    - task: train_step
-      model: tiny
-      model.d_model: 16
-      model.d_ff: 16
-      model.num_layers: 1
-      model.num_heads: 2
-      model.vocab_size: 16
-      seq_len: 16
-      batch_size: 1
-      task.warmup_steps: 1
-      task.measure_steps: 2
-"""
+TINY = {
+    "task": "train_step",
+    "model": "tiny",
+    "model.d_model": 16,
+    "model.d_ff": 16,
+    "model.num_layers": 1,
+    "model.num_heads": 2,
+    "model.vocab_size": 16,
+    "seq_len": 16,
+    "batch_size": 1,
+    "task.warmup_steps": 1,
+    "task.measure_steps": 2,
+}
+
+GUARD_S = 240.0
+"""After this a test takes something to hang; nothing that works on a busy machine needs as long."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Limits:
+    """Time limits for cases that hang, from what a healthy case of their kind took just now."""
+
+    healthy_s: float
+
+    @property
+    def vote_s(self) -> float:
+        """How long ranks wait for each other: longer than a whole healthy case."""
+        return round(1 + 3 * self.healthy_s, 1)
+
+    @property
+    def case_s(self) -> float:
+        """How long a case may take: long enough for a vote in it to fail."""
+        return round(1 + 2 * self.vote_s, 1)
+
+    def arguments(self) -> tuple[str, str]:
+        return f"timeout_s={self.case_s}", f"launcher.vote_timeout_s={self.vote_s}"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -46,10 +66,14 @@ class Folder:
 
     path: Path
     command: Command
+    grids: Sequence[dict[str, Any]] = ({},)
+    """What each grid of the sweep adds to :data:`TINY`."""
 
     def __post_init__(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / "faults.yaml").write_text(SWEEP, encoding="utf-8")
+        grids = [TINY | grid for grid in self.grids]
+        sweep = {"title": "Faults", "tables": ["summary"], "scales": {"tiny": grids}}
+        (self.path / "faults.yaml").write_text(yaml.safe_dump(sweep), encoding="utf-8")
 
     @property
     def results(self) -> Path:
@@ -156,7 +180,7 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
-def wait_until(condition: Any, what: str, timeout_s: float = 60.0) -> None:
+def wait_until(condition: Callable[[], object], what: str, timeout_s: float = GUARD_S) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"

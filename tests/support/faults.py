@@ -1,6 +1,6 @@
-"""Attention backends that misbehave, for the tests of what the harness does about it.
+"""Attention backends that misbehave, for tests of how the harness handles it.
 
-Loaded through ``ATTNBENCH_PLUGINS=tests.faults``. Each name is one misbehaviour; the suffix
+Loaded through ``ATTNBENCH_PLUGINS=tests.support.faults``. Each name is one misbehaviour; the suffix
 ``_rank1`` confines it to rank 1, and ``_late`` lets the check pass and misbehaves in the
 warm-up, while the other rank waits in a collective of the backward pass.
 
@@ -18,13 +18,14 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from kernels import Attention, AttentionBackend, AttentionProblem, AttentionSpec, attention_backend
 from kernels.backends.naive import Naive
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 FOLDER_VARIABLE = "ATTNBENCH_TEST_FOLDER"
 
@@ -91,11 +92,11 @@ class Fault(Attention):
 
 
 @attention_backend("split_fault_raise", kind="raise")
-@attention_backend("split_fault_oom", kind="oom")
 @attention_backend("split_fault_sigkill", kind="sigkill")
 @attention_backend("split_fault_hang", kind="hang")
 @attention_backend("split_fault_raise_backward", kind="raise", good_calls=CALLS_OF_TWO_RANKS)
 @attention_backend("split_fault_wrong", kind="wrong")
+@attention_backend("split_fault_none", kind="none")
 @dataclass(kw_only=True, slots=True)
 class SplitFault(Naive):
     """A kernel that misbehaves on rank 1 alone, while rank 0 waits for it in a ring."""
@@ -128,14 +129,10 @@ def _raise_while_broken(o: Tensor) -> Tensor:
 
 
 def _out_of_memory(o: Tensor) -> Tensor:
-    import torch
-
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 PiB.")
 
 
 def _exhaust_host_memory(o: Tensor) -> Tensor:
-    import torch
-
     return torch.zeros(2**50)
 
 
@@ -188,6 +185,7 @@ _MISBEHAVIOURS = {
     "segfault": _segfault,
     "exit": _exit,
     "hang": _hang,
+    "none": lambda o: o,
     "wrong": lambda o: o * 1.01,
     "nan": lambda o: o * float("nan"),
     "witness": _witness,
@@ -200,8 +198,6 @@ def _folder() -> Path:
 
 
 def _rank() -> int:
-    import torch.distributed as dist
-
     return dist.get_rank() if dist.is_initialized() else 0
 
 

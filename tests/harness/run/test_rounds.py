@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from conftest import Command
-from fault_folders import Folder, no_process_left, wait_until
+from fault_folders import GUARD_S, Folder, no_process_left, wait_until
 
 import harness.store.atomic
 import harness.store.rounds
@@ -527,7 +527,7 @@ def test_the_command_goes_on_where_it_was_stopped(tmp_path: Path, command: Comma
         (tmp_path / "hold").touch()
         wait_until(lambda: list(tmp_path.glob("held-*")), "a round is held")
         process.send_signal(signal.SIGTERM)
-        _, stderr = process.communicate(timeout=30)
+        _, stderr = process.communicate(timeout=GUARD_S)
     assert process.returncode == 130
     assert stderr.strip() == "attnbench: stopped; the same command goes on where this one ended"
     paths = sorted(folder.results.glob("rounds/*"))

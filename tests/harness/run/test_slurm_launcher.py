@@ -7,12 +7,15 @@ arrays is the business of ``test_slurm.py``.
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fault_folders import GUARD_S
 
 from harness.cases.case import Case
 from harness.commands.status import cancel_main, look
@@ -429,9 +432,6 @@ class TestRequeued:
 
 class TestAgents:
     def test_another_run_and_another_version_are_told_apart(self) -> None:
-        import socket
-        from concurrent.futures import ThreadPoolExecutor
-
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
 
@@ -441,14 +441,14 @@ class TestAgents:
                 return "gathered"
 
         def knock(**hello: Any) -> dict[str, Any] | None:
-            for _ in range(100):
+            while True:
                 try:
                     link = Link(socket.create_connection(("127.0.0.1", port)))
                     break
                 except ConnectionRefusedError:
                     time.sleep(0.05)
             link.send({"rank": 1, "host": "n2", "time_s": time.time(), **hello})
-            answer = link.receive(timeout_s=5.0)
+            answer = link.receive(timeout_s=GUARD_S)
             link.close()
             return answer
 
@@ -465,8 +465,6 @@ class TestAgents:
 
     def test_a_rank_is_told_its_place_on_its_host(self, tmp_path: Path) -> None:
         """By which it picks its GPU: the fourth of four ranks on two nodes is its node's second."""
-        import socket
-
         with socket.create_server(("127.0.0.1", 0)) as listener:
             theirs = socket.create_connection(listener.getsockname())
             ours, _ = listener.accept()
@@ -483,15 +481,12 @@ class TestAgents:
             rendezvous="",
         )
         hosts.start(start, logs=tmp_path, scratch="")
-        told = Link(theirs).receive(timeout_s=5.0)
+        told = Link(theirs).receive(timeout_s=GUARD_S)
         assert told is not None
         assert (told["start"]["local_rank"], told["start"]["ranks_on_host"]) == (1, 2)
 
     def test_two_nodes_without_slurm(self, tmp_path: Path) -> None:
         """Cases on one rank and on two, the second on another node, through one endpoint."""
-        import socket
-        from concurrent.futures import ThreadPoolExecutor
-
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         nodes = ("launcher.nnodes=2", "launcher.ranks_per_node=1", "attention=naive", "seq_len=8")
@@ -509,7 +504,7 @@ class TestAgents:
                 logs=tmp_path,
             )
             assert run_request(request) == 0
-            assert served.result(timeout=30) == 1
+            assert served.result(timeout=GUARD_S) == 1
         records, _ = RecordStore(tmp_path).load()
         assert {len(record.memory) for record in records.values()} == {1, 2}
 
