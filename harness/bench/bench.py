@@ -1,22 +1,19 @@
-"""Measuring one case on one rank: clocks, memory, compilation, and the vote between ranks.
+"""The tools with which a task measures one case on one rank.
 
 A task's ``run`` receives a :class:`Bench`, tells it which stage it is in, and hands it a step
-to repeat; the bench warms up, times, and collects an :class:`Outcome`.
+to repeat; the bench warms up, times the step, and collects an :class:`Outcome`.
 
-Time on CUDA comes from events recorded around each phase, without a synchronisation in
-between, so that timing does not add gaps; a whole training step is timed by the host clock
-around a synchronised step as well (CS336 assignment 2, section 1.1.3), and on several ranks from
-the beginning of one to that of the next. On a CPU all are the host's perf_counter.
+On CUDA, phases are timed by events without a synchronisation in between, so that timing adds no
+gaps. A whole training step is timed by the host clock around a synchronised step as well (CS336
+assignment 2, section 1.1.3), and on several ranks from the beginning of one step to that of the
+next. On a CPU every time is the host's perf_counter.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,170 +21,18 @@ import torch
 import torch.distributed as dist
 
 from harness.bench import devices
+from harness.bench.compile_watch import CompileWatch
+from harness.bench.outcome import Outcome, PeerFailed, PeerSilent
+from harness.bench.phase_timer import PhaseTimer
 from harness.statuses import STATUSES
 
-# Several times the L2 cache of any GPU so far (H200: 60 MB), so that no call finds its
-# inputs cached by the call before it.
 FLUSH_BYTES = 256 * 2**20
-
-
-class PeerFailed(Exception):
-    """Another rank of this case failed; its own outcome says how."""
-
-
-class PeerSilent(Exception):
-    """Another rank did not answer a vote in time: it is stuck or gone."""
-
-
-class WrongResult(Exception):
-    """The numeric check failed; the message says by how much."""
-
-
-@dataclass(kw_only=True, slots=True)
-class Outcome:
-    """What one rank observed of one case; becomes part of a record."""
-
-    rank: int
-    status: str = "ok"
-    error: dict[str, Any] | None = None
-    clocks: dict[str, str] = field(default_factory=dict)
-    samples_ms: dict[str, list[float]] = field(default_factory=dict)
-    memory: dict[str, Any] = field(default_factory=dict)
-    check: dict[str, Any] | None = None
-    compilation: dict[str, Any] = field(default_factory=dict)
-    notes: dict[str, Any] = field(default_factory=dict)
-    device_state: dict[str, Any] = field(default_factory=dict)
-
-
-class PhaseTimer:
-    """Times named phases of a step; see :meth:`phase` and :meth:`phases`.
-
-    Events are made beforehand (:meth:`reserve`) and used again: making one takes the host as long
-    as launching a kernel, inside of what is timed.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_cuda = device.type == "cuda"
-        self._spans: list[tuple[str, Any, Any]] = []
-        """Name, and the moments of its start and end."""
-        self._spare: list[Any] = []
-        self._recorded: list[Any] = []
-
-    def reserve(self, num_phases: int) -> None:
-        """Have events for so many phases more."""
-        if not self._on_cuda:
-            return
-        while len(self._spare) < 2 * num_phases:
-            event = torch.cuda.Event(enable_timing=True)
-            # CUDA makes it when it is first recorded.
-            event.record()
-            self._spare.append(event)
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Everything inside, on the device's stream, is one sample of phase ``name``."""
-        start = self._now()
-        yield
-        self._spans.append((name, start, self._now()))
-
-    @contextlib.contextmanager
-    def phases(self, whole: str) -> Iterator[Callable[[str], None]]:
-        """Phases that follow each other, each from where its name is told, and all as ``whole``.
-
-        Where one begins the one before ends: both are one event, and a host for which a GPU waits
-        has half as many to record.
-        """
-        began: list[tuple[str, Any]] = []
-
-        def begins(name: str) -> None:
-            began.append((name, self._now()))
-
-        yield begins
-        end = self._now()
-        ends = [*(start for _, start in began[1:]), end]
-        for (name, start), stop in zip(began, ends, strict=True):
-            self._spans.append((name, start, stop))
-        self._spans.append((whole, began[0][1], end))
-
-    def _now(self) -> Any:
-        """An event on the device's stream, or on a CPU the time."""
-        if not self._on_cuda:
-            return time.perf_counter()
-        if not self._spare:
-            self.reserve(1)
-        event = self._spare.pop()
-        event.record()
-        self._recorded.append(event)
-        return event
-
-    def collect(self) -> dict[str, list[float]]:
-        """Milliseconds of every sample by phase, in order. Call after a synchronisation."""
-        samples: dict[str, list[float]] = {}
-        for name, start, end in self._spans:
-            elapsed = start.elapsed_time(end) if self._on_cuda else (end - start) * 1e3
-            samples.setdefault(name, []).append(elapsed)
-        self._spans.clear()
-        self._spare += self._recorded
-        self._recorded.clear()
-        return samples
-
-
-class CompileWatch:
-    """Counts torch.compile's compilations and the time they take, from Dynamo's callbacks.
-
-    And the time that our own kernels spend on trying configurations, which they count. Dynamo
-    takes as long to import as torch: who is to compile something imports it before, and where
-    nothing has, nothing is compiled.
-    """
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self.count = 0
-        self.autotune_seconds = 0.0
-        self._started = 0.0
-        self._watching = False
-        self._callbacks: Any = None
-
-    def start(self, event: Any) -> None:
-        self._started = time.perf_counter()
-        if event.callback_trigger.name in ("DYNAMO", "LAZY_BACKWARD"):
-            self.count += 1
-
-    def end(self, event: Any) -> None:
-        self.seconds += time.perf_counter() - self._started
-
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        tuned_before = _autotune_seconds()
-        self._watching = True
-        self.attach()
-        try:
-            yield
-        finally:
-            self._watching = False
-            if self._callbacks is not None:
-                self._callbacks.remove_start_callback(self.start)
-                self._callbacks.remove_end_callback(self.end)
-                self._callbacks = None
-            self.autotune_seconds += _autotune_seconds() - tuned_before
-
-    def attach(self) -> None:
-        """Hear Dynamo, if it is watched and has been imported by now."""
-        dynamo = sys.modules.get("torch._dynamo.callback")
-        if self._watching and self._callbacks is None and dynamo is not None:
-            self._callbacks = dynamo.callback_handler
-            self._callbacks.register_start_callback(self.start)
-            self._callbacks.register_end_callback(self.end)
-
-
-def _autotune_seconds() -> float:
-    """What kernels.flash has spent on autotuning in this process; 0 while nothing has used it."""
-    configs = sys.modules.get("kernels.flash.any_gpu.configs")
-    return configs.autotune_seconds() if configs is not None else 0.0
+"""Several times the L2 cache of any GPU so far (H200: 60 MB), so that no call finds its inputs
+cached by the call before it."""
 
 
 class Bench:
-    """One rank's tools for measuring one case."""
+    """Stages, votes between ranks, memory and timing of one case on one rank."""
 
     def __init__(
         self,
@@ -218,16 +63,16 @@ class Bench:
 
     @property
     def in_first_round(self) -> bool:
-        """Whether this is the first, or only, turn of a case that takes turns with others."""
+        """Whether this is the first, or only, round of the case."""
         return self._round_index == 0
 
     @property
     def in_last_round(self) -> bool:
-        """Whether notes of this round are the ones that a record keeps."""
+        """Whether this is the last round, whose notes the record keeps."""
         return self._round_index == self._rounds - 1
 
     def stage(self, name: str) -> None:
-        """Say what happens next: shown as progress, and named in an error."""
+        """Announce the next stage: shown as progress, and named in an error."""
         self._end_stage()
         self.compile_watch.attach()
         self.current_stage = name
@@ -239,15 +84,15 @@ class Bench:
         self._stage_s[self.current_stage], self._stage_began = spent, now
 
     def note_stages(self) -> None:
-        """Record the seconds of each stage by the host's clock: where the time of a case goes."""
+        """Record the seconds that each stage took by the host's clock."""
         self._end_stage()
         self.outcome.notes["stages_s"] = {
             name: round(spent, 3) for name, spent in self._stage_s.items()
         }
 
     def artifact(self, name: str) -> Path:
-        """Where a file called ``name`` goes that stays beside the case's record."""
-        assert self._artifacts is not None, "who profiles says where its files go"
+        """The path of a file, such as a trace, that is kept beside the case's record."""
+        assert self._artifacts is not None, "a profiled case has a folder for its files"
         self._artifacts.mkdir(parents=True, exist_ok=True)
         return self._artifacts / name
 
@@ -272,11 +117,11 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
     def barrier(self) -> None:
-        """All ranks start the next pass together.
+        """Make all ranks start the next pass together.
 
-        A vote, so that a rank which failed in the last pass meets the others in one and the
-        same collective, wherever they wait for it. On GPUs the streams are brought together
-        too: a host that runs ahead would else begin to wait for its peers inside the timing.
+        The barrier is a vote, so that a rank that failed in the last pass meets the others in
+        the collective they wait in. On GPUs the streams synchronise too; otherwise a host that
+        runs ahead would wait for its peers inside the timed region.
         """
         self.vote()
         if self.world_size > 1 and self.device.type == "cuda":
@@ -294,12 +139,12 @@ class Bench:
         return gathered
 
     def share(self, passes: int) -> int:
-        """This round's part of ``passes``, when measuring is split into interleaved rounds."""
+        """The number of ``passes`` that fall into this round of an interleaved case."""
         whole, rest = divmod(passes, self._rounds)
         return whole + (self._round_index < rest)
 
     def release_memory(self) -> None:
-        """Give back what nothing uses any more, so that set-up starts like a new process."""
+        """Return unused memory to the system, so that the case starts like a new process."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -308,9 +153,9 @@ class Bench:
             devices.release_resident()
 
     def _start_peaks(self) -> None:
-        """Forget peaks so far; what is allocated now stays counted.
+        """Reset the peaks to what is allocated now.
 
-        Releases nothing: the first pass would pay for taking the memory again.
+        Cached memory is kept, or the first pass would pay for allocating it again.
         """
         gc.collect()
         if self.device.type == "cuda":
@@ -338,18 +183,18 @@ class Bench:
             }
 
     def add_to_peaks(self, num_bytes: int) -> None:
-        """Count memory that was held throughout and that the peaks do not know of."""
+        """Add memory that was held throughout but that the peaks do not include."""
         for key in ("peak_allocated_bytes", "peak_reserved_bytes"):
             if key in self.outcome.memory:
                 self.outcome.memory[key] += num_bytes
 
     def add_temporaries(self, num_bytes: int) -> None:
-        """Count what a CUDA graph uses inside, for which the device's memory is held anyway."""
+        """Add a CUDA graph's temporaries to the allocated peak; its pool is reserved already."""
         if "peak_allocated_bytes" in self.outcome.memory:
             self.outcome.memory["peak_allocated_bytes"] += num_bytes
 
     def allocated_bytes(self) -> int:
-        """Bytes that tensors hold on a CUDA device now; 0 on a CPU, which keeps no count."""
+        """Bytes that tensors hold on a CUDA device now; 0 on a CPU, which does not count them."""
         return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
 
     def note_before_backward(
@@ -361,7 +206,7 @@ class Bench:
     ) -> None:
         """Record the bytes in use between ``forward`` and its backward pass.
 
-        On CUDA what the allocator holds beyond ``baseline``; on a CPU the sizes of the inputs,
+        On CUDA these are the allocator's bytes beyond ``baseline``; on a CPU, those of the inputs,
         the output and the tensors that autograd saves, each storage counted once.
         """
         if self.device.type == "cuda":
@@ -393,12 +238,12 @@ class Bench:
     ) -> None:
         """Repeat ``step`` ``warmup`` times untimed, then ``passes`` times timed.
 
-        ``whole_step`` names a further phase: the whole step by the host clock, synchronised at
-        its end. ``in_a_row`` times it from the beginning of one pass to that of the next instead:
-        a pass may leave to the next one what hides behind it, and pays for what the one before
-        has left. ``flush_cache`` empties the GPU's L2 before every pass, outside the timing;
-        without ``whole_step`` passes are queued back to back and synchronised once, so that
-        launch latency hides behind the flush.
+        Args:
+            whole_step: name of a further phase, the whole step by the host clock, synchronised
+                at its end. Without it, passes are queued back to back and synchronised once.
+            in_a_row: time the whole step from the beginning of one pass to that of the next
+                instead, since a pass may leave work that overlaps with the next one.
+            flush_cache: empty the GPU's L2 before every pass, outside the timed region.
         """
         timer = PhaseTimer(self.device)
         scratch = None
@@ -454,7 +299,7 @@ class Bench:
         *,
         ends: bool,
     ) -> list[float]:
-        """Milliseconds of each pass, if each is to end before the next begins; else none."""
+        """Milliseconds of each pass by the host clock, if each is synchronised; else none."""
         whole = []
         for _ in range(passes):
             if scratch is not None:
@@ -473,12 +318,12 @@ class Bench:
         """Milliseconds from the beginning of each pass to that of the next."""
         self.barrier()
         if warm:
-            # Not timed: it leaves to the first what every pass leaves to the next.
+            # Untimed, so that the first pass also finds work left by the one before it.
             step(PhaseTimer(self.device))
         between = PhaseTimer(self.device)
         for _ in range(passes):
             with between.phase("pass"):
                 step(timer)
-        # What the last pass leaves to one that does not come is not its own.
+        # Work that the last pass leaves behind is not part of its time.
         self.synchronize()
         return between.collect()["pass"]

@@ -10,7 +10,8 @@ from functools import cache
 
 import torch
 
-from harness.bench.bench import Bench, PhaseTimer
+from harness.bench.bench import Bench
+from harness.bench.phase_timer import PhaseTimer
 
 COPY_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
 """Beyond any cache, and little beside what is left of the memory."""

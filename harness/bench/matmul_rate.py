@@ -10,7 +10,8 @@ from functools import cache
 
 import torch
 
-from harness.bench.bench import Bench, PhaseTimer
+from harness.bench.bench import Bench
+from harness.bench.phase_timer import PhaseTimer
 
 MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
 """Rows and columns of both factors: enough to keep all cores busy."""

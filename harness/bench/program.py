@@ -1,25 +1,23 @@
-"""What a task hands to a profiler: one step to repeat, and whose tensors are which."""
+"""What a task hands to a profiler: a step to repeat, and the model and optimizer in it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.optim import Optimizer
+from torch import nn
+from torch.optim import Optimizer
 
-    from harness.bench.bench import PhaseTimer
+from harness.bench.phase_timer import PhaseTimer
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Program:
-    """A step as it was measured, with what it works on where there is a model."""
+    """A step as it was measured, with its model and optimizer if it has them."""
 
     step: Callable[[PhaseTimer], None]
     model: nn.Module | None = None
-    """Without what a strategy wraps around it."""
+    """Without the strategy's wrapper."""
     wrapped: nn.Module | None = None
-    """With that; its parameters are those that are trained, which may be parts of the model's."""
+    """With the wrapper; its trained parameters may be shards of the model's."""
     optimizer: Optimizer | None = None

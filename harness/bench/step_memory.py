@@ -38,7 +38,7 @@ class MemoryNotes:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """As :meth:`harness.bench.bench.PhaseTimer.phase`."""
+        """As :meth:`harness.bench.phase_timer.PhaseTimer.phase`."""
         if name == "forward":
             with self._activations():
                 yield

@@ -83,7 +83,7 @@ class TrafficCounter(TorchDispatchMode):
         ]
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """As :meth:`harness.bench.bench.PhaseTimer.phase`; nothing is noted."""
+        """As :meth:`harness.bench.phase_timer.PhaseTimer.phase`; nothing is noted."""
         return contextlib.nullcontext()
 
     def __torch_dispatch__(

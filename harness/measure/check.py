@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from harness.bench.bench import Bench, WrongResult
+from harness.bench.bench import Bench
+from harness.bench.outcome import WrongResult
 from harness.cases.case import Case
 from harness.measure.attention_calls import AttentionCall
 from harness.measure.passes import Passes

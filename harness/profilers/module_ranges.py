@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness.bench.bench import PhaseTimer
+from harness.bench.phase_timer import PhaseTimer
 from kernels.ranges import RangeMaker, ranges_made_by
 from models.checkpointing import CHECKPOINTED
 from models.layers import Embedding, Linear

@@ -28,7 +28,9 @@ import torch.distributed as dist
 
 import harness.measure.check  # noqa: F401 (loaded before the first case, not by it)
 import models.transformer  # noqa: F401
-from harness.bench.bench import Bench, Outcome, PeerFailed, PeerSilent, WrongResult, devices
+from harness.bench import devices
+from harness.bench.bench import Bench
+from harness.bench.outcome import Outcome, PeerFailed, PeerSilent, WrongResult
 from harness.cases.case import Case
 from kernels.toolchain import why_not_compile
 

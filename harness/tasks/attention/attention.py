@@ -12,7 +12,8 @@ from typing import ClassVar
 
 import torch
 
-from harness.bench.bench import Bench, PhaseTimer
+from harness.bench.bench import Bench
+from harness.bench.phase_timer import PhaseTimer
 from harness.bench.program import Program
 from harness.cases import format as fmt
 from harness.cases.case import Case

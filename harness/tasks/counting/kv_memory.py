@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from harness.bench.bench import Bench, WrongResult
+from harness.bench.bench import Bench
+from harness.bench.outcome import WrongResult
 from harness.cases.case import Case
 from harness.cases.column import CaseColumn, note
 from harness.cases.requirements import require_at_least, require_choice, require_one_process

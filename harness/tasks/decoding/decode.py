@@ -15,7 +15,8 @@ from typing import Any, ClassVar
 import torch
 
 from harness.bench import copy_bandwidth, launches, matmul_rate
-from harness.bench.bench import Bench, PhaseTimer
+from harness.bench.bench import Bench
+from harness.bench.phase_timer import PhaseTimer
 from harness.bench.program import Program
 from harness.cases import format as fmt
 from harness.cases.case import Case

@@ -13,7 +13,8 @@ from typing import ClassVar
 import torch
 
 from harness.bench import copy_bandwidth, launches
-from harness.bench.bench import Bench, PhaseTimer
+from harness.bench.bench import Bench
+from harness.bench.phase_timer import PhaseTimer
 from harness.bench.program import Program
 from harness.cases.case import Case
 from harness.cases.column import CaseColumn, note

@@ -11,7 +11,8 @@ from typing import ClassVar
 
 import torch
 
-from harness.bench.bench import Bench, PhaseTimer
+from harness.bench.bench import Bench
+from harness.bench.phase_timer import PhaseTimer
 from harness.bench.program import Program
 from harness.cases.case import Case
 from harness.cases.requirements import require_at_least, require_choice, require_one_process

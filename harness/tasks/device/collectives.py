@@ -12,7 +12,9 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from harness.bench.bench import Bench, PhaseTimer, WrongResult
+from harness.bench.bench import Bench
+from harness.bench.outcome import WrongResult
+from harness.bench.phase_timer import PhaseTimer
 from harness.cases.case import Case
 from harness.cases.column import CaseColumn, Point, in_order, note, option
 from harness.cases.precision import DTYPE_BYTES

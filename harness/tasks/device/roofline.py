@@ -12,7 +12,9 @@ from typing import ClassVar
 
 import torch
 
-from harness.bench.bench import Bench, PhaseTimer, WrongResult
+from harness.bench.bench import Bench
+from harness.bench.outcome import WrongResult
+from harness.bench.phase_timer import PhaseTimer
 from harness.cases.case import Case
 from harness.cases.precision import DTYPE_BYTES
 from harness.cases.requirements import require_at_least, require_one_process

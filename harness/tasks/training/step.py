@@ -8,7 +8,8 @@ from functools import partial
 
 import torch
 
-from harness.bench.bench import Bench, PhaseTimer
+from harness.bench.bench import Bench
+from harness.bench.phase_timer import PhaseTimer
 from harness.cases.case import Case
 from harness.measure.passes import autocast
 from harness.tasks.batch import Batch

@@ -18,7 +18,9 @@ from functools import partial
 from typing import ClassVar
 
 from harness.bench import step_memory, step_trace, step_traffic
-from harness.bench.bench import Bench, PhaseTimer, WrongResult
+from harness.bench.bench import Bench
+from harness.bench.outcome import WrongResult
+from harness.bench.phase_timer import PhaseTimer
 from harness.bench.program import Program
 from harness.cases.case import Case
 from harness.cases.column import CaseColumn, note

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from accounting_cases import case_of
 from ranks import device_of, on_gpus, on_ranks
 
-from harness.bench.bench import Bench, PhaseTimer
+from harness.bench.bench import Bench
 from harness.bench.intervals import clipped, length, overlap, union
+from harness.bench.phase_timer import PhaseTimer
 from harness.bench.step_memory import MemoryNotes, held_bytes, note_first_step
 from harness.bench.step_trace import COMMUNICATION, COMPUTE, note_timeline, spans_of
 from harness.bench.step_traffic import TrafficCounter, note_traffic

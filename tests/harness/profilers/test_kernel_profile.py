@@ -21,7 +21,8 @@ from torch import distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from harness.analysis.frame import build_frame
-from harness.bench.bench import Bench, PhaseTimer
+from harness.bench.bench import Bench
+from harness.bench.phase_timer import PhaseTimer
 from harness.bench.program import Program
 from harness.profilers.kernels import nsight
 from harness.profilers.kernels.categories import kernel_category, operator_category, operator_cost

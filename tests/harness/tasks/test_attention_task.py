@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 import harness.measure.passes
-from harness.bench.bench import Bench, WrongResult
+from harness.bench.bench import Bench
+from harness.bench.outcome import WrongResult
 from harness.cases.case import Case
 from harness.request.compose import compose_request
 from harness.run.worker import why_unsupported

@@ -13,9 +13,10 @@ from profiles import SHORT, case_of, run
 from torch import Tensor
 
 from harness.analysis.frame import build_frame
-from harness.bench.bench import Bench, WrongResult
+from harness.bench.bench import Bench
 from harness.bench.copy_bandwidth import COPY_BYTES, measured_gb_s
 from harness.bench.launches import count_launches
+from harness.bench.outcome import WrongResult
 from harness.cases.case import Case
 from harness.reports.decoding.fusion_breakdown_figure import COLOURS
 from harness.reports.decoding.fusion_rows import PARTS

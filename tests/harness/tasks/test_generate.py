@@ -14,8 +14,8 @@ from decoding import backend_of
 from profiles import case_of, run
 from torch import Tensor
 
-from harness.bench.bench import WrongResult
 from harness.bench.copy_bandwidth import COPY_BYTES, measured_gb_s
+from harness.bench.outcome import WrongResult
 from harness.run.worker import why_unsupported
 from kernels.caches import CACHES
 from models.accounting import count_parameters

@@ -11,7 +11,7 @@ from profiles import case_of, rows_of, run, table_of
 from records import make_record
 
 from harness.analysis.frame import build_frame
-from harness.bench.bench import WrongResult
+from harness.bench.outcome import WrongResult
 from harness.render.figure import draw
 from harness.render.roof import DATASHEET, MEASURED, with_measured_roof
 from harness.request.compose import compose_request

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from harness.bench.bench import Bench, PhaseTimer
+from harness.bench.bench import Bench
+from harness.bench.phase_timer import PhaseTimer
 from harness.cases.case import Case
 from harness.profilers.module_ranges import RangeTimer
 from harness.request.compose import compose_request

@@ -1,0 +1,34 @@
+"""What one rank observed of one case, and the exceptions that end a case early."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(kw_only=True, slots=True)
+class Outcome:
+    """What one rank observed of one case; becomes part of a record."""
+
+    rank: int
+    status: str = "ok"
+    error: dict[str, Any] | None = None
+    clocks: dict[str, str] = field(default_factory=dict)
+    samples_ms: dict[str, list[float]] = field(default_factory=dict)
+    memory: dict[str, Any] = field(default_factory=dict)
+    check: dict[str, Any] | None = None
+    compilation: dict[str, Any] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)
+    device_state: dict[str, Any] = field(default_factory=dict)
+
+
+class PeerFailed(Exception):
+    """Another rank of this case failed; its own outcome says how."""
+
+
+class PeerSilent(Exception):
+    """Another rank did not answer a vote in time: it is stuck or gone."""
+
+
+class WrongResult(Exception):
+    """The numeric check failed; the message says by how much."""
