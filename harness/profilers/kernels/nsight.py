@@ -13,16 +13,16 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from harness.bench.bench import Bench
+from harness.cases.case import Case
 from harness.cases.column import CaseColumn
 from harness.cases.profiler import Profiler, profiler, require_steps
 from harness.paths import ROOT
+from harness.profilers import module_ranges
+from harness.profilers.kernels import nsight_export, summary
 from harness.profilers.kernels.torch_profiler import KERNEL_PROFILE
-
-if TYPE_CHECKING:
-    from harness.bench.bench import Bench
-    from harness.cases.case import Case
 
 
 @profiler("nsys")
@@ -51,10 +51,6 @@ class Nsight(Profiler):
         return None
 
     def after(self, case: Case, bench: Bench) -> None:
-        from harness.profilers.kernels.nsight_export import read_nsight_export
-        from harness.profilers.kernels.summary import summarise
-        from harness.profilers.module_ranges import RANGES
-
         bench.stage("profiling")
         # The watched process needs the memory that this one caches.
         bench.release_memory()
@@ -65,8 +61,9 @@ class Nsight(Profiler):
         export = report.with_suffix(".sqlite")
         _run(export_command(report, export))
         bench.stage("reading the profile")
-        trace = read_nsight_export(export, case.task.profiled_phases, RANGES)
-        bench.outcome.notes["kernel_profile"] = summarise(trace, "nsys")
+        phases, ranges = case.task.profiled_phases, module_ranges.RANGES
+        trace = nsight_export.read_nsight_export(export, phases, ranges)
+        bench.outcome.notes["kernel_profile"] = summary.summarise(trace, "nsys")
         job.unlink()
         export.unlink()
 

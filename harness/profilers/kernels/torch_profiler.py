@@ -7,17 +7,18 @@ record, for chrome://tracing or ui.perfetto.dev.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+import torch
+
+from harness.bench.bench import Bench
+from harness.bench.program import Program
+from harness.cases.case import Case
 from harness.cases.column import CaseColumn, note
 from harness.cases.profiler import Profiler, profiler, require_steps
+from harness.profilers import module_ranges
+from harness.profilers.kernels import chrome_trace, profile_trace, summary
 from kernels import accounting
-
-if TYPE_CHECKING:
-    from harness.bench.bench import Bench
-    from harness.bench.program import Program
-    from harness.cases.case import Case
-
 
 KERNEL_PROFILE = CaseColumn(name="kernel_profile", read=note("kernel_profile"))
 
@@ -36,36 +37,30 @@ class TorchProfiler(Profiler):
         require_steps("profile.steps", self.steps)
 
     def run(self, case: Case, bench: Bench, program: Program) -> None:
-        import torch
-        from torch.profiler import ProfilerActivity, record_function
-
-        from harness.profilers.kernels.chrome_trace import read_chrome_trace
-        from harness.profilers.kernels.profile_trace import STEP, WARM_UP
-        from harness.profilers.kernels.summary import add_attention_costs, merge, summarise
-        from harness.profilers.module_ranges import RangeTimer, ranges_on
-
         bench.stage("profiling")
-        activities = [ProfilerActivity.CPU]
+        activities = [torch.profiler.ProfilerActivity.CPU]
         if bench.device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-        timer = RangeTimer(bench.device, record_function)
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        make = torch.profiler.record_function
+        timer = module_ranges.RangeTimer(bench.device, make)
         compiled = case.attention.compiles or case.task.compiles(case)
         with (
-            ranges_on(program.model, record_function, compiled=compiled),
+            module_ranges.ranges_on(program.model, make, compiled=compiled),
             torch.profiler.profile(activities=activities, record_shapes=True) as observed,
         ):
             for index in range(1 + self.steps):
                 bench.barrier()
-                with record_function(STEP if index else WARM_UP):
+                with make(profile_trace.STEP if index else profile_trace.WARM_UP):
                     program.step(timer)
                     bench.synchronize()
         bench.stage("reading the profile")
         path = bench.artifact(f"kernels-rank{bench.rank}.trace.json.gz")
         observed.export_chrome_trace(str(path))
         del observed
-        summary = summarise(read_chrome_trace(path, case.task.profiled_phases), "torch")
-        add_attention_costs(summary["rows"], attention_costs(case, self.steps))
-        bench.outcome.notes["kernel_profile"] = merge(bench.gather(summary))
+        trace = chrome_trace.read_chrome_trace(path, case.task.profiled_phases)
+        profile = summary.summarise(trace, "torch")
+        summary.add_attention_costs(profile["rows"], attention_costs(case, self.steps))
+        bench.outcome.notes["kernel_profile"] = summary.merge(bench.gather(profile))
 
 
 def attention_costs(case: Case, steps: int) -> dict[tuple[str, bool], tuple[float, float]]:

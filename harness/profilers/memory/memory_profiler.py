@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from harness.bench.bench import Bench
+from harness.bench.program import Program
+from harness.cases.case import Case
 from harness.cases.column import CaseColumn, note
 from harness.cases.profiler import Profiler, profiler
+from harness.profilers.memory import page, step_recorder, summary
 from models import accounting
-
-if TYPE_CHECKING:
-    from harness.bench.bench import Bench
-    from harness.bench.program import Program
-    from harness.cases.case import Case
 
 
 @profiler("memory")
@@ -46,19 +45,15 @@ class MemoryProfiler(Profiler):
                 raise ValueError(f"profile.{key}={value}: must be at least 1")
 
     def run(self, case: Case, bench: Bench, program: Program) -> None:
-        from harness.profilers.memory.page import write_page
-        from harness.profilers.memory.step_recorder import StepRecorder
-        from harness.profilers.memory.summary import summarise
-
         bench.stage("profiling")
-        recorder = StepRecorder(case, bench, program)
+        recorder = step_recorder.StepRecorder(case, bench, program)
         bench.barrier()
         snapshot = recorder.record()
         bench.stage("reading the profile")
         timeline = recorder.timeline(snapshot)
         with bench.artifact(f"memory-rank{bench.rank}.snapshot.pickle").open("wb") as file:
             pickle.dump(snapshot, file)
-        note = recorder.note | summarise(timeline, points=self.points, largest=self.largest)
+        note = recorder.note | summary.summarise(timeline, points=self.points, largest=self.largest)
         predicted = case.task.predicted_step_memory(case)
         if predicted is not None and case.model is not None:
             note["predicted"] = asdict(predicted)
@@ -69,8 +64,8 @@ class MemoryProfiler(Profiler):
                 seq_len=-(-case.seq_len // case.parallel.cp),
                 element_bytes=parameter.element_size() if parameter is not None else 4,
             )
-        page = bench.artifact(f"memory-rank{bench.rank}.html")
-        note["page_points"] = write_page(page, timeline, case.title, self.max_events)
+        path = bench.artifact(f"memory-rank{bench.rank}.html")
+        note["page_points"] = page.write_page(path, timeline, case.title, self.max_events)
         ranks = bench.gather(note)
         # The fullest rank decides what fits.
         fullest = max(range(len(ranks)), key=lambda rank: ranks[rank]["peak_bytes"])
