@@ -1,4 +1,4 @@
-"""Where the files of this project lie that are no code: configurations and sweeps."""
+"""Folders of the project's configurations and sweeps."""
 
 from __future__ import annotations
 

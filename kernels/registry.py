@@ -95,7 +95,7 @@ class Registry(Generic[T]):
         self._modules = None
 
     def modules(self) -> dict[str, str]:
-        """The module that registers each choice, by the choice's name; imports plugins alone."""
+        """The module that registers each choice, by the choice's name. Imports only plugins."""
         if self._modules is None:
             self._modules, self._keywords = {}, {}
             for package in self.packages:
@@ -110,11 +110,11 @@ class Registry(Generic[T]):
         return self._modules
 
     def names(self) -> list[str]:
-        """Every choice that there is, sorted."""
+        """The names of all choices, sorted."""
         return sorted({*self.modules(), *self._entries})
 
     def given(self, keyword: str) -> dict[str, Any]:
-        """The value of a decorator's keyword for every choice that gives it, imported or not."""
+        """The value of a decorator's keyword, by choice, where one is given. Imports nothing."""
         names = self.names()
         entries = {
             name: {"look": entry.look, **entry.preset} for name, entry in self._entries.items()

@@ -1,8 +1,8 @@
 """A case: one point of a sweep, typed, validated and named, before anything runs.
 
-A case says what to measure and not where, how often or by whom; that is the run's business
-(:mod:`harness.request.compose`). Two commands that mean the same measurement make the same case, so
-its id finds the record that an earlier command wrote.
+A case says what to measure; where and how it runs is up to the run
+(:mod:`harness.request.compose`). Two commands that ask for the same measurement make the same
+case, so its id finds the record that an earlier command wrote.
 """
 
 from __future__ import annotations
@@ -88,12 +88,12 @@ class Case:
 
     @property
     def compiles(self) -> bool:
-        """Whether something of it goes through torch.compile."""
+        """Whether torch.compile compiles any part of it."""
         return self.task.compiles(self) or (self.task.attends and self.attention.compiles)
 
     @property
     def uses_dynamo(self) -> bool:
-        """Whether it compiles, or has a model: optimizers and checkpointing import Dynamo too."""
+        """Whether it compiles or has a model: optimizers and checkpointing import Dynamo too."""
         return self.compiles or self.model is not None
 
     @property
@@ -122,6 +122,7 @@ class Case:
 
     @property
     def slug(self) -> str:
+        """The case in a few words that are safe in a file name."""
         parts = [self.task.name, getattr(self.task, "mode", None)]
         parts += [self.model.name if self.model else None]
         parts += [label(self.attention)] if self.task.attends else []
@@ -196,19 +197,16 @@ def _that_split_sequences() -> list[str]:
 
 
 def _ranks(parallel: Strategy) -> str:
-    """What each mesh axis of a world is for and how long it is: ``ddp_torch2-cp4``, ``tp2``.
-
-    ``zero_1x2`` where the name ends in a number.
-    """
+    """Name and size of each mesh axis: ``ddp_torch2-cp4``, ``tp2``, ``zero_1x2``."""
     times = "x" if parallel.name[-1].isdigit() else ""
     names = {"dp": parallel.name + times}
     return "-".join(f"{names.get(axis, axis)}{ranks}" for axis, ranks in parallel.axes.items())
 
 
 def _defining(value: Any) -> Any:
-    """A dataclass as plain values, without the options that joined later and are at their default.
+    """A dataclass as plain values, without options that joined later and have their default.
 
-    A record from before such an option is the record of that case, and is to be found as such.
+    So a record that was written before an option existed keeps the id of its case.
     """
     if not is_dataclass(value):
         return value
@@ -220,7 +218,7 @@ def _defining(value: Any) -> Any:
 
 
 def label(choice: AttentionBackend | Strategy) -> str:
-    """The choice's name, with the options that differ from what its registration presets."""
+    """The choice's name, and the options that differ from those that its registration presets."""
     registry = BACKENDS if isinstance(choice, AttentionBackend) else STRATEGIES
     entry = registry[choice.name]
     preset = asdict(entry.target(name=choice.name, **entry.preset))

@@ -1,8 +1,8 @@
-"""What a profiler is: a look at where time or memory goes, in passes beside the measured ones.
+"""The interface of profilers, which show where time or memory goes in passes of their own.
 
-A profiled case is measured as any other first. Then the same steps run again under the
-profiler, whose cost is thus in none of the reported times, and what it found joins the record's
-notes; traces, snapshots and pages are files in ``profiles/CASE/`` of the results folder.
+A profiled case is first measured like any other. Then the same steps run again under the
+profiler, so that its cost is in none of the reported times. Its findings join the record's notes;
+traces, snapshots and pages are files in ``profiles/CASE/`` of the results folder.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Profiler:
         """Raise ValueError, naming the full key, if it makes no sense for the case."""
 
     def supports(self, case: Case) -> str | None:
-        """None if it can run here, else the reason why not, in one line."""
+        """None if it can run here, else the reason in one line."""
         return None
 
     def run(self, case: Case, bench: Bench, program: Program) -> None:
-        """Profile on this rank, after the measurement and with what that used; all ranks do."""
+        """Profile the measured program on this rank, after the measurement; all ranks do."""
 
     def after(self, case: Case, bench: Bench) -> None:
         """Called once the task has ended and its memory is free."""

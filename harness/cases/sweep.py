@@ -1,7 +1,7 @@
 """Named sweeps: one YAML file per table or figure of a write-up.
 
-A sweep file says what it is for, which tables and figures it makes, and for each ``scale`` a
-list of grids. A grid maps keys of the command line to one value or a list of values, and
+A sweep file states its question, the tables and figures that answer it, and for each ``scale``
+a list of grids. A grid maps keys of the command line to one value or a list of values, and
 stands for every combination of them.
 """
 
@@ -20,7 +20,7 @@ _KEYS = {"title", "about", "tables", "figures", "interleave", "isolate", "scales
 
 @dataclass(kw_only=True, slots=True)
 class Sweep:
-    """What a sweep file says."""
+    """The contents of a sweep file."""
 
     name: str
     title: str
@@ -50,7 +50,7 @@ AD_HOC = Sweep(
     ],
     scales={"full": [{}]},
 )
-"""What a command without ``sweeps=`` runs: one grid, given by its own keys."""
+"""The sweep of a command without ``sweeps=``: one grid, given by the command's keys."""
 
 
 def load_sweep(name: str) -> Sweep:

@@ -1,4 +1,4 @@
-"""What a task is: one kind of measurement, with its options as fields."""
+"""The interface of tasks: a task is one kind of measurement, with its options as fields."""
 
 from __future__ import annotations
 
@@ -25,35 +25,34 @@ WHOLE_PHASES = ("step", "forward_backward", "forward")
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Work:
-    """What one pass of a phase must do, by formula, on one rank."""
+    """FLOPs and bytes that one pass of a phase needs on one rank, by formula."""
 
     flops: float
     bytes: float | None = None
-    """The fewest bytes moved through device memory; None where no formula is kept."""
+    """The fewest bytes read and written in device memory; None if there is no formula."""
     tokens: int | None = None
-    """Tokens that pass through, where tokens per second means something."""
+    """Tokens processed; None where tokens per second means nothing."""
     sent_bytes: float | None = None
-    """Bytes that leave the rank for others; None where no formula is kept."""
+    """Bytes that the rank sends to others; None if there is no formula."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Task:
     """One kind of measurement. A subclass is one choice of ``task=``; its fields are options.
 
-    Everything but :meth:`run` is pure arithmetic on the case and needs no torch.
+    Everything but :meth:`run` is arithmetic on the case.
     """
 
     name: str
 
     uses: ClassVar[frozenset[str]] = frozenset()
-    """Optional parts of a case that it reads: model, compile, checkpoint, profile,
-    cache."""
+    """Optional parts of a case that it reads: model, compile, checkpoint, profile, cache."""
     takes_latents: ClassVar[bool] = False
-    """Whether it can run a model that keeps latents (model.kv_lora_rank)."""
+    """Whether it can run a model with latent attention (model.kv_lora_rank)."""
     attends: ClassVar[bool] = True
-    """Whether it makes attention calls; where not, ``attention=`` changes nothing."""
+    """Whether it calls attention; if not, ``attention=`` changes nothing."""
     measures: ClassVar[bool] = True
-    """Whether it runs anything; where not, results are counted by formula."""
+    """Whether it runs anything; if not, its results are counted by formula."""
     profiled_phases: ClassVar[tuple[str, ...]] = ()
     """Phases by which profiles divide a step."""
     gives_shape: ClassVar[bool] = False
@@ -83,17 +82,17 @@ class Task:
         raise NotImplementedError
 
     def why_unsupported(self, case: Case) -> str | None:
-        """None if the attention can do here what the task asks of it, else why not, in one line."""
+        """None if the attention supports the case here, else the reason in one line."""
         return case.attention.supports(self.attention_problem(case)) if self.attends else None
 
     def attention_choice(self, case: Case) -> str:
-        """Name of the backend that the case's attention picks, where it picks; else its own."""
+        """Name of the backend that runs: the one that ``attention=auto`` picks, or the chosen."""
         if not self.attends:
             return case.attention.name
         return case.attention.choice(self.attention_problem(case))
 
     def work(self, case: Case) -> dict[str, Work]:
-        """Work of each phase, by the names that :meth:`run` records."""
+        """Work of each phase that :meth:`run` records, by its name."""
         raise NotImplementedError
 
     def predicted_memory(self, case: Case) -> dict[str, float]:
@@ -101,15 +100,15 @@ class Task:
         raise NotImplementedError
 
     def predicted_step_memory(self, case: Case) -> MemoryPrediction | None:
-        """Predicted bytes of a step by what they hold; None where no formula is kept."""
+        """Predicted bytes of a step by what they hold; None if there is no formula."""
         return None
 
     def compiles(self, case: Case) -> bool:
-        """Whether the task puts something through torch.compile, beyond what a backend does."""
+        """Whether the task itself compiles something, apart from what its backend compiles."""
         return case.compile is not None and case.compile.scope != "none"
 
     def words(self) -> list[str]:
-        """Options that a case's name should show, in a word each; none for the usual ones."""
+        """One word for each option that a case's name shows; none for usual values."""
         return []
 
     def num_passes(self) -> int:
@@ -117,10 +116,10 @@ class Task:
         raise NotImplementedError
 
     def run(self, case: Case, bench: Bench) -> None:
-        """Set up, check, warm up and measure on this rank, telling ``bench`` each result."""
+        """Set up, check, warm up and measure on this rank; ``bench`` takes the results."""
         raise NotImplementedError
 
 
 def task_type(name: str) -> type[Task]:
-    """What ``task=name`` is; the base class where this version has no such task."""
+    """The class of ``task=name``; the base class if this version has no such task."""
     return TASKS[name].target if name in TASKS else Task

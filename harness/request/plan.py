@@ -1,4 +1,4 @@
-"""What a command is going to do: which cases are left, how long they take, what they need."""
+"""The plan of a request: the cases left to measure, and a prediction of the time they take."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from harness.request.compose import Request
 from harness.store.record import Record, is_final
 from harness.store.sweep_plan import SweepPlan
 
-# Guesses that only the time left is made from; they are scaled by what cases really take.
+# Rough rates for predicting the time left; progress rescales them by measured times.
 SETUP_S = 0.6
 COMPILE_S = {"cpu": 12.0, "cuda": 8.0}
 EFFICIENCY = 0.35
 CPU_FLOPS_PER_CORE = 40e9
 FALLBACK_GPU_FLOPS = 100e12
 MEMORY_BYTES_PER_S = {"cpu": 10e9, "cuda": 1e12}
-"""Of copies, cautiously."""
+"""Rate of copies; a low estimate."""
 LINK_BYTES_PER_S = {"cpu": 0.5e9, "cuda": 50e9}
-"""Of gloo on one host and of NCCL, cautiously."""
+"""Rate of gloo on one host and of NCCL; low estimates."""
 
 
 @dataclass(kw_only=True, slots=True)
-class Plan:
+class PlannedCases:
     """The cases of a request, split by whether a record of them stands already."""
 
     todo: list[Case] = field(default_factory=list)
     done: list[Record] = field(default_factory=list)
 
 
-def make_plan(request: Request, records: dict[str, Record]) -> Plan:
+def plan_cases(request: Request, records: dict[str, Record]) -> PlannedCases:
     """Compare a request with the records that exist."""
-    plan = Plan()
+    plan = PlannedCases()
     for case in request.cases:
         record = records.get(case.id)
         if record is not None and is_final(record, retry=request.options.retry):
@@ -44,7 +44,7 @@ def make_plan(request: Request, records: dict[str, Record]) -> Plan:
 
 
 def predicted_seconds(case: Case, device_name: str = "", rounds: int = 1) -> float:
-    """A rough guess of a case's time, from FLOPs, bytes sent and whether something is compiled.
+    """Predict a case's time, roughly: from its FLOPs, the bytes it sends, and compilation.
 
     Each of ``rounds`` sets up and warms up anew, and compiles nothing after the first.
     """
@@ -55,7 +55,7 @@ def predicted_seconds(case: Case, device_name: str = "", rounds: int = 1) -> flo
         hardware = find_hardware(device_name)
         peak = hardware.peak_tflops.get(case.precision.peak) if hardware else None
         rate = EFFICIENCY * peak * 1e12 if peak else FALLBACK_GPU_FLOPS
-    # What decoding moves takes longer than what it computes.
+    # Decoding is bound by the bytes that it moves.
     moved = sum(item.bytes or 0.0 for item in work.values())
     sent = sum(item.sent_bytes or 0.0 for item in work.values())
     seconds_per_pass = (
@@ -71,7 +71,7 @@ def predicted_seconds(case: Case, device_name: str = "", rounds: int = 1) -> flo
 
 
 def sweep_plan(request: Request) -> SweepPlan:
-    """What `attnbench-report` needs to make the tables and figures of a request."""
+    """The plan that is stored for `attnbench-report`, which makes tables and figures from it."""
     return SweepPlan(
         label=request.label,
         name=request.sweep.name,

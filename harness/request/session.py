@@ -1,17 +1,19 @@
-"""One run of a request, from the records that exist to the report."""
+"""A session: carry out one request, from the records that exist to the report."""
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Callable
 
 from rich.console import Console
-from rich.table import Table
 
 from harness.cases import format as fmt
 from harness.cases.case import Case
 from harness.request.compose import Request
-from harness.request.plan import Plan, make_plan, predicted_seconds, sweep_plan
+from harness.request.plan import PlannedCases, plan_cases, predicted_seconds, sweep_plan
+from harness.request.plan_listing import minutes, print_plan
+from harness.run import local
 from harness.run.hosts import HostError
 from harness.run.launcher import LaunchError, PendingCases
 from harness.run.progress import TerminalProgress
@@ -21,36 +23,44 @@ from harness.store.rounds import RoundStore
 from harness.store.sweep_plan import write_plan
 
 LONG_S = 30.0
-"""Predicted seconds beyond which a command says beforehand how long it takes."""
+"""A command that is predicted to take longer says so when it starts."""
 
 
 def run_request(request: Request) -> int:
-    """Run or print the plan, record, render and summarise; returns the exit code."""
+    """Print the plan, or measure what is left of it and report; returns the exit code."""
     console = Console(soft_wrap=False)
-    results = request.options.results
-    store = RecordStore(results)
+    store = RecordStore(request.options.results)
     if not request.plan:
         try:
             store.create()
             RoundStore(store).tidy()
-            write_plan(results, sweep_plan(request))
+            write_plan(store.results, sweep_plan(request))
         except OSError as error:
-            return _complain(f"results={results}: cannot be written ({error.strerror})", 2)
+            return _complain(f"results={store.results}: cannot be written ({error.strerror})", 2)
     records, problems = store.load()
     for problem in in_short(problems):
         print(f"attnbench: {problem}; measured again", file=sys.stderr)
-    plan = make_plan(request, records)
-    if request.plan:
-        _print_plan(console, request, plan)
-        return 0
-
+    plan = plan_cases(request, records)
     device_name = _device_name(request)
 
     def predict(case: Case) -> float:
         return predicted_seconds(case, device_name, request.options.interleave)
 
-    console.print(_opening(request, plan, sum(map(predict, plan.todo))), highlight=False)
+    if request.plan:
+        print_plan(console, request, plan, predict)
+        return 0
+    return _measure(console, request, plan, store, predict)
 
+
+def _measure(
+    console: Console,
+    request: Request,
+    plan: PlannedCases,
+    store: RecordStore,
+    predict: Callable[[Case], float],
+) -> int:
+    """Launch the cases that are left, then report."""
+    console.print(_opening(request, plan, sum(map(predict, plan.todo))), highlight=False)
     with TerminalProgress(console, plan.todo, predict) as progress:
         pending = PendingCases(
             cases=plan.todo,
@@ -73,6 +83,7 @@ def run_request(request: Request) -> int:
 
 def _report(console: Console, request: Request, store: RecordStore) -> int:
     """Render the sweep, print its first table, and say where everything is."""
+    # A plan renders nothing, and pandas and matplotlib take a second to load.
     from harness.render.files import render_sweep, render_terminal
 
     records, problems = store.load()
@@ -105,7 +116,7 @@ def _report(console: Console, request: Request, store: RecordStore) -> int:
     return 1 if broken else 0
 
 
-def _opening(request: Request, plan: Plan, predicted_s: float) -> str:
+def _opening(request: Request, plan: PlannedCases, predicted_s: float) -> str:
     scale = f", scale {request.scale}" if len(request.sweep.scales) > 1 else ""
     known = f", {len(plan.done)} of them recorded already" if plan.done else ""
     cases = fmt.counted(len(request.cases), "case")
@@ -115,51 +126,15 @@ def _opening(request: Request, plan: Plan, predicted_s: float) -> str:
     if predicted_s <= LONG_S:
         return opening
     return (
-        f"{opening}. Predicted time {_minutes(predicted_s)}; Ctrl-C stops, plan=true lists the "
+        f"{opening}. Predicted time {minutes(predicted_s)}; Ctrl-C stops, plan=true lists the "
         "cases and runs nothing, --help says what else there is"
-    )
-
-
-def _minutes(seconds: float) -> str:
-    return f"{seconds / 60:.1f} min"
-
-
-def _print_plan(console: Console, request: Request, plan: Plan) -> None:
-    """The list of ``plan=true``."""
-    device_name = _device_name(request)
-
-    def seconds(case: Case) -> float:
-        return predicted_seconds(case, device_name, request.options.interleave)
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("case", overflow="fold")
-    for header in ("memory (GiB)", "time (s)"):
-        table.add_column(header, justify="right")
-    table.add_column("state")
-    states = {record.case_id: record.status for record in plan.done}
-
-    def memory_gib(case: Case) -> str:
-        return f"{sum(case.task.predicted_memory(case).values()) / 2**30:.3g}"
-
-    for case in request.cases:
-        state = states.get(case.id, "to measure")
-        table.add_row(case.title, memory_gib(case), f"{seconds(case):.3g}", state)
-    console.print(table)
-    total = sum(map(seconds, plan.todo))
-    console.print(
-        f"{len(plan.todo)} of {fmt.counted(len(request.cases), 'case')} to measure on "
-        f"{request.cases[0].device}, predicted time {_minutes(total)}; memory and time are "
-        "predictions from formulas",
-        highlight=False,
     )
 
 
 def _device_name(request: Request) -> str:
     if all(case.device == "cpu" for case in request.cases):
         return ""
-    from harness.run.local import probe_cuda
-
-    names = probe_cuda()["names"]
+    names = local.probe_cuda()["names"]
     return str(names[0]) if names else ""
 
 

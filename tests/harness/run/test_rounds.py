@@ -25,7 +25,7 @@ import harness.store.rounds
 from harness.cases.case import Case
 from harness.request import session
 from harness.request.compose import compose_request
-from harness.request.plan import SETUP_S, make_plan, predicted_seconds
+from harness.request.plan import SETUP_S, plan_cases, predicted_seconds
 from harness.run import runner
 from harness.run.options import RunOptions
 from harness.run.run_folder import RunFolder, TaskState
@@ -507,7 +507,7 @@ def test_a_job_gives_up_what_took_it_whole(
 
 def test_each_round_is_announced_and_predicted() -> None:
     request = compose_request(["model=tiny", "device=cpu", "interleave=9", "task.warmup_steps=2"])
-    opening = session._opening(request, make_plan(request, {}), 5.0)
+    opening = session._opening(request, plan_cases(request, {}), 5.0)
     assert opening.endswith(": 1 case, each in 9 rounds")
     (case,) = request.cases
     once, split = predicted_seconds(case), predicted_seconds(case, rounds=9)
