@@ -21,6 +21,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from kernels.flash import flash_attention, native
+from kernels.flash.call.arguments import FlashOptions
+
 ROUNDS = 15
 
 Step = Callable[[], Any]
@@ -54,8 +57,6 @@ def step(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, do: Ten
 
 
 def compare(shape: list[int]) -> None:
-    from kernels.flash import flash_attention
-    from kernels.flash.hopper import native
 
     made = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
     given = [x.requires_grad_(place < 3) for place, x in enumerate(made)]
@@ -66,8 +67,8 @@ def compare(shape: list[int]) -> None:
 
     rows = {
         "an empty autograd.Function": Empty.apply,
-        "flash_triton, autograd=python": partial(attend, autograd="python"),
-        "flash_triton, autograd=native": partial(attend, autograd="native"),
+        "flash_triton, autograd=python": partial(attend, options=FlashOptions(autograd="python")),
+        "flash_triton, autograd=native": partial(attend, options=FlashOptions(autograd="native")),
         "SDPA, cuDNN": cudnn,
     }
     steps = {name: partial(step, f, *given) for name, f in rows.items()}

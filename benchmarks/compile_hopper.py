@@ -26,7 +26,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from kernels.flash.hopper import backward as hopper_backward
 from kernels.flash.hopper import forward as hopper_forward
-from kernels.flash.hopper import launch as hopper
+from kernels.flash.hopper import schedule as hopper_schedule
 from kernels.launching.driver import Parameters
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -35,8 +35,8 @@ PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 SCALARS = {"scale": "fp32", "scale_log2": "fp32"}
 
 KERNELS = {
-    "forward": (hopper_forward.flash_forward, hopper.FORWARD),
-    "backward": (hopper_backward.flash_backward, hopper.BACKWARD),
+    "forward": (hopper_forward.flash_forward, hopper_schedule.FORWARD),
+    "backward": (hopper_backward.flash_backward, hopper_schedule.BACKWARD),
 }
 
 
@@ -99,7 +99,7 @@ def _type(name: str, variant: Variant, tile: int) -> str:
     if name.endswith("_desc"):
         # Tiles that stream by have the schedule's rows, tiles that stay a warpgroup's.
         streams = ("q_desc", "do_desc") if variant.kernel == "backward" else ("k_desc", "v_desc")
-        rows = tile if name in streams else hopper.ROWS
+        rows = tile if name in streams else hopper_schedule.ROWS
         layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
         return f"tensordesc<{variant.dtype}[1, 1, {rows}, {variant.head_dim}],{layout!r}>"
     if name in ("lse_ptr", "dq_sums"):

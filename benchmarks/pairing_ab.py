@@ -12,11 +12,11 @@ import statistics
 import sys
 
 import torch
-from torch import Tensor
 
+from kernels.flash.call.arguments import ForwardPass
+from kernels.flash.call.problem import describe
 from kernels.flash.hopper import launch as hopper
-from kernels.flash.hopper import pairing
-from kernels.flash.problem import Problem, describe
+from kernels.flash.hopper import pairing, plans
 from kernels.launching.graphs import capture
 
 SHAPES = [
@@ -32,21 +32,19 @@ LAUNCHES = 20
 TURNS = 15
 
 
-def captured(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, tiles: int
-) -> torch.cuda.CUDAGraph:
+def captured(forward_pass: ForwardPass, tiles: int) -> torch.cuda.CUDAGraph:
     """A graph of forward passes whose programs have so many query tiles."""
 
     def run() -> None:
-        hopper.forward(problem, q, k, v, o, lse, scale=q.shape[3] ** -0.5, packing=None)
+        hopper.forward(forward_pass)
 
-    hopper.FORWARD_TILES = tiles
-    hopper._FORWARD_PLANS.clear()
+    plans.FORWARD_TILES = tiles
+    plans.FORWARD_PLANS.clear()
     try:
         graph, _ = capture(lambda: [run() for _ in range(LAUNCHES)], warm_up=run)
     finally:
-        hopper.FORWARD_TILES = None
-        hopper._FORWARD_PLANS.clear()
+        plans.FORWARD_TILES = None
+        plans.FORWARD_PLANS.clear()
     return graph
 
 
@@ -56,7 +54,12 @@ def compare(batch_size: int, heads: int, tokens: int, head_dim: int, causal: boo
     q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     problem = describe(q, k, v, causal=causal)
     outputs = {t: (torch.empty_like(q), q.new_empty(shape[:3]).float()) for t in (1, 2)}
-    graphs = {t: captured(problem, q, k, v, *out, tiles=t) for t, out in outputs.items()}
+    graphs = {
+        t: captured(
+            ForwardPass(problem=problem, q=q, k=k, v=v, o=o, lse=lse, scale=head_dim**-0.5), t
+        )
+        for t, (o, lse) in outputs.items()
+    }
     times: dict[int, list[float]] = {1: [], 2: []}
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for turn in range(-2, TURNS):

@@ -19,12 +19,13 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from kernels.flash import operator
 from kernels.flash.any_gpu import configs
+from kernels.flash.call.arguments import FlashCall, FlashOptions
+from kernels.problem import AttentionSpec
 
 PINNED = Path(configs.__file__).with_name("pinned.json")
 
@@ -53,15 +54,20 @@ def search(shape_class: ShapeClass) -> configs.Table:
     dtype = torch.bfloat16 if shape_class.precision == "bfloat16" else torch.float32
     shape = (batch_size, NUM_HEADS, seq_len, shape_class.head_dim)
     q, k, v, do = (torch.randn(shape, device="cuda", dtype=dtype) for _ in range(4))
-    options: dict[str, Any] = {
-        "causal": shape_class.causal,
-        "scale": shape_class.head_dim**-0.5,
-        "precision": "tf32" if shape_class.precision == "tf32" else "ieee",
-        "implementation": "plain",
-        "autotune": True,
-    }
-    o, lse = operator.forward(q, k, v, **options)
-    operator.backward(do, q, k, v, o, lse, **options)
+    options = FlashOptions(
+        precision="tf32" if shape_class.precision == "tf32" else "ieee",
+        implementation="plain",
+        autotune=True,
+    )
+    call = FlashCall(
+        q=q,
+        k=k,
+        v=v,
+        spec=AttentionSpec(causal=shape_class.causal, scale=shape_class.head_dim**-0.5),
+        options=options,
+    )
+    o, lse = operator.forward(call)
+    operator.backward(call, do, o, lse)
     torch.cuda.synchronize()
     return dict(configs._cached(torch.cuda.get_device_name()))
 

@@ -136,7 +136,7 @@ def native_module(native_folder: Path) -> Any:
     """The compiled autograd node."""
     from programs import need_program
 
-    from kernels.flash.hopper import native
+    from kernels.flash import native
 
     need_program("g++", "g++")
     return native.build(native_folder)

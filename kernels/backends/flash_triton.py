@@ -24,6 +24,8 @@ from kernels.toolchain import why_not_triton
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kernels.flash.call.arguments import FlashCall, FlashOptions
+
 MAX_HEAD_DIM = 256
 
 IMPLEMENTATIONS = ("auto", "hopper", "plain")
@@ -90,7 +92,7 @@ class FlashTriton(Attention):
         import torch
 
         from kernels.flash import dispatch
-        from kernels.flash.problem import Problem
+        from kernels.flash.call.problem import Problem
 
         index = torch.cuda.current_device() if problem.device == "cuda" else None
         facts = Problem(
@@ -113,7 +115,7 @@ class FlashTriton(Attention):
     @contextmanager
     def noting(self, notes: dict[str, Any]) -> Iterator[None]:
         """Whether gradients ran through the compiled node, which autograd=auto leaves open."""
-        from kernels.flash.hopper import native
+        from kernels.flash import native
 
         before = native.num_calls()
         yield
@@ -125,9 +127,9 @@ class FlashTriton(Attention):
         narrow = problem.dtype in ("bfloat16", "float16") and problem.head_dim <= 128
         if self.implementation == "plain" or problem.device != "cuda" or not narrow:
             return 4.0 * problem.batch_size * problem.num_heads * problem.q_len
-        from kernels.flash.hopper import launch as hopper
+        from kernels.flash.hopper import schedule
 
-        return hopper.backward_workspace(
+        return schedule.backward_workspace(
             batch_size=problem.batch_size,
             num_heads=problem.num_heads,
             num_kv_heads=problem.num_kv_heads,
@@ -142,7 +144,7 @@ class FlashTriton(Attention):
     ) -> tuple[Tensor, Tensor]:
         from kernels.flash import operator
 
-        return operator.forward(q, k, v, **self._options(spec))
+        return operator.forward(self._call(q, k, v, spec))
 
     def backward(
         self,
@@ -156,12 +158,20 @@ class FlashTriton(Attention):
     ) -> tuple[Tensor, Tensor, Tensor]:
         from kernels.flash import operator
 
-        return operator.backward(do, q, k, v, o, lse, **self._options(spec))
+        return operator.backward(self._call(q, k, v, spec), do, o, lse)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         from kernels.flash.function import flash_attention
 
-        return flash_attention(q, k, v, autograd=self.autograd, **self._options(spec))
+        return flash_attention(
+            q,
+            k,
+            v,
+            causal=spec.causal,
+            scale=spec.scale,
+            packing=spec.packing,
+            options=self._options(),
+        )
 
     def forward_onto(
         self, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
@@ -171,7 +181,7 @@ class FlashTriton(Attention):
 
         if spec.packing is not None or self._runs_on_hopper(q, k, v, spec):
             return Attention.forward_onto(self, o, lse, q, k, v, spec)
-        return operator.forward(q, k, v, accumulator=(o, lse), **self._options(spec))
+        return operator.forward(self._call(q, k, v, spec), accumulator=(o, lse))
 
     def _runs_on_hopper(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> bool:
         """Whether the Hopper kernels, which take no accumulator, would run a plain call."""
@@ -182,16 +192,21 @@ class FlashTriton(Attention):
         if torch.compiler.is_compiling():
             return False
         from kernels.flash import dispatch
-        from kernels.flash.problem import describe
+        from kernels.flash.call.problem import describe
 
         return dispatch.why_not(describe(q, k, v, causal=spec.causal), "hopper") is None
 
-    def _options(self, spec: AttentionSpec) -> dict[str, Any]:
-        return {
-            "causal": spec.causal,
-            "scale": spec.scale,
-            "packing": spec.packing,
-            "precision": self.float32_precision,
-            "implementation": self.implementation,
-            "autotune": self.autotune,
-        }
+    def _call(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> FlashCall:
+        from kernels.flash.call.arguments import FlashCall
+
+        return FlashCall(q=q, k=k, v=v, spec=spec, options=self._options())
+
+    def _options(self) -> FlashOptions:
+        from kernels.flash.call.arguments import FlashOptions
+
+        return FlashOptions(
+            precision=self.float32_precision,
+            implementation=self.implementation,
+            autotune=self.autotune,
+            autograd=self.autograd,
+        )

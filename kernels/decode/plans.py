@@ -18,7 +18,7 @@ from kernels.decode import configs, workspace
 from kernels.decode.cache_tiles import load_rows
 from kernels.decode.call import Call
 from kernels.launching.device import on
-from kernels.launching.prepared import Launch
+from kernels.launching.prepared import PreparedLaunch
 
 INTERPRETED = not isinstance(load_rows, triton.JITFunction)
 """Whether triton was first imported under TRITON_INTERPRET=1; it cannot change later."""
@@ -53,7 +53,7 @@ def copies_of_sparse(
 class Plan(NamedTuple):
     """The plan of a kernel that merges partial results itself."""
 
-    launch: Launch
+    launch: PreparedLaunch
     device: torch.device
     pieces: tuple[int, int, int]
     """Programs, and the rows and columns of what each may leave."""
@@ -83,7 +83,9 @@ def plan_of(
     row_tiles = constants["ROW_TILES"]
     num_programs = shares[0] * row_tiles
     return Plan(
-        launch=Launch(kernel, (num_programs, 1, 1), constants, integers=(*integers, *shares)),
+        launch=PreparedLaunch(
+            kernel, (num_programs, 1, 1), constants, integers=(*integers, *shares)
+        ),
         device=call.device,
         pieces=(num_programs, constants["BLOCK_M"], call.block_d),
         num_counters=call.batch_size * call.num_kv_heads * row_tiles,

@@ -1,14 +1,18 @@
-"""FlashAttention in Triton: kernels, their configurations, and what chooses between them.
+"""FlashAttention in Triton: a public function, and two implementations under it.
 
-Read in this order: ``tiles`` (what a tile is), ``forward_kernel`` and ``backward_kernels``
-(FlashAttention-2 for any CUDA GPU), ``problem`` (one call in facts, and what is refused),
-``configs`` (tile sizes), ``plain`` (launches those kernels), ``dispatch`` (chooses an
-implementation), ``operator`` (the entry points, also for torch.compile) and ``function``
-(autograd). Then the Hopper kernels, in Gluon: ``hopper_tiles`` (what they share),
-``hopper_forward``, ``pairing`` (how many query tiles its programs take), ``hopper_backward`` and
-``hopper_rows`` (what runs around it), and ``hopper``, which launches them; ``native`` and
-``native.cpp``, their gradients without Python. Nothing here imports torch or triton until one of
-the names below is used.
+Four rooms, each of which imports only those before it:
+
+- ``call``: the arguments of a call, and the facts that follow from them.
+- ``any_gpu``: FlashAttention-2 in Triton for any CUDA GPU. Read ``tiles`` (what a tile is),
+  ``forward``, ``backward``, ``configs`` (tile sizes), ``launch``.
+- ``hopper``: FlashAttention in Gluon for compute capability 9.0. Read ``tiles``, ``forward``,
+  ``backward``, ``rows`` (kernels around the backward pass), ``pairing`` and ``schedule`` (how the
+  work is cut up), ``plans``, ``launch``. docs/kernels.md has diagrams of both kernels.
+- this one: ``dispatch`` (chooses an implementation), ``operator`` (entry points, also for
+  torch.compile), ``native`` (the compiled autograd node) and ``function`` (autograd).
+
+``pytorch`` is the same algorithm in PyTorch, to read. Nothing here imports torch or triton until
+one of the names below is used.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from typing import Any
 _HOMES = {
     "FlashTriton": "kernels.flash.function",
     "flash_attention": "kernels.flash.function",
-    "validate": "kernels.flash.problem",
+    "validate": "kernels.flash.call.problem",
 }
 
 __all__ = ["FlashTriton", "flash_attention", "validate"]

@@ -1,7 +1,9 @@
 """Runs one call: checks it, chooses an implementation, and has it fill the results.
 
-A packed batch is seen as [1, H, T, D] from here on. ``IMPLEMENTATIONS`` is tried in its order;
-the first whose ``why_not`` is None runs the problem.
+An implementation is a module with three functions: ``why_not(problem)``, which is None or the
+reason why it cannot run a problem here, and ``forward`` and ``backward``, which run a
+:class:`ForwardPass` and a :class:`BackwardPass`. ``IMPLEMENTATIONS`` is tried in its order. It
+names modules, which are imported when they are first asked: a new one is one more line.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.flash.problem import Problem, check_gradient, describe
+from kernels.flash.call.arguments import BackwardPass, FlashCall, ForwardPass
+from kernels.flash.call.problem import Problem, check_gradient
 from kernels.launching.device import on
 from kernels.problem import Packing
 
@@ -22,7 +25,7 @@ IMPLEMENTATIONS = {
     "hopper": "kernels.flash.hopper.launch",
     "plain": "kernels.flash.any_gpu.launch",
 }
-"""Name and module, the preferred first; :mod:`kernels.flash.any_gpu.launch` says what one has."""
+"""Name and module, the preferred first."""
 
 
 def why_not(problem: Problem, implementation: str = "auto") -> str | None:
@@ -67,140 +70,79 @@ _MAX_ROW_STRIDE = 2**22
 
 
 def run_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    scale: float,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_q_len: int,
-    max_kv_len: int,
-    earlier_o: Tensor | None,
-    earlier_lse: Tensor | None,
-    precision: str,
-    implementation: str,
-    autotune: bool,
+    call: FlashCall, accumulator: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """o and lse; arguments as of :func:`kernels.flash.operator.forward`, packing in parts."""
-    packing = _packing(cu_seqlens_q, cu_seqlens_k, max_q_len, max_kv_len)
-    accumulator = None
-    if earlier_o is not None and earlier_lse is not None:
-        accumulator = (earlier_o, earlier_lse)
-    problem = describe(
-        q, k, v, causal=causal, packing=packing, accumulator=accumulator, precision=precision,
-        autotune=autotune,
-    )  # fmt: skip
-    return forward_of(
-        problem, q, k, v, scale=scale, packing=packing, accumulator=accumulator,
-        implementation=implementation,
-    )  # fmt: skip
+    """o and lse, as of :func:`kernels.flash.operator.forward`."""
+    return forward_of(call.problem(accumulator), call, accumulator)
 
 
 def forward_of(
-    problem: Problem,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float,
-    packing: Packing | None,
-    accumulator: tuple[Tensor, Tensor] | None = None,
-    implementation: str = "auto",
+    problem: Problem, call: FlashCall, accumulator: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
     """o and lse of a call that ``problem`` describes."""
+    packing = call.spec.packing
     if accumulator is None:
-        o, lse = empty_results(q, packing is not None)
+        o, lse = empty_results(call.q, packing is not None)
     else:
         o, lse = _writable(accumulator[0]), accumulator[1].contiguous()
+    q, k, v = _normalised(packing, call.q, call.k, call.v)
+    (batched_o,) = _as_batch(packing, o)
+    forward_pass = ForwardPass(
+        problem=problem,
+        q=q,
+        k=k,
+        v=v,
+        o=batched_o,
+        lse=lse if packing is None else lse.unsqueeze(0),
+        scale=call.spec.scale,
+        packing=packing,
+    )
     with on(problem.device):
-        _choose(problem, implementation).forward(
-            problem,
-            *_normalised(packing, q, k, v),
-            *_as_batch(packing, o),
-            lse if packing is None else lse.unsqueeze(0),
-            scale=scale,
-            packing=packing,
-        )
+        _choose(problem, call.options.implementation).forward(forward_pass)
     return o, lse
 
 
 def run_backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_q_len: int,
-    max_kv_len: int,
-    dlse: Tensor | None,
-    precision: str,
-    implementation: str,
-    autotune: bool,
+    call: FlashCall, do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv; arguments as of :func:`kernels.flash.operator.backward`, packing in parts."""
-    packing = _packing(cu_seqlens_q, cu_seqlens_k, max_q_len, max_kv_len)
-    problem = describe(
-        q, k, v, causal=causal, packing=packing, precision=precision, autotune=autotune
-    )  # fmt: skip
-    check_gradient(problem, do, q, o, lse, dlse)
-    return backward_of(
-        problem, do, q, k, v, o, lse, dlse, scale=scale, packing=packing,
-        implementation=implementation,
-    )  # fmt: skip
+    """dq, dk, dv, as of :func:`kernels.flash.operator.backward`."""
+    problem = call.problem()
+    check_gradient(problem, do, call.q, o, lse, dlse)
+    return backward_of(problem, call, do, o, lse, dlse)
 
 
 def backward_of(
-    problem: Problem,
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    *,
-    scale: float,
-    packing: Packing | None,
-    implementation: str = "auto",
+    problem: Problem, call: FlashCall, do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of a call that ``problem`` describes; do, o, lse and dlse fit it."""
-    dq, dk, dv = empty_like(q), empty_like(k), empty_like(v)
+    packing = call.spec.packing
+    gradients = empty_like(call.q), empty_like(call.k), empty_like(call.v)
     lse = lse.contiguous()
     if dlse is not None:
         dlse = dlse.float().contiguous()
     if packing is not None:
         lse = lse.unsqueeze(0)
         dlse = None if dlse is None else dlse.unsqueeze(0)
-    with on(problem.device):
-        _choose(problem, implementation).backward(
-            problem,
-            *_normalised(packing, do, q, k, v, o),
-            lse,
-            dlse,
-            *_as_batch(packing, dq, dk, dv),
-            scale=scale,
-            packing=packing,
-        )
-    return dq, dk, dv
-
-
-def _packing(
-    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_q_len: int, max_kv_len: int
-) -> Packing | None:
-    if cu_seqlens_q is None or cu_seqlens_k is None:
-        return None
-    return Packing(
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        max_q_len=max_q_len,
-        max_kv_len=max_kv_len,
+    do, q, k, v, o = _normalised(packing, do, call.q, call.k, call.v, o)
+    dq, dk, dv = _as_batch(packing, *gradients)
+    backward_pass = BackwardPass(
+        problem=problem,
+        do=do,
+        q=q,
+        k=k,
+        v=v,
+        o=o,
+        lse=lse,
+        dlse=dlse,
+        dq=dq,
+        dk=dk,
+        dv=dv,
+        scale=call.spec.scale,
+        packing=packing,
     )
+    with on(problem.device):
+        _choose(problem, call.options.implementation).backward(backward_pass)
+    return gradients
 
 
 def _normalised(packing: Packing | None, *tensors: Tensor) -> Sequence[Tensor]:

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.flash import dispatch, operator
-from kernels.flash.hopper import native
-from kernels.flash.problem import describe
-from kernels.problem import Packing
+from kernels.flash import dispatch, native, operator
+from kernels.flash.call.arguments import DEFAULT_OPTIONS, FlashCall, FlashOptions
+from kernels.problem import AttentionSpec, Packing
 
 AUTOGRAD = ("auto", "native", "python")
 
@@ -24,10 +23,7 @@ def flash_attention(
     scale: float | None = None,
     packing: Packing | None = None,
     return_lse: bool = False,
-    precision: str = "auto",
-    implementation: str = "auto",
-    autotune: bool = False,
-    autograd: str = "auto",
+    options: FlashOptions = DEFAULT_OPTIONS,
 ) -> Any:
     """o = softmax(q k^T * scale) v, by tiles; gradients reach q, k, v through o and through lse.
 
@@ -38,10 +34,6 @@ def flash_attention(
         causal: query i sees keys 0 .. i + S_k - S.
         scale: 1/sqrt(D) if not given.
         return_lse: give (o, lse) with lse float32 [B, H, S] or [H, T], natural logarithm.
-        precision, implementation, autotune: see :func:`kernels.flash.operator.forward`.
-        autograd: what runs the gradients of the Hopper kernels: the compiled node of
-            module ``hopper.native`` (``native``), ``python``, or ``auto``: native where it can be
-            built. Packed batches, and calls that return lse, are Python's.
 
     Returns:
         o, or (o, lse). A query that sees no key has output zero and lse minus infinity.
@@ -54,35 +46,26 @@ def flash_attention(
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     if scale is None:
         scale = q.shape[-1] ** -0.5
-    if autograd not in AUTOGRAD:
-        raise ValueError(f"autograd is {autograd}: must be one of {', '.join(AUTOGRAD)}")
+    if options.autograd not in AUTOGRAD:
+        raise ValueError(f"autograd is {options.autograd}: must be one of {', '.join(AUTOGRAD)}")
     needs_grad = torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad
     )  # fmt: skip
+    spec = AttentionSpec(causal=causal, scale=scale, packing=packing)
     if needs_grad and not torch.compiler.is_compiling():
-        if packing is not None or return_lse:
-            autograd = "python"
-        if autograd != "python" and implementation != "plain":
+        if _may_be_native(options) and packing is None and not return_lse:
             o = native.attend(q, k, v, causal, scale)
             if o is not None:
                 return o
-        return _Attention.apply(
-            *(q, k, v, causal, scale, packing, return_lse, precision, implementation, autotune),
-            autograd,
-        )  # fmt: skip
+        return _Attention.apply(q, k, v, spec, options, return_lse)
     # Under torch.compile the operator brings its own derivative.
-    o, lse = operator.forward(
-        q,
-        k,
-        v,
-        causal=causal,
-        scale=scale,
-        packing=packing,
-        precision=precision,
-        implementation=implementation,
-        autotune=autotune,
-    )
+    call = FlashCall(q=q, k=k, v=v, spec=spec, options=options)
+    o, lse = operator.forward(call)
     return (o, lse) if return_lse else o
+
+
+def _may_be_native(options: FlashOptions) -> bool:
+    return options.autograd != "python" and options.implementation != "plain"
 
 
 class _Attention(torch.autograd.Function):
@@ -94,32 +77,25 @@ class _Attention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        causal: bool,
-        scale: float,
-        packing: Packing | None,
+        spec: AttentionSpec,
+        options: FlashOptions,
         return_lse: bool,
-        precision: str,
-        implementation: str,
-        autotune: bool,
-        autograd: str,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        problem = describe(
-            q, k, v, causal=causal, packing=packing, precision=precision, autotune=autotune
-        )  # fmt: skip
-        if autograd == "native":
-            reason = "implementation=plain has none" if implementation == "plain" else None
+        call = FlashCall(q=q, k=k, v=v, spec=spec, options=options)
+        problem = call.problem()
+        has_node = spec.packing is None and not return_lse
+        is_required = options.autograd == "native" and has_node
+        if is_required:
+            reason = "implementation=plain has none" if not _may_be_native(options) else None
             reason = reason or dispatch.why_not(problem, "hopper")
             if reason is not None:
                 raise ValueError(f"flash attention: autograd=native: {reason}")
-        o, lse = dispatch.forward_of(
-            problem, q, k, v, scale=scale, packing=packing, implementation=implementation
-        )  # fmt: skip
+        o, lse = dispatch.forward_of(problem, call)
         ctx.save_for_backward(q, k, v, o, lse)
-        ctx.problem = problem
-        ctx.options = {"scale": scale, "packing": packing, "implementation": implementation}
-        ctx.learns = autograd != "python" and implementation != "plain"
+        ctx.problem, ctx.spec, ctx.options = problem, spec, options
+        ctx.learns = has_node and _may_be_native(options)
         if ctx.learns:
-            native.learn_forward(problem, q, k, v, o, lse, required=autograd == "native")
+            native.learn_forward(problem, q, k, v, o, lse, required=is_required)
         # lse rarely has a gradient; None is cheaper than zeros.
         ctx.set_materialize_grads(False)
         return (o, lse) if return_lse else o
@@ -129,11 +105,12 @@ class _Attention(torch.autograd.Function):
         q, k, v, o, lse = ctx.saved_tensors
         if do is None:
             do = torch.zeros_like(o)
+        call = FlashCall(q=q, k=k, v=v, spec=ctx.spec, options=ctx.options)
         # Autograd has seen to it that do and dlse have the shapes and dtypes of o and lse.
-        gradients = dispatch.backward_of(ctx.problem, do, q, k, v, o, lse, dlse, **ctx.options)
+        gradients = dispatch.backward_of(ctx.problem, call, do, o, lse, dlse)
         if ctx.learns and dlse is None:
-            native.learn_backward(ctx.problem, do, q, k, v, o, lse, gradients)
-        return *gradients, *(None,) * 8
+            native.learn_backward(ctx.problem, call, do, o, lse, gradients)
+        return *gradients, *(None,) * 3
 
 
 class FlashTriton(torch.autograd.Function):
@@ -148,9 +125,8 @@ class FlashTriton(torch.autograd.Function):
         if Q.dim() not in (3, 4):
             raise ValueError(f"Q has {Q.dim()} dimensions: must be [..., seq, d] with 3 or 4")
         q, k, v = (_with_heads(x) for x in (Q, K, V))
-        o, lse = operator.forward(
-            q, k, v, causal=is_causal, scale=Q.shape[-1] ** -0.5, precision="auto"
-        )
+        call = _course_call(q, k, v, is_causal)
+        o, lse = operator.forward(call)
         O, L = o.view(Q.shape), lse.view(Q.shape[:-1])  # noqa: E741
         ctx.save_for_backward(Q, K, V, O, L)
         ctx.is_causal = is_causal
@@ -160,18 +136,15 @@ class FlashTriton(torch.autograd.Function):
     def backward(ctx: Any, dO: Tensor) -> Any:
         Q, K, V, O, L = ctx.saved_tensors  # noqa: E741
         do, q, k, v, o = (_with_heads(x) for x in (dO, Q, K, V, O))
-        gradients = operator.backward(
-            do,
-            q,
-            k,
-            v,
-            o,
-            L.view(q.shape[:-1]),
-            causal=ctx.is_causal,
-            scale=Q.shape[-1] ** -0.5,
-            precision="auto",
-        )
+        call = _course_call(q, k, v, ctx.is_causal)
+        gradients = operator.backward(call, do, o, L.view(q.shape[:-1]))
         return *(dx.view(x.shape) for dx, x in zip(gradients, (Q, K, V), strict=True)), None
+
+
+def _course_call(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> FlashCall:
+    # Options are named, since torch.compile cannot trace a field's default in a Function.
+    spec = AttentionSpec(causal=causal, scale=q.shape[-1] ** -0.5, packing=None)
+    return FlashCall(q=q, k=k, v=v, spec=spec, options=DEFAULT_OPTIONS)
 
 
 def _with_heads(x: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ Descriptor = Callable[[Tensor], Any]
 
 
 @dataclass(slots=True)
-class Launch:
+class PreparedLaunch:
     """One kernel on one grid. Its parameters: tensors, integers, floats and constants."""
 
     kernel: Any

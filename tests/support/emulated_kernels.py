@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kernels.flash import dispatch
 from kernels.flash.hopper import launch as hopper
+from kernels.flash.hopper import plans
 
 CONTEXT = 5
 LOG2_E = math.log2(math.e)
@@ -256,8 +257,8 @@ def emulate(monkeypatch: pytest.MonkeyPatch, batch: int) -> EmulatedGpu:
         gpu.kernels[name] = Kernel(getattr(module, name), with_batch(compute), gpu)
         monkeypatch.setattr(module, name, gpu.kernels[name])
     monkeypatch.setattr(dispatch, "_choose", lambda problem, implementation: hopper)
-    monkeypatch.setattr(hopper, "_FORWARD_PLANS", {})
-    monkeypatch.setattr(hopper, "_BACKWARD_PLANS", {})
+    monkeypatch.setattr(plans, "FORWARD_PLANS", {})
+    monkeypatch.setattr(plans, "BACKWARD_PLANS", {})
     properties = SimpleNamespace(multi_processor_count=132, L2_cache_size=50 << 20)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     return gpu

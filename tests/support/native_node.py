@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.flash import flash_attention
+from kernels.flash.call.arguments import FlashOptions
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
@@ -15,7 +16,9 @@ NODE = "FlashAttentionBackward"
 """As autograd names it."""
 
 
-def run(q: Tensor, k: Tensor, v: Tensor, do: Tensor, **options: Any) -> tuple[Tensor, ...]:
+def run(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, *, autograd: str = "auto", **options: Any
+) -> tuple[Tensor, ...]:
     """o, dq, dk, dv."""
-    o = flash_attention(q, k, v, **options)
+    o = flash_attention(q, k, v, options=FlashOptions(autograd=autograd), **options)
     return o.detach(), *torch.autograd.grad(o, (q, k, v), do)

@@ -17,7 +17,7 @@ from kernels.decode.latent.append_kernel import latent_append_kernel
 from kernels.decode.latent.call import describe_append
 from kernels.decode.plans import check_here, copies_of_sparse, layouts, power_of_two
 from kernels.launching.device import on
-from kernels.launching.prepared import Launch, planned
+from kernels.launching.prepared import PreparedLaunch, planned
 from kernels.rotary import Rotary
 
 _BLOCK_M = 16
@@ -104,7 +104,7 @@ def latent_append(
 
 
 class _Plan(NamedTuple):
-    launch: Launch
+    launch: PreparedLaunch
     device: torch.device
     turns: bool
     """Whether queries are rotated."""
@@ -131,7 +131,7 @@ def _plan(
         *latent_cache.stride()[:2], block_table.stride(0), cos.stride(0),
         call.capacity, cos.shape[0],
     )  # fmt: skip
-    launch = Launch(latent_append_kernel, (grid, 1, 1), constants, integers=integers)
+    launch = PreparedLaunch(latent_append_kernel, (grid, 1, 1), constants, integers=integers)
     return _Plan(launch, call.device, bool(call.rotary_dim))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache, lru_cache
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +14,8 @@ from kernels.decode.call import Call
 from kernels.decode.configs import Tiles
 from kernels.decode.plans import LOG2_E
 from kernels.launching.device import on
-from kernels.launching.prepared import Descriptors, Launch
+from kernels.launching.gluon import why_no_gluon
+from kernels.launching.prepared import Descriptors, PreparedLaunch
 
 ROWS = 64
 """Queries of a program, and tokens of a tile."""
@@ -43,8 +43,8 @@ def why_not(call: Call, cache: Tensor) -> str | None:
 def _why_not(call: Call) -> str | None:
     if call.device.type != "cuda" or torch.cuda.get_device_capability(call.device) != (9, 0):
         return "needs a GPU of compute capability 9.0"
-    if find_spec("triton.experimental.gluon") is None:
-        return f"triton {triton.__version__} has no Gluon; install triton 3.6 or newer"
+    if reason := why_no_gluon():
+        return reason
     if call.dtype not in (torch.bfloat16, torch.float16):
         return "computes in bfloat16 and float16 only"
     if (call.head_dim, call.rope_dim) != (RANK, ROPE_DIM):
@@ -59,8 +59,8 @@ def _why_not(call: Call) -> str | None:
 class Plan(NamedTuple):
     """The plan of one launch, or of two."""
 
-    attend: Launch
-    merge: Launch | None
+    attend: PreparedLaunch
+    merge: PreparedLaunch | None
     """None where each line is in one piece."""
     device: torch.device
     num_programs: int
@@ -110,7 +110,7 @@ def plan(
         "BLOCK_B": max(32, triton.next_power_of_2(call.batch_size)),
         "ROW_TILES": row_tiles,
     }
-    attend = Launch(
+    attend = PreparedLaunch(
         hopper_latent_kernel,
         (num_programs, 1, 1),
         {"PAGE": call.page, "num_warps": 4, **constants},
@@ -123,7 +123,7 @@ def plan(
             _tiles(rows, _HALF), _tiles(rows, ROPE_DIM),
         ),
     )  # fmt: skip
-    merge = Launch(
+    merge = PreparedLaunch(
         merge_kernel,
         (call.batch_size * row_tiles, ROWS // _MERGE_ROWS, 1),
         {

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 import triton
 
-from kernels.flash.problem import Problem
+from kernels.flash.call.problem import Problem
 
 LONG = 2048
 """Sequences of more tokens are long: their tiles are many enough to fill a large GPU."""

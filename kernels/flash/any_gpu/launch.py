@@ -1,9 +1,4 @@
-"""Launches the plain kernels: any CUDA GPU that Triton knows, and Triton's interpreter.
-
-An implementation, as this one, is a module with three functions on tensors seen as
-[batch, heads, seq, head_dim] with a last stride of 1: ``why_not`` a problem is not for it,
-and ``forward`` and ``backward``, which fill the results they are given.
-"""
+"""Launches the kernels for any CUDA GPU that Triton knows, and for Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -14,6 +9,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.testing import do_bench
 
 from kernels.flash.any_gpu import configs
 from kernels.flash.any_gpu.backward import (
@@ -23,7 +19,8 @@ from kernels.flash.any_gpu.backward import (
 )
 from kernels.flash.any_gpu.configs import TileConfig
 from kernels.flash.any_gpu.forward import forward_kernel
-from kernels.flash.problem import Problem
+from kernels.flash.call.arguments import BackwardPass, ForwardPass
+from kernels.flash.call.problem import Problem
 from kernels.problem import Packing
 
 INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)
@@ -49,36 +46,27 @@ def why_not(problem: Problem) -> str | None:
     return None
 
 
-def forward(
-    problem: Problem,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    *,
-    scale: float,
-    packing: Packing | None,
-) -> None:
-    """Fill o [B, H, S, D] and lse [B, H, S] (contiguous); continue from them if it accumulates."""
+def forward(call: ForwardPass) -> None:
+    """Fill o and lse; continue from them if the problem accumulates."""
+    problem, q, k, v, scale = call.problem, call.q, call.k, call.v, call.scale
     if q.numel() == 0:
         return
     # A scale below float32's range is a zero, and minus infinity times zero is not a number.
     sign = (scale > _SMALLEST) - (scale < -_SMALLEST)
     arguments = (
-        *_cu_seqlens(packing),
+        *_cu_seqlens(call.packing),
         *_strides(problem, q),
         *_strides(problem, k),
         *_strides(problem, v),
-        *_strides(problem, o),
-        *_lse_strides(problem, lse),
+        *_strides(problem, call.o),
+        *_lse_strides(problem, call.lse),
         problem.num_heads,
         problem.q_len,
         problem.kv_len,
     )
     scale_log2 = abs(scale) * math.log2(math.e) if sign else 1.0
 
-    def launch(config: TileConfig, o: Tensor = o, lse: Tensor = lse) -> None:
+    def launch(config: TileConfig, o: Tensor = call.o, lse: Tensor = call.lse) -> None:
         num_q_tiles = -(-problem.q_len // config.block_q)
         grid = (num_q_tiles * problem.num_heads * problem.batch_size,)
         forward_kernel[grid](
@@ -88,38 +76,25 @@ def forward(
 
     def measure(config: TileConfig) -> float:
         # On copies: every run of an accumulating kernel changes what it starts from.
-        copies = (o.clone(), lse.clone())
+        copies = (call.o.clone(), call.lse.clone())
         return _milliseconds(lambda: launch(config, *copies))
 
     launch(_config("forward", problem, measure))
 
 
-def backward(
-    problem: Problem,
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    *,
-    scale: float,
-    packing: Packing | None,
-) -> None:
-    """Fill dq, dk, dv; lse and dlse are contiguous [B, H, S]."""
-    lse_log2, row_dots = row_terms(problem, do, o, lse, dlse)
+def backward(call: BackwardPass) -> None:
+    """Fill dq, dk and dv."""
+    problem, q, k, v, do, scale = call.problem, call.q, call.k, call.v, call.do, call.scale
+    dq, dk, dv = call.dq, call.dk, call.dv
+    lse_log2, row_dots = row_terms(problem, do, call.o, call.lse, call.dlse)
     shared = (
-        *_cu_seqlens(packing),
+        *_cu_seqlens(call.packing),
         *_strides(problem, q),
         *_strides(problem, k),
         *_strides(problem, v),
         *_strides(problem, do),
     )
-    row_strides = _lse_strides(problem, lse)
+    row_strides = _lse_strides(problem, call.lse)
 
     def launch_dkv(config: TileConfig) -> None:
         num_k_tiles = -(-problem.kv_len // config.block_k)
@@ -186,7 +161,7 @@ def _config(
 
 
 def _constants(problem: Problem, config: TileConfig) -> dict[str, Any]:
-    """What a kernel is compiled for, without what only one of them knows."""
+    """Compile-time arguments that all kernels have."""
     return {
         "HEAD_DIM": problem.head_dim,
         "BLOCK_D": problem.block_d,
@@ -207,7 +182,7 @@ def _cu_seqlens(packing: Packing | None) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _strides(problem: Problem, x: Tensor) -> tuple[int, int, int]:
-    """Of batch, head and row; the sequences of a packed batch all begin at cu_seqlens."""
+    """Strides of batch, head and row; the sequences of a packed batch begin at cu_seqlens."""
     batch, head, row, _ = x.stride()
     return (0 if problem.packed else batch), head, row
 
@@ -223,6 +198,4 @@ def _timed(launch: Callable[[TileConfig], None]) -> Callable[[TileConfig], float
 
 def _milliseconds(run: Callable[[], None]) -> float:
     """Median of some runs, after warming up."""
-    from triton.testing import do_bench
-
     return do_bench(run, warmup=5, rep=30, return_mode="median")

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from kernels.backends import flash_triton
 from kernels.backends.auto import Auto
-from kernels.flash import flash_attention, function
-from kernels.flash.hopper import native
+from kernels.flash import flash_attention, function, native
+from kernels.flash.call.arguments import FlashOptions
 from kernels.problem import AttentionSpec
 
 PASS = ["flash_forward", "row_statistics", "flash_backward", "finish_dq"]
@@ -433,11 +433,14 @@ class TestWhatIsLeftToPython:
         learn()
         q, k, v, _ = inputs()
         self.left(setting, lambda: flash_attention(q, k, v, causal=True, return_lse=True)[0])
-        self.left(setting, lambda: flash_attention(q, k, v, causal=True, autograd="python"))
+        self.left(
+            setting,
+            lambda: flash_attention(q, k, v, causal=True, options=FlashOptions(autograd="python")),
+        )
 
     def test_a_profiler_of_triton(self, setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
         learn()
-        monkeypatch.setattr(native._Node, "is_watched", lambda: True)
+        monkeypatch.setattr(native, "is_watched", lambda: True)
         q, k, v, _ = inputs()
         self.left(setting, lambda: flash_attention(q, k, v, causal=True))
 
@@ -520,13 +523,13 @@ class TestChoice:
             )  # fmt: skip
         q = torch.zeros(1, 1, 4, 16, requires_grad=True)
         with pytest.raises(ValueError, match="autograd is c: must be one of"):
-            flash_attention(q, q, q, autograd="c")
+            flash_attention(q, q, q, options=FlashOptions(autograd="c"))
 
     @pytest.mark.skipif(ON_HOPPER, reason="has the node")
     def test_native_where_hopper_kernels_do_not_run(self) -> None:
         q = torch.zeros(1, 1, 4, 16, requires_grad=True)
         with pytest.raises(ValueError, match="autograd=native: ") as caught:
-            flash_attention(q, q, q, autograd="native")
+            flash_attention(q, q, q, options=FlashOptions(autograd="native"))
         assert "\n" not in str(caught.value)
 
 
@@ -560,4 +563,4 @@ class TestWithoutACompiler:
         monkeypatch.setenv("CXX", "no-such-compiler")
         for _ in range(2):
             with pytest.raises(ValueError, match="autograd=native: no C\\+\\+ compiler"):
-                flash_attention(*inputs()[:3], causal=True, autograd="native")
+                flash_attention(*inputs()[:3], causal=True, options=FlashOptions(autograd="native"))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kernels.flash.hopper import native
+from kernels.flash import native
 
 
 @pytest.fixture

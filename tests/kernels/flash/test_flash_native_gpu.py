@@ -9,8 +9,8 @@ import torch
 from native_node import NODE, ON_HOPPER, run
 from torch import Tensor
 
-from kernels.flash import flash_attention
-from kernels.flash.hopper import native
+from kernels.flash import flash_attention, native
+from kernels.flash.call.arguments import FlashOptions
 
 
 def random(*shape: int, seed: int, transposed: bool = False) -> Tensor:
@@ -38,7 +38,7 @@ def on_the_gpu(
 def natively(*given: Tensor, causal: bool = True) -> tuple[Tensor, ...]:
     """o, dq, dk, dv by the node, which must know such calls."""
     q, k, v, do = given
-    o = flash_attention(q, k, v, causal=causal, autograd="native")
+    o = flash_attention(q, k, v, causal=causal, options=FlashOptions(autograd="native"))
     assert o.grad_fn.name() == NODE
     return o.detach(), *torch.autograd.grad(o, (q, k, v), do)
 
@@ -90,7 +90,7 @@ class TestOnHopper:
             results = []
             for autograd in ("python", "auto"):
                 q, k, v = (qkv[:, :, i].unflatten(-1, (4, 64)).transpose(1, 2) for i in range(3))
-                o = flash_attention(q, k, v, causal=True, autograd=autograd)
+                o = flash_attention(q, k, v, causal=True, options=FlashOptions(autograd=autograd))
                 results.append(torch.autograd.grad(o.float().sum(), qkv)[0])
             assert torch.equal(*results)
         assert o.grad_fn.name() == NODE
@@ -178,7 +178,9 @@ class TestOnHopper:
             q.requires_grad_()
             with torch.autocast("cuda", dtype=torch.bfloat16):
                 o = flash_attention(q, k, v, causal=True)
-                wanted = flash_attention(q, k, v, causal=True, autograd="python")
+                wanted = flash_attention(
+                    q, k, v, causal=True, options=FlashOptions(autograd="python")
+                )
             results = [torch.autograd.grad(x, q, do.to(x.dtype)) for x in (o, wanted)]
             assert torch.equal(o, wanted)
             assert torch.equal(results[0][0], results[1][0])

@@ -5,8 +5,6 @@ Without a GPU the kernels run under Triton's interpreter, with tiles of 16 and 3
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from exact_attention import (
@@ -23,7 +21,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from triton_device import CLOSENESS, DEVICE, RUNS_TRITON, randn
 
-from kernels.flash import dispatch, flash_attention
+from kernels.flash import dispatch, flash_attention, operator
+from kernels.flash.call.arguments import FlashCall
 from kernels.problem import AttentionSpec
 
 pytestmark = [*RUNS_TRITON, pytest.mark.usefixtures("exact_float32")]
@@ -317,13 +316,9 @@ class TestPacked:
 
     def test_accumulator(self) -> None:
         q, k, v, _, packing = packed([(20, 33), (3, 5)])
-        from kernels.flash import operator
-
-        options: dict[str, Any] = {"causal": True, "scale": 0.3, "packing": packing}
-        o, lse = operator.forward(q, k, v, **options)
-        twice, lse_twice = operator.forward(
-            q, k, v, accumulator=(o.clone(), lse.clone()), **options
-        )  # fmt: skip
+        call = FlashCall(q=q, k=k, v=v, spec=AttentionSpec(causal=True, scale=0.3, packing=packing))
+        o, lse = operator.forward(call)
+        twice, lse_twice = operator.forward(call, accumulator=(o.clone(), lse.clone()))
         assert_close(twice, o.double(), "o", 1e-5)
         assert_close(lse_twice, lse.double() + torch.tensor(2.0).log().item(), "lse", 1e-5)
 

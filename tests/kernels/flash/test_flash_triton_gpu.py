@@ -11,6 +11,7 @@ from triton_device import CLOSENESS, DEVICE
 
 from kernels import BACKENDS
 from kernels.flash import flash_attention
+from kernels.flash.call.arguments import FlashOptions
 from kernels.problem import AttentionSpec
 
 pytestmark = pytest.mark.usefixtures("exact_float32")
@@ -49,9 +50,8 @@ class TestOnCuda:
         theirs = [theirs_o, *torch.autograd.grad(theirs_o, leaves, do)]
         limits = [2 * relative_error(y, z) for y, z in zip(theirs, expected, strict=True)]
         for implementation in ("auto", "plain"):
-            o = flash_attention(
-                *leaves, causal=causal, precision="ieee", implementation=implementation
-            )  # fmt: skip
+            options = FlashOptions(precision="ieee", implementation=implementation)
+            o = flash_attention(*leaves, causal=causal, options=options)
             got = [o, *torch.autograd.grad(o, leaves, do)]
             errors = [relative_error(x, z) for x, z in zip(got, expected, strict=True)]
             for what, error, limit in zip(("o", "dq", "dk", "dv"), errors, limits, strict=True):
@@ -62,7 +62,8 @@ class TestOnCuda:
         expected = exact(q, k, v, True, 0.125)[0]
         errors = {
             precision: relative_error(
-                flash_attention(q, k, v, causal=True, precision=precision), expected
+                flash_attention(q, k, v, causal=True, options=FlashOptions(precision=precision)),
+                expected,
             )
             for precision in ("ieee", "tf32")
         }

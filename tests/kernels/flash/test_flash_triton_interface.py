@@ -12,7 +12,8 @@ from torch import Tensor
 from triton_device import DEVICE, RUNS_TRITON, randn
 
 from kernels import AttentionProblem, Packing
-from kernels.flash import FlashTriton, flash_attention, validate
+from kernels.flash import FlashTriton, flash_attention, operator, validate
+from kernels.flash.call.arguments import FlashCall, FlashOptions
 from kernels.problem import AttentionSpec
 from kernels.toolchain import why_not_compile
 
@@ -101,14 +102,14 @@ class TestFunctions:
 
     def test_operators_keep_pytorchs_rules(self) -> None:
         q, k, v, _ = (x.requires_grad_() for x in inputs(q_len=5, kv_len=5))
-        arguments = (q, k, v, True, 0.3, None, None, 0, 0, None, None, "ieee", "auto", False)
+        arguments = (q, k, v, True, 0.3, None, None, 0, 0, "ieee", "auto", False, None, None)
         checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-        operator = torch.ops.attnbench.flash_forward.default
-        torch.library.opcheck(operator, arguments, test_utils=checks)
+        flash_forward = torch.ops.attnbench.flash_forward.default
+        torch.library.opcheck(flash_forward, arguments, test_utils=checks)
         accumulator = (torch.zeros_like(q).detach(), torch.zeros(q.shape[:-1], device=DEVICE))
-        arguments = (*(x.detach() for x in arguments[:3]), *arguments[3:9], *accumulator,
-                     *arguments[11:])  # fmt: skip
-        torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+        arguments = (*(x.detach() for x in arguments[:3]), *arguments[3:12], *accumulator)
+        checks = ("test_schema", "test_faketensor")
+        torch.library.opcheck(flash_forward, arguments, test_utils=checks)
 
 
 class TestErrors:
@@ -171,11 +172,14 @@ class TestErrors:
             backend().backward(do, q, k, v, o, lse.half(), spec)
 
     def test_options(self) -> None:
-        from kernels.flash import operator
-
         q, k, v, _ = inputs(q_len=5, kv_len=5)
+        options = FlashOptions(implementation="best")
         with pytest.raises(ValueError, match="implementation is best: must be one of auto"):
-            operator.forward(q, k, v, causal=True, scale=0.3, implementation="best")
+            operator.forward(
+                FlashCall(
+                    q=q, k=k, v=v, spec=AttentionSpec(causal=True, scale=0.3), options=options
+                )
+            )
         with pytest.raises(
             ValueError, match=r"attention\.implementation=best: must be one of auto"
         ):

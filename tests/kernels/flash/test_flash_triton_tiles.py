@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,7 +16,12 @@ import torch
 from exact_attention import assert_close, exact, exact_gradients, inputs
 from triton_device import CLOSENESS, DEVICE, RUNS_TRITON
 
-from kernels.flash import flash_attention
+from kernels.flash import flash_attention, operator
+from kernels.flash.any_gpu import configs
+from kernels.flash.any_gpu import launch as plain
+from kernels.flash.call.arguments import FlashCall, FlashOptions
+from kernels.flash.call.problem import Problem
+from kernels.problem import AttentionSpec
 
 pytestmark = [*RUNS_TRITON, pytest.mark.usefixtures("exact_float32")]
 
@@ -23,8 +29,6 @@ pytestmark = [*RUNS_TRITON, pytest.mark.usefixtures("exact_float32")]
 @pytest.fixture
 def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache folder and a device that no table knows."""
-    from kernels.flash.any_gpu import configs
-
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(configs, "_device_facts", lambda device: ("Some GPU", 100 * 1024))
     configs._cached.cache_clear()
@@ -33,8 +37,6 @@ def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def facts(**changes: Any) -> Any:
-    from kernels.flash.problem import Problem
-
     values: dict[str, Any] = {
         "device": torch.device("cpu"), "dtype": torch.bfloat16, "batch_size": 1, "num_heads": 2,
         "num_kv_heads": 2, "q_len": 4096, "kv_len": 4096, "head_dim": 64, "causal": True,
@@ -48,16 +50,13 @@ class TestConfigs:
     SLOW: ClassVar = {"block_q": 16, "block_k": 16, "num_warps": 1, "num_stages": 1}
 
     def test_rows_are_named_by_what_matters(self) -> None:
-        from kernels.flash.any_gpu.configs import shape_class
-
-        assert shape_class("forward", facts()) == self.ROW
+        assert configs.shape_class("forward", facts()) == self.ROW
         other = facts(dtype=torch.float32, precision="tf32", head_dim=80, causal=False, q_len=1,
                       kv_len=2048)  # fmt: skip
-        assert shape_class("backward_dq", other) == "backward_dq/tf32/d128/full/short"
+        assert configs.shape_class("backward_dq", other) == "backward_dq/tf32/d128/full/short"
 
     def test_order(self, tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """The shipped table, then the user's, then a search if asked for, then the rule."""
-        from kernels.flash.any_gpu import configs
 
         def measure(config: configs.TileConfig) -> float:
             return 1.0 if config == wanted else 2.0
@@ -74,8 +73,6 @@ class TestConfigs:
         assert configs.choose("forward", facts()) == pinned
 
     def test_search_skips_what_fails_and_counts_its_time(self, tables: Path) -> None:
-        from kernels.flash.any_gpu import configs
-
         found = configs.candidates("backward_dq", facts(), 100 * 1024)
         before = configs.autotune_seconds()
 
@@ -96,8 +93,6 @@ class TestConfigs:
 
     @pytest.mark.parametrize("text", ["{", "[]", '{"row": {"block_q": 1}}', '{"row": 3}', "null"])
     def test_corrupt_file(self, tables: Path, text: str) -> None:
-        from kernels.flash.any_gpu import configs
-
         tables.parent.mkdir(parents=True)
         tables.write_text(text, encoding="utf-8")
         with pytest.warns(UserWarning, match="ignored, not a table"):
@@ -106,8 +101,6 @@ class TestConfigs:
 
     def test_many_writers(self, tables: Path) -> None:
         """A reader sees a whole table at any moment."""
-        from kernels.flash.any_gpu import configs
-
         table = {f"row{i}": configs.TileConfig(**self.SLOW) for i in range(50)}
         writers = [
             threading.Thread(target=lambda: [configs._write(tables, table) for _ in range(20)])
@@ -122,8 +115,6 @@ class TestConfigs:
         assert [path.name for path in tables.parent.iterdir()] == [tables.name]
 
     def test_shipped_table(self) -> None:
-        from kernels.flash.any_gpu import configs
-
         path = Path(configs.__file__).with_name("pinned.json")
         for rows in json.loads(path.read_text(encoding="utf-8")).values():
             for row in rows:
@@ -138,8 +129,6 @@ class TestConfigs:
     @pytest.mark.parametrize("kernel", ["forward", "backward_dkv", "backward_dq"])
     @pytest.mark.parametrize("shared_memory_kib", [48, 64, 99, 163, 227])
     def test_every_gpu_has_a_candidate(self, kernel: str, shared_memory_kib: int) -> None:
-        from kernels.flash.any_gpu import configs
-
         for dtype, head_dim in itertools.product(CLOSENESS, (16, 64, 128, 256)):
             problem = facts(dtype=dtype, head_dim=head_dim)
             for config in configs.candidates(kernel, problem, shared_memory_kib * 1024):
@@ -148,14 +137,10 @@ class TestConfigs:
     def test_autotuning_leaves_the_accumulator_alone(
         self, tables: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from kernels.flash import operator
-        from kernels.flash.any_gpu import configs
-        from kernels.flash.any_gpu import launch as plain
-
         q, k, v, _ = inputs(q_len=20, kv_len=20)
-        o, lse = operator.forward(q, k, v, causal=True, scale=0.3)
-        options: dict[str, Any] = {"causal": True, "scale": 0.3}
-        wanted = operator.forward(q, k, v, accumulator=(o.clone(), lse.clone()), **options)
+        call = FlashCall(q=q, k=k, v=v, spec=AttentionSpec(causal=True, scale=0.3))
+        o, lse = operator.forward(call)
+        wanted = operator.forward(call, accumulator=(o.clone(), lse.clone()))
         monkeypatch.setattr(plain, "_configs", {})
         measured = []
 
@@ -165,9 +150,8 @@ class TestConfigs:
 
         monkeypatch.setattr(plain, "_config", choose)
         monkeypatch.setattr(plain, "_milliseconds", lambda run: run() or 1.0)
-        got = operator.forward(
-            q, k, v, accumulator=(o.clone(), lse.clone()), autotune=True, **options
-        )  # fmt: skip
+        call = replace(call, options=FlashOptions(autotune=True))
+        got = operator.forward(call, accumulator=(o.clone(), lse.clone()))
         assert measured
         assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
@@ -180,9 +164,8 @@ class TestOnCuda:
         """Every candidate of a kernel runs or drops out, and the winner is right."""
         q, k, v, do = inputs(1, 4, 2, 700, 700, 128, dtype)
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-        o = flash_attention(
-            *leaves, causal=True, autotune=True, precision="ieee", implementation="plain"
-        )  # fmt: skip
+        options = FlashOptions(autotune=True, precision="ieee", implementation="plain")
+        o = flash_attention(*leaves, causal=True, options=options)
         found = [o, *torch.autograd.grad(o, leaves, do)]
         scale = 128**-0.5
         expected = [exact(q, k, v, True, scale)[0], *exact_gradients(q, k, v, do, True, scale)]

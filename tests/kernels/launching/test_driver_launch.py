@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.launching import prepared as launch
 from kernels.launching.driver import DriverLaunch, NotKnown
-from kernels.launching.prepared import Launch
+from kernels.launching.prepared import PreparedLaunch
 
 SIGNATURE = {
     "x_desc": "tensordesc<bf16[1, 64],layout>",
@@ -44,8 +44,8 @@ def described(x: Tensor) -> SimpleNamespace:
     return SimpleNamespace(base=x, shape=[32, 64], strides=[64, 1], padding="zero")
 
 
-def prepared(compiled: Compiled) -> Launch:
-    return Launch(
+def prepared(compiled: Compiled) -> PreparedLaunch:
+    return PreparedLaunch(
         Kernel(compiled),
         (5, 6, 1),
         {"num_stages": 3, "BLOCK": 64},
@@ -150,7 +150,7 @@ def test_an_interpreter_is_called_each_time(driver: Driver) -> None:
         def __getitem__(self, grid: tuple[int, int, int]) -> Any:
             return lambda *arguments, **constants: called.append((arguments, constants))
 
-    call = Launch(Interpreted(), (1, 1, 1), {"BLOCK": 4}, integers=(3,))
+    call = PreparedLaunch(Interpreted(), (1, 1, 1), {"BLOCK": 4}, integers=(3,))
     x = torch.empty(4)
     for scale in (1.0, 2.0):
         call(x, floats=(scale,))

@@ -1,6 +1,6 @@
 // The autograd node of flash attention, and the launches of its kernels, without Python.
 //
-// kernels/flash/hopper/native.py builds and feeds this module. Python runs a call first: Triton then has
+// kernels/flash/native.py builds and feeds this module. Python runs a call first: Triton then has
 // compiled its kernels, and their parameters lie ready (kernels/launching/driver.py). Copies of those
 // make a plan here, for one device, one dtype and one layout of q, k and v, and a later call writes
 // nothing into them but addresses and scales. Nothing here knows what a kernel does.

@@ -1,4 +1,4 @@
-"""One call of flash attention in facts: what implementations are chosen by, and what is refused.
+"""The facts of a call, by which an implementation is chosen, and the checks of its arguments.
 
 The facts follow from shapes, dtypes and devices alone, so that the checks run once for each
 combination and later calls only look the answer up.
@@ -26,13 +26,13 @@ class Problem:
 
     device: torch.device
     dtype: torch.dtype
-    """Of q, k, v and do."""
+    """The dtype of q, k, v and do."""
     batch_size: int
-    """Sequences: for a packed batch, whose tensors are [1, H, T, D], their number."""
+    """Number of sequences; the tensors of a packed batch are [1, H, T, D] all the same."""
     num_heads: int
     num_kv_heads: int
     q_len: int
-    """Queries of a sequence: for a packed batch, of the longest."""
+    """Queries of a sequence, of the longest one of a packed batch."""
     kv_len: int
     head_dim: int
     causal: bool
@@ -40,7 +40,7 @@ class Problem:
     accumulates: bool
     """Whether the forward pass continues from a float32 (o, lse) and writes there."""
     precision: str
-    """Of float32 matmuls, ``ieee`` or ``tf32``; ``ieee`` for the other dtypes."""
+    """Precision of float32 matmuls, ``ieee`` or ``tf32``; ``ieee`` for the other dtypes."""
     autotune: bool = False
     """Whether tile sizes may be searched for when none are known."""
 
@@ -99,7 +99,7 @@ def describe(
 def check_gradient(
     problem: Problem, do: Tensor, q: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None
 ) -> None:
-    """ValueError unless what the backward pass is given fits the forward pass."""
+    """Raise ValueError unless the backward pass's arguments fit the forward pass's."""
     lse_shape = (q.shape[1], q.shape[0]) if problem.packed else q.shape[:-1]
     for name, x, shape in (("do", do, q.shape), ("o", o, q.shape), ("lse", lse, lse_shape)):
         if x.shape != shape:
@@ -196,7 +196,7 @@ def _checked(
 
 
 def _check_packing(packing: tuple, device: torch.device) -> tuple[int, int, int]:
-    """Number of sequences, and the longest ones' queries and keys."""
+    """Number of sequences, queries of the longest, and keys of the longest."""
     q_facts, k_facts, max_q_len, max_kv_len = packing
     for name, (shape, dtype, where) in (("cu_seqlens_q", q_facts), ("cu_seqlens_k", k_facts)):
         if dtype != torch.int32 or where != device or len(shape) != 1 or shape[0] < 1:

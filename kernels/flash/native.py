@@ -23,20 +23,24 @@ import subprocess
 import sysconfig
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels.flash import dispatch
-from kernels.flash.problem import Problem, describe
-
-if TYPE_CHECKING:
-    from kernels.flash.hopper.launch import Step
+from kernels.flash.any_gpu.configs import cache_folder
+from kernels.flash.call.arguments import BackwardPass, FlashCall, ForwardPass
+from kernels.flash.call.problem import Problem
+from kernels.flash.hopper import launch as hopper
+from kernels.flash.hopper.launch import Step
+from kernels.launching import driver as driver_launch
+from kernels.launching.prepared import is_watched
+from kernels.problem import AttentionSpec
 
 SOURCE = Path(__file__).with_name("native.cpp")
 
@@ -54,8 +58,6 @@ class _Node:
     reason: str | None = None
     """Why it cannot be had."""
     num_calls = 0
-    is_watched: Callable[[], bool]
-    """kernels.launching.prepared's, whose import brings Triton."""
 
 
 _lock = Lock()
@@ -64,7 +66,7 @@ _lock = Lock()
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor | None:
     """o, differentiable; None if Python has to run this call."""
     module = _Node.module
-    if module is None or _Node.is_watched():
+    if module is None or is_watched():
         return None
     o = module.attend(q, k, v, causal, scale)
     if o is not None:
@@ -88,12 +90,12 @@ def learn_forward(
     Raises:
         ValueError: there is no compiled node, and it is required.
     """
-    from kernels.flash.hopper import launch as hopper
-
     if not _are_plain(q, k, v, o):
         return
     slots = _apart(q, k, v, o, lse)
-    steps = hopper.planned_forward(problem, *slots)
+    names = ("q", "k", "v", "o", "lse")
+    call = ForwardPass(problem=problem, scale=1.0, **dict(zip(names, slots, strict=True)))
+    steps = hopper.planned_forward(call)
     launches = None if steps is None else _contents(steps, slots)
     if launches is None:
         return
@@ -104,21 +106,20 @@ def learn_forward(
 
 def learn_backward(
     problem: Problem,
+    call: FlashCall,
     do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
     o: Tensor,
     lse: Tensor,
     gradients: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     """Have later calls that are like this one, which ran, run without Python."""
-    from kernels.flash.hopper import launch as hopper
-
+    q, k, v = call.q, call.k, call.v
     if _Node.module is None or not _are_plain(do, q, k, v, o, *gradients):
         return
     slots = _apart(q, k, v, o, lse, do, *gradients)
-    planned = hopper.planned_backward(problem, *slots)
+    names = ("q", "k", "v", "o", "lse", "do", "dq", "dk", "dv")
+    given = dict(zip(names, slots, strict=True))
+    planned = hopper.planned_backward(BackwardPass(problem=problem, dlse=None, scale=1.0, **given))
     if planned is None:
         return
     launches = _contents(planned.steps, [*slots, *planned.workspace])
@@ -142,11 +143,11 @@ def _contents(steps: Sequence[Step], slots: Sequence[Tensor]) -> list[tuple] | N
     """
     places = {id(x): place for place, x in enumerate(slots)}
     launches = []
-    for launch, tensors, floats in steps:
-        contents = launch.contents()
+    for step in steps:
+        contents = step.launch.contents()
         if contents is None:
             return None
-        launches.append((*contents, tuple(places[id(x)] for x in tensors), floats))
+        launches.append((*contents, tuple(places[id(x)] for x in step.tensors), step.floats))
     return launches
 
 
@@ -165,25 +166,21 @@ def _backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The backward pass of a call that the compiled node knows the forward pass of alone."""
-    problem = describe(q, k, v, causal=causal, precision="auto")
-    gradients = dispatch.backward_of(
-        problem, do, q, k, v, o, lse, None, scale=scale, packing=None
-    )  # fmt: skip
-    learn_backward(problem, do, q, k, v, o, lse, gradients)
+    call = FlashCall(q=q, k=k, v=v, spec=AttentionSpec(causal=causal, scale=scale))
+    problem = call.problem()
+    gradients = dispatch.backward_of(problem, call, do, o, lse, None)
+    learn_backward(problem, call, do, o, lse, gradients)
     return gradients
 
 
 def _module(required: bool) -> Any:
     """The compiled module; None, after one warning, where there is none."""
-    from kernels.flash.any_gpu.configs import cache_folder
-    from kernels.launching.prepared import is_watched
-
     with _lock:
         if _Node.module is None and _Node.reason is None:
             try:
                 module = build(cache_folder())
                 module.connect(*_addresses(), _backward)
-                _Node.module, _Node.is_watched = module, is_watched
+                _Node.module = module
             except NotBuilt as error:
                 _Node.reason = str(error)
                 if not required:
@@ -199,18 +196,16 @@ def _module(required: bool) -> Any:
 
 def _addresses() -> tuple[int, ...]:
     """Those of native.cpp's Driver."""
-    from kernels.launching import driver as _driver_launch
-
     names = (
         "cuLaunchKernelEx", "cuTensorMapReplaceAddress", "cuCtxGetCurrent", "cuCtxSetCurrent",
     )  # fmt: skip
     try:
-        driver = _driver_launch._driver()
+        driver = driver_launch._driver()
         # PyTorch's stable C interface; loaded already, in builds for CUDA.
         library = ctypes.CDLL(str(_torch_folder() / "lib" / "libtorch_cuda.so"))
         functions = [getattr(driver, name) for name in names]
         functions.append(library.aoti_torch_get_current_cuda_stream)
-    except (OSError, AttributeError, _driver_launch.NotKnown) as error:
+    except (OSError, AttributeError, driver_launch.NotKnown) as error:
         raise NotBuilt(_one_line(str(error))) from error
     return tuple(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
 

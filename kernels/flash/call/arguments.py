@@ -1,0 +1,99 @@
+"""What a call of flash attention is given, and what an implementation of it is given.
+
+:class:`FlashCall` goes from the public functions to the dispatch, with tensors as
+:mod:`kernels.problem` describes them, dense or packed. The dispatch makes of it one of
+:class:`ForwardPass` and :class:`BackwardPass`, whose tensors are all [batch, heads, seq, head_dim]
+with a last stride of 1; a packed batch is [1, H, T, D].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kernels.flash.call.problem import Problem, describe
+from kernels.problem import AttentionSpec, Packing
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class FlashOptions:
+    """How attention is computed."""
+
+    precision: str = "auto"
+    """Float32 matmuls: ``ieee``, ``tf32``, or ``auto`` to follow
+    torch.get_float32_matmul_precision()."""
+    implementation: str = "auto"
+    """A name of ``dispatch.IMPLEMENTATIONS``, or ``auto`` for the first that can run the call."""
+    autotune: bool = False
+    """Search for tile sizes if none are known for these shapes."""
+    autograd: str = "auto"
+    """What runs the gradients of the Hopper kernels: the compiled node (``native``), ``python``, or
+    ``auto`` for native where it can be built. Packed batches, and calls that return lse, are
+    Python's."""
+
+
+DEFAULT_OPTIONS = FlashOptions()
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class FlashCall:
+    """o = softmax(q k^T * scale) v, and how to compute it."""
+
+    q: Tensor
+    """[B, H, S, D], or of a packed batch [T, H, D]."""
+    k: Tensor
+    """[B, H_kv, S_k, D] or [T_k, H_kv, D], like v; H_kv divides H."""
+    v: Tensor
+    spec: AttentionSpec
+    """Mask, scale, and the packing of a packed batch."""
+    options: FlashOptions = DEFAULT_OPTIONS
+
+    def problem(self, accumulator: tuple[Tensor, Tensor] | None = None) -> Problem:
+        """The facts of this call; ValueError if it makes no sense."""
+        return describe(
+            self.q,
+            self.k,
+            self.v,
+            causal=self.spec.causal,
+            packing=self.spec.packing,
+            accumulator=accumulator,
+            precision=self.options.precision,
+            autotune=self.options.autotune,
+        )
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ForwardPass:
+    """Fill o and lse; continue from them if the problem accumulates."""
+
+    problem: Problem
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    lse: Tensor
+    """[B, H, S] float32, contiguous."""
+    scale: float
+    packing: Packing | None = None
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class BackwardPass:
+    """Fill dq, dk and dv."""
+
+    problem: Problem
+    do: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    lse: Tensor
+    """[B, H, S] float32, contiguous, like dlse."""
+    dlse: Tensor | None
+    """The gradient that reaches lse."""
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    scale: float
+    packing: Packing | None = None

@@ -1,0 +1,259 @@
+"""Everything about a launch of the Hopper kernels but addresses, the scale, and when.
+
+It follows from the problem and the tensors' shapes and strides, and is kept in plans.
+"""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.flash.call.arguments import BackwardPass, ForwardPass
+from kernels.flash.call.problem import Problem
+from kernels.flash.hopper import schedule
+from kernels.flash.hopper.schedule import BACKWARD, FORWARD, PROGRAM_ROWS, ROWS, block_d
+from kernels.launching.prepared import Descriptors, PreparedLaunch
+
+_ALIGNMENT = 16
+"""Bytes: what TMA needs, and what Triton compiles for if it finds it."""
+
+FORWARD_TILES: int | None = None
+"""Query tiles of every forward program planned from now on; None leaves it to ``schedule``.
+
+For measurements and tests, which have to forget the plans made before (``FORWARD_PLANS``).
+"""
+
+FORWARD_PLANS: dict[tuple, PreparedLaunch] = {}
+
+
+def forward_key(call: ForwardPass) -> tuple:
+    """All that the forward plan depends on."""
+    q, k = call.q, call.k
+    # The problem has all of the shapes but the tokens of a packed batch.
+    strides = q.stride(), k.stride(), call.v.stride(), call.o.stride()
+    return call.problem, q.shape[2], k.shape[2], *strides
+
+
+def plan_forward(call: ForwardPass) -> PreparedLaunch:
+    """The launch of a call whose tensors TMA can address."""
+    # Gluon, which old versions of Triton lack: why_not has been asked before.
+    from kernels.flash.hopper.forward import flash_forward
+
+    problem, q, o = call.problem, call.q, call.o
+    width = block_d(problem)
+    chosen = FORWARD[width]
+    tiles = FORWARD_TILES or schedule.tiles_of_program(problem)
+    return PreparedLaunch(
+        flash_forward,
+        grid(problem.q_len, problem.batch_size * problem.num_heads, tiles),
+        {
+            "BLOCK_K": chosen.tile,
+            "STAGES": chosen.stages,
+            "TILES": tiles,
+            **_constants(problem),
+        },
+        integers=(
+            *o.stride()[:3],
+            problem.num_heads,
+            problem.group_size,
+            problem.q_len,
+            problem.kv_len,
+            q.shape[2],
+        ),
+        descriptors=(
+            _tiles(q, ROWS, width),
+            _tiles(call.k, chosen.tile, width),
+            _tiles(call.v, chosen.tile, width),
+        ),
+    )
+
+
+class BackwardPlan(NamedTuple):
+    """The launches of a backward pass, in their order, and the memory that they need besides."""
+
+    workspace: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    """Shapes and dtypes. lse in units of log2, and rowsum(o * do) - dlse: [2, B * H, S padded];
+    counts of programs; sums of dq; and where programs share a group, parts of dk and dv."""
+    row_statistics: PreparedLaunch
+    main: PreparedLaunch
+    sum_parts: PreparedLaunch | None
+    """None where one program has all query heads of a group."""
+    finish_dq: PreparedLaunch
+
+
+BACKWARD_PLANS: dict[tuple, BackwardPlan] = {}
+
+
+def backward_key(call: BackwardPass) -> tuple:
+    """All that the backward plan depends on."""
+    q, k, v = call.q, call.k, call.v
+    return (
+        *(call.problem, q.shape[2], k.shape[2], call.o.dtype, call.dlse is not None),
+        *(q.stride(), k.stride(), v.stride(), call.do.stride(), call.o.stride()),
+        *(call.dq.stride(), call.dk.stride(), call.dv.stride()),
+    )
+
+
+def plan_backward(call: BackwardPass) -> BackwardPlan:
+    """The launches of a call whose tensors TMA can address."""
+    # Gluon, which old versions of Triton lack: why_not has been asked before.
+    from kernels.flash.hopper.backward import flash_backward
+    from kernels.flash.hopper.rows import finish_dq, row_statistics, sum_parts
+
+    problem, q, k, v, do, o = call.problem, call.q, call.k, call.v, call.do, call.o
+    dq, dk, dv = call.dq, call.dk, call.dv
+    width = block_d(problem)
+    chosen = BACKWARD[width]
+    num_lines, lse_len = q.shape[0] * q.shape[1], q.shape[2]
+    # Each sequence of a packed batch begins at a multiple of a program's rows.
+    rows = lse_len if not problem.packed else lse_len + PROGRAM_ROWS * problem.batch_size
+    num_blocks = -(-rows // PROGRAM_ROWS)
+    padded_len = num_blocks * PROGRAM_ROWS
+    by_query = grid(problem.q_len, problem.batch_size * problem.num_heads)
+    num_parts = schedule.num_parts(problem)
+    num_key_tiles = -(-problem.kv_len // PROGRAM_ROWS)
+    parts_shape = (k.shape[0], problem.num_kv_heads * num_parts, k.shape[2], problem.head_dim)
+    dk_strides, dv_strides = dk.stride()[:3], dv.stride()[:3]
+    rowwise = {"HEAD_DIM": problem.head_dim, "BLOCK_D": width, "BLOCK_Q": PROGRAM_ROWS}
+    parts = ((parts_shape, torch.float32),) * 2
+    return BackwardPlan(
+        workspace=(
+            ((2, num_lines, padded_len), torch.float32),
+            ((num_lines, num_blocks), torch.int32),
+            ((num_lines, padded_len, width), torch.float32),
+            *(() if num_parts == 1 else parts),
+        ),
+        row_statistics=PreparedLaunch(
+            row_statistics,
+            by_query,
+            {**rowwise, "HAS_DLSE": call.dlse is not None, "PACKED": problem.packed},
+            integers=(
+                *o.stride()[:3],
+                *do.stride()[:3],
+                problem.num_heads,
+                problem.q_len,
+                lse_len,
+                padded_len,
+                num_lines * padded_len,
+            ),
+        ),
+        main=PreparedLaunch(
+            flash_backward,
+            (num_key_tiles * problem.batch_size * problem.num_kv_heads * num_parts, 1, 1),
+            {"STAGES": chosen.stages, "RESIDENT": chosen.resident, **_constants(problem)},
+            integers=(
+                *(dk_strides if num_parts == 1 else _contiguous_strides(parts_shape)),
+                *(dv_strides if num_parts == 1 else _contiguous_strides(parts_shape)),
+                problem.num_heads,
+                problem.group_size,
+                problem.group_size // num_parts,
+                schedule.heads_at_once(problem),
+                problem.q_len,
+                problem.kv_len,
+                num_lines,
+                padded_len,
+            ),
+            descriptors=(
+                _tiles(q, chosen.tile, width),
+                _tiles(do, chosen.tile, width),
+                _tiles(k, ROWS, width),
+                _tiles(v, ROWS, width),
+                _lines(2 * num_lines, padded_len, chosen.tile),
+            ),
+        ),
+        finish_dq=PreparedLaunch(
+            finish_dq,
+            by_query,
+            {**rowwise, "CAUSAL": problem.causal, "PACKED": problem.packed},
+            integers=(
+                *dq.stride()[:3],
+                problem.num_heads,
+                problem.q_len,
+                problem.kv_len,
+                padded_len,
+            ),
+        ),
+        sum_parts=None
+        if num_parts == 1
+        else PreparedLaunch(
+            sum_parts,
+            grid(k.shape[2], k.shape[0] * problem.num_kv_heads),
+            {"HEAD_DIM": problem.head_dim, "BLOCK_D": width, "BLOCK_K": PROGRAM_ROWS},
+            integers=(*dk_strides, *dv_strides, problem.num_kv_heads, num_parts, k.shape[2]),
+        ),
+    )
+
+
+def _contiguous_strides(shape: tuple[int, int, int, int]) -> tuple[int, int, int]:
+    """The first three strides of a contiguous tensor, in elements."""
+    return shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3]
+
+
+def _constants(problem: Problem) -> dict[str, Any]:
+    """Compile-time arguments of both Gluon kernels, the last of their parameters."""
+    return {
+        "HEAD_DIM": problem.head_dim,
+        "BLOCK_D": block_d(problem),
+        "CAUSAL": problem.causal,
+        "PACKED": problem.packed,
+        "num_warps": 4,
+    }
+
+
+def grid(rows: int, heads: int, tiles: int = 1) -> tuple[int, int, int]:
+    """Programs of ``tiles`` times PROGRAM_ROWS rows of one head."""
+    return -(-rows // (tiles * PROGRAM_ROWS)), heads, 1
+
+
+def addressable(x: Tensor) -> Tensor:
+    """x itself if TMA can address it, else a contiguous copy (aligned, as head_dim is by 8)."""
+    if x.data_ptr() % _ALIGNMENT == 0 and _has_addressable_rows(x.shape, x.stride()):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def are_aligned(*tensors: Tensor) -> bool:
+    return not any(x.data_ptr() % _ALIGNMENT for x in tensors)
+
+
+def aligned(x: Tensor) -> Tensor:
+    return x if x.data_ptr() % _ALIGNMENT == 0 else x.clone()
+
+
+@lru_cache(maxsize=4096)
+def _has_addressable_rows(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    return all(shape[i] == 1 or (strides[i] > 0 and strides[i] % 8 == 0) for i in range(3))
+
+
+@cache
+def _gluon() -> tuple[Any, Any, Any]:
+    """TensorDescriptor, and the shared-memory layouts of a tile and of a line of statistics."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    tile = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    line = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    return TensorDescriptor, tile, line
+
+
+def _tiles(x: Tensor, rows: int, columns: int) -> Descriptors:
+    """For copies of [1, 1, rows, columns] tiles; what lies outside of x comes as zero."""
+    descriptor, layout, _ = _gluon()
+    # The stride of a dimension of size 1 is never used, but has to be a valid one.
+    row = x.stride(2) if x.shape[2] > 1 else x.shape[3]
+    strides = [x.stride(i) if x.shape[i] > 1 else row for i in (0, 1)]
+    return Descriptors(
+        descriptor(x, list(x.shape), [*strides, row, 1], [1, 1, rows, columns], layout)
+    )
+
+
+def _lines(num_lines: int, padded_len: int, columns: int) -> Descriptors:
+    """For copies of [1, columns] of the statistics, lse's lines first, then delta's."""
+    descriptor, _, layout = _gluon()
+    example = torch.empty(0)
+    return Descriptors(
+        descriptor(example, [num_lines, padded_len], [padded_len, 1], [1, columns], layout)
+    )

@@ -1,0 +1,137 @@
+"""How the Hopper kernels are cut up: tiles, and which programs share what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from kernels.flash.call.problem import Problem
+from kernels.flash.hopper import pairing
+from kernels.launching.prepared import MAX_PLANS
+
+ROWS = 64
+"""Rows of one consumer warpgroup, and of what each reads once."""
+
+PROGRAM_ROWS = 2 * ROWS
+"""Queries, or keys, of one program: those of its two consumers."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Schedule:
+    """How a kernel is cut up."""
+
+    tile: int
+    """Rows of the tiles that stream by: keys, or in the backward pass queries."""
+    stages: int
+    """Slots of the ring they stream through."""
+    resident: bool = False
+    """Whether the backward pass keeps keys and values in registers."""
+
+
+# By padded head dim. Measured on an H200: docs/kernels.md says what else was tried.
+FORWARD = {64: Schedule(tile=128, stages=2), 128: Schedule(tile=128, stages=2)}
+BACKWARD = {
+    64: Schedule(tile=64, stages=4, resident=True),
+    # dK and dV alone take half of the registers.
+    128: Schedule(tile=64, stages=2),
+}
+
+
+def block_d(problem: Problem) -> int:
+    """Columns of a tile: whole 128-byte swizzles of 16-bit numbers; TMA fills up with zeros."""
+    return 64 if problem.head_dim <= 64 else 128
+
+
+def tiles_of_program(problem: Problem) -> int:
+    """How many query tiles a forward program takes one after another.
+
+    The lengths of a packed batch are known to the GPU alone, and so is what its programs cost.
+    """
+    if problem.packed:
+        return 1
+    processors = torch.cuda.get_device_properties(problem.device).multi_processor_count
+    return pairing.tiles_of_program(
+        q_len=problem.q_len,
+        kv_len=problem.kv_len,
+        heads=problem.batch_size * problem.num_heads,
+        block_d=block_d(problem),
+        causal=problem.causal,
+        processors=processors,
+    )
+
+
+def num_parts(problem: Problem) -> int:
+    """How many programs share the query heads of a group.
+
+    Under a causal mask all that there are. A program's length depends on its keys, the longest
+    come last, and many short programs end more evenly than few long ones; and programs that take
+    several heads in turn spread over all of them, whose queries and sums of dq do not fit the L2
+    cache. Without a mask programs are as long as each other, and run in rounds, the last of which
+    should be nearly full.
+    """
+    if problem.causal:
+        return problem.group_size
+    processors = torch.cuda.get_device_properties(problem.device).multi_processor_count
+    programs = -(-problem.kv_len // PROGRAM_ROWS) * problem.batch_size * problem.num_kv_heads
+    divisors = [n for n in range(1, problem.group_size + 1) if problem.group_size % n == 0]
+    busy = {n: n * programs / (processors * -(-n * programs // processors)) for n in divisors}
+    return next((n for n in divisors if busy[n] > 0.9), max(divisors, key=lambda n: busy[n]))
+
+
+PARTS_BYTES = 1 << 30
+"""Bytes of the parts of dk and dv, beyond which the backward pass takes the heads in slices."""
+
+
+@lru_cache(maxsize=MAX_PLANS)
+def key_heads_of_slice(problem: Problem, num_keys: int) -> int:
+    """Key heads whose parts of dk and dv stay within PARTS_BYTES; all if there are no parts.
+
+    Args:
+        num_keys: of one key head, over the whole batch.
+    """
+    parts = num_parts(problem)
+    if parts == 1:
+        return problem.num_kv_heads
+    one_head = 2 * parts * num_keys * problem.head_dim * torch.float32.itemsize
+    return min(problem.num_kv_heads, max(1, PARTS_BYTES // one_head))
+
+
+def backward_workspace(
+    *,
+    batch_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    q_len: int,
+    kv_len: int,
+    head_dim: int,
+    causal: bool,
+) -> int:
+    """Bytes that the backward pass allocates, here or elsewhere, with enough heads to fill rounds.
+
+    The sums of dq and two statistics of each row, and under a causal mask the parts of dk and dv,
+    of as many heads as one slice has.
+    """
+    one_head = batch_size * q_len * (64 if head_dim <= 64 else 128) * 4 + 8 * batch_size * q_len
+    group_size = num_heads // num_kv_heads
+    if group_size == 1 or not causal:
+        return num_heads * one_head
+    parts = 2 * group_size * batch_size * kv_len * head_dim * 4
+    key_heads = min(num_kv_heads, max(1, PARTS_BYTES // parts))
+    return key_heads * (group_size * one_head + parts)
+
+
+def heads_at_once(problem: Problem) -> int:
+    """How many heads' backward programs take turns (backward.place_in_order).
+
+    Under a causal mask the programs of a head are spread over its queries, so that those of all
+    of these heads, with do and the sums of dq, should stay in the L2 cache: two thirds of it
+    leave room for the keys, a power of two divides what there is of heads. Without a mask all
+    programs follow one another closely through the queries.
+    """
+    if not problem.causal:
+        return 8
+    cache = torch.cuda.get_device_properties(problem.device).L2_cache_size
+    one_head = problem.q_len * block_d(problem) * (2 * problem.dtype.itemsize + 4)
+    return 1 << max(0, (2 * cache // (3 * one_head)).bit_length() - 1)
