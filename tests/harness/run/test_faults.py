@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,10 +69,10 @@ class Ended:
 
 
 def run(
-    path: Path, command: Command, *grids: dict[str, Any], limits: Limits | None = None
+    path: Path, command: Command, *grids: dict[str, Any], arguments: Sequence[str] = ()
 ) -> Ended:
     folder = Folder(path=path, command=command, grids=grids)
-    done = folder.run(*(limits.arguments() if limits else ()))
+    done = folder.run(*arguments)
     return Ended(folder=folder, done=done, records=folder.records())
 
 
