@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-import pandas as pd
+from typing import TYPE_CHECKING, Any
 
 from harness.cases import format as fmt
 from harness.store.record import Record
 from kernels.registry import Look, Registry
+
+if TYPE_CHECKING:
+    # Every command reads the tasks, and few make tables.
+    import pandas as pd
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -34,23 +34,16 @@ class Sweep:
     scales: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
 
-AD_HOC = Sweep(
-    name="run",
-    title="Measurements",
-    about="Cases chosen on the command line.",
-    tables=[
-        *("summary", "attention_summary", "decode_latency", "varlen_prefill", "generate"),
-        *("kv_memory", "comparison", "cases", "graph_effect", "fusion_breakdown", "checkpointing"),
-        *("kernel_phases", "kernel_categories", "top_kernels", "kernels", "attention_parts"),
-        *("peak_memory", "memory_parts", "largest_allocations", "device_roof"),
-    ],
-    figures=[
-        *("step_time", "attention_scaling", "kernel_shares", "kernel_roofline"),
-        *("memory_timeline", "decode_over_length", "decode_over_batch", "kv_memory"),
-    ],
-    scales={"full": [{}]},
-)
-"""The sweep of a command without ``sweeps=``: one grid, given by the command's keys."""
+def ad_hoc_sweep(tables: list[str], figures: list[str]) -> Sweep:
+    """The sweep of a command without ``sweeps=``: one grid, given by the command's keys."""
+    return Sweep(
+        name="run",
+        title="Measurements",
+        about="Cases chosen on the command line.",
+        tables=tables,
+        figures=figures,
+        scales={"full": [{}]},
+    )
 
 
 def load_sweep(name: str) -> Sweep:

@@ -13,3 +13,9 @@ TABLES: Registry[Callable[[Any], Any]] = Registry(
 FIGURES: Registry[Callable[[Any], Any]] = Registry(
     "figure", decorator="figure", packages=("harness.reports",)
 )
+
+
+def made_by_default(registry: Registry[Callable[[Any], Any]]) -> list[str]:
+    """What a command without ``sweeps=`` makes: choices with a ``default``, in its order."""
+    places = registry.given("default")
+    return sorted(places, key=lambda name: (places[name], name))

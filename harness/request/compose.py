@@ -15,8 +15,8 @@ from typing import Any, cast
 
 from harness.cases.case import Case
 from harness.cases.requirements import require_at_least, require_choice
-from harness.cases.sweep import AD_HOC, Sweep, load_sweep
-from harness.render.registries import FIGURES, TABLES
+from harness.cases.sweep import Sweep, ad_hoc_sweep, load_sweep
+from harness.render.registries import FIGURES, TABLES, made_by_default
 from harness.request.command_line import Axes, parse
 from harness.request.config import RUN_KEYS, group_of
 from harness.request.grid import Parts, default_config, expand, require_key, set_value
@@ -45,7 +45,10 @@ def compose_request(arguments: Sequence[str]) -> Request:
     names = typed.pop("sweeps", [None])
     if len(names) != 1:
         raise ValueError("sweeps: name one sweep at a time")
-    sweep = AD_HOC if names[0] is None else load_sweep(str(names[0]))
+    if names[0] is None:
+        sweep = ad_hoc_sweep(made_by_default(TABLES), made_by_default(FIGURES))
+    else:
+        sweep = load_sweep(str(names[0]))
     run = _run_values({key: typed.pop(key) for key in list(typed) if key in RUN_KEYS})
     launcher = _launcher(
         {key: typed.pop(key) for key in list(typed) if group_of(key) == "launcher"}

@@ -20,7 +20,7 @@ CAPTION = (
 ROW_HEIGHT_IN = 3.1
 
 
-@figure("attention_scaling")
+@figure("attention_scaling", default=20)
 def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     frame = frame[frame["task"] == "attention"]
     if frame["seq_len"].nunique() < 2:

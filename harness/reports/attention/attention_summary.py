@@ -24,7 +24,7 @@ CAPTION = (
 SPEEDUP = "; speed-up over naive attention at the same point"
 
 
-@table("attention_summary")
+@table("attention_summary", default=20)
 def build(frame: pd.DataFrame) -> Table | None:
     calls = frame[frame["task"] == "attention"]
     if calls.empty:

@@ -42,7 +42,7 @@ def _flops_rate(rows: pd.DataFrame) -> str:
     return f"{measured} or, of older records, {datasheet}" if old.any() else measured
 
 
-@table("decode_latency")
+@table("decode_latency", default=30)
 def build(frame: pd.DataFrame) -> Table | None:
     rows = decoded(frame)
     if rows.empty:

@@ -19,7 +19,7 @@ CAPTION = (
 )
 
 
-@figure("decode_over_batch")
+@figure("decode_over_batch", default=70)
 def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     rows = decoded(frame)
     if rows.empty or rows["copy_share"].isna().all():

@@ -19,7 +19,7 @@ CAPTION = (
 )
 
 
-@figure("decode_over_length")
+@figure("decode_over_length", default=60)
 def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     rows = decoded(frame)
     if rows.empty or rows["seq_len"].nunique() < 2 or rows["step_us"].isna().all():

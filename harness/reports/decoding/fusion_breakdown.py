@@ -20,7 +20,7 @@ ALL = "all kernels"
 WHOLE = "whole step, measured"
 
 
-@table("fusion_breakdown")
+@table("fusion_breakdown", default=100)
 def build(frame: pd.DataFrame) -> Table | None:
     parts = []
     for case in profiled_steps(frame).to_dict("records"):

@@ -39,7 +39,7 @@ def generated(frame: pd.DataFrame) -> pd.DataFrame:
     return rows
 
 
-@table("generate")
+@table("generate", default=50)
 def build(frame: pd.DataFrame) -> Table | None:
     rows = generated(frame)
     if rows.empty:

@@ -18,7 +18,7 @@ CAPTION = (
 )
 
 
-@table("graph_effect")
+@table("graph_effect", default=90)
 def build(frame: pd.DataFrame) -> Table | None:
     rows = decoded(frame)
     # Elsewhere it would repeat decode_latency.

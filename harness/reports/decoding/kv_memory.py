@@ -61,7 +61,7 @@ def counted(frame: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-@table("kv_memory")
+@table("kv_memory", default=60)
 def build(frame: pd.DataFrame) -> Table | None:
     rows = counted(frame)
     if rows.empty:

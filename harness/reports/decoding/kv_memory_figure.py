@@ -23,7 +23,7 @@ CAPTION = (
 WIDTH_IN, HEIGHT_IN = 4.6, 2.8
 
 
-@figure("kv_memory")
+@figure("kv_memory", default=80)
 def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     rows = counted(frame)
     if rows.empty or rows["seq_len"].nunique() < 2:

@@ -33,7 +33,7 @@ def prefilled(frame: pd.DataFrame) -> pd.DataFrame:
     return rows
 
 
-@table("varlen_prefill")
+@table("varlen_prefill", default=40)
 def build(frame: pd.DataFrame) -> Table | None:
     rows = prefilled(frame)
     if rows.empty:

@@ -10,7 +10,7 @@ from harness.render.table import Column, Table, finding, make_table, marks_of, t
 CAPTION = "Every case: the latency of each phase, and why a case has none."
 
 
-@table("cases")
+@table("cases", default=80)
 def build(frame: pd.DataFrame) -> Table | None:
     # A case without timing needs one row that says why, not one per phase.
     once = (frame["status"] == "ok") | ~frame["case_id"].duplicated()

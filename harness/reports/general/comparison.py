@@ -23,7 +23,7 @@ CAPTION = (
 )
 
 
-@table("comparison")
+@table("comparison", default=70)
 def build(frame: pd.DataFrame) -> Table | None:
     candidates = comparable(frame)
     by_attention = compare(candidates, AXES["attention"])

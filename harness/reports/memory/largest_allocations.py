@@ -20,7 +20,7 @@ MAX_PLACES = 2
 OURS = ("models/", "kernels/", "parallel/")
 
 
-@table("largest_allocations")
+@table("largest_allocations", default=190)
 def build(frame: pd.DataFrame) -> Table | None:
     cases = frame[frame["memory_profile"].notna() & (frame["status"] == "ok")]
     rows = []

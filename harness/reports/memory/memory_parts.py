@@ -30,7 +30,7 @@ _PARTS = {
 """Of the profile, and their names in the prediction."""
 
 
-@table("memory_parts")
+@table("memory_parts", default=180)
 def build(frame: pd.DataFrame) -> Table | None:
     cases = frame[frame["memory_profile"].notna() & (frame["status"] == "ok")]
     rows = []

@@ -29,7 +29,7 @@ TITLE_WIDTH = 46
 """Letters of a line over a panel."""
 
 
-@figure("memory_timeline")
+@figure("memory_timeline", default=50)
 def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     rows = frame[frame["memory_profile"].notna() & (frame["status"] == "ok")]
     if rows.empty:

@@ -19,7 +19,7 @@ CAPTION = (
 )
 
 
-@table("peak_memory")
+@table("peak_memory", default=170)
 def build(frame: pd.DataFrame) -> Table | None:
     rows = frame[frame["profile"] == "memory"]
     rows = rows[rows["memory_profile"].notna() | (rows["status"] != "ok")]

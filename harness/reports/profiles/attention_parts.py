@@ -25,7 +25,7 @@ CAPTION = (
 _RANGES = ("scores", "softmax", "final matmul")
 
 
-@table("attention_parts")
+@table("attention_parts", default=160)
 def build(frame: pd.DataFrame) -> Table | None:
     rows = []
     for case in cases_of(profiled(frame)):

@@ -16,7 +16,7 @@ CAPTION = (
 )
 
 
-@table("device_roof")
+@table("device_roof", default=200)
 def build(frame: pd.DataFrame) -> Table | None:
     frame = frame[frame["task"] == "roofline"]
     if frame.empty:

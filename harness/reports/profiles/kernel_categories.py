@@ -26,7 +26,7 @@ CAPTION = (
 )
 
 
-@table("kernel_categories")
+@table("kernel_categories", default=130)
 def build(frame: pd.DataFrame) -> Table | None:
     rows = []
     for case in cases_of(profiled(frame)):

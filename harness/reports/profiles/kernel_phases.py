@@ -26,7 +26,7 @@ FOOTNOTE = (
 )
 
 
-@table("kernel_phases")
+@table("kernel_phases", default=120)
 def build(frame: pd.DataFrame) -> Table | None:
     rows = profiled(frame)
     rows = rows[

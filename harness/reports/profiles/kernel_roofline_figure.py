@@ -38,7 +38,7 @@ HEADROOM = 2.5
 """Room above the roof, for what it is called."""
 
 
-@figure("kernel_roofline")
+@figure("kernel_roofline", default=40)
 def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     rows = profiled(frame).drop_duplicates("case_id")
     rows = rows[[bool(_points(profile)) for profile in rows["kernel_profile"]]]

@@ -30,7 +30,7 @@ MAX_COLUMNS = 3
 LEAST_LABELLED = 0.08
 
 
-@figure("kernel_shares")
+@figure("kernel_shares", default=30)
 def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     rows = profiled(frame).drop_duplicates("case_id")
     if rows.empty:

@@ -32,7 +32,7 @@ CAPTION = (
 )
 
 
-@table("kernels")
+@table("kernels", default=150)
 def build(frame: pd.DataFrame) -> Table | None:
     rows = []
     for case in cases_of(profiled(frame)):

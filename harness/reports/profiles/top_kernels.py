@@ -29,7 +29,7 @@ CAPTION = (
 )
 
 
-@table("top_kernels")
+@table("top_kernels", default=140)
 def build(frame: pd.DataFrame) -> Table | None:
     rows = []
     for case in cases_of(profiled(frame)):

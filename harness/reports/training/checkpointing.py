@@ -17,7 +17,7 @@ CAPTION = (
 )
 
 
-@table("checkpointing")
+@table("checkpointing", default=110)
 def build(frame: pd.DataFrame) -> Table | None:
     frame = frame[frame["task"] == "train_step"]
     if not (frame["checkpoint"] != "none").any():

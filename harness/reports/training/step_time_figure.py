@@ -10,6 +10,6 @@ from harness.reports.training.phase_bars import phase_bars
 CAPTION = "Median time of the phases of a training step by attention backend, and their sum."
 
 
-@figure("step_time")
+@figure("step_time", default=10)
 def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     return phase_bars(frame, "attention", CAPTION)

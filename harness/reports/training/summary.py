@@ -21,7 +21,7 @@ CAPTION = "Median time of the phases of a training step"
 SPEEDUP = "; speed-up of the whole step over naive attention at the same point"
 
 
-@table("summary")
+@table("summary", default=10)
 def build(frame: pd.DataFrame) -> Table | None:
     steps = frame[frame["task"] == "train_step"]
     if steps.empty:

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from harness.cases.case import Case
-from harness.cases.sweep import AD_HOC, load_sweep
+from harness.cases.sweep import load_sweep
 from harness.paths import CONF, SWEEPS
 from harness.render.figure import FIGURES
 from harness.render.table import TABLES
@@ -119,7 +119,7 @@ class TestNamedSweeps:
 
     @pytest.mark.parametrize("name", [*NAMES, None])
     def test_tables_and_figures_exist(self, name: str | None) -> None:
-        sweep = AD_HOC if name is None else load_sweep(name)
+        sweep = compose_request([]).sweep if name is None else load_sweep(name)
         assert sweep.title
         assert sweep.about
         assert sweep.tables
