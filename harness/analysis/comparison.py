@@ -65,15 +65,16 @@ def comparable(frame: pd.DataFrame) -> pd.DataFrame:
     return frame[whole].reset_index(drop=True)
 
 
-_MODES = ("train_step", "forward_backward", "forward")
-
-
 def fullest_mode(frame: pd.DataFrame) -> pd.DataFrame:
     """Of points measured in several modes, the rows of the one that includes the others."""
     if frame.empty:
         return frame
-    rank = frame["mode"].map({mode: index for index, mode in enumerate(_MODES)}).fillna(0)
-    fullest = rank.groupby(point_groups(frame, ["mode"])).transform("min")
+    pairs = zip(frame["task"], frame["mode"], strict=True)
+    ranks = [
+        modes.index(mode) if mode in (modes := task_type(task).modes) else 0 for task, mode in pairs
+    ]
+    rank = pd.Series(ranks, index=frame.index)
+    fullest = rank.groupby(point_groups(frame, ["mode"])).transform("max")
     return frame[rank == fullest]
 
 

@@ -57,6 +57,8 @@ class Task:
     """Phases by which profiles divide a step."""
     gives_shape: ClassVar[bool] = False
     """Whether its options give the shape of what is measured, rather than the model."""
+    modes: ClassVar[tuple[str, ...]] = ()
+    """Choices of its ``mode``, each of which includes those before it."""
     phases: ClassVar[tuple[str, ...]] = (
         *("forward", "backward", "optimizer", "forward_backward", "step"),
     )

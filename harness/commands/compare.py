@@ -30,7 +30,8 @@ from harness.cases.columns import POINTS, point_groups
 from harness.render.figure import CaptionedFigure, save
 from harness.render.files import put, render_terminal, to_csv, to_markdown
 from harness.render.latex import to_latex
-from harness.render.table import Column, Table, make_table, marks_of
+from harness.render.rows import marks_of
+from harness.render.table import Column, Table, make_table
 from harness.reports.general.ratios_figure import draw_comparison
 from harness.store.record import Record, RecordStore
 

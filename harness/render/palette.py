@@ -44,6 +44,9 @@ KERNEL_COLOURS = {
 }
 """What kernels do, from the first in a bar to the last."""
 
+WAITING = "#D55E00"
+"""Time in which a rank waits for others."""
+
 SPARE_COLOURS = ("#44AA99", "#CC6677", "#117733", "#661100", "#6699CC", "#888888")
 
 MARKERS = "osD^vPX<>p*hd8"

@@ -11,6 +11,7 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from harness.cases.columns import sort_by_points
 from harness.render.figure import describe, panel_key
+from harness.render.rows import of_task
 
 MAX_PANELS = 8
 MAX_COLUMNS = 2
@@ -18,7 +19,7 @@ MAX_COLUMNS = 2
 
 def whole_calls(frame: pd.DataFrame) -> pd.DataFrame:
     """The rows of attention alone that hold all its passes: both, or forward where that is all."""
-    calls = frame[frame["task"] == "attention"]
+    calls = of_task(frame, "attention")
     both = calls["phase"] == "forward_backward"
     has_both = both.groupby(calls["case_id"]).transform("any")
     return calls[both | (~has_both & (calls["phase"] == "forward"))]

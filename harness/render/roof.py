@@ -7,6 +7,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from harness.cases import format as fmt
+from harness.render.rows import of_task
 
 MEASURED = (
     "The line is the device's roof as measured here: the rate of a large matmul, or the bandwidth "
@@ -25,7 +26,7 @@ def with_measured_roof(frame: pd.DataFrame, rows: pd.DataFrame) -> tuple[pd.Data
     Returns:
         The rows, and the sentence on where their roof comes from.
     """
-    measured = frame[(frame["task"] == "roofline") & (frame["status"] == "ok")]
+    measured = of_task(frame[frame["status"] == "ok"], "roofline")
     keys = ["device_name", "compute", "tf32"]
     rows = rows.copy()
     copies, matmuls = (measured[measured["phase"] == name] for name in ("copy", "matmul"))

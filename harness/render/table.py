@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import pandas as pd
 
 from harness.cases import format as fmt
-from harness.cases.columns import POINTS, caption_of, point_groups, redundant_points, sort_by_points
+from harness.cases.columns import POINTS, caption_of, redundant_points, sort_by_points
 from harness.render.registries import TABLES
 from kernels.registry import Registry
 
@@ -185,46 +185,6 @@ def _has_content(column: Column, rows: pd.DataFrame) -> bool:
     return bool(rows[column.status].isin(list(fmt.STATUS_WORDS)).any())
 
 
-def per_case(
-    frame: pd.DataFrame, phases: Iterable[str] = (), values: Iterable[str] = ("median_ms",)
-) -> pd.DataFrame:
-    """One row per case, with ``{phase}_{value}`` and ``{phase}_status`` for each phase.
-
-    A phase that a case does not have leaves both empty. What is known of a case that did not
-    finish well (its memory so far) is emptied, since beside results it would read as one.
-    """
-    cases = frame.drop_duplicates("case_id").set_index("case_id")
-    cases = cases.drop(columns=["phase", "clock", "samples_ms"])
-    parts: dict[str, pd.Series] = {}
-    for phase in phases:
-        rows = frame[frame["phase"] == phase].set_index("case_id")
-        for value in values:
-            parts[f"{phase}_{value}"] = rows[value].reindex(cases.index)
-        parts[f"{phase}_status"] = rows["status"].reindex(cases.index)
-    cases = pd.concat([cases, pd.DataFrame(parts, index=cases.index)], axis=1)
-    cases["mark"] = marks_of(cases)
-    bad = cases["status"] != "ok"
-    cases.loc[bad, [name for name in _RESULTS if name in cases]] = float("nan")
-    return cases.reset_index()
-
-
-_RESULTS = (
-    *("peak_memory_gib", "peak_allocated_gib", "peak_reserved_gib", "peak_rss_gib"),
-    *("before_backward_mib", "compile_s", "autotune_s", "first_pass_s"),
-    *("recompilations", "loss"),
-)
-
-
-def marks_of(rows: pd.DataFrame, *, means: bool = False) -> pd.Series:
-    """The symbols of the footnotes that each row deserves; some concern only its means."""
-    throttled = rows["throttled"].astype(bool).map({True: fmt.DAGGER, False: ""})
-    recompiled = rows["recompilations"].astype(float) > 0
-    marks = throttled + recompiled.map({True: fmt.DOUBLE_DAGGER, False: ""})
-    if means:
-        marks += rows["slow_start"].astype(bool).map({True: fmt.SECTION, False: ""})
-    return marks
-
-
 def time_column(phase: str, header: str, *, group: str = "", detail: bool = False) -> Column:
     """The median time of a phase, spelling out the status where there is none."""
     return Column(
@@ -236,12 +196,3 @@ def time_column(phase: str, header: str, *, group: str = "", detail: bool = Fals
         group=group,
         detail=detail,
     )
-
-
-def speedup_over(
-    rows: pd.DataFrame, value: str, varied: Iterable[str], is_baseline: pd.Series
-) -> pd.Series:
-    """Baseline time over each row's time, among rows equal in everything but ``varied``."""
-    group = point_groups(rows, varied)
-    baselines = rows.loc[is_baseline].groupby(group[is_baseline])[value].first()
-    return group.map(baselines) / rows[value]

@@ -23,11 +23,11 @@ from harness.analysis.stats import median, quartiles, slowest_rank
 from harness.cases import format as fmt
 from harness.paths import ROOT
 from harness.render.figure import save
-from harness.render.hover import spots
 from harness.render.report import template
 from harness.render.table import Column
 from harness.store.record import Record, RecordStore
 from harness.writeup.document import Document, NumberedFigure, NumberedTable, relative
+from harness.writeup.hover import spots
 
 DARK_PAGE = "#15181c"
 CONTRAST = 3.2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 
@@ -36,6 +36,8 @@ class BufferedStrategy(DataParallelStrategy):
 class ShardedStateStrategy(DataParallelStrategy):
     """Optimizer state in shards: the wrapped model's ``parameters()`` are this rank's shards."""
 
+    improves_on: ClassVar[str | None] = None
+
     @property
     def optimizer_state_share(self) -> float:
         return 1 / self.data_ranks
@@ -53,6 +55,8 @@ class ShardedStateStrategy(DataParallelStrategy):
 @dataclass(kw_only=True, slots=True)
 class FullyShardedStrategy(DataParallelStrategy):
     """Parameters, gradients and optimizer state in shards."""
+
+    casts_shares: ClassVar[bool] = True
 
     compute_dtype: str | None = None
     """dtype in which weights are gathered and used, and gradients travel; the weights that the

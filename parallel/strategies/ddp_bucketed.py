@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -19,6 +20,8 @@ from parallel.strategies.strategy import strategy
 @dataclass(kw_only=True, slots=True)
 class BucketedDDPStrategy(BufferedStrategy):
     """:class:`parallel.data.BucketedDDP` over the data ranks."""
+
+    improves_on: ClassVar[str | None] = "ddp_overlapped"
 
     bucket_size_mb: float = 25.0
     """Gradients are all-reduced in buckets of at most this many MiB; 25 as PyTorch's DDP."""

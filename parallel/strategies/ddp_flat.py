@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -17,6 +18,8 @@ from parallel.strategies.strategy import strategy
 @dataclass(kw_only=True, slots=True)
 class FlatDDPStrategy(BufferedStrategy):
     """:class:`parallel.data.FlatDDP` over the data ranks."""
+
+    improves_on: ClassVar[str | None] = "ddp_naive"
 
     def loose_gradients(self, sizes: Sequence[float]) -> float:
         # All gradients, until they are copied into the buffer after the backward pass.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -16,6 +17,8 @@ from parallel.strategies.strategy import strategy
 @dataclass(kw_only=True, slots=True)
 class OverlappedDDPStrategy(DataParallelStrategy):
     """:class:`parallel.data.OverlappedDDP` over the data ranks."""
+
+    improves_on: ClassVar[str | None] = "ddp_flat"
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         return containers.OverlappedDDP(model, group=self.data_group())

@@ -19,6 +19,8 @@ from parallel.strategies.strategy import strategy
 class ShardedOptimizerStrategy(BucketedDDPStrategy):
     """:class:`parallel.data.ShardedOptimizer`: updated parameters are broadcast."""
 
+    improves_on: ClassVar[str | None] = None
+
     peer: ClassVar[str | None] = "zero_redundancy_torch"
 
     @property

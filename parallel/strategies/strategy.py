@@ -42,6 +42,10 @@ class Strategy:
 
     peer: ClassVar[str | None] = None
     """Another strategy whose time tables hold this one's against, besides PyTorch's DDP."""
+    improves_on: ClassVar[str | None] = None
+    """The simpler strategy that it takes one step further; figures show them in this order."""
+    casts_shares: ClassVar[bool] = False
+    """Whether a rank casts its own share of the weights for autocast, rather than all of them."""
 
     def __post_init__(self) -> None:
         for axis in ("dp", "cp", "tp"):

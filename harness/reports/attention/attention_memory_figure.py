@@ -9,7 +9,7 @@ from matplotlib.lines import Line2D
 from harness.cases.columns import sort_by_points
 from harness.render.figure import CaptionedFigure, describe, figure, panel_key
 from harness.render.findings import percent_span, say_out_of_memory, sentence
-from harness.render.table import per_case
+from harness.render.rows import of_task, per_case
 from harness.reports.attention.lines_over_seq_len import MAX_ROWS, draw_lines
 
 CAPTION = (
@@ -24,7 +24,7 @@ MAX_COLUMNS = 2
 
 @figure("attention_memory")
 def build(frame: pd.DataFrame) -> CaptionedFigure | None:
-    frame = frame[frame["task"] == "attention"]
+    frame = of_task(frame, "attention")
     if frame["seq_len"].nunique() < 2 or frame["before_backward_mib"].isna().all():
         return None
     rows = per_case(frame)

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from harness.cases.columns import sort_by_points
 from harness.render.figure import CaptionedFigure, describe, figure, panel_key
 from harness.render.findings import say_growth, say_out_of_memory, say_over_length, sentence
-from harness.render.table import per_case
+from harness.render.rows import of_task, per_case
 from harness.reports.attention.lines_over_seq_len import MAX_ROWS, draw_lines
 
 CAPTION = (
@@ -22,7 +22,7 @@ ROW_HEIGHT_IN = 3.1
 
 @figure("attention_scaling", default=20)
 def build(frame: pd.DataFrame) -> CaptionedFigure | None:
-    frame = frame[frame["task"] == "attention"]
+    frame = of_task(frame, "attention")
     if frame["seq_len"].nunique() < 2:
         return None
     rows = per_case(frame, phases=("forward", "backward"), values=("median_ms", "q1_ms", "q3_ms"))

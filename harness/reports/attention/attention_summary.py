@@ -5,17 +5,10 @@ from __future__ import annotations
 import pandas as pd
 
 from harness.cases import format as fmt
+from harness.cases.columns import POINTS
 from harness.render.findings import say_fastest, say_out_of_memory, say_over, sentence
-from harness.render.table import (
-    Column,
-    Table,
-    finding,
-    make_table,
-    per_case,
-    speedup_over,
-    table,
-    time_column,
-)
+from harness.render.rows import of_task, per_case, speedup_over
+from harness.render.table import Column, Table, finding, make_table, table, time_column
 
 CAPTION = (
     "Attention alone: median times, achieved rates by the FLOP formula, peak memory, and the "
@@ -26,7 +19,7 @@ SPEEDUP = "; speed-up over naive attention at the same point"
 
 @table("attention_summary", default=20)
 def build(frame: pd.DataFrame) -> Table | None:
-    calls = frame[frame["task"] == "attention"]
+    calls = of_task(frame, "attention")
     if calls.empty:
         return None
     rows = per_case(
@@ -34,7 +27,7 @@ def build(frame: pd.DataFrame) -> Table | None:
         phases=("forward", "backward", "forward_backward"),
         values=("median_ms", "tflops"),
     )
-    naive = rows["attention"] == "naive"
+    naive = rows["attention"] == POINTS["attention"].baseline
     both = speedup_over(rows, "forward_backward_median_ms", ["attention"], naive)
     rows["speedup"] = both.fillna(speedup_over(rows, "forward_median_ms", ["attention"], naive))
     rows.loc[rows["status"] != "ok", "check_error"] = float("nan")

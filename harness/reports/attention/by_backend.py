@@ -8,6 +8,7 @@ import pandas as pd
 
 from harness.cases import format as fmt
 from harness.cases.columns import POINTS, point_groups, sorted_values
+from harness.render.rows import apart_from_unsupported
 from harness.render.table import Column, Table, make_table
 
 
@@ -83,20 +84,3 @@ def _cell(numbers: Sequence[float]) -> str | None:
     if all(map(fmt.is_missing, numbers)):
         return None
     return " / ".join(fmt.ABSENT if fmt.is_missing(item) else fmt.number(item) for item in numbers)
-
-
-def apart_from_unsupported(cases: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
-    """The cases without the backends that can run none of them, and a footnote that names those.
-
-    Where a backend runs some of the points, its others keep their place and say unsupported.
-    """
-    unsupported = cases["status"] == "unsupported"
-    never = unsupported.groupby(cases["attention"]).transform("all")
-    if never.all():
-        return cases, []
-    reasons: dict[str, list[str]] = {}
-    for _, row in cases[never].drop_duplicates("attention").iterrows():
-        reasons.setdefault(row["reason"] or "no reason given", []).append(row["attention"])
-    words = [f"{', '.join(sorted(names))} ({reason})" for reason, names in reasons.items()]
-    notes = [f"Not supported here: {'; '.join(sorted(words))}."] if words else []
-    return cases[~never].reset_index(drop=True), notes

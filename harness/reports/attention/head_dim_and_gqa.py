@@ -5,7 +5,8 @@ from __future__ import annotations
 import pandas as pd
 
 from harness.render.findings import from_wide, say_fastest, sentence
-from harness.render.table import Table, finding, per_case, table
+from harness.render.rows import of_task, per_case
+from harness.render.table import Table, finding, table
 from harness.reports.attention.by_backend import table_by_backend
 
 CAPTION = (
@@ -18,7 +19,7 @@ PHASES = ("forward", "backward")
 
 @table("head_dim_and_gqa")
 def build(frame: pd.DataFrame) -> Table | None:
-    calls = frame[frame["task"] == "attention"]
+    calls = of_task(frame, "attention")
     if calls.empty:
         return None
     return table_by_backend(

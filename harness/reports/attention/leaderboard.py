@@ -13,8 +13,8 @@ from harness.analysis.stats import verdict_rule
 from harness.cases import format as fmt
 from harness.cases.columns import point_groups
 from harness.render.findings import best_row, say_fastest, sentence
-from harness.render.table import Column, Table, finding, make_table, per_case, table, time_column
-from harness.reports.attention.by_backend import apart_from_unsupported
+from harness.render.rows import apart_from_unsupported, of_task, per_case
+from harness.render.table import Column, Table, finding, make_table, table, time_column
 
 CAPTION = (
     "Attention alone, the fastest first at each point: median times, and the rate of all passes "
@@ -34,7 +34,7 @@ AXIS = Axis(
 
 @table("leaderboard")
 def build(frame: pd.DataFrame) -> Table | None:
-    calls = frame[frame["task"] == "attention"]
+    calls = of_task(frame, "attention")
     if calls.empty:
         return None
     rows = per_case(calls, phases=PHASES, values=("median_ms", "tflops"))

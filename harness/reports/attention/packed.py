@@ -7,8 +7,8 @@ import pandas as pd
 from harness.cases import format as fmt
 from harness.cases.columns import BATCH_LAYOUTS, point_groups
 from harness.render.findings import listed, percent_span, sentence
-from harness.render.table import Column, Table, finding, make_table, per_case, table, time_column
-from harness.reports.attention.by_backend import apart_from_unsupported
+from harness.render.rows import apart_from_unsupported, of_task, per_case
+from harness.render.table import Column, Table, finding, make_table, table, time_column
 
 CAPTION = (
     "Dense batches, packed ones of equal lengths, and packed ragged ones with as many attended "
@@ -21,7 +21,7 @@ PHASES = ("forward", "backward", "forward_backward")
 
 @table("packed")
 def build(frame: pd.DataFrame) -> Table | None:
-    calls = frame[frame["task"] == "attention"]
+    calls = of_task(frame, "attention")
     if calls.empty:
         return None
     rows = per_case(calls, phases=PHASES, values=("median_ms", "tflops"))

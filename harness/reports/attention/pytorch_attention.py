@@ -6,7 +6,8 @@ import pandas as pd
 
 from harness.cases import format as fmt
 from harness.render.findings import percent_span, say_out_of_memory, sentence
-from harness.render.table import Column, Table, finding, make_table, per_case, table, time_column
+from harness.render.rows import of_task, per_case
+from harness.render.table import Column, Table, finding, make_table, table, time_column
 
 CAPTION = (
     "Attention alone: median forward and backward times, memory in use before the backward "
@@ -16,7 +17,7 @@ CAPTION = (
 
 @table("pytorch_attention")
 def build(frame: pd.DataFrame) -> Table | None:
-    calls = frame[frame["task"] == "attention"]
+    calls = of_task(frame, "attention")
     if calls.empty:
         return None
     rows = per_case(calls, phases=("forward", "backward"))

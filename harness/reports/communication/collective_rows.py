@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from harness.render.table import per_case
+from harness.render.rows import of_task, per_case
 from parallel.collectives import bus_factor
 
 GB = 1e9
@@ -20,7 +20,7 @@ UNUSED = (
 
 def collectives(frame: pd.DataFrame) -> pd.DataFrame:
     """One row per case of task=collectives, with ``algorithm_gb_s`` and ``bus_gb_s``."""
-    calls = frame[frame["task"] == "collectives"]
+    calls = of_task(frame, "collectives")
     if calls.empty:
         return calls
     rows = per_case(calls, phases=("collective",), values=("median_ms", "q1_ms", "q3_ms"))

@@ -12,7 +12,7 @@ from harness.reports.context.split_rows import split_calls
 from parallel import BACKENDS
 from parallel.context.attention import SequenceParallelAttention
 from parallel.context.blocks.balance import count_flops
-from parallel.context.blocks.layouts import Layout
+from parallel.context.blocks.layouts import Contiguous, Layout
 
 CAPTION = (
     "Computing per rank, forward and backward, from kernel times in traced passes, beside FLOPs "
@@ -42,7 +42,7 @@ def build(frame: pd.DataFrame) -> Table | None:
     rows["most_ms"] = [max(x) for x in rows["compute_ms"]]
     rows["per_rank"] = [" / ".join(map(fmt.number, x)) for x in rows["compute_ms"]]
     group = point_groups(rows, ["attention", "scheme", "split", "modes"])
-    contiguous = rows["split"] == "contiguous"
+    contiguous = rows["split"] == Contiguous.name
     for name, value in (("predicted_speedup", "predicted_lockstep"), ("speedup", "whole_ms")):
         # Ring beside ring and gather beside gather, which the transport alone does not tell.
         key = [group, rows["gathers"]]

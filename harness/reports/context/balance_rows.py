@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from harness.render.table import per_case
+from harness.render.rows import per_case
 from harness.reports.context.points import declare_points
 from parallel.context.blocks.balance import Balance
 

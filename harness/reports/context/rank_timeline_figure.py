@@ -12,7 +12,7 @@ from matplotlib.patches import Patch
 from harness.cases import format as fmt
 from harness.render.figure import ON_BAR_DARK, ON_BAR_LIGHT, CaptionedFigure, figure
 from harness.render.findings import listed, percent_span, sentence
-from harness.render.palette import colour, mixed_with_white
+from harness.render.palette import WAITING, colour, mixed_with_white
 from harness.reports.context.split_panels import ACROSS, calls_by_panel
 from harness.reports.context.split_rows import COMPUTE
 
@@ -21,7 +21,6 @@ MAX_BARS = 48
 
 BAR = 0.76
 
-WAITING = "#D55E00"
 
 CAPTION = (
     "One traced pass on every rank, forward (dark) then backward (light), each span of computing "

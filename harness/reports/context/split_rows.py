@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 
 from harness.cases.columns import point_groups
-from harness.render.table import per_case
+from harness.render.rows import of_task, per_case
 from harness.reports.context.points import declare_points
 from parallel import BACKENDS
 
@@ -35,7 +35,7 @@ def split_calls(frame: pd.DataFrame) -> pd.DataFrame:
     ``compute_ms`` (a list by rank), ``exposed_ms``, ``lockstep`` and ``sent_mib``; ``gathers``,
     whether all keys are held at once, None for a peer that does not say.
     """
-    calls = frame[frame["task"] == "attention"]
+    calls = of_task(frame, "attention")
     if calls.empty or not (calls["cp"] > 1).any():
         return calls.iloc[:0]
     rows = per_case(calls, phases=PHASES, values=("median_ms", "q1_ms", "q3_ms"))

@@ -7,7 +7,8 @@ import pandas as pd
 from harness.cases import format as fmt
 from harness.render.findings import best_row, percent_span, say_fastest, sentence
 from harness.render.table import Column, Table, finding, make_table, table, time_column
-from harness.reports.data.step_rows import TEXT_NOTE, UNUSED, on_ranks
+from harness.reports.data.step_rows import UNUSED, on_ranks
+from harness.reports.data.worked_answers import TEXT_NOTE
 
 CAPTION = (
     "Training steps whose ranks have batches of their own: median times of the slowest rank; the "

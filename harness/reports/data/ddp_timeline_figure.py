@@ -14,9 +14,9 @@ from harness.cases import format as fmt
 from harness.cases.columns import sort_by_points
 from harness.render.figure import CaptionedFigure, figure
 from harness.render.findings import best_row, percent_span, sentence
-from harness.render.palette import mixed_with_white
-from harness.reports.context.rank_timeline_figure import WAITING
+from harness.render.palette import WAITING, mixed_with_white
 from harness.reports.data.step_rows import COMPUTE, lanes, on_ranks
+from parallel import STRATEGIES
 
 CAPTION = (
     "One training step on every rank, from a profiler's trace: above computing (forward dark, "
@@ -82,13 +82,16 @@ def _finding(rows: pd.DataFrame) -> str:
     )
 
 
-LADDER = ("ddp_naive", "ddp_flat", "ddp_overlapped", "ddp_bucketed")
-
-
 def _place(strategy: str) -> tuple[int, str]:
-    """From the simplest on; others follow by name."""
+    """Each behind the one that it improves on; those of no such row follow by name."""
     name = strategy.split("(")[0]
-    return (LADDER.index(name) if name in LADDER else len(LADDER)), name
+    earlier = {entry.name: entry.target.improves_on for entry in STRATEGIES}
+    if name not in earlier or (earlier[name] is None and name not in earlier.values()):
+        return len(earlier), name
+    place, step = 0, earlier[name]
+    while step is not None:
+        place, step = place + 1, earlier[step]
+    return place, name
 
 
 def _draw(axis: Axes, row: pd.Series, num_ranks: int) -> float:

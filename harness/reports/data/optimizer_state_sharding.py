@@ -10,6 +10,7 @@ from harness.render.findings import best_row, sentence
 from harness.render.table import Column, Table, finding, make_table, table, time_column
 from harness.reports.data.data_parallel import ratio
 from harness.reports.data.step_rows import UNUSED, footprint_of, on_ranks, rank_gib
+from harness.reports.data.worked_answers import SHARDING_BYTES, SHARDING_STEP_MS
 
 CAPTION = (
     "Memory of the fullest rank in GiB: after initialisation, before the first optimizer step and "
@@ -29,22 +30,6 @@ PARTS = {
     "optimizer_state": "optimizer state",
     "activations": "activations",
 }
-
-TEXT = {
-    "ddp_bucketed": {
-        "after_initialisation": 4.05e9,
-        "before_optimizer": 8.18e9,
-        "after_optimizer": 16.28e9,
-    },
-    "sharded_optimizer": {
-        "after_initialisation": 4.05e9,
-        "before_optimizer": 8.18e9,
-        "after_optimizer": 12.53e9,
-    },
-}
-"""Worked answers of optimizer_state_sharding_accounting, in bytes; without and with sharding."""
-
-TEXT_STEP_MS = {"ddp_bucketed": 385.96, "sharded_optimizer": 507.20}
 
 
 @table("optimizer_state_sharding")
@@ -69,12 +54,12 @@ def build(frame: pd.DataFrame) -> Table | None:
     at_text = (rows["model"] == "xl") & (rows["world_size"] == 2)
     names = [case["parallel"]["name"] for case in rows["case"]]
     rows["text"] = [
-        " / ".join(f"{size / GIB:.2f}" for size in TEXT[name].values())
-        if name in TEXT and here
+        " / ".join(f"{size / GIB:.2f}" for size in SHARDING_BYTES[name].values())
+        if name in SHARDING_BYTES and here
         else None
         for name, here in zip(names, at_text, strict=True)
     ]
-    rows["text_step"] = pd.Series([TEXT_STEP_MS.get(name) for name in names]).where(at_text)
+    rows["text_step"] = pd.Series([SHARDING_STEP_MS.get(name) for name in names]).where(at_text)
     rows["predicted"] = rows["predicted_memory_gib"].where(ok)
     built = make_table(
         caption=CAPTION.replace("and below in brackets", "in brackets"),

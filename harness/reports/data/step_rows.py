@@ -21,34 +21,14 @@ from harness.predictions.training import (
     sent_bytes,
     traffic_bytes,
 )
-from harness.render.table import per_case
+from harness.render.rows import of_task, per_case
+from harness.reports.data.worked_answers import STEP_MS, STEP_SHARE
 
 PHASES = ("forward", "backward", "communication", "optimizer", "step")
 
 COMPUTE = "compute"
 
 UNUSED = ("attention", "compile_mode")
-
-TEXT_STEP_MS: dict[tuple[str, float | None], float] = {
-    ("ddp_naive", None): 935.12,
-    ("ddp_flat", None): 940.38,
-    ("ddp_overlapped", None): 402.65,
-    ("ddp_bucketed", 1.0): 304.76,
-    ("ddp_bucketed", 10.0): 299.01,
-    ("ddp_bucketed", 100.0): 291.40,
-    ("ddp_bucketed", 1000.0): 303.23,
-}
-"""Worked answers printed in the CS336 text, by strategy and bucket size; xl, 2 GPUs."""
-
-TEXT_SHARE: dict[tuple[str, float | None], float] = {
-    ("ddp_naive", None): 0.3076,
-    ("ddp_flat", None): 0.3126,
-}
-
-TEXT_NOTE = (
-    "Text: worked answers printed in CS336 assignment 2 for its xl on two GPUs, on other hardware "
-    "and with one sequence a GPU."
-)
 
 
 def on_ranks(frame: pd.DataFrame) -> pd.DataFrame:
@@ -60,7 +40,7 @@ def on_ranks(frame: pd.DataFrame) -> pd.DataFrame:
     phase of that name; from the trace ``traced_ms``, ``hidden_share``, ``exposed_ms`` and
     ``exposed_share``; and the text's figures.
     """
-    calls = frame[(frame["task"] == "train_step") & (frame["world_size"] > frame["cp"])]
+    calls = of_task(frame[frame["world_size"] > frame["cp"]], "train_step")
     if calls.empty:
         return calls
     rows = per_case(calls, phases=PHASES, values=("median_ms", "tokens_per_s"))
@@ -82,7 +62,7 @@ def on_ranks(frame: pd.DataFrame) -> pd.DataFrame:
     ]
     rows["bucket_mib"] = [bucket for _, bucket in choices]
     at_text = (rows["model"] == "xl") & (rows["world_size"] == 2)
-    for name, figures in (("text_ms", TEXT_STEP_MS), ("text_share", TEXT_SHARE)):
+    for name, figures in (("text_ms", STEP_MS), ("text_share", STEP_SHARE)):
         found = pd.Series([_of_text(figures, *choice) for choice in choices], index=rows.index)
         rows[name] = found.where(at_text)
     timelines = rows["timeline"].where(rows["status"] == "ok")

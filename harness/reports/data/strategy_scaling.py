@@ -7,9 +7,11 @@ import pandas as pd
 from harness.cases import format as fmt
 from harness.cases.columns import point_groups
 from harness.render.findings import best_row, percent_span, sentence
-from harness.render.table import Column, Table, finding, make_table, per_case, table, time_column
+from harness.render.rows import of_task, per_case
+from harness.render.table import Column, Table, finding, make_table, table, time_column
 from harness.reports.data.data_parallel import ratio
 from harness.reports.data.step_rows import UNUSED
+from parallel import STRATEGIES
 
 CAPTION = (
     "Training steps with as many sequences on every rank: median time of a step, tokens per "
@@ -20,12 +22,10 @@ CAPTION = (
 IMPLAUSIBLE = 1.1
 """Efficiency that no better use of caches by smaller parts explains."""
 
-SHARDED_WEIGHTS = ("fsdp", "fsdp_torch")
-
 
 def scaled(frame: pd.DataFrame) -> pd.DataFrame:
     """One row per training case, with ``speedup`` and ``efficiency`` over one rank."""
-    calls = frame[(frame["task"] == "train_step") & (frame["cp"] == 1)]
+    calls = of_task(frame[frame["cp"] == 1], "train_step")
     if calls.empty or not (calls["world_size"] > 1).any():
         return calls.iloc[:0]
     rows = per_case(calls, phases=("step",), values=("median_ms", "tokens_per_s"))
@@ -61,7 +61,7 @@ def build(frame: pd.DataFrame) -> Table | None:
             "Efficiency above 100% says that the one rank was disturbed while it was measured, or "
             "measured on another host; measure both again."
         )
-    if (rows["strategy"].isin(SHARDED_WEIGHTS) & (rows["efficiency"] > 1)).any():
+    if (rows["strategy"].isin(_casting_shares()) & (rows["efficiency"] > 1)).any():
         built.footnotes.append(
             "FSDP casts its share of the weights once a step, before it gathers them; under "
             "autocast one rank casts all of them, so that more than 100% can be right."
@@ -84,3 +84,8 @@ def say(rows: pd.DataFrame) -> str | None:
         f"on {int(best['world_size'])} ranks {best['strategy']} is most efficient, "
         f"{percent_span([best['efficiency']])} of as many single ranks"
     )
+
+
+def _casting_shares() -> list[str]:
+    """Strategies whose ranks cast their own share of the weights alone."""
+    return [entry.name for entry in STRATEGIES if entry.target.casts_shares]

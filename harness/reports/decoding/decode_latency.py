@@ -6,8 +6,8 @@ import pandas as pd
 
 from harness.cases import format as fmt
 from harness.render.findings import best_row, percent_span, say_fastest, say_out_of_memory, sentence
+from harness.render.rows import apart_from_unsupported
 from harness.render.table import Column, Table, finding, make_table, table
-from harness.reports.attention.by_backend import apart_from_unsupported
 from harness.reports.decoding.step_rows import UNUSED, decoded, operators_or_kernels
 
 CAPTION = (

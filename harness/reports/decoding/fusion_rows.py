@@ -7,8 +7,9 @@ from typing import Any
 import pandas as pd
 
 from harness.cases import format as fmt
+from harness.render.kernel_rows import passes, profiled, short_name
+from harness.render.rows import of_task
 from harness.reports.decoding.step_rows import heads_of
-from harness.reports.profiles.kernel_rows import passes, profiled, short_name
 
 PARTS = (
     *("positions", "rotary_q", "rotary_k", "rotary_qk", "append", "rotary_append"),
@@ -25,7 +26,7 @@ OTHERS = "(others)"
 
 def profiled_steps(frame: pd.DataFrame) -> pd.DataFrame:
     """Cases of task=decode whose kernels were profiled, one row each."""
-    rows = profiled(frame[frame["task"] == "decode"])
+    rows = profiled(of_task(frame, "decode"))
     rows = rows[rows["phase"] == "decode"].drop_duplicates("case_id")
     return rows.assign(heads=heads_of(rows)) if len(rows) else rows
 

@@ -6,8 +6,8 @@ import pandas as pd
 
 from harness.cases import format as fmt
 from harness.render.findings import say_fastest, say_out_of_memory, sentence
-from harness.render.table import Column, Table, finding, make_table, per_case, table, time_column
-from harness.reports.attention.by_backend import apart_from_unsupported
+from harness.render.rows import apart_from_unsupported, of_task, per_case
+from harness.render.table import Column, Table, finding, make_table, table, time_column
 from harness.reports.decoding.step_rows import operators_or_kernels
 
 CAPTION = (
@@ -24,7 +24,7 @@ UNUSED = (
 
 def generated(frame: pd.DataFrame) -> pd.DataFrame:
     """One row per case of task=generate, with the rates of both phases."""
-    passes = frame[frame["task"] == "generate"]
+    passes = of_task(frame, "generate")
     if passes.empty:
         return passes
     values = ("median_ms", "q1_ms", "q3_ms", "tokens_per_s", "work_bytes", "mfu")

@@ -11,7 +11,7 @@ from harness.render.figure import CaptionedFigure, figure
 from harness.render.findings import sentence, span
 from harness.render.palette import colour
 from harness.render.panels import panels
-from harness.render.table import speedup_over
+from harness.render.rows import speedup_over
 from harness.reports.decoding.step_rows import UNUSED, decoded
 
 CAPTION = "Median time of a decoding step without and with a CUDA graph."

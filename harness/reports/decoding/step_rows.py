@@ -6,7 +6,8 @@ import pandas as pd
 
 from harness.cases.column import Point
 from harness.cases.columns import POINTS
-from harness.render.table import per_case
+from harness.render.rows import of_task, per_case
+from kernels.caches import CACHES
 
 UNUSED = (
     *("warmup_steps", "measure_steps", "mode", "kv_len", "layout", "causal", "call_compiled"),
@@ -26,7 +27,7 @@ def decoded(frame: pd.DataFrame) -> pd.DataFrame:
     by the rate of a matmul that the same worker measured, or where an older record has none
     (``from_datasheet``) by the datasheet's peak.
     """
-    steps = frame[frame["task"] == "decode"]
+    steps = of_task(frame, "decode")
     if steps.empty:
         return steps
     values = ("median_ms", "q1_ms", "q3_ms", "work_bytes", "work_flops", "tokens_per_s")
@@ -57,9 +58,10 @@ def heads_of(rows: pd.DataFrame) -> list[str]:
     found = []
     for case in rows["case"]:
         task, cache = case["task"], case.get("cache") or {}
+        is_latent = bool(cache) and CACHES[cache["name"]].target(**cache).is_latent
         grouped = f":{task['num_kv_heads']}" if task.get("num_kv_heads") else ""
         words = f"{task['num_heads']}{grouped} of {task['head_dim']}"
-        if cache.get("name") == "latent":
+        if is_latent:
             words += f", rank {task['kv_lora_rank']} + {task['rope_head_dim']}"
         found.append(words)
     return found

@@ -7,8 +7,8 @@ import pandas as pd
 from harness.cases import format as fmt
 from harness.cases.columns import point_groups
 from harness.render.findings import sentence, span
-from harness.render.table import Column, Table, finding, make_table, per_case, table, time_column
-from harness.reports.attention.by_backend import apart_from_unsupported
+from harness.render.rows import apart_from_unsupported, of_task, per_case
+from harness.render.table import Column, Table, finding, make_table, table, time_column
 
 CAPTION = (
     "Prompts through rotary embedding, into the cache and through causal attention: median times, "
@@ -19,7 +19,7 @@ CAPTION = (
 
 def prefilled(frame: pd.DataFrame) -> pd.DataFrame:
     """One row per case of task=prefill, with its speed-up over padded prompts."""
-    calls = frame[frame["task"] == "prefill"]
+    calls = of_task(frame, "prefill")
     if calls.empty:
         return calls
     values = ("median_ms", "q1_ms", "q3_ms", "tflops", "tokens_per_s")

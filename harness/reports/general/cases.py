@@ -5,7 +5,8 @@ from __future__ import annotations
 import pandas as pd
 
 from harness.cases import format as fmt
-from harness.render.table import Column, Table, finding, make_table, marks_of, table
+from harness.render.rows import marks_of
+from harness.render.table import Column, Table, finding, make_table, table
 
 CAPTION = "Every case: the latency of each phase, and why a case has none."
 

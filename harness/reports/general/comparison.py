@@ -14,7 +14,8 @@ from harness.analysis.comparison import AXES, comparable, compare, compare_with_
 from harness.analysis.stats import verdict_rule
 from harness.cases import format as fmt
 from harness.render.findings import best_row, sentence
-from harness.render.table import Column, Table, finding, make_table, marks_of, table
+from harness.render.rows import marks_of
+from harness.render.table import Column, Table, finding, make_table, table
 
 CAPTION = (
     "Each candidate against its baseline. Ratio: median time of the baseline over that of the "

@@ -7,8 +7,9 @@ import pandas as pd
 from harness.analysis.case_columns import MIB
 from harness.cases import format as fmt
 from harness.render.findings import best_row, sentence
+from harness.render.kernel_rows import UNUSED
+from harness.render.rows import cases_of
 from harness.render.table import Column, Table, finding, make_table, table
-from harness.reports.profiles.kernel_rows import UNUSED, cases_of
 
 CAPTION = (
     "The largest pieces of memory at the peak of one step, equal ones together, and the innermost "

@@ -6,7 +6,8 @@ import pandas as pd
 
 from harness.cases import format as fmt
 from harness.render.findings import best_row, sentence
-from harness.render.table import Column, Table, finding, make_table, per_case, table
+from harness.render.rows import per_case
+from harness.render.table import Column, Table, finding, make_table, table
 
 CAPTION = (
     "A small term added many times, one after another. The error has two parts: the term is "

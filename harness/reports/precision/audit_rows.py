@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from harness.render.table import per_case
+from harness.render.rows import per_case
 
 UNUSED = ("task", "mode", "memory_source")
 

@@ -6,7 +6,8 @@ import pandas as pd
 
 from harness.cases import format as fmt
 from harness.render.findings import best_row, sentence
-from harness.render.table import Column, Table, finding, make_table, per_case, table
+from harness.render.rows import of_task, per_case
+from harness.render.table import Column, Table, finding, make_table, table
 
 CAPTION = (
     "Copy of a large tensor, bytes read and written over time, and one large square matmul, each "
@@ -18,7 +19,7 @@ CAPTION = (
 
 @table("device_roof", default=200)
 def build(frame: pd.DataFrame) -> Table | None:
-    frame = frame[frame["task"] == "roofline"]
+    frame = of_task(frame, "roofline")
     if frame.empty:
         return None
     rows = per_case(

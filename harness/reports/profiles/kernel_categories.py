@@ -7,17 +7,17 @@ import pandas as pd
 from harness.cases import format as fmt
 from harness.profilers.kernels.categories import CATEGORIES
 from harness.render.findings import percent_span, sentence
-from harness.render.table import Column, Table, finding, make_table, table
-from harness.reports.profiles.kernel_rows import (
+from harness.render.kernel_rows import (
     UNUSED,
     by_category,
-    cases_of,
     passes,
     phases_of,
     profiled,
     rows_of,
     total_ms,
 )
+from harness.render.rows import cases_of
+from harness.render.table import Column, Table, finding, make_table, table
 
 CAPTION = (
     "Shares of kernel time by what kernels do (%): matmul of a forward phase against that of the "

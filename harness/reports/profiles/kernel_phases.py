@@ -9,8 +9,8 @@ import pandas as pd
 
 from harness.cases import format as fmt
 from harness.render.findings import best_row, percent_span, sentence
+from harness.render.kernel_rows import UNUSED, phases_of, profiled
 from harness.render.table import Column, Table, finding, make_table, table
-from harness.reports.profiles.kernel_rows import UNUSED, phases_of, profiled
 
 CAPTION = (
     "Median time of each phase without a profiler, and its time under the profiler, on a device "

@@ -16,10 +16,10 @@ from matplotlib.lines import Line2D
 from harness.cases.columns import sort_by_points
 from harness.render.figure import CaptionedFigure, describe, figure, panel_key
 from harness.render.findings import sentence
+from harness.render.kernel_rows import profiled
 from harness.render.palette import KERNEL_COLOURS
 from harness.render.panels import log_ticks
 from harness.render.roof import draw_roof, with_measured_roof
-from harness.reports.profiles.kernel_rows import profiled
 
 CAPTION = (
     "Kernels of one training step by arithmetic intensity and achieved rate, both axes "

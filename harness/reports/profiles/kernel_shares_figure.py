@@ -10,8 +10,7 @@ from harness.cases import format as fmt
 from harness.cases.columns import sort_by_points
 from harness.render.figure import CaptionedFigure, describe, figure, panel_key
 from harness.render.findings import percent_span, sentence
-from harness.render.palette import KERNEL_COLOURS
-from harness.reports.profiles.kernel_rows import (
+from harness.render.kernel_rows import (
     by_category,
     passes,
     phases_of,
@@ -19,6 +18,7 @@ from harness.reports.profiles.kernel_rows import (
     rows_of,
     total_ms,
 )
+from harness.render.palette import KERNEL_COLOURS
 
 CAPTION = (
     "Shares of kernel time by what kernels do, for each phase and for the whole step; behind "

@@ -8,11 +8,9 @@ import pandas as pd
 
 from harness.profilers.kernels.categories import SMALL_ONES
 from harness.render.findings import best_row, percent_span, sentence
-from harness.render.table import Column, Table, finding, make_table, table
-from harness.reports.profiles.kernel_rows import (
+from harness.render.kernel_rows import (
     OF_A_KERNEL,
     UNUSED,
-    cases_of,
     passes,
     phases_of,
     profiled,
@@ -20,6 +18,8 @@ from harness.reports.profiles.kernel_rows import (
     short_name,
     total_ms,
 )
+from harness.render.rows import cases_of
+from harness.render.table import Column, Table, finding, make_table, table
 
 MOST = 3
 

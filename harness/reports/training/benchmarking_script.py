@@ -6,7 +6,8 @@ import pandas as pd
 
 from harness.cases import format as fmt
 from harness.render.findings import percent_span, say_out_of_memory, sentence, span
-from harness.render.table import Column, Table, finding, make_table, marks_of, per_case, table
+from harness.render.rows import marks_of, of_task, per_case
+from harness.render.table import Column, Table, finding, make_table, table
 
 CAPTION = (
     "Mean ± sample standard deviation, and median, of the phases of a training step. TFLOP/s "
@@ -18,7 +19,7 @@ PHASES = ("forward", "backward", "optimizer", "step")
 
 @table("benchmarking_script")
 def build(frame: pd.DataFrame) -> Table | None:
-    steps = frame[frame["task"] == "train_step"]
+    steps = of_task(frame, "train_step")
     if steps.empty:
         return None
     rows = per_case(

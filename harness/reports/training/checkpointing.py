@@ -8,7 +8,8 @@ from harness.analysis.case_columns import GIB
 from harness.cases import format as fmt
 from harness.cases.columns import point_groups
 from harness.render.findings import best_row, sentence
-from harness.render.table import Column, Table, finding, make_table, per_case, table, time_column
+from harness.render.rows import of_task, per_case
+from harness.render.table import Column, Table, finding, make_table, table, time_column
 
 CAPTION = (
     "Median time of a training step and its peak memory, without checkpointing and with it; "
@@ -19,7 +20,7 @@ CAPTION = (
 
 @table("checkpointing", default=110)
 def build(frame: pd.DataFrame) -> Table | None:
-    frame = frame[frame["task"] == "train_step"]
+    frame = of_task(frame, "train_step")
     if not (frame["checkpoint"] != "none").any():
         return None
     rows = per_case(frame, phases=("forward", "backward", "step"))

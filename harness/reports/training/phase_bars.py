@@ -15,7 +15,7 @@ from harness.cases.columns import sort_by_points, sorted_values
 from harness.render.figure import CaptionedFigure, describe, panel_key
 from harness.render.findings import percent_span, say_fastest, say_out_of_memory, sentence
 from harness.render.palette import colour, mixed_with_white
-from harness.render.table import per_case
+from harness.render.rows import of_task, per_case
 
 PHASES = {"forward": 1.0, "backward": 0.62, "optimizer": 0.3}
 """How dark each phase is."""
@@ -28,7 +28,7 @@ MAX_COLUMNS = 3
 
 def phase_bars(frame: pd.DataFrame, category: str, caption: str) -> CaptionedFigure | None:
     """Bars of ``category`` (``attention``, ``precision``), in milliseconds per phase."""
-    frame = frame[frame["task"] == "train_step"]
+    frame = of_task(frame, "train_step")
     if frame.empty:
         return None
     # The bars of a training step hold those of its forward and backward passes.

@@ -5,17 +5,10 @@ from __future__ import annotations
 import pandas as pd
 
 from harness.cases import format as fmt
+from harness.cases.columns import POINTS
 from harness.render.findings import say_fastest, say_out_of_memory, say_over, sentence
-from harness.render.table import (
-    Column,
-    Table,
-    finding,
-    make_table,
-    per_case,
-    speedup_over,
-    table,
-    time_column,
-)
+from harness.render.rows import of_task, per_case, speedup_over
+from harness.render.table import Column, Table, finding, make_table, table, time_column
 
 CAPTION = "Median time of the phases of a training step"
 SPEEDUP = "; speed-up of the whole step over naive attention at the same point"
@@ -23,7 +16,7 @@ SPEEDUP = "; speed-up of the whole step over naive attention at the same point"
 
 @table("summary", default=10)
 def build(frame: pd.DataFrame) -> Table | None:
-    steps = frame[frame["task"] == "train_step"]
+    steps = of_task(frame, "train_step")
     if steps.empty:
         return None
     rows = per_case(
@@ -31,9 +24,8 @@ def build(frame: pd.DataFrame) -> Table | None:
         phases=("forward", "backward", "optimizer", "step"),
         values=("median_ms", "tokens_per_s"),
     )
-    rows["speedup"] = speedup_over(
-        rows, "step_median_ms", ["attention"], rows["attention"] == "naive"
-    )
+    naive = rows["attention"] == POINTS["attention"].baseline
+    rows["speedup"] = speedup_over(rows, "step_median_ms", ["attention"], naive)
     return make_table(
         caption=f"{CAPTION}{SPEEDUP if rows['speedup'].notna().any() else ''}.",
         rows=rows,

@@ -5,17 +5,10 @@ from __future__ import annotations
 import pandas as pd
 
 from harness.cases import format as fmt
+from harness.cases.columns import POINTS
 from harness.render.findings import sentence, span
-from harness.render.table import (
-    Column,
-    Table,
-    finding,
-    make_table,
-    per_case,
-    speedup_over,
-    table,
-    time_column,
-)
+from harness.render.rows import of_task, per_case, speedup_over
+from harness.render.table import Column, Table, finding, make_table, table, time_column
 
 CAPTION = (
     "Compiled against uncompiled: median times, and the speed-up over the same point without "
@@ -29,9 +22,9 @@ PHASES = ("forward", "backward", "optimizer", "step")
 @table("torch_compile")
 def build(frame: pd.DataFrame) -> Table | None:
     rows = per_case(frame, phases=PHASES)
-    whole = rows["task"] != "attention"
-    uncompiled = whole & (rows["compile_scope"] == "none")
-    naive = ~whole & (rows["attention"] == "naive")
+    whole = ~_alone(rows)
+    uncompiled = whole & (rows["compile_scope"] == POINTS["compile_scope"].baseline)
+    naive = ~whole & (rows["attention"] == POINTS["attention"].baseline)
     # A whole step is not the sum of its phases' medians, so each has a speed-up of its own.
     for phase in ("forward", "backward", "step"):
         value = f"{phase}_median_ms"
@@ -65,12 +58,12 @@ def build(frame: pd.DataFrame) -> Table | None:
 @finding("torch_compile")
 def say(rows: pd.DataFrame) -> str | None:
     parts = []
-    alone = (rows["task"] == "attention") & (rows["attention"] != "naive")
+    alone = _alone(rows) & (rows["attention"] != POINTS["attention"].baseline)
     for name, part in rows[alone].groupby("attention"):
         gains = part["forward_speedup"].dropna()
         if len(gains):
             parts.append(f"{name} attention alone is {span(gains)} as fast as naive forward")
-    compiled = (rows["task"] != "attention") & (rows["compile_scope"] != "none")
+    compiled = ~_alone(rows) & (rows["compile_scope"] != POINTS["compile_scope"].baseline)
     for scope, part in rows[compiled].groupby("compile_scope"):
         phase = "forward" if part["step_speedup"].isna().all() else "step"
         gains = part[f"{phase}_speedup"].dropna()
@@ -78,3 +71,8 @@ def say(rows: pd.DataFrame) -> str | None:
             words = {"forward": "forward pass", "step": "step"}[phase]
             parts.append(f"compiling the {scope} makes the {words} {span(gains)} as fast")
     return sentence(*parts)
+
+
+def _alone(rows: pd.DataFrame) -> pd.Series:
+    """Whether a row is of attention alone, rather than of a whole step."""
+    return pd.Series(rows.index.isin(of_task(rows, "attention").index), index=rows.index)

@@ -6,7 +6,8 @@ import pandas as pd
 
 from harness.cases import format as fmt
 from harness.render.findings import sentence
-from harness.render.table import Column, Table, finding, make_table, marks_of, table
+from harness.render.rows import marks_of
+from harness.render.table import Column, Table, finding, make_table, table
 
 CAPTION = (
     "Time of one step by the number of warm-up steps before the measurement. Without warm-up the "

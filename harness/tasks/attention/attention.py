@@ -61,6 +61,7 @@ class Attention(Task):
     measure_steps: int = 100
     """Timed passes."""
 
+    modes: ClassVar[tuple[str, ...]] = MODES
     uses: ClassVar[frozenset[str]] = frozenset({"profile"})
     profiled_phases: ClassVar[tuple[str, ...]] = ("forward", "backward", "forward_backward")
     gives_shape: ClassVar[bool] = True

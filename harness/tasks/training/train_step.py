@@ -51,6 +51,7 @@ class TrainStep(Task):
     measure_steps: int = 10
     """Timed steps."""
 
+    modes: ClassVar[tuple[str, ...]] = MODES
     uses: ClassVar[frozenset[str]] = frozenset({"model", "compile", "checkpoint", "profile"})
     profiled_phases: ClassVar[tuple[str, ...]] = ("forward", "backward", "optimizer")
     expected_phase: ClassVar[str] = "step"

@@ -37,11 +37,11 @@ from harness.render.findings import (
     sentence,
     span,
 )
-from harness.render.hover import spots
 from harness.render.palette import KINDS
 from harness.render.table import FINDINGS, TABLES, build_table, finding_of
 from harness.store.record import Record, RecordStore
 from harness.writeup.document import Document, collect
+from harness.writeup.hover import spots
 from harness.writeup.html import DARK_PAGE, contrast, on_dark, to_html
 from harness.writeup.latex import LatexError, compile_pdf, to_latex_document
 

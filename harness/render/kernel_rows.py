@@ -1,4 +1,4 @@
-"""What the tables of profiles share: kernels of a case, as they were called and for how long."""
+"""Kernels of a profiled case: how often each was called, for how long, and its short name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OF_A_KERNEL = (
     Column(key="mean_us", header="mean (µs)", format=fmt.number),
     Column(key="share", header="share (%)", format=fmt.percent),
 )
-"""What is said of a kernel, per step and rank."""
+"""Columns about a kernel, per step and rank."""
 
 MAX_WORDS = 64
 
@@ -37,12 +37,6 @@ _TELLING = re.compile(
 def profiled(frame: pd.DataFrame) -> pd.DataFrame:
     """The rows of cases whose kernels were profiled."""
     return frame[frame["kernel_profile"].notna() & (frame["status"] == "ok")]
-
-
-def cases_of(rows: pd.DataFrame) -> list[dict[str, Any]]:
-    """One mapping for each case, of its columns."""
-    cases: list[dict[str, Any]] = rows.drop_duplicates("case_id").to_dict("records")  # type: ignore[assignment]
-    return cases
 
 
 def phases_of(profile: dict[str, Any]) -> list[str]:

@@ -1,0 +1,88 @@
+"""Rows of tables: cases with their phases beside each other, marks, and speed-ups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pandas as pd
+
+from harness.cases import format as fmt
+from harness.cases.columns import point_groups
+
+
+def of_task(frame: pd.DataFrame, *names: str) -> pd.DataFrame:
+    """The rows of some tasks alone."""
+    return frame[frame["task"].isin(names)]
+
+
+def cases_of(rows: pd.DataFrame) -> list[dict[str, Any]]:
+    """One mapping for each case, of its columns."""
+    cases: list[dict[str, Any]] = rows.drop_duplicates("case_id").to_dict("records")  # type: ignore[assignment]
+    return cases
+
+
+def per_case(
+    frame: pd.DataFrame, phases: Iterable[str] = (), values: Iterable[str] = ("median_ms",)
+) -> pd.DataFrame:
+    """One row per case, with ``{phase}_{value}`` and ``{phase}_status`` for each phase.
+
+    A phase that a case does not have leaves both empty. What is known of a case that did not
+    finish well (its memory so far) is emptied, since beside results it would read as one.
+    """
+    cases = frame.drop_duplicates("case_id").set_index("case_id")
+    cases = cases.drop(columns=["phase", "clock", "samples_ms"])
+    parts: dict[str, pd.Series] = {}
+    for phase in phases:
+        rows = frame[frame["phase"] == phase].set_index("case_id")
+        for value in values:
+            parts[f"{phase}_{value}"] = rows[value].reindex(cases.index)
+        parts[f"{phase}_status"] = rows["status"].reindex(cases.index)
+    cases = pd.concat([cases, pd.DataFrame(parts, index=cases.index)], axis=1)
+    cases["mark"] = marks_of(cases)
+    bad = cases["status"] != "ok"
+    cases.loc[bad, [name for name in _RESULTS if name in cases]] = float("nan")
+    return cases.reset_index()
+
+
+_RESULTS = (
+    *("peak_memory_gib", "peak_allocated_gib", "peak_reserved_gib", "peak_rss_gib"),
+    *("before_backward_mib", "compile_s", "autotune_s", "first_pass_s"),
+    *("recompilations", "loss"),
+)
+
+
+def marks_of(rows: pd.DataFrame, *, means: bool = False) -> pd.Series:
+    """The symbols of the footnotes that each row deserves; some concern only its means."""
+    throttled = rows["throttled"].astype(bool).map({True: fmt.DAGGER, False: ""})
+    recompiled = rows["recompilations"].astype(float) > 0
+    marks = throttled + recompiled.map({True: fmt.DOUBLE_DAGGER, False: ""})
+    if means:
+        marks += rows["slow_start"].astype(bool).map({True: fmt.SECTION, False: ""})
+    return marks
+
+
+def speedup_over(
+    rows: pd.DataFrame, value: str, varied: Iterable[str], is_baseline: pd.Series
+) -> pd.Series:
+    """Baseline time over each row's time, among rows equal in everything but ``varied``."""
+    group = point_groups(rows, varied)
+    baselines = rows.loc[is_baseline].groupby(group[is_baseline])[value].first()
+    return group.map(baselines) / rows[value]
+
+
+def apart_from_unsupported(cases: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
+    """The cases without the backends that can run none of them, and a footnote that names those.
+
+    Where a backend runs some of the points, its others keep their place and say unsupported.
+    """
+    unsupported = cases["status"] == "unsupported"
+    never = unsupported.groupby(cases["attention"]).transform("all")
+    if never.all():
+        return cases, []
+    reasons: dict[str, list[str]] = {}
+    for _, row in cases[never].drop_duplicates("attention").iterrows():
+        reasons.setdefault(row["reason"] or "no reason given", []).append(row["attention"])
+    words = [f"{', '.join(sorted(names))} ({reason})" for reason, names in reasons.items()]
+    notes = [f"Not supported here: {'; '.join(sorted(words))}."] if words else []
+    return cases[~never].reset_index(drop=True), notes
