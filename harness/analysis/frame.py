@@ -60,18 +60,18 @@ def _cases(records: Sequence[Record]) -> pd.DataFrame:
     columns: dict[str, list[Any]] = {
         name: [read(reading) for reading in readings] for name, read in CASE_COLUMNS.items()
     }
-    for column in declared_columns(records):
+    for column in declared_columns([record.case for record in records]):
         columns[column.name] = [column.read(record) for record in records]
     return pd.DataFrame(columns)
 
 
-def declared_columns(records: Iterable[Record]) -> list[CaseColumn]:
-    """The columns of all tasks and profilers, and of the other choices that records were made by.
+def declared_columns(cases: Iterable[dict[str, Any]]) -> list[CaseColumn]:
+    """The columns of all tasks and profilers, and of the other choices that the cases made.
 
     ValueError where two declare the same name in different ways.
     """
     found: dict[str, CaseColumn] = {}
-    for target in _declaring(records):
+    for target in _declaring(list(cases)):
         for column in getattr(target, "columns", ()):
             if column.name in CASE_COLUMNS or found.setdefault(column.name, column) != column:
                 raise ValueError(f"{target.__name__}: column {column.name!r} exists already")
@@ -80,7 +80,7 @@ def declared_columns(records: Iterable[Record]) -> list[CaseColumn]:
     return list(found.values())
 
 
-def _declaring(records: Iterable[Record]) -> list[type]:
+def _declaring(cases: Sequence[dict[str, Any]]) -> list[type]:
     targets: list[type] = [entry.target for entry in TASKS]
     targets += [entry.target for entry in PROFILERS]
     kinds: dict[str, Registry[Any]] = {
@@ -89,7 +89,7 @@ def _declaring(records: Iterable[Record]) -> list[type]:
         "cache": CACHES,
     }
     for part, registry in kinds.items():
-        used = {(record.case.get(part) or {}).get("name") for record in records}
+        used = {(case.get(part) or {}).get("name") for case in cases}
         targets += [registry[name].target for name in registry.names() if name in used]
     return targets
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
+from harness.analysis.frame import declared_columns
 from harness.cases import format as fmt
 from harness.render.rows import marks_of
 from harness.render.table import Column, Table, finding, make_table, table
@@ -21,6 +22,8 @@ def build(frame: pd.DataFrame) -> Table | None:
     rows["status_words"] = rows["status"].map({"ok": "ok", **fmt.STATUS_WORDS})
     counts = rows.loc[rows["status"] == "ok", "num_samples"]
     varied = ["num_samples"] if counts.nunique() > 1 else []
+    results = [column for column in declared_columns(rows["case"]) if column.header]
+    rows.loc[rows["status"] != "ok", [column.name for column in results]] = None
     chosen = ["attention_choice"] if rows["attention_choice"].notna().any() else []
     return make_table(
         caption=CAPTION,
@@ -41,6 +44,10 @@ def build(frame: pd.DataFrame) -> Table | None:
             Column(key="tflops", header="TFLOP/s", format=fmt.number, detail=True),
             Column(key="mfu", header="MFU (%)", format=fmt.percent, detail=True),
             Column(key="peak_memory_gib", header="peak memory (GiB)", format=fmt.number),
+            *(
+                Column(key=column.name, header=column.header, format=column.format)
+                for column in results
+            ),
             Column(key="check_error", header="error", format=fmt.scientific),
             Column(key="reason", header="reason"),
         ],

@@ -1,0 +1,315 @@
+"""One of each kind of choice from a folder outside the repository, a file each, edits none here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+FILES = {
+    "backend": """
+        '''Naive attention under another name.'''
+        from dataclasses import dataclass
+
+        from kernels.backend import attention_backend
+        from kernels.backends.naive import Naive
+        from kernels.registry import Look
+
+        @attention_backend("outer_naive", look=Look(colour="#12AB34", marker="D", place=2))
+        @dataclass(kw_only=True, slots=True)
+        class OuterNaive(Naive):
+            '''Explicit softmax.'''
+    """,
+    "scheme": """
+        '''A strategy that does nothing.'''
+        from dataclasses import dataclass
+
+        from parallel.strategies.strategy import Strategy, strategy
+
+        @strategy("outer_plain")
+        @dataclass(kw_only=True, slots=True)
+        class OuterPlain(Strategy):
+            '''One device.'''
+    """,
+    "sorting": """
+        '''How fast random numbers are sorted.'''
+        from dataclasses import dataclass
+        from typing import ClassVar
+
+        import torch
+
+        from harness.cases import format as fmt
+        from harness.cases.case import require_at_least
+        from harness.cases.column import CaseColumn, Point, note, option
+        from harness.cases.task import Task, Work, task
+
+        @task("sorting")
+        @dataclass(kw_only=True, slots=True)
+        class Sorting(Task):
+            '''Sort numbers. Phase: sort.'''
+
+            count: int = 1000
+            '''How many numbers.'''
+
+            attends: ClassVar[bool] = False
+            gives_shape: ClassVar[bool] = True
+            phases: ClassVar[tuple[str, ...]] = ("draw", "sort")
+            compared_phases: ClassVar[tuple[str, ...]] = ("sort",)
+            expected_phase: ClassVar[str] = "sort"
+            columns: ClassVar[tuple[CaseColumn, ...]] = (
+                CaseColumn(
+                    name="count",
+                    read=option("count"),
+                    point=Point(
+                        header="numbers",
+                        describe=lambda value: f"{fmt.integer(value)} numbers",
+                        format=fmt.integer,
+                        after="seq_len",
+                    ),
+                ),
+                CaseColumn(name="largest", read=note("largest"), header="largest number"),
+            )
+
+            def validate(self, case):
+                require_at_least("task.count", self.count, 2)
+
+            def num_passes(self):
+                return 3
+
+            def words(self):
+                return [f"{self.count}_numbers"]
+
+            def work(self, case):
+                return {"sort": Work(flops=0.0, bytes=8.0 * self.count)}
+
+            def predicted_memory(self, case):
+                return {"numbers": 8.0 * self.count}
+
+            def run(self, case, bench):
+                def step(timer):
+                    with timer.phase("draw"):
+                        numbers = torch.rand(self.count)
+                    with timer.phase("sort"):
+                        self_sorted = numbers.sort().values
+                    bench.outcome.notes["largest"] = float(self_sorted[-1])
+
+                bench.measure(step, warmup=1, passes=2)
+    """,
+    "sorted_table": """
+        '''Numbers sorted in a second.'''
+        from harness.cases import format as fmt
+        from harness.render.rows import of_task, per_case
+        from harness.render.table import Column, finding, make_table, table, time_column
+
+        @table("sorted", default=85)
+        def build(frame):
+            rows = of_task(frame, "sorting")
+            if rows.empty:
+                return None
+            return make_table(
+                caption="Sorting.",
+                rows=per_case(rows, phases=("sort",)),
+                metrics=[
+                    time_column("sort", "sort (ms)"),
+                    Column(key="largest", header="largest", format=fmt.number),
+                ],
+            )
+
+        @finding("sorted")
+        def say(rows):
+            return "Sorting takes its time."
+    """,
+    "tinted_figure": """
+        '''A bar in the colour of each backend.'''
+        from matplotlib.figure import Figure
+
+        from harness.cases.columns import sorted_values
+        from harness.render.figure import CaptionedFigure, figure
+        from harness.render.palette import colour
+
+        @figure("tinted", default=5)
+        def build(frame):
+            drawing = Figure()
+            names = sorted_values(frame, "attention")
+            drawing.subplots().bar(names, range(1, 1 + len(names)), color=list(map(colour, names)))
+            return CaptionedFigure(caption=f"Backends: {', '.join(names)}.", figure=drawing)
+    """,
+}
+
+Folder = tuple[Path, dict[str, str]]
+
+
+@pytest.fixture(scope="module")
+def outside(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """A folder with the files of :data:`FILES`, and the environment that makes them known."""
+    folder = tmp_path_factory.mktemp("outside")
+    package = folder / "outer"
+    package.mkdir()
+    for name, text in FILES.items():
+        lines = [line.removeprefix(" " * 8) for line in text.strip("\n").splitlines()]
+        (package / f"{name}.py").write_text("\n".join(lines) + "\n")
+    plugins = ",".join(f"outer.{name}" for name in FILES)
+    return folder, environment(folder, plugins)
+
+
+def environment(folder: Path, plugins: str) -> dict[str, str]:
+    paths = os.pathsep.join((str(folder), str(ROOT)))
+    return {**os.environ, "PYTHONPATH": paths, "ATTNBENCH_PLUGINS": plugins}
+
+
+def attnbench(outside: Folder, *arguments: str) -> subprocess.CompletedProcess[str]:
+    folder, variables = outside
+    return subprocess.run(
+        [sys.executable, "-m", "harness", *arguments],
+        cwd=folder,
+        env=variables,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(outside: Folder) -> Path:
+    """The sweep folder of a training step with the backend and the strategy."""
+    return run(
+        outside,
+        *("task=train_step", "model=tiny", "seq_len=32", "batch_size=1"),
+        *("attention=naive,outer_naive", "parallel=none,outer_plain"),
+        *("task.warmup_steps=1", "task.measure_steps=2"),
+        results="trained",
+    )
+
+
+@pytest.fixture(scope="module")
+def sorted_numbers(outside: Folder) -> Path:
+    return run(outside, "task=sorting", "task.count=1000,2000", results="sorted")
+
+
+def run(outside: Folder, *arguments: str, results: str) -> Path:
+    done = attnbench(outside, *arguments, "device=cpu", f"results={results}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (plan,) = (outside[0] / results).glob("sweeps/*/plan.json")
+    return plan.parent
+
+
+class TestOfEachKindOne:
+    def test_backend_and_strategy_stand_in_tables(self, trained: Path) -> None:
+        text = (trained / "tables" / "cases.csv").read_text()
+        assert text.count("outer_naive") >= 2
+        assert text.count("outer_plain") >= 2
+
+    def test_backend_is_compared_and_has_its_place(self, trained: Path) -> None:
+        lines = (trained / "tables" / "comparison.csv").read_text().splitlines()
+        assert any("outer_naive" in line and "naive" in line for line in lines[1:])
+
+    def test_backend_has_its_colour_in_every_figure(self, trained: Path) -> None:
+        figures = trained / "figures"
+        assert "#12ab34" in (figures / "tinted.svg").read_text().lower()
+        caption = "Backends: naive, outer_naive."
+        assert caption in (trained / "report.md").read_text()
+
+    def test_figure_takes_its_place_among_the_defaults(self, trained: Path) -> None:
+        plan = json.loads((trained / "plan.json").read_text())
+        assert plan["figures"][:2] == ["tinted", "step_time"]
+        assert plan["tables"][7:10] == ["cases", "sorted", "graph_effect"]
+
+    def test_columns_of_the_task(self, sorted_numbers: Path) -> None:
+        header, *rows = (sorted_numbers / "tables" / "sorted.csv").read_text().splitlines()
+        names = header.split(",")
+        assert names.index("count") == names.index("seq_len") + 1
+        assert [row.split(",")[names.index("count")] for row in rows] == ["1000", "2000"]
+        shown = (sorted_numbers / "tables" / "sorted.md").read_text()
+        assert "numbers" in shown
+        assert "2,000" in shown
+
+    def test_results_of_the_task_stand_in_the_table_of_all_cases(
+        self, sorted_numbers: Path
+    ) -> None:
+        assert "largest number" in (sorted_numbers / "tables" / "cases.md").read_text()
+
+    def test_phases_of_the_task_are_in_its_order(self, sorted_numbers: Path) -> None:
+        header, *rows = (sorted_numbers / "tables" / "cases.csv").read_text().splitlines()
+        place = header.split(",").index("phase")
+        assert [row.split(",")[place] for row in rows] == ["draw", "sort"] * 2
+
+    def test_finding_is_in_the_write_up(self, outside: Folder, sorted_numbers: Path) -> None:
+        results = sorted_numbers.parents[1]
+        code = "from harness.commands.writeup import main; import sys; sys.exit(main())"
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(results)],
+            env=outside[1],
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        pages = [path.read_text() for path in results.glob("writeup/*.md")]
+        assert any("Sorting takes its time" in page for page in pages)
+
+
+class TestCommandLine:
+    def test_help_lists_them(self, outside: Folder) -> None:
+        found = attnbench(outside, "--help").stdout
+        for name in ("outer_naive", "outer_plain", "sorting"):
+            assert name in found
+
+    @pytest.mark.parametrize(
+        ("arguments", "words"),
+        [
+            (["attention=outer"], "outer_naive"),
+            (["parallel=outer"], "outer_plain"),
+            (["task=sort"], "sorting"),
+            (["task=sorting", "task.count=1"], "task.count=1: must be at least 2"),
+        ],
+    )
+    def test_errors_know_them(self, outside: Folder, arguments: list[str], words: str) -> None:
+        done = attnbench(outside, *arguments, "plan=true", "device=cpu")
+        assert done.returncode != 0
+        assert words in done.stdout + done.stderr
+
+
+MANY = 12
+
+MANY_CHOICES = f"""
+from dataclasses import dataclass
+
+from kernels.backend import attention_backend
+from kernels.backends.naive import Naive
+from parallel.strategies.strategy import Strategy, strategy
+
+for number in range({MANY}):
+    attention_backend(f"many_{{number}}")(dataclass(kw_only=True, slots=True)(
+        type("Many", (Naive,), {{"__module__": __name__}})
+    ))
+    strategy(f"many_{{number}}_ranks")(dataclass(kw_only=True, slots=True)(
+        type("ManyRanks", (Strategy,), {{"__module__": __name__}})
+    ))
+"""
+
+LOOKS = """
+import json
+from harness.render.palette import colour, marker
+from parallel import BACKENDS, STRATEGIES
+
+for kind in (BACKENDS, STRATEGIES):
+    print(json.dumps([[colour(name), marker(name)] for name in kind.names()]))
+"""
+
+
+def test_markers_do_not_run_out(tmp_path: Path) -> None:
+    """Choices that declare no look differ from each other, and from those that do."""
+    (tmp_path / "many.py").write_text(MANY_CHOICES)
+    done = subprocess.run(
+        [sys.executable, "-c", LOOKS],
+        env=environment(tmp_path, "many"),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for looks in map(json.loads, done.stdout.splitlines()):
+        assert len(looks) >= 2 * MANY
+        assert len(set(map(tuple, looks))) == len(looks)
