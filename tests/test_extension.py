@@ -44,7 +44,7 @@ FILES = {
         import torch
 
         from harness.cases import format as fmt
-        from harness.cases.case import require_at_least
+        from harness.cases.requirements import require_at_least
         from harness.cases.column import CaseColumn, Point, note, option
         from harness.cases.task import Task, Work, task
 
