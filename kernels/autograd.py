@@ -11,7 +11,7 @@ from kernels.problem import AttentionSpec
 
 
 class ExplicitPasses(Protocol):
-    """What is made differentiable: the two passes of :class:`kernels.backend.Attention`."""
+    """The two passes of a :class:`kernels.backend.Attention`."""
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, /

@@ -1,7 +1,7 @@
-"""What an attention backend is, and the roles that it can have.
+"""Attention backends: the base class of every choice of ``attention=``, and its roles.
 
-A backend is one choice of ``attention=``. :class:`AttentionBackend` says what each of them is;
-what it can be used for is said by the role that it inherits:
+:class:`AttentionBackend` is what all backends have in common. A backend inherits a role for each
+thing that it can do:
 
 - :class:`Attention` attends to whole sequences, dense or packed, forward and backward.
   :class:`DenseAttention` is the same for a kernel that takes dense batches alone, and
@@ -10,9 +10,16 @@ what it can be used for is said by the role that it inherits:
 - :class:`parallel.context.attention.SequenceParallelAttention` attends to sequences that are split
   over several ranks.
 
-``isinstance(backend, Decoding)`` asks whether a backend has a role, and ``backend.role(Decoding)``
-uses it in that role, with a ValueError where it has not. Shapes are those of
+``isinstance(backend, Decoding)`` asks whether a backend has a role. ``backend.role(Decoding)``
+gives it in that role, and raises ValueError where it has another. Shapes are those of
 :mod:`kernels.problem`.
+
+A backend outside this project is a dataclass in a module that ``ATTNBENCH_PLUGINS`` names::
+
+    @attention_backend("mine")
+    @dataclass(kw_only=True, slots=True)
+    class Mine(Attention):
+        def attend(self, q, k, v, spec): ...
 """
 
 from __future__ import annotations
@@ -45,7 +52,7 @@ class AttentionBackend:
     name: str
 
     role_in_words: ClassVar[str] = "is an attention backend"
-    """Ends the sentence ``attention=NAME: no backend that ...``."""
+    """Completes the error ``attention=NAME: no backend that ...``."""
 
     @property
     def compiles(self) -> bool:

@@ -1,4 +1,4 @@
-"""Attention of a few new tokens over a cache: the problem, and what solves it step by step.
+"""Decoding: attention of a few new tokens over a cache, as a problem and as steps.
 
 Decoding moves far more bytes than it computes, so what counts is how often the cache is read and
 how many kernels are launched around it. One step rotates the new queries and keys, appends keys
@@ -56,7 +56,7 @@ class DecodeProblem:
 
     @property
     def cache_words(self) -> str:
-        """Of the cache, for messages: ``a paged cache``."""
+        """The kind of cache in words, for messages: ``a paged cache``."""
         if self.is_latent:
             return "latents"
         return "a contiguous cache" if self.block_size is None else "a paged cache"
@@ -69,10 +69,10 @@ class Decoder:
     """
 
     def plan(self) -> None:
-        """What the host must know of the step's lengths; never part of a CUDA graph."""
+        """Host work that depends on the step's lengths; never part of a CUDA graph."""
 
     def begin(self) -> None:
-        """What all layers of a step share on the device, computed from the lengths there."""
+        """Device work that all layers of a step share, from the lengths on the device."""
 
     def __call__(
         self, layer: int, q: torch.Tensor, k_new: torch.Tensor, v_new: torch.Tensor
@@ -83,7 +83,7 @@ class Decoder:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class LatentInputs:
-    """What a layer of latent attention knows of new tokens, not rotated yet."""
+    """Projections of new tokens in one layer of latent attention, not rotated yet."""
 
     q_BHTD: torch.Tensor
     q_rope: torch.Tensor
@@ -98,7 +98,7 @@ class LatentInputs:
 
 
 class LatentDecoder:
-    """As :class:`Decoder`, over a cache of latents."""
+    """A :class:`Decoder` over a cache of latents."""
 
     def plan(self) -> None: ...
 
@@ -110,7 +110,7 @@ class LatentDecoder:
 
 
 def gathered_bytes(problem: DecodeProblem) -> float:
-    """What PyTorch's operators make of a paged cache before they read it; nothing of another.
+    """Bytes of the copy that PyTorch's operators make of a paged cache; 0 for a contiguous one.
 
     Keys and values are indexed and then laid out, so that one is there twice beside the other.
     """
@@ -123,7 +123,7 @@ def gathered_bytes(problem: DecodeProblem) -> float:
 
 
 def operator_workspace(problem: DecodeProblem) -> float:
-    """Of attention by operators: scores before and after the softmax, and what they gather."""
+    """Bytes of attention by operators: scores before and after the softmax, and gathered keys."""
     size = 4 if problem.dtype == "float32" else 2
     rows = problem.batch_size * problem.num_heads * problem.new_tokens
     return rows * problem.max_len * (4 + 2 * size) + gathered_bytes(problem)

@@ -100,7 +100,7 @@ def takes(o: Tensor, new_o: Tensor) -> bool:
 
 
 def merge(o: Tensor, lse: Tensor, new_o: Tensor, new_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """As :func:`kernels.merge.merge`, for what it :func:`takes`; o is overwritten."""
+    """:func:`kernels.merge.merge` for tensors that :func:`takes` accepts; o is overwritten."""
     result = o
     if o.dim() == 3:
         o, lse, new_o, new_lse = (x.unsqueeze(0) for x in (o, lse, new_o, new_lse))

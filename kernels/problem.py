@@ -1,4 +1,4 @@
-"""An attention call in numbers and in facts: its problem, its mask and scale, its packing.
+"""Attention calls: the sizes of one, its mask and scale, and the packing of its batch.
 
 Tensors are ``[batch, heads, seq, head_dim]`` (B, H, S, D); lse, the natural-log log-sum-exp of
 the scaled scores, is float32 ``[B, H, S]``. Causal masks are aligned to the bottom right: with
@@ -61,7 +61,7 @@ class Packing:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class AttentionSpec:
-    """What an attention call needs beside its tensors."""
+    """The arguments of an attention call beside its tensors."""
 
     causal: bool
     scale: float

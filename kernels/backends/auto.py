@@ -46,7 +46,7 @@ CHAINS: dict[str, tuple[str, ...]] = {
     "older GPUs": ("flash_attn_2", "flash_triton", "sdpa_cudnn", *_ON_ANY_GPU),
     "CPU": ("sdpa", "sdpa_flash", "naive", "flash_torch"),
 }
-"""Names of backends, best first. flash_torch ends each: it is slow, and refuses nothing."""
+"""Names of backends, best first. flash_torch ends each chain: slow, and takes everything."""
 
 DECODE_CHAINS: dict[str, tuple[str, ...]] = {
     # Version 3 before 2, and latents by FlashMLA where it is installed: Megatron-LM's order.
@@ -60,7 +60,7 @@ DECODE_CHAINS: dict[str, tuple[str, ...]] = {
     ),
     "CPU": ("sdpa", "standard", "mla_absorbed"),
 }
-"""The same for steps from a cache; standard refuses no keys and values, mla_absorbed no latents."""
+"""Chains for decoding. standard takes any keys and values, mla_absorbed takes any latents."""
 
 
 @attention_backend("auto", look=Look(colour="#000000", marker="8"))
@@ -72,7 +72,7 @@ class Auto(DelegatedAttention, Decoding):
         return choose(problem).name
 
     def noting(self, notes: dict[str, Any]) -> AbstractContextManager[None]:
-        """Those of the one backend that finds something out, if it is what runs the calls."""
+        """The notes of flash_triton, the only backend in a chain that makes some."""
         return BACKENDS["flash_triton"].target(name="flash_triton").noting(notes)
 
     def decode_choice(self, problem: DecodeProblem) -> str:

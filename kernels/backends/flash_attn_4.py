@@ -40,7 +40,7 @@ class FlashAttn4(FlashLibrary):
         return FlashLibrary.why_not_installed(self)
 
     def why_not_here(self, problem: AttentionProblem) -> str | None:
-        """As ``_flash_attn_fwd``, ``_flash_attn_bwd`` and ``_validate_head_dims`` demand."""
+        """Checks of ``_flash_attn_fwd``, ``_flash_attn_bwd`` and ``_validate_head_dims``."""
         major, minor = capability()
         if major < 8 or (major == 8 and problem.needs_grad):
             return (

@@ -44,7 +44,7 @@ class MlaAbsorbed(Decoding):
         return why_not_here(problem) if self.implementation == "triton" else None
 
     def decode_choice(self, problem: DecodeProblem) -> str:
-        """With how it computes behind its name, where that was left to it."""
+        """``mla_absorbed(triton)`` or ``(torch)`` with implementation=auto."""
         if self.implementation != "auto":
             return self.name
         return f"{self.name}({'triton' if self._uses_kernel(problem) else 'torch'})"

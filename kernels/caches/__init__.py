@@ -1,4 +1,4 @@
-"""What a transformer keeps of the tokens that it has seen: one file per kind of cache.
+"""Caches of a transformer's past tokens: one file per kind of cache.
 
 A cache holds keys and values (:mod:`kernels.caches.contiguous`, :mod:`kernels.caches.paged`), or
 the compressed latents of multi-head latent attention (:mod:`kernels.caches.latent`), of all

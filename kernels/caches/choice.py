@@ -1,4 +1,4 @@
-"""What a choice of ``cache=`` is, and the bytes of each by formula."""
+"""The base class of every choice of ``cache=``, and the bytes of a cache by formula."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ cache_choice = CACHES.register
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 INDEX_BYTES = 4
-"""Of a length, or of an entry of a block table: int32."""
+"""A length, or an entry of a block table, is an int32."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -73,13 +73,13 @@ class CacheChoice:
         return self.name if size is None else f"{self.name}{size}"
 
     def storage_bytes(self, shape: CacheShape) -> int:
-        """What :meth:`allocate` takes for tokens; a last block is taken whole."""
+        """Bytes that :meth:`allocate` takes for tokens; a last block counts whole."""
         size = self.tokens_per_block or 1
         held = -(-shape.max_len // size) * size
         return shape.batch_size * held * shape.bytes_per_token
 
     def index_bytes(self, shape: CacheShape) -> int:
-        """What lengths and block tables take beside it."""
+        """Bytes of lengths and block tables."""
         size = self.tokens_per_block
         blocks = 0 if size is None else -(-shape.max_len // size)
         return INDEX_BYTES * shape.batch_size * (1 + blocks)

@@ -1,8 +1,8 @@
-"""A latent cache: what multi-head latent attention keeps of a token (DeepSeek-V2, section 2.1).
+"""A latent cache, for multi-head latent attention (DeepSeek-V2, section 2.1).
 
-Of each token one compressed vector c of rank r, from which all heads' keys and values are
-up-projected, and one rotary part of the key that all heads share: [tokens, r + d_rope] a layer,
-contiguous or in blocks. Kernels for it often want blocks of 64 tokens.
+It holds one compressed vector c of rank r for each token, from which all heads' keys and values
+are up-projected, and one rotary part of the key that all heads share: [tokens, r + d_rope] a
+layer, contiguous or in blocks. Kernels for it often want blocks of 64 tokens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where the tokens of a cache lie, and whether there is room for more.
+"""Places of tokens in a cache: allocation of blocks, lengths and block tables.
 
 The host decides, and keeps its own copy of lengths and block tables, so that no check waits for
 the device. What kernels read (lengths, int32 [B]; block table, int32 [B, blocks]) lies on the

@@ -11,14 +11,14 @@ ATTENTION_TYPES = ("mha", "gqa", "mqa", "mla")
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ModelShape:
-    """What of a model decides the size of its cache."""
+    """The dimensions of a model that decide the size of its cache."""
 
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     kv_lora_rank: int = 512
-    """Of the latents it keeps, or would keep."""
+    """Rank of the latents that it keeps, or would keep."""
     rope_head_dim: int = 64
 
     def cache_shape(

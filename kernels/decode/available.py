@@ -1,4 +1,4 @@
-"""Whether the decode kernels can run here, asked without importing Triton where it is not there."""
+"""Whether the decode kernels can run here; imports no Triton where that is missing."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Call:
     new: int
     """New tokens of each sequence."""
     head_dim: int
-    """Of values: of a latent cache the rank."""
+    """Width of a value; for a latent cache the rank."""
     capacity: int
     """Tokens that a sequence's part of the cache can hold."""
     page: int

@@ -35,14 +35,14 @@ class Tiles:
     programs_per_sm: int
     """Shares of the work for each multiprocessor, if the caller does not say how many."""
     max_registers: int = 0
-    """Of a thread, so that more programs fit a multiprocessor; 0 for what the compiler takes."""
+    """Limit for a thread, so that more programs fit a multiprocessor; 0 for no limit."""
 
 
 INTERPRETER = Tiles(block_m=16, block_n=16, num_warps=4, num_stages=1, programs_per_sm=2)
 """Small, so that the tests' short caches and few heads have several tiles each way."""
 
 INTERPRETER_MULTIPROCESSORS = 3
-"""As many as it takes for lines to be cut at odd places."""
+"""Few and odd, so that shares end inside of lines."""
 
 
 _LATENT_CANDIDATES = (
@@ -121,7 +121,7 @@ def _cuda_facts(index: int) -> tuple[str, int, int]:
 
 
 def user_table_path(device_name: str) -> Path:
-    """Where the user's table for one kind of device lies."""
+    """Path of the user's table for one kind of device."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "attnbench" / "decode" / (re.sub(r"[^\w.+-]+", "_", device_name) + ".json")
 

@@ -30,17 +30,16 @@ LOG2_E = math.log2(math.e)
 
 
 def layouts(*tensors: Tensor | None) -> tuple:
-    """How tensors lie: all of them that a plan depends on, and what is refused."""
+    """Shapes, strides, dtypes and devices: what plans and checks depend on."""
     return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors])
 
 
 def copies_of_sparse(
     *tensors: Tensor | None, cos: Tensor | None = None, sin: Tensor | None = None
 ) -> list[Any] | None:
-    """With copies of those that the kernels do not take as they lie; None if they take all.
+    """The tensors, copied where the kernels do not take their strides; None if none needs a copy.
 
-    What is given comes back in its order, with the two tables last, of which kernels know one
-    stride.
+    The result has the order of the arguments, then cos and sin, which must have equal strides.
     """
     given = (*tensors, cos, sin)
     dense = [x if x is None or x.stride(-1) == 1 else x.contiguous() for x in given]
@@ -79,7 +78,7 @@ def plan_of(
     shares: tuple[int, int],
     integers: tuple[int, ...],
 ) -> Plan:
-    """``integers`` are the kernel's before those of ``shares``, as :func:`workers` gives them."""
+    """A kernel's plan; its integer arguments are ``integers``, then ``shares``."""
     row_tiles = constants["ROW_TILES"]
     num_programs = shares[0] * row_tiles
     return Plan(
@@ -93,7 +92,7 @@ def plan_of(
 
 
 def shared_constants(call: Call, tiles: configs.Tiles, *, merge_values: int) -> dict[str, Any]:
-    """Of both kernels; ``merge_values`` are the float32 values of a thread while it merges."""
+    """Constants of both kernels; ``merge_values`` float32 values per thread while it merges."""
     block_m = min(tiles.block_m, power_of_two(call.num_rows))
     merge_rows = triton.next_power_of_2(min(block_m, call.num_rows))
     budget = 32 * tiles.num_warps * merge_values

@@ -1,4 +1,4 @@
-"""What adapters of several libraries use: calls by parameter name, and limits of the GPU kernels.
+"""Shared by adapters of libraries: calls by parameter name, and limits of their GPU kernels.
 
 Versions of a library name parameters differently. A call gives by name what the installed version
 has a parameter for.

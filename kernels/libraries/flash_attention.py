@@ -1,9 +1,9 @@
-"""What the FlashAttention libraries have in common, and where their versions differ.
+"""The FlashAttention libraries as backends: what their versions 2, 3 and 4 have in common.
 
 Each keeps tensors as [B, S, H, D] or, packed, [T, H, D], aligns causal masks to the bottom
 right, takes fewer heads in k and v, and has a private forward that returns (o, lse, ...) and a
 private backward that takes that lse. Those are called here and not the public functions: they
-give the lse to a ring, and take the one of the whole ring back. This project's [B, H, S, D] is
+give the lse to a ring, and take back the lse of the whole ring. This project's [B, H, S, D] is
 handed over as a transposed view; the kernels take strides.
 
 Private functions change, so they are called by name (:mod:`kernels.libraries.adapter`), and a
@@ -34,7 +34,7 @@ class FlashLibrary(Attention, Decoding):
     """A FlashAttention library as a backend; subclasses say which functions to call."""
 
     modules: ClassVar[tuple[str, ...]]
-    """Where the functions may lie; the first module that exists is taken."""
+    """Modules that may hold the functions; the first that exists is taken."""
     distribution: ClassVar[str]
     """The package's name on PyPI, whose version counts."""
     install: ClassVar[str]

@@ -1,4 +1,4 @@
-"""FlashMLA's kernel in the place of the absorbed attention."""
+"""Steps of absorbed latent attention by FlashMLA's kernel."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from kernels.ranges import named_range
 from kernels.rotary import Rotary
 
 WORKSPACE_BYTES = 128 * 2**20
-"""What FlashInfer's documentation recommends for its split keys."""
+"""Workspace for split keys that FlashInfer's documentation recommends."""
 
 
 class FlashInferDecoder(Decoder):

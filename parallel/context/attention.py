@@ -1,4 +1,4 @@
-"""What context-parallel attention is: a layout, a way to bring keys to queries, and a kernel.
+"""Context-parallel attention as a backend: a layout, a transport of keys, and a kernel.
 
 A subclass is one choice of ``attention=`` that trains on sequences split over ``parallel.cp``
 ranks; ``attention.kernel=`` is any attention on one device that gives a log-sum-exp. On one
@@ -67,7 +67,7 @@ class SequenceParallelAttention(DelegatedAttention):
         raise NotImplementedError
 
     def transport_of(self, problem: AttentionProblem) -> str:
-        """How keys of other ranks come here, where an option leaves it open."""
+        """The transport that brings keys of other ranks here, where an option leaves it open."""
         raise NotImplementedError
 
     def peak_memory(self, problem: AttentionProblem) -> dict[str, float]:
@@ -112,7 +112,7 @@ class SequenceParallelAttention(DelegatedAttention):
 
 
 def local_memory(problem: AttentionProblem, layout: Layout) -> dict[str, float]:
-    """Bytes of what one rank holds whatever the scheme, and under ``kv`` those of its k and v.
+    """Bytes of the tensors that one rank holds in every scheme; ``kv`` are its k and v.
 
     With gradients dq is summed in float32, beside the part of it that a kernel gives.
     """
@@ -227,7 +227,7 @@ class ContextParallelAttention(SequenceParallelAttention):
         return {(b.q_len, b.q_len, b.causal) for b in blocks}
 
     def peak_memory(self, problem: AttentionProblem) -> dict[str, float]:
-        """As the loops hold them in the backward pass, which needs more than the forward pass.
+        """Tensors held in the backward pass, which needs more than the forward pass.
 
         Inputs, outputs and their gradients are local; dq is summed in float32 beside the part
         that a kernel gives. A ring holds two blocks of visiting keys, and gradients of keys as

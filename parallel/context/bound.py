@@ -95,7 +95,7 @@ class BoundAttention(SplitAttention):
 
     @torch.compiler.disable
     def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-        """As :class:`SplitAttention` says.
+        """Attention over all ranks of the group.
 
         Raises ValueError on all ranks if their first calls differ in shape or dtype.
         """

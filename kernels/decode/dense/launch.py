@@ -106,7 +106,7 @@ def flash_decode(
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     plan(
         q, k_new, v_new, k_cache, v_cache, lengths,
-        # What a kernel is not compiled to read it gets as well.
+        # Any tensor stands for an argument that the kernel was compiled not to read.
         lengths if block_table is None else block_table,
         lengths if cos is None else cos, lengths if sin is None else sin, out,
         scale=q.shape[3] ** -0.5 if scale is None else scale,
@@ -128,7 +128,7 @@ def plan_flash(
     num_splits: int | None,
     tiles: configs.Tiles | None,
 ) -> Plan:
-    """For tensors that lie like these, as the kernel takes them."""
+    """The plan for tensors of these layouts."""
     tiles = tiles or configs.choose("flash", call, interpreted=INTERPRETED)
     return plan_of(
         flash_decode_kernel,
@@ -146,7 +146,7 @@ def plan_flash(
 
 @lru_cache(maxsize=1024)
 def flash_constants(call: Call, tiles: configs.Tiles, interleaved: bool) -> dict[str, Any]:
-    """What the flash kernel is compiled for."""
+    """Compile-time constants of the kernel."""
     return {
         "NUM_KV_HEADS": call.num_kv_heads,
         "GROUP_SIZE": call.group_size,

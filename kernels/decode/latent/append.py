@@ -95,7 +95,7 @@ def latent_append(
     with on(device):
         launch(
             q_rope, c_new, k_rope, latent_cache, lengths,
-            # What a kernel is not compiled to read it gets as well.
+            # Any tensor stands for an argument that the kernel was compiled not to read.
             lengths if block_table is None else block_table,
             lengths if cos is None else cos, lengths if sin is None else sin, out,
             lengths if lengths_after is None else lengths_after,
@@ -137,7 +137,7 @@ def _plan(
 
 @lru_cache(maxsize=1024)
 def append_constants(call: Call, interleaved: bool, counts: bool) -> dict[str, Any]:
-    """What the kernel is compiled for; without rotary no program turns queries."""
+    """Compile-time constants of the kernel; without rotary no program rotates queries."""
     block_t = min(_BLOCK_T, triton.next_power_of_2(call.new))
     return {
         "NUM_HEADS": call.num_heads,

@@ -128,7 +128,7 @@ def plan_latent(
     num_splits: int | None,
     tiles: configs.Tiles | None,
 ) -> Plan:
-    """For tensors that lie like these, as the plain kernel takes them."""
+    """The plan of the kernel for any GPU, for tensors of these layouts."""
     tiles = tiles or configs.choose("latent", call, interpreted=INTERPRETED)
     return plan_of(
         latent_decode_kernel,
@@ -144,7 +144,7 @@ def plan_latent(
 
 @lru_cache(maxsize=1024)
 def latent_constants(call: Call, tiles: configs.Tiles) -> dict[str, Any]:
-    """What the plain latent kernel is compiled for."""
+    """Compile-time constants of the kernel for any GPU."""
     return {
         "NUM_HEADS": call.num_heads,
         "RANK": call.head_dim,

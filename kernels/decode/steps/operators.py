@@ -1,4 +1,4 @@
-"""Decoding by PyTorch's operators: what the plain decoders have in common.
+"""Decoding by PyTorch's operators, one kernel after another.
 
 Grouped queries are packed: the query heads of a group stand as rows of one matmul over the keys
 that they share, [B, G, (H / G) T, D], so that the cache is never repeated.
@@ -18,10 +18,10 @@ from kernels.rotary import Rotary, rotate
 
 
 class NewTokens:
-    """Where the tokens of a step stand, computed once for all layers.
+    """Positions, slots and mask of a step's new tokens, computed once for all layers.
 
-    Lengths are read on the device. Only how many places are looked at is the host's to say; a
-    CUDA graph outlives the host's lengths, and so looks at all places that there are.
+    Lengths are read on the device. The host says only how many places are read; a CUDA graph
+    outlives the host's lengths, and so reads all places.
     """
 
     def __init__(

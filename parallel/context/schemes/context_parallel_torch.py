@@ -25,7 +25,7 @@ from parallel.context.schemes import _torch_peer
 ROTATE_METHODS = ("allgather", "alltoall")
 
 KERNELS = ("sdpa_flash", "sdpa_cudnn", "sdpa_efficient")
-"""Those whose operators PyTorch has a ring of."""
+"""Kernels that PyTorch has a ring of."""
 
 
 @attention_backend("context_parallel_torch", look=Look(colour="#661100", marker="P"))

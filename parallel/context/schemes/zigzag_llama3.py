@@ -28,7 +28,7 @@ class ZigzagLlama3(GatherAttention):
     forward_mode: str = "two_kernels"
     """``two_kernels``, or ``fused`` into one call, which a packed batch can be."""
     backward_mode: str = "two_kernels"
-    """The same for the backward pass; all four combinations work."""
+    """The mode of the backward pass; all four combinations work."""
 
     layout_type: ClassVar[type[Layout]] = Zigzag
     needs_causal: ClassVar[bool] = True
@@ -52,7 +52,7 @@ class ZigzagLlama3(GatherAttention):
     def _backward_memory(
         self, kv: float, wide: float, problem: AttentionProblem
     ) -> dict[str, float]:
-        """With what a packed call copies: its rows of q, o and do, and the keys they see."""
+        """Adds what a packed call copies: its rows of q, o and do, and the keys they see."""
         found = GatherAttention._backward_memory(self, kv, wide, problem)
         if problem.packed:
             fused, chunks = self.backward_mode == "fused", 2 * problem.cp
