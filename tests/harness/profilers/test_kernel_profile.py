@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
@@ -9,6 +10,7 @@ import sqlite3
 import sys
 import tracemalloc
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ from harness.profilers.kernels.chrome_trace import read_chrome_trace, trace_even
 from harness.profilers.kernels.nsight_export import read_nsight_export
 from harness.profilers.kernels.summary import merge, summarise
 from harness.profilers.kernels.torch_profiler import TorchProfiler
-from harness.profilers.module_ranges import RANGES, ranges_on
+from harness.profilers.module_ranges import RANGES, RangeTimer, ranges_on
 from harness.render.figure import draw
 from harness.run.worker import why_unsupported
 from harness.store.record import Record
@@ -411,6 +413,25 @@ class TestRanges:
         with ranges_made_by(record_function):
             assert isinstance(named_range("a"), record_function)
         assert not isinstance(named_range("a"), record_function)
+
+
+def test_a_profiler_sees_phases_that_follow_each_other() -> None:
+    seen: list[str] = []
+
+    @contextlib.contextmanager
+    def make(name: str) -> Iterator[None]:
+        seen.append(name)
+        yield
+        seen.append(f"end of {name}")
+
+    timer = RangeTimer(torch.device("cpu"), make, on_end=lambda name: seen.append(f"after {name}"))
+    with timer.phases("both") as begins:
+        begins("first")
+        begins("second")
+    assert seen == [
+        *("both", "first", "end of first", "after first"),
+        *("second", "end of second", "after second", "end of both", "after both"),
+    ]
 
 
 PROFILED = ("profile=torch", "profile.steps=2")

@@ -496,8 +496,15 @@ def test_limits_are_positive(key: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("attention", ["naive", "sdpa"])
+@pytest.mark.parametrize(
+    ("attention", "precision"),
+    [
+        ("sdpa", "bf16"),
+        pytest.param("sdpa", "fp32", marks=pytest.mark.exhaustive),
+        pytest.param("naive", "bf16", marks=pytest.mark.exhaustive),
+        pytest.param("naive", "fp32", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_on_a_gpu_the_timeline_is_the_allocators(
     attention: str, precision: str, tmp_path: Path
 ) -> None:

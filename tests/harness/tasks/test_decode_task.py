@@ -8,14 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from profiles import SHORT, case_of, run
 from torch import Tensor
 
 from harness.analysis.frame import build_frame
-from harness.bench.bench import Bench
 from harness.bench.copy_bandwidth import COPY_BYTES, measured_gb_s
-from harness.bench.launches import count_launches
 from harness.bench.outcome import WrongResult
 from harness.cases.case import Case
 from harness.reports.decoding.fusion_breakdown_figure import COLOURS
@@ -23,6 +20,7 @@ from harness.reports.decoding.fusion_rows import PARTS
 from harness.request.compose import compose_request
 from harness.request.plan import predicted_seconds
 from harness.run.worker import why_unsupported
+from harness.tasks.decoding import decode_call
 from harness.tasks.decoding.decode_call import DecodeCall
 from harness.tasks.decoding.prefill_call import PrefillCall
 from harness.tasks.lengths import ragged_cache_lengths
@@ -30,7 +28,9 @@ from kernels.decode.steps.operators import MatmulDecoder
 from kernels.rotary import Rotary
 
 DECODE = ("task=decode", "attention=standard", *SHORT)
+
 SMALL = (*DECODE, "task.num_heads=4", "task.num_kv_heads=2", "task.head_dim=8", "batch_size=3")
+
 LATENT = (
     *("task=decode", "cache=latent", "task.num_heads=2", "task.head_dim=6", "batch_size=2"),
     *("task.kv_lora_rank=8", "task.rope_head_dim=4", "seq_len=5", *SHORT),
@@ -168,17 +168,12 @@ class TestDecode:
     def test_a_wrong_rotation_is_found(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
-        true = DecodeCall._rotated
+        true = decode_call.apply_rotary
 
-        def other(self: DecodeCall, x: Tensor, length: int) -> Tensor:
-            table = self.rotary
-            assert table is not None
-            self.rotary = Rotary(table.cos, table.sin, not table.interleaved)
-            found = true(self, x, length)
-            self.rotary = table
-            return found
+        def other(x: Tensor, table: Rotary, positions: Tensor) -> Tensor:
+            return true(x, Rotary(table.cos, table.sin, not table.interleaved), positions)
 
-        monkeypatch.setattr(DecodeCall, "_rotated", other)
+        monkeypatch.setattr(decode_call, "apply_rotary", other)
         with pytest.raises(WrongResult):
             run(case_of(*SMALL, "seq_len=9"), tmp_path)
 
@@ -331,33 +326,6 @@ class TestKvMemory:
             WrongResult, match="the formula gives 17 bytes, and the cache allocates"
         ):
             run(self.case(), tmp_path)
-
-
-class TestCounting:
-    def test_operators_of_a_step(self) -> None:
-        x = torch.randn(4)
-        counted = count_launches(lambda: x.sin().cos(), torch.device("cpu"))
-        assert counted == {"unit": "operator", "kernels": 2.0, "launches": 2.0}
-
-    def test_bandwidth_is_measured_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from harness.bench.copy_bandwidth import copy_bandwidth_gb_s
-
-        bench = Bench(device=torch.device("cpu"))
-        first = copy_bandwidth_gb_s(bench)
-        monkeypatch.setitem(COPY_BYTES, "cpu", 2**10)
-        assert copy_bandwidth_gb_s(bench) == first > 0
-
-    def test_matmuls_are_measured_once_for_each_dtype(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        from harness.bench.matmul_rate import MATMUL_SIZE, matmul_tflops
-
-        monkeypatch.setitem(MATMUL_SIZE, "cpu", 256)
-        bench = Bench(device=torch.device("cpu"))
-        first = matmul_tflops(bench, "float32")
-        monkeypatch.setitem(MATMUL_SIZE, "cpu", 64)
-        assert matmul_tflops(bench, "float32") == first > 0
-        assert matmul_tflops(bench, "float64") != first
 
 
 def test_a_case_survives_its_json_and_old_ids_stand() -> None:
