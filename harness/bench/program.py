@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import nn
-from torch.optim import Optimizer
+import torch
 
 from harness.bench.phase_timer import PhaseTimer
 
@@ -16,8 +15,8 @@ class Program:
     """A step as it was measured, with its model and optimizer if it has them."""
 
     step: Callable[[PhaseTimer], None]
-    model: nn.Module | None = None
+    model: torch.nn.Module | None = None
     """Without the strategy's wrapper."""
-    wrapped: nn.Module | None = None
+    wrapped: torch.nn.Module | None = None
     """With the wrapper; its trained parameters may be shards of the model's."""
-    optimizer: Optimizer | None = None
+    optimizer: torch.optim.Optimizer | None = None
