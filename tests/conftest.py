@@ -1,4 +1,4 @@
-"""What many test files share: the real command in a process of its own, and exact float32."""
+"""Settings and fixtures that all tests share."""
 
 from __future__ import annotations
 

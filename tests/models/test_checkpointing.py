@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -47,15 +46,6 @@ def gradients_and_kept(case: Case) -> tuple[dict[str, Tensor], int]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, sum(
         kept.values()
     )
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small shapes: threads that wait for each other would take most of the time."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("attention", ["naive", "sdpa_flash"])

@@ -1,4 +1,4 @@
-"""A small model under any strategy, of which memory and traffic are counted."""
+"""A small model under any strategy, whose memory and traffic are counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of the decode kernels, checked against float64 attention, and for what they write."""
+"""Checks of the decode kernels: outputs against float64 attention, and all that they write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decoding by definition, in float64 and one sequence at a time: what tests compare with."""
+"""A decoding step defined in float64, one sequence at a time: the reference of tests."""
 
 from __future__ import annotations
 

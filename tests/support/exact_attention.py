@@ -1,4 +1,4 @@
-"""Inputs, and attention in float64 for them: what the FlashAttention kernels are compared with."""
+"""Inputs and float64 attention with which the FlashAttention kernels are compared."""
 
 from __future__ import annotations
 

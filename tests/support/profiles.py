@@ -1,4 +1,4 @@
-"""Runs a case in this process and makes a record of it, as tests of profiles need."""
+"""Runs a case in this process and returns its record, for tests of profiles."""
 
 from __future__ import annotations
 
@@ -24,16 +24,10 @@ def case_of(*arguments: str, device: str = "cpu") -> Case:
 
 
 def run(case: Case, artifacts: Path) -> Record:
-    """What a worker would record of the case."""
+    """The record that a worker would make of the case."""
     torch.manual_seed(case.seed)
-    # Small shapes: threads that wait for each other would take most of the time.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     bench = Bench(device=torch.device(case.device), artifacts=artifacts)
-    try:
-        case.task.run(case, bench)
-    finally:
-        torch.set_num_threads(threads)
+    case.task.run(case, bench)
     outcome = bench.outcome
     return Record(
         case_id=case.id,

@@ -1,4 +1,4 @@
-"""Programs that some tests need: skipped without them, and required where CI installs them."""
+"""Looks for programs that some tests need; without them a test skips, or fails in CI."""
 
 from __future__ import annotations
 

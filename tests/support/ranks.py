@@ -1,8 +1,8 @@
-"""Processes that run functions of the tests, started once for all tests.
+"""Runs functions of the tests on several ranks, in processes that all tests share.
 
-Four on gloo, or one for each GPU on NCCL. A test asks for some of the ranks: :func:`on_ranks`
-runs a function on each of them, with a process group of their own, and returns what each
-returned. Errors come back as they were raised.
+There are four processes on gloo, or one for each GPU on NCCL. :func:`on_ranks` runs a function on
+some of them, in a process group of their own, and returns the result of each; an error on a rank
+is raised here with its traceback.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ NUM_PROCESSES = 4
 """On gloo."""
 
 GROUPS = {1: (2,), 2: (1, 3), 3: (0, 2, 3), 4: (0, 1, 2, 3)}
-"""Which processes make up a group of a size: not the first ones, so that a rank in the group
-which is taken for one in the world is found out."""
+"""The processes of a group of each size. They are not the first ones, so that a test fails if a
+rank in the group is taken for one in the world."""
 
 TIMEOUT_S = 300
 """A guard against hanging for ever, whatever else the machine does."""
@@ -36,24 +36,24 @@ class RankError(Exception):
 
 
 def on_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """``function(group, *arguments)`` on each rank of a group; its results in rank order.
+    """Run ``function(group, *arguments)`` on each rank of a group; results in rank order.
 
-    ``function`` is at the top level of a test module.
+    ``function`` must stand at the top level of a test module.
     """
     return _run(_pool("gloo", NUM_PROCESSES), GROUPS[num_ranks], function, arguments)
 
 
 def on_gpus(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """The same with a GPU for each rank, over NCCL; the current device is the rank's own.
+    """Like :func:`on_ranks`, over NCCL with a GPU for each rank as its current device.
 
     Each number of ranks has processes of its own: PyTorch's symmetric memory numbers what a
-    process shares over all its groups, and hangs where ranks have come to different numbers.
+    process shares over all its groups, and hangs where the ranks' numbers differ.
     """
     return _run(_pool("nccl", num_ranks), tuple(range(num_ranks)), function, arguments)
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
-    """Where a rank of the group keeps its tensors."""
+    """The device of this rank's tensors."""
     if dist.get_backend(group) == "gloo":
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
@@ -82,8 +82,8 @@ def _run(
 @cache
 def _pool(backend: str, num_processes: int) -> list[Connection]:
     """A connection to each process; they end with this one."""
-    # Forked from one process that has imported what takes long, and has started nothing; CUDA
-    # does not survive that.
+    # Forked from one process that has imported the slow modules and has started no thread. CUDA
+    # does not survive a fork.
     context = multiprocessing.get_context("forkserver" if backend == "gloo" else "spawn")
     if backend == "gloo":
         context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "harness.run.worker"])

@@ -1,4 +1,4 @@
-"""A few records of everything, with every status that a case can have."""
+"""A few records of each kind, with every status that a case can have."""
 
 from __future__ import annotations
 

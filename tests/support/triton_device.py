@@ -1,4 +1,4 @@
-"""Triton kernels wherever tests run: on a GPU, or on a CPU under Triton's interpreter."""
+"""The device on which Triton kernels are tested: a GPU, or a CPU with Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Triton's interpreter without the work that it repeats."""
+"""Makes Triton's interpreter patch the language once, not at every call."""
 
 from __future__ import annotations
 
