@@ -20,6 +20,8 @@ heads of the group or a part of them, 128 at a time: a *turn* of two halves. Its
 
 That order cannot block: programs start in the order of their indices, so whichever a program
 waits for has started before it.
+
+docs/kernels.md has a diagram of the warps over time and the budget of shared memory and registers.
 """
 
 # Triton's types are not Python's.

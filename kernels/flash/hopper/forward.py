@@ -23,6 +23,8 @@ takes n + 1 of the ring's steps, since a slot holds the keys of a tile and the v
 before: the first step brings no values, the last one no keys. One with none takes no step. In each
 step each of a slot's three barriers goes through one phase, with data or without, so that one
 parity serves them all: the producer arrives at what brings no data, and consumers free every slot.
+
+docs/kernels.md has a diagram of the warps over time and the budget of shared memory and registers.
 """
 
 # Triton's types are not Python's.
