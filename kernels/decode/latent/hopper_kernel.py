@@ -21,8 +21,9 @@ rank, as in DeepSeek's FlashMLA. Shared memory holds the queries, two tiles of l
 
 Consumers so take turns: while one computes a softmax, the other's matmuls run. The one tile of
 probabilities needs no lock, since who writes it has read what it overwrites. Row sums stay
-apart, each consumer's over its own tiles, and are exchanged at the end of a piece. docs/kernels.md has
-a diagram over time, the budget of shared memory and registers, and what gained nothing.
+apart, each consumer's over its own tiles, and are exchanged at the end of a piece.
+docs/kernels.md has a diagram of the warps over time, the budget of shared memory and registers, and
+what else was tried and gained nothing.
 
 Waiting tells only even from odd phases, so no barrier may complete two while one waits for it.
 Every part's ``ready`` and ``free`` take turns: it is loaded anew only when it was given back,
