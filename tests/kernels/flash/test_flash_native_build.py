@@ -1,4 +1,4 @@
-"""Building the compiled autograd node: compilers that fail, and one file for each source."""
+"""Building the compiled autograd node: compilers that fail, several at once, one file a source."""
 
 from __future__ import annotations
 
@@ -31,9 +31,7 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
     ("script", "words"),
     [
         ("echo 'native.cpp:3: error: no such file' >&2; echo note >&2; exit 1", "no such file"),
-        ("exit 3", "exit status 3"),
         ("echo garbage > $made", "ImportError"),
-        ("true", "ImportError"),
     ],
 )
 def test_compilers_that_fail(
@@ -47,42 +45,7 @@ def test_compilers_that_fail(
     assert list(folder.iterdir()) == []
 
 
-def test_a_compiler_that_hangs(
-    compiler: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiler("exec sleep 60")
-    monkeypatch.setattr(native, "_BUILD_TIMEOUT_S", 0.2)
-    with pytest.raises(native.NotBuilt, match=r"more than 0\.2 s"):
-        native.build(tmp_path / "cache")
-
-
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.write_text("")
-    with pytest.raises(native.NotBuilt, match=r"NotADirectoryError|FileExistsError"):
-        native.build(file / "folder")
-
-
-def test_built_once(
-    compiler: Callable[[str], None], native_folder: Path, native_module: Any, tmp_path: Path
-) -> None:
-    (so,) = native_folder.glob("native-*.so")
-    compiler(f"echo . >> {tmp_path}/runs; cp {so} $made")
-    cache = tmp_path / "cache"
-    for _ in range(2):
-        assert callable(native.build(cache).attend)
-    assert (tmp_path / "runs").read_text() == ".\n"
-    (made,) = cache.iterdir()
-    # A damaged one is made anew.
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / made.name).write_bytes(b"damaged")
-    assert callable(native.build(other).attend)
-    assert (tmp_path / "runs").read_text() == ".\n.\n"
-    assert (other / made.name).read_bytes() == so.read_bytes()
-
-
-def test_several_at_once(
+def test_several_at_once_make_one_file(
     compiler: Callable[[str], None], native_folder: Path, native_module: Any, tmp_path: Path
 ) -> None:
     (so,) = native_folder.glob("native-*.so")
@@ -98,7 +61,7 @@ def test_several_at_once(
     assert len(list(cache.iterdir())) == 1
 
 
-def test_every_source_has_a_file_of_its_own(
+def test_every_source_has_a_file_of_its_own_built_once(
     compiler: Callable[[str], None],
     native_folder: Path,
     native_module: Any,
@@ -106,17 +69,13 @@ def test_every_source_has_a_file_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (so,) = native_folder.glob("native-*.so")
-    compiler(f"cp {so} $made")
+    compiler(f"echo . >> {tmp_path}/runs; cp {so} $made")
     cache = tmp_path / "cache"
-    native.build(cache)
+    for _ in range(2):
+        assert callable(native.build(cache).attend)
+    assert (tmp_path / "runs").read_text() == ".\n"
     changed = tmp_path / "changed.cpp"
     changed.write_text(native.SOURCE.read_text() + "\n// More.\n")
     monkeypatch.setattr(native, "SOURCE", changed)
     native.build(cache)
     assert len(list(cache.iterdir())) == 2
-
-
-def test_the_source_is_packaged() -> None:
-    project = (Path(__file__).parents[3] / "pyproject.toml").read_text()
-    assert '"*.cpp"' in project
-    assert native.SOURCE.exists()
