@@ -1,1 +1,1 @@
-"""Running cases: launchers, warm workers, rounds in turns, ranks on other hosts."""
+"""Runs cases: launchers, warm workers, interleaved rounds, and ranks on other hosts."""

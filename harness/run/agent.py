@@ -18,7 +18,7 @@ from harness.run.rank import LOG_LINES, LocalRank, RankStart, start_rank
 
 
 def serve_agent(*, address: str, port: int, rank: int, token: str, logs: Path) -> int:
-    """Be the agent of one rank until the leader is done; how many workers were started.
+    """Serve as the agent of one rank until the leader is done; returns the workers started.
 
     Raises HostError if the leader cannot be reached or refuses.
     """
@@ -42,7 +42,7 @@ def serve_agent(*, address: str, port: int, rank: int, token: str, logs: Path) -
 
 
 def _pass_on(link: Link, worker: LocalRank) -> bool:
-    """Pass lines both ways until the leader wants the worker ended; False if it has gone."""
+    """Pass lines both ways until the leader ends the worker; False if the leader has gone."""
     with selectors.DefaultSelector() as selector:
         selector.register(link, selectors.EVENT_READ)
         selector.register(worker, selectors.EVENT_READ)

@@ -1,4 +1,4 @@
-"""A lock on a device, since two runs that measure on it at once disturb each other."""
+"""A lock on a device, because two runs that measure on it at once disturb each other."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def exclusive_device(device: str, on_wait: Callable[[], object]) -> Iterator[None]:
-    """Keep other runs on this host off the device: two that measure at once spoil each other.
+    """Hold a device against other runs on this host, waiting for them if necessary.
 
-    A lock in the temporary folder, which the operating system drops when its holder dies.
-    Runs that see different GPUs (CUDA_VISIBLE_DEVICES) do not wait for each other. In a Slurm
-    job that variable may count from 0 whichever GPUs the job has; Slurm's own tells them apart.
+    The lock is a file in the temporary folder; the operating system releases it when its holder
+    dies. Runs that see different GPUs (CUDA_VISIBLE_DEVICES) do not wait for each other. In a
+    Slurm job that variable may count from 0 on any GPUs, so Slurm's own variables come first.
     """
     visible = ""
     if device == "cuda":

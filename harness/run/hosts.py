@@ -24,21 +24,21 @@ from harness.run.link import Link
 from harness.run.rank import RankProcess, RankStart, start_rank
 
 CONNECT_TIMEOUT_S = 300.0
-"""How long hosts wait for each other: jobs of one node may start minutes after another's."""
+"""How long hosts wait for each other; one node of a job may start minutes after another."""
 
 CLOCK_TOLERANCE_S = 2.0
 
 
 class HostError(RuntimeError):
-    """Hosts that do not come together; the message is one line with the remedy."""
+    """Hosts could not connect; the message is one line with the remedy."""
 
 
 class Hosts:
-    """Where the ranks of worker groups run: without arguments, all of them on this host.
+    """Starts each rank of a worker group on its host; without arguments, all of them on this one.
 
     Args:
-        local_ranks: how many ranks, from 0 on, this process starts itself; others have agents.
-        ranks_per_node: how many there are on each host, agents' ones included.
+        local_ranks: number of ranks, from 0 on, that this process starts; the others have agents.
+        ranks_per_node: number of ranks on each host, whoever starts them.
     """
 
     def __init__(self, local_ranks: int | None = None, ranks_per_node: int | None = None) -> None:
@@ -60,9 +60,9 @@ class Hosts:
         ranks_per_node: int,
         token: str,
     ) -> Iterator[Hosts]:
-        """Listen until the agents of all further ranks have come; let them go at the end.
+        """Wait until the agents of all further ranks have connected; dismiss them at the end.
 
-        Raises HostError if they do not come in time, or are of another version.
+        Raises HostError if they do not connect in time, or run another version.
         """
         hosts = cls(local_ranks, ranks_per_node)
         hosts._address = address
@@ -123,7 +123,7 @@ class Hosts:
         return f"tcp://{self._address}:{port}"
 
     def start(self, start: RankStart, *, logs: Path, scratch: str) -> RankProcess:
-        """Start one rank where it belongs; OSError or HostError if its host has gone."""
+        """Start one rank on its host; OSError or HostError if that host has gone."""
         here = self.local_ranks is None or start.rank < self.local_ranks
         start.ranks_on_host = min(start.world_size, self.ranks_per_node or start.world_size)
         start.local_rank = start.rank % start.ranks_on_host
@@ -195,7 +195,7 @@ class RemoteRank:
 
 
 def clocks_differ(host: str, apart_s: float) -> str:
-    """One line about a clock that is ahead (or, negative, behind)."""
+    """A warning about a host's clock that is ahead (or, if negative, behind)."""
     way = "ahead" if apart_s > 0 else "behind"
     return (
         f"{host}: its clock is {abs(apart_s):.0f} s {way}; start times there are off by that, "

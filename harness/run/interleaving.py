@@ -9,10 +9,10 @@ from harness.cases.case import Case
 
 
 def comparison_groups(cases: Iterable[Case]) -> list[list[Case]]:
-    """Cases that differ in attention or strategy alone, together, in the order of the first.
+    """Group cases that differ only in attention or strategy, in the order of each group's first.
 
-    All cases of a group have as many ranks, and so one worker group. A strategy that trains on
-    one rank does nothing, and has nothing to be compared with.
+    All cases of a group have the same number of ranks, so one worker group can run them. With
+    one data-parallel rank strategies do nothing, so those cases are not compared by strategy.
     """
     groups: dict[str, list[Case]] = {}
     for case in cases:

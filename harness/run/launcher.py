@@ -1,4 +1,4 @@
-"""What a launcher is: where and how the cases of a plan run."""
+"""The launcher interface: a launcher decides where and how the cases of a plan run."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kernels.registry import Registry
 
 
 class LaunchError(ValueError):
-    """Cases that cannot be run as the user asks; the message is one line with the remedy."""
+    """The cases cannot run as requested; the message is one line with the remedy."""
 
 
 @dataclass(kw_only=True, slots=True)
 class PendingCases:
-    """The cases that are left of a plan, and what launchers need to run them."""
+    """The cases of a plan without a final record, and what a launcher needs to run them."""
 
     cases: list[Case]
     options: RunOptions
@@ -26,7 +26,7 @@ class PendingCases:
     progress: Progress
     command: str
     predict: Callable[[Case], float]
-    """Seconds that a case takes, roughly."""
+    """A rough prediction of a case's seconds."""
 
 
 LAUNCHERS: Registry[type[Launcher]] = Registry(
@@ -38,14 +38,14 @@ launcher = LAUNCHERS.register
 
 @dataclass(kw_only=True, slots=True)
 class Launcher:
-    """A choice of ``launcher=``. It takes the whole list, so that it may be one job array."""
+    """A choice of ``launcher=``. It takes all cases at once, so that it can submit a job array."""
 
     name: str
 
     def resolve_device(self, device: str) -> str:
-        """``cpu`` or ``cuda`` for the user's ``device=``, which may be ``auto``.
+        """Turn the user's ``device=``, which may be ``auto``, into ``cpu`` or ``cuda``.
 
-        Raises ValueError if the user asks for a device that is not there.
+        Raises ValueError if there is no such device.
         """
         raise NotImplementedError
 
@@ -53,9 +53,9 @@ class Launcher:
         """Raise ValueError if the cases cannot run here, before anything starts."""
 
     def launch(self, pending: PendingCases) -> list[str]:
-        """Run the cases and write their records, or see to it that it is done elsewhere.
+        """Run the cases and write their records, or submit them to run elsewhere.
 
-        Returns nothing when no more records can be expected, and otherwise what to tell the
-        user in place of a report, line by line.
+        Returns an empty list once all records are written; otherwise the lines to show the user
+        instead of a report.
         """
         raise NotImplementedError

@@ -34,7 +34,7 @@ class Link:
         self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def fill(self, timeout_s: float | None) -> bool:
-        """Take in what has arrived, waiting for some up to ``timeout_s``; True at the end."""
+        """Read what has arrived, waiting up to ``timeout_s``; True if the connection has ended."""
         self.connection.settimeout(timeout_s)
         try:
             data = self.connection.recv(1 << 20)
@@ -51,16 +51,16 @@ class Link:
         return not data
 
     def taken(self) -> list[dict[str, Any]]:
-        """The messages that have been taken in since."""
+        """The messages read since the last call."""
         waiting, self._waiting = self._waiting, []
         return waiting
 
     def receive(self, timeout_s: float | None) -> dict[str, Any] | None:
-        """The next message; None at the end or when the time is up."""
+        """The next message; None if the connection ends or the time is up."""
         return self._next(lambda message: True, timeout_s)
 
     def receive_with(self, key: str, timeout_s: float) -> dict[str, Any] | None:
-        """The next message with a key; those before it are dropped."""
+        """The next message that has ``key``; earlier ones are dropped."""
         return self._next(lambda message: key in message, timeout_s)
 
     def _next(self, wanted: Any, timeout_s: float | None) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""This host, or several that a user starts the same command on: warm workers on CPUs or GPUs."""
+"""``launcher=local``: warm workers on this host, or on several that run the same command."""
 
 from __future__ import annotations
 
@@ -153,10 +153,10 @@ class Local(Launcher):
 
 @cache
 def probe_cuda() -> dict[str, Any]:
-    """Names of the CUDA devices that torch sees, and if there are none, why.
+    """Names of the CUDA devices that torch sees, and the reason if there are none.
 
-    Asked of torch itself, in a process of its own so that this one need not import it; not
-    asked at all where no driver is installed.
+    A separate process asks torch, so that this one need not import it; where no driver is
+    installed nobody asks.
     """
     drivers = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
     if not any(Path(path).exists() for path in drivers) and shutil.which("nvidia-smi") is None:

@@ -1,4 +1,4 @@
-"""Progress in a terminal: what is running, what came out, and the time left."""
+"""Progress of a run, and how a terminal shows it: the case that runs, results, and time left."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STYLES = {"ok": "green", "oom": "yellow", "unsupported": "yellow"}
 
 
 class Progress(Protocol):
-    """Who is told how a run goes on."""
+    """Listens to a run: which case starts, its stages, and its record."""
 
     def started(self, case: Case) -> None: ...
 
@@ -87,7 +87,7 @@ class TerminalProgress:
             self.console.print(f"      {self._time_left()}", highlight=False)
 
     def _time_left(self) -> str:
-        """The prediction for the cases left, scaled by how the finished ones compared to it."""
+        """The predicted time of the cases left, scaled by the pace of the finished ones."""
         elapsed = time.monotonic() - self._started
         pace = elapsed / self._done_s if self._done_s > 0 else 1.0
         seconds = max(0, round(self._left_s * pace))

@@ -1,7 +1,7 @@
 """One rank of a worker group, as its leader sees it: a process here, or one behind an agent.
 
-Both speak the same protocol: lines of JSON with jobs go in, lines of JSON with events come out,
-and the end of the events is the end of the rank.
+Both kinds speak one protocol: jobs go in as lines of JSON, events come out as lines of JSON, and
+the end of the events is the end of the rank.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ LOG_LINES = 20
 
 @dataclass(kw_only=True, slots=True)
 class RankStart:
-    """What a worker process is started with."""
+    """The arguments of a worker process."""
 
     rank: int
     local_rank: int
-    """Among the ranks of its host: which of the GPUs it sees is its own."""
+    """Its number among the ranks of its host, and so the index of its GPU."""
     ranks_on_host: int
     world_size: int
     device: str
@@ -40,36 +40,36 @@ class RankStart:
     rendezvous: str
     """torch.distributed's init_method."""
     dynamo: bool = False
-    """Whether the first case needs it: imported with torch, and not in the case's time."""
+    """Import torch._dynamo with torch, because the first case needs it."""
 
 
 class RankProcess(Protocol):
     """A running rank."""
 
     stage: str
-    """What it last said that it does."""
+    """The stage that it last reported."""
     closed: bool
     """Whether its events have ended."""
 
     @property
     def name(self) -> str:
-        """Where it is, for messages: its log, or its host."""
+        """Its log or its host, for messages."""
         ...
 
     def fileno(self) -> int:
-        """Readable when events have arrived."""
+        """A file descriptor that is readable when events have arrived."""
         ...
 
     def send(self, line: str) -> None:
-        """Hand it one line; one that is gone is noticed where its events end."""
+        """Send one line; if the rank has gone, the end of its events will say so."""
         ...
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
-        """Events that have arrived, and whether they were the last."""
+        """The events that have arrived, and whether the rank has ended."""
         ...
 
     def returncode(self, wait_s: float) -> int | None:
-        """The exit code, negative for a signal; None if it is not known (in time)."""
+        """The exit code, negative for a signal; None if it is unknown after ``wait_s``."""
         ...
 
     def log_lines(self, num_lines: int) -> list[str]:
@@ -77,11 +77,11 @@ class RankProcess(Protocol):
         ...
 
     def kill(self) -> list[psutil.Process]:
-        """End it and all that it started, without waiting; processes here that are to go."""
+        """Kill it and its children without waiting; returns those of this host to wait for."""
         ...
 
     def reap(self) -> None:
-        """Wait for its end, a little, and let go of everything. Never fails."""
+        """Wait briefly for its end and release its resources. Never fails."""
         ...
 
 

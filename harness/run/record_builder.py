@@ -1,4 +1,4 @@
-"""One case on its way to a record: the rounds and ranks of it, joined as they come in."""
+"""Builds a case's record from what its ranks report, round by round."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from harness.store.rounds import Rounds, conditions
 
 
 class RecordBuilder:
-    """One case on its way to a record, round by round."""
+    """Collects the rounds of one case and joins them into its record."""
 
     def __init__(self, case: Case, num_rounds: int) -> None:
         self.case = case
@@ -32,13 +32,13 @@ class RecordBuilder:
         return len(self._rounds)
 
     def take_up(self, kept: Rounds) -> None:
-        """Begin with the rounds of an earlier run."""
+        """Start from the finished rounds of an earlier run."""
         self._num_taken_up = len(kept.outcomes)
         self._rounds, self._started_at = kept.outcomes, kept.started_at
         self._wall_s = kept.wall_s
 
     def to_rounds(self) -> Rounds:
-        """What the next run needs to go on from here."""
+        """The finished rounds, for the next run to start from."""
         return Rounds(
             case_id=self.case.id,
             num_rounds=self._num_rounds,
@@ -52,7 +52,7 @@ class RecordBuilder:
         self._started_at.append(began_at)
 
     def add(self, reply: Reply, log_tail: str, wall_s: float) -> None:
-        """Take in one round; a round that is not ok ends the case."""
+        """Add one round; a round that is not ok ends the case."""
         outcomes = sorted(reply.outcomes, key=lambda outcome: outcome["rank"])
         self._rounds.append(outcomes)
         self._wall_s += wall_s
@@ -68,7 +68,7 @@ class RecordBuilder:
         self.ended = self._status != "ok"
 
     def give_up(self, status: str, message: str) -> None:
-        """End the case from outside."""
+        """End the case with a status that no rank reported."""
         self._status, self._error = status, {"message": message}
         self.ended = True
 
@@ -153,7 +153,7 @@ def _worst_check(checks: list[dict[str, Any] | None]) -> dict[str, Any] | None:
 
 
 def _worst_compilation(complete: list[list[dict[str, Any]]]) -> dict[str, Any]:
-    """The first round's times, in which things compile, and every round's recompilations."""
+    """The first round's compile times, and the most recompilations of any round."""
     merged = _merge_max([outcome["compilation"] for outcome in complete[0]])
     merged["recompilations"] = max(
         outcome["compilation"].get("recompilations", 0)

@@ -1,10 +1,10 @@
-"""What is known of runs in a results folder: who measures which case, since when, and where.
+"""The runs of a results folder: which process or job measures which case, since when, and where.
 
-``runs/ID/run.json`` says what a run took on, in shares, and is written by who starts it.
-``runs/ID/share-N.json`` is the frozen input of a task of a job array: cases and options as
-they were when it was submitted, so that editing YAML afterwards changes nothing.
-``runs/ID/state-N.json`` is where that task stands, written by itself alone. All are replaced
-in one step, so that ``attnbench-status`` can read them at any time.
+``runs/ID/run.json`` lists the cases of a run in shares and is written by the command that starts
+it. ``runs/ID/share-N.json`` is the frozen input of one task of a job array: its cases and options
+at submission, so that editing YAML afterwards changes nothing. ``runs/ID/state-N.json`` is the
+state of that task, which it alone writes. All are replaced in one step, so that
+``attnbench-status`` can read them at any time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SCHEMA = 1
 
 
 class RunManifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """One command's work on a results folder."""
+    """The cases that one command measures, in shares."""
 
     id: str
     launcher: str
@@ -50,26 +50,26 @@ class RunManifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     clock_offset_s: float
     """This host's clock ahead of the one that stamps files in the results folder."""
     case_ids: list[list[str]]
-    """Of each share."""
+    """The ids of each share's cases."""
     predicted_s: list[list[float]]
     jobs: list[str | None] = []
-    """Of each share, the Slurm job such as ``123_4``; None before it is submitted."""
+    """Each share's Slurm job, such as ``123_4``; None before it is submitted."""
     shapes: list[str] = []
-    """Of each share, in words."""
+    """Each share's resources, in words."""
     schema: int = SCHEMA
 
 
 class TaskState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Where the work on one share stands."""
+    """The state of one share."""
 
     event: str = "running"
-    """running, stopped (told to, with the rest still to do), ended, or failed."""
+    """running, stopped (on request, with cases left), ended, or failed."""
     job: str = ""
     node: str = ""
     restart: int = 0
     """How often Slurm has started the task again."""
     case_id: str | None = None
-    """What is being measured, or was when the task stopped."""
+    """The case that is being measured, or was when the task stopped."""
     since_s: float = 0.0
     started_s: float = 0.0
     num_measured: int = 0
@@ -87,7 +87,7 @@ class RunFolder:
 
     @property
     def jobs(self) -> Path:
-        """Where Slurm and submitit write."""
+        """The folder that Slurm and submitit write to."""
         return self.path / "jobs"
 
     def write_run(self, run: RunManifest) -> None:
@@ -95,7 +95,7 @@ class RunFolder:
         atomic.replace(self.path / "run.json", encode(run))
 
     def read_run(self) -> RunManifest:
-        """Raises ValueError or OSError where there is none that can be read."""
+        """The manifest; ValueError or OSError if there is none that can be read."""
         return _read(RunManifest, self.path / "run.json")
 
     def write_share(
@@ -120,7 +120,7 @@ class RunFolder:
         atomic.replace(self.path / f"state-{index}.json", encode(state))
 
     def read_state(self, index: int) -> TaskState | None:
-        """None if the task has never started, or has not been seen to."""
+        """The state of a share; None if its task has not started."""
         try:
             return _read(TaskState, self.path / f"state-{index}.json")
         except FileNotFoundError:
@@ -147,7 +147,7 @@ def runs_of(results: Path) -> list[tuple[RunFolder, RunManifest]]:
 
 @contextlib.contextmanager
 def planning_lock(results: Path) -> Iterator[None]:
-    """One command at a time decides what to submit, so that no case is submitted twice."""
+    """Let one command at a time decide what to submit, so that no case is submitted twice."""
     (results / "runs").mkdir(parents=True, exist_ok=True)
     fd = os.open(results / "runs" / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -158,9 +158,9 @@ def planning_lock(results: Path) -> Iterator[None]:
 
 
 def clock_offset_s(folder: Path) -> float:
-    """How far this host's clock is ahead of the one that stamps files in ``folder``.
+    """Seconds by which this host's clock is ahead of the one that stamps files in ``folder``.
 
-    On a shared file system that is the server's, so that the offsets of two hosts compare
+    On a shared file system that is the server's clock, so the offsets of two hosts compare
     their clocks.
     """
     with tempfile.NamedTemporaryFile(dir=folder, suffix=".tmp") as file:
@@ -173,7 +173,7 @@ def clock_offset_s(folder: Path) -> float:
 
 
 class StateProgress:
-    """Progress that also keeps a share's state file up to date."""
+    """A progress that also keeps a share's state file up to date."""
 
     def __init__(
         self, folder: RunFolder, index: int, state: TaskState, inner: Progress | None = None
@@ -201,7 +201,7 @@ class StateProgress:
             self._inner.finished(record, measured_now=measured_now)
 
     def write(self, event: str | None = None, error: str | None = None) -> None:
-        """Write the state; a results folder that is full must not end the measuring."""
+        """Write the state; a full results folder must not end the measuring."""
         self.state.event = event or self.state.event
         self.state.error = error or self.state.error
         with contextlib.suppress(OSError):
@@ -210,7 +210,7 @@ class StateProgress:
 
 @contextlib.contextmanager
 def local_run(pending: PendingCases) -> Iterator[Progress]:
-    """Say in the results folder what this process is about to measure, for as long as it does."""
+    """Announce a local run in the results folder for as long as it measures."""
     results = pending.options.results
     folder = RunFolder(results, new_run_id())
     run = RunManifest(
@@ -236,7 +236,7 @@ def local_run(pending: PendingCases) -> Iterator[Progress]:
 
 
 def is_running(run: RunManifest) -> bool:
-    """Whether the process of a local run still lives; one of another host is taken to."""
+    """Whether the process of a local run still lives; on another host it is assumed to."""
     if run.host != socket.gethostname():
         return True
     try:

@@ -1,11 +1,11 @@
-"""Runs a list of cases on this host's warm workers and records each.
+"""Runs a list of cases on warm workers and records each.
 
-The local launcher runs a whole sweep through it; a task of a cluster's job array runs its
-share. Cases of one world size share a worker group. With ``interleave=R`` the measured passes
-of cases that differ in nothing but their attention, or how ranks train together, are split into
-R rounds, A B A B, so that a drifting clock or a noisy neighbour meets all of them. Every round
-makes its model anew, so that no two cases have to fit into memory at once. Finished rounds are
-kept (:mod:`harness.store.rounds`), and a run that follows one that was stopped takes them up.
+The local launcher runs a whole sweep through it; a task of a Slurm job array runs its share.
+Cases of one world size share a worker group. With ``interleave=R`` the measured passes of cases
+that differ only in attention or strategy are split into R rounds, A B A B, so that a drifting
+clock or a noisy neighbour affects all of them alike. Every round builds its model anew, so that
+no two cases have to fit into memory at once. Finished rounds are kept
+(:mod:`harness.store.rounds`), and the run after an interrupted one starts from them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from harness.store.rounds import RoundStore, conditions, why_not_joined
 
 
 class Runner:
-    """Owns the worker group of the moment and replaces it when it breaks."""
+    """Runs cases one after another on a worker group, which it replaces when the group breaks."""
 
     def __init__(
         self,
@@ -52,11 +52,11 @@ class Runner:
         self._current: RecordBuilder | None = None
 
     def run(self, cases: Iterable[Case], files_before: set[str] | None = None) -> None:
-        """Measure every case that has no good record yet; on any exception no worker stays.
+        """Measure every case that has no final record yet; after any exception no worker is left.
 
         Args:
-            files_before: record files that existed when the cases were planned; newer ones of
-                the cases are results of this plan, whatever their status. None is those of now.
+            files_before: record files that existed when the cases were planned; newer ones are
+                results of this plan, whatever their status. None stands for the files of now.
         """
         if files_before is None:
             files_before = {path.name for path in self.store.folder.iterdir()}
@@ -74,7 +74,7 @@ class Runner:
             self._close_group()
 
     def _run_claimed(self, group: list[Case], *, wait: bool) -> bool:
-        """Measure a group unless another process is at it; True when nothing is left to do."""
+        """Measure a group unless another process holds one of its cases; returns whether it did."""
         with contextlib.ExitStack() as claims:
             # Two processes that wait for each other's cases must ask for them in one order.
             for case in sorted(group, key=lambda case: case.id):
@@ -110,9 +110,9 @@ class Runner:
                     self._measure_round(run, round_index)
 
     def _take_up_rounds(self, runs: list[RecordBuilder]) -> None:
-        """Give each case of a group the rounds that an earlier run has finished, if they hold.
+        """Start each case from the rounds of an earlier run, if conditions are unchanged.
 
-        Those that do not stay where they are until the first round of this run replaces them.
+        Otherwise the old rounds stay on disk until the first round of this run replaces them.
         """
         not_used: Counter[str] = Counter()
         for run in runs:
@@ -151,7 +151,7 @@ class Runner:
             self.progress.finished(record, measured_now=True)
 
     def give_up_current(self, status: str, message: str) -> None:
-        """Record that the case which is being measured will not be ended; from a signal handler."""
+        """Record the case that is being measured as given up; called from a signal handler."""
         if self._current is not None:
             self._current.give_up(status, message)
             self._finish(self._current)
@@ -223,7 +223,7 @@ class Runner:
 
 @contextlib.contextmanager
 def signals_held() -> Iterator[None]:
-    """Deliver signals to stop after this, not in the middle of it."""
+    """Delay signals to stop until the end of the block."""
     if threading.current_thread() is not threading.main_thread():
         # Handlers run in the main thread, and only it may set them.
         yield

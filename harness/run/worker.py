@@ -1,4 +1,4 @@
-"""A warm worker: one rank's process, which measures the cases it is told to, one after another.
+"""A warm worker: one rank's process, which measures one case after another.
 
 Reads one JSON line per case from standard input and writes one JSON line per event to the
 file descriptor it was given: ``ready`` once, then ``stage`` lines and one ``result`` per case.
@@ -35,8 +35,8 @@ from harness.cases.case import Case
 from kernels.toolchain import why_not_compile
 
 NCCL_WATCHDOG_S = 0.25
-"""As long as PyTorch may hold what the last case has sent: its watchdog lets go of collectives that
-have ended when it looks, every 0.1 s."""
+"""PyTorch may hold buffers of the last case for so long: its watchdog releases finished collectives
+every 0.1 s."""
 
 
 def main() -> None:
@@ -115,7 +115,7 @@ class Worker:
     def measure(
         self, case: Case, rounds: int, round_index: int, artifacts: Path | None = None
     ) -> Outcome:
-        """Measure one case on this rank; whatever happens becomes the outcome's status."""
+        """Measure one case on this rank; every error becomes the outcome's status."""
         self._forget_last_case(case)
         bench = Bench(
             device=self.device,
@@ -170,7 +170,7 @@ class Worker:
         return outcome
 
     def _gather(self, outcome: Outcome) -> tuple[list[Outcome], bool]:
-        """Every rank's outcome, on every rank; and whether the group can go on."""
+        """Every rank's outcome, and whether the group can take another case."""
         if self.world_size == 1:
             return [outcome], True
         if "vote" in outcome.notes:
@@ -184,7 +184,7 @@ class Worker:
         return gathered, True
 
     def _forget_last_case(self, case: Case) -> None:
-        """Give every case the same start: no cached memory, no compiled code, stated numerics."""
+        """Start every case alike: no cached memory, no compiled code, explicit numerics."""
         if case.uses_dynamo:
             # Now, and not inside one of the case's passes.
             importlib.import_module("torch._dynamo")
@@ -199,11 +199,10 @@ class Worker:
         torch.set_float32_matmul_precision("high" if case.precision.tf32 else "highest")
 
     def _use_compile_cache_of(self, case: Case) -> None:
-        """Have torch.compile begin from nothing, so that its time does not depend on the past.
+        """Give torch.compile an empty cache for each case, so that compile times are comparable.
 
-        Rounds of one interleaved case share what its first round compiled. Where nothing goes
-        through torch.compile, Triton keeps what it compiles where the user has it: that takes
-        ten seconds for the kernels of one backend, which no measurement counts.
+        Rounds of one interleaved case share a cache. Cases without torch.compile use the user's
+        Triton cache: compiling one backend's kernels takes ten seconds that nothing measures.
         """
         if not case.compiles:
             for name, value in self._users_caches.items():
@@ -237,7 +236,7 @@ def why_unsupported(case: Case) -> str | None:
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether memory ran out, on a GPU or in the CPU's allocator, also deep inside a chain."""
+    """Whether an error, or one of its causes, says that a GPU or the CPU ran out of memory."""
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError | MemoryError):
             return True
@@ -253,7 +252,7 @@ def _note_silence(outcome: Outcome, error: BaseException) -> None:
 
 
 def _one_line(error: BaseException) -> str:
-    """The error's type and the first line of its message that says something."""
+    """The error's type and the first non-empty line of its message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     name = type(error).__name__
     if not lines:

@@ -1,4 +1,4 @@
-"""The parent's side of warm workers: start a group of ranks, hand it cases, end it for sure."""
+"""A group of warm workers, as its parent sees it: starts the ranks, hands them cases, ends them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from harness.run.rank import LocalRank, RankProcess, RankStart
 # Importing torch from a cold disk can take most of a minute.
 START_TIMEOUT_S = 180.0
 
-# Once one rank has ended or given up, how long the others have to tell what they saw.
+# How long the other ranks have to report, once one has ended or given up.
 GRACE_S = 3.0
 
 
 class WorkerStartError(RuntimeError):
-    """The worker could not start; the message is one line, and names the log."""
+    """A worker could not start; the message is one line and names the log."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -34,7 +34,7 @@ class Reply:
     """How one case, or one round of it, ended."""
 
     outcomes: list[dict[str, Any]] = field(default_factory=list)
-    """What ranks reported, as it arrived; some are missing if the group broke."""
+    """What the ranks reported, as it arrived; incomplete if the group broke."""
     fault: str | None = None
     """``timeout`` or ``failed`` if the group had to be ended."""
     message: str = ""
@@ -172,16 +172,17 @@ class WorkerGroup:
             reply.message = f"{who} {how} while {self._ranks[rank_index].stage}"
 
     def _note_silence(self, reply: Reply) -> None:
-        """Name the ranks that the others waited for in vain."""
+        """Name the ranks that did not answer the others' vote."""
         heard = {outcome["rank"] for outcome in reply.outcomes}
         silent = [index for index in range(self.world_size) if index not in heard]
         where = ", ".join(f"rank {index} (in {reply.last_stages[index]})" for index in silent)
         reply.message = f"no answer to the other ranks' vote from {where or 'any rank'}"
 
     def _collect_last_words(self, reply: Reply) -> None:
-        """A rank that raised while its peers wait for it may still be about to say so.
+        """Wait a little for the reports of the other ranks.
 
-        And one that was killed may be seen to have ended only after its peers' complaints.
+        A rank that raised while its peers wait for it may be about to report, and a killed one
+        may be seen to have ended only after its peers' errors.
         """
         deadline = time.monotonic() + GRACE_S
         while time.monotonic() < deadline and not all(rank.closed for rank in self._ranks):
@@ -193,7 +194,7 @@ class WorkerGroup:
         reply.last_stages = [rank.stage for rank in self._ranks]
 
     def _poll(self, deadline: float) -> list[tuple[int, dict[str, Any] | None]]:
-        """Events that have arrived; None as an event means that the rank has ended."""
+        """The events that have arrived, by rank; None as an event is the end of the rank."""
         events: list[tuple[int, dict[str, Any] | None]] = []
         wait_s = min(0.5, max(0.0, deadline - time.monotonic()))
         if not self._selector.get_map():
@@ -235,7 +236,7 @@ class WorkerGroup:
         return "\n".join(parts)
 
     def close(self) -> None:
-        """End every process of the group, and those that they started. Never fails."""
+        """End every process of the group and their children. Never fails."""
         doomed = [process for rank in self._ranks for process in rank.kill()]
         for rank in self._ranks:
             rank.reap()

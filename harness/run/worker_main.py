@@ -1,7 +1,6 @@
-"""A worker's process, tied to the life of the one that started it before anything slow begins.
+"""The entry point of a worker's process: ties it to its parent's life, then imports torch.
 
-``harness.run.worker`` imports torch, which takes seconds; a parent that is killed meanwhile must
-not leave the worker behind.
+The import takes seconds, and a parent that is killed meanwhile must not leave the worker behind.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def main() -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Leave no process behind, however the parent ends (Linux: prctl(2), PR_SET_PDEATHSIG)."""
+    """End this process with its parent, however that ends (Linux: prctl(2), PR_SET_PDEATHSIG)."""
     # Slurm tells every process of a job to stop; the parent hears it too, and ends its workers.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)

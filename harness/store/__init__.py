@@ -1,1 +1,1 @@
-"""Results folders: records, finished rounds, and the plan of each sweep."""
+"""Stores a results folder's records, finished rounds and sweep plans."""

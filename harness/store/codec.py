@@ -1,4 +1,4 @@
-"""Typed values to and from the text of JSON files; every file carries the number of its schema."""
+"""Encodes typed values as JSON files and decodes them; every file carries its schema's number."""
 
 from __future__ import annotations
 

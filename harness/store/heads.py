@@ -1,4 +1,4 @@
-"""How every case of a results folder ended, without reading all that was measured."""
+"""The heads of records: how each case ended, decoded without its samples."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Head:
     status: str
     wall_s: float
     written_s: float
-    """By the clock of the file system."""
+    """By the file system's clock."""
     message: str = ""
     """First line of the error, where it says more than the status."""
 

@@ -40,7 +40,7 @@ class Phase(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Record(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What was observed of one case. See ``results/README.md`` for the JSON."""
+    """The observations of one case. See ``results/README.md`` for the JSON."""
 
     case_id: str
     case: dict[str, Any]
@@ -73,12 +73,12 @@ class Record(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             raise ValueError(f"status {self.status}: one of {', '.join(STATUSES)}")
 
     def to_json(self) -> str:
-        """The text of the record's file: sorted keys, so that versions compare line by line."""
+        """The text of the record's file, with sorted keys."""
         return encode(self, indent=1, sort_keys=True).decode() + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Record:
-        """Raises ValueError where the text is not a whole record of this schema."""
+        """Decode a record; ValueError if the text is not a complete one of this schema."""
         return decode(text.encode(), cls, schema=SCHEMA)
 
 
@@ -91,7 +91,7 @@ _FILE_NAME = re.compile(r"(?P<case_id>.+?)(?:\.(?P<attempt>\d+))?\.json")
 
 
 def file_case(name: str) -> tuple[str, int] | None:
-    """The case and the attempt that a file in ``records`` is of; None if it is no record."""
+    """The case id and attempt in the name of a record's file; None for other files."""
     match = _FILE_NAME.fullmatch(name)
     return (match["case_id"], int(match["attempt"] or 1)) if match else None
 
@@ -212,9 +212,9 @@ class RecordStore:
 
 
 def read_file(path: Path, kind: type[T]) -> tuple[T, float]:
-    """A record, as the fields of it that ``kind`` has, and when it was written.
+    """Read the fields of a record that ``kind`` has, and the time when the file was written.
 
-    The time is by the clock of the file system. Raises RecordError.
+    The time is by the file system's clock. Raises RecordError.
     """
     try:
         with path.open("rb") as file:
@@ -226,7 +226,7 @@ def read_file(path: Path, kind: type[T]) -> tuple[T, float]:
 
 
 def _rescue(record: Record) -> str:
-    """Save a record that its folder does not take; a clause that says where it is."""
+    """Save a record that its folder cannot take; returns a clause that says where it is."""
     path = Path(tempfile.gettempdir()) / f"attnbench-{record.case_id}.json"
     try:
         path.write_text(record.to_json(), encoding="utf-8")
@@ -236,7 +236,7 @@ def _rescue(record: Record) -> str:
 
 
 def in_short(problems: list[str]) -> list[str]:
-    """Lines about unreadable files; many that fail for one reason in one line."""
+    """The lines about unreadable files, with one line for many that fail for one reason."""
     by_reason: dict[str, list[str]] = {}
     for problem in problems:
         by_reason.setdefault(problem.partition(": ")[2], []).append(problem)

@@ -1,10 +1,10 @@
 """Finished rounds of interleaved cases, kept on disk until their records are written.
 
-``rounds/`` of a results folder holds, for each case that has begun and is not whole, one file
-named as its record will be; it is replaced in one step after every round and goes away with the
-record. A run that is stopped in a round loses that round alone: the next one goes on with the
-rounds that are missing. Rounds are joined if nothing that a measurement depends on has changed
-in between: code, versions, device and driver, on every rank.
+``rounds/`` of a results folder holds one file for each unfinished case, named as its record will
+be. It is replaced in one step after every round and removed once the record is written. A run
+that is stopped in a round loses that round alone; the next run measures the missing rounds.
+Rounds of two runs are joined only if nothing that a measurement depends on has changed between
+them: code, versions, device and driver, on every rank.
 """
 
 from __future__ import annotations
@@ -29,40 +29,40 @@ SCHEMA = 1
 _CODE = ("harness", "kernels", "models", "parallel")
 
 _NO_CONDITION = frozenset({"git_revision", "host_memory_bytes"})
-"""Of an environment: the code itself is compared, which a revision says less of, and hosts of one
-kind have a few pages more or less."""
+"""Left out of an environment: the code's hash says more than a revision, and memory differs by a
+few pages between hosts of one kind."""
 
 
 class Rounds(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The rounds of one case that have ended well so far."""
+    """The successful rounds of one case so far."""
 
     case_id: str
     num_rounds: int
-    """How many there are to be."""
+    """How many the case has in all."""
     conditions: dict[str, Any]
     """See :func:`conditions`."""
     started_at: list[str] = []
-    """Of each round, when the cases that take turns began with it."""
+    """When each round began, for all cases of its group."""
     wall_s: float = 0.0
     outcomes: list[list[dict[str, Any]]] = []
-    """Of each round, what each rank observed, in rank order."""
+    """The outcomes of each round, in rank order."""
     schema: int = SCHEMA
 
 
 class RoundStore:
-    """The ``rounds`` folder beside the records. Who reads or writes a case has claimed it."""
+    """The ``rounds`` folder; a process claims a case before it uses the case's rounds."""
 
     def __init__(self, records: RecordStore) -> None:
         self._records = records
         self.folder = records.results / "rounds"
 
     def keep(self, rounds: Rounds) -> None:
-        """Replace what is kept of the case, in one step. Raises OSError if it does not fit."""
+        """Replace the kept rounds of a case in one step. Raises OSError if there is no room."""
         self.folder.mkdir(exist_ok=True)
         atomic.replace(self._path(rounds.case_id), encode(rounds), sync=True)
 
     def find(self, case_id: str) -> Rounds | None:
-        """What is kept for the case's next record. Raises ValueError if it cannot be read."""
+        """The rounds kept for the case's next record. Raises ValueError if they cannot be read."""
         if not self.folder.exists():
             return None
         try:
@@ -73,7 +73,7 @@ class RoundStore:
             raise ValueError(error.strerror) from error
 
     def tidy(self) -> None:
-        """Remove rounds whose record is written; a crash may have left some of those."""
+        """Remove rounds whose record is written, also those that a crash has left."""
         with contextlib.suppress(OSError):
             for path in self.folder.iterdir():
                 # Also what a crash has left of one that was being written aside.
@@ -82,13 +82,13 @@ class RoundStore:
                     path.unlink(missing_ok=True)
 
     def _path(self, case_id: str) -> Path:
-        """Named as the next record, so that rounds of one attempt never join another."""
+        """The file of the case's rounds, named as its next record, so that attempts never mix."""
         attempts = self._records.attempts(case_id)
         return self.folder / self._records.path(case_id, (attempts or [0])[-1] + 1).name
 
 
 def conditions(environments: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What must be equal for rounds to be of one measurement, from the ranks' environments."""
+    """The conditions under which rounds may be joined, from the ranks' environments."""
     found: dict[str, Any] = {"code": _code(), "schema of records": RECORD_SCHEMA}
     for rank, environment in enumerate(environments):
         of_rank = f" of rank {rank}" if len(environments) > 1 else ""
@@ -101,7 +101,7 @@ def conditions(environments: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def why_not_joined(kept: Rounds, num_rounds: int, now: dict[str, Any]) -> str | None:
-    """The first thing that keeps rounds of an earlier run from being joined; None if nothing."""
+    """The first reason not to join rounds of an earlier run; None if there is none."""
     if kept.num_rounds != num_rounds:
         return f"interleave was {kept.num_rounds} and is {num_rounds}"
     for key in dict.fromkeys([*now, *kept.conditions]):
@@ -113,7 +113,7 @@ def why_not_joined(kept: Rounds, num_rounds: int, now: dict[str, Any]) -> str | 
 
 @cache
 def _code() -> str:
-    """A hash of all code that measures: two revisions may share it, and one with changes not."""
+    """A hash of all code that measures, which tells changes that a revision does not."""
     digest = hashlib.sha256()
     for folder in _CODE:
         for path in sorted((ROOT / folder).rglob("*")):

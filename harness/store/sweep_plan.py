@@ -1,4 +1,4 @@
-"""Sweep plans: ``sweeps/LABEL/plan.json`` says what a sweep measures, shows, and is run with."""
+"""Sweep plans: ``sweeps/LABEL/plan.json`` lists a sweep's cases, tables, figures and command."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Slurm: its commands, a job array's shares and tasks, and following them."""
+"""Runs cases on a Slurm cluster: submission, job arrays and their tasks, Slurm's commands."""

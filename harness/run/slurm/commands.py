@@ -1,4 +1,4 @@
-"""Slurm's commands, as far as they are needed, with errors in one line."""
+"""Calls Slurm's commands and turns their errors into one line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _IDS_A_CALL = 200
 
 
 class SlurmError(LaunchError):
-    """Slurm is not there, or says no; the message is one line with the remedy."""
+    """Slurm is missing or refuses; the message is one line with the remedy."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -41,7 +41,7 @@ class Job:
 
 
 def require_slurm() -> None:
-    """Raise SlurmError unless jobs can be submitted from here."""
+    """Raise SlurmError unless this host can submit jobs."""
     for program in ("sbatch", "srun", "squeue", "scontrol", "sinfo"):
         if shutil.which(program) is None:
             raise SlurmError(
@@ -64,14 +64,14 @@ def require_partition(name: str | None) -> None:
 
 
 def max_array_size() -> int:
-    """How many tasks one array may have."""
+    """The number of tasks that one array may have."""
     found = re.search(r"^MaxArraySize\s*=\s*(\d+)", _call("scontrol", "show", "config"), re.M)
     # The largest index is one less than MaxArraySize, and ours begin at 0.
     return int(found.group(1)) if found else DEFAULT_MAX_ARRAY
 
 
 def queued(array_ids: Iterable[str]) -> dict[str, Job]:
-    """Jobs of the given arrays that squeue knows, by ids such as ``123_4`` (or ``123``)."""
+    """The jobs of the given arrays in squeue, by ids such as ``123_4`` (or ``123``)."""
     wanted = sorted(set(array_ids))
     if not wanted:
         return {}
@@ -89,7 +89,7 @@ def queued(array_ids: Iterable[str]) -> dict[str, Job]:
 
 
 def accounted(array_ids: Iterable[str]) -> dict[str, Job]:
-    """What accounting remembers of jobs; nothing where the cluster keeps no accounts."""
+    """The jobs of the given arrays in sacct; empty where the cluster keeps no accounts."""
     found: dict[str, Job] = {}
     wanted = sorted(set(array_ids))
     for start in range(0, len(wanted), _IDS_A_CALL):
@@ -112,14 +112,14 @@ def accounted(array_ids: Iterable[str]) -> dict[str, Job]:
 
 
 def cancel(job_ids: Iterable[str]) -> None:
-    """Cancel jobs, arrays or tasks of arrays; ones that have ended are no error."""
+    """Cancel jobs, arrays or tasks of arrays; those that have ended are ignored."""
     ids = list(job_ids)
     for start in range(0, len(ids), _IDS_A_CALL):
         _call("scancel", *ids[start : start + _IDS_A_CALL])
 
 
 def refusal(stderr: str) -> str:
-    """What Slurm objects to, of the lines that it printed."""
+    """The reason of a refusal, from the lines that Slurm printed."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     said = [re.sub(r"^\w+: (error: )?", "", line) for line in lines if "error:" in line]
     return "; ".join(dict.fromkeys(said)) or (lines[-1] if lines else "it gave no reason")

@@ -1,4 +1,4 @@
-"""``wait=true``: follow cases that run elsewhere, through the records that appear."""
+"""``wait=true``: follows submitted cases by the records that appear."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from harness.run.slurm import commands as slurm
 from harness.store.record import file_case, is_final
 
 GRACE_S = 30.0
-"""A job that has left the queue may have written what the file system shows a little later."""
+"""How long records of a job that has left the queue may take to appear in the file system."""
 
 
 def follow(pending: PendingCases, poll_s: float) -> None:
-    """Tell the progress of each case as it starts and ends; return when none is left to come."""
+    """Report each case to the progress as it starts and ends, until none is left."""
     store, options = pending.store, pending.options
     waiting = {case.id: case for case in pending.cases}
     seen: set[str] = set()
@@ -47,7 +47,7 @@ def follow(pending: PendingCases, poll_s: float) -> None:
 
 
 def _show_running(pending: PendingCases, waiting: set[str]) -> bool:
-    """Name a case that is running; False if no job in the queue has any of them."""
+    """Show one running case as progress; False if no job in the queue has any of them."""
     by_id = {case.id: case for case in pending.cases if case.id in waiting}
     runs = [
         (folder, run)

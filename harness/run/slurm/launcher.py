@@ -1,4 +1,4 @@
-"""A Slurm cluster: one job array for each shape of resources, submitted through submitit."""
+"""``launcher=slurm``: submits one job array for each shape of resources, through submitit."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class Slurm(Launcher):
             )
 
     def _submit(self, cases: list[Case], pending: PendingCases) -> list[str]:
-        """Freeze the cases in shares and submit them; what to tell the user."""
+        """Freeze the cases in shares and submit them; returns lines for the user."""
         packed = pack(
             cases,
             ranks_per_node=self.gpus_per_node,
@@ -210,7 +210,7 @@ class Slurm(Launcher):
             folder.write_share(index, share.cases, options, before)
 
     def _submit_array(self, folder: RunFolder, shape: Shape, indices: range) -> list[str]:
-        """Submit one array (or one job, for a single share); job ids in order."""
+        """Submit one array (or one job, for a single share); returns job ids in order."""
         import submitit
 
         from harness.run.slurm.task import ShareTask
@@ -236,7 +236,7 @@ class Slurm(Launcher):
             return [job.job_id for job in jobs]
 
     def _parameters(self, shape: Shape) -> dict[str, Any]:
-        """For submitit, which writes the batch script."""
+        """The parameters of submitit, which writes the batch script."""
         parameters: dict[str, Any] = {
             "job_name": "attnbench",
             "time": self.time_min,
@@ -274,7 +274,7 @@ class Slurm(Launcher):
 
 
 def active_cases(results: Path) -> set[str]:
-    """Ids of the cases that jobs in the queue are yet to measure, or are measuring."""
+    """Ids of the cases that queued or running jobs have."""
     runs = [run for _, run in runs_of(results) if run.launcher == "slurm"]
     arrays = {job.split("_")[0] for run in runs for job in run.jobs if job is not None}
     if not arrays:
@@ -300,7 +300,7 @@ def _files_by_case(store: RecordStore) -> dict[str, list[str]]:
 
 @contextlib.contextmanager
 def _one_line() -> Iterator[None]:
-    """Turn what sbatch objects to into one line."""
+    """Turn sbatch's errors into one line."""
     import submitit
 
     errors = (submitit.core.utils.FailedJobError, submitit.core.utils.FailedSubmissionError)

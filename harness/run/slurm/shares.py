@@ -1,4 +1,4 @@
-"""Shares: the cases that one task of a job array measures, packed by shape and predicted time."""
+"""Packs cases into shares, one for each task of a job array, by shape and predicted time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Shape:
 
 @dataclass(kw_only=True, slots=True)
 class Share:
-    """What one task measures, one case after another on warm workers."""
+    """The cases that one task measures, one after another."""
 
     shape: Shape
     cases: list[Case] = field(default_factory=list)
@@ -73,11 +73,10 @@ def pack(
     """Shares of every shape, in the order of the cases.
 
     Args:
-        predict: seconds that a case takes, roughly.
-        cases_per_task: how many cases a share has; None fills it up to ``task_s``.
+        predict: a rough prediction of a case's seconds.
+        cases_per_task: cases of a share; None fills it up to ``task_s`` predicted seconds.
         max_tasks: the longest array that may be submitted.
-        together: keep cases in one share that differ in their attention alone, as they are
-            measured in turns.
+        together: keep cases that are measured in alternating rounds in one share.
 
     Raises LaunchError if ``cases_per_task`` makes more tasks than an array takes; shares packed
     by time are made longer instead.
@@ -113,7 +112,7 @@ def _fill(
     limit: float,
     size: Callable[[list[float]], float],
 ) -> list[Share]:
-    """Greedily, in order; a group that is larger than the limit has a share of its own."""
+    """Fill shares greedily, in order; a group above the limit has a share of its own."""
     shares: list[Share] = []
     filled = math.inf
     for group, seconds in items:

@@ -1,10 +1,10 @@
-"""What a task of a job array runs: its share, on the nodes that Slurm gave it.
+"""A task of a job array: measures its share on the nodes that Slurm gave it.
 
 submitit calls :class:`ShareTask` once for every rank. Rank 0 leads: it runs the same runner as
-the local launcher does, over the share's cases; every other rank is an agent that starts its
-worker. Each case is recorded when it is measured, and each round of an interleaved one kept, so a
-task that is told to stop has little to save: it says where it was, asks to be requeued, and goes on
-with the rest when it starts again.
+the local launcher over the share's cases; every other rank is an agent that starts its worker.
+Each case is recorded when it is measured, and each round of an interleaved one kept, so a task
+that must stop has little to save: it writes its state, asks to be requeued, and continues with the
+rest when it starts again.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from harness.run.worker_group import WorkerStartError
 from harness.store.record import RecordStore
 
 NEAR_THE_END_S = 75.0
-"""Slurm looks at time limits once a minute or less, so its warning may come early by as much."""
+"""Slurm checks time limits about once a minute, so its warning may come early by as much."""
 
 
 @dataclass(slots=True)
 class ShareTask:
-    """The picklable call of one array task; ``checkpoint`` is submitit's name for its hook."""
+    """The picklable function of one array task; submitit calls ``checkpoint`` before its end."""
 
     results: str
     run_id: str
@@ -65,12 +65,12 @@ class ShareTask:
 
     @property
     def token(self) -> str:
-        """Tells this job's tasks from those of others that happen to find the port."""
+        """A password that keeps tasks of other jobs from joining."""
         text = f"{self.run_id} {self.index} {os.environ.get('SLURM_JOB_ID')}"
         return hashlib.sha256(text.encode()).hexdigest()
 
     def checkpoint(self) -> DelayedSubmission | None:
-        """What to run when the job is started again; called in the signal's handler."""
+        """The task to run when the job restarts; called in the signal's handler."""
         if self._leader is not None:
             self._leader.told_to_stop()
         values = (self.results, self.run_id, self.index, self.ranks_per_node)
@@ -88,7 +88,7 @@ class Leader:
         self._progress: _Watchful | None = None
 
     def lead(self, environment: submitit.JobEnvironment) -> str:
-        """Measure the share; what is told in the job's log."""
+        """Measure the share; returns a line for the job's log."""
         # submitit would ignore it, and Slurm then kill what has had no time to end its workers.
         signal.signal(signal.SIGTERM, self._terminated)
         task = self._task
@@ -131,7 +131,7 @@ class Leader:
         return f"measured {state.num_measured} of {len(cases)} cases"
 
     def told_to_stop(self) -> None:
-        """Preempted, or the time limit is near: say so, and let Slurm end what is left."""
+        """Write the state as stopped: the task is preempted, or its time limit is near."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if self._runner is None or self._progress is None:
             return
@@ -149,7 +149,7 @@ class Leader:
         return end_s - time.time() < self._task.stop_s + NEAR_THE_END_S
 
     def _terminated(self, number: int, frame: FrameType | None) -> None:
-        """Cancelled, or preempted by a Slurm that requeues by itself."""
+        """Handle SIGTERM: cancelled, or preempted by a Slurm that requeues by itself."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if self._progress is not None:
             self._progress.write("stopped")
@@ -157,14 +157,14 @@ class Leader:
 
 
 class _Superseded(Exception):
-    """Slurm took this node for dead, and has started the task again on another one."""
+    """Slurm took this node for dead and has restarted the task on another one."""
 
 
 class _Watchful(StateProgress):
-    """Writes states, unless a later start of the same task has begun to."""
+    """Stops the run if a later start of the same task has written its state."""
 
     num_started = 0
-    """Turns: every round of an interleaved case is one, and is kept when it ends."""
+    """Rounds that began; an uninterleaved case is one round."""
 
     def started(self, case: Case) -> None:
         newest = self._folder.read_state(self._index)
@@ -175,7 +175,7 @@ class _Watchful(StateProgress):
 
 
 def endpoint() -> tuple[str, int]:
-    """Where rank 0 listens, as every task of the job derives it from Slurm's environment."""
+    """The address and port of rank 0, which every task derives from Slurm's environment."""
     environment = submitit.JobEnvironment()
     # The node that runs the batch script and srun is the job's first, and so rank 0's.
     address = os.environ.get("SLURM_LAUNCH_NODE_IPADDR") or environment.hostnames[0]
