@@ -1,10 +1,9 @@
-"""What a large sweep costs on a cluster's login node: planning, submitting, and its status.
+"""Times a sweep of 10,000 cases on a cluster's login node: planning, submitting, status.
 
-Run as ``python -m benchmarks.bench_cluster`` in the repository. 10,000 cases are planned, packed
-and submitted as arrays to a Slurm that is simulated (its commands are scripts that answer at
-once), the records of half of the tasks are simulated, and status is asked. Goals: planning and
-submitting under 30 s, status under 2 s, each under 1 GiB of memory; and reading while hundreds
-of tasks write never fails.
+Run as ``python -m benchmarks.bench_cluster`` in the repository. The cases are planned, packed and
+submitted as arrays to a simulated Slurm, whose commands are scripts that answer at once; half of
+the tasks get simulated records, and status is asked. Goals: planning and submitting under 30 s,
+status under 2 s, each under 1 GiB of memory; and reading while hundreds of tasks write never fails.
 """
 
 from __future__ import annotations
@@ -117,7 +116,7 @@ def simulate(results: Path) -> None:
 
 
 def write_records(results: str, writers: range, stop_s: float) -> int:
-    """What tasks of a cluster do to a results folder; how many records they wrote in all."""
+    """Write states and records as a cluster's tasks do; returns the number of records."""
     store = RecordStore(Path(results))
     ((folder, _),) = runs_of(store.results)
     case = folder.read_share(0)[0][0]
@@ -132,7 +131,7 @@ def write_records(results: str, writers: range, stop_s: float) -> int:
 
 
 def read_while_writing(results: Path, num_tasks: int = 200) -> tuple[int, int]:
-    """Records that processes wrote in the place of as many tasks, and readings meanwhile."""
+    """Read while processes write as ``num_tasks`` tasks do; numbers of records and readings."""
     store = RecordStore(results)
     ((folder, _),) = runs_of(results)
     stop_s = time.time() + 15

@@ -1,1 +1,1 @@
-"""What measures on one rank: clocks, memory, device state, launches, traffic, traces."""
+"""Measures on one rank: time, memory, device state, kernel launches, traffic and traces."""

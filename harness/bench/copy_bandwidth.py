@@ -1,7 +1,7 @@
-"""What this device's memory reaches: a large copy, measured once in each worker.
+"""The device's memory bandwidth, from a large copy that each worker measures once.
 
-The roof of whatever moves bytes and computes little, such as decoding. As in task=roofline, one
-copy reads and writes each byte once, and the fastest pass counts.
+It is the roof of work that moves many bytes and computes little, such as decoding. As in
+task=roofline, one copy reads and writes each byte once, and the fastest pass counts.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from harness.bench.bench import Bench
 from harness.bench.phase_timer import PhaseTimer
 
 COPY_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
-"""Beyond any cache, and little beside what is left of the memory."""
+"""Larger than any cache, and small beside the device's memory."""
 
 PASSES = 20
 
 
 def copy_bandwidth_gb_s(bench: Bench) -> float:
-    """Bytes read and written over time, in 1e9 bytes a second, of this worker's device."""
+    """The bandwidth of this worker's device in GB/s (1e9 bytes), reads and writes together."""
     bench.stage("measuring the copy bandwidth")
     return measured_gb_s(bench.device.type, bench.device.index)
 
 
 @cache
 def measured_gb_s(kind: str, index: int | None) -> float:
-    """The same, of any device, without a word to a parent.
+    """The bandwidth of any device in GB/s.
 
-    The copies are launched one by one: one that is captured in a CUDA graph becomes a node of
-    another kind, which need not reach as much.
+    The copies are launched one by one: captured in a CUDA graph, a copy becomes a node of
+    another kind, which may be slower.
     """
     device = torch.device(kind, index)
     # Random bits, since zeros cost less power; uint8 so that any size is whole.

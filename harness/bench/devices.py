@@ -1,6 +1,6 @@
-"""What this process runs on: memory in use, the GPU's state, and the environment of a record.
+"""The device and host of this process: memory in use, the GPU's state, a record's environment.
 
-Everything here observes; no clock, power limit or other setting of a device is changed.
+Nothing here changes a clock, a power limit or another setting of a device.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import os
 import platform
+import resource
 import subprocess
 import sys
 from functools import cache
@@ -21,6 +22,12 @@ import torch
 
 from harness import __version__
 from harness.paths import ROOT
+
+try:
+    import pynvml
+except ImportError:
+    # Installed on Linux only.
+    pynvml = None
 
 # NVML's names of the reasons for which a GPU holds its clocks down
 # (nvml.h, nvmlClocksEventReasons).
@@ -49,7 +56,7 @@ def resident_bytes() -> int:
 
 
 def reset_peak_resident() -> None:
-    """Start a new peak of the resident set (Linux: proc(5), clear_refs)."""
+    """Reset the peak of the resident set (Linux: proc(5), clear_refs)."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
@@ -60,20 +67,16 @@ def peak_resident_bytes() -> int:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
-    import resource
-
     scale = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
 
 
 def limit_host_memory() -> None:
-    """Let an allocation beyond the memory that is free fail, instead of the whole machine.
+    """Limit this process to the free memory of the host, so that a larger allocation fails.
 
     Without a limit, a CPU case that is too large drives a laptop into swap until the kernel
     kills something; with it, the case becomes an out-of-memory row.
     """
-    import resource
-
     with contextlib.suppress(ValueError, OSError):
         available = psutil.virtual_memory().available
         in_use = psutil.Process().memory_info().vms
@@ -83,10 +86,8 @@ def limit_host_memory() -> None:
 
 @cache
 def _nvml_handle(device_index: int) -> Any:
-    """NVML's handle of a torch device, or None where NVML cannot be had."""
+    """NVML's handle of a torch device; None without NVML."""
     try:
-        import pynvml
-
         pynvml.nvmlInit()
         uuid = torch.cuda.get_device_properties(device_index).uuid
         return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
@@ -101,8 +102,6 @@ def gpu_state(device: torch.device) -> dict[str, Any]:
     handle = _nvml_handle(device.index if device.index is not None else torch.cuda.current_device())
     if handle is None:
         return {}
-    import pynvml
-
     state: dict[str, Any] = {}
     with contextlib.suppress(pynvml.NVMLError):
         state["sm_clock_mhz"] = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
@@ -117,7 +116,7 @@ def gpu_state(device: torch.device) -> dict[str, Any]:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Versions and hardware that a measurement depends on."""
+    """The versions and the hardware that a measurement depends on."""
     values: dict[str, Any] = {
         "attnbench": __version__,
         "git_revision": _git_revision(),
@@ -153,8 +152,6 @@ def _version(package: str) -> str | None:
 
 def _driver_version() -> str | None:
     try:
-        import pynvml
-
         pynvml.nvmlInit()
         return str(pynvml.nvmlSystemGetDriverVersion())
     except Exception:
@@ -162,7 +159,7 @@ def _driver_version() -> str | None:
 
 
 def _git_revision() -> str | None:
-    """Commit of the source tree, with ``+`` if it has changes; None where nobody knows.
+    """The commit of the source tree, with ``+`` if it has changes; None if unknown.
 
     A copy of the tree without its history can name the commit in ATTNBENCH_REVISION.
     """

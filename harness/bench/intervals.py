@@ -1,4 +1,4 @@
-"""Sets of time as sorted, disjoint (start, end) pairs: unions, and what two have in common."""
+"""Sets of time as sorted, disjoint (start, end) pairs: union, length, overlap."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval], close_gaps: float = 0.0) -> list[Interval]:
-    """The same time in as few intervals as can be; gaps up to ``close_gaps`` are filled."""
+    """Merge overlapping intervals, and those with gaps up to ``close_gaps`` between them."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1] + close_gaps:
@@ -19,12 +19,12 @@ def union(intervals: Iterable[Interval], close_gaps: float = 0.0) -> list[Interv
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """The sum of lengths; of overlapping intervals take the union first."""
+    """The total length of disjoint intervals."""
     return sum(end - start for start, end in intervals)
 
 
 def overlap(first: Sequence[Interval], second: Sequence[Interval]) -> float:
-    """The time that is in both of two unions."""
+    """The total time that two unions have in common."""
     total, i, j = 0.0, 0, 0
     while i < len(first) and j < len(second):
         start, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
@@ -37,6 +37,6 @@ def overlap(first: Sequence[Interval], second: Sequence[Interval]) -> float:
 
 
 def clipped(intervals: Iterable[Interval], start: float, end: float) -> list[Interval]:
-    """What lies between ``start`` and ``end``."""
+    """The parts of intervals between ``start`` and ``end``."""
     cut = ((max(first, start), min(last, end)) for first, last in intervals)
     return [(first, last) for first, last in cut if last > first]

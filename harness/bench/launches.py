@@ -1,7 +1,7 @@
-"""How many kernels a step runs, and how often the host launches one, counted by torch.profiler.
+"""Counts the kernels of a step and the host's launches, with torch.profiler.
 
-Taken after the measurement, in steps of its own. On a CPU operators that call no other stand for
-kernels.
+The steps are separate ones, after the measurement. On a CPU, operators that call no other operator
+count as kernels.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LAUNCHES = (
     *("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cuGraphLaunch"),
     *("cudaMemcpyAsync", "cudaMemsetAsync"),
 )
-"""How the names of calls that put something on a stream begin."""
+"""Prefixes of the names of calls that put work on a stream."""
 
 
 def count_launches(step: Callable[[], Any], device: torch.device) -> dict[str, Any]:

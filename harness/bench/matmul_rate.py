@@ -1,7 +1,7 @@
-"""What this device computes: a large matmul, measured once in each worker.
+"""The device's matmul rate, from a large product that each worker measures once.
 
-The roof of whatever computes much and moves few bytes, such as attention to latents. As in
-task=roofline, whose product this is, the fastest pass counts.
+It is the roof of work that computes much and moves few bytes, such as latent attention. As in
+task=roofline, which measures the same product, the fastest pass counts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PASSES = {"cpu": 5, "cuda": 20}
 
 
 def matmul_tflops(bench: Bench, dtype: str) -> float:
-    """1e12 floating-point operations a second of this worker's device, in ``dtype``."""
+    """The rate of this worker's device in TFLOP/s (1e12 operations), in ``dtype``."""
     bench.stage("measuring the matmul rate")
     return measured_tflops(
         bench.device.type, bench.device.index, dtype, torch.get_float32_matmul_precision()
@@ -29,7 +29,7 @@ def matmul_tflops(bench: Bench, dtype: str) -> float:
 
 @cache
 def measured_tflops(kind: str, index: int | None, dtype: str, float32_precision: str) -> float:
-    """The same, of any device; ``float32_precision`` is what torch is set to."""
+    """The rate of any device in TFLOP/s; ``float32_precision`` is torch's present setting."""
     device, size = torch.device(kind, index), MATMUL_SIZE[kind]
     # Normal numbers, since zeros cost less power.
     left, right = (

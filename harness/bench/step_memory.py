@@ -1,8 +1,9 @@
-"""What one rank holds at the moments of its first training step, and what for.
+"""The memory of one rank during its first training step, by purpose.
 
 CS336 assignment 2, problem optimizer_state_sharding_accounting: after initialisation, before
 the optimizer's first step and after it. Parameters, gradients and optimizer state are counted
-tensor by tensor, every storage once; activations are what the forward pass leaves behind.
+tensor by tensor, every storage once; activations are the memory that the forward pass leaves
+allocated.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from harness.bench.bench import Bench
 
 
 class MemoryNotes:
-    """Stands in for a timer in a first step, and notes bytes where phases begin and end.
+    """Takes a timer's place in a first step, and notes bytes where phases begin and end.
 
     Args:
         baseline: bytes allocated on a CUDA device before the model was made.
@@ -38,7 +39,7 @@ class MemoryNotes:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """As :meth:`harness.bench.phase_timer.PhaseTimer.phase`."""
+        """Has the interface of :meth:`harness.bench.phase_timer.PhaseTimer.phase`."""
         if name == "forward":
             with self._activations():
                 yield
@@ -55,7 +56,7 @@ class MemoryNotes:
         return [p.grad for p in self._parameters if p.grad is not None]
 
     def _note(self, moment: str) -> None:
-        """All that is allocated on CUDA; on a CPU, which keeps no count, the sum of the parts."""
+        """Note the bytes allocated on CUDA; on a CPU, which has no count, the sum of parts."""
         self.bytes["parameters_bytes"] = held_bytes(self._parameters)
         if self._bench.device.type == "cuda":
             self.bytes[f"{moment}_bytes"] = self._bench.allocated_bytes() - self._baseline
@@ -65,7 +66,7 @@ class MemoryNotes:
 
     @contextlib.contextmanager
     def _activations(self) -> Iterator[None]:
-        """On CUDA the growth of what is allocated, on a CPU what autograd saves."""
+        """Note activations: on CUDA the growth of allocated memory, on a CPU the saved tensors."""
         if self._bench.device.type == "cuda":
             before = self._bench.allocated_bytes()
             yield
@@ -86,7 +87,7 @@ class MemoryNotes:
 
 
 def note_first_step(bench: Bench, step: Callable[[Any], None], notes: MemoryNotes) -> None:
-    """Take a first step and record its memory, and its time as that of the first pass."""
+    """Run a first step and record its memory, and its time as that of the first pass."""
     bench.stage("warm-up")
     bench.barrier()
     started = time.perf_counter()
@@ -97,12 +98,12 @@ def note_first_step(bench: Bench, step: Callable[[Any], None], notes: MemoryNote
 
 
 def held_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages that the tensors lie in, each counted once."""
+    """Bytes of the tensors' storages, each counted once."""
     return sum(storages(tensors).values())
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Size by address of the storages that the tensors lie in; of a DTensor its local part's."""
+    """The tensors' storages: size by address. A DTensor counts with its local part."""
     found: dict[int, int] = {}
     for tensor in tensors:
         local: Any = tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -113,7 +114,7 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 
 def state_tensors(optimizer: Optimizer | None) -> list[Tensor]:
-    """What the optimizer keeps on this rank; PyTorch's sharded one keeps it in one of its own."""
+    """The optimizer's state on this rank; PyTorch's sharded one wraps the one that holds it."""
     if optimizer is None:
         return []
     holder = getattr(optimizer, "optim", optimizer)

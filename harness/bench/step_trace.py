@@ -1,19 +1,19 @@
-"""What each rank computes and communicates when, from torch.profiler, beside the measured steps.
+"""A timeline of each rank's computation and communication in a step, from torch.profiler.
 
-Three steps are profiled in a row, after the profiler has warmed up, and the middle one is kept:
-from where it begins to compute until the next one does. So what the step before left to do in
-it (an all-gather of ZeRO that hides behind the next forward pass) is seen, and so is what it
-leaves itself.
+Three consecutive steps are profiled after the measured ones, and the middle one is kept, from
+the start of its computation to the start of the next one's. So the timeline shows work that the
+step before left to overlap with it (an all-gather of ZeRO behind the next forward pass), and work
+that the step leaves itself.
 
-On CUDA computing is every kernel but NCCL's, and communication NCCL's kernels, which include
-the time that they wait for ranks that come late. PyTorch's operators are left out there: to
-record thousands of them a step holds up a host that launches kernels at the last moment, and
-then communication waits for it that is hidden in a step that nobody watches. On a CPU computing
-is the operators of the thread that trains, and communication what gloo's threads do.
+On CUDA, NCCL's kernels are communication, including the time they wait for late ranks, and all
+other kernels are computation. PyTorch's operators are not recorded there: thousands of events a
+step would delay a host that launches kernels just in time, and expose communication that is
+hidden otherwise. On a CPU, computation is the operators of the training thread, and communication
+the work of gloo's threads.
 
-Noted in the record as ``timeline``, like that of split attention: for each pass and rank
-``spans`` of [phase, compute or communication, number, start_ms, end_ms], from when the first
-rank began the first of the three steps.
+The record's ``timeline`` has the format of split attention's: for each pass and rank ``spans`` of
+[phase, compute or communication, number, start_ms, end_ms], measured from when the first rank
+began the first of the three steps.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ STEP = "step"
 COMPUTE, COMMUNICATION = "compute", "communication"
 
 CLOSED_GAP_MS = 0.02
-"""Gaps in computing that are no longer than this count as computing: launches, Python."""
+"""Gaps in computation up to this length count as computation: launches, Python."""
 
 Event = dict[str, Any]
 
 Mark = tuple[str, float, float]
-"""What the host does, and from when to when by the trace's own clock: milliseconds."""
+"""An activity of the host, with its start and end in milliseconds of the trace's clock."""
 
 
 class _Phases:
-    """Stands in for a timer, and notes when the host was in which phase."""
+    """Takes a timer's place, and notes when the host was in which phase."""
 
     def __init__(self) -> None:
         self._marks: list[tuple[str, int, int]] = []
@@ -69,11 +69,11 @@ class _Phases:
 def note_timeline(
     bench: Bench, step: Callable[[Any], None], finish: Callable[[], None] = lambda: None
 ) -> None:
-    """Run traced steps on all ranks and note what they did.
+    """Run traced steps on all ranks and note their timeline.
 
     Args:
-        finish: waits for what the last step has left to one that does not come. Work that ends
-            after the profiler has stopped, on a thread of gloo's, would take the process along.
+        finish: waits for work that the last step left to overlap with a next one. Work of a gloo
+            thread that ends after the profiler has stopped would crash the process.
     """
     bench.stage("tracing")
     on_cuda = bench.device.type == "cuda"
@@ -104,9 +104,9 @@ def note_timeline(
 
 
 def _on_one_clock(ranks: list[tuple[str, float, list[list[Any]]]]) -> list[list[list[Any]]]:
-    """Spans of all ranks from when the first rank of their host began its first step.
+    """The spans of all ranks, measured from when the first rank of their host began its first step.
 
-    Ranks of one host share a clock; those of several began together, but for a barrier's length.
+    Ranks of one host share a clock; hosts began together to within the length of a barrier.
     """
     first: dict[str, float] = {}
     for host, origin, _ in ranks:
@@ -123,21 +123,22 @@ def _on_one_clock(ranks: list[tuple[str, float, list[list[Any]]]]) -> list[list[
 def spans_of(
     events: list[Event], marks: list[Mark], thread: int | None
 ) -> tuple[list[list[Any]], float]:
-    """Spans of the middle one of the traced steps, and when the first of them began.
+    """The spans of the middle traced step, and when the first traced step began.
 
     Args:
-        events: of a trace in Chrome's format.
-        marks: steps of the host, and their phases.
-        thread: which one computes on a CPU; None on CUDA.
+        events: the events of a trace in Chrome's format.
+        marks: the host's steps and their phases.
+        thread: the thread that computes on a CPU; None on CUDA.
 
     Returns:
-        Spans in ms from the beginning on, and that in ms of the trace's own clock.
+        Spans in ms from the beginning of the first step, and that beginning in ms of the trace's
+        clock.
     """
     events = [event for event in events if event.get("ph") == "X"]
     steps = sorted((start, end) for name, start, end in marks if name == STEP)
     phases = _Places([mark for mark in marks if mark[0] not in (STEP, "communication")])
     activity = _on_cuda(events) if thread is None else _on_cpu(events, thread)
-    # When each was launched decides which step and phase it is of.
+    # The time of its launch decides to which step and phase an activity belongs.
     computing = [
         (phases.at(when), start, end) for kind, when, start, end in activity if kind == COMPUTE
     ]
@@ -177,7 +178,7 @@ def spans_of(
 
 
 class _Places:
-    """Named times of the host, to look up what a moment belongs to."""
+    """The host's phases in time, to look up the phase of a moment."""
 
     def __init__(self, places: list[Mark]) -> None:
         self.places = sorted(places, key=lambda place: place[1])

@@ -1,7 +1,8 @@
-"""Counts the collective operations of a training step as they are called, with their sizes.
+"""Counts the collective operations of a training step, with their sizes.
 
-Below Python's functions and above the backends, where what PyTorch's own C++ containers call is
-seen too. Copies out of a peer's symmetric memory are no collective operations and do not show.
+It counts calls of c10d's operators, below Python's functions and above the backends, so that
+calls from PyTorch's own C++ containers are included. Copies out of a peer's symmetric memory are
+no collective operations and are not counted.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from harness.bench.bench import Bench
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class _Operation:
-    """What an operator of c10d does, and which of its arguments has size S of nccl-tests."""
+    """An operator of c10d: its collective, and the argument whose size is nccl-tests' S."""
 
     collective: str
     sized: int = 0
@@ -61,14 +62,14 @@ _OPERATIONS = {
 }
 
 _SILENT = ("recv", "wait", "barrier", "monitored_barrier")
-"""What moves nothing that its sender, or the operation waited for, has not been counted for."""
+"""Operators that move nothing that another operator has not counted."""
 
 
 class TrafficCounter(TorchDispatchMode):
-    """Counts while it is entered; also what autograd's threads call meanwhile.
+    """Counts operators while it is entered, also those of autograd's threads.
 
-    An operation that is in no table here keeps its own name, which no formula knows: a count
-    without it would look complete.
+    An operator that the table lacks is counted under its own name, which no formula knows;
+    dropping it would make an incomplete count look complete.
     """
 
     def __init__(self) -> None:
@@ -76,14 +77,14 @@ class TrafficCounter(TorchDispatchMode):
         self._counts: dict[tuple[str, int], list[int]] = {}
 
     def counts(self) -> list[dict[str, Any]]:
-        """By operation and ranks: ``calls``, and ``bytes``, the sum of their sizes S."""
+        """``calls`` and ``bytes`` (the sum of sizes S) by collective and number of ranks."""
         return [
             {"collective": name, "ranks": ranks, "calls": calls, "bytes": size}
             for (name, ranks), (calls, size) in sorted(self._counts.items())
         ]
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """As :meth:`harness.bench.phase_timer.PhaseTimer.phase`; nothing is noted."""
+        """As :meth:`harness.bench.phase_timer.PhaseTimer.phase`, but notes nothing."""
         return contextlib.nullcontext()
 
     def __torch_dispatch__(
@@ -114,7 +115,7 @@ class TrafficCounter(TorchDispatchMode):
 
 
 def _group_size(arguments: list[Any]) -> int | None:
-    """Ranks of the group that an operator is given, as an object or by its name."""
+    """The number of ranks in the process group among an operator's arguments, if there is one."""
     for argument in arguments:
         if isinstance(argument, dist.ProcessGroup):
             return int(argument.size())
@@ -128,7 +129,7 @@ def _group_size(arguments: list[Any]) -> int | None:
 
 
 def note_traffic(bench: Bench, step: Callable[[Any], None]) -> None:
-    """Run a step on all ranks and note as ``traffic`` what each of them sent."""
+    """Run a step on all ranks and note what each of them sent as ``traffic``."""
     bench.stage("counting")
     bench.barrier()
     counter = TrafficCounter()

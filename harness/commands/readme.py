@@ -1,6 +1,5 @@
-"""Keeps the tables in README.md equal to the committed results.
+"""``python -m harness.commands.readme``: updates README.md's tables from the committed results.
 
-Run as ``python -m harness.commands.readme``.
 A block between ``<!-- table: FILE -->`` and ``<!-- end -->`` holds the rows of that file.
 """
 
@@ -14,7 +13,7 @@ _BLOCK = re.compile(r"(<!-- table: (?P<path>\S+) -->\n).*?(<!-- end -->)", re.DO
 
 
 def refreshed(text: str) -> str:
-    """The README with every block filled from its file; the caption goes below the table."""
+    """Fill every block of a text from its file; the caption goes below the table."""
 
     def fill(match: re.Match[str]) -> str:
         caption, _, rows = (ROOT / match["path"]).read_text(encoding="utf-8").partition("\n\n")

@@ -1,4 +1,4 @@
-"""``attnbench-status`` and ``attnbench-cancel``: what becomes of the cases of a results folder."""
+"""``attnbench-status`` and ``attnbench-cancel``: shows and stops the cases of a results folder."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ UNDER_WAY = frozenset({"running", "preempted", "pending"})
 
 @dataclass(kw_only=True, slots=True)
 class CaseStatus:
-    """One case and what has become of it so far."""
+    """One case and its present state."""
 
     case_id: str
     status: str
@@ -46,16 +46,16 @@ class CaseStatus:
 
 @dataclass(kw_only=True, slots=True)
 class Status:
-    """A results folder at one moment."""
+    """The state of a results folder."""
 
     cases: list[CaseStatus] = field(default_factory=list)
     time_left_s: float | None = None
-    """Of what is under way; None if nothing is."""
+    """Predicted for the cases under way; None if there are none."""
     warnings: list[str] = field(default_factory=list)
 
 
 def look(results: Path, now_s: float | None = None) -> Status:
-    """Put together plans, records, runs and the queue.
+    """Combine plans, records, runs and the queue into the state of every case.
 
     Raises SlurmError if there are jobs and Slurm cannot be asked.
     """
@@ -73,7 +73,7 @@ def look(results: Path, now_s: float | None = None) -> Status:
     for folder, run in runs:
         lefts = []
         for index in range(len(run.case_ids)):
-            share = _Share(run, index, folder, queue, ended)
+            share = _ShareStatus(run, index, folder, queue, ended)
             predicted = dict(zip(run.case_ids[index], run.predicted_s[index], strict=True))
             left = [case_id for case_id in predicted if not _is_recorded(heads, case_id, run)]
             for case_id in predicted:
@@ -115,7 +115,7 @@ def look(results: Path, now_s: float | None = None) -> Status:
 
 
 class _Pace:
-    """How cases that are done compare with what was predicted for them."""
+    """The measured time of finished cases, relative to the predicted one."""
 
     def __init__(self) -> None:
         self._predicted_s = self._took_s = 0.0
@@ -129,8 +129,8 @@ class _Pace:
         return self._took_s / self._predicted_s if self._predicted_s > 0 else 1.0
 
 
-class _Share:
-    """What is known of the work on one share."""
+class _ShareStatus:
+    """One share of a run: its task's state, its job, and the state of its cases."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class _Share:
         return command_into(self._run.command, self._folder.results)
 
     def describe(self, case_id: str, now_s: float) -> CaseStatus:
-        """A case of the share that has no record yet."""
+        """The state of a case of the share that has no record yet."""
         state = self._state
         its_turn = state is not None and state.case_id == case_id
         where = f"job {self._name}" if self._name else f"process {self._run.pid}"
@@ -209,7 +209,7 @@ class _Share:
             yield clocks_differ(state.node, apart_s)
 
     def _why_it_never_began(self) -> str:
-        """From the job's log, if it could write one."""
+        """The last line of the job's log, or a guess if it has none."""
         logs = sorted(self._folder.jobs.glob(f"{self._name}_*_log.err"))
         lines = [line for path in logs for line in _last_lines(path)]
         if not lines:
@@ -224,7 +224,7 @@ class _Share:
 def _accounts_of_the_ended(
     runs: list[tuple[RunFolder, RunManifest]], queue: dict[str, slurm.Job], heads: dict[str, Head]
 ) -> dict[str, slurm.Job]:
-    """What accounting says of jobs that left cases undone; asked only if there are any."""
+    """The accounts of ended jobs that left cases unmeasured; asked only if there are any."""
     arrays = {
         job.split("_")[0]
         for _, run in runs
@@ -243,7 +243,7 @@ def _is_recorded(heads: dict[str, Head], case_id: str, run: RunManifest) -> bool
 
 
 def _known(results: Path, runs: list[tuple[RunFolder, RunManifest]]) -> dict[str, str]:
-    """Every case that was planned, in the order of the plans, with the command that measures it."""
+    """Every planned case, in the order of the plans, with the command that measures it."""
     known: dict[str, str] = {}
     for label in planned_labels(results):
         # attnbench-report says what is wrong with a plan.
@@ -275,7 +275,7 @@ def _duration(seconds: float) -> str:
 
 
 def show(status: Status, *, everything: bool) -> None:
-    """Counts, then a line per case: all of them if they are few, else those that need a look."""
+    """Print counts, then one line per case: all cases if they are few, else those with problems."""
     counts = Counter(case.status for case in status.cases)
     words = [f"{counts[name]:,} {name}" for name in reversed(ORDER) if counts[name]]
     words += [f"{number:,} {name}" for name, number in counts.items() if name not in ORDER]
@@ -335,7 +335,7 @@ def cancel_main(arguments: list[str] | None = None) -> int:
 
 
 def cancel(results: Path, only: list[str]) -> list[str]:
-    """Cancel active jobs and local runs of the folder; a line for each.
+    """Cancel active jobs and local runs of the folder; returns a line for each.
 
     Raises ValueError if one of ``only`` is not among them.
     """
