@@ -16,11 +16,12 @@ def merge(o: Tensor, lse: Tensor, new_o: Tensor, new_lse: Tensor) -> tuple[Tenso
     ``o`` is overwritten with the result, since a ring merges as often as it has ranks.
     """
     if o.is_cuda and find_spec("triton") is not None and not torch.compiler.is_compiling():
-        from kernels import merge_kernel as _merge_kernel
+        # Triton is optional.
+        from kernels import merge_kernel
 
-        if _merge_kernel.takes(o, new_o):
+        if merge_kernel.takes(o, new_o):
             with torch.cuda.device(o.device):
-                return _merge_kernel.merge(o, lse, new_o, new_lse)
+                return merge_kernel.merge(o, lse, new_o, new_lse)
     merged_lse = torch.logaddexp(lse, new_lse)
     # logaddexp(-inf, -inf) is -inf, and -inf - -inf is not a number.
     reference = merged_lse.masked_fill(merged_lse == -torch.inf, 0.0)

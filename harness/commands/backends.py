@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.markup import escape
 
@@ -122,8 +123,6 @@ def _device(arguments: list[str]) -> str:
         device = value
     if device == "cpu":
         return device
-    import torch
-
     if torch.cuda.is_available():
         return "cuda"
     if device == "cuda":
@@ -323,6 +322,4 @@ def _choice(name: str, device: str) -> str:
 def _device_name(device: str) -> str:
     if device == "cpu":
         return "this CPU"
-    import torch
-
     return str(torch.cuda.get_device_name())

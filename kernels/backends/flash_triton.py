@@ -14,25 +14,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from importlib import metadata
+from typing import Any
+
+import torch
 
 from kernels.backend import Attention, attention_backend
+from kernels.flash.call import arguments
+from kernels.flash.call import problem as problem_facts
 from kernels.problem import AttentionProblem, AttentionSpec
 from kernels.registry import Look, joined_later
 from kernels.toolchain import why_not_triton
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from kernels.flash.call.arguments import FlashCall, FlashOptions
+# Triton is optional: modules that import it are imported inside functions.
 
 MAX_HEAD_DIM = 256
 
 IMPLEMENTATIONS = ("auto", "hopper", "plain")
-"""Of kernels.flash.dispatch, whose import would bring torch; a test holds the two together."""
+"""The names of kernels.flash.dispatch, whose import would load Triton; a test compares them."""
 
 AUTOGRAD = ("auto", "native", "python")
-"""Of kernels.flash.function, likewise."""
+"""The names of kernels.flash.function, likewise."""
 
 
 @attention_backend("flash_triton", look=Look(colour="#D55E00", marker=">"))
@@ -43,11 +45,11 @@ class FlashTriton(Attention):
     implementation: str = "auto"
     """auto (the fastest that can run), hopper (compute capability 9.0), or plain (any CUDA GPU)."""
     float32_precision: str = "auto"
-    """Of float32 matmuls: ieee, tf32, or auto to follow torch.get_float32_matmul_precision()."""
+    """Float32 matmuls: ieee, tf32, or auto to follow torch.get_float32_matmul_precision()."""
     autotune: bool = False
     """Whether to search for tile sizes, and remember them, where no table has an answer."""
     autograd: str = joined_later("auto")
-    """Of the Hopper kernels' gradients: native (a compiled node), python, or auto (native where a
+    """Gradients of the Hopper kernels: native (a compiled node), python, or auto (native where a
     C++ compiler can build it)."""
 
     def __post_init__(self) -> None:
@@ -71,11 +73,9 @@ class FlashTriton(Attention):
             )
 
     def version(self) -> str | None:
-        from importlib.metadata import PackageNotFoundError, version
-
         try:
-            return f"triton {version('triton')}"
-        except PackageNotFoundError:
+            return f"triton {metadata.version('triton')}"
+        except metadata.PackageNotFoundError:
             return None
 
     def supports(self, problem: AttentionProblem) -> str | None:
@@ -89,13 +89,10 @@ class FlashTriton(Attention):
         return self._why_no_implementation(problem)
 
     def _why_no_implementation(self, problem: AttentionProblem) -> str | None:
-        import torch
-
         from kernels.flash import dispatch
-        from kernels.flash.call.problem import Problem
 
         index = torch.cuda.current_device() if problem.device == "cuda" else None
-        facts = Problem(
+        facts = problem_facts.Problem(
             device=torch.device(problem.device, index),
             dtype=getattr(torch, problem.dtype),
             batch_size=problem.batch_size,
@@ -123,7 +120,7 @@ class FlashTriton(Attention):
             notes["autograd"] = "native"
 
     def backward_workspace(self, problem: AttentionProblem) -> float:
-        """Of the Hopper kernels; those for any GPU need no more than a number a row."""
+        """The Hopper kernels need buffers; those for any GPU need one number a row."""
         narrow = problem.dtype in ("bfloat16", "float16") and problem.head_dim <= 128
         if self.implementation == "plain" or problem.device != "cuda" or not narrow:
             return 4.0 * problem.batch_size * problem.num_heads * problem.q_len
@@ -140,27 +137,29 @@ class FlashTriton(Attention):
         )
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
-    ) -> tuple[Tensor, Tensor]:
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         from kernels.flash import operator
 
         return operator.forward(self._call(q, k, v, spec))
 
     def backward(
         self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
+        do: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        lse: torch.Tensor,
         spec: AttentionSpec,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         from kernels.flash import operator
 
         return operator.backward(self._call(q, k, v, spec), do, o, lse)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+    ) -> torch.Tensor:
         from kernels.flash.function import flash_attention
 
         return flash_attention(
@@ -174,8 +173,14 @@ class FlashTriton(Attention):
         )
 
     def forward_onto(
-        self, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        o: torch.Tensor,
+        lse: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        spec: AttentionSpec,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """A dense kernel starts from (o, lse) itself, unless a faster one does not know how to."""
         from kernels.flash import operator
 
@@ -183,28 +188,27 @@ class FlashTriton(Attention):
             return Attention.forward_onto(self, o, lse, q, k, v, spec)
         return operator.forward(self._call(q, k, v, spec), accumulator=(o, lse))
 
-    def _runs_on_hopper(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> bool:
+    def _runs_on_hopper(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+    ) -> bool:
         """Whether the Hopper kernels, which take no accumulator, would run a plain call."""
-        import torch
-
         if self.implementation == "plain" or q.device.type != "cuda":
             return False
         if torch.compiler.is_compiling():
             return False
         from kernels.flash import dispatch
-        from kernels.flash.call.problem import describe
 
-        return dispatch.why_not(describe(q, k, v, causal=spec.causal), "hopper") is None
+        return (
+            dispatch.why_not(problem_facts.describe(q, k, v, causal=spec.causal), "hopper") is None
+        )
 
-    def _call(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> FlashCall:
-        from kernels.flash.call.arguments import FlashCall
+    def _call(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+    ) -> arguments.FlashCall:
+        return arguments.FlashCall(q=q, k=k, v=v, spec=spec, options=self._options())
 
-        return FlashCall(q=q, k=k, v=v, spec=spec, options=self._options())
-
-    def _options(self) -> FlashOptions:
-        from kernels.flash.call.arguments import FlashOptions
-
-        return FlashOptions(
+    def _options(self) -> arguments.FlashOptions:
+        return arguments.FlashOptions(
             precision=self.float32_precision,
             implementation=self.implementation,
             autotune=self.autotune,

@@ -113,7 +113,7 @@ class _Attention(torch.autograd.Function):
         return *gradients, *(None,) * 3
 
 
-class FlashTriton(torch.autograd.Function):
+class FlashAttentionTriton(torch.autograd.Function):
     """FlashAttention-2 as CS336 assignment 2 asks for it: ``apply(Q, K, V, is_causal)``.
 
     Q, K, V are [batch, seq, d] or [batch, heads, seq, d], and the scale is 1/sqrt(d). Besides Q,

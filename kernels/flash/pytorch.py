@@ -230,7 +230,7 @@ def _compiled(update: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(update, dynamic=False, fullgraph=True)
 
 
-class FlashTorch(torch.autograd.Function):
+class FlashAttentionPyTorch(torch.autograd.Function):
     """o = softmax(q k^T / sqrt(d)) v, differentiable, on tensors [..., sequence, d].
 
     Two to four dimensions; a third from the end are heads, and k and v may have fewer of them
@@ -245,8 +245,8 @@ class FlashTorch(torch.autograd.Function):
         ctx.options = {
             "causal": is_causal,
             "scale": Q.shape[-1] ** -0.5,
-            "block_q": FlashTorch.BLOCK,
-            "block_k": FlashTorch.BLOCK,
+            "block_q": FlashAttentionPyTorch.BLOCK,
+            "block_k": FlashAttentionPyTorch.BLOCK,
         }
         o_BHSD, lse_BHS = forward(*(_with_heads(x) for x in (Q, K, V)), **ctx.options)
         o = o_BHSD.reshape(*Q.shape[:-1], V.shape[-1])

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from kernels import Attention, AttentionSpec
 from parallel.context.blocks.layouts import Layout
@@ -31,7 +32,7 @@ def patched_sdpa(group: dist.ProcessGroup, device: torch.device, rotate: str) ->
     if group.size() == 1:
         yield
         return
-    from torch.distributed.device_mesh import DeviceMesh
+    # Experimental: a version of torch may lack it.
     from torch.distributed.tensor import experimental
     from torch.distributed.tensor.experimental._attention import set_rotate_method
 

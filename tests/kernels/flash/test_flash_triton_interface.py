@@ -12,7 +12,7 @@ from torch import Tensor
 from triton_device import DEVICE, RUNS_TRITON, randn
 
 from kernels import AttentionProblem, Packing
-from kernels.flash import FlashTriton, flash_attention, operator, validate
+from kernels.flash import FlashAttentionTriton, flash_attention, operator, validate
 from kernels.flash.call.arguments import FlashCall, FlashOptions
 from kernels.problem import AttentionSpec
 from kernels.toolchain import why_not_compile
@@ -27,7 +27,7 @@ class TestFunctions:
         """CS336 assignment 2: what is saved besides Q, K, V and O is the log-sum-exp."""
         Q, K, V, dO = (randn(*shape, seed=s) for s in range(4))
         leaves = [x.clone().requires_grad_() for x in (Q, K, V)]
-        O = FlashTriton.apply(*leaves, is_causal)  # noqa: E741
+        O = FlashAttentionTriton.apply(*leaves, is_causal)  # noqa: E741
         saved = [x for x in O.grad_fn.saved_tensors if x.shape == shape[:-1]]
         assert len(saved) == 1
         assert len(O.grad_fn.saved_tensors) == 5
@@ -41,7 +41,9 @@ class TestFunctions:
 
     def test_not_causal_by_default(self) -> None:
         Q, K, V = (randn(2, 20, 16, seed=s) for s in range(3))
-        assert torch.equal(FlashTriton.apply(Q, K, V), FlashTriton.apply(Q, K, V, False))
+        assert torch.equal(
+            FlashAttentionTriton.apply(Q, K, V), FlashAttentionTriton.apply(Q, K, V, False)
+        )
 
     def test_autocast(self) -> None:
         q, k, v, _ = inputs()
@@ -94,10 +96,10 @@ class TestFunctions:
     def test_course_function_compiles(self) -> None:
         torch._dynamo.reset()
         Q, K, V = (randn(2, 20, 16, seed=s).requires_grad_() for s in range(3))
-        compiled = torch.compile(FlashTriton.apply, fullgraph=True, backend="aot_eager")
+        compiled = torch.compile(FlashAttentionTriton.apply, fullgraph=True, backend="aot_eager")
         compiled(Q, K, V, True).sum().backward()
         assert Q.grad is not None
-        wanted = torch.autograd.grad(FlashTriton.apply(Q, K, V, True).sum(), Q)[0]
+        wanted = torch.autograd.grad(FlashAttentionTriton.apply(Q, K, V, True).sum(), Q)[0]
         assert torch.equal(Q.grad, wanted)
 
     def test_operators_keep_pytorchs_rules(self) -> None:
