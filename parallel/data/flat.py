@@ -75,25 +75,6 @@ def _aligned(size: int) -> int:
     return math.ceil(size / ALIGNMENT) * ALIGNMENT
 
 
-def grouped(tensors: Sequence[Tensor], max_bytes: float = math.inf) -> list[list[Tensor]]:
-    """Tensors in groups of at most ``max_bytes``, each of one dtype, in the given order.
-
-    A larger tensor has a group of its own.
-    """
-    open_groups: dict[torch.dtype, list[Tensor]] = {}
-    room: dict[torch.dtype, float] = {}
-    full: list[list[Tensor]] = []
-    for tensor in tensors:
-        dtype, num_bytes = tensor.dtype, tensor.numel() * tensor.element_size()
-        if dtype in open_groups and num_bytes > room[dtype]:
-            full.append(open_groups.pop(dtype))
-        if dtype not in open_groups:
-            open_groups[dtype], room[dtype] = [], max_bytes
-        open_groups[dtype].append(tensor)
-        room[dtype] -= num_bytes
-    return [*full, *open_groups.values()]
-
-
 def start_all_gather(buffer: Tensor, shard: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Begin to fill ``buffer`` with all ranks' shards; ``shard`` is this rank's, in its place."""
     work = _all_gather(buffer, shard, group=group, async_op=True)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from parallel.data.flat import grouped
+from parallel.data.buckets import bucket_tensors
 from parallel.data.fsdp_weights import FlatWeights, Slot, Unit
 from parallel.data.gradients import GradientTransfer
 from parallel.data.model_blocks import blocks_of, parameters_of_blocks
@@ -137,7 +137,7 @@ class FSDP(ShardedDataParallel):
         frozen = [p for p in parameters if not p.requires_grad]
         found = [
             FlatWeights(members, self._group, compute_dtype=self._compute_dtype, shards=shards)
-            for members in (*grouped(trained), *grouped(frozen))
+            for members in (*bucket_tensors(trained), *bucket_tensors(frozen))
         ]
         for weights in found:
             self._shards.update(zip(weights.parameters, weights.shards, strict=True))

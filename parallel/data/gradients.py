@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel.data.flat import FlatLayout, grouped
+from parallel.data.buckets import bucket_tensors
+from parallel.data.flat import FlatLayout
 
 
 class Averager:
@@ -158,13 +159,13 @@ class Bucket:
 def buckets_of(
     parameters: Sequence[nn.Parameter], max_bytes: float = math.inf
 ) -> list[Bucket | OneGradient]:
-    """Transfers of buckets of at most ``max_bytes``, as :func:`grouped` makes them.
+    """Transfers of buckets of at most ``max_bytes``, as :func:`bucket_tensors` makes them.
 
     A parameter that fills a bucket alone needs none: its gradient travels from where it is.
     """
     return [
         Bucket(members) if len(members) > 1 else OneGradient(members[0])
-        for members in grouped(parameters, max_bytes)
+        for members in bucket_tensors(parameters, max_bytes)
     ]
 
 

@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from parallel.data.buckets import bucket_tensors
 from parallel.data.containers import MIB
-from parallel.data.flat import FlatLayout, grouped, start_all_gather
+from parallel.data.flat import FlatLayout, start_all_gather
 from parallel.data.gradients import GradientTransfer
 from parallel.data.model_blocks import waiting_points
 from parallel.data.shard_gradients import ShardedDataParallel, ShardedParameters, ShardTransfer
@@ -110,7 +111,7 @@ class Zero(ShardedDataParallel):
 
     def _arrange(self, parameters: Sequence[nn.Parameter]) -> Sequence[GradientTransfer]:
         side_stream, this = SideStream(parameters[0].device), weakref.ref(self)
-        for members in grouped(parameters, self._max_bytes):
+        for members in bucket_tensors(parameters, self._max_bytes):
             bucket = ZeroBucket(
                 members,
                 self._group,
