@@ -27,3 +27,19 @@ def require_one_process(case: Case) -> None:
         raise ValueError(
             f"parallel.{axis}={ranks}: task={case.task.name} runs in one process; leave it at 1"
         )
+
+
+def require_head_groups(num_heads: int, num_kv_heads: int | None) -> None:
+    """Raise ValueError unless each key and value head serves equally many query heads."""
+    if num_kv_heads is not None and num_heads % num_kv_heads:
+        raise ValueError(
+            f"task.num_kv_heads={num_kv_heads}: must divide task.num_heads={num_heads}"
+        )
+
+
+def require_several(setting: str, batch_size: int, item: str) -> None:
+    """Raise ValueError if a setting that gives items different lengths finds one of them alone."""
+    if batch_size == 1:
+        raise ValueError(
+            f"{setting}: needs batch_size=2 or more, one {item} has nothing to differ from"
+        )

@@ -18,7 +18,12 @@ from harness.bench.program import Program
 from harness.cases import format as fmt
 from harness.cases.case import Case
 from harness.cases.column import CaseColumn, Point, note, option
-from harness.cases.requirements import require_at_least, require_choice
+from harness.cases.requirements import (
+    require_at_least,
+    require_choice,
+    require_head_groups,
+    require_several,
+)
 from harness.cases.task import WHOLE_PHASES, Task, Work, task
 from harness.measure import attention_calls, check, passes, profiling, split_call, timeline
 from harness.tasks.lengths import ragged_lengths
@@ -87,11 +92,7 @@ class Attention(Task):
             if value is not None:
                 require_at_least(f"task.{key}", value, 1)
         require_at_least("task.warmup_steps", self.warmup_steps, 0)
-        if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"task.num_kv_heads={self.num_kv_heads}: must divide "
-                f"task.num_heads={self.num_heads}"
-            )
+        require_head_groups(self.num_heads, self.num_kv_heads)
         if self.kv_len is not None and self.packing != "none":
             raise ValueError(
                 f"task.kv_len={self.kv_len}: a packed sequence has as many keys as queries; "
@@ -102,11 +103,8 @@ class Attention(Task):
                 f"task.kv_len={self.kv_len}: with task.causal=true, queries would see no key; "
                 f"must be at least seq_len={case.seq_len}"
             )
-        if self.packing == "ragged" and case.batch_size == 1:
-            raise ValueError(
-                "task.packing=ragged: needs batch_size=2 or more, one sequence has nothing to "
-                "differ from"
-            )
+        if self.packing == "ragged":
+            require_several("task.packing=ragged", case.batch_size, "sequence")
         if case.parallel.dp > 1:
             raise ValueError(
                 f"parallel.dp={case.parallel.dp}: task=attention has no gradients to reduce; "

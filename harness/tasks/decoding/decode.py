@@ -21,23 +21,31 @@ from harness.bench.program import Program
 from harness.cases import format as fmt
 from harness.cases.case import Case
 from harness.cases.column import CaseColumn, Point, note, option
-from harness.cases.requirements import require_at_least, require_choice, require_one_process
+from harness.cases.requirements import (
+    require_at_least,
+    require_choice,
+    require_head_groups,
+    require_one_process,
+    require_several,
+)
 from harness.cases.task import Task, Work, task
 from harness.measure import profiling
 from harness.predictions.decoding import decode_work, input_and_output_bytes
 from harness.store.record import Record
 from harness.tasks.decoding import decode_call, prefill_call
-from harness.tasks.decoding.cache_checks import (
+from harness.tasks.decoding.shared_options import (
     LENGTHS,
     cache_of,
     decode_workspace,
+    prompt_attention,
     require_block_size,
     require_blocks,
+    require_rotary,
 )
 from harness.tasks.lengths import ragged_cache_lengths
 from kernels import BACKENDS, Attention, AttentionProblem, Decoding, accounting
 from kernels.caches import CacheShape
-from kernels.decoding import ROTARY, DecodeProblem
+from kernels.decoding import DecodeProblem
 from kernels.launching import graphs
 
 
@@ -121,7 +129,6 @@ class Decode(Task):
     def validate(self, case: Case) -> None:
         require_one_process(case)
         require_choice("task.lengths", self.lengths, LENGTHS)
-        require_choice("task.rotary", self.rotary, ROTARY)
         sizes = ("num_heads", "num_kv_heads", "head_dim", "kv_lora_rank", "rope_head_dim")
         for key in (*sizes, "new_tokens", "num_layers", "prompt_len", "measure_steps"):
             value = getattr(self, key)
@@ -130,22 +137,11 @@ class Decode(Task):
         require_at_least("task.prompts", self.prompts, 0)
         require_at_least("task.warmup_steps", self.warmup_steps, 0)
         require_choice("task.prefill_attention", self.prefill_attention, BACKENDS.names())
-        if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"task.num_kv_heads={self.num_kv_heads}: must divide "
-                f"task.num_heads={self.num_heads}"
-            )
+        require_head_groups(self.num_heads, self.num_kv_heads)
         key = "rope_head_dim" if cache_of(case).is_latent else "head_dim"
-        if self.rotary != "none" and getattr(self, key) % 2:
-            raise ValueError(
-                f"task.{key}={getattr(self, key)}: rotary embedding needs it to be even; or use "
-                "task.rotary=none"
-            )
-        if self.lengths == "ragged" and case.batch_size == 1:
-            raise ValueError(
-                "task.lengths=ragged: needs batch_size=2 or more, one sequence has nothing to "
-                "differ from"
-            )
+        require_rotary(self.rotary, key, getattr(self, key))
+        if self.lengths == "ragged":
+            require_several("task.lengths=ragged", case.batch_size, "sequence")
         self._validate_cache(case)
 
     def _validate_cache(self, case: Case) -> None:
@@ -254,8 +250,7 @@ class Decode(Task):
         )
 
     def prefill_backend(self) -> Attention:
-        entry = BACKENDS[self.prefill_attention]
-        return entry.target(name=entry.name, **entry.preset).role(Attention)
+        return prompt_attention(self.prefill_attention)
 
     def why_unsupported(self, case: Case) -> str | None:
         if self.cuda_graph and case.device != "cuda":

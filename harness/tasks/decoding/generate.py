@@ -19,13 +19,19 @@ from harness.bench.program import Program
 from harness.cases.case import Case
 from harness.cases.column import CaseColumn, note
 from harness.cases.precision import DTYPE_BYTES
-from harness.cases.requirements import require_at_least, require_choice, require_one_process
+from harness.cases.requirements import (
+    require_at_least,
+    require_choice,
+    require_one_process,
+    require_several,
+)
 from harness.cases.task import Task, Work, task
 from harness.measure import check, passes, profiling
-from harness.tasks.decoding.cache_checks import (
+from harness.tasks.decoding.shared_options import (
     LENGTHS,
     cache_of,
     decode_workspace,
+    prompt_attention,
     require_block_size,
     require_blocks,
 )
@@ -77,11 +83,8 @@ class Generate(Task):
         require_at_least("task.output_len", self.output_len, 2)
         require_at_least("task.warmup_steps", self.warmup_steps, 0)
         require_at_least("task.measure_steps", self.measure_steps, 1)
-        if self.lengths == "ragged" and case.batch_size == 1:
-            raise ValueError(
-                "task.lengths=ragged: needs batch_size=2 or more, one prompt has nothing to "
-                "differ from"
-            )
+        if self.lengths == "ragged":
+            require_several("task.lengths=ragged", case.batch_size, "prompt")
         model, cache = model_of(case), cache_of(case)
         if model.kv_lora_rank is None and cache.is_latent:
             raise ValueError(
@@ -152,8 +155,7 @@ class Generate(Task):
         )
 
     def prefill_backend(self) -> Attention:
-        entry = BACKENDS[self.prefill_attention]
-        return entry.target(name=entry.name, **entry.preset).role(Attention)
+        return prompt_attention(self.prefill_attention)
 
     def why_unsupported(self, case: Case) -> str | None:
         if self.cuda_graph and case.device != "cuda":

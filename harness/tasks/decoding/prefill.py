@@ -15,15 +15,20 @@ from harness.bench.bench import Bench
 from harness.bench.phase_timer import PhaseTimer
 from harness.bench.program import Program
 from harness.cases.case import Case
-from harness.cases.requirements import require_at_least, require_choice, require_one_process
+from harness.cases.requirements import (
+    require_at_least,
+    require_choice,
+    require_head_groups,
+    require_one_process,
+    require_several,
+)
 from harness.cases.task import Task, Work, task
 from harness.measure import profiling
 from harness.tasks.decoding import prefill_call
-from harness.tasks.decoding.cache_checks import cache_of, require_blocks
+from harness.tasks.decoding.shared_options import cache_of, require_blocks, require_rotary
 from harness.tasks.lengths import ragged_cache_lengths
 from kernels import Attention, AttentionProblem, accounting
 from kernels.caches import CacheShape
-from kernels.decoding import ROTARY
 
 PACKINGS = ("equal", "ragged", "padded")
 
@@ -56,27 +61,15 @@ class Prefill(Task):
     def validate(self, case: Case) -> None:
         require_one_process(case)
         require_choice("task.packing", self.packing, PACKINGS)
-        require_choice("task.rotary", self.rotary, ROTARY)
         for key in ("num_heads", "num_kv_heads", "head_dim", "measure_steps"):
             value = getattr(self, key)
             if value is not None:
                 require_at_least(f"task.{key}", value, 1)
         require_at_least("task.warmup_steps", self.warmup_steps, 0)
-        if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"task.num_kv_heads={self.num_kv_heads}: must divide "
-                f"task.num_heads={self.num_heads}"
-            )
-        if self.rotary != "none" and self.head_dim % 2:
-            raise ValueError(
-                f"task.head_dim={self.head_dim}: rotary embedding needs it to be even; or use "
-                "task.rotary=none"
-            )
-        if self.packing != "equal" and case.batch_size == 1:
-            raise ValueError(
-                f"task.packing={self.packing}: needs batch_size=2 or more, one prompt has nothing "
-                "to differ from"
-            )
+        require_head_groups(self.num_heads, self.num_kv_heads)
+        require_rotary(self.rotary, "head_dim", self.head_dim)
+        if self.packing != "equal":
+            require_several(f"task.packing={self.packing}", case.batch_size, "prompt")
         cache = cache_of(case)
         if cache.is_latent:
             raise ValueError(

@@ -1,13 +1,14 @@
-"""The cache of a decoding case: whether it fits the sequences and the attention."""
+"""Options that decoding tasks share: cache, lengths, rotary embedding, attention of prompts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from harness.cases.case import Case
-from kernels import Decoding
+from harness.cases.requirements import require_choice
+from kernels import BACKENDS, Attention, Decoding
 from kernels.caches import CacheChoice
-from kernels.decoding import DecodeProblem
+from kernels.decoding import ROTARY, DecodeProblem
 
 LENGTHS = ("equal", "ragged")
 """Lengths of the sequences in a cache: all the same, or different ones of the same mean."""
@@ -16,6 +17,21 @@ LENGTHS = ("equal", "ragged")
 def cache_of(case: Case) -> CacheChoice:
     assert case.cache is not None, "the task uses a cache"
     return case.cache
+
+
+def prompt_attention(name: str) -> Attention:
+    """The attention backend of this name, with its preset options."""
+    entry = BACKENDS[name]
+    return entry.target(name=entry.name, **entry.preset).role(Attention)
+
+
+def require_rotary(rotary: str, key: str, width: int) -> None:
+    """Raise ValueError unless ``task.rotary`` exists and can rotate a width of ``task.{key}``."""
+    require_choice("task.rotary", rotary, ROTARY)
+    if rotary != "none" and width % 2:
+        raise ValueError(
+            f"task.{key}={width}: rotary embedding needs it to be even; or use task.rotary=none"
+        )
 
 
 def require_blocks(case: Case, lengths: Iterable[int]) -> None:
