@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from harness.cases.precision import DTYPE_BYTES
 from harness.cases.task import Work
+from kernels import AttentionProblem, accounting
 from kernels.decoding import DecodeProblem
 
 
@@ -38,6 +39,22 @@ def decode_work(problem: DecodeProblem, lengths: Sequence[int], num_layers: int)
         bytes=float(num_layers * elements * DTYPE_BYTES[problem.dtype]),
         tokens=new,
     )
+
+
+def mixed_batch_work(decode: Work, prompts: AttentionProblem, num_layers: int) -> dict[str, Work]:
+    """Work by phase of a step that also prefills prompts, which are one packed attention call."""
+    flops = num_layers * accounting.forward_flops(prompts)
+    moved = num_layers * accounting.forward_bytes(prompts)
+    tokens = prompts.batch_size * prompts.q_len
+    assert decode.bytes is not None
+    assert decode.tokens is not None
+    return {
+        "decode": decode,
+        "prefill": Work(flops=flops, bytes=moved, tokens=tokens),
+        "step": Work(
+            flops=decode.flops + flops, bytes=decode.bytes + moved, tokens=decode.tokens + tokens
+        ),
+    }
 
 
 def input_and_output_bytes(problem: DecodeProblem) -> dict[str, float]:

@@ -30,7 +30,7 @@ from harness.cases.requirements import (
 )
 from harness.cases.task import Task, Work, task
 from harness.measure import profiling
-from harness.predictions.decoding import decode_work, input_and_output_bytes
+from harness.predictions.decoding import decode_work, input_and_output_bytes, mixed_batch_work
 from harness.store.record import Record
 from harness.tasks.decoding import decode_call, prefill_call
 from harness.tasks.decoding.shared_options import (
@@ -267,22 +267,7 @@ class Decode(Task):
         decode = decode_work(self.decode_problem(case), self.cache_lengths(case), self.num_layers)
         if not self.prompts:
             return {"decode": decode}
-        problem = self.prefill_problem(case)
-        prefill = Work(
-            flops=self.num_layers * accounting.forward_flops(problem),
-            bytes=self.num_layers * accounting.forward_bytes(problem),
-            tokens=self.prompts * self.prompt_len,
-        )
-        assert decode.bytes is not None
-        assert decode.tokens is not None
-        assert prefill.bytes is not None
-        assert prefill.tokens is not None
-        step = Work(
-            flops=decode.flops + prefill.flops,
-            bytes=decode.bytes + prefill.bytes,
-            tokens=decode.tokens + prefill.tokens,
-        )
-        return {"decode": decode, "prefill": prefill, "step": step}
+        return mixed_batch_work(decode, self.prefill_problem(case), self.num_layers)
 
     def predicted_memory(self, case: Case) -> dict[str, float]:
         problem, shape = self.decode_problem(case), self.cache_shape(case)
