@@ -4,7 +4,8 @@ Most commands compute nothing, and torch alone takes over a second to load. Afte
 :func:`install`, ``import torch`` binds an empty module to the name, and so does importing one of
 our modules from a folder of :data:`PROJECT`. The first attribute that the empty module lacks
 loads it, into the same object. So files import whatever they need at their top, and a plan loads
-what it uses. ``from torch import Tensor`` uses an attribute, so it loads torch at once.
+what it uses. ``from torch import Tensor`` uses an attribute, so it loads torch at once;
+``from torch import nn`` does not, because ``torch.nn`` is a module in :data:`LIBRARIES`.
 
 Workers import as usual. :class:`importlib.util.LazyLoader` would not do: it loads a library for
 the sake of an ``import torch.distributed as dist``, and may then load the submodule twice; and
@@ -24,7 +25,7 @@ from types import ModuleType
 
 LIBRARIES = (
     *("torch", "torch.distributed", "torch.nn", "torch.nn.functional"),
-    *("triton", "triton.language"),
+    *("triton", "triton.language", "numpy", "pandas"),
 )
 """Libraries, and those of their modules that our files import by name. Each loads as a whole."""
 
@@ -45,6 +46,9 @@ class LazyModule(ModuleType):
     """A module that is imported and not loaded, or that some thread is loading now."""
 
     def __getattr__(self, name: str) -> object:
+        child = f"{self.__name__}.{name}"
+        if child in LIBRARIES and _FINDER.postpones(self.__name__):
+            return importlib.import_module(child)
         if name not in _SET_BY_IMPORT:
             _FINDER.load(self.__name__)
         return ModuleType.__getattribute__(self, name)
@@ -96,6 +100,10 @@ class LazyFinder(MetaPathFinder):
             spec.loader = _Postponing(self._postponed)
         # Packages of ours hold a docstring and some names, and importing from them uses them.
         return spec
+
+    def postpones(self, name: str) -> bool:
+        """Whether a module is imported, and nothing of it was used yet."""
+        return name in self._postponed
 
     def load(self, name: str) -> None:
         """Load a postponed module, or wait for the thread that is loading it.
