@@ -66,7 +66,7 @@ def comparable(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def fullest_mode(frame: pd.DataFrame) -> pd.DataFrame:
-    """Of points measured in several modes, the rows of the one that includes the others."""
+    """Keep the mode that includes the others, where a point was measured in several."""
     if frame.empty:
         return frame
     pairs = zip(frame["task"], frame["mode"], strict=True)

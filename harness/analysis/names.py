@@ -14,7 +14,7 @@ from parallel import STRATEGIES
 
 
 class Names:
-    """What the tables call a model, a backend, a precision, a strategy.
+    """Names of models, backends, precisions and strategies in tables.
 
     The configured name alone where it is unambiguous among the records; where one name covers
     several configurations, the fields that differ are appended.

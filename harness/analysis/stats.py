@@ -122,7 +122,7 @@ def median_ratio(
 
 
 def verdict(ratio: float, low: float, high: float, same_within: float = SAME_WITHIN) -> str:
-    """What a speed-up says, time of the baseline over time of the candidate.
+    """The verdict on a speed-up: time of the baseline over time of the candidate.
 
     FASTER or SLOWER; SAME where the interval holds 1, or the ratio is within ``same_within`` of
     it; UNCLEAR where the interval holds 1 and is so wide that the two may as well differ.

@@ -1,4 +1,4 @@
-"""What a column of the frame is: how it is read from a record, and how tables show it."""
+"""Columns of the frame: how they are read from records and how tables show them."""
 
 from __future__ import annotations
 

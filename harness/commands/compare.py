@@ -43,7 +43,7 @@ ROWS_IN_TERMINAL = 40
 
 @dataclass(kw_only=True, slots=True)
 class Sides:
-    """What is compared with what: a frame each, and the key that pairs their rows."""
+    """The two sides of a comparison: a frame each, and the key that pairs their rows."""
 
     names: tuple[str, str]
     frames: tuple[pd.DataFrame, pd.DataFrame]
@@ -153,7 +153,7 @@ def _percent(text: str) -> float:
 
 
 def _sides(a: str, b: str, folder: Path | None) -> Sides:
-    """What A and B name; ValueError in one line where they name nothing."""
+    """The two sides that A and B name; ValueError in one line where they name nothing."""
     if folder is None:
         missing = [(name, path) for name, path in (("A", a), ("B", b)) if not Path(path).is_dir()]
         if missing:

@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _why_not(results: Path, named: list[str]) -> str | None:
-    """What is wrong with the arguments, in one line."""
+    """The mistake in the arguments, in one line."""
     if not results.is_dir():
         return f"RESULTS={results}: no such folder"
     found = planned_labels(results)

@@ -1,9 +1,7 @@
-"""What a figure is, and the look that all figures share.
+"""Figures: how one is built and saved, and the style that all share.
 
-A figure is one file in ``harness/figures`` whose ``build(frame)`` returns a captioned
-matplotlib figure. A backend has the same colour and marker in every figure; the colours are
-those of Okabe and Ito (Color Universal Design, 2008) and Paul Tol's muted scheme, which people
-with colour-blindness can tell apart.
+A figure is one file in ``harness/reports`` whose ``build(frame)`` returns a captioned
+matplotlib figure.
 """
 
 from __future__ import annotations

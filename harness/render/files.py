@@ -27,7 +27,7 @@ __all__ = ["RenderedSweep", "render_sweep", "render_terminal"]
 
 @dataclass(kw_only=True, slots=True)
 class RenderedSweep:
-    """What was written for one sweep."""
+    """The files written for one sweep."""
 
     label: str
     folder: Path

@@ -65,7 +65,7 @@ def marker(name: str) -> str:
 
 
 def _look(name: str) -> Look:
-    """What a value declares; of a registered choice that declares nothing, a pair made for it."""
+    """The declared look of a value; a registered choice without one gets a spare pair."""
     for registry in KINDS:
         if name in registry:
             looks = registry.given("look")

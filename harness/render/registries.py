@@ -16,6 +16,6 @@ FIGURES: Registry[Callable[[Any], Any]] = Registry(
 
 
 def made_by_default(registry: Registry[Callable[[Any], Any]]) -> list[str]:
-    """What a command without ``sweeps=`` makes: choices with a ``default``, in its order."""
+    """Choices that a command without ``sweeps=`` makes, ordered by their ``default``."""
     places = registry.given("default")
     return sorted(places, key=lambda name: (places[name], name))

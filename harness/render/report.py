@@ -97,7 +97,7 @@ def template(name: str, *, package: str = "harness.render", autoescape: bool = F
 
 
 def measurement_facts(records: Sequence[Record]) -> dict[str, set[Any]]:
-    """What the description of the method depends on."""
+    """Facts that the description of the method depends on."""
     names = {record.case["task"]["name"] for record in records}
     counted = {name for name in names if name in TASKS and not TASKS[name].target.measures}
     return {

@@ -1,6 +1,6 @@
-"""What a table is: columns over the rows of a frame, and how its cells read.
+"""Tables: columns over the rows of a frame, and the text of their cells.
 
-A table is one file in ``harness/tables`` with a caption and a ``build(frame)``. Columns that
+A table is one file in ``harness/reports`` with a caption and a ``build(frame)``. Columns that
 name the measured point (model, precision, sequence length, ...) are handled here, the same
 way for every table: those that are equal in all rows move into the caption, so that tables
 stay narrow, and those that vary are always shown, so that no two rows look alike.

@@ -102,7 +102,7 @@ class Document:
     """The records of all sections, by results folder and case id."""
 
     def main_findings(self) -> Iterator[tuple[str, int, str, str]]:
-        """What each sweep found first: ``Table`` or ``Figure``, number, anchor and sentence.
+        """The first finding of each sweep: ``Table`` or ``Figure``, number, anchor and sentence.
 
         The sentences of its other tables and figures stand below them.
         """

@@ -1,4 +1,4 @@
-"""What the points and bars of a drawn figure say, and where they lie in its SVG.
+"""Texts that a page shows over points and bars of a figure, and their places in its SVG.
 
 matplotlib's SVG holds shapes without values. Lines with markers, error bars and bars that have
 a label are asked for their data here, so that a page can show them under the pointer.

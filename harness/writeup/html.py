@@ -203,7 +203,7 @@ def _luminance(tint: str) -> float:
 
 
 def _records(document: Document, folder: Path) -> dict[str, Any]:
-    """What the page keeps of each record; equal environments are stored once."""
+    """The part of each record that the page needs; equal environments are stored once."""
     environments: dict[str, int] = {}
     kept = []
     for (results, _), record in document.records.items():

@@ -1,4 +1,4 @@
-"""What attention keeps in memory for its backward pass, measured and predicted."""
+"""Memory that attention keeps for its backward pass, measured and predicted."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ UNUSED = (
 )
 
 SIZES = {"blocks": "num_blocks", "D": "d_model", "F": "d_ff"}
-"""Of the stack, as the text and the formulas call them; a column shows those that vary."""
+"""Sizes of the stack, by their names in the text; a column shows those that vary."""
 
 TEXT_SIZES = {"d_model": 16384, "d_ff": 53248, "num_blocks": 126, "fsdp": 16, "tp": 4}
 

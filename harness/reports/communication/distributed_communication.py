@@ -1,4 +1,4 @@
-"""What each collective operation costs by size and ranks, on gloo or NCCL."""
+"""Time and bandwidth of each collective operation by size and ranks, on gloo or NCCL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a count of FLOPs per rank says: spread over ranks, and the cost of waiting in lockstep."""
+"""Rows of FLOPs counted per rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every rank did when: computing, waiting for keys, and waiting for gradients."""
+"""Timelines of every rank: computing, waiting for keys, and waiting for gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks send in one training step, by counting the operations they really call."""
+"""Bytes that ranks send in a training step, counted from the operations they call."""
 
 from __future__ import annotations
 

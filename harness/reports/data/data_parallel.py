@@ -1,4 +1,4 @@
-"""What each step of the data-parallel ladder costs, beside PyTorch's DDP."""
+"""Times of each data-parallel strategy beside PyTorch's DDP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What buckets add to a step: the text's model, with measured o and w, beside measurements."""
+"""Time that buckets add to a step: the text's model, with measured o and w, and measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What buckets of each size add to a step: the model's curve and what was measured."""
+"""Time added to a step by bucket size: the model's curve and the measurements."""
 
 from __future__ import annotations
 

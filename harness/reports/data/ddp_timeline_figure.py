@@ -1,4 +1,4 @@
-"""What every rank computes and sends when, for each way to keep ranks together."""
+"""Timelines of computing and communication on every rank, by strategy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What sharding saves and costs: memory at three moments and by what it holds, and time."""
+"""Sharding of optimizer state: memory at three moments and by content, and step time."""
 
 from __future__ import annotations
 

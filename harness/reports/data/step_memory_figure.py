@@ -1,4 +1,4 @@
-"""What a rank's memory holds under each strategy, counted, and what the formulas say."""
+"""Memory of a rank under each strategy, counted and by formula."""
 
 from __future__ import annotations
 

@@ -80,8 +80,10 @@ def _of_text(
 
 
 def _observed(passes: Any) -> tuple[float, ...]:
-    """Of the busiest rank, which waits for no other rank's computing, so that what remains of
-    its communication is the transfer itself."""
+    """Communication of the busiest rank.
+
+    It waits for no other rank's computing, so what is not hidden is the transfer itself.
+    """
     nothing = (float("nan"),) * len(TRACED)
     if not isinstance(passes, list) or not passes:
         return nothing
@@ -104,7 +106,7 @@ def lanes(spans: list[list[Any]]) -> tuple[list[tuple[float, float]], list[tuple
 
 
 def footprint_of(values: dict[str, Any]) -> Footprint | None:
-    """What the formulas say of a recorded case; None of one that this version cannot read."""
+    """Predicted memory of a recorded case; None if this version cannot read the case."""
     try:
         return footprint(Case.from_dict(values))
     except (ValueError, TypeError, KeyError):

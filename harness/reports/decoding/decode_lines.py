@@ -15,7 +15,7 @@ from harness.render.line_labels import draw_spread, label_line_ends, mark_out_of
 from harness.render.palette import colour, marker
 
 LINE_STYLES = ("-", "--", ":", "-.")
-"""Of caches, in the order of their names."""
+"""One for each cache, in the order of their names."""
 
 SERIES = ("attention", "cache")
 

@@ -1,4 +1,4 @@
-"""What a CUDA graph changes: the same steps launched kernel by kernel, and replayed."""
+"""Decoding steps launched kernel by kernel, and replayed as a CUDA graph."""
 
 from __future__ import annotations
 

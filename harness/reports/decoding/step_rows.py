@@ -1,4 +1,4 @@
-"""What tables and figures about decoding share: steps with their rates and their roof."""
+"""Rows of decoding steps: their rates, and the roof of the device."""
 
 from __future__ import annotations
 
@@ -68,5 +68,5 @@ def heads_of(rows: pd.DataFrame) -> list[str]:
 
 
 def operators_or_kernels(rows: pd.DataFrame) -> str:
-    """What was counted: a CPU runs operators."""
+    """The word for the counted launches: a CPU runs operators."""
     return "operators" if bool((rows["device"] == "cpu").all()) else "kernels"

@@ -1,1 +1,1 @@
-"""What memory holds over a step, and its peak."""
+"""Tables and figures of memory over a step and at its peak."""

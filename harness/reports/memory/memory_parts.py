@@ -1,4 +1,4 @@
-"""What memory holds, part by part, to the byte: predicted beside measured."""
+"""Memory of a step by part, to the byte: predicted beside measured."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PARTS = {
     "communication": "",
     "other": "",
 }
-"""Of the profile, and their names in the prediction."""
+"""Parts of the profile, and their names in the prediction."""
 
 
 @table("memory_parts", default=180)

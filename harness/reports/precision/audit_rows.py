@@ -1,4 +1,4 @@
-"""What the tables of precision audits share: whose audit it was, and blocks taken together."""
+"""Rows of precision audits: the model of each audit, and its blocks taken together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this device copies and multiplies, beside what its datasheet says."""
+"""Measured copy bandwidth and matmul rate of the device, beside its datasheet."""
 
 from __future__ import annotations
 

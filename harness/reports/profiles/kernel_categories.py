@@ -1,4 +1,4 @@
-"""What kernels do, by phase: questions (c) and (d) of the CS336 text's problem nsys_profile."""
+"""Kernel time by category and phase: problem nsys_profile (c) and (d) of the CS336 text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the kernels of each phase do, in shares of their time."""
+"""Shares of each phase's kernel time by category."""
 
 from __future__ import annotations
 

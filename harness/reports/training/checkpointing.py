@@ -1,4 +1,4 @@
-"""What activation checkpointing saves in memory and costs in time."""
+"""Activation checkpointing: memory saved and time added."""
 
 from __future__ import annotations
 
