@@ -1,10 +1,10 @@
 """Compiles the Hopper kernels for sm_90a, which needs no GPU: registers, spills, shared memory.
 
-Run as ``python -m benchmarks.compile_hopper [KERNEL ...]`` in the repository, with triton installed
-and TRITON_INTERPRET unset. Prints one row for each kernel and variant, and exits with 1 if ptxas
-serialised the matmuls of any: then nothing runs beside them, whatever the source says. And if
-:mod:`kernels.launching.driver` has another idea of a kernel's parameters than its code: then
-Triton launches it, which takes longer.
+Run as ``python -m benchmarks.compile_hopper [KERNEL ...] [HEAD_DIM ...]`` in the repository, with
+triton installed and TRITON_INTERPRET unset. Prints one row for each kernel and variant, and exits
+with 1 if ptxas serialised the matmuls of any: then nothing runs beside them, whatever the source
+says. And if :mod:`kernels.launching.driver` has another idea of a kernel's parameters than its
+code: then Triton launches it, which takes longer.
 """
 
 from __future__ import annotations
@@ -155,9 +155,10 @@ def parameters_differ(compiled: Any) -> list[str]:
 
 def main() -> int:
     failed = False
-    chosen = sys.argv[1:] or list(KERNELS)
-    for kernel in chosen:
-        for head_dim in (64, 128):
+    kernels = [word for word in sys.argv[1:] if not word.isdigit()] or list(KERNELS)
+    head_dims = [int(word) for word in sys.argv[1:] if word.isdigit()] or [64, 128]
+    for kernel in kernels:
+        for head_dim in head_dims:
             variants = [
                 Variant(kernel=kernel, head_dim=head_dim, dtype="bf16", causal=True, packed=False),
                 Variant(kernel=kernel, head_dim=head_dim, dtype="fp16", causal=False, packed=True),

@@ -32,12 +32,19 @@ needs_hopper = pytest.mark.skipif(
 )
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "spilled_bytes"),
+    # What is spilled at head_dim 128 is used where masks are, in a few tiles of many.
+    [(128, 512), pytest.param(64, 16, marks=pytest.mark.exhaustive)],
+)
 @pytest.mark.parametrize("kernel", ["forward", "backward"])
-def test_compiles_without_serialised_matmuls(kernel: str) -> None:
+def test_compiles_without_serialised_matmuls(
+    kernel: str, head_dim: int, spilled_bytes: int
+) -> None:
     """In a process of its own, since this one may have Triton's interpreter."""
     pytest.importorskip("triton.experimental.gluon")
     run = subprocess.run(
-        [sys.executable, "-m", "benchmarks.compile_hopper", kernel],
+        [sys.executable, "-m", "benchmarks.compile_hopper", kernel, str(head_dim)],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "0"},
         capture_output=True,
@@ -45,14 +52,11 @@ def test_compiles_without_serialised_matmuls(kernel: str) -> None:
     )
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
     rows = [line for line in run.stdout.splitlines() if line.startswith(kernel)]
-    assert len(rows) == 6
-    # What is spilled at head_dim 128 is used where masks are, in a few tiles of many.
-    limits = {"d 64": 16, "d 128": 512}
+    assert len(rows) == 3
     for row in rows:
-        limit = next(limit for words, limit in limits.items() if words in row)
         spilled = re.search(r"(\d+) bytes spill stores", row)
         assert spilled is not None
-        assert int(spilled[1]) <= limit, row
+        assert int(spilled[1]) <= spilled_bytes, row
 
 
 class TestWhatItLeavesToThePlainKernels:
