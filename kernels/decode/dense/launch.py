@@ -9,7 +9,7 @@ tensors of the same layout are launched by :mod:`kernels.launching.prepared`, wi
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -97,11 +97,12 @@ def flash_decode(
                 rotary=None if rotary is None else Rotary(cos, sin, interleaved), scale=scale,
                 num_splits=num_splits, out=out, tiles=tiles,
             )  # fmt: skip
-        plan = planned(
-            _PLANS, plan_flash, key, call, q, k_new, v_new, k_cache, v_cache,
-            lengths if block_table is None else block_table, lengths if cos is None else cos, out,
-            interleaved, num_splits, tiles,
+        given = KernelTensors(
+            q, k_new, v_new, k_cache, v_cache, out,
+            block_table=lengths if block_table is None else block_table,
+            cos=lengths if cos is None else cos,
         )  # fmt: skip
+        plan = planned(_PLANS, plan_flash, key, call, given, interleaved, num_splits, tiles)
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     plan(
@@ -114,16 +115,22 @@ def flash_decode(
     return out
 
 
+class KernelTensors(NamedTuple):
+    """Tensors whose layouts a plan depends on, as the kernel takes them."""
+
+    q: Tensor
+    k_new: Tensor
+    v_new: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    out: Tensor
+    block_table: Tensor
+    cos: Tensor
+
+
 def plan_flash(
     call: Call,
-    q: Tensor,
-    k_new: Tensor,
-    v_new: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    cos: Tensor,
-    out: Tensor,
+    given: KernelTensors,
     interleaved: bool,
     num_splits: int | None,
     tiles: configs.Tiles | None,
@@ -136,10 +143,9 @@ def plan_flash(
         flash_constants(call, tiles, interleaved),
         workers(call, num_splits, tiles, appends=1),
         (
-            *q.stride()[:3], *k_new.stride()[:3], *v_new.stride()[:3],
-            *k_cache.stride()[:3], *v_cache.stride()[:3], *out.stride()[:3],
-            block_table.stride(0), cos.stride(0),
-            call.batch_size, call.capacity, cos.shape[0],
+            *(step for x in given[:6] for step in x.stride()[:3]),
+            given.block_table.stride(0), given.cos.stride(0),
+            call.batch_size, call.capacity, given.cos.shape[0],
         ),
     )  # fmt: skip
 
