@@ -30,7 +30,7 @@ Step = Callable[[], Any]
 
 
 class Empty(torch.autograd.Function):
-    """What Python's autograd takes by itself."""
+    """A node that does nothing: the time of Python's autograd by itself."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ KERNELS = {
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Variant:
-    """What a kernel is compiled for."""
+    """The constants that a kernel is compiled for."""
 
     kernel: str
     head_dim: int
@@ -118,7 +118,7 @@ def _type(name: str, variant: Variant, tile: int) -> str:
 
 
 def assembler_report(ptx: str) -> str:
-    """What ptxas says about registers, spills and wgmma."""
+    """The report of ptxas on registers, spills and wgmma."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
         path.write_text(ptx)

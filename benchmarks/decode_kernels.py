@@ -34,7 +34,7 @@ from kernels.decode.latent.call import describe_latent
 from kernels.launching.graphs import capture
 
 CALLS = 10
-"""Of one graph: long enough for the launch of a graph not to count."""
+"""Steps of one graph: enough for the launch of a graph not to count."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -85,7 +85,7 @@ class Step:
 
     run: Callable[[], Tensor]
     expected: Callable[[], Tensor]
-    """Of the last sequence and all its heads, [H, D] in float64."""
+    """Output of the last sequence and all its heads, [H, D] in float64."""
     row: str
     tiles: Tiles
 
@@ -172,7 +172,7 @@ def milliseconds(run: Callable[[], Any], repeats: int = 10) -> float:
 
 
 def candidates(shape: Shape) -> list[Tiles]:
-    """What a search tries; programs_per_sm needs no other kernel."""
+    """The tiles that a search tries; programs_per_sm needs no other kernel."""
     if shape.kernel == "latent":
         rows = min(64, max(16, shape.num_heads))
         grid = product((rows,), (32, 64), (4, 8), (2, 3), (1, 2), (0,))

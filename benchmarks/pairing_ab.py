@@ -27,7 +27,7 @@ SHAPES = [
 """Batch size, heads, tokens, head dim."""
 
 LAUNCHES = 20
-"""Of one graph, so that the start of a graph does not count."""
+"""Launches of one graph, so that the start of a graph does not count."""
 
 TURNS = 15
 

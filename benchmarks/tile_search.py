@@ -37,7 +37,7 @@ NUM_HEADS = 16
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ShapeClass:
-    """What a row of the table is for, in all three kernels."""
+    """The shapes that a row of the table is for, in all three kernels."""
 
     precision: str
     """bfloat16, tf32 or ieee; the latter two are of float32."""

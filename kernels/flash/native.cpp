@@ -20,16 +20,20 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <pybind11/stl.h>
 
 #include <array>
 #include <cmath>
 #include <cstring>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <type_traits>
-#include <unordered_map>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -66,13 +70,6 @@ uint64_t address_of(const Tensor& x) {
   return reinterpret_cast<uint64_t>(x.const_data_ptr());
 }
 
-struct WithoutGil {
-  PyThreadState* state = PyEval_SaveThread();
-  ~WithoutGil() {
-    PyEval_RestoreThread(state);
-  }
-};
-
 // CUDA's CUlaunchConfig; no launch has attributes.
 struct LaunchConfig {
   unsigned grid[3], block[3], shared_memory_bytes;
@@ -81,36 +78,33 @@ struct LaunchConfig {
   unsigned num_attributes;
 };
 
-// A kernel on a grid, with its parameters: those of DriverLaunch.contents in _driver_launch.py.
+// Function, configuration, (kind, bytes) of each parameter, slots, multipliers of the scale: the
+// first three are those of DriverLaunch.contents in kernels/launching/driver.py.
+using Contents = std::tuple<
+    uint64_t, std::string, std::vector<std::pair<int, std::string>>, std::vector<size_t>,
+    std::vector<double>>;
+
+// A kernel on a grid, with its parameters.
 class Launch {
  public:
-  // (function, config, [(kind, bytes)], slots, multipliers of the scale)
-  explicit Launch(const py::handle& contents) {
-    const auto fields = py::cast<py::tuple>(contents);
-    function_ = reinterpret_cast<void*>(py::cast<uint64_t>(fields[0]));
-    const auto config = py::cast<std::string>(fields[1]);
+  explicit Launch(const Contents& contents) {
+    const auto& [function, config, parameters, slots, multipliers] = contents;
+    function_ = reinterpret_cast<void*>(function);
     TORCH_CHECK(config.size() == sizeof(config_), "a launch's configuration has another size");
     std::memcpy(&config_, config.data(), sizeof(config_));
-    const auto parameters = py::cast<py::list>(fields[2]);
-    const auto slots = py::cast<py::tuple>(fields[3]);
-    const auto multipliers = py::cast<py::tuple>(fields[4]);
     // Addresses of these are kept.
     parameters_.resize(parameters.size());
     size_t next_slot = 0, next_multiplier = 0;
     for (size_t i = 0; i < parameters.size(); ++i) {
-      const auto parameter = py::cast<py::tuple>(parameters[i]);
-      const auto kind = py::cast<int>(parameter[0]);
-      const auto bytes = py::cast<std::string>(parameter[1]);
+      const auto& [kind, bytes] = parameters[i];
       char* where = parameters_[i].bytes;
       TORCH_CHECK(bytes.size() <= sizeof(Parameter), "a parameter is too large");
       std::memcpy(where, bytes.data(), bytes.size());
       pointers_.push_back(where);
       if (kind == kFloat) {
-        TORCH_CHECK(next_multiplier < multipliers.size(), "a float has no multiplier");
-        floats_.push_back({where, py::cast<double>(multipliers[next_multiplier++])});
+        floats_.push_back({where, multipliers.at(next_multiplier++)});
       } else if (kind != kFixed) {
-        TORCH_CHECK(next_slot < slots.size(), "an address has no tensor");
-        const auto slot = py::cast<size_t>(slots[next_slot++]);
+        const size_t slot = slots.at(next_slot++);
         TORCH_CHECK(slot < kMaxSlots, "a launch has too many tensors");
         (kind == kMap ? maps_ : words_).push_back({where, slot, 0});
       }
@@ -146,7 +140,7 @@ class Launch {
   }
 
  private:
-  // PARAMETER_KINDS of _driver_launch.py.
+  // PARAMETER_KINDS of driver.py.
   enum Kind { kFixed, kMap, kWord, kFloat };
   struct Parameter {
     alignas(64) char bytes[128];
@@ -173,8 +167,8 @@ class Launch {
 // The launches of a forward or a backward pass.
 class Pass {
  public:
-  explicit Pass(const py::handle& launches) {
-    for (const py::handle contents : py::cast<py::list>(launches)) {
+  explicit Pass(const std::vector<Contents>& launches) {
+    for (const auto& contents : launches) {
       launches_.emplace_back(contents);
     }
     TORCH_CHECK(driver.get_context(&context_) == 0, "CUDA has no current context");
@@ -218,8 +212,6 @@ std::optional<Strides> strides_of(const Tensor& x) {
 
 struct Backward {
   Strides do_strides;
-  // Whether the kernels are given a contiguous copy of do.
-  bool copies;
   Strides dq, dk, dv;
   // Bytes from the beginning of the workspace to each part, and to its end.
   std::vector<int64_t> offsets;
@@ -228,17 +220,6 @@ struct Backward {
 
 // Device, dtype, causal, and the layout of q, k and v, where v is as large as k.
 using Key = std::array<int64_t, 3 + 5 * 4>;
-
-struct Hash {
-  size_t operator()(const Key& key) const {
-    uint64_t hash = 0;
-    for (const int64_t part : key) {
-      hash = (hash ^ static_cast<uint64_t>(part)) * 0x9E3779B97F4A7C15u;
-      hash ^= hash >> 32;
-    }
-    return hash;
-  }
-};
 
 struct Plan {
   Key key;
@@ -261,9 +242,9 @@ struct Plan {
 };
 
 std::mutex plans_mutex;
-std::unordered_map<Key, std::shared_ptr<Plan>, Hash>& plans() {
+std::map<Key, std::shared_ptr<Plan>>& plans() {
   // Outlives whatever runs when the process ends.
-  static auto* all = new std::unordered_map<Key, std::shared_ptr<Plan>, Hash>();
+  static auto* all = new std::map<Key, std::shared_ptr<Plan>>();
   return *all;
 }
 
@@ -317,30 +298,21 @@ variable_list call_python(
     const Tensor& d_o, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o,
     const Tensor& lse, bool causal, double scale) {
   const pybind11::gil_scoped_acquire gil;
-  const auto check = [](PyObject* made) {
-    if (!made) {
-      python_error error;
-      error.persist();
-      throw error;
-    }
-    return py::reinterpret_steal<py::object>(made);
-  };
-  const auto wrapped = [&](const Tensor& x) { return check(THPVariable_Wrap(x)); };
-  const auto arguments = py::make_tuple(
-      wrapped(d_o), wrapped(q), wrapped(k), wrapped(v), wrapped(o), wrapped(lse), causal, scale);
-  const auto result = check(PyObject_CallObject(backward_in_python, arguments.ptr()));
-  variable_list gradients;
-  for (int i = 0; i < 3; ++i) {
-    const auto gradient = check(PySequence_GetItem(result.ptr(), i));
-    TORCH_CHECK(THPVariable_Check(gradient.ptr()), "a gradient is no tensor");
-    gradients.push_back(THPVariable_Unpack(gradient.ptr()));
+  try {
+    const py::handle function(backward_in_python);
+    return py::cast<variable_list>(function(d_o, q, k, v, o, lse, causal, scale));
+  } catch (py::error_already_set& raised) {
+    // As Python's own nodes raise it, for the engine to bring to whoever called backward.
+    raised.restore();
+    python_error error;
+    error.persist();
+    throw error;
   }
-  return gradients;
 }
 
 // Empty if this cannot be done here.
 variable_list run_backward(
-    Plan& plan, Tensor d_o, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o,
+    Plan& plan, const Tensor& d_o, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o,
     const Tensor& lse, double scale) {
   // A hook may have given back other tensors than were saved.
   const auto key = key_of(q, k, v, plan.key[2] != 0);
@@ -352,7 +324,7 @@ variable_list run_backward(
   if (!is_as_planned || is_watched()) {
     return {};
   }
-  for (const Tensor* x : {&std::as_const(d_o), &q, &k, &v, &o, &lse}) {
+  for (const Tensor* x : {&d_o, &q, &k, &v, &o, &lse}) {
     if (x->key_set() != plan.keys) {
       return {};
     }
@@ -363,9 +335,6 @@ variable_list run_backward(
   }
   const at::AutoDispatchBelowADInplaceOrView kernels_only;
   const c10::DeviceGuard guard(q.device());
-  if (backward->copies) {
-    d_o = d_o.clone(at::MemoryFormat::Contiguous);
-  }
   auto dq = empty(q.sizes(), backward->dq, q);
   auto dk = empty(k.sizes(), backward->dk, k);
   auto dv = empty(v.sizes(), backward->dv, v);
@@ -520,7 +489,7 @@ PyObject* attend(PyObject*, PyObject* const* arguments, Py_ssize_t number) {
   }
   Tensor o;
   {
-    const WithoutGil released;
+    const pybind11::gil_scoped_release released;
     o = run_attend(
         THPVariable_Unpack(arguments[0]),
         THPVariable_Unpack(arguments[1]),
@@ -535,50 +504,22 @@ PyObject* attend(PyObject*, PyObject* const* arguments, Py_ssize_t number) {
   END_HANDLE_TH_ERRORS
 }
 
-// connect(addresses of Driver's functions..., backward): once, before anything else.
-PyObject* connect(PyObject*, PyObject* arguments) {
-  HANDLE_TH_ERRORS
-  unsigned long long launch, replace, get_context, set_context, current_stream;
-  PyObject* backward;
-  if (!PyArg_ParseTuple(
-          arguments, "KKKKKO", &launch, &replace, &get_context, &set_context, &current_stream,
-          &backward)) {
-    return nullptr;
-  }
+// Once, before anything else: the addresses of Driver's functions, and Python's backward pass.
+void connect(
+    uint64_t launch, uint64_t replace, uint64_t get_context, uint64_t set_context,
+    uint64_t current_stream, const py::object& backward) {
   driver.launch = reinterpret_cast<decltype(driver.launch)>(launch);
   driver.replace_address = reinterpret_cast<decltype(driver.replace_address)>(replace);
   driver.get_context = reinterpret_cast<decltype(driver.get_context)>(get_context);
   driver.set_context = reinterpret_cast<decltype(driver.set_context)>(set_context);
   driver.current_stream = reinterpret_cast<decltype(driver.current_stream)>(current_stream);
-  Py_INCREF(backward);
   Py_XDECREF(backward_in_python);
-  backward_in_python = backward;
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
+  backward_in_python = py::object(backward).release().ptr();
 }
 
-// Tensors of a tuple; None of them a subclass's.
-std::vector<Tensor> tensors_of(PyObject* tuple, Py_ssize_t number) {
-  TORCH_CHECK_TYPE(
-      PyTuple_Check(tuple) && PyTuple_GET_SIZE(tuple) == number, "a tuple of tensors is needed");
-  std::vector<Tensor> tensors;
-  for (Py_ssize_t i = 0; i < number; ++i) {
-    PyObject* x = PyTuple_GET_ITEM(tuple, i);
-    TORCH_CHECK_TYPE(THPVariable_CheckExact(x), "a tensor is needed");
-    tensors.push_back(THPVariable_Unpack(x));
-  }
-  return tensors;
-}
-
-// learn_forward((q, k, v, o), causal, launches): what later calls like it are to launch.
-PyObject* learn_forward(PyObject*, PyObject* arguments) {
-  HANDLE_TH_ERRORS
-  PyObject *tuple, *launches;
-  int causal;
-  if (!PyArg_ParseTuple(arguments, "OpO", &tuple, &causal, &launches)) {
-    return nullptr;
-  }
-  const auto x = tensors_of(tuple, 4);
+// What later calls like the one with these q, k, v and o are to launch.
+void learn_forward(
+    const std::array<Tensor, 4>& x, bool causal, const std::vector<Contents>& launches) {
   const auto key = key_of(x[0], x[1], x[2], causal);
   const auto o = strides_of(x[3]);
   TORCH_CHECK_VALUE(key && o, "q, k, v and o do not fit each other");
@@ -589,22 +530,15 @@ PyObject* learn_forward(PyObject*, PyObject* arguments) {
     plans().clear();
   }
   plans()[*key] = std::move(plan);
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
 }
 
-// learn_backward((q, k, v, do, dq, dk, dv), causal, copies, bytes of the workspace, launches)
-PyObject* learn_backward(PyObject*, PyObject* arguments) {
-  HANDLE_TH_ERRORS
-  PyObject *tuple, *sizes, *launches;
-  int causal, copies;
-  if (!PyArg_ParseTuple(arguments, "OppOO", &tuple, &causal, &copies, &sizes, &launches)) {
-    return nullptr;
-  }
-  const auto x = tensors_of(tuple, 7);
+// The same for the backward pass, of q, k, v, do, dq, dk and dv.
+void learn_backward(
+    const std::array<Tensor, 7>& x, bool causal, const std::vector<int64_t>& workspace_bytes,
+    const std::vector<Contents>& launches) {
   const auto plan = plan_of(key_of(x[0], x[1], x[2], causal));
   if (!plan) {
-    Py_RETURN_NONE;
+    return;
   }
   for (const auto& tensor : x) {
     TORCH_CHECK_VALUE(strides_of(tensor), "a tensor does not have four dimensions");
@@ -612,42 +546,37 @@ PyObject* learn_backward(PyObject*, PyObject* arguments) {
   // Where torch's allocator would let each of them begin.
   constexpr int64_t granularity = 512;
   std::vector<int64_t> offsets{0};
-  for (const py::handle size : py::cast<py::list>(py::handle(sizes))) {
-    const auto bytes = py::cast<int64_t>(size);
+  for (const int64_t bytes : workspace_bytes) {
     offsets.push_back(offsets.back() + (bytes + granularity - 1) / granularity * granularity);
   }
   TORCH_CHECK_VALUE(kNumTensors + offsets.size() - 1 <= kMaxSlots, "too large a workspace");
   std::shared_ptr<Backward> backward(new Backward{
-      *strides_of(x[3]), copies != 0, *strides_of(x[4]), *strides_of(x[5]), *strides_of(x[6]),
+      *strides_of(x[3]), *strides_of(x[4]), *strides_of(x[5]), *strides_of(x[6]),
       std::move(offsets), Pass(launches)});
   const std::lock_guard<std::mutex> lock(plan->mutex);
   if (plan->backwards.size() >= kMaxBackwards) {
     plan->backwards.clear();
   }
   plan->backwards.push_back(std::move(backward));
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
 }
 
-PyObject* forget(PyObject*, PyObject*) {
+void forget() {
   const std::lock_guard<std::mutex> lock(plans_mutex);
   plans().clear();
-  Py_RETURN_NONE;
 }
 
-PyMethodDef methods[] = {
-    {"connect", connect, METH_VARARGS, nullptr},
-    {"attend", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(attend)), METH_FASTCALL,
-     nullptr},
-    {"learn_forward", learn_forward, METH_VARARGS, nullptr},
-    {"learn_backward", learn_backward, METH_VARARGS, nullptr},
-    {"forget", forget, METH_NOARGS, nullptr},
-    {nullptr, nullptr, 0, nullptr}};
-
-PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", nullptr, -1, methods};
+// Called for every attention: without pybind11's look at the arguments.
+PyMethodDef attend_method = {
+    "attend", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(attend)), METH_FASTCALL,
+    nullptr};
 
 } // namespace
 
-PyMODINIT_FUNC PyInit__native() {
-  return PyModule_Create(&definition);
+PYBIND11_MODULE(_native, module) {
+  module.def("connect", connect);
+  module.def("learn_forward", learn_forward);
+  module.def("learn_backward", learn_backward);
+  module.def("forget", forget);
+  module.add_object(
+      "attend", py::reinterpret_steal<py::object>(PyCFunction_New(&attend_method, nullptr)));
 }

@@ -52,7 +52,7 @@ class NotBuilt(Exception):
 
 
 class _Node:
-    """What has become of the compiled module in this process."""
+    """The compiled module of this process, once it is built or found impossible."""
 
     module: Any = None
     reason: str | None = None
@@ -126,9 +126,7 @@ def learn_backward(
     if launches is None:
         return
     sizes = [x.numel() * x.element_size() for x in planned.workspace]
-    _Node.module.learn_backward(
-        (q, k, v, do, *gradients), problem.causal, planned.copies_do, sizes, launches
-    )
+    _Node.module.learn_backward((q, k, v, do, *gradients), problem.causal, sizes, launches)
 
 
 def _apart(*tensors: Tensor) -> list[Tensor]:
@@ -137,7 +135,7 @@ def _apart(*tensors: Tensor) -> list[Tensor]:
 
 
 def _contents(steps: Sequence[Step], slots: Sequence[Tensor]) -> list[tuple] | None:
-    """Of each launch its contents, the places of its tensors in ``slots``, and its floats.
+    """Contents of each launch, the places of its tensors in ``slots``, and its floats.
 
     The floats of a scale of 1 are what the scale is to be multiplied with.
     """

@@ -195,7 +195,7 @@ def backward_tile(
     hidden_RK: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What one tile of scores adds to dq, dk and dv."""
+    """The additions of one tile of scores to dq, dk and dv."""
     S = q_BHRD @ k_BHKD.mT * scale  # (13)
     if hidden_RK is not None:
         S = S.masked_fill(hidden_RK, -torch.inf)

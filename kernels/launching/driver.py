@@ -35,7 +35,7 @@ _L2_PROMOTION_128B = 2
 _MAX_RANK = 5
 
 PARAMETER_KINDS = ("fixed", "map", "word", "float")
-"""Of a kernel's parameters: as they were, a tensor map, a tensor's address, a float."""
+"""Kinds of parameters: as it was, a tensor map, a tensor's address, a float."""
 
 Contents = tuple[int, bytes, list[tuple[int, bytes]]]
 """A launch: function, CUDA's configuration, kind and bytes of each parameter."""
@@ -141,13 +141,13 @@ class Parameters:
         self.memory: list[Any] = []
         """Keeps what the addresses point to."""
         self.kinds: list[int] = []
-        """Of each parameter, its place in PARAMETER_KINDS."""
+        """Place of each parameter in PARAMETER_KINDS."""
         self._addresses: list[int] = []
         kinds = [kind for kind in compiled.src.signature.values() if kind != "constexpr"]
         num_words = sum(kind.startswith("*") for kind in kinds)
         num_floats = kinds.count("fp32")
         self.format = f"={num_words}Q{num_floats}f"
-        """Of the tensors that are no descriptors', and of the floats, as they lie in memory."""
+        """Layout of the addresses of plain tensors, and of the floats."""
         self.changing = ctypes.create_string_buffer(8 * num_words + 4 * num_floats)
         words = iter(range(0, 8 * num_words, 8))
         floats = iter(range(8 * num_words, len(self.changing), 4))
@@ -196,6 +196,7 @@ class Parameters:
 
 def _encode(address: int, descriptor: Any, facts: dict[str, Any]) -> None:
     """Write the tensor map of ``descriptor``, as Triton's own launcher would."""
+    # Only where there is a driver to encode for.
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
     rank = len(descriptor.shape)

@@ -41,7 +41,7 @@ class PreparedLaunch:
     """Compile-time arguments, the last parameters, and options such as ``num_stages``."""
     integers: tuple[int, ...] = ()
     descriptors: Sequence[Descriptor] = ()
-    """Of the first tensors, which the kernel reads through TMA."""
+    """One for each of the first tensors, which the kernel reads through TMA."""
     _compiled: Any = None
     _again: DriverLaunch | None = None
 
@@ -70,7 +70,7 @@ class PreparedLaunch:
             self._again = None
 
     def contents(self) -> Contents | None:
-        """What another launcher would need; None while only Triton can launch it."""
+        """A copy of all that another launcher needs; None while only Triton can launch it."""
         return None if self._again is None else self._again.contents()
 
     def _constant_arguments(self) -> list[Any]:
@@ -79,7 +79,7 @@ class PreparedLaunch:
 
 
 def planned(plans: dict[Any, Any], build: Callable[..., Any], key: tuple, *arguments: Any) -> Any:
-    """What ``build`` makes of the arguments, kept under ``key``, all that it depends on."""
+    """The plan that ``build`` makes, kept under ``key``, which has all that it depends on."""
     plan = plans.get(key)
     if plan is None:
         if len(plans) >= MAX_PLANS:

@@ -27,7 +27,7 @@ CONTEXT = 5
 LOG2_E = math.log2(math.e)
 
 Values = dict[str, Any]
-"""Of parameters by name: numbers, addresses, and of a descriptor (address, shape, strides)."""
+"""Parameters by name: numbers, addresses, and for a descriptor (address, shape, strides)."""
 
 
 def at(address: int, dtype: torch.dtype, shape: Any, strides: Any) -> Tensor:
@@ -66,7 +66,7 @@ class Kernel:
 
 
 class _Relaunched(list):
-    """What :class:`fake_driver.Compiled` appends the arguments of Triton's launches to."""
+    """The list to which :class:`fake_driver.Compiled` appends the arguments of Triton's launches."""
 
     def __init__(self, kernel: Kernel, given: dict[str, Any]) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class EmulatedGpu:
         """Names of the kernels that the driver, and not Triton, was told to launch."""
         self.streams: list[int | None] = []
         self.error = 0
-        """What launches give instead of running, unless 0."""
+        """Launches return it instead of running, unless it is 0."""
         self.delay_s = 0.0
         """For how long launches leave their parameters unread, for other threads to change."""
         self.kernels: dict[str, Kernel] = {}

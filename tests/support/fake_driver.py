@@ -81,7 +81,7 @@ class Driver:
 
 
 class Compiled:
-    """Of a kernel, what Triton gives; counts its own launches."""
+    """A compiled kernel as Triton gives it; keeps its own launches."""
 
     def __init__(self, signature: dict[str, str], **metadata: Any) -> None:
         self.src = SimpleNamespace(signature=signature)

@@ -71,7 +71,7 @@ class Tile:
 
 
 class Buffers:
-    """What ``allocate_shared_memory`` gives: several tiles, or several barriers."""
+    """The result of ``allocate_shared_memory``: several tiles, or several barriers."""
 
     dtype = type = ANYTHING
 
@@ -325,7 +325,7 @@ class Place:
 
 
 class Descriptor:
-    """Of q, k or v; the unit of bytes is one copy."""
+    """A descriptor of q, k or v; the unit of bytes is one copy."""
 
     dtype = layout = ANYTHING
 
@@ -355,7 +355,7 @@ def run_program(
     sequence: int = 0,
     edit: tuple[str, str] | None = None,
 ) -> dict[int, list[Scores]]:
-    """What one program stores: for each consumer's first row, the scores that made up its o.
+    """The results of one program: for each consumer's first row, the scores that made up its o.
 
     Args:
         cu_seqlens: of queries and keys of a packed batch, whose longest have q_len and kv_len.

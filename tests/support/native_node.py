@@ -1,4 +1,4 @@
-"""What tests of the compiled autograd node share."""
+"""Calls for tests of the compiled autograd node."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def _why_not(call: Call) -> str | None:
     return None
 
 
-class Plan(NamedTuple):
+class HopperPlan(NamedTuple):
     """The plan of one launch, or of two."""
 
     attend: PreparedLaunch
@@ -94,8 +94,9 @@ def plan(
     out: Tensor,
     num_workers: int,
     min_units: int,
-) -> Plan:
+) -> HopperPlan:
     """For tensors that lie like these; queries are made contiguous."""
+    # Gluon, which old versions of Triton lack: why_not has been asked before.
     from kernels.decode.latent.hopper_kernel import hopper_latent_kernel
     from kernels.decode.latent.merge_kernel import merge_kernel
 
@@ -135,7 +136,7 @@ def plan(
             num_programs,
         ),
     )  # fmt: skip
-    return Plan(attend, merge if num_workers > 1 else None, call.device, num_programs)
+    return HopperPlan(attend, merge if num_workers > 1 else None, call.device, num_programs)
 
 
 def _as_rows(cache: Tensor) -> Tensor | None:

@@ -101,7 +101,7 @@ class Shared(NamedTuple):
     q_ready: Any
     q_free: Any
     ready: Any
-    """Of halves."""
+    """One for each half."""
     free: Any
     rope_ready: Any
     rope_free: Any
@@ -128,7 +128,7 @@ class Outputs(NamedTuple):
     pieces_ptr: Any
     piece_lse_ptr: Any
     piece_slot: Any
-    """Of this program's first piece; its last one has the next."""
+    """Slot of this program's first piece; its last one has the next."""
 
 
 class Share(NamedTuple):
@@ -150,9 +150,9 @@ class Tile(NamedTuple):
     """One tile of a line."""
 
     number: Any
-    """Of the line."""
+    """Place in the line."""
     turn: Any
-    """Of the program."""
+    """Place among the tiles of the program."""
     length: Any
     """Tokens of the line."""
     num_seen: Any
@@ -160,7 +160,7 @@ class Tile(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """What a consumer keeps from one of its tiles to the next."""
+    """Values that a consumer carries from one of its tiles to the next."""
 
     o: Any
     m_o: Any

@@ -29,7 +29,7 @@ from kernels.decode.plans import (
 )
 from kernels.launching.prepared import planned
 
-_PLANS: dict[tuple, Plan | hopper.Plan] = {}
+_PLANS: dict[tuple, Plan | hopper.HopperPlan] = {}
 
 
 def mla_decode(

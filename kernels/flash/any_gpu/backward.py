@@ -219,7 +219,7 @@ def _add_queries(
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """What one tile of queries adds to dk (still to be scaled) and dv."""
+    """The additions of one tile of queries to dk (still to be scaled) and dv."""
     rows_left = q_len - q_start
     queries = q_start + tl.arange(0, BLOCK_Q)
     q = load_tile(
@@ -354,7 +354,7 @@ def _add_keys(
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """What the key tiles from ``start`` to ``stop`` add to dq, still to be scaled."""
+    """The additions of the key tiles from ``start`` to ``stop`` to dq, still to be scaled."""
     for k_start in range(start, stop, BLOCK_K):
         k_start = tl.multiple_of(k_start, BLOCK_K)
         k = load_tile(

@@ -1,4 +1,4 @@
-"""What a call of flash attention is given, and what an implementation of it is given.
+"""The arguments of a call of flash attention, and those of an implementation.
 
 :class:`FlashCall` goes from the public functions to the dispatch, with tensors as
 :mod:`kernels.problem` describes them, dense or packed. The dispatch makes of it one of
@@ -28,8 +28,8 @@ class FlashOptions:
     autotune: bool = False
     """Search for tile sizes if none are known for these shapes."""
     autograd: str = "auto"
-    """What runs the gradients of the Hopper kernels: the compiled node (``native``), ``python``, or
-    ``auto`` for native where it can be built. Packed batches, and calls that return lse, are
+    """The autograd node of the Hopper kernels: compiled (``native``), ``python``, or ``auto`` for
+    native where it can be built. Packed batches, and calls that return lse, are
     Python's."""
 
 

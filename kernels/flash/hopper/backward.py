@@ -155,13 +155,13 @@ class HalfTurn(NamedTuple):
     more: Any
     """Whether another half turn follows."""
     first_key: Any
-    """Of the consumer."""
+    """The consumer's first key."""
     first_query: Any
-    """Of the turn."""
+    """The turn's first query."""
 
 
 class Progress(NamedTuple):
-    """What a consumer keeps from one half turn to the next."""
+    """Values that a consumer carries from one half turn to the next."""
 
     dk: Any
     dv: Any
@@ -169,10 +169,10 @@ class Progress(NamedTuple):
     """Scores of the next half turn, and their lse, where they are computed ahead."""
     lse: Any
     slot: Any
-    """Of the ring."""
+    """Slot of the ring."""
     phase: Any
     parity: Any
-    """Of the turn, among those of all heads of the program."""
+    """Parity of the turn, counted through all heads of the program."""
 
 
 @gluon.jit

@@ -98,7 +98,7 @@ class Outputs(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """What a consumer keeps from one key tile to the next."""
+    """Values that a consumer carries from one key tile to the next."""
 
     p: Any
     """Probabilities of the last key tile, whose values come next."""
@@ -108,7 +108,7 @@ class Progress(NamedTuple):
     total: Any
     """Running denominator, apart by thread."""
     slot: Any
-    """Of the ring."""
+    """Slot of the ring."""
     phase: Any
 
 

@@ -181,23 +181,16 @@ class PlannedBackward(NamedTuple):
     steps: list[Step]
     workspace: list[Tensor]
     """Stands for memory, as large but without any."""
-    copies_do: bool
-    """Whether the launches are given a contiguous copy of do."""
 
 
 def planned_backward(call: BackwardPass) -> PlannedBackward | None:
-    """None unless the launches are planned, and all that :func:`backward` does but copy do."""
-    for do in (call.do, torch.empty(call.do.shape, dtype=call.do.dtype, device="meta")):
-        plan = plans.BACKWARD_PLANS.get(plans.backward_key(replace(call, do=do)))
-        if plan is not None:
-            break
-    else:
-        return None
-    if not are_aligned(call.q, call.k, call.v, call.do, call.o, call.lse):
+    """None unless the launches are planned, and all that :func:`backward` does."""
+    plan = plans.BACKWARD_PLANS.get(plans.backward_key(call))
+    if plan is None or not are_aligned(call.q, call.k, call.v, call.do, call.o, call.lse):
         return None
     workspace = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in plan.workspace]
     steps = _backward_steps(plan, call, workspace)
-    return PlannedBackward(steps, workspace, copies_do=do is not call.do)
+    return PlannedBackward(steps, workspace)
 
 
 def _cu_seqlens(packing: Packing | None, any_tensor: Tensor) -> tuple[Tensor, Tensor]:

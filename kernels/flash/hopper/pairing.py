@@ -36,11 +36,11 @@ class Costs:
     """Microseconds on one multiprocessor."""
 
     launch: float
-    """Of the kernel, before its first program and after its last."""
+    """Once for the kernel, before its first program and after its last."""
     program: float
     """Until the first keys have come, and from the last stores until the next program."""
     tile: float
-    """Of a query tile: softmax and matmul that run alone at its ends, and its stores."""
+    """Once for a query tile: softmax and matmul that run alone at its ends, and its stores."""
     key_tile: float
 
 

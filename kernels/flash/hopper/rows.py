@@ -1,4 +1,4 @@
-"""What runs row by row around the Hopper backward kernel: statistics before it, sums after it."""
+"""Kernels around the Hopper backward pass: row statistics before it, sums after it."""
 
 # Triton's types are not Python's.
 # mypy: allow-untyped-defs

@@ -23,7 +23,7 @@ PROGRAM_ROWS: gl.constexpr = gl.constexpr(128)
 """Rows of one program: those of its consumers."""
 
 CONSUMER_REGISTERS: gl.constexpr = gl.constexpr(240)
-"""Of each consumer thread: of the 64 Ki of a multiprocessor, a producer thread takes 24."""
+"""Registers of a consumer's thread; a producer's has 24, of 64 Ki a multiprocessor."""
 
 LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
 LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)

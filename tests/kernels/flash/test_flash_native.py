@@ -195,6 +195,19 @@ class TestAutograd:
             assert_near(got, exact(*given))
             assert setting.in_python == in_python
 
+    def test_a_failure_in_python_arrives_as_it_is(
+        self, setting: Setting, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fails(*arguments: Any) -> None:
+            raise KeyError("of its own")
+
+        monkeypatch.setattr(native, "_backward", fails)
+        learn()
+        q, k, v, do = inputs()
+        o = flash_attention(q, k, v, causal=True)
+        with pytest.raises(KeyError, match="of its own"):
+            o.backward(_transposed_copy(do))
+
     def test_nothing_outlives_the_result(self, setting: Setting) -> None:
         learn()
         q, k, v, _ = inputs()

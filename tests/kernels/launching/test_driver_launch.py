@@ -126,7 +126,7 @@ def test_triton_launches_what_the_driver_refuses(driver: Driver) -> None:
 
 
 def test_misaligned_tensors_are_left_to_triton_as_a_whole(driver: Driver) -> None:
-    """What it compiled for aligned ones would read them wrongly; nor is theirs kept for others."""
+    """Code compiled for aligned tensors would read others wrongly, so Triton compiles for them."""
     compiled = compiled_kernel()
     call = prepared(compiled)
     x, y, z = tensors()
