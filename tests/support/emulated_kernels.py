@@ -66,7 +66,7 @@ class Kernel:
 
 
 class _Relaunched(list):
-    """The list to which :class:`fake_driver.Compiled` appends the arguments of Triton's launches."""
+    """The list to which a :class:`fake_driver.Compiled` appends the arguments of launches."""
 
     def __init__(self, kernel: Kernel, given: dict[str, Any]) -> None:
         super().__init__()
