@@ -22,7 +22,7 @@ from harness.cases.profiler import Profiler, profiler, require_steps
 from harness.paths import ROOT
 from harness.profilers import module_ranges
 from harness.profilers.kernels import nsight_export, summary
-from harness.profilers.kernels.torch_profiler import KERNEL_PROFILE
+from harness.profilers.kernels.column import KERNEL_PROFILE
 
 
 @profiler("nsys")

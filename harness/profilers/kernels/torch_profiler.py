@@ -14,13 +14,12 @@ import torch
 from harness.bench.bench import Bench
 from harness.bench.program import Program
 from harness.cases.case import Case
-from harness.cases.column import CaseColumn, note
+from harness.cases.column import CaseColumn
 from harness.cases.profiler import Profiler, profiler, require_steps
 from harness.profilers import module_ranges
 from harness.profilers.kernels import chrome_trace, profile_trace, summary
+from harness.profilers.kernels.column import KERNEL_PROFILE
 from kernels import accounting
-
-KERNEL_PROFILE = CaseColumn(name="kernel_profile", read=note("kernel_profile"))
 
 
 @profiler("torch")

@@ -1,0 +1,7 @@
+"""The frame's column for kernel profiles, from whichever tool."""
+
+from __future__ import annotations
+
+from harness.cases.column import CaseColumn, note
+
+KERNEL_PROFILE = CaseColumn(name="kernel_profile", read=note("kernel_profile"))
