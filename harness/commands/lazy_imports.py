@@ -49,7 +49,9 @@ class LazyModule(ModuleType):
         child = f"{self.__name__}.{name}"
         if child in LIBRARIES and _FINDER.postpones(self.__name__):
             return importlib.import_module(child)
-        if name not in _SET_BY_IMPORT:
+        # matplotlib looks torch up in sys.modules, to learn whether values may be its tensors.
+        asks_if_used = sys._getframe(1).f_globals.get("__name__", "").startswith("matplotlib.")
+        if name not in _SET_BY_IMPORT and not asks_if_used:
             _FINDER.load(self.__name__)
         return ModuleType.__getattribute__(self, name)
 

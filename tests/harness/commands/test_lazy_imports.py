@@ -163,3 +163,17 @@ def test_dataclasses_and_hints_of_a_postponed_module() -> None:
     hints, options = json.loads(python(code))
     assert hints["kernel"] == "<class 'str'>"
     assert options == {"name": "sdpa_flash", "kernel": "flash"}
+
+
+def test_a_figure_does_not_load_torch() -> None:
+    """matplotlib asks every value whether it is a tensor, if there is a module called torch."""
+    code = """
+        import sys
+        from harness.commands import lazy_imports
+        lazy_imports.install()
+        import torch
+        from matplotlib.figure import Figure
+        Figure().subplots().plot([0, 1], [1, 2])
+        print("torch._C" in sys.modules)
+    """
+    assert python(code) == "False\n"
