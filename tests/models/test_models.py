@@ -364,7 +364,11 @@ def test_rms_norm_of_bfloat16_rounds_once() -> None:
 
 
 def test_accounting_needs_no_torch() -> None:
-    code = "import sys, models.accounting, models.memory; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; from harness.commands import lazy_imports; lazy_imports.install(); "
+        "from models.accounting import forward_flops; from models.memory import TrainingStep; "
+        "sys.exit('torch._C' in sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=MODEL_DIR.parents[1])
 
 
