@@ -91,35 +91,39 @@ class RecordBuilder:
         if self._num_taken_up:
             record.notes["resumed_rounds"] = self._num_taken_up
         complete = [outcomes for outcomes in self._rounds if len(outcomes) == case.world_size]
-        if not complete:
-            return record
-        first = complete[0]
-        record.check = _worst_check([outcome["check"] for outcome in first])
-        record.compilation = _worst_compilation(complete)
-        record.memory = [
-            _merge_max([outcomes[rank]["memory"] for outcomes in complete])
-            for rank in range(case.world_size)
-        ]
-        record.device_state = [
-            {
-                "before": complete[0][rank]["device_state"].get("before", {}),
-                "after": complete[-1][rank]["device_state"].get("after", {}),
-            }
-            for rank in range(case.world_size)
-        ]
-        record.notes |= complete[-1][0]["notes"]
-        for name, clock in first[0]["clocks"].items():
-            per_rank = [
-                [
-                    sample
-                    for outcomes in complete
-                    for sample in outcomes[rank]["samples_ms"].get(name, [])
-                ]
-                for rank in range(case.world_size)
-            ]
-            record.phases[name] = Phase(clock=clock, samples_ms=per_rank)
-            record.rounds = [len(outcomes[0]["samples_ms"].get(name, [])) for outcomes in complete]
+        if complete:
+            _add_measurements(record, complete)
         return record
+
+
+def _add_measurements(record: Record, complete: list[list[dict[str, Any]]]) -> None:
+    """Join the rounds that all ranks completed: samples in a row, the highest peak, last notes."""
+    first, last = complete[0], complete[-1]
+    ranks = range(len(first))
+    record.check = _worst_check([outcome["check"] for outcome in first])
+    record.compilation = _worst_compilation(complete)
+    record.memory = [
+        _merge_max([outcomes[rank]["memory"] for outcomes in complete]) for rank in ranks
+    ]
+    record.device_state = [
+        {
+            "before": first[rank]["device_state"].get("before", {}),
+            "after": last[rank]["device_state"].get("after", {}),
+        }
+        for rank in ranks
+    ]
+    record.notes |= last[0]["notes"]
+    for name, clock in first[0]["clocks"].items():
+        per_rank = [
+            [
+                sample
+                for outcomes in complete
+                for sample in outcomes[rank]["samples_ms"].get(name, [])
+            ]
+            for rank in ranks
+        ]
+        record.phases[name] = Phase(clock=clock, samples_ms=per_rank)
+        record.rounds = [len(outcomes[0]["samples_ms"].get(name, [])) for outcomes in complete]
 
 
 def _first_error(outcomes: list[dict[str, Any]], status: str) -> dict[str, Any] | None:
