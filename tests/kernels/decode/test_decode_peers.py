@@ -7,6 +7,7 @@ on a GPU test_decoding does.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
@@ -79,41 +80,27 @@ class Library:
         return torch.stack(found)
 
 
-def version_2(library: Library) -> Callable[..., Tensor]:
-    def flash_attn_with_kvcache(
-        q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
-        cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None,
-        causal=False, window_size=(-1, -1), softcap=0.0, rotary_interleaved=True,
-        alibi_slopes=None, num_splits=0, return_softmax_lse=False,
-    ):  # type: ignore[no-untyped-def]  # fmt: skip
-        return library.run(
-            q, k_cache, v_cache, block_table, k=k, v=v, rotary_cos=rotary_cos,
-            rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved,
-            cache_seqlens=cache_seqlens, softmax_scale=softmax_scale, causal=causal,
-        )  # fmt: skip
+def with_kvcache(library: Library, table: str, *, gives_lse: bool) -> Callable[..., Any]:
+    """flash_attn_with_kvcache with the parameters that are used, its table named ``table``."""
 
+    def flash_attn_with_kvcache(**given: Any) -> Any:
+        o = library.run(table=given.pop(table), **given)
+        return (o, None) if gives_lse else o
+
+    kind = inspect.Parameter.KEYWORD_ONLY
+    names = (*_flash_kvcache.NEEDED, table)
+    items = [inspect.Parameter(name, kind) for name in names]
+    flash_attn_with_kvcache.__signature__ = inspect.Signature(items)  # type: ignore[attr-defined]
     return flash_attn_with_kvcache
+
+
+def version_2(library: Library) -> Callable[..., Any]:
+    return with_kvcache(library, "block_table", gives_lse=False)
 
 
 def version_3(library: Library) -> Callable[..., Any]:
-    def flash_attn_with_kvcache(
-        q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None,
-        cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, page_table=None,
-        cu_seqlens_q=None, cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None,
-        q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, causal=False,
-        window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True,
-        scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0,
-        return_softmax_lse=False,
-    ):  # type: ignore[no-untyped-def]  # fmt: skip
-        o = library.run(
-            q, k_cache, v_cache, page_table, k=k, v=v, rotary_cos=rotary_cos,
-            rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved,
-            cache_seqlens=cache_seqlens, softmax_scale=softmax_scale, causal=causal,
-        )  # fmt: skip
-        # Some builds return the log-sum-exp beside it.
-        return o, None
-
-    return flash_attn_with_kvcache
+    """Some builds return the log-sum-exp beside the output."""
+    return with_kvcache(library, "page_table", gives_lse=True)
 
 
 VERSIONS = {
