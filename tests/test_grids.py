@@ -1,0 +1,18 @@
+"""Grids of test parameters: what runs by default covers every pair of values."""
+
+from __future__ import annotations
+
+import itertools
+
+from grids import covering
+
+
+def test_every_pair_runs_by_default_and_few_combinations_do() -> None:
+    axes = (["a", "b", "c", "d"], [1, 2, 3], [True, False], [None, 0])
+    parameters = covering(*axes)
+    assert [item.values for item in parameters] == list(itertools.product(*axes))
+    default = [item.values for item in parameters if not item.marks]
+    assert len(default) <= 14
+    for first, second in itertools.combinations(range(len(axes)), 2):
+        met = {(values[first], values[second]) for values in default}
+        assert met == set(itertools.product(axes[first], axes[second]))
