@@ -1,9 +1,10 @@
-"""One of each kind of choice from a folder outside the repository, a file each, edits none here."""
+"""The files of docs/extending.md, in a folder outside the repository: nothing here is edited."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,149 +12,28 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-FILES = {
-    "backend": """
-        '''Naive attention under another name.'''
-        from dataclasses import dataclass
+DOCUMENT = ROOT / "docs" / "extending.md"
 
-        from kernels.backend import attention_backend
-        from kernels.backends.naive import Naive
-        from kernels.registry import Look
 
-        @attention_backend("outer_naive", look=Look(colour="#12AB34", marker="D", place=2))
-        @dataclass(kw_only=True, slots=True)
-        class OuterNaive(Naive):
-            '''Explicit softmax.'''
-    """,
-    "scheme": """
-        '''A strategy that does nothing.'''
-        from dataclasses import dataclass
+def files() -> dict[str, str]:
+    """The Python files that the document shows, by module."""
+    blocks = re.findall(r"```python\n# outer/(\w+)\.py\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    assert len(blocks) == 5
+    return dict(blocks)
 
-        from parallel.strategies.strategy import Strategy, strategy
-
-        @strategy("outer_plain")
-        @dataclass(kw_only=True, slots=True)
-        class OuterPlain(Strategy):
-            '''One device.'''
-    """,
-    "sorting": """
-        '''How fast random numbers are sorted.'''
-        from dataclasses import dataclass
-        from typing import ClassVar
-
-        import torch
-
-        from harness.cases import format as fmt
-        from harness.cases.requirements import require_at_least
-        from harness.cases.column import CaseColumn, Point, note, option
-        from harness.cases.task import Task, Work, task
-
-        @task("sorting")
-        @dataclass(kw_only=True, slots=True)
-        class Sorting(Task):
-            '''Sort numbers. Phase: sort.'''
-
-            count: int = 1000
-            '''How many numbers.'''
-
-            attends: ClassVar[bool] = False
-            gives_shape: ClassVar[bool] = True
-            phases: ClassVar[tuple[str, ...]] = ("draw", "sort")
-            compared_phases: ClassVar[tuple[str, ...]] = ("sort",)
-            expected_phase: ClassVar[str] = "sort"
-            columns: ClassVar[tuple[CaseColumn, ...]] = (
-                CaseColumn(
-                    name="count",
-                    read=option("count"),
-                    point=Point(
-                        header="numbers",
-                        describe=lambda value: f"{fmt.integer(value)} numbers",
-                        format=fmt.integer,
-                        after="seq_len",
-                    ),
-                ),
-                CaseColumn(name="largest", read=note("largest"), header="largest number"),
-            )
-
-            def validate(self, case):
-                require_at_least("task.count", self.count, 2)
-
-            def num_passes(self):
-                return 3
-
-            def words(self):
-                return [f"{self.count}_numbers"]
-
-            def work(self, case):
-                return {"sort": Work(flops=0.0, bytes=8.0 * self.count)}
-
-            def predicted_memory(self, case):
-                return {"numbers": 8.0 * self.count}
-
-            def run(self, case, bench):
-                def step(timer):
-                    with timer.phase("draw"):
-                        numbers = torch.rand(self.count)
-                    with timer.phase("sort"):
-                        self_sorted = numbers.sort().values
-                    bench.outcome.notes["largest"] = float(self_sorted[-1])
-
-                bench.measure(step, warmup=1, passes=2)
-    """,
-    "sorted_table": """
-        '''Numbers sorted in a second.'''
-        from harness.cases import format as fmt
-        from harness.render.rows import of_task, per_case
-        from harness.render.table import Column, finding, make_table, table, time_column
-
-        @table("sorted", default=85)
-        def build(frame):
-            rows = of_task(frame, "sorting")
-            if rows.empty:
-                return None
-            return make_table(
-                caption="Sorting.",
-                rows=per_case(rows, phases=("sort",)),
-                metrics=[
-                    time_column("sort", "sort (ms)"),
-                    Column(key="largest", header="largest", format=fmt.number),
-                ],
-            )
-
-        @finding("sorted")
-        def say(rows):
-            return "Sorting takes its time."
-    """,
-    "tinted_figure": """
-        '''A bar in the colour of each backend.'''
-        from matplotlib.figure import Figure
-
-        from harness.cases.columns import sorted_values
-        from harness.render.figure import CaptionedFigure, figure
-        from harness.render.palette import colour
-
-        @figure("tinted", default=5)
-        def build(frame):
-            drawing = Figure()
-            names = sorted_values(frame, "attention")
-            drawing.subplots().bar(names, range(1, 1 + len(names)), color=list(map(colour, names)))
-            return CaptionedFigure(caption=f"Backends: {', '.join(names)}.", figure=drawing)
-    """,
-}
 
 Folder = tuple[Path, dict[str, str]]
 
 
 @pytest.fixture(scope="module")
 def outside(tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    """A folder with the files of :data:`FILES`, and the environment that makes them known."""
+    """A folder with the files of the document, and the environment that makes them known."""
     folder = tmp_path_factory.mktemp("outside")
     package = folder / "outer"
     package.mkdir()
-    for name, text in FILES.items():
-        lines = [line.removeprefix(" " * 8) for line in text.strip("\n").splitlines()]
-        (package / f"{name}.py").write_text("\n".join(lines) + "\n")
-    plugins = ",".join(f"outer.{name}" for name in FILES)
+    for name, text in files().items():
+        (package / f"{name}.py").write_text(text)
+    plugins = ",".join(f"outer.{name}" for name in files())
     return folder, environment(folder, plugins)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from conftest import ROOT
+from rooms import PACKAGES, house
 from setuptools import find_namespace_packages
 
 from harness.analysis.case_columns import CASE_COLUMNS
@@ -26,8 +27,6 @@ from kernels import BACKENDS
 from kernels.caches import CACHES
 from kernels.registry import Registry
 from parallel import STRATEGIES
-
-PACKAGES = ("harness", "kernels", "models", "parallel")
 
 MAY_IMPORT = {
     "kernels": {"kernels"},
@@ -103,6 +102,21 @@ class TestArrows:
                     continue
                 assert relative(path.parent).replace("/", ".") in listed, relative(path)
                 assert path.suffix in {".py", *kinds}, relative(path)
+
+
+class TestRooms:
+    @pytest.mark.parametrize("package", PACKAGES)
+    def test_arrows_between_rooms_point_one_way(self, package: str) -> None:
+        assert house(package).cycles() == []
+
+    def test_floors(self) -> None:
+        """Few enough to keep in mind."""
+        built = house("harness")
+        assert max(map(built.floor, built.sizes)) <= 8
+
+    @pytest.mark.parametrize("package", PACKAGES)
+    def test_private_modules_stay_in_their_room(self, package: str) -> None:
+        assert house(package).strangers == []
 
 
 class TestImports:

@@ -500,7 +500,7 @@ def test_memory_by_formula_is_that_on_the_gpu(
 
     def forward() -> None:
         with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=autocast):
-            model(tokens[:, :-1], positions)
+            cross_entropy(model(tokens[:, :-1], positions), tokens[:, 1:])
 
     def forward_backward() -> None:
         with torch.autocast(device, torch.bfloat16, enabled=autocast):

@@ -1,0 +1,32 @@
+"""The documents name rooms, files and links that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from rooms import PACKAGES, house
+
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.stem)
+def test_files_and_links_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", text)
+    named = re.findall(
+        r"`((?:harness|kernels|parallel|models|benchmarks|tests|conf|sweeps)/[\w/.]*)`", text
+    )
+    assert not [link for link in links if not (page.parent / link).exists()]
+    assert not [name for name in named if not (ROOT / name).exists()]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_map_shows_every_room(package: str) -> None:
+    """A row for each folder, with the first line of its docstring."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    built = house(package)
+    for room, says in built.rooms.items():
+        assert f"| `{room}` | {built.floor(room)} | {says} |" in text, room
