@@ -367,8 +367,8 @@ class TestOnRanks:
         self, tmp_path: Path, strategy: tuple[str, ...]
     ) -> None:
         """PyTorch's are DTensors, whose own storage has no memory."""
-        case = case_of(*SIZE, *STEPS, *strategy, "parallel.dp=2")
-        for profile in on_ranks(2, profile_rank, case, tmp_path):
+        case = case_of(*SIZE, *STEPS, *strategy, "parallel.dp=4")
+        for profile in on_ranks(4, profile_rank, case, tmp_path):
             predicted = profile["predicted"]
             for part, wanted in (
                 ("parameters", predicted["parameters"]),
