@@ -54,13 +54,6 @@ class DecodeProblem:
     def is_latent(self) -> bool:
         return self.kv_lora_rank > 0
 
-    @property
-    def cache_words(self) -> str:
-        """The kind of cache in words, for messages: ``a paged cache``."""
-        if self.is_latent:
-            return "latents"
-        return "a contiguous cache" if self.block_size is None else "a paged cache"
-
 
 class Decoder:
     """Steps of one batch over one cache, for all layers that the cache has.

@@ -60,11 +60,6 @@ def mean(samples: Sequence[float]) -> float:
     return float(np.mean(samples))
 
 
-def sample_std(samples: Sequence[float]) -> float:
-    """Standard deviation with n - 1 in the denominator; NaN for a single sample."""
-    return float(np.std(samples, ddof=1)) if len(samples) > 1 else float("nan")
-
-
 def summarise(series: Sequence[Sequence[float]]) -> dict[str, Floats]:
     """The :data:`STATISTICS` of many series at once; NaN where a series is empty.
 
@@ -111,14 +106,6 @@ def median_ratios(
             resampled /= _resampled_medians(bottom, below_size, 1, resamples)
             low[rows], high[rows] = np.quantile(resampled, [tail, 1 - tail], axis=1)
     return ratio, low, high
-
-
-def median_ratio(
-    numerator: Sequence[float], denominator: Sequence[float]
-) -> tuple[float, float, float]:
-    """One ratio of medians with the ends of its bootstrap interval."""
-    ratio, low, high = median_ratios([numerator], [denominator])
-    return float(ratio[0]), float(low[0]), float(high[0])
 
 
 def verdict(ratio: float, low: float, high: float, same_within: float = SAME_WITHIN) -> str:

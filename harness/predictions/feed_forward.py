@@ -44,17 +44,12 @@ class FeedForwardStack:
         """Inputs of both layers of every block, which their backward pass needs."""
         return self.num_blocks * (self.d_model + self.d_ff) * ACTIVATION_BYTES
 
-    def sharded_bytes(self, num_shards: int, tokens: int) -> float:
-        """On each device: static memory and half of the activations sharded, half not.
-
-        Args:
-            tokens: number whose activations one device would hold without sharding.
-        """
-        half = self.activation_bytes_per_token * tokens / 2
-        return (self.static_bytes + half) / num_shards + half
-
     def least_shards(self, device_bytes: float, tokens: int) -> int | None:
-        """Devices from which on :meth:`sharded_bytes` is less; None if no number is enough."""
+        """Devices from which on each needs less than it has; None if no number is enough.
+
+        Static memory is sharded, and half of the activations of ``tokens``; the other half is on
+        every device.
+        """
         half = self.activation_bytes_per_token * tokens / 2
         room = device_bytes - half
         return math.floor((self.static_bytes + half) / room) + 1 if room > 0 else None
@@ -81,20 +76,10 @@ class Mesh:
     def num_devices(self) -> int:
         return self.fsdp * self.tp
 
-    def compute_s(self, stack: FeedForwardStack, batch: float) -> float:
-        """Time of one block's forward pass, for ``batch`` tokens on all devices together."""
-        flops = 4 * batch * stack.d_model * stack.d_ff
-        return flops / (self.num_devices * self.flops_per_s)
-
     def gather_s(self, stack: FeedForwardStack) -> float:
         """Time to gather one block's weights over the FSDP axis."""
         size = 2 * stack.d_model * stack.d_ff * ACTIVATION_BYTES
         return size / (self.tp * self.bytes_per_s * self.fsdp_axes)
-
-    def exchange_s(self, stack: FeedForwardStack, batch: float) -> float:
-        """Time to exchange one block's activations over the tensor-parallel axis."""
-        size = 2 * batch * stack.d_model * ACTIVATION_BYTES
-        return size / (self.fsdp * self.bytes_per_s * self.tp_axes)
 
     def least_batch(self) -> float:
         """Tokens in all above which computing outlasts gathering weights: N C / (Y W M_X)."""

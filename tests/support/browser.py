@@ -150,9 +150,6 @@ class Browser:
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.send("Emulation.setEmulatedMedia", features=features)
 
-    def screenshot(self) -> bytes:
-        return base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"])
-
     def pdf(self) -> bytes:
         """The page as it would be printed."""
         reply = self.send("Page.printToPDF", preferCSSPageSize=True, printBackground=True)
