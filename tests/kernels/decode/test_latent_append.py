@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from triton_device import CLOSENESS, DEVICE, RUNS_TRITON, randn
 
 from harness.bench.launches import count_launches
+from kernels import decode
 from kernels.decode import Rotary, latent_append
 from kernels.decode.steps.absorbed_kernels import per_head_in_token_order
 
@@ -275,8 +276,8 @@ def test_a_layer_is_two_matmuls_and_two_kernels(
     decoder = step.decoder(backend_of("mla_absorbed", implementation="triton"))
     # What happens inside the two kernels' entry points is counted as one each.
     operators = Operators()
-    for name in ("_append", "_attend"):
-        inner = getattr(decoder, name)
+    for name in ("latent_append", "mla_decode"):
+        inner = getattr(decode, name)
 
         def outer(*args: Any, _inner: Any = inner, _name: str = name, **options: Any) -> Tensor:
             launched.append(_name)
@@ -284,13 +285,13 @@ def test_a_layer_is_two_matmuls_and_two_kernels(
                 o: Tensor = _inner(*args, **options)
             return o
 
-        monkeypatch.setattr(decoder, name, outer)
+        monkeypatch.setattr(decode, name, outer)
     with operators:
         decoder.plan()
         decoder.begin()
         o = decoder(1, *step.inputs)
     assert operators.found == ["bmm", "bmm"]
-    assert launched == ["_append", "_attend"]
+    assert launched == ["latent_append", "mla_decode"]
     # As the output projection reads it.
     assert o.transpose(1, 2).is_contiguous()
 
