@@ -33,7 +33,7 @@ TURNS = 15
 
 
 def captured(forward_pass: ForwardPass, tiles: int) -> torch.cuda.CUDAGraph:
-    """A graph of forward passes whose programs have so many query tiles."""
+    """A graph of forward passes whose programs take this many query tiles."""
 
     def run() -> None:
         hopper.forward(forward_pass)

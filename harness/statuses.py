@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 STATUSES = ("ok", "oom", "unsupported", "wrong", "timeout", "failed")
-"""From best to worst; the ranks of one case agree on the worst that any of them saw."""
+"""Statuses from best to worst; the ranks of a case agree on the worst that any of them saw."""
 
 GOOD = frozenset({"ok", "oom", "unsupported"})
 """Results that stand: ``retry=true`` measures the others again."""

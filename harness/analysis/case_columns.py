@@ -36,7 +36,7 @@ SLOW_START = 1.2
 
 @dataclass(kw_only=True, frozen=True)
 class Reading:
-    """A record, and what several of its columns are read from."""
+    """A record, with the parts of it that several columns share."""
 
     record: Record
     names: Names

@@ -29,9 +29,9 @@ class Axis:
     columns: tuple[str, ...]
     """All columns that the choice decides."""
     needs_baseline: bool
-    """Whether nothing else may stand in where the baseline did not finish."""
+    """Whether a group without a finished baseline is left out, rather than given another one."""
     other_baseline: str | None = None
-    """What the others are compared with, where not with the choice that declares itself so."""
+    """The baseline, if it is not the choice that declares itself one."""
 
     @property
     def baseline(self) -> str | None:
@@ -59,7 +59,7 @@ that of two hosts."""
 
 
 def comparable(frame: pd.DataFrame) -> pd.DataFrame:
-    """The rows of phases that their tasks hold worth comparing."""
+    """The rows of the phases that their tasks declare comparable."""
     pairs = zip(frame["task"], frame["phase"], strict=True)
     whole = [phase in task_type(task).compared_phases for task, phase in pairs]
     return frame[whole].reset_index(drop=True)

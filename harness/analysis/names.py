@@ -71,7 +71,7 @@ def _key(values: dict[str, Any]) -> str:
 
 
 def _without_ranks(values: dict[str, Any]) -> dict[str, Any]:
-    """A strategy but for its ranks, which have a column, unless they are on two axes.
+    """A strategy without its ranks, which have their own column, unless they are on two axes.
 
     Tensor-parallel ones stay: nothing else in a row tells them from data-parallel ones.
     """

@@ -27,7 +27,7 @@ SAME_BETWEEN_RUNS = 0.02
 nothing about that, so no interval holds it."""
 
 FINE_RESAMPLES, FINEST_CONFIDENCE = 10_000, 0.999
-"""For many comparisons at once: five resamples lie beyond each end of the widest interval."""
+"""Used for many comparisons at once: five resamples lie beyond each end of the widest interval."""
 
 SEED = 336
 SAME_WITHIN = 0.01
@@ -40,7 +40,7 @@ STATISTICS = ("median_ms", "q1_ms", "q3_ms", "iqr_ms", "mean_ms", "std_ms", "min
 
 
 def slowest_rank(samples_ms: Sequence[Sequence[float]]) -> list[float]:
-    """Per iteration the maximum over ranks, as far as every rank has samples."""
+    """The maximum over ranks of each iteration that every rank has a sample of."""
     if len(samples_ms) == 1:
         return list(samples_ms[0])
     return [max(iteration) for iteration in zip(*samples_ms, strict=False)]
@@ -123,7 +123,7 @@ def verdict(ratio: float, low: float, high: float, same_within: float = SAME_WIT
 
 
 def verdict_rule(same_within: float = SAME_WITHIN) -> str:
-    """When :func:`verdict` says SAME and UNCLEAR, in words for a caption."""
+    """A caption's sentence on when :func:`verdict` says SAME and UNCLEAR."""
     reach = max(UNCLEAR_BEYOND, same_within)
     return (
         f"SAME where the interval holds 1 or the ratio is within {100 * same_within:g}% of it, but "
@@ -138,7 +138,7 @@ def _resampled_medians(ordered: Floats, size: int, stream: int, resamples: int) 
 
 @lru_cache(maxsize=256)
 def _median_positions(size: int, stream: int, resamples: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Where, in ordered samples, the two middle values of each resample lie.
+    """The positions, in ordered samples, of the two middle values of each resample.
 
     Resampling positions of the ordered samples and ordering those is the same as resampling
     the samples; the draws then serve every series of this length.

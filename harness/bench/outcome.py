@@ -1,4 +1,4 @@
-"""What one rank observed of one case, and the exceptions that end a case early."""
+"""One rank's observations of one case, and the exceptions that end a case early."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(kw_only=True, slots=True)
 class Outcome:
-    """What one rank observed of one case; becomes part of a record."""
+    """One rank's observations of one case; they become part of a record."""
 
     rank: int
     status: str = "ok"

@@ -1,4 +1,4 @@
-"""What a task hands to a profiler: a step to repeat, and the model and optimizer in it."""
+"""The program that a task gives to a profiler: a step to repeat, its model and its optimizer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Program:
 
     step: Callable[[PhaseTimer], None]
     model: torch.nn.Module | None = None
-    """Without the strategy's wrapper."""
+    """The model without the strategy's wrapper."""
     wrapped: torch.nn.Module | None = None
-    """With the wrapper; its trained parameters may be shards of the model's."""
+    """The model in its wrapper, whose trained parameters may be shards of the model's."""
     optimizer: torch.optim.Optimizer | None = None

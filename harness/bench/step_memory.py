@@ -39,7 +39,7 @@ class MemoryNotes:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Has the interface of :meth:`harness.bench.phase_timer.PhaseTimer.phase`."""
+        """Note memory around a phase, in the place of a timer's ``phase``."""
         if name == "forward":
             with self._activations():
                 yield

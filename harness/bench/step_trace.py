@@ -50,7 +50,7 @@ Mark = tuple[str, float, float]
 
 
 class _Phases:
-    """Takes a timer's place, and notes when the host was in which phase."""
+    """Replaces a timer, and notes when the host begins and ends each phase."""
 
     def __init__(self) -> None:
         self._marks: list[tuple[str, int, int]] = []

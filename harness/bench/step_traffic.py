@@ -84,7 +84,7 @@ class TrafficCounter(TorchDispatchMode):
         ]
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """As :meth:`harness.bench.phase_timer.PhaseTimer.phase`, but notes nothing."""
+        """Do nothing, in the place of a timer's ``phase``."""
         return contextlib.nullcontext()
 
     def __torch_dispatch__(

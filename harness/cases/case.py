@@ -31,7 +31,7 @@ DEVICES = ("cpu", "cuda")
 
 @dataclass(kw_only=True, slots=True)
 class Case:
-    """What to measure. Parts that the task has no use for are None.
+    """One measurement to make. Parts that the task does not use are None.
 
     ``checkpoint`` and ``profile`` are None as well where nothing is checkpointed or profiled.
     """

@@ -16,7 +16,7 @@ class Checkpoint:
     scope: str = "none"
     """``none``, those of each ``block``, of ``every_k``-th block, or ``selective`` by operator."""
     every: int = 2
-    """k of ``every_k``: of how many blocks one is checkpointed."""
+    """k of ``every_k``: one block in k is checkpointed."""
 
     def __post_init__(self) -> None:
         require_choice("checkpoint.scope", self.scope, CHECKPOINT_SCOPES)
@@ -33,5 +33,5 @@ class Checkpoint:
 
     @property
     def blocks(self) -> int:
-        """Of how many blocks one is computed again, in whole or in part."""
+        """k, if one block in k is computed again, in whole or in part."""
         return self.every if self.scope == "every_k" else 1

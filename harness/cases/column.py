@@ -21,7 +21,7 @@ class Point:
 
     header: str
     describe: Callable[[Any], str] = str
-    """The value in words, for captions; empty where it goes without saying."""
+    """The value as a caption writes it; empty for the usual one."""
     format: fmt.Format = fmt.text
     choices: Registry[Any] | None = None
     """The registered choices that are its values; they declare their order and looks."""
@@ -76,9 +76,9 @@ class CaseColumn:
     name: str
     read: Callable[[Record], Any]
     point: Point | None = None
-    """Where it names the measured point."""
+    """How it names the measured point, if it does."""
     header: str = ""
-    """Where it is a result that the table of all cases shows: its header, with the unit."""
+    """Its header in the table of all cases, with the unit, if that shows it."""
     format: fmt.Format = fmt.number
 
 

@@ -44,7 +44,7 @@ BATCH_LAYOUTS = {
     "ragged": "packed ragged",
     "padded": "padded ragged",
 }
-"""What tables call each ``task.packing``, the usual one first."""
+"""Each ``task.packing`` as tables name it, the usual one first."""
 
 
 def _say_nothing(value: Any) -> str:

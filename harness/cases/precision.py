@@ -43,5 +43,5 @@ class Precision:
 
     @property
     def peak(self) -> str:
-        """Which of the hardware's peak rates bounds the matmuls: a dtype, or ``tf32``."""
+        """The hardware's peak rate that bounds the matmuls: a dtype, or ``tf32``."""
         return "tf32" if self.compute == "float32" and self.tf32 else self.compute

@@ -30,7 +30,7 @@ class Sweep:
     interleave: int = 1
     """Rounds that each case's measured passes are split into, unless the user says more."""
     isolate: bool = False
-    """Whether the question needs every case in a process of its own."""
+    """Whether every case runs in its own process."""
     scales: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
 

@@ -54,17 +54,17 @@ class Task:
     measures: ClassVar[bool] = True
     """Whether it runs anything; if not, its results are counted by formula."""
     profiled_phases: ClassVar[tuple[str, ...]] = ()
-    """Phases by which profiles divide a step."""
+    """Phases into which a profile divides a step."""
     gives_shape: ClassVar[bool] = False
     """Whether its options give the shape of what is measured, rather than the model."""
     modes: ClassVar[tuple[str, ...]] = ()
-    """Choices of its ``mode``, each of which includes those before it."""
+    """Values of its ``mode``; each includes those before it."""
     phases: ClassVar[tuple[str, ...]] = (
         *("forward", "backward", "optimizer", "forward_backward", "step"),
     )
     """Phases in the order of tables; those that are not named follow as they were recorded."""
     compared_phases: ClassVar[tuple[str, ...]] = ("step",)
-    """Phases whose times comparisons hold against each other."""
+    """Phases whose times are compared."""
     expected_phase: ClassVar[str] = "forward"
     """The phase that stands in the row of a case that died before it recorded any."""
     ranks_option: ClassVar[str | None] = None

@@ -48,7 +48,7 @@ YES, NO, UNKNOWN = "yes", "no", fmt.ABSENT
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Features:
-    """One row: a backend's answers, in words."""
+    """One row: the features of a backend, as text."""
 
     name: str
     version: str
@@ -90,7 +90,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _split(schemes: list[SequenceParallelAttention], device: str) -> Iterable[str]:
-    """What there is for a sequence over several ranks, and why not the rest."""
+    """The schemes for sequences split over several ranks: usable or not, and why not."""
     reasons = {item.name: _why_not_split(item, device) for item in schemes}
     able = [item for item in schemes if reasons[item.name] is None]
     ours = [item.name for item in able if isinstance(item, ContextParallelAttention)]
@@ -214,7 +214,7 @@ def _why_no_cache(backend: AttentionBackend, device: str) -> str | None:
 
 
 def _plain_problems(device: str) -> Iterable[AttentionProblem]:
-    """With gradients if they can be had, in the dtype that the device is used with most."""
+    """Small dense calls in the device's usual dtype, with gradients if the backend has them."""
     for needs_grad in (True, False):
         for dtype in ("bfloat16", "float32"):
             yield AttentionProblem(

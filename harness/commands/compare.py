@@ -47,9 +47,9 @@ class Sides:
 
     names: tuple[str, str]
     frames: tuple[pd.DataFrame, pd.DataFrame]
-    """With a column ``pair``, equal for the two sides of one case."""
+    """One frame for each side, whose column ``pair`` is equal for the two sides of one case."""
     folder: Path
-    """Where the comparison is written, unless the user says."""
+    """The default folder for the comparison's files."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -254,7 +254,7 @@ def compared(sides: Sides, metric: str, same_within: float = SAME_BETWEEN_RUNS) 
 
 
 def differences(sides: Sides) -> list[str]:
-    """The point columns in which the sides of any pair differ: what is compared."""
+    """The compared point columns: those in which the sides of any pair differ."""
     one, other = (frame.drop_duplicates("pair").set_index("pair") for frame in sides.frames)
     common = one.index.intersection(other.index)
     one, other = one.loc[common], other.loc[common]

@@ -72,9 +72,9 @@ class LazyFinder(MetaPathFinder):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._postponed: dict[str, LazyModule] = {}
-        """Modules of which nothing was used yet."""
+        """Modules that nobody has used yet."""
         self._wanted: dict[str, LazyModule] = {}
-        """Modules of which something was used; their next import loads them."""
+        """Modules that somebody has used; their next import loads them."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -104,7 +104,7 @@ class LazyFinder(MetaPathFinder):
         return spec
 
     def postpones(self, name: str) -> bool:
-        """Whether a module is imported, and nothing of it was used yet."""
+        """Whether a module is imported and not used yet."""
         return name in self._postponed
 
     def load(self, name: str) -> None:

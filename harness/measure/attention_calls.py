@@ -32,7 +32,7 @@ class CheckedPart:
 
 
 class AttentionCall(Protocol):
-    """What is checked and measured, whatever the layout of the batch."""
+    """An attention call to check and measure: dense, packed, or split over ranks."""
 
     problem: AttentionProblem
 

@@ -34,7 +34,7 @@ class Link:
         return num_buckets * self.overhead_s + num_bytes / (num_buckets * self.bytes_per_s)
 
     def best_bucket_bytes(self, num_bytes: float) -> float:
-        """The size that adds least; all in one bucket where calls cost more than that."""
+        """The bucket size that adds the least time, at most ``num_bytes``."""
         return min(num_bytes, math.sqrt(num_bytes * self.bytes_per_s * self.overhead_s))
 
 

@@ -45,7 +45,7 @@ class FeedForwardStack:
         return self.num_blocks * (self.d_model + self.d_ff) * ACTIVATION_BYTES
 
     def least_shards(self, device_bytes: float, tokens: int) -> int | None:
-        """Devices from which on each needs less than it has; None if no number is enough.
+        """The fewest devices whose memory is enough; None if no number is.
 
         Static memory is sharded, and half of the activations of ``tokens``; the other half is on
         every device.

@@ -125,7 +125,7 @@ def _of_one_data_rank(case: Case) -> MemoryPrediction:
 
 
 def _gathered_dtype(case: Case) -> str:
-    """The dtype in which modules see their weights, and sharded weights travel."""
+    """The dtype that weights are gathered and used in."""
     own: str | None = getattr(case.parallel, "compute_dtype", None)
     return own or case.precision.parameters
 

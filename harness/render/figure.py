@@ -54,7 +54,7 @@ class CaptionedFigure:
     caption: str
     figure: Figure
     finding: str = ""
-    """What it shows, in one sentence computed from its data."""
+    """One sentence on the result that it shows, computed from its data."""
 
 
 figure = FIGURES.register
@@ -101,7 +101,7 @@ def _may_be_too_wide(drawing: Figure, axes: Axes) -> bool:
 
 
 def _column_of(drawing: Figure, axes: Axes) -> tuple[float, float]:
-    """From where to where the panel's column of the figure goes, in pixels."""
+    """Left and right end of the panel's column in the figure, in pixels."""
     spec = axes.get_subplotspec()
     assert spec is not None, "asked of panels alone"
     num_columns = spec.get_gridspec().ncols
@@ -114,7 +114,7 @@ _METADATA: dict[str, dict[str, None]] = {
     "svg": {"Date": None, "Creator": None},
     "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
 }
-"""What would differ from one run or library to the next, left out."""
+"""Metadata that differs between runs or library versions, left out of files."""
 
 
 def save(built: CaptionedFigure, format: str, **style: Any) -> bytes:
@@ -141,6 +141,6 @@ def panel_key(rows: pd.DataFrame, across: Iterable[str]) -> tuple[list[str], str
 
 
 def describe(row: pd.Series, names: Iterable[str]) -> str:
-    """The values of ``names`` in a row, in words."""
+    """The row's values of ``names`` as text."""
     words = (POINTS[name].describe(row[name]) for name in names if row[name] == row[name])
     return ", ".join(word for word in words if word)

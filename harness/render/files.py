@@ -33,7 +33,7 @@ class RenderedSweep:
     folder: Path
     report: Path
     tables: list[Table] = field(default_factory=list)
-    """In the order of the plan."""
+    """The sweep's tables, in the order of the plan."""
     paths: list[Path] = field(default_factory=list)
     """Every file written, the report last."""
 

@@ -17,7 +17,7 @@ from parallel import BACKENDS, STRATEGIES
 
 
 def sentence(*parts: str | None) -> str:
-    """The parts that there are, as one sentence: ``A is first; B runs out of memory.``"""
+    """One sentence from the parts that are not empty: ``A is first; B runs out of memory.``"""
     words = "; ".join(part for part in parts if part)
     if not words:
         return ""
@@ -152,7 +152,7 @@ def _where(row: pd.Series, rows: pd.DataFrame, choice: str) -> str:
 
 
 def say_out_of_memory(rows: pd.DataFrame, choice: str = "attention") -> str | None:
-    """Where memory runs out first: ``naive runs out of memory from 16,384 tokens on``."""
+    """Which choices run out of memory: ``naive runs out of memory from 16,384 tokens on``."""
     out = rows[rows["status"] == "oom"]
     if out.empty:
         return None
@@ -188,7 +188,7 @@ def say_growth(rows: pd.DataFrame, value: str) -> str | None:
 def say_over_length(
     rows: pd.DataFrame, value: str, choice: str = "attention", *, highest: bool = False
 ) -> str | None:
-    """Who leads at the longest sequences, and from which length on."""
+    """Which choice leads at the longest sequences, and from which length on."""
     best = leaders(rows, value, (choice,), highest=highest)
     if best.empty:
         return None

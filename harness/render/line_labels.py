@@ -18,7 +18,7 @@ LEADER = "#BBBBBB"
 """The colour that leads from a point to its label; no data is drawn in it."""
 
 MARGIN_PT, SAMPLE_PT = 12, 22
-"""From the axes to a sample of a line, and along the sample."""
+"""Distance from the axes to a sample of a line, and the sample's length."""
 
 
 def label_line_ends(axes: Axes, lines: list[Line2D], height_in: float) -> None:
@@ -145,7 +145,7 @@ def _spread(heights: list[float], gap: float) -> list[float]:
 
 
 def _below(top: float, heights: list[float], gap: float) -> list[float]:
-    """Heights, apart by ``gap``, moved down as far as it takes for none to be above ``top``."""
+    """Heights moved down until none is above ``top``, at least ``gap`` apart."""
     found: list[float] = []
     for height in reversed(heights):
         top = min(top, height)
@@ -155,7 +155,7 @@ def _below(top: float, heights: list[float], gap: float) -> list[float]:
 
 
 def _above(bottom: float, heights: list[float], gap: float) -> list[float]:
-    """Heights, apart by ``gap``, moved up as far as it takes for none to be below ``bottom``."""
+    """Heights moved up until none is below ``bottom``, at least ``gap`` apart."""
     return [-height for height in _below(-bottom, [-height for height in heights[::-1]], gap)][::-1]
 
 

@@ -28,7 +28,7 @@ MEMORY_COLOURS = {
     "communication": "#56B4E9",
     "other": "#999999",
 }
-"""What memory holds, from the bottom of a stack to its top."""
+"""Colours of memory categories, from the bottom of a stack to its top."""
 
 KERNEL_COLOURS = {
     "matmul": "#0072B2",
@@ -42,10 +42,10 @@ KERNEL_COLOURS = {
     "communication": "#332288",
     "other": "#999999",
 }
-"""What kernels do, from the first in a bar to the last."""
+"""Colours of kernel categories, from the first in a bar to the last."""
 
 WAITING = "#D55E00"
-"""Time in which a rank waits for others."""
+"""Colour of the time that a rank waits for others."""
 
 SPARE_COLOURS = ("#44AA99", "#CC6677", "#117733", "#661100", "#6699CC", "#888888")
 

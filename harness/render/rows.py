@@ -72,7 +72,7 @@ def speedup_over(
 
 
 def apart_from_unsupported(cases: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
-    """The cases without the backends that can run none of them, and a footnote that names those.
+    """Rows without backends that support none of the points, and a footnote that names these.
 
     Where a backend runs some of the points, its others keep their place and say unsupported.
     """

@@ -37,7 +37,7 @@ class Column:
 
     key: str
     header: str
-    """With the unit: ``forward (ms)``."""
+    """The header, with the unit: ``forward (ms)``."""
     format: fmt.Format = fmt.text
     group: str = ""
     """Shared heading above neighbouring columns."""

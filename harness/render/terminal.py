@@ -24,7 +24,7 @@ MAX_TEXT = 28
 """Characters of a result that is words, such as the name of a kernel; longer ones are cut."""
 
 NARROWEST = 30
-"""Characters of a column in which all that says what was measured stands together."""
+"""Characters of the one column that names the measured point."""
 
 
 def render_terminal(table: Table, console: Console) -> None:

@@ -21,7 +21,7 @@ REGISTRIES: dict[str, Registry[Any]] = {
     registry.group: registry
     for registry in (TASKS, BACKENDS, PROFILERS, CACHES, STRATEGIES, LAUNCHERS)
 }
-"""By group. Their names are known without importing the files that register them."""
+"""The registry of each group. Names are known without importing the files that register them."""
 
 
 def choices(group: str) -> list[str]:

@@ -26,7 +26,7 @@ from harness.run.options import RunOptions
 
 @dataclass(kw_only=True, slots=True)
 class Request:
-    """What a command asks for, complete and valid."""
+    """A validated command: its cases, and how to run them."""
 
     cases: list[Case]
     options: RunOptions
@@ -88,7 +88,7 @@ def compose_request(arguments: Sequence[str]) -> Request:
 
 
 def _rounds(cases: list[Case], wanted: int, of_sweep: int) -> int:
-    """How many rounds to measure in: the sweep's or more, and no more than cases have passes."""
+    """The user's or the sweep's rounds, whichever are more; never more than a case has passes."""
     passes = [case.task.measure_steps for case in cases if hasattr(case.task, "measure_steps")]
     fewest = min(passes, default=wanted)
     if wanted > fewest:

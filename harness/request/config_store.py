@@ -1,4 +1,4 @@
-"""Composes configurations with Hydra, telling its ConfigStore no more than each one needs.
+"""Composes configurations with Hydra from a ConfigStore that holds only what each one needs.
 
 Hydra copies its whole store for every group that it looks at, so a full store makes it slow.
 """

@@ -48,14 +48,14 @@ class RunManifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     host: str
     pid: int
     clock_offset_s: float
-    """This host's clock ahead of the one that stamps files in the results folder."""
+    """Seconds by which this host's clock is ahead of the results folder's file system."""
     case_ids: list[list[str]]
     """The ids of each share's cases."""
     predicted_s: list[list[float]]
     jobs: list[str | None] = []
     """Each share's Slurm job, such as ``123_4``; None before it is submitted."""
     shapes: list[str] = []
-    """Each share's resources, in words."""
+    """Each share's resources, as text."""
     schema: int = SCHEMA
 
 

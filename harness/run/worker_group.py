@@ -34,7 +34,7 @@ class Reply:
     """How one case, or one round of it, ended."""
 
     outcomes: list[dict[str, Any]] = field(default_factory=list)
-    """What the ranks reported, as it arrived; incomplete if the group broke."""
+    """The ranks' reports in the order of arrival; incomplete if the group broke."""
     fault: str | None = None
     """``timeout`` or ``failed`` if the group had to be ended."""
     message: str = ""

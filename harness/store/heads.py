@@ -19,7 +19,7 @@ class Head:
     status: str
     wall_s: float
     written_s: float
-    """By the file system's clock."""
+    """Time of writing, by the file system's clock."""
     message: str = ""
     """First line of the error, where it says more than the status."""
 

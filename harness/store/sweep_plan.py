@@ -19,7 +19,7 @@ class PlanError(ValueError):
 
 
 class SweepPlan(msgspec.Struct, kw_only=True):
-    """A sweep as it was asked for, from which its tables can be made again at any time."""
+    """The plan of a sweep: everything needed, beside its records, to make its tables again."""
 
     schema: int = SCHEMA
     label: str

@@ -84,7 +84,7 @@ class Section:
     tables: list[NumberedTable] = field(default_factory=list)
     figures: list[NumberedFigure] = field(default_factory=list)
     failures: list[tuple[str, str, int]] = field(default_factory=list)
-    """Status in words, reason, and how many cases."""
+    """Status as text, reason, and number of cases."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -211,7 +211,7 @@ def _section(
 
 
 def _slug(text: str) -> str:
-    """For anchors, labels and file names."""
+    """A text as it appears in anchors, labels and file names."""
     return re.sub(r"[^a-zA-Z0-9.]+", "-", text).strip("-")
 
 
@@ -261,7 +261,7 @@ def _folder_of_cuda(
 def _sweeps_without(
     labels: Sequence[str], folders: Sequence[Path], cuda: Path | None
 ) -> Iterator[Gap]:
-    """Named sweeps of the project that no folder was asked for.
+    """The project's named sweeps that no results folder has.
 
     What is measured belongs beside what a GPU has measured, if there is any; what is only counted
     needs no device, and goes into the first folder.

@@ -1,4 +1,4 @@
-"""The write-up as one HTML page that needs nothing else: no network, no other file.
+"""The write-up as one HTML page that needs no network and no other file.
 
 Tables are plain HTML that a few lines of JavaScript sort and filter; figures are inline SVG
 whose points have been given their values; a cell leads to a summary of the record that it came

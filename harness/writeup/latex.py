@@ -23,7 +23,7 @@ from harness.writeup.document import Document, NumberedFigure, NumberedTable, Se
 TEXT_WIDTH_MM = 174
 
 MAX_WIDTH_MM = 255
-"""By a generous estimate; what is wider than the text is scaled down to it."""
+"""Estimated width beyond which a table is scaled down to the width of the text."""
 
 ROWS_PER_BLOCK = 44
 MAX_ROWS = 132

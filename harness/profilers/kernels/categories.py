@@ -56,7 +56,7 @@ _KERNELS = {
     "reduction": r"reduce|nll_loss|triton_red|triton_per|cub::.*(Sum|Scan)|sum_",
     "elementwise": r"elementwise|triton_poi|Functor|pointwise|tril|triu|fused",
 }
-"""Patterns in the order in which they are tried: of a library's kernels only the name is known."""
+"""Patterns of kernel names by category, tried in this order."""
 
 FLOPS_PER_ELEMENT = {"softmax": 5, "normalisation": 5, "elementwise": 1, "reduction": 1}
 

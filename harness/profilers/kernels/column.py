@@ -1,4 +1,4 @@
-"""The frame's column for kernel profiles, from whichever tool."""
+"""The frame's column for kernel profiles of either tool."""
 
 from __future__ import annotations
 

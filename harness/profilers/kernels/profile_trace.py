@@ -1,4 +1,4 @@
-"""What a kernel profile keeps of a trace, whichever program wrote it: columns of spans.
+"""A trace as columns of spans, the common form of torch.profiler's and Nsight Systems' traces.
 
 A trace has millions of spans. Each becomes a few numbers in arrays, under 100 bytes where the
 file has 300 to 500.
@@ -72,9 +72,9 @@ class ProfileTrace:
     kernels: SpanColumns = field(default_factory=SpanColumns)
     """``extra`` is the correlation."""
     link_starts: SpanColumns = field(default_factory=SpanColumns)
-    """Where a forward operator begins; ``extra`` is the link's number."""
+    """The start of a forward operator; ``extra`` is the link's number."""
     link_ends: SpanColumns = field(default_factory=SpanColumns)
-    """Where the operator that computes its gradient begins."""
+    """The start of the operator that computes its gradient."""
     costs: list[Cost] = field(default_factory=list)
 
 

@@ -27,7 +27,7 @@ CATEGORIES = (
     *("parameters", "gradients", "optimizer state", "activations", "temporaries"),
     *("communication", "other"),
 )
-"""From the bottom of the figure to its top. ``other`` was in use before the step, and unknown."""
+"""In the figure's order from the bottom up. ``other`` was in use before the step, and unknown."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -222,7 +222,7 @@ _NOISE = (
 
 
 def call_sites(frames: Sequence[dict[str, Any]], limit: int = 8) -> list[str]:
-    """Where memory was allocated, innermost first, as ``file:line function``."""
+    """The stack of an allocation, innermost call first, as ``file:line function``."""
     places: list[str] = []
     for frame in frames:
         file = place_in_source(frame)

@@ -8,7 +8,7 @@ from harness.render.rows import of_task, per_case
 from parallel.collectives import bus_factor
 
 GB = 1e9
-"""As nccl-tests count, unlike the sizes, which are powers of two."""
+"""nccl-tests' unit of bandwidths; its sizes are in powers of two."""
 
 UNUSED = (
     *("attention", "head_dim", "num_heads", "num_kv_heads", "causal", "kv_len", "layout"),

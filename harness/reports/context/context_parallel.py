@@ -94,7 +94,7 @@ def say(rows: pd.DataFrame) -> str | None:
 
 
 def crossovers(rows: pd.DataFrame) -> Iterator[str]:
-    """From which length on the best ring is faster than the best gather, in a sentence each."""
+    """Sentences on the length from which the best ring is faster than the best gather."""
     rows = rows[(rows["status"] == "ok") & rows["gathers"].notna()]
     for (ranks, kernel), group in rows.groupby(["world_size", "kernel"]):
         best = group.pivot_table(

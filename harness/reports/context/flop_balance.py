@@ -78,7 +78,7 @@ UNUSED = ("attention", "precision", "batch_size", "num_kv_heads", "device", "dev
 
 
 def gflop(value: float) -> str:
-    """To a tenth, as the guide's table has it."""
+    """One digit after the point, as in the guide's table."""
     return f"{value:,.1f}"
 
 

@@ -100,5 +100,5 @@ CPU_NOTE = (
 
 
 def ratio(value: float) -> str:
-    """To three decimals: a few percent are what this is about."""
+    """A ratio with three decimals, since strategies differ by a few percent."""
     return f"{value:.3f}{fmt.TIMES}"

@@ -99,7 +99,7 @@ def _observed(passes: Any) -> tuple[float, ...]:
 
 
 def lanes(spans: list[list[Any]]) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """When a rank computed and when it communicated, as unions."""
+    """A rank's times of computing and of communicating, as disjoint intervals."""
     computing = union((start, end) for _, kind, _, start, end in spans if kind == COMPUTE)
     sending = union((start, end) for _, kind, _, start, end in spans if kind != COMPUTE)
     return computing, sending

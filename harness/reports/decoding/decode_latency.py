@@ -23,7 +23,7 @@ IN_CACHE = (
 
 
 def caption_of(rows: pd.DataFrame) -> str:
-    """With a sentence for each column that these rows fill."""
+    """The caption, with a sentence for each column that these rows fill."""
     what = operators_or_kernels(rows)
     about = {
         "predicted_us": "Predicted is the time of those bytes at the copy's bandwidth.",

@@ -16,7 +16,7 @@ PARTS = (
     *("up_projection", "absorb_q"),
     *("attention", "scores", "mask", "softmax", "values", "absorb_v", "fused"),
 )
-"""In the order in which a step comes to them."""
+"""Parts of a decoding step, in the order in which they run."""
 
 LEAST = 0.02
 """Share of a step's kernel time below which a kernel is one of the others."""

@@ -56,7 +56,7 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
 
 
 def _models(rows: pd.DataFrame) -> str:
-    """Which model has which caches."""
+    """A sentence that names the caches of each model."""
     parts = [
         f"{variant} over {' and '.join(sorted(group['cache'].unique()))} caches"
         for variant, group in rows.groupby("variant", sort=True)

@@ -34,7 +34,7 @@ HEADROOM = 2.5
 """Room above the roof, for the names of many backends just under it."""
 
 SHAPES = ("attention", "seq_len", "kv_len", "batch_size", "num_heads", "num_kv_heads", "layout")
-"""What may differ inside a panel: it moves a point along the roof."""
+"""Columns that may differ inside a panel: they move a point along the roof."""
 
 
 @figure("roofline")

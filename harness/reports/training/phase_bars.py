@@ -75,7 +75,7 @@ def phase_bars(frame: pd.DataFrame, category: str, caption: str) -> CaptionedFig
 
 
 def _largest_part(rows: pd.DataFrame) -> str | None:
-    """Which phase most of a step's time goes into."""
+    """The phase that takes most of a step's time."""
     shares = rows[[f"{phase}_median_ms" for phase in PHASES]].median()
     if shares.isna().all():
         return None

@@ -126,7 +126,7 @@ def refusal(stderr: str) -> str:
 
 
 _NO_CONTROLLER = re.compile("resolve_ctls_from_dns_srv|fetch_config|Unable to contact slurm")
-"""What commands print on hosts that have them and belong to no cluster, or where it is down."""
+"""Messages of Slurm's commands on hosts outside a cluster, or whose controller is down."""
 
 
 def _call(*command: str) -> str:

@@ -38,7 +38,7 @@ OWN_OPTIONS = frozenset(
 """Options of sbatch that follow from the cases, or that requeueing depends on."""
 
 REQUEUES = 1_000_000
-"""As many time limits as it takes: every start of a task ends at least one case."""
+"""Effectively no limit on requeues: every start of a task finishes at least one case."""
 
 
 @launcher("slurm")
@@ -53,9 +53,9 @@ class Slurm(Launcher):
     time_min: int = 60
     """Time limit of a task; one that is not done by then is requeued and goes on."""
     memory_gb: float | None = None
-    """Of a node; None is the cluster's default, 0 all of it."""
+    """Memory of a node; None is the cluster's default, 0 all of it."""
     cpus_per_task: int | None = None
-    """For each rank."""
+    """CPU cores of each rank."""
     gpus_per_node: int = 8
     """GPUs of a node, and so the most ranks on one; with device=cpu the most ranks alone."""
     gpu_type: str | None = None

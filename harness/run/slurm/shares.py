@@ -112,7 +112,7 @@ def _fill(
     limit: float,
     size: Callable[[list[float]], float],
 ) -> list[Share]:
-    """Fill shares greedily, in order; a group above the limit has a share of its own."""
+    """Fill shares greedily, in order; a group above the limit gets its own share."""
     shares: list[Share] = []
     filled = math.inf
     for group, seconds in items:

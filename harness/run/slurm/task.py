@@ -157,7 +157,7 @@ class Leader:
 
 
 class _Superseded(Exception):
-    """Slurm took this node for dead and has restarted the task on another one."""
+    """Slurm considered this node dead and has restarted the task on another one."""
 
 
 class _Watchful(StateProgress):

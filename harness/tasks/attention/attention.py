@@ -1,4 +1,4 @@
-"""``task=attention``: q, k, v through one backend, forward and backward, nothing else.
+"""``task=attention``: one attention call on q, k and v alone, forward and backward.
 
 Used for the CS336 text's problems pytorch_attention and flash_benchmarking, its leaderboard, and
 comparisons of kernels. Each pass runs forward, then backward; both are timed apart and together.

@@ -36,7 +36,7 @@ PACKINGS = ("equal", "ragged", "padded")
 @task("prefill")
 @dataclass(kw_only=True, slots=True)
 class Prefill(Task):
-    """Prompts of seq_len tokens on average. Phases: prefill, and of it attention."""
+    """Prompts of seq_len tokens on average. Phases: prefill, and attention as a part of it."""
 
     num_heads: int = 16
     """Query heads."""

@@ -104,7 +104,7 @@ class Collectives(Task):
         return num_elements(num_bytes, DTYPE_BYTES[case.precision.compute], self.ranks)
 
     def work(self, case: Case) -> dict[str, Work]:
-        """The bytes that a link carries, by which the bus bandwidth is defined."""
+        """Bytes that a link carries, which define the bus bandwidth."""
         sent = self._size_bytes(case) * bus_factor(self.collective, self.ranks)
         return {"collective": Work(flops=0.0, sent_bytes=sent)}
 
@@ -112,7 +112,7 @@ class Collectives(Task):
         return self.num_elements(case) * DTYPE_BYTES[case.precision.compute]
 
     def predicted_memory(self, case: Case) -> dict[str, float]:
-        """A source and a result, one of which may be one rank's part of the other."""
+        """Bytes of a source and a result; one may be one rank's part of the other."""
         size = self._size_bytes(case)
         shared = self.collective in ("all_gather", "reduce_scatter")
         return {"buffers": size * (1 + 1 / self.ranks if shared else 2)}
