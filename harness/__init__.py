@@ -1,3 +1,3 @@
-"""The machine: configuration -> cases -> launch -> worker -> record -> tables and figures."""
+"""The benchmark harness: command line -> cases -> workers -> records -> tables and figures."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""Attention on one device: one file per backend, each behind the same small interface.
+"""Attention on one device: backends, kernels and caches.
 
 Imports nothing else of this project, so that a kernel can be lifted out and used alone.
 """

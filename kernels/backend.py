@@ -226,7 +226,7 @@ class DelegatedAttention(Attention):
         *,
         with_lse: bool,
     ) -> Attention:
-        """The backend that takes this call; with an explicit log-sum-exp where that is asked for.
+        """The backend that takes this call; one with an explicit log-sum-exp if ``with_lse``.
 
         The forward and the backward of one call have the same delegate.
         """

@@ -22,12 +22,12 @@ from dataclasses import dataclass
 import torch
 
 ROTARY = ("interleaved", "halves", "none")
-"""Which features of a head are rotated together: neighbours, i and i + D/2, or none."""
+"""Pairs of features that are rotated together: neighbours, i and i + D/2, or none."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class DecodeProblem:
-    """One decoding step in numbers: what a backend is asked whether it supports."""
+    """The sizes of one decoding step, by which a backend says whether it supports it."""
 
     batch_size: int
     num_heads: int

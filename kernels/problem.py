@@ -18,7 +18,7 @@ import torch
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class AttentionProblem:
-    """One attention call in numbers: what a backend is asked whether it supports."""
+    """The sizes of one attention call, by which a backend says whether it supports it."""
 
     batch_size: int
     num_heads: int
@@ -40,7 +40,7 @@ class AttentionProblem:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Packing:
-    """Where each sequence of a packed batch begins, as FlashAttention's ``cu_seqlens``."""
+    """The offsets of a packed batch's sequences, as FlashAttention's ``cu_seqlens``."""
 
     cu_seqlens_q: torch.Tensor
     """int32 [N + 1] on the tensors' device: sequence n has query tokens [n] up to [n + 1]."""

@@ -1,4 +1,4 @@
-"""Named ranges of a program for whoever profiles it, and nothing for everybody else.
+"""Named ranges for profilers; without a profiler they cost almost nothing.
 
 :func:`named_range` marks what runs inside it. Without a profiler it hands out one context that
 does nothing, for about a tenth of a microsecond. What is compiled has no ranges: a profiler that

@@ -1,4 +1,4 @@
-"""A table of named choices, filled by a decorator.
+"""Registries of named choices, filled by decorators that are read without importing their files.
 
 Everything a user can choose by name (an attention backend, a task, a strategy, a launcher, a
 table, a figure) is registered by a decorator in the file that implements it. The command line,
@@ -47,7 +47,7 @@ class Look:
     place: int | None = None
     """Place in tables and legends; choices without one follow by name."""
     baseline: str = ""
-    """What to call it where comparisons hold other choices against it; empty where they do not."""
+    """Its name as a baseline of comparisons; empty if others are not compared with it."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -14,7 +14,7 @@ import torch
 
 
 class Rotary(NamedTuple):
-    """Cosines and sines of every position, and which features make a pair."""
+    """Cosines and sines of every position, and the pairing of features."""
 
     cos: torch.Tensor
     """float32 [max_positions, P], P = rotary_dim / 2."""

@@ -1,4 +1,4 @@
-"""Decisions that torch.compile cannot trace, and takes for constants of the compiled code."""
+"""Decisions that torch.compile does not trace but keeps as constants of the compiled code."""
 
 from __future__ import annotations
 

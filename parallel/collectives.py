@@ -36,7 +36,7 @@ def num_elements(num_bytes: float, element_bytes: int, num_ranks: int) -> int:
 
 @dataclass(kw_only=True, slots=True)
 class CheckedCollective:
-    """One operation on buffers of its own, ready to run again and again.
+    """One collective operation with its buffers, ready to run again and again.
 
     ``reset`` restores the buffers, ``run`` communicates, and ``wrong_elements`` counts the wrong
     elements of this rank's result.
@@ -89,7 +89,7 @@ class CollectiveData:
 
 
 def make_collective(collective: str, data: CollectiveData) -> CheckedCollective:
-    """The operation named ``collective``, with buffers of its own."""
+    """The operation named ``collective``, with its buffers."""
     return _COLLECTIVES[collective].make(data)
 
 

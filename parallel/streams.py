@@ -1,4 +1,4 @@
-"""CUDA streams beside the one that computes, and the events by which streams wait for each other.
+"""CUDA side streams, and the events with which streams wait for each other.
 
 On a CPU there are none: what would run on a side stream runs at once, and events are passed.
 """

@@ -1,1 +1,1 @@
-"""The console scripts."""
+"""The console commands: measure, report, compare, show status, write up."""

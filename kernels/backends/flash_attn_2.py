@@ -26,7 +26,7 @@ _PLAIN = {
 """Features that are not used; some versions have no defaults for them."""
 
 PAGE_MULTIPLE = 256
-"""Blocks of a paged cache hold a multiple of so many tokens."""
+"""Tokens in a block of a paged cache are a multiple of this."""
 
 _SHARED = ("q", "k", "v", "softmax_scale", "causal", "window_size_left")
 _VARLEN = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")

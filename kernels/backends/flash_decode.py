@@ -57,7 +57,7 @@ class FlashDecode(Decoding):
 
 
 class FusedDecoder(Decoder):
-    """One call does it all."""
+    """Rotary, append and attention in one call a layer."""
 
     def __init__(
         self, cache: Any, *, rotary: Rotary | None, scale: float, num_splits: int | None

@@ -120,7 +120,7 @@ class FlashTriton(Attention):
             notes["autograd"] = "native"
 
     def backward_workspace(self, problem: AttentionProblem) -> float:
-        """The Hopper kernels need buffers; those for any GPU need one number a row."""
+        """Bytes of buffers for the Hopper kernels; one number a row for the any-GPU kernels."""
         narrow = problem.dtype in ("bfloat16", "float16") and problem.head_dim <= 128
         if self.implementation == "plain" or problem.device != "cuda" or not narrow:
             return 4.0 * problem.batch_size * problem.num_heads * problem.q_len

@@ -27,7 +27,7 @@ NEEDS = (
     ("", "append_paged_kv_cache"),
     ("rope", "apply_rope_with_cos_sin_cache"),
 )
-"""Modules of the package, and what is called of them."""
+"""Modules of the package, and the names that are called in them."""
 
 
 @attention_backend("flashinfer", look=Look(colour="#009E73", marker="D"))
@@ -66,7 +66,7 @@ class FlashInfer(Decoding):
 
 @cache
 def why_not_installed() -> str | None:
-    """None if the package can be imported and has what is called, else the reason."""
+    """None if the package can be imported and has these names, else the reason."""
     if find_spec("flashinfer") is None:
         return f"flashinfer is not installed: {INSTALL}"
     for module, name in NEEDS:

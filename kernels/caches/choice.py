@@ -23,7 +23,7 @@ INDEX_BYTES = 4
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class CacheShape:
-    """How much a cache is to hold: tokens of a batch, and what each token leaves behind."""
+    """The size of a cache: tokens of each sequence, and the elements that each token adds."""
 
     num_layers: int
     batch_size: int
@@ -39,14 +39,14 @@ class CacheShape:
 
     @property
     def elements_per_token(self) -> int:
-        """In one layer: keys and values of every head, or one latent with its rotary part."""
+        """Elements in one layer: keys and values of all heads, or a latent with its rotary part."""
         if self.kv_lora_rank:
             return self.kv_lora_rank + self.rope_head_dim
         return 2 * self.num_kv_heads * self.head_dim
 
     @property
     def bytes_per_token(self) -> int:
-        """In all layers."""
+        """Bytes in all layers."""
         return self.num_layers * self.elements_per_token * ELEMENT_BYTES[self.dtype]
 
 
@@ -68,7 +68,7 @@ class CacheChoice:
 
     @property
     def label(self) -> str:
-        """In a word, for names and tables: ``paged64``."""
+        """The cache's name in tables, one word: ``paged64``."""
         size = self.tokens_per_block
         return self.name if size is None else f"{self.name}{size}"
 

@@ -1,4 +1,4 @@
-"""Keys and values of every layer, whatever their places."""
+"""A cache of keys and values: their storage by layer, contiguous or paged."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class KeyValueCache:
 
     @property
     def storage_bytes(self) -> int:
-        """Allocated for tokens."""
+        """Bytes allocated for tokens."""
         return sum(x.numel() * x.element_size() for x in (*self.keys, *self.values))
 
     def store(self, layer: int, slots: Slots, k: Tensor, v: Tensor) -> None:

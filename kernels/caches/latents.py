@@ -1,4 +1,4 @@
-"""Latents of every layer, whatever their places."""
+"""A cache of latents: their storage by layer, contiguous or paged."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class LatentCache:
 
     @property
     def storage_bytes(self) -> int:
-        """Allocated for tokens."""
+        """Bytes allocated for tokens."""
         return sum(x.numel() * x.element_size() for x in self.latents)
 
     def store(self, layer: int, slots: Slots, latents: Tensor) -> None:

@@ -19,7 +19,7 @@ Slots = tuple[Tensor, Tensor]
 
 
 class Places:
-    """Rows: each sequence has ``max_len`` places of its own, one after another."""
+    """Places in rows: each sequence has its own ``max_len`` places, one after another."""
 
     block_size: int | None = None
     block_table: Tensor | None = None
@@ -77,7 +77,7 @@ class Places:
         self.lengths -= num_tokens
 
     def fill(self, lengths: Sequence[int]) -> None:
-        """Have each sequence hold as many tokens; what lies in them is up to the caller."""
+        """Set the lengths of all sequences; the caller writes the tokens."""
         self.clear()
         self.reserve(lengths)
         self.advance(lengths)
@@ -135,7 +135,7 @@ class BlockAllocator:
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """Blocks that nobody has. Raises ValueError, taking none, if there are too few."""
+        """Take free blocks. Raises ValueError, taking none, if there are too few."""
         if count > len(self._free):
             raise ValueError(
                 f"cache is full: {count} more blocks are needed and {len(self._free)} of "
@@ -147,7 +147,7 @@ class BlockAllocator:
         return taken
 
     def give_back(self, blocks: Sequence[int]) -> None:
-        """Raises ValueError, giving back none, if one is free already."""
+        """Free blocks. Raises ValueError, freeing none, if one is free already."""
         for place, block in enumerate(blocks):
             if self._is_free[block] or block in blocks[:place]:
                 raise ValueError(f"block {block} is given back twice")
@@ -157,7 +157,7 @@ class BlockAllocator:
 
 
 class BlockPlaces(Places):
-    """Blocks: a sequence takes a block of ``block_size`` places when its last one is full."""
+    """Places in blocks: a sequence takes a block of ``block_size`` when its last one is full."""
 
     def __init__(
         self,

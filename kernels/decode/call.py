@@ -1,4 +1,4 @@
-"""A call of a decode kernel in facts, and the checks that calls of all kernels share.
+"""The facts of a decode kernel's call, and the checks that all calls share.
 
 The facts follow from shapes, dtypes and devices alone, so that the checks run once for each
 combination. Only the device knows whether the new tokens fit and whether the block table points

@@ -69,7 +69,7 @@ def shape_class(kernel: str, call: Call) -> str:
 
 
 def flash_rule(call: Call, shared_memory_bytes: int) -> Tiles:
-    """32 KiB of keys and values a tile, two of which are in flight, or what fits of that."""
+    """Tiles of 32 KiB of keys and values, two in flight, or as much of that as fits."""
     row_bytes = call.block_d * call.dtype.itemsize
     wanted_n = min(128, max(16, 2**14 // row_bytes))
     wanted_m = _block_m(call, 64 if row_bytes > 256 else 128)

@@ -1,4 +1,4 @@
-"""Plans: what launches on tensors of the same layout share, all but addresses and the scale.
+"""Plans: everything about a launch except addresses and the scale, kept for each layout.
 
 Deciding at every call what is refused, which tiles to take and what to compile for takes the host
 longer than a short step takes the GPU. All of it follows from the layout of the tensors and from
@@ -24,7 +24,7 @@ INTERPRETED = not isinstance(load_rows, triton.JITFunction)
 """Whether triton was first imported under TRITON_INTERPRET=1; it cannot change later."""
 
 _MIN_UNITS = 4
-"""Tiles that make a share worth a program of its own: below, merging costs more than it spares."""
+"""Fewest tiles in a share: with fewer, merging costs more than the parallel work saves."""
 
 LOG2_E = math.log2(math.e)
 
@@ -60,7 +60,7 @@ class Plan(NamedTuple):
     """One for each line and row tile."""
 
     def __call__(self, *tensors: Tensor, scale: float) -> None:
-        """Launch with the tensors of a call, and memory of its own."""
+        """Launch with the tensors of a call and newly allocated workspace."""
         device = self.device
         with on(device):
             self.launch(

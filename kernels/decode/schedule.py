@@ -63,5 +63,5 @@ def share_of(
 
 @triton.jit
 def worker_of(unit, total, num_workers):
-    """Whose share holds a unit: the largest w with floor(w total / num_workers) <= unit."""
+    """The worker that has a unit: the largest w with floor(w total / num_workers) <= unit."""
     return (((tl.cast(unit, tl.int64) + 1) * num_workers - 1) // total).to(tl.int32)

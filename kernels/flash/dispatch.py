@@ -146,7 +146,7 @@ def backward_of(
 
 
 def _normalised(packing: Packing | None, *tensors: Tensor) -> Sequence[Tensor]:
-    """As [B, H, S, D] (a packed batch as [1, H, T, D]) with a last stride of 1."""
+    """The tensor as [B, H, S, D] (a packed batch as [1, H, T, D]) with a last stride of 1."""
     return _as_batch(packing, *[x if _has_dense_rows(x) else x.contiguous() for x in tensors])
 
 
@@ -163,7 +163,7 @@ def empty_results(q: Tensor, packed: bool) -> tuple[Tensor, Tensor]:
 
 
 def empty_like(x: Tensor) -> Tensor:
-    """In the layout of x, so that views of the result stay free, but for rows that are dense."""
+    """An empty tensor in the layout of x, so that views of it cost nothing, but with dense rows."""
     empty = torch.empty_like(x)
     if _has_dense_rows(empty):
         return empty
@@ -171,7 +171,7 @@ def empty_like(x: Tensor) -> Tensor:
 
 
 def _writable(o: Tensor) -> Tensor:
-    """Itself, unless its rows are not dense or several of its elements are one."""
+    """The tensor, or a contiguous copy if its rows are not dense or its elements overlap."""
     return o if _has_dense_rows(o) and 0 not in o.stride() else o.contiguous()
 
 

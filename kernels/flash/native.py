@@ -56,7 +56,7 @@ class _Node:
 
     module: Any = None
     reason: str | None = None
-    """Why it cannot be had."""
+    """The reason why there is none."""
     num_calls = 0
 
 
@@ -82,7 +82,7 @@ def num_calls() -> int:
 def learn_forward(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *, required: bool
 ) -> None:
-    """Have later calls that are like this one, which ran, run without Python.
+    """Let the compiled node run later calls like this one, which has just run.
 
     Args:
         required: whether to raise where that is impossible, and not to warn.
@@ -112,7 +112,7 @@ def learn_backward(
     lse: Tensor,
     gradients: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Have later calls that are like this one, which ran, run without Python."""
+    """Let the compiled node run later calls like this one, which has just run."""
     q, k, v = call.q, call.k, call.v
     if _Node.module is None or not _are_plain(do, q, k, v, o, *gradients):
         return
@@ -130,7 +130,7 @@ def learn_backward(
 
 
 def _apart(*tensors: Tensor) -> list[Tensor]:
-    """As many objects as arguments, of which a user may have given one as q, k and v."""
+    """Distinct objects for the arguments, since a user may pass one tensor as q, k and v."""
     return [x.detach() for x in tensors]
 
 
@@ -193,7 +193,7 @@ def _module(required: bool) -> Any:
 
 
 def _addresses() -> tuple[int, ...]:
-    """Those of native.cpp's Driver."""
+    """Addresses of the driver's functions that native.cpp's Driver calls."""
     names = (
         "cuLaunchKernelEx", "cuTensorMapReplaceAddress", "cuCtxGetCurrent", "cuCtxSetCurrent",
     )  # fmt: skip

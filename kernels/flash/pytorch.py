@@ -27,7 +27,7 @@ from torch import Tensor
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Tiling:
-    """Which tiles of the score matrix to compute, and which of them need the mask.
+    """The tiles of the score matrix to compute, and those that need the mask.
 
     Query i sees the keys up to i + kv_len - q_len: the mask is aligned to the bottom right.
     """
@@ -54,7 +54,7 @@ class Tiling:
             yield slice(start, min(start + self.block_k, self.kv_len))
 
     def hidden(self, queries: slice, keys: slice, group_size: int, like: Tensor) -> Tensor | None:
-        """Which scores [R, K] of a tile the mask hides; None where it hides none of them."""
+        """Mask of the hidden scores [R, K] of a tile; None if none is hidden."""
         below_the_diagonal = keys.stop <= queries.start + self.offset + 1
         if not self.causal or below_the_diagonal:
             return None

@@ -1,4 +1,4 @@
-"""Which device Triton launches on."""
+"""Sets the CUDA device that Triton launches on."""
 
 from __future__ import annotations
 

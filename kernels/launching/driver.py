@@ -1,4 +1,4 @@
-"""Launches a compiled kernel through CUDA's driver, with parameters that lie ready.
+"""Launches a compiled kernel through CUDA's driver, with parameters prepared in memory.
 
 Triton's launcher is given all arguments each time: it asks each tensor for its address, the driver
 what kind of address that is, and encodes every tensor map anew. Where only addresses change,
@@ -42,7 +42,7 @@ Contents = tuple[int, bytes, list[tuple[int, bytes]]]
 
 
 class NotKnown(Exception):
-    """A kernel that is launched by Triton alone; says why."""
+    """A kernel that only Triton can launch; the message says why."""
 
 
 class DriverLaunch:
@@ -78,7 +78,7 @@ class DriverLaunch:
         self._layout, self._maps = layout, layout.maps
         self._num_maps = len(layout.maps)
         self._mapped = [descriptor.base.data_ptr() for _, descriptor, _ in layout.encodings]
-        """To which addresses the maps lead; allocators give the same ones again and again."""
+        """Addresses that the tensor maps point to; allocators often return the same ones."""
         self._pack, self._changing = Struct(layout.format).pack_into, layout.changing
         self._replace = driver.cuTensorMapReplaceAddress
         self._launch = driver.cuLaunchKernelEx
@@ -104,7 +104,7 @@ class DriverLaunch:
             return not self._launch(*self._arguments)
 
     def contents(self) -> Contents:
-        """Copies of all that a launch consists of, for another to make launches of its own."""
+        """Copies of a launch's parts, from which native.cpp makes its own launches."""
         function, layout = self._arguments[1], self._layout
         with self._lock:
             parameters = [

@@ -1,4 +1,4 @@
-"""Launches kernels again whose arguments, but for addresses, are those of a call before.
+"""Repeats launches whose arguments differ from an earlier call only in addresses and floats.
 
 Triton looks at every argument of every launch to choose what to run, and encodes each tensor
 descriptor; with forty arguments that takes longer than the attention of a short sequence. What is
@@ -74,7 +74,7 @@ class PreparedLaunch:
         return None if self._again is None else self._again.contents()
 
     def _constant_arguments(self) -> list[Any]:
-        """As a compiled kernel takes them: by position, and without Triton's options."""
+        """The constants as a compiled kernel takes them: by position, without Triton's options."""
         return [self.constants[name] for name in self.kernel.arg_names if name in self.constants]
 
 

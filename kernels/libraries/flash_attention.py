@@ -40,7 +40,7 @@ class FlashLibrary(Attention, Decoding):
     install: ClassVar[str]
     """Command that installs it."""
     needs: ClassVar[dict[str, tuple[str, ...]]]
-    """Functions that are called, and the parameters without which they are of no use here."""
+    """Functions that are called, and the parameters that they must have."""
     oldest: ClassVar[tuple[int, ...]] = ()
     """The first version whose private functions give what is needed."""
 
@@ -177,7 +177,7 @@ def lengths_of(packing: Packing | None) -> dict[str, Any]:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """2.8.3.post1 -> (2, 8, 3); what follows a release is of no interest."""
+    """2.8.3.post1 -> (2, 8, 3); suffixes of a release are ignored."""
     match = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(part) for part in match.group().split(".")) if match else ()
 

@@ -66,7 +66,7 @@ class KvCacheDecoder(Decoder):
         self._rotary = rotary
 
     def _rotary_arguments(self, dtype: torch.dtype) -> dict[str, Any]:
-        """In the queries' dtype, converted once."""
+        """The rotary table in the queries' dtype, converted once."""
         if self._rotary is None:
             return {}
         if dtype not in self._tables:

@@ -59,7 +59,7 @@ class SequenceParallelAttention(DelegatedAttention):
         raise NotImplementedError
 
     def layout(self, num_ranks: int) -> Layout:
-        """How sequences are split over so many ranks."""
+        """The layout of sequences over ``num_ranks`` ranks."""
         raise NotImplementedError
 
     def kernel_of(self, problem: AttentionProblem) -> str:
@@ -362,7 +362,7 @@ def why_not_symmetric(problem: AttentionProblem) -> str | None:
 
 
 def why_not_peers(num_ranks: int) -> str | None:
-    """None if this host has so many CUDA devices that reach each other's memory."""
+    """None if this host has ``num_ranks`` CUDA devices that reach each other's memory."""
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
     count = torch.cuda.device_count()

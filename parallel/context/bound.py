@@ -24,7 +24,7 @@ _SCHEDULES_KEPT = 16
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Fusion:
-    """Whether a packed call makes one kernel call of all its runs, or one for each."""
+    """Whether a packed call joins all its runs in one kernel call, or makes one call for each."""
 
     forward: bool = False
     backward: bool = False
@@ -179,7 +179,7 @@ class BoundAttention(SplitAttention):
         self._agreed = True
 
     def new_pass(self, schedule: RankSchedule, scale: float) -> AttentionPass:
-        """A pass over the keys of all ranks, with a transport of its own."""
+        """A pass over the keys of all ranks, with a new transport."""
         return AttentionPass(
             kernel=self._kernel,
             schedule=schedule,

@@ -63,7 +63,7 @@ def _owners(optimizer: Optimizer) -> list[ShardOwner]:
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    """In the order in which state dicts number them."""
+    """The optimizer's parameters, in the order in which state dicts number them."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 

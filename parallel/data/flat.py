@@ -25,7 +25,7 @@ ALIGNMENT = 64
 
 
 class FlatLayout:
-    """Where tensors lie in a flat buffer that is cut into ``num_shards`` equal shards.
+    """Positions of tensors in a flat buffer that is cut into ``num_shards`` equal shards.
 
     Each tensor keeps its shape and, if that has no holes, its strides: an optimizer's fused
     kernels want parameters, gradients and state laid out alike.

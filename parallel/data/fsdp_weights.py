@@ -68,7 +68,7 @@ class FlatWeights:
         return self.layout.size * self._empty.element_size()
 
     def place(self, memory: Tensor) -> None:
-        """From now on gather into ``memory``, uint8 [num_bytes]."""
+        """Use ``memory``, uint8 [num_bytes], for gathering from now on."""
         self._memory = memory.view(self.compute_dtype)
         self._views = self.layout.views(self._memory)
 

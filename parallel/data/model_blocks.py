@@ -8,7 +8,7 @@ from torch import nn
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
-    """The entries of the outermost ModuleLists and Sequentials, as far as they have parameters.
+    """The entries of the outermost ModuleLists and Sequentials that have parameters.
 
     A transformer's are its layers. The order in which they are registered is taken for the order
     in which they run.

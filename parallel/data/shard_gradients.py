@@ -24,7 +24,7 @@ class ShardedParameters:
     shards: Sequence[nn.Parameter]
     layout: FlatLayout
     index: int
-    """Which shard of the buffer is this rank's."""
+    """The number of this rank's shard of the buffer."""
 
 
 class ShardTransfer:
@@ -55,7 +55,7 @@ class ShardTransfer:
         self._side_stream, self._dtype = side_stream, dtype
         self._kept = self._make_memory(self._make_buffer(), keeps=True) if keeps_buffer else None
         self._memory: _TransferMemory | None = None
-        """Set from the start of a transfer to its end."""
+        """The transfer's memory, from its start to its end."""
         self._under_way: _UnderWay | None = None
         self._gradients: list[Tensor] = []
         """The shards' gradients, from the end of a transfer on."""

@@ -1,4 +1,4 @@
-"""An optimizer whose state is sharded: each rank keeps that of the parameters it owns.
+"""An optimizer whose state is sharded: each rank keeps the state of the parameters it owns.
 
 Every rank has all gradients, updates its own parameters and broadcasts them. Memory for the
 state is divided by the ranks; each step sends the parameters once more than plain data

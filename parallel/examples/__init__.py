@@ -1,1 +1,1 @@
-"""Programs to be read, each runnable alone."""
+"""Small programs that explain a technique; each runs by itself."""

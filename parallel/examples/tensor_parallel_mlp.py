@@ -1,4 +1,4 @@
-"""Sharding a tensor against declaring that it is sharded, on a tensor-parallel MLP with DTensor.
+"""A tensor-parallel MLP with DTensor: weights scattered, or local slices declared as shards.
 
     torchrun --nproc-per-node 2 -m parallel.examples.tensor_parallel_mlp
 

@@ -59,7 +59,7 @@ class FullyShardedStrategy(DataParallelStrategy):
     casts_shares: ClassVar[bool] = True
 
     compute_dtype: str | None = None
-    """dtype in which weights are gathered and used, and gradients travel; the weights that the
+    """dtype that weights are gathered and used in, and gradients reduced in; the weights that the
     optimizer updates stay as they are. None gathers them in that dtype."""
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""How one module is split over tensor-parallel ranks: styles for DTensor's parallelize_module.
+"""Styles for DTensor's parallelize_module: each splits one module over tensor-parallel ranks.
 
     parallelize_module(mlp, mesh, GatherInput())
     parallelize_module(mlp, mesh, {"w1": ColumnParallel(), "w2": RowParallel()})

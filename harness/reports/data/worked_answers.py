@@ -1,4 +1,4 @@
-"""Worked answers that the CS336 text prints for strategies of its own, by their names here."""
+"""Worked answers that the CS336 text prints for its strategies, by their names here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A call of :func:`~kernels.decode.dense.launch.flash_decode` in facts, and what is refused."""
+"""The facts of a call of flash_decode, and the checks of its arguments."""
 
 from __future__ import annotations
 

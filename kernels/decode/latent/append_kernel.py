@@ -1,4 +1,4 @@
-"""New tokens of absorbed latent attention in one kernel: queries turned, latents appended.
+"""One kernel for new tokens of absorbed latent attention: rotates queries, appends latents.
 
 By operators this is a dozen launches a layer (positions, places, angles, two rotations, a
 concatenation and a scatter) of a microsecond each, which the host takes far longer to make than

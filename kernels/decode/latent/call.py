@@ -1,4 +1,4 @@
-"""Calls over a cache of latents in facts, and what is refused."""
+"""The facts of calls over a cache of latents, and the checks of their arguments."""
 
 from __future__ import annotations
 

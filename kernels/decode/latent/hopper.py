@@ -95,7 +95,7 @@ def plan(
     num_workers: int,
     min_units: int,
 ) -> HopperPlan:
-    """For tensors that lie like these; queries are made contiguous."""
+    """The plan for tensors with these layouts; queries are made contiguous."""
     # Gluon, which old versions of Triton lack: why_not has been asked before.
     from kernels.decode.latent.hopper_kernel import hopper_latent_kernel
     from kernels.decode.latent.merge_kernel import merge_kernel
@@ -158,7 +158,7 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def _tiles(x: Tensor, columns: int) -> Descriptors:
-    """For copies of [ROWS, columns] tiles; what lies outside of x comes as zero."""
+    """A descriptor for copies of [ROWS, columns] tiles; zero outside of x."""
     descriptor, layout = _gluon()
     return Descriptors(descriptor(x, list(x.shape), [x.stride(0), 1], [ROWS, columns], layout))
 

@@ -110,7 +110,7 @@ class Shared(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """How many tokens a sequence has, and in which blocks they lie."""
+    """Lengths of the sequences, and the block table."""
 
     lengths_ptr: Any
     table_ptr: Any
@@ -119,7 +119,7 @@ class Cache(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """Where whole lines go, and where pieces of lines."""
+    """Destinations of whole lines, and of pieces of lines."""
 
     out_ptr: Any
     stride_b: Any
@@ -137,7 +137,7 @@ class Share(NamedTuple):
     num_rows: Any
     """Queries of a sequence: its heads, times its new tokens."""
     row_tile: Any
-    """Which 64 of them are this program's."""
+    """The number of this program's 64 queries among them."""
     unit: Any
     stop: Any
     sequence: Any

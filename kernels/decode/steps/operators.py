@@ -44,7 +44,7 @@ class NewTokens:
         self._sin: Tensor
 
     def plan(self) -> None:
-        """How many places to look at."""
+        """Choose how many places of the cache to attend to."""
         if not self._problem.cuda_graph:
             self.span = self._places.longest + self._problem.new_tokens
 
@@ -83,7 +83,7 @@ class NewTokens:
 
 
 class PlainDecoder(Decoder):
-    """Rotary on q, rotary on k, append, attend: each an operation of its own."""
+    """Rotary on q, rotary on k, append, attend: one operation each."""
 
     def __init__(
         self, problem: DecodeProblem, cache: KeyValueCache, *, rotary: Rotary | None, scale: float

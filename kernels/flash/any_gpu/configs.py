@@ -127,7 +127,7 @@ def shape_class(kernel: str, problem: Problem) -> str:
 
 
 def candidates(kernel: str, problem: Problem, shared_memory_bytes: int) -> list[TileConfig]:
-    """Those likely to fit registers and shared memory, the best guess first; never empty."""
+    """Configurations likely to fit registers and shared memory, best guess first; never empty."""
     ieee = problem.dtype == torch.float32 and problem.precision == "ieee"
     found = []
     for block_q, block_k, num_warps, num_stages in (_IEEE_CANDIDATES if ieee else _CANDIDATES)[
@@ -155,7 +155,7 @@ def cache_path(device_name: str) -> Path:
 
 
 def cache_folder() -> Path:
-    """Where the user's cache keeps what this machine found or built for flash attention."""
+    """The folder in the user's cache for tile sizes and the compiled node."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "attnbench" / "flash"
 
@@ -172,7 +172,7 @@ def read_table(path: Path) -> Table:
 
 
 def _search(found: list[TileConfig], measure: Callable[[TileConfig], float]) -> TileConfig:
-    """The fastest; those that do not compile, or need more than the device has, drop out."""
+    """The fastest candidate; those that do not compile, or do not fit the device, drop out."""
     global _autotune_seconds
     start = time.perf_counter()
     times: dict[TileConfig, float] = {}
@@ -244,7 +244,7 @@ def _parse(rows: dict[str, dict[str, int]]) -> Table:
 
 
 def _write(path: Path, table: Table) -> None:
-    """Whole or not at all: another process may read or write the same file now."""
+    """Write atomically: another process may read or write the same file now."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # Keep what another process found meanwhile.
     merged = {**read_table(path), **table}

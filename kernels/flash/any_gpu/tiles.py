@@ -1,4 +1,4 @@
-"""Parts of the Triton kernels: where a tile lies, loading it, one dot product.
+"""Building blocks of the Triton kernels: addresses of a tile, load, store, dot product.
 
 A tile is a block of consecutive rows (queries or keys of one head) times all of head_dim,
 padded to a power of two. Offsets to a tile's first row are 64-bit, since a tensor may have
@@ -47,7 +47,7 @@ def visible_keys(
     BLOCK_K: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):
-    """Which keys the queries of one tile see, with the mask aligned to the bottom right.
+    """The keys that the queries of one tile see, with the mask aligned to the bottom right.
 
     Returns ``num_seen`` [BLOCK_Q]: a query sees its first num_seen keys, which may be none or
     fewer; ``full_end``: the key tiles before it are seen entirely by every query, a multiple

@@ -1,1 +1,1 @@
-"""One call of flash attention: its arguments, and the facts that an implementation is chosen by."""
+"""One call of flash attention: its arguments, and the facts that decide on its implementation."""

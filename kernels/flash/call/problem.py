@@ -1,4 +1,4 @@
-"""The facts of a call, by which an implementation is chosen, and the checks of its arguments.
+"""The facts of a call, which decide on its implementation, and the checks of its arguments.
 
 The facts follow from shapes, dtypes and devices alone, so that the checks run once for each
 combination and later calls only look the answer up.

@@ -131,7 +131,7 @@ class Turns(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Where dk and dv go, by their strides."""
+    """Destinations of dk and dv, with their strides."""
 
     dk_ptr: Any
     dv_ptr: Any
@@ -144,10 +144,10 @@ class Gradients(NamedTuple):
 
 
 class HalfTurn(NamedTuple):
-    """Which dQ is due, and which queries come."""
+    """The dQ to add in this half turn, and the queries that it loads."""
 
     dq_ptr: Any
-    """Where this consumer adds to dQ of the turn before."""
+    """Address at which this consumer adds to dQ of the turn before."""
     is_first: Any
     """Whether no other program adds to it before this one."""
     has_dq: Any
@@ -232,7 +232,7 @@ def produce(inputs, shared, heads, seq, turns, STAGES: gl.constexpr):
 
 @gluon.jit
 def programs_before(turn, turns, CAUSAL: gl.constexpr):
-    """How many programs, of later keys, add to a turn's dQ before this one."""
+    """The number of programs, of later keys, that add to a turn's dQ before this one."""
     last = turns.num_key_tiles - 1
     if CAUSAL:
         last = gl.minimum(
@@ -591,7 +591,7 @@ def accumulate(
 
 @gluon.jit
 def place_in_order(heads_at_once, num_key_tiles):
-    """Which head and which key tile is this program's.
+    """The head and the key tile of this program.
 
     Programs start in order, and of one head the last keys have to be added to dQ first. So many
     heads take turns, which leaves the long programs of all of them, not of the last head alone,

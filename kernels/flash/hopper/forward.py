@@ -86,7 +86,7 @@ class Head(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """Where results go: o [B, H, S, D] by its strides, and contiguous lse [B, H, lse_len]."""
+    """Destinations: o [B, H, S, D] with its strides, and contiguous lse [B, H, lse_len]."""
 
     o_ptr: Any
     lse_ptr: Any
@@ -114,7 +114,7 @@ class Progress(NamedTuple):
 
 @gluon.jit
 def query_tile(turn, num_tiles, TILES: gl.constexpr, CAUSAL: gl.constexpr):
-    """Which of a head's ``num_tiles`` query tiles this program computes in its turn ``turn``.
+    """The query tile, of a head's ``num_tiles``, that this program computes in turn ``turn``.
 
     Longest tiles first: the hardware hands out programs in order, and short ones fill the end.
     Under a causal mask every other turn goes through the programs backwards, so that the longest

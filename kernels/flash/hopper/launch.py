@@ -1,4 +1,4 @@
-"""Launches the Hopper kernels: any call that they are made for, and which those are.
+"""Launches the Hopper kernels, and says which calls they support.
 
 They read q, k, v and do through the tensor memory accelerator, which addresses rows that are
 multiples of 16 bytes apart; a tensor that is not laid out so is copied. What they do not do,
@@ -54,7 +54,7 @@ def why_not(problem: Problem) -> str | None:
 
 
 class Step(NamedTuple):
-    """A launch, and what it is called with."""
+    """A launch and its arguments."""
 
     launch: PreparedLaunch
     tensors: tuple[Tensor, ...]
@@ -151,7 +151,7 @@ def _of_key_heads(call: BackwardPass, start: int, stop: int) -> BackwardPass:
 
 @lru_cache(maxsize=MAX_PLANS)
 def _problem_of_key_heads(problem: Problem, num_kv_heads: int) -> Problem:
-    """The problem of so many of its key heads and their queries; the same one each time."""
+    """The problem of ``num_kv_heads`` key heads and their queries; the same object each time."""
     num_heads = num_kv_heads * problem.group_size
     return replace(problem, num_heads=num_heads, num_kv_heads=num_kv_heads)
 
@@ -184,7 +184,7 @@ class PlannedBackward(NamedTuple):
 
 
 def planned_backward(call: BackwardPass) -> PlannedBackward | None:
-    """None unless the launches are planned, and all that :func:`backward` does."""
+    """The launches of a call; None unless they are planned, and all that :func:`backward` does."""
     plan = plans.BACKWARD_PLANS.get(plans.backward_key(call))
     if plan is None or not are_aligned(call.q, call.k, call.v, call.do, call.o, call.lse):
         return None
@@ -194,7 +194,7 @@ def planned_backward(call: BackwardPass) -> PlannedBackward | None:
 
 
 def _cu_seqlens(packing: Packing | None, any_tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Where sequences begin; a dense batch passes tensors that nobody reads."""
+    """Offsets of the sequences; a dense batch passes tensors that nobody reads."""
     if packing is None:
         return any_tensor, any_tensor
     return packing.cu_seqlens_q, packing.cu_seqlens_k

@@ -50,7 +50,7 @@ COSTS = {
     64: Costs(launch=3.0, program=1.3, tile=2.0, key_tile=1.08),
     128: Costs(launch=2.3, program=0.5, tile=1.7, key_tile=1.67),
 }
-"""By padded head dim."""
+"""Costs by padded head dim."""
 
 
 @lru_cache(maxsize=1024)

@@ -1,4 +1,4 @@
-"""Everything about a launch of the Hopper kernels but addresses, the scale, and when.
+"""Plans of the Hopper kernels' launches: everything except addresses and the scale.
 
 It follows from the problem and the tensors' shapes and strides, and is kept in plans.
 """
@@ -240,7 +240,7 @@ def _gluon() -> tuple[Any, Any, Any]:
 
 
 def _tiles(x: Tensor, rows: int, columns: int) -> Descriptors:
-    """For copies of [1, 1, rows, columns] tiles; what lies outside of x comes as zero."""
+    """A descriptor for copies of [1, 1, rows, columns] tiles; zero outside of x."""
     descriptor, layout, _ = _gluon()
     # The stride of a dimension of size 1 is never used, but has to be a valid one.
     row = x.stride(2) if x.shape[2] > 1 else x.shape[3]
@@ -251,7 +251,7 @@ def _tiles(x: Tensor, rows: int, columns: int) -> Descriptors:
 
 
 def _lines(num_lines: int, padded_len: int, columns: int) -> Descriptors:
-    """For copies of [1, columns] of the statistics, lse's lines first, then delta's."""
+    """A descriptor for copies of [1, columns] of the statistics: lines of lse, then of delta."""
     descriptor, _, layout = _gluon()
     example = torch.empty(0)
     return Descriptors(

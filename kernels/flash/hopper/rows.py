@@ -36,7 +36,7 @@ def row_statistics(
     HAS_DLSE: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """For every query row lse in units of log2, and delta = rowsum(o * do) - dlse.
+    """Write lse in units of log2, and delta = rowsum(o * do) - dlse, for every query row.
 
     Both are [lines, padded_len], where each sequence begins at a multiple of BLOCK_Q
     (hopper_tiles.sequence) and is filled up to one. A row without keys, or beyond the end, gets

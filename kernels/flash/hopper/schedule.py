@@ -1,4 +1,4 @@
-"""How the Hopper kernels are cut up: tiles, and which programs share what."""
+"""The division of work in the Hopper kernels: tiles, programs, and heads in turn."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROGRAM_ROWS = 2 * ROWS
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Schedule:
-    """How a kernel is cut up."""
+    """Tiles and stages of a kernel."""
 
     tile: int
     """Rows of the tiles that stream by: keys, or in the backward pass queries."""
@@ -45,7 +45,7 @@ def block_d(problem: Problem) -> int:
 
 
 def tiles_of_program(problem: Problem) -> int:
-    """How many query tiles a forward program takes one after another.
+    """The number of query tiles that a forward program takes one after another.
 
     The lengths of a packed batch are known to the GPU alone, and so is what its programs cost.
     """
@@ -63,7 +63,7 @@ def tiles_of_program(problem: Problem) -> int:
 
 
 def num_parts(problem: Problem) -> int:
-    """How many programs share the query heads of a group.
+    """The number of programs that share the query heads of a group.
 
     Under a causal mask all that there are. A program's length depends on its keys, the longest
     come last, and many short programs end more evenly than few long ones; and programs that take
@@ -123,7 +123,7 @@ def backward_workspace(
 
 
 def heads_at_once(problem: Problem) -> int:
-    """How many heads' backward programs take turns (backward.place_in_order).
+    """The number of heads whose backward programs take turns (backward.place_in_order).
 
     Under a causal mask the programs of a head are spread over its queries, so that those of all
     of these heads, with do and the sums of dq, should stay in the L2 cache: two thirds of it

@@ -1,4 +1,4 @@
-"""Parts of the Hopper kernels: where a sequence lies, which key tiles a query tile visits.
+"""Building blocks of the Hopper kernels: rows of a sequence, key tiles that a query tile visits.
 
 The kernels hand groups of values to their warps as named tuples, which Gluon compiles as it does
 plain ones (docs/kernels.md says why not as aggregates).
@@ -17,7 +17,7 @@ ROWS: gl.constexpr = gl.constexpr(64)
 """Rows of one consumer warpgroup: the M of one wgmma instruction."""
 
 CONSUMERS: gl.constexpr = gl.constexpr(2)
-"""Warpgroups that compute, each on rows of its own."""
+"""Warpgroups that compute, each on its own rows."""
 
 PROGRAM_ROWS: gl.constexpr = gl.constexpr(128)
 """Rows of one program: those of its consumers."""
@@ -30,7 +30,7 @@ LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
 
 
 class Sequence(NamedTuple):
-    """Where one sequence lies in the tensors."""
+    """The rows of one sequence in the tensors."""
 
     batch: Any
     """Index in the batch dimension: 0 in a packed batch."""
@@ -39,7 +39,7 @@ class Sequence(NamedTuple):
     k_start: Any
     kv_len: Any
     line_start: Any
-    """Where its row statistics begin: at a multiple of PROGRAM_ROWS, with room up to the next."""
+    """Start of its row statistics: a multiple of PROGRAM_ROWS, with room up to the next."""
 
 
 @gluon.jit
@@ -62,7 +62,7 @@ def sequence(cu_seqlens_q, cu_seqlens_k, batch, q_len, kv_len, PACKED: gl.conste
 def key_tiles(
     first, q_len, kv_len, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, CAUSAL: gl.constexpr
 ):
-    """How many key tiles the queries from ``first`` on see, and how many of them entirely.
+    """Number of key tiles that the queries from ``first`` on see, and of those seen entirely.
 
     The latter are those on the left; the others cross the causal diagonal or the last key.
     """
@@ -88,7 +88,7 @@ def visible_keys(
     CAUSAL: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
-    """Which keys of a tile 64 queries see: [ROWS, BLOCK_K]."""
+    """Mask of the keys of a tile that 64 queries see: [ROWS, BLOCK_K]."""
     key = tile * BLOCK_K + gl.arange(0, BLOCK_K, gl.SliceLayout(0, LAYOUT))
     last = gl.full([ROWS], kv_len - 1, gl.int32, gl.SliceLayout(1, LAYOUT))
     if CAUSAL:
@@ -99,7 +99,7 @@ def visible_keys(
 
 @gluon.jit
 def opaque(x):
-    """x, in the compiler's eyes a new value in every turn of a loop.
+    """x, hidden from the compiler's loop-invariant code motion.
 
     Else it computes everything that depends on a constant tile index, some forty 64-bit
     addresses of wgmma operands, ahead of the loop, and has to keep them in memory.

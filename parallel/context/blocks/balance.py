@@ -26,11 +26,11 @@ class Balance:
     """FLOPs of one forward pass over one causal sequence."""
 
     chunk: list[list[float]]
-    """By the chunk count, [rank][half of the rank's part]."""
+    """FLOPs by the chunk count, [rank][half of the rank's part]."""
     pair: list[list[float]]
-    """By exact pairs, [rank][ring step]."""
+    """FLOPs by exact pairs, [rank][ring step]."""
     tile: list[list[float]]
-    """By tiles, [rank][ring step]."""
+    """FLOPs by tiles, [rank][ring step]."""
 
     def per_rank(self, count: str) -> list[float]:
         """FLOPs of each rank by ``chunk``, ``pair`` or ``tile``."""

@@ -27,7 +27,7 @@ class PeerMemory(Protocol):
 
     num_bytes: int
     outside_bytes: int
-    """Bytes of them that PyTorch's allocator of device memory does not count."""
+    """Bytes of the buffer that PyTorch's allocator of device memory does not count."""
 
     def of_rank(self, rank: int, offset: int, like: Tensor) -> Tensor:
         """A view of ``rank``'s buffer, ``offset`` bytes in, contiguous in the shape of ``like``."""
