@@ -79,8 +79,7 @@ def check_slice(
             errors["dq"] = max(errors["dq"], relative_error(tensors["dq"][-1, heads, part], dq_HRD))
     if grads:
         found = [
-            _key_errors(problem, tensors, q_HSD, k_SD, v_SD, heads, kv_head, scale, part)
-            for part in keys
+            _key_errors(problem, tensors, (q_HSD, k_SD, v_SD), heads, scale, part) for part in keys
         ]
         errors |= {name: max(each[name] for each in found) for name in ("dk", "dv")}
     return errors
@@ -89,14 +88,12 @@ def check_slice(
 def _key_errors(
     problem: AttentionProblem,
     tensors: dict[str, Tensor],
-    q_HSD: Tensor,
-    k_SD: Tensor,
-    v_SD: Tensor,
+    qkv: tuple[Tensor, Tensor, Tensor],
     heads: slice,
-    kv_head: int,
     scale: float,
     keys: slice,
 ) -> dict[str, float]:
+    q_HSD, k_SD, v_SD = qkv
     first_row = max(0, keys.start + problem.q_len - problem.kv_len) if problem.causal else 0
     dk_KD = torch.zeros_like(k_SD[keys])
     dv_KD = torch.zeros_like(v_SD[keys])
@@ -108,8 +105,8 @@ def _key_errors(
         dk_KD += torch.einsum("hrk,hrd->kd", ds_HRS[..., keys], q_HSD[:, rows])
         dv_KD += torch.einsum("hrk,hrd->kd", p_HRS[..., keys], do_HRD)
     return {
-        "dk": relative_error(tensors["dk"][-1, kv_head, keys], dk_KD),
-        "dv": relative_error(tensors["dv"][-1, kv_head, keys], dv_KD),
+        "dk": relative_error(tensors["dk"][-1, -1, keys], dk_KD),
+        "dv": relative_error(tensors["dv"][-1, -1, keys], dv_KD),
     }
 
 

@@ -205,10 +205,7 @@ class Runner:
             self._group = WorkerGroup(
                 device=case.device,
                 world_size=case.world_size,
-                logs=self.options.results / "logs",
-                profiles=self.options.results / "profiles",
-                vote_timeout_s=self.options.vote_timeout_s,
-                timeout_s=self.options.timeout_s,
+                options=self.options,
                 hosts=self._hosts,
                 dynamo=case.uses_dynamo,
             )

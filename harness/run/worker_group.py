@@ -9,13 +9,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import psutil
 
 from harness.cases.case import Case
 from harness.run.hosts import HostError, Hosts
+from harness.run.options import RunOptions
 from harness.run.rank import LocalRank, RankProcess, RankStart
 
 # Importing torch from a cold disk can take most of a minute.
@@ -51,21 +51,19 @@ class WorkerGroup:
         *,
         device: str,
         world_size: int,
-        logs: Path,
-        profiles: Path,
-        vote_timeout_s: float,
-        timeout_s: float,
+        options: RunOptions,
         hosts: Hosts | None = None,
         dynamo: bool = False,
     ) -> None:
         self.device = device
         self.world_size = world_size
-        self._profiles = profiles
+        self._profiles = options.results / "profiles"
         self.environments: list[dict[str, Any]] = []
         self._ranks: list[RankProcess] = []
         hosts = hosts or Hosts()
         self._selector = selectors.DefaultSelector()
         self._scratch = tempfile.TemporaryDirectory(prefix="attnbench-")
+        logs = options.results / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         try:
             rendezvous = hosts.rendezvous(world_size, self._scratch.name)
@@ -76,8 +74,8 @@ class WorkerGroup:
                     ranks_on_host=world_size,
                     world_size=world_size,
                     device=device,
-                    vote_timeout_s=vote_timeout_s,
-                    timeout_s=timeout_s,
+                    vote_timeout_s=options.vote_timeout_s,
+                    timeout_s=options.timeout_s,
                     rendezvous=rendezvous,
                     dynamo=dynamo,
                 )

@@ -8,7 +8,6 @@ memory tiling saves without any special hardware. :mod:`kernels.flash.pytorch` h
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -51,7 +50,7 @@ class FlashTorch(DenseAttention):
     def dense_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return pytorch.forward(q, k, v, causal=spec.causal, scale=spec.scale, **self._options)
+        return pytorch.forward(q, k, v, spec, self._blocks)
 
     def dense_backward(
         self,
@@ -62,18 +61,9 @@ class FlashTorch(DenseAttention):
         o: torch.Tensor,
         lse: torch.Tensor,
         spec: AttentionSpec,
-        *,
-        dlse: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """``dlse`` [B, H, S]: gradient of the log-sum-exp, where that was an output too."""
-        return pytorch.backward(
-            *(do, q, k, v, o, lse),
-            causal=spec.causal,
-            scale=spec.scale,
-            dlse_BHS=dlse,
-            **self._options,
-        )
+        return pytorch.backward(do, q, k, v, o, lse, spec, self._blocks)
 
     @property
-    def _options(self) -> dict[str, Any]:
-        return {"block_q": self.block_q, "block_k": self.block_k, "compiled": self.compile}
+    def _blocks(self) -> pytorch.Blocks:
+        return pytorch.Blocks(block_q=self.block_q, block_k=self.block_k, compiled=self.compile)

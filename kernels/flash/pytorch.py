@@ -24,6 +24,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.problem import AttentionSpec
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Blocks:
+    """The size of a tile, and whether each runs through torch.compile."""
+
+    block_q: int
+    """Queries in a tile (B_q)."""
+    block_k: int
+    """Keys in a tile (B_k)."""
+    compiled: bool = False
+
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Tiling:
@@ -67,25 +80,21 @@ def forward(
     q_BHSD: Tensor,
     k_BHSD: Tensor,
     v_BHSD: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    block_q: int,
-    block_k: int,
-    compiled: bool = False,
+    spec: AttentionSpec,
+    blocks: Blocks,
 ) -> tuple[Tensor, Tensor]:
     """Algorithm 1: o like q, and the log-sum-exp [B, heads, S] in the accumulators' dtype.
 
     Accumulates in float32, or in float64 for float64 inputs.
     """
-    update = _compiled(forward_tile) if compiled else forward_tile
+    update = _compiled(forward_tile) if blocks.compiled else forward_tile
     num_groups, group_size = k_BHSD.shape[1], q_BHSD.shape[1] // k_BHSD.shape[1]
     tiling = Tiling(
         q_len=q_BHSD.shape[2],
         kv_len=k_BHSD.shape[2],
-        block_q=block_q,
-        block_k=block_k,
-        causal=causal,
+        block_q=blocks.block_q,
+        block_k=blocks.block_k,
+        causal=spec.causal,
     )
     dtype = accumulator_dtype(q_BHSD)
     o_BHSD = q_BHSD.new_empty(*q_BHSD.shape[:3], v_BHSD.shape[3])
@@ -98,7 +107,7 @@ def forward(
         for keys in tiling.key_tiles(queries):
             k_j, v_j = k_BHSD[:, :, keys].to(dtype), v_BHSD[:, :, keys].to(dtype)
             hidden = tiling.hidden(queries, keys, group_size, q_i)
-            o_i, l_i, m_i = update(q_i, k_j, v_j, o_i, l_i, m_i, hidden, scale)
+            o_i, l_i, m_i = update(q_i, k_j, v_j, o_i, l_i, m_i, hidden, spec.scale)
         # A row that saw no key has l = 0 and o = 0, and keeps them.
         o_i = o_i / torch.where(l_i > 0, l_i, 1.0)
         o_BHSD[:, :, queries] = heads_of(o_i, group_size).to(o_BHSD.dtype)
@@ -136,33 +145,21 @@ def backward(
     v_BHSD: Tensor,
     o_BHSD: Tensor,
     lse_BHS: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    block_q: int,
-    block_k: int,
-    dlse_BHS: Tensor | None = None,
-    compiled: bool = False,
+    spec: AttentionSpec,
+    blocks: Blocks,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Equations 13 to 19, over the same tiles as :func:`forward`: dq, dk, dv.
-
-    Args:
-        dlse_BHS: gradient of the log-sum-exp, if it was used as an output. The derivative of
-            L_i by S_ij is P_ij, so it joins equation 17 as dS = P * (dP - D + dL).
-    """
-    update = _compiled(backward_tile) if compiled else backward_tile
+    """Equations 13 to 19, over the same tiles as :func:`forward`: dq, dk, dv."""
+    update = _compiled(backward_tile) if blocks.compiled else backward_tile
     num_groups, group_size = k_BHSD.shape[1], q_BHSD.shape[1] // k_BHSD.shape[1]
     tiling = Tiling(
         q_len=q_BHSD.shape[2],
         kv_len=k_BHSD.shape[2],
-        block_q=block_q,
-        block_k=block_k,
-        causal=causal,
+        block_q=blocks.block_q,
+        block_k=blocks.block_k,
+        causal=spec.causal,
     )
     dtype = accumulator_dtype(q_BHSD)
     D_BHS1 = (o_BHSD.to(dtype) * do_BHSD.to(dtype)).sum(dim=-1, keepdim=True)
-    if dlse_BHS is not None:
-        D_BHS1 = D_BHS1 - dlse_BHS.to(dtype).unsqueeze(-1)
     # exp(S - inf) is zero: a row that saw no key has no probabilities.
     L_BHS1 = lse_BHS.to(dtype).masked_fill(lse_BHS == -torch.inf, torch.inf).unsqueeze(-1)
     dq_BHSD = torch.empty_like(q_BHSD)
@@ -177,7 +174,7 @@ def backward(
         for keys in tiling.key_tiles(queries):
             k_j, v_j = k_BHSD[:, :, keys].to(dtype), v_BHSD[:, :, keys].to(dtype)
             hidden = tiling.hidden(queries, keys, group_size, q_i)
-            dq_ij, dk_ij, dv_ij = update(q_i, k_j, v_j, do_i, L_i, D_i, hidden, scale)
+            dq_ij, dk_ij, dv_ij = update(q_i, k_j, v_j, do_i, L_i, D_i, hidden, spec.scale)
             dq_i += dq_ij
             dk_BHSD[:, :, keys] += dk_ij
             dv_BHSD[:, :, keys] += dv_ij
@@ -238,17 +235,13 @@ class FlashAttentionPyTorch(torch.autograd.Function):
     one tensor of q's shape without d, the log-sum-exp.
     """
 
-    BLOCK = 64
+    BLOCKS = Blocks(block_q=64, block_k=64)
 
     @staticmethod
     def forward(ctx: Any, Q: Tensor, K: Tensor, V: Tensor, is_causal: bool = False) -> Tensor:
-        ctx.options = {
-            "causal": is_causal,
-            "scale": Q.shape[-1] ** -0.5,
-            "block_q": FlashAttentionPyTorch.BLOCK,
-            "block_k": FlashAttentionPyTorch.BLOCK,
-        }
-        o_BHSD, lse_BHS = forward(*(_with_heads(x) for x in (Q, K, V)), **ctx.options)
+        ctx.spec = AttentionSpec(causal=is_causal, scale=Q.shape[-1] ** -0.5)
+        q, k, v = (_with_heads(x) for x in (Q, K, V))
+        o_BHSD, lse_BHS = forward(q, k, v, ctx.spec, FlashAttentionPyTorch.BLOCKS)
         o = o_BHSD.reshape(*Q.shape[:-1], V.shape[-1])
         ctx.save_for_backward(Q, K, V, o, lse_BHS.reshape(Q.shape[:-1]))
         return o
@@ -257,7 +250,8 @@ class FlashAttentionPyTorch(torch.autograd.Function):
     def backward(ctx: Any, dO: Tensor) -> Any:
         Q, K, V, o, lse = ctx.saved_tensors
         q, k, v, o, do = (_with_heads(x) for x in (Q, K, V, o, dO))
-        dq, dk, dv = backward(do, q, k, v, o, lse.reshape(q.shape[:3]), **ctx.options)
+        lse = lse.reshape(q.shape[:3])
+        dq, dk, dv = backward(do, q, k, v, o, lse, ctx.spec, FlashAttentionPyTorch.BLOCKS)
         return dq.reshape(Q.shape), dk.reshape(K.shape), dv.reshape(V.shape), None
 
 

@@ -88,7 +88,7 @@ def latent_append(
         plan = planned(
             _PLANS, _plan, key, call, q_rope, c_new, k_rope, latent_cache,
             lengths if block_table is None else block_table, lengths if cos is None else cos,
-            interleaved, lengths_after is not None,
+            append_constants(call, interleaved, lengths_after is not None),
         )  # fmt: skip
     launch, device, turns = plan
     out = torch.empty_like(q_rope, memory_format=torch.contiguous_format) if turns else q_rope
@@ -121,10 +121,8 @@ def _plan(
     latent_cache: Tensor,
     block_table: Tensor,
     cos: Tensor,
-    interleaved: bool,
-    counts: bool,
+    constants: dict[str, Any],
 ) -> _Plan:
-    constants = append_constants(call, interleaved, counts)
     grid = call.batch_size * (constants["ROW_TILES"] + constants["TOKEN_TILES"])
     integers = (
         *q_rope.stride()[:3], *c_new.stride()[:2], *k_rope.stride()[:2],
