@@ -126,7 +126,7 @@ def command() -> Command:
 
 @pytest.fixture(scope="session")
 def native_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the tests' processes look for the autograd node that one of them has built."""
+    """Point all test processes at the autograd node that one of them has built."""
     base = tmp_path_factory.getbasetemp()
     return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "native"
 

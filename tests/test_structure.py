@@ -1,4 +1,4 @@
-"""What keeps the design true: the arrows of imports, what importing does, who names whom."""
+"""Rules of the design: arrows of imports, no work at import, no choice named by another file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MAY_IMPORT = {
 }
 
 CHOSEN: tuple[Registry[Any], ...] = (BACKENDS, STRATEGIES, TASKS, CACHES, PROFILERS, LAUNCHERS)
-"""What users choose on the command line."""
+"""The registries of what users choose on the command line."""
 
 REGISTRIES: tuple[Registry[Any], ...] = (*CHOSEN, TABLES, FIGURES)
 

@@ -53,7 +53,7 @@ class Names:
             try:
                 self._world_size[key] = STRATEGIES[values["name"]].target(**values).world_size
             except (ValueError, TypeError):
-                # A strategy that this version no longer has: its ranks are in what it wrote.
+                # This version no longer has the strategy: its record says how many ranks it had.
                 self._world_size[key] = max(len(record.memory), values.get("dp", 1))
         return self._world_size[key]
 
@@ -94,7 +94,7 @@ def _distinct_names(choices: Iterable[dict[str, Any] | None]) -> dict[str, str]:
             for field in sorted(values)
             if field == "tp" or any(peer.get(field) != values[field] for peer in peers)
         ]
-        # An option that is not set goes without saying, beside those where it is.
+        # An option that is not set is left out, beside those where it is.
         given = [field for field in differing if values.get(field) is not None]
         options = ", ".join(f"{field}={values[field]}" for field in given)
         names[key] = f"{values['name']}({options})" if options else values["name"]

@@ -11,7 +11,7 @@ CHECKPOINT_SCOPES = ("none", "block", "every_k", "selective")
 
 @dataclass(kw_only=True, slots=True)
 class Checkpoint:
-    """Which activations are computed again in the backward pass; ``conf/checkpoint/*.yaml``."""
+    """Activations that the backward pass recomputes; values live in ``conf/checkpoint/*.yaml``."""
 
     scope: str = "none"
     """``none``, those of each ``block``, of ``every_k``-th block, or ``selective`` by operator."""

@@ -17,7 +17,7 @@ COMPILE_MODES = (
 
 @dataclass(kw_only=True, slots=True)
 class Compile:
-    """What torch.compile is applied to; values live in ``conf/compile/*.yaml``."""
+    """The part that torch.compile compiles; values live in ``conf/compile/*.yaml``."""
 
     scope: str = "none"
     """``none``, the whole ``model``, or each transformer ``block`` on its own."""

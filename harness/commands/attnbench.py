@@ -27,7 +27,7 @@ from harness.request.session import run_request
 USAGE = 2
 INTERRUPTED = 130
 
-# Within this time after a first Ctrl-C, another one is the same wish.
+# A second Ctrl-C within this time is taken for the same request.
 STOPPING_S = 10.0
 
 
@@ -64,7 +64,7 @@ def _is_of_hydra(override: str) -> bool:
 
 
 def _no_such_flag(item: str, arguments: list[str]) -> str:
-    """The error for a key that is written with dashes, as other programs have it."""
+    """The error for a key that is written with dashes, like another program's flag."""
     flag, _, value = item.partition("=")
     following = arguments[arguments.index(item) + 1 :][:1]
     if not value and following and "=" not in following[0] and not following[0].startswith("-"):

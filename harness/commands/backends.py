@@ -139,7 +139,7 @@ def features_of(backend: AttentionBackend, device: str) -> Features:
     if problem is None:
         reason = backend.supports(next(iter(_plain_problems(device))))
         if not isinstance(backend, Attention) and caches == NO:
-            # Which of its reasons matters: it is asked for nothing else.
+            # A decoding backend's only reason is the one about caches.
             reason = _why_no_cache(backend, device)
         usable = NO if caches == NO else "decode"
         return Features(

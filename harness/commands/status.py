@@ -84,7 +84,7 @@ def look(results: Path, now_s: float | None = None) -> Status:
             status.warnings += share.warnings()
             for case_id in left:
                 so_far = share.describe(case_id, now_s)
-                # What a later run makes of a case counts, unless an earlier one still has it.
+                # The latest run decides a case's state, unless an earlier one still has it.
                 if (
                     so_far.status in UNDER_WAY
                     or found.get(case_id) is None

@@ -110,7 +110,7 @@ def _of_one_data_rank(case: Case) -> MemoryPrediction:
     return TrainingStep(
         config=case.model,
         batch_size=case.batch_size,
-        # Each rank holds an equal part; what visits it in attention is small beside that.
+        # Each rank holds an equal part; visiting keys in attention are small beside that.
         seq_len=-(-case.seq_len // case.parallel.cp),
         mode=cast(Mode, getattr(case.task, "mode", "train_step")),
         attention_saves_scores=case.attention.keeps_scores(problem),

@@ -137,7 +137,7 @@ def set_value(config: DictConfig, key: str, value: Any, full_key: str) -> None:
 
 
 def require_key(key: str) -> None:
-    """Raise ValueError unless the key is one that a case has (a group's own keys come later)."""
+    """Raise ValueError unless cases have the key (a group's own keys are checked later)."""
     if group_of(key) in GROUPS or key in CASE_VALUES:
         return
     if key in RUN_KEYS:

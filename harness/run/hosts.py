@@ -102,7 +102,7 @@ class Hosts:
                 if reason is not None:
                     link.send({"refused": reason})
                     link.close()
-                    # A stranger is no reason to give up; one of ours with another version is.
+                    # Ignore connections of other programs; refuse agents of another version.
                     if hello.get("token") == token:
                         raise HostError(reason)
                     continue

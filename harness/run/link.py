@@ -20,7 +20,7 @@ class Link:
     _waiting: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        # A node that loses its power says no goodbye.
+        # A node that loses power does not close its connections.
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
             if hasattr(socket, name):
@@ -46,7 +46,7 @@ class Link:
         try:
             self._waiting += [json.loads(line) for line in lines if line]
         except ValueError:
-            # Something else than an agent has found the port.
+            # Another program than an agent has connected to the port.
             return True
         return not data
 

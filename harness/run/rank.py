@@ -163,7 +163,7 @@ def start_rank(start: RankStart, *, logs: Path, scratch: str) -> LocalRank:
     command += [f"--world-size={start.world_size}", f"--vote-timeout-s={start.vote_timeout_s}"]
     command += ["--dynamo"] if start.dynamo else []
     command += [f"--scratch={scratch}", f"--rendezvous={start.rendezvous}"]
-    # Above the parent's own limit, so that the parent ends a hang and knows it for one.
+    # Above the parent's own limit, so that the parent ends a hang and reports it as one.
     command += [f"--collective-timeout-s={start.timeout_s + 60}"]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {

@@ -57,7 +57,7 @@ class RecordBuilder:
         self._rounds.append(outcomes)
         self._wall_s += wall_s
         if not reply.healthy and reply.fault is None:
-            # The first rank to give up knows why; the others then fail for want of that rank.
+            # The first rank to give up knows the cause; the others fail because it has gone.
             outcomes = [item for item in reply.outcomes if item["status"] != "ok"][:1]
         self._status = max((item["status"] for item in outcomes), key=STATUSES.index, default="ok")
         if self._status != "ok":

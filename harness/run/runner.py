@@ -226,7 +226,7 @@ def signals_held() -> Iterator[None]:
         yield
         return
     held: list[int] = []
-    # A mask would not do: it is the thread's own, and the signal then arrives in another one.
+    # A signal mask is not enough: it holds for one thread, and another would get the signal.
     before = {
         stopping: signal.signal(stopping, lambda number, frame: held.append(number))
         for stopping in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)

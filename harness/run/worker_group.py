@@ -119,7 +119,7 @@ class WorkerGroup:
     ) -> Reply:
         """Measure one case and wait for its result, a rank's death, or the time limit."""
         job = {"case": case.to_dict(), "rounds": rounds, "round": round_index}
-        # A worker may be told from elsewhere than where it works.
+        # An absolute path, since a worker may run in another folder.
         line = json.dumps(job | {"artifacts": str((self._profiles / case.id).resolve())})
         reply = Reply()
         for rank in self._ranks:

@@ -1,7 +1,7 @@
 """Latent attention with keys and values up-projected for every token, at every step.
 
-What the formulas of DeepSeek-V2 say before anything is rearranged, and what absorption is
-compared with: the cache is small, but each step multiplies all of it by W_k and W_v.
+The formulas of DeepSeek-V2 as they are defined, the baseline of absorption: the cache is small,
+but each step multiplies all of it by W_k and W_v.
 """
 
 from __future__ import annotations

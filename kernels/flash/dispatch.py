@@ -72,7 +72,7 @@ _MAX_ROW_STRIDE = 2**22
 def run_forward(
     call: FlashCall, accumulator: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """o and lse, as of :func:`kernels.flash.operator.forward`."""
+    """o and lse, as :func:`kernels.flash.operator.forward` returns them."""
     return forward_of(call.problem(accumulator), call, accumulator)
 
 
@@ -105,7 +105,7 @@ def forward_of(
 def run_backward(
     call: FlashCall, do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv, as of :func:`kernels.flash.operator.backward`."""
+    """dq, dk, dv, as :func:`kernels.flash.operator.backward` returns them."""
     problem = call.problem()
     check_gradient(problem, do, call.q, o, lse, dlse)
     return backward_of(problem, call, do, o, lse, dlse)

@@ -202,7 +202,7 @@ def _encode(address: int, descriptor: Any, facts: dict[str, Any]) -> None:
     rank = len(descriptor.shape)
     if rank > _MAX_RANK:
         raise NotKnown(f"a tensor descriptor of {rank} dimensions")
-    # The driver counts dimensions from the innermost, whose stride goes without saying.
+    # The driver counts dimensions from the innermost, whose stride is always one element.
     strides = [stride * facts["elem_size"] for stride in descriptor.strides[-2::-1]]
     status = _driver().cuTensorMapEncodeTiled(
         *(ctypes.c_void_p(address), TMA_DTYPE_DEVICE_TO_HOST[facts["elem_type"]], rank),

@@ -199,7 +199,7 @@ class ShardedOptimizer(Optimizer):
             group.update(_options(local))
 
     def _numbers(self) -> dict[Tensor, int]:
-        """Parameters by their place, as PyTorch's state dicts have it."""
+        """Parameters by their number in PyTorch's state dicts."""
         parameters = [p for group in self.param_groups for p in group["params"]]
         return {parameter: number for number, parameter in enumerate(parameters)}
 

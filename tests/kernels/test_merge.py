@@ -63,7 +63,7 @@ def test_is_one_softmax(shape: tuple[int, ...], dtype: torch.dtype, fused: bool)
 
 @needs_triton
 def test_views_with_other_strides() -> None:
-    """As packed batches come: [T, H, D] seen as [H, T, D], and lse [H, T] of a longer one."""
+    """The layout of packed batches: [T, H, D] seen as [H, T, D], and lse [H, T] of a longer one."""
     from kernels import merge_kernel as _merge_kernel
 
     o, lse, new_o, new_lse = parts((5, 44, 24))

@@ -42,7 +42,7 @@ def contiguous(address: int, dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 class Kernel:
-    """In the place of a Triton kernel, before and after it is compiled."""
+    """Replaces a Triton kernel, before and after it is compiled."""
 
     def __init__(self, real: Any, compute: Callable[[Values], None], gpu: EmulatedGpu) -> None:
         self.arg_names = list(getattr(real, "arg_names", None) or real.fn.__code__.co_varnames)
@@ -111,7 +111,7 @@ class EmulatedGpu:
         self.error = 0
         """Launches return it instead of running, unless it is 0."""
         self.delay_s = 0.0
-        """For how long launches leave their parameters unread, for other threads to change."""
+        """Seconds for which launches leave their parameters unread, for other threads to change."""
         self.kernels: dict[str, Kernel] = {}
 
     def add(self, kernel: Kernel, signature: dict[str, str], given: dict[str, Any]) -> int:
@@ -128,7 +128,7 @@ class EmulatedGpu:
         return function
 
     def launch(self, config: int, function: int, pointers: Any, extra: Any) -> int:
-        """In the place of CUDA's cuLaunchKernelEx."""
+        """Replaces CUDA's cuLaunchKernelEx."""
         if self.error:
             return self.error
         time.sleep(self.delay_s)
@@ -271,7 +271,7 @@ class Callbacks:
         pointer, integer = ctypes.c_void_p, ctypes.c_int
         self.stream = 77
         self.contexts: list[int] = []
-        """Those that were made current, where a thread had none."""
+        """The contexts that were made current, where a thread had none."""
         self.has_context = True
         self.num_replaced = 0
         self._kept = [

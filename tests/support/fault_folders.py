@@ -67,7 +67,7 @@ class Folder:
     path: Path
     command: Command
     grids: Sequence[dict[str, Any]] = ({},)
-    """What each grid of the sweep adds to :data:`TINY`."""
+    """The keys that each grid of the sweep adds to :data:`TINY`."""
 
     def __post_init__(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
@@ -164,7 +164,7 @@ def descendants(pid: int) -> list[psutil.Process]:
 
 
 def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    """Those that have got as far as being workers."""
+    """The processes that have become workers."""
     found = []
     for child in descendants(process.pid):
         with suppress(psutil.Error):

@@ -29,7 +29,7 @@ def covering(*axes: Iterable[Any]) -> list[Any]:
 
 
 def _pairs(indices: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
-    """What a combination covers: (axis, index) twice."""
+    """The pairs of values that a combination covers, each (axis, index) twice."""
     return set(itertools.combinations(enumerate(indices), 2))
 
 

@@ -13,7 +13,7 @@ from kernels.flash.call.arguments import FlashOptions
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 NODE = "FlashAttentionBackward"
-"""As autograd names it."""
+"""The name of the node in autograd."""
 
 
 def run(

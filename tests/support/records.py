@@ -226,7 +226,7 @@ def make_strategy_record(strategy: str, *, ms: float, status: str = "ok", **opti
 
 
 def make_accounting_record() -> Record:
-    """What task=communication_accounting counts, at the text's sizes."""
+    """The counts of task=communication_accounting at the text's sizes."""
     task = CommunicationAccounting(name="communication_accounting")
     record = make_record(task="attention", mode="forward", attention="sdpa")
     record.notes["communication_accounting"] = task.results()

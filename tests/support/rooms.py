@@ -20,11 +20,11 @@ class House:
     """The rooms of one top-level folder."""
 
     rooms: dict[str, str] = field(default_factory=dict)
-    """The first line that each room's ``__init__`` says of it."""
+    """The first line of each room's ``__init__``."""
     sizes: dict[str, int] = field(default_factory=dict)
     """Modules in each room."""
     arrows: dict[str, dict[str, list[str]]] = field(default_factory=dict)
-    """From room to room: ``importer -> imported`` of every import between them."""
+    """Imports between rooms: room -> room -> ``importer -> imported`` of every import."""
     strangers: list[str] = field(default_factory=list)
     """Imports of private modules (``_name``) from outside their room."""
 
@@ -42,7 +42,7 @@ class House:
         return found
 
     def floor(self, room: str) -> int:
-        """Where there is no cycle."""
+        """The floor of a room that no cycle can be reached from."""
         return 1 + max((self.floor(other) for other in self.arrows.get(room, ())), default=0)
 
 

@@ -179,7 +179,7 @@ def runs_of(trace: ProfileTrace, windows: Windows) -> Iterator[KernelRun]:
             span = (start, max(0.0, frame.own_us))
             place = (frame.path, frame.linked)
             run = _run(trace, windows, name, step, start, span, place, frame.operator)
-            # A composite operator: those that it calls do the work, and have its cost.
+            # A composite operator: its cost is that of the operators that it calls.
             is_composite = span[1] < trace.operators.duration[frame.operator] / 2
             yield replace(run, cost=None) if is_composite else run
 

@@ -20,7 +20,7 @@ CAPTION = (
 @table("communication_volume")
 def build(frame: pd.DataFrame) -> Table | None:
     rows = on_ranks(frame)
-    # Split attention sends keys and values besides, which no formula here is about.
+    # Split attention also sends keys and values, for which there is no formula here.
     rows = rows[(rows["status"] == "ok") & (rows["cp"] == 1)] if len(rows) else rows
     if rows.empty:
         return None

@@ -1,4 +1,4 @@
-"""Which of two is faster, and whether the measurement can tell.
+"""Each choice against its baseline: faster, slower, the same, or unclear.
 
 Among cases equal in everything but the attention backend (or what torch.compile is applied
 to, or how ranks train together), each is compared with the baseline: naive attention (or no

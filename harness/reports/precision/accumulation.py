@@ -71,5 +71,5 @@ def say(rows: pd.DataFrame) -> str | None:
 
 
 def _seven_digits(value: float) -> str:
-    """As many as float32 has."""
+    """A number with seven significant digits, as many as float32 has."""
     return f"{value:.7g}"

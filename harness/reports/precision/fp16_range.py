@@ -1,4 +1,4 @@
-"""Where float16's range is left: overflow and underflow of each layer, forward and backward."""
+"""Overflow and underflow of float16 in each layer, forward and backward."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def say(rows: pd.DataFrame) -> str | None:
 
 
 def _dtypes(audit: dict[str, Any]) -> dict[str, str]:
-    """By row of the table; several dtypes in one row are all named."""
+    """The dtypes of each row of the table; several in one row are all named."""
     found: dict[str, dict[str, None]] = {}
     for tensor in audit["tensors"]:
         words = _WORDS[tensor["kind"]]

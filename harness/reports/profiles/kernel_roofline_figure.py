@@ -35,7 +35,7 @@ LEAST_SHARE = 1e-3
 LARGEST_AREA = 420.0
 
 HEADROOM = 2.5
-"""Room above the roof, for what it is called."""
+"""Room above the roof, for its label."""
 
 
 @figure("kernel_roofline", default=40)

@@ -1,4 +1,4 @@
-"""Where the time of a training step goes, by precision, at every measured point."""
+"""Time of a training step by phase and precision, at every measured point."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the time of a training step goes, by attention backend, at every measured point."""
+"""Time of a training step by phase and attention backend, at every measured point."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ class Slurm(Launcher):
                 )
                 first += len(of_shape)
         except BaseException:
-            # All of it or nothing: half a sweep in the queue would have to be remembered.
+            # Submit all or nothing, so that no half of a sweep stays in the queue.
             with contextlib.suppress(slurm.SlurmError):
                 slurm.cancel(job for job in run.jobs if job is not None)
             folder.remove()

@@ -89,7 +89,7 @@ class Leader:
 
     def lead(self, environment: submitit.JobEnvironment) -> str:
         """Measure the share; returns a line for the job's log."""
-        # submitit would ignore it, and Slurm then kill what has had no time to end its workers.
+        # submitit would ignore it; Slurm would then kill this process before it ends its workers.
         signal.signal(signal.SIGTERM, self._terminated)
         task = self._task
         cases, options, files_before = self._folder.read_share(task.index)
@@ -136,7 +136,7 @@ class Leader:
         if self._runner is None or self._progress is None:
             return
         if self._time_is_up() and self._progress.num_started <= 1:
-            # It had the job's whole time; starting it again would go the same way for ever.
+            # It had the job's whole time limit; restarting it would end the same way.
             self._runner.give_up_current(
                 "timeout", f"not done within launcher.time_min={self._task.time_min} of a whole job"
             )

@@ -167,7 +167,7 @@ def flash_decode_kernel(
             v = load_rows(v_new_rows + new * v_new_stride_t, new_inside, HEAD_DIM, BLOCK_D)
             if row_tile == 0:
                 position = length + new
-                # The caller sees to it that there is room; memory of others is never written.
+                # The caller guarantees room; other sequences' memory is never written.
                 fits = new_inside & (position < capacity)
                 place = tl.cast(position, tl.int64)
                 k_rows = k_base + place * k_stride_n

@@ -92,7 +92,7 @@ def latent_append_kernel(
             cos_ptr, sin_ptr, angle_stride, max_positions,
             ROPE_DIM, BLOCK_ROPE, ROTARY_DIM, INTERLEAVED,
         )  # fmt: skip
-        # The caller sees to it that there is room; memory of others is never written.
+        # The caller guarantees room; other sequences' memory is never written.
         fits = new_inside & (position < capacity)
         if PAGE == 0:
             rows = cache_ptr + batch * cache_stride_b

@@ -434,7 +434,7 @@ def half_turn(
         next_phase ^= 1
     if RESIDENT:
         mbarrier.wait(shared.q_ready.index(next_slot), next_phase, pred=now.more)
-        # After the last tile these are scores of an old one, which nobody looks at.
+        # After the last tile these are scores of an old one, which are not used.
         next_s = warpgroup_mma(
             k, views.q_tiles.index(next_slot).permute((1, 0)), zeros, use_acc=False, is_async=True
         )

@@ -129,7 +129,7 @@ class SymmetricRing:
         slots, slot = _Pair(memory, visit.k, visit.v), visit.step % 2
         self._add_landed(self._totals, visit.step)
         if len(self._published) >= 2:
-            # Barrier 1 of the step between: whoever reads this slot has read it.
+            # Barrier 1 of the step between has shown that the slot's reader is done.
             with self._tracer.span(WAIT, visit.step):
                 self._published[-1].wait()
         for name, out in zip(("dk", "dv"), slots.of_rank(self._rank, slot), strict=True):
@@ -244,7 +244,7 @@ class SymmetricGather:
         ]
         memory = self._buffers.get("gradients", _Pair.bytes_of(parts[0], parts[1], 1))
         pair = _Pair(memory, parts[0], parts[1])
-        # Whoever read the last parts has read them: see the barrier below.
+        # The readers of the last parts are done: see the barrier below.
         self._last.wait()
         for into, part in zip(pair.of_rank(self._rank), parts, strict=True):
             into.copy_(part)

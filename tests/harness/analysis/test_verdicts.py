@@ -1,4 +1,4 @@
-"""What a ratio with its interval is called, and how what is found is said in words."""
+"""Verdicts on ratios with their intervals, and the sentences made of them."""
 
 from __future__ import annotations
 

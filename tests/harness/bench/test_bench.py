@@ -169,7 +169,7 @@ def test_a_compilation_inside_the_window_is_counted() -> None:
 def test_a_compilation_by_what_was_imported_meanwhile_is_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of a case that says of nothing that it compiles, for which no Dynamo is imported before."""
+    """The compilations of a case that does not declare any, so that Dynamo is imported late."""
     callbacks = importlib.import_module("torch._dynamo.callback")
     monkeypatch.delitem(sys.modules, "torch._dynamo.callback")
     function = torch.compile(lambda x: x.sin() + 1, backend="eager", dynamic=False)

@@ -1,4 +1,4 @@
-"""What real steps hold, send and overlap: as formulas say, and read from traces by hand."""
+"""Memory, traffic and overlap of real steps, against formulas and traces written by hand."""
 
 from __future__ import annotations
 

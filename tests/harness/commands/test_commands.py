@@ -1,4 +1,4 @@
-"""What users are told to type: commands that fill a hole, hints for mistakes, and one or many."""
+"""Commands and hints in messages to users: they run as printed, for one case or many."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class TestFootprint:
         ],
     )
     def test_of_each_strategy(self, strategy: str, buffers: int, loose: int, state: float) -> None:
-        """In units of the parameters: AdamW has two more, flat has all gradients twice."""
+        """Memory in units of the parameters: AdamW has two more, flat has all gradients twice."""
         found = accounting.footprint(case_of(f"parallel={strategy}"))
         unit = 4 * PARAMETERS
         adamw = (2 * unit + STEP_COUNTS) * state
@@ -176,7 +176,7 @@ class TestCommunicationAccounting:
 
 
 def counted_record(*arguments: str) -> Record:
-    """What a task that measures nothing writes."""
+    """The record of a task that measures nothing."""
     (case,) = compose_request([*arguments, "device=cpu"]).cases
     bench = Bench(device=torch.device("cpu"))
     case.task.run(case, bench)

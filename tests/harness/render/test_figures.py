@@ -1,4 +1,4 @@
-"""What figures say and show: names without clashes, labels off the data, nothing where nothing is.
+"""Text and labels of figures: no clashes of names, no label over data, no figure without data.
 
 What each figure draws is tested beside the table of the same part.
 """
@@ -54,7 +54,7 @@ class TestColours:
         assert len(set(found)) == len(found) > 20
 
     def test_transports_have_a_line_of_their_own(self) -> None:
-        """Of transports that one scheme can take."""
+        """The transports that one scheme can use."""
         for apart in (("symmetric", "send_recv", "all_gather"), ("allgather", "alltoall")):
             assert len({LINE_STYLES[name] for name in apart}) == len(apart)
 

@@ -286,7 +286,7 @@ class TestPacked:
 
 
 class TestPoints:
-    """What the new keys do to tables that know nothing of them."""
+    """Options that joined later, in tables that do not mention them."""
 
     def test_records_without_the_keys_read_as_before(self) -> None:
         frame = build_frame([call("naive", samples(1, 2), seq_len=64)])
@@ -480,7 +480,7 @@ class TestBothFigures:
 
 
 class TestSweeps:
-    """What the sweeps ask for; sizes are typed from the CS336 text."""
+    """The grids of the sweeps, against sizes typed from the CS336 text."""
 
     @pytest.fixture(autouse=True)
     def eight_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -192,7 +192,7 @@ class TestZigzagModes:
 
 
 def balance_record(layout: str, *arguments: str) -> Record:
-    """What the task itself writes."""
+    """The record that the task itself writes."""
     given = ("task=flop_balance", f"task.layout={layout}", "device=cpu", *arguments)
     (case,) = compose_request(given).cases
     bench = Bench(device=torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""From a command line to cases: what is typed, what is refused, and in which words."""
+"""From a command line to cases: accepted keys, refused keys, and the messages."""
 
 from __future__ import annotations
 

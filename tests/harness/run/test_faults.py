@@ -1,4 +1,4 @@
-"""What the harness does when a case, a rank or a worker gives up.
+"""Failures of a case, a rank or a worker, and the records that they leave.
 
 Every test runs the real command on one CPU; see :mod:`tests.support.fault_folders`.
 """

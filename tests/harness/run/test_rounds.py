@@ -68,7 +68,7 @@ class Host:
     turns: list[Turn] = field(default_factory=list)
     statuses: dict[Turn, str] = field(default_factory=dict)
     at: dict[Turn, Callable[[], None]] = field(default_factory=dict)
-    """What happens in the middle of a turn."""
+    """The event in the middle of a turn."""
 
 
 @pytest.fixture
@@ -171,7 +171,7 @@ class Bench:
         return {record.case["attention"]["name"]: record for record in found.values()}
 
     def kept(self) -> dict[str, int]:
-        """By backend, how many rounds are on disk."""
+        """The number of rounds on disk, by backend."""
         names = {case.id: case.attention.name for case in self.cases}
         found = [json.loads(path.read_text()) for path in self.files()]
         return {names[values["case_id"]]: len(values["outcomes"]) for values in found}
@@ -421,7 +421,7 @@ class TestEndings:
         assert bench.files() == []
 
     def test_given_up_by_a_job_that_ends(self, bench: Bench, host: Host) -> None:
-        """What earlier rounds found stays with the record."""
+        """Observations of earlier rounds stay in the record."""
         bench.stop(("naive", 1))
         (case, _) = bench.cases
 

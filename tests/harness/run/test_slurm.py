@@ -57,7 +57,7 @@ class Submitted(Folder):
         return done
 
     def status(self) -> dict[str, dict[str, str]]:
-        """By case id, what attnbench-status says."""
+        """The states that attnbench-status prints, by case id."""
         done = subprocess.run(
             [sys.executable, "-m", "harness.commands.status", "--json", str(self.results)],
             cwd=ROOT,

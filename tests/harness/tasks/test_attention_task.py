@@ -303,7 +303,7 @@ def break_sequence(
 class TestCompile:
     @pytest.fixture
     def compiled(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-        """What is given to torch.compile, which here compiles nothing."""
+        """The functions given to torch.compile, which compiles nothing here."""
         names: list[str] = []
 
         def compile_nothing(function: Any, **options: Any) -> Any:

@@ -37,7 +37,7 @@ LATENT = (
 )
 
 OLD_ID = "train_step-train_step-tiny-naive-fp32-b4-s64-cpu-4756de7e2a"
-"""What the records before task=decode call this case."""
+"""The id of this case in records from before task=decode."""
 
 
 @pytest.fixture(autouse=True)

@@ -289,7 +289,7 @@ class TestExplicitLse:
 
     @pytest.mark.parametrize("name", [n for n in kernels() if backend_of(n).gives_lse])
     def test_partial_results_combine_by_their_lse(self, name: str) -> None:
-        """What a ring relies on: attention over all keys from attention over two halves.
+        """Attention over all keys from attention over two halves, as a ring computes it.
 
         The backward of a half takes the lse and o of the whole (CS336 text; Ring Attention).
         """
@@ -361,7 +361,7 @@ def right_result(problem: AttentionProblem) -> dict[str, Tensor]:
 
 
 class TestTheCheck:
-    """What the harness runs before it times: sees small planted errors, and no others."""
+    """The check before timing finds small planted errors, and reports no others."""
 
     @pytest.mark.parametrize(
         "length",
@@ -491,7 +491,7 @@ class TestAccounting:
     @pytest.mark.parametrize("name", ["naive", "sdpa_flash"])
     @pytest.mark.parametrize("causal", [True, False])
     def test_predicted_memory_is_what_autograd_keeps(self, name: str, causal: bool) -> None:
-        """Of every storage that is saved for backward, once; in whole bytes."""
+        """Bytes of every storage that is saved for backward, each counted once."""
         problem = problem_of(num_heads=4, num_kv_heads=4, q_len=128, kv_len=128, causal=causal)
         backend = backend_of(name)
         q, k, v, _ = (x.clone().requires_grad_() for x in tensors_of(problem))

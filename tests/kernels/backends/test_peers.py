@@ -73,7 +73,7 @@ PARAMETERS = {
         "_flash_attn_bwd": f"q k v out dout lse softmax_scale causal {DENSE_OR_PACKED} dlse",
     },
 }
-"""Of the libraries' private functions that are called, as read in their public sources."""
+"""Parameters of the libraries' private functions, as read in their public sources."""
 
 
 class Library:

@@ -1,4 +1,4 @@
-"""What the decode kernels refuse: one line that names the argument."""
+"""Arguments that the decode kernels refuse, with one line that names the argument."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ class TestFlashDecode:
 
 
 def check_default(setting: Setting) -> Tensor:
-    """What a call without ``scale`` gives on the inputs of :func:`check`."""
+    """The result of a call without ``scale`` on the inputs of :func:`check`."""
     s = setting
     past = [s.history(1), s.history(2)]
     fresh = s.fresh(s.heads, 3), s.fresh(s.kv_heads, 4), s.fresh(s.kv_heads, 5)
@@ -248,7 +248,7 @@ def divided(units: list[int], num_workers: int) -> list[list[tuple[int, int, int
 class TestMerge:
     @pytest.mark.parametrize("num_workers", [1, 2, 3, 5, 11, 13])
     def test_pieces_of_a_launch_before(self, num_workers: int) -> None:
-        """What a kernel without a merge of its own leaves: attention over the keys of a piece."""
+        """Partial results of a kernel without a merge: attention over the keys of a piece."""
         from kernels.decode.latent.merge_kernel import merge_kernel
 
         rows, width, block_m, row_tiles, new = 20, 16, 16, 2, 2

@@ -277,7 +277,7 @@ class TestLaunchedAgain:
         return launched
 
     def agree(self, run: Callable[[list[Tensor]], Tensor], shapes: list[tuple[int, ...]]) -> None:
-        """Of three sets of tensors: as launched by Triton, and then again."""
+        """Results of three sets of tensors, launched by Triton and then repeated."""
         sets = [
             [randn(*shape, dtype=torch.bfloat16, seed=10 * i + j) for j, shape in enumerate(shapes)]
             for i in range(3)

@@ -1,4 +1,4 @@
-"""Which launches of the decode kernels repeat one before, and what they pass: a fake driver's."""
+"""Repeated launches of the decode kernels, and their parameters as a fake driver sees them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Fake:
 
     @property
     def launches(self) -> list[dict[str, Any]]:
-        """By the driver: what the parameters of each were, by name."""
+        """Launches by the driver: the parameters of each, by name."""
         names = [
             name
             for name, kind in self.signature.items()
@@ -52,7 +52,7 @@ class Fake:
         return [dict(reversed(list(zip(names, one["values"], strict=False)))) for one in made]
 
     def addresses(self, *names: str) -> list[int]:
-        """Those of the latest launch."""
+        """The parameters of the latest launch."""
         return [number(self.launches[-1][name]) for name in names]
 
 
@@ -105,7 +105,7 @@ def int32(*shape: int) -> Tensor:
 
 
 def flash_inputs(**changes: Any) -> dict[str, Any]:
-    """Of flash_decode; new tensors each time."""
+    """Arguments of flash_decode, with new tensors each time."""
     angles = [empty(128, 8, dtype=torch.float32) for _ in range(2)]
     return {
         "q": empty(2, 4, 1, 16), "k_new": empty(2, 2, 1, 16), "v_new": empty(2, 2, 1, 16),

@@ -124,7 +124,7 @@ def test_any_step(data: st.DataObject) -> None:
 
 
 class StandIn:
-    """What kernels.decode promises of its functions, one sequence at a time."""
+    """Stand-ins for the functions of kernels.decode, one sequence at a time."""
 
     def flash_decode(
         self,

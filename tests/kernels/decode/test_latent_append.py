@@ -221,7 +221,7 @@ def moved(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("new", [1, 3])
 @pytest.mark.parametrize("batch", [1, 4])
 def test_heads_by_their_own_matrices(batch: int, new: int) -> None:
-    """As a sum in float64; heads inside tokens, and where there is one token contiguous."""
+    """The sum in float64; heads inside tokens, and contiguous where there is one token."""
     heads, given, wanted = 3, 8, 5
     flat = randn(batch, heads, new, given)
     projected = randn(batch, new, heads, given + 2)[..., :given].transpose(1, 2)

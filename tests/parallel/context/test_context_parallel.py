@@ -368,7 +368,7 @@ def test_usual_uses(name: str, transport: str) -> None:
 
 
 def steps_of(group: dist.ProcessGroup, transport: str, at_once: int) -> list[int]:
-    """Which visits of keys a forward pass computes with."""
+    """The visits of keys that a forward pass computes with."""
     batch = Batch(lengths=(24,), num_heads=8, num_kv_heads=4)
     options = {"kernel": "naive", "transport": transport, "kv_heads_at_once": at_once}
     with scheme_of("llama3", **options).bind(group, CPU) as bound:

@@ -29,7 +29,7 @@ class TestLayout:
 
     @pytest.mark.parametrize("num_shards", [1, 2, 3, 5])
     def test_shards_make_up_the_whole(self, num_shards: int) -> None:
-        """In memory order, of tensors of which one is transposed and one a scalar."""
+        """Shards in memory order; one tensor is transposed, and one a scalar."""
         tensors = [torch.randn(9, 30).t(), torch.randn(()), torch.randn(301)]
         layout = FlatLayout(tensors, num_shards)
         buffer = torch.zeros(layout.size)
