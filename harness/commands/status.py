@@ -67,7 +67,7 @@ def look(results: Path, now_s: float | None = None) -> Status:
     left_s = 0.0
     runs = runs_of(results)
     queue = slurm.queued(
-        job.split("_")[0] for _, run in runs if run.launcher == "slurm" for job in run.jobs if job
+        job.split("_")[0] for _, run in runs if run.is_submitted for job in run.jobs if job
     )
     ended = _accounts_of_the_ended(runs, queue, heads)
     for folder, run in runs:
@@ -149,10 +149,10 @@ class _ShareStatus:
             self._state = folder.read_state(index)
         except (OSError, ValueError) as error:
             self._warning = str(error)
-        self._name = run.jobs[index] if run.launcher == "slurm" else None
+        self._name = run.jobs[index] if run.is_submitted else None
         self._job = queue.get(self._name or "")
         self._ended = ended.get(self._name or "")
-        if run.launcher == "slurm":
+        if run.is_submitted:
             self.is_active = self._job is not None and self._job.is_active
             self.is_running = (
                 self.is_active and self._job is not None and (self._job.state == "RUNNING")
@@ -340,7 +340,7 @@ def cancel(results: Path, only: list[str]) -> list[str]:
     Raises ValueError if one of ``only`` is not among them.
     """
     runs = [run for _, run in runs_of(results)]
-    jobs = {job for run in runs if run.launcher == "slurm" for job in run.jobs if job}
+    jobs = {job for run in runs if run.is_submitted for job in run.jobs if job}
     queue = slurm.queued(job.split("_")[0] for job in jobs)
     active = {job for job in jobs if job in queue and queue[job].is_active}
     for name in only:
@@ -352,7 +352,7 @@ def cancel(results: Path, only: list[str]) -> list[str]:
     arrays = Counter(job.split("_")[0] for job in chosen)
     lines = [f"cancelled job {array} ({number} tasks)" for array, number in sorted(arrays.items())]
     for run in runs:
-        if run.launcher == "slurm" or only or not is_running(run):
+        if run.is_submitted or only or not is_running(run):
             continue
         if run.host != socket.gethostname():
             lines.append(f"process {run.pid} runs on {run.host}: stop it there")

@@ -106,7 +106,7 @@ class Local(Launcher):
             return []
         if self.nnodes > 1:
             return self._launch_on_nodes(pending)
-        with local_run(pending) as progress:
+        with local_run(pending, self.name) as progress:
             Runner(options, pending.store, progress).run(cases)
         return []
 
@@ -133,7 +133,7 @@ class Local(Launcher):
                 ranks_per_node=per_node,
                 token=self.rdzv_id,
             ) as hosts,
-            local_run(pending) as progress,
+            local_run(pending, self.name) as progress,
         ):
             for warning in hosts.warnings:
                 print(f"attnbench: {warning}", file=sys.stderr)

@@ -58,6 +58,11 @@ class RunManifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Each share's resources, as text."""
     schema: int = SCHEMA
 
+    @property
+    def is_submitted(self) -> bool:
+        """Whether Slurm's jobs run the shares; otherwise the process ``pid`` of ``host`` does."""
+        return bool(self.jobs)
+
 
 class TaskState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The state of one share."""
@@ -209,13 +214,13 @@ class StateProgress:
 
 
 @contextlib.contextmanager
-def local_run(pending: PendingCases) -> Iterator[Progress]:
+def local_run(pending: PendingCases, launcher: str) -> Iterator[Progress]:
     """Announce a local run in the results folder for as long as it measures."""
     results = pending.options.results
     folder = RunFolder(results, new_run_id())
     run = RunManifest(
         id=folder.path.name,
-        launcher="local",
+        launcher=launcher,
         command=pending.command,
         created_s=time.time(),
         host=socket.gethostname(),
@@ -225,7 +230,7 @@ def local_run(pending: PendingCases) -> Iterator[Progress]:
         predicted_s=[[pending.predict(case) for case in pending.cases]],
     )
     for other, their in runs_of(results):
-        if their.launcher == "local" and their.host == run.host and not is_running(their):
+        if not their.is_submitted and their.host == run.host and not is_running(their):
             other.remove()
     folder.write_run(run)
     state = TaskState(node=run.host, started_s=run.created_s)

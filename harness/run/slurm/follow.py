@@ -52,7 +52,7 @@ def _show_running(pending: PendingCases, waiting: set[str]) -> bool:
     runs = [
         (folder, run)
         for folder, run in runs_of(pending.options.results)
-        if run.launcher == "slurm" and any(waiting.intersection(ids) for ids in run.case_ids)
+        if run.is_submitted and any(waiting.intersection(ids) for ids in run.case_ids)
     ]
     jobs = slurm.queued(job.split("_")[0] for _, run in runs for job in run.jobs if job)
     alive = False

@@ -275,7 +275,7 @@ class Slurm(Launcher):
 
 def active_cases(results: Path) -> set[str]:
     """Ids of the cases that queued or running jobs have."""
-    runs = [run for _, run in runs_of(results) if run.launcher == "slurm"]
+    runs = [run for _, run in runs_of(results) if run.is_submitted]
     arrays = {job.split("_")[0] for run in runs for job in run.jobs if job is not None}
     if not arrays:
         return set()

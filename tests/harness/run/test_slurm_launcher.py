@@ -372,7 +372,7 @@ class TestStatus:
             command="",
             predict=lambda case: 2.0 if case is first else 3.0,
         )
-        with run_folder.local_run(pending) as said:
+        with run_folder.local_run(pending, "local") as said:
             said.started(first)
             statuses = {case.case_id: case.status for case in look(tmp_path).cases}
             assert statuses == {first.id: "running", second.id: "pending"}
