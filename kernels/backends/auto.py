@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from kernels import tracing
 from kernels.backend import (
     BACKENDS,
     Attention,
@@ -102,6 +101,9 @@ class Auto(DelegatedAttention, Decoding):
             batch_size = spec.packing.cu_seqlens_q.shape[0] - 1
             _, num_heads, head_dim = q.shape
             q_len, kv_len = spec.packing.max_q_len, spec.packing.max_kv_len
+        # Imports torch._dynamo, in more than a second, which most workers do without.
+        from kernels import tracing
+
         return tracing.constant(
             _choose_for,
             (batch_size, num_heads, k.shape[1], q_len, kv_len, head_dim),

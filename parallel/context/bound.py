@@ -87,13 +87,14 @@ class BoundAttention(SplitAttention):
         self._fusion = fusion
         self._schedules: dict[tuple[Any, ...], tuple[Any, RankSchedule]] = {}
         self._agreed = False
+        # As a decorator it would import torch._dynamo with this module, in more than a second.
+        self.attend = torch.compiler.disable(self.attend)  # type: ignore[method-assign]
 
     @property
     def outside_bytes(self) -> int:
         buffers = self._transports.buffers
         return 0 if buffers is None else buffers.outside_bytes
 
-    @torch.compiler.disable
     def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         """Attention over all ranks of the group.
 
