@@ -16,22 +16,28 @@ def encode(value: msgspec.Struct, **layout: Any) -> bytes:
 
 
 def decode(text: bytes, kind: type[T], *, schema: int) -> T:
-    """The struct in a file, whose other fields are skipped unless ``kind`` forbids them.
+    """The struct in a file: with every field of a ``kind`` that forbids others, and no other.
 
+    For another kind, further fields are skipped, and those with a default may be missing.
     Raises ValueError if the text is no JSON, of another schema, or not of this type.
     """
+    is_whole = kind.__struct_config__.forbid_unknown_fields
     try:
         found = msgspec.json.decode(text, type=kind)
+        keys = set(msgspec.json.decode(text, type=dict[str, msgspec.Raw])) if is_whole else set()
     except msgspec.MsgspecError:
         # An error, or NaN and Infinity, which Python writes although JSON does not have them.
-        values = json.loads(text)
+        values = json.loads(text.decode())
         if isinstance(values, dict):
             _require_schema(values.get("schema"), schema)
         try:
             found = msgspec.convert(values, kind)
         except msgspec.MsgspecError as error:
             raise ValueError(str(error)) from error
+        keys = set(values)
     _require_schema(getattr(found, "schema", None), schema)
+    if is_whole and (missing := set(kind.__struct_fields__) - keys):
+        raise ValueError(f"without {', '.join(sorted(missing))}")
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from harness.store.record import RecordError, RecordStore, file_case, read_file
+from harness.store.record import RecordError, RecordStore, file_case, read_file, require_status
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -32,6 +32,9 @@ class _Fields(msgspec.Struct, kw_only=True):
     wall_s: float
     schema: int
 
+    def __post_init__(self) -> None:
+        require_status(self.status)
+
 
 def read_heads(store: RecordStore) -> tuple[dict[str, Head], list[str]]:
     """The newest readable record of every case by its id, and one line per unreadable file."""
@@ -50,12 +53,12 @@ def read_heads(store: RecordStore) -> tuple[dict[str, Head], list[str]]:
             except RecordError as error:
                 problems.append(str(error))
                 continue
-            error_says = (read.error or {}).get("message", "") if read.status != "oom" else ""
+            error_says = (read.error or {}).get("message") if read.status != "oom" else None
             heads[case_id] = Head(
                 status=read.status,
                 wall_s=read.wall_s,
                 written_s=written_s,
-                message=error_says.partition("\n")[0],
+                message=str(error_says or "").partition("\n")[0],
             )
             break
     return heads, problems

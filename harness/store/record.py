@@ -69,8 +69,7 @@ class Record(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
-        if self.status not in STATUSES:
-            raise ValueError(f"status {self.status}: one of {', '.join(STATUSES)}")
+        require_status(self.status)
 
     def to_json(self) -> str:
         """The text of the record's file, with sorted keys."""
@@ -80,6 +79,12 @@ class Record(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def from_json(cls, text: str) -> Record:
         """Decode a record; ValueError if the text is not a complete one of this schema."""
         return decode(text.encode(), cls, schema=SCHEMA)
+
+
+def require_status(status: str) -> None:
+    """Raise ValueError unless records can have this status."""
+    if status not in STATUSES:
+        raise ValueError(f"status {status}: one of {', '.join(STATUSES)}")
 
 
 def is_final(record: Record, *, retry: bool) -> bool:
@@ -220,8 +225,8 @@ def read_file(path: Path, kind: type[T]) -> tuple[T, float]:
         with path.open("rb") as file:
             found = decode(file.read(), kind, schema=SCHEMA)
             return found, os.fstat(file.fileno()).st_mtime
-    except (ValueError, OSError) as error:
-        reason = str(error).splitlines()[0]
+    except (ValueError, OSError, RecursionError) as error:
+        reason = (getattr(error, "strerror", None) or str(error)).splitlines()[0]
         raise RecordError(f"{path}: not a readable record ({reason})") from error
 
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from records import make_record
 
 from harness.statuses import STATUSES
+from harness.store.heads import read_heads
 from harness.store.record import Phase, Record, RecordError, RecordStore
 
 TESTS = Path(__file__).parents[2] / "support"
@@ -147,6 +148,12 @@ BROKEN = {
     "another schema": make_record().to_json().replace('"schema": 1', '"schema": 2'),
     "another status": make_record().to_json().replace('"status": "ok"', '"status": "fine"'),
     "not text": "\udcff\udcfe",
+    "without its schema": make_record().to_json().replace(',\n "schema": 1', ""),
+    "without its notes": make_record().to_json().replace(' "notes": {},\n', ""),
+    "with NaN, without its notes": make_record(wall_s=float("nan"))
+    .to_json()
+    .replace(' "notes": {},\n', ""),
+    "too deep": '{"case": ' + 100_000 * "[" + 100_000 * "]" + "}",
 }
 
 
@@ -166,6 +173,14 @@ class TestReading:
         assert problems == [str(raised.value)]
         assert "\n" not in problems[0]
         assert contents(store) == before
+
+    @pytest.mark.parametrize("kind", ["another schema", "another status", "too deep"])
+    def test_nor_has_it_a_head(self, kind: str, store: RecordStore) -> None:
+        store.folder.joinpath("some-case-0123456789.json").write_text(BROKEN[kind])
+        heads, (problem,) = read_heads(store)
+        assert heads == {}
+        assert "not a readable record" in problem
+        assert "\n" not in problem
 
     def test_an_unreadable_attempt_does_not_hide_an_older_one(self, store: RecordStore) -> None:
         first, second = make_record(seed=1), make_record(seed=1, status="failed")
