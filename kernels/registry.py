@@ -6,7 +6,8 @@ its help, its error messages and the tests' parametrisation read the table.
 
 The names of all choices are read from the decorators in the source files, without importing
 them; a file is imported when its choice is used. So a choice may import whatever it needs, and
-costs a command that does not use it nothing.
+costs a command that does not use it nothing. A file or a plugin that is broken costs such a command
+one line on standard error.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ import ast
 import contextlib
 import importlib
 import os
+import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -34,6 +38,10 @@ def joined_later(default: Any) -> Any:
 
 PLUGINS_VARIABLE = "ATTNBENCH_PLUGINS"
 """Modules outside this project that register choices too, separated by commas."""
+
+
+class RegistryError(ValueError):
+    """A choice that cannot be had; the message is one line that names it or its file."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -75,15 +83,21 @@ class Registry(Generic[T]):
         self.packages = packages
         self._entries: dict[str, Entry[T]] = {}
         self._modules: dict[str, str] | None = None
+        self._has_plugins = False
         self._keywords: dict[str, dict[str, Any]] = {}
 
     def register(self, name: str, *, look: Look | None = None, **preset: Any) -> Callable[[T], T]:
         """Decorator: make the decorated object the choice ``name``, with ``preset`` options."""
 
         def decorate(target: T) -> T:
-            home = (self._modules or {}).get(name)
-            if name in self._entries or home not in (None, target.__module__):
-                raise ValueError(f"{self.group}={name} is registered twice")
+            ours = target.__module__.startswith(tuple(f"{package}." for package in self.packages))
+            known = (self._modules or {}) if ours else self._read_sources()
+            home = known.get(name, target.__module__)
+            if name in self._entries or home != target.__module__:
+                other = self._entries[name].target.__module__ if name in self._entries else home
+                raise RegistryError(
+                    f"{self.group}={name} is registered twice: {other}, {target.__module__}"
+                )
             self._entries[name] = Entry(name=name, target=target, preset=preset, look=look)
             return target
 
@@ -93,20 +107,32 @@ class Registry(Generic[T]):
         """Look for choices in a further package: one that builds on the registry's own."""
         self.packages += (package,)
         self._modules = None
+        self._has_plugins = False
 
     def modules(self) -> dict[str, str]:
         """The module that registers each choice, by the choice's name. Imports only plugins."""
+        found = self._read_sources()
+        if not self._has_plugins:
+            self._has_plugins = True
+            # A plugin may register in ways that no source shows, so it is imported.
+            for plugin in os.environ.get(PLUGINS_VARIABLE, "").split(","):
+                if plugin.strip():
+                    _import_plugin(plugin.strip())
+        return found
+
+    def _read_sources(self) -> dict[str, str]:
+        """The modules of the choices in the registry's packages, by name. Imports nothing."""
         if self._modules is None:
-            self._modules, self._keywords = {}, {}
+            modules: dict[str, str] = {}
             for package in self.packages:
                 for name, module, keywords in _decorated(package, self.decorator):
-                    if name in self._modules:
-                        raise ValueError(f"{self.group}={name} is registered twice")
-                    self._modules[name] = module
+                    if name in modules:
+                        raise RegistryError(
+                            f"{self.group}={name} is registered twice: {modules[name]}, {module}"
+                        )
+                    modules[name] = module
                     self._keywords[name] = keywords
-            # A plugin may register in ways that no source shows, so it is imported.
-            for plugin in filter(None, os.environ.get(PLUGINS_VARIABLE, "").split(",")):
-                importlib.import_module(plugin)
+            self._modules = modules
         return self._modules
 
     def names(self) -> list[str]:
@@ -127,19 +153,51 @@ class Registry(Generic[T]):
         }
 
     def __iter__(self) -> Iterator[Entry[T]]:
-        return iter([self[name] for name in self.names()])
+        for name in self.names():
+            try:
+                entry = self[name]
+            except RegistryError as error:
+                _complain(str(error))
+            else:
+                yield entry
 
     def __contains__(self, name: object) -> bool:
         return name in self.names()
 
     def __getitem__(self, name: str) -> Entry[T]:
         if name not in self._entries and (module := self.modules().get(name)):
-            # Where imports are lazy, listing what a module has is what loads it.
-            dir(importlib.import_module(module))
+            try:
+                # Where imports are lazy, listing what a module has is what loads it.
+                dir(importlib.import_module(module))
+            except Exception as error:
+                self._entries.pop(name, None)
+                raise RegistryError(
+                    f"{self.group}={name}: {module} cannot be imported ({_in_a_line(error)})"
+                ) from error
         if name not in self._entries:
             choices = ", ".join(self.names())
             raise ValueError(f"{self.group}={name}: no such choice; one of {choices}")
         return self._entries[name]
+
+
+@cache
+def _import_plugin(name: str) -> None:
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        _complain(f"{PLUGINS_VARIABLE}: {name} cannot be imported ({_in_a_line(error)})")
+
+
+@cache
+def _complain(line: str) -> None:
+    """Say once what is broken, and go on without it."""
+    print(f"attnbench: {line}", file=sys.stderr)
+
+
+def _in_a_line(error: Exception) -> str:
+    if isinstance(error, RegistryError):
+        return str(error)
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _decorated(package: str, decorator: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -147,17 +205,48 @@ def _decorated(package: str, decorator: str) -> Iterator[tuple[str, str, dict[st
     spec = find_spec(package)
     if spec is None:
         raise ModuleNotFoundError(f"{package}: no such package")
+    # Parsing takes far longer than reading, and most files register nothing.
+    may_register = re.compile(rf"@[\w.]*\b{decorator}\(|\b{decorator} as ")
     for folder in map(Path, spec.submodule_search_locations or ()):
         for path in sorted(folder.rglob("*.py")):
-            text = path.read_text(encoding="utf-8")
-            # Parsing takes far longer than reading, and most files register nothing.
-            if f"@{decorator}(" not in text:
+            if not path.stem.isidentifier():
+                continue  # An editor's copy.
+            try:
+                text = path.read_text(encoding="utf-8")
+                calls = _calls(text, decorator) if may_register.search(text) else []
+                found = [(_name(call), _literals(call)) for call in calls]
+            except (OSError, SyntaxError, TypeError, ValueError) as error:
+                _complain(f"{path}: left out ({_in_a_line(error)})")
                 continue
             module = ".".join((package, *path.relative_to(folder).with_suffix("").parts))
-            for node in ast.parse(text).body:
-                for call in getattr(node, "decorator_list", ()):
-                    if isinstance(call, ast.Call) and ast.unparse(call.func) == decorator:
-                        yield ast.literal_eval(call.args[0]), module, _literals(call)
+            for name, keywords in found:
+                yield name, module, keywords
+
+
+def _calls(text: str, decorator: str) -> list[ast.Call]:
+    """The decorator's calls in a source, also under the name of an alias or in a module."""
+    tree = ast.parse(text)
+    names = {decorator}
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom):
+            names |= {
+                alias.asname for alias in node.names if alias.name == decorator and alias.asname
+            }
+    return [
+        call
+        for node in tree.body
+        for call in getattr(node, "decorator_list", ())
+        if isinstance(call, ast.Call) and ast.unparse(call.func).rpartition(".")[2] in names
+    ]
+
+
+def _name(call: ast.Call) -> str:
+    """The choice's name, the first argument."""
+    values = [*call.args[:1], *(item.value for item in call.keywords if item.arg == "name")]
+    for value in values:
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            return value.value
+    raise ValueError(f"line {call.lineno}: the name in {ast.unparse(call)} must be a literal")
 
 
 def _literals(call: ast.Call) -> dict[str, Any]:
@@ -165,7 +254,7 @@ def _literals(call: ast.Call) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for keyword in call.keywords:
         value = keyword.value
-        if isinstance(value, ast.Call) and ast.unparse(value.func) == Look.__name__:
+        if isinstance(value, ast.Call) and ast.unparse(value.func).endswith(Look.__name__):
             found[str(keyword.arg)] = Look(**_literals(value))
         else:
             with contextlib.suppress(ValueError):

@@ -7,8 +7,9 @@ import sys
 
 from harness.commands import lazy_imports
 
+USAGE = 2
 INTERRUPTED = 130
-"""The exit code after Ctrl-C."""
+"""Exit codes: a command that is wrong, and after Ctrl-C."""
 
 
 def attnbench() -> int:
@@ -43,9 +44,15 @@ def cancel() -> int:
 
 def _start(command: str, function: str = "main") -> int:
     lazy_imports.install()
+    # Imports its package, and with it torch, unless imports are lazy.
+    from kernels.registry import RegistryError
+
     try:
         module = importlib.import_module(f"harness.commands.{command}")
         return int(getattr(module, function)())
+    except RegistryError as error:
+        print(f"attnbench: {error}", file=sys.stderr)
+        return USAGE
     except KeyboardInterrupt:
         print("\nattnbench: stopped", file=sys.stderr)
         return INTERRUPTED
