@@ -105,7 +105,7 @@ class TrafficCounter(TorchDispatchMode):
         operation = _OPERATIONS.get(name, _Operation(collective=own_name.rstrip("_")))
         ranks = _group_size([*args, *kwargs.values()])
         if ranks is None:
-            # Something about the operations' results, such as how autograd sees them.
+            # Bookkeeping on results of operations, such as for autograd.
             return
         tensors = [leaf for leaf in tree_leaves(args[operation.sized]) if isinstance(leaf, Tensor)]
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -144,7 +144,7 @@ def runs_of(results: Path) -> list[tuple[RunFolder, RunManifest]]:
     found = []
     for path in (results / "runs").glob("*/run.json"):
         folder = RunFolder(results, path.parent.name)
-        # A run that is just being removed, or one of another version.
+        # The run is being removed, or was written by another version.
         with contextlib.suppress(OSError, ValueError):
             found.append((folder, folder.read_run()))
     return sorted(found, key=lambda item: item[1].created_s)

@@ -257,7 +257,7 @@ def _one_line(error: BaseException) -> str:
     name = type(error).__name__
     if not lines:
         return name
-    # What PyTorch goes on to say about its allocator fills half a screen.
+    # The rest of PyTorch's message is advice on its allocator, half a screen long.
     said = re.split(r" GPU \d+ has a total", lines[0])[0]
     return f"{name}: {textwrap.shorten(said, 300)}"
 

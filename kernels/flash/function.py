@@ -106,7 +106,7 @@ class _Attention(torch.autograd.Function):
         if do is None:
             do = torch.zeros_like(o)
         call = FlashCall(q=q, k=k, v=v, spec=ctx.spec, options=ctx.options)
-        # Autograd has seen to it that do and dlse have the shapes and dtypes of o and lse.
+        # Autograd guarantees that do and dlse have the shapes and dtypes of o and lse.
         gradients = dispatch.backward_of(ctx.problem, call, do, o, lse, dlse)
         if ctx.learns and dlse is None:
             native.learn_backward(ctx.problem, call, do, o, lse, gradients)

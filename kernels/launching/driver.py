@@ -84,7 +84,7 @@ class DriverLaunch:
         self._launch = driver.cuLaunchKernelEx
         self._config = _LaunchConfig(*grid, 32 * metadata.num_warps, 1, 1, metadata.shared)
         self._arguments = (ctypes.addressof(self._config), compiled.function, layout.pointers, None)
-        # The parameters are one place, and the backward pass runs in a thread of its own.
+        # All calls share the parameters' memory, and the backward pass runs in another thread.
         self._lock = Lock()
 
     def __call__(self, addresses: Sequence[int], floats: Sequence[float]) -> bool:

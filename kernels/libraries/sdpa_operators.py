@@ -56,7 +56,7 @@ def backward(
             do, q, k, v, o, lse, 0.0, spec.causal, scale=spec.scale
         )
         return dq, dk, dv
-    # The random state of a dropout that does not happen; sequences are no packed ones.
+    # The random state of dropout, which is off; the batch is not packed.
     seed, offset = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))
     lengths = (None, None, q.shape[2], k.shape[2])
     if operator == "flash":

@@ -33,7 +33,7 @@ class AgreeingGradScaler(torch.amp.GradScaler):
         """Unscale this rank's gradients; whether any was infinite, or not a number, on any rank."""
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         if dist.is_initialized():
-            # A rank may have no gradient, and so none of a device.
+            # A rank may have no gradient at all, and so no device to take from one.
             flag = found.setdefault(found_inf.device, found_inf)
             dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
         return found

@@ -48,7 +48,7 @@ class Averager:
         """
         if self._divisor is not None:
             tensor.div_(self._divisor)
-        # Not by dist.all_reduce and the like, which check again what is known here.
+        # Not dist.all_reduce and the like, which repeat checks that were made here.
         if received is None:
             return self._group.allreduce([_real(tensor)], self._reducing)
         work: dist.Work = self._reduce_scatter(_real(received), _real(tensor), self._scattering)

@@ -137,7 +137,7 @@ class Zero(ShardedDataParallel):
         # Parameters that no forward pass waited for must not arrive while the optimizer writes.
         self.wait_for_gathering()
         super().finish_gradient_synchronization()
-        # A step is to follow, by whatever optimizer.
+        # An optimizer is about to step, whichever it is.
         self._stale = bool(self._buckets) and self._synchronizes
 
     def start_parameter_gathering(self) -> None:

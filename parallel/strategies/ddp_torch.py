@@ -30,7 +30,7 @@ class TorchDDP(Strategy):
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         if self.data_ranks == 1:
-            # It needs a process group, which one rank does without.
+            # DDP needs a process group, and one rank has none.
             return model
         return torch.nn.parallel.DistributedDataParallel(
             model,

@@ -27,15 +27,15 @@ class TorchFSDP(FullyShardedStrategy):
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         if self.data_ranks == 1:
-            # It needs a process group, which one rank does without.
+            # FSDP needs a process group, and one rank has none.
             return model
-        # Not a part of what ``import torch`` loads.
+        # ``import torch`` does not load this module.
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         mesh = self.data_mesh()
         containers.broadcast_from_first(model, self.data_group())
         dtype = self.torch_dtype()
-        # As ours, blocks take what the rest of the model hands them, tables in float32 too.
+        # As in our FSDP, inputs of blocks are not cast: the rotary tables stay in float32.
         policy = MixedPrecisionPolicy(param_dtype=dtype, cast_forward_inputs=False)
         for block in model_blocks.blocks_of(model):
             fully_shard(block, mesh=mesh, mp_policy=policy)

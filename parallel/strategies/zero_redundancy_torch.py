@@ -31,7 +31,7 @@ class TorchZeroRedundancy(TorchDDP):
     ) -> torch.optim.Optimizer:
         if self.data_ranks == 1:
             return cls(params, **kwargs)
-        # Not a part of what ``import torch`` loads.
+        # ``import torch`` does not load this module.
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         return ZeroRedundancyOptimizer(

@@ -44,7 +44,7 @@ def build(frame: pd.DataFrame) -> Table | None:
     group = point_groups(rows, ["attention", "scheme", "split", "modes"])
     contiguous = rows["split"] == Contiguous.name
     for name, value in (("predicted_speedup", "predicted_lockstep"), ("speedup", "whole_ms")):
-        # Ring beside ring and gather beside gather, which the transport alone does not tell.
+        # A ring beside a ring, a gather beside a gather; transports do not tell them apart.
         key = [group, rows["gathers"]]
         base = rows[value].where(contiguous).groupby(key).transform("max")
         rows[name] = (base / rows[value]).where(~contiguous)

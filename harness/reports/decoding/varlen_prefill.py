@@ -27,7 +27,7 @@ def prefilled(frame: pd.DataFrame) -> pd.DataFrame:
     group = point_groups(rows, ["attention", "layout"])
     padded = rows["layout"].str.startswith("padded")
     baseline = rows[padded].groupby(group[padded])["prefill_median_ms"].min()
-    # Of ragged prompts, the same that were padded; equal ones have no padding to save.
+    # Ragged prompts only: the same ones were padded, and equal ones have no padding to save.
     same = rows["layout"].str.endswith("ragged")
     rows["speedup"] = (group.map(baseline) / rows["prefill_median_ms"]).where(same)
     return rows

@@ -26,7 +26,7 @@ MAX_ROWS = 24
 def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     panels: list[tuple[Axis, pd.DataFrame]] = []
     candidates = fullest_mode(comparable(frame))
-    # Forward alone would double the lines of attention; the table has it.
+    # Forward alone would double the lines of attention; it is in the table.
     whole = candidates["phase"] != "forward"
     candidates = candidates[whole] if whole.any() else candidates
     for axis in AXES.values():

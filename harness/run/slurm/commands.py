@@ -75,7 +75,7 @@ def queued(array_ids: Iterable[str]) -> dict[str, Job]:
     wanted = sorted(set(array_ids))
     if not wanted:
         return {}
-    # All of the user's: squeue given an id that has left its memory fails for all of them.
+    # Ask for all of the user's jobs: squeue fails as a whole for an id that it has forgotten.
     text = _call(
         "squeue", "--noheader", "--array", "--me", "--states=all", "--format=%F|%K|%T|%N|%r"
     )

@@ -19,7 +19,7 @@ MAX_HEAD_DIM = 256
 PRECISIONS = ("auto", "ieee", "tf32")
 
 
-# Compared by identity: equal calls have the same one, and hashing thirteen fields takes longer.
+# Compared by identity: equal calls share one object, and hashing thirteen fields is slower.
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)
 class Problem:
     """A valid call, on tensors seen as [batch, heads, seq, head_dim]."""

@@ -417,11 +417,11 @@ def half_turn(
     dp = warpgroup_mma_wait(1, deps=[dp])
     ds = (p * (dp - delta[None, :])).to(dtype)
     if HALF == 0:
-        # The other's dS of the turn before is there; and it is done with that of two before.
+        # The other consumer has written dS of the turn before, and read that of two before.
         mbarrier.wait(shared.ds_ready, parity ^ 1, pred=now.has_dq)
     views.ds_tiles.index(new_ds + 2 * HALF + CONSUMER).store(ds)
     ds = gl.convert_layout(ds, A_LAYOUT)
-    # Of 64 columns a consumer takes the queries of one half; of 128, one half of the columns.
+    # With 64 columns a consumer takes the queries of one half; with 128, half of the columns.
     if PARTS == 2:
         dq = dq_tile(views, old_ds + 2 * HALF, me, PARTS, LAYOUT)
     elif HALF == 0:
@@ -446,7 +446,7 @@ def half_turn(
         if now.has_dq:
             add_to_dq(now.dq_ptr + HALF * (ROWS * ROWS * PARTS), dq, now.is_first)
             if HALF == PARTS - 1:
-                # It was for the turn before, whose parity is the other one.
+                # This was for the turn before, whose parity is the opposite one.
                 mbarrier.arrive(shared.done.index(parity ^ 1))
     if HALF == 1:
         fence_async_shared()
@@ -516,7 +516,7 @@ def accumulate(
             lse = views.lse_tiles.index(0).load(gl.SliceLayout(0, LAYOUT))
             s = warpgroup_mma_wait(0, deps=[first_s])
     progress = Progress(dk, dv, s, lse, 0, 0, 0)
-    # Of dQ's tiles of 64 by 64, a turn's in order of rows, a consumer adds to every other one.
+    # A consumer adds to every other 64-by-64 tile of a turn's dQ, in the order of rows.
     dq_ptr = dq_sums
     before = 0
     for member in range(heads.num_members):

@@ -176,7 +176,7 @@ def produce(
                     shared.k_tiles.index(slot),
                 )
             elif TILES > 1:
-                # Before the values: who has seen them has this phase behind it as well.
+                # Before the values: a consumer that has seen these has passed this phase as well.
                 mbarrier.arrive(shared.k_ready.index(slot))
             if step > 0:
                 mbarrier.expect(shared.v_ready.index(slot), inputs.v.block_type.nbytes)
@@ -187,8 +187,8 @@ def produce(
                     shared.v_tiles.index(slot),
                 )
             else:
-                # No wait for these values: but before the slot's next ones are waited for, so
-                # is something in another slot, which comes after this.
+                # These values are not waited for; but before the slot's next ones are, there
+                # is a wait for another slot, which is filled after this one.
                 mbarrier.arrive(shared.v_ready.index(slot))
             slot += 1
             if slot == STAGES:
@@ -467,7 +467,7 @@ def flash_forward(
 
     inputs = Inputs(q_desc, k_desc, v_desc)
     outputs = Outputs(o_ptr, lse_ptr, stride_ob, stride_oh, stride_os, num_heads, lse_len)
-    # Of the longest sequence: tiles beyond a shorter one's end are empty.
+    # Tiles of the longest sequence: those beyond a shorter one's end are empty.
     num_tiles = gl.cdiv(q_len, PROGRAM_ROWS)
     number = gl.program_id(1) % num_heads
     head = Head(number, number // group_size, num_tiles)

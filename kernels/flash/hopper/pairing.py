@@ -98,7 +98,7 @@ def predicted_us(
         costs.program + sum(costs.tile + costs.key_tile * num_key_tiles[tile] for tile in program)
         for program in programs(len(num_key_tiles), tiles, causal)
     ]
-    # By tiles, not by programs: what is compared has to be told in the same way.
+    # By tiles, not by programs, so that both predictions are made alike.
     if len(num_key_tiles) * heads > MAX_SIMULATED:
         return costs.launch + sum(durations) * heads / processors + max(durations) / 2
     return costs.launch + makespan(durations, heads, processors)

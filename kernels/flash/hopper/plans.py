@@ -32,7 +32,7 @@ FORWARD_PLANS: dict[tuple, PreparedLaunch] = {}
 def forward_key(call: ForwardPass) -> tuple:
     """All that the forward plan depends on."""
     q, k = call.q, call.k
-    # The problem has all of the shapes but the tokens of a packed batch.
+    # The problem holds all shapes except the number of tokens of a packed batch.
     strides = q.stride(), k.stride(), call.v.stride(), call.o.stride()
     return call.problem, q.shape[2], k.shape[2], *strides
 

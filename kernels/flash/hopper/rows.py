@@ -113,7 +113,7 @@ def finish_dq(
         batch = 0
     if block * BLOCK_Q >= q_len:
         return
-    # Nobody wrote the sums of a block that no key tile reaches.
+    # The sums of a block that no key tile reaches were never written.
     seen = kv_len > 0
     if CAUSAL:
         seen = seen & ((block + 1) * BLOCK_Q - 1 + kv_len - q_len >= 0)

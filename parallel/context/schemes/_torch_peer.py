@@ -38,7 +38,7 @@ def patched_sdpa(group: dist.ProcessGroup, device: torch.device, rotate: str) ->
 
     mesh = DeviceMesh.from_group(group, device.type)
     set_rotate_method(rotate)
-    # It wants to split a tensor; ours are split already, by the same layout.
+    # PyTorch requires a tensor to split; ours are split already, by the same layout.
     nothing = torch.zeros(2 * group.size(), device=device)
     with experimental.context_parallel(mesh, buffers=[nothing], buffer_seq_dims=[0]):
         yield
