@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from kernels.problem import AttentionSpec
 from kernels.rotary import rotate
 from models.config import ModelConfig
-from models.layers import Attention, Linear
+from models.layers import CoreAttention, Linear
 
 
 class LatentSelfAttention(nn.Module):
-    """Projections, compression and RoPE around an :class:`models.layers.Attention`."""
+    """Projections, compression and RoPE around an :class:`models.layers.CoreAttention`."""
 
     def __init__(
         self,
         config: ModelConfig,
-        attention: Attention,
+        attention: CoreAttention,
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from kernels.problem import AttentionSpec
 
 
-class Attention(Protocol):
+class CoreAttention(Protocol):
     """How a block attends; every backend of ``kernels`` is one, and so is a ring of devices."""
 
     def attend(

@@ -4,7 +4,7 @@ Pre-norm blocks of causal self-attention and SwiGLU, with RMSNorm and rotary pos
 embedding (RoPE), no biases and an untied output head: the language model of CS336 assignments
 1 and 2, with grouped queries besides. It knows neither where its tokens sit in the sequence
 nor how attention is computed: positions are an argument, so that a layout may hand each rank any
-tokens in any order, and attention is an object with :meth:`models.layers.Attention.attend`.
+tokens in any order, and attention is an object with :meth:`models.layers.CoreAttention.attend`.
 
 Shape suffixes of tensors:
 
@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from kernels.problem import AttentionSpec
 from models.config import ModelConfig
 from models.latent_attention import LatentSelfAttention
-from models.layers import Attention, Embedding, Linear, rotary_table, rotate
+from models.layers import CoreAttention, Embedding, Linear, rotary_table, rotate
 
 
 class SelfAttention(nn.Module):
-    """Projections and RoPE around an :class:`models.layers.Attention`.
+    """Projections and RoPE around an :class:`models.layers.CoreAttention`.
 
     Head counts are read off the projections' outputs, so that tensor parallelism may shard them.
     """
@@ -34,7 +34,7 @@ class SelfAttention(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        attention: Attention,
+        attention: CoreAttention,
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -92,7 +92,7 @@ class Block(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        attention: Attention,
+        attention: CoreAttention,
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -123,7 +123,7 @@ class Transformer(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        attention: Attention,
+        attention: CoreAttention,
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,

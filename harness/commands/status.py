@@ -20,7 +20,7 @@ from harness.cases import format as fmt
 from harness.run.hosts import CLOCK_TOLERANCE_S, clocks_differ
 from harness.run.run_folder import RunFolder, RunManifest, TaskState, is_running, runs_of
 from harness.run.slurm import commands as slurm
-from harness.store.heads import Head, read_heads
+from harness.store.heads import RecordHead, read_heads
 from harness.store.record import RecordStore, in_short
 from harness.store.sweep_plan import command_into, planned_labels, read_plan
 
@@ -222,7 +222,9 @@ class _ShareStatus:
 
 
 def _accounts_of_the_ended(
-    runs: list[tuple[RunFolder, RunManifest]], queue: dict[str, slurm.Job], heads: dict[str, Head]
+    runs: list[tuple[RunFolder, RunManifest]],
+    queue: dict[str, slurm.Job],
+    heads: dict[str, RecordHead],
 ) -> dict[str, slurm.Job]:
     """The accounts of ended jobs that left cases unmeasured; asked only if there are any."""
     arrays = {
@@ -236,7 +238,7 @@ def _accounts_of_the_ended(
     return slurm.accounted(arrays)
 
 
-def _is_recorded(heads: dict[str, Head], case_id: str, run: RunManifest) -> bool:
+def _is_recorded(heads: dict[str, RecordHead], case_id: str, run: RunManifest) -> bool:
     """Whether a case has a record that this run, or a later one, wrote."""
     head = heads.get(case_id)
     return head is not None and head.written_s >= run.created_s - run.clock_offset_s - 1

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Link:
+class LinkModel:
     """The time of one all-reduce: t = o + size / w."""
 
     overhead_s: float
@@ -38,7 +38,7 @@ class Link:
         return min(num_bytes, math.sqrt(num_bytes * self.bytes_per_s * self.overhead_s))
 
 
-def fit_link(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> Link | None:
+def fit_link(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> LinkModel | None:
     """o and w that fit measured all-reduces best, by least squares of relative errors.
 
     Relative, since times span decades: by absolute ones the largest size would decide alone,
@@ -61,4 +61,4 @@ def fit_link(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> Link | N
         overhead, per_byte = 0.0, b / bb
     if per_byte <= 0:
         return None
-    return Link(overhead_s=overhead, bytes_per_s=1 / per_byte)
+    return LinkModel(overhead_s=overhead, bytes_per_s=1 / per_byte)

@@ -22,6 +22,7 @@ def main() -> None:
     # While modules are imported nearly nothing becomes garbage, and looking for it again and
     # again takes a fifth of the time; the worker collects from when it is ready.
     gc.disable()
+    # Only now, after the process is tied to its parent: this imports torch.
     from harness.run.worker import main as work
 
     work()

@@ -13,7 +13,7 @@ from harness.store.record import RecordError, RecordStore, file_case, read_file,
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Head:
+class RecordHead:
     """How the newest attempt at a case ended."""
 
     status: str
@@ -36,7 +36,7 @@ class _Fields(msgspec.Struct, kw_only=True):
         require_status(self.status)
 
 
-def read_heads(store: RecordStore) -> tuple[dict[str, Head], list[str]]:
+def read_heads(store: RecordStore) -> tuple[dict[str, RecordHead], list[str]]:
     """The newest readable record of every case by its id, and one line per unreadable file."""
     attempts: dict[str, list[tuple[int, str]]] = {}
     with contextlib.suppress(FileNotFoundError):
@@ -44,7 +44,7 @@ def read_heads(store: RecordStore) -> tuple[dict[str, Head], list[str]]:
             found = file_case(name)
             if found is not None:
                 attempts.setdefault(found[0], []).append((found[1], name))
-    heads: dict[str, Head] = {}
+    heads: dict[str, RecordHead] = {}
     problems: list[str] = []
     for case_id, files in attempts.items():
         for _, name in sorted(files, reverse=True):
@@ -54,7 +54,7 @@ def read_heads(store: RecordStore) -> tuple[dict[str, Head], list[str]]:
                 problems.append(str(error))
                 continue
             error_says = (read.error or {}).get("message") if read.status != "oom" else None
-            heads[case_id] = Head(
+            heads[case_id] = RecordHead(
                 status=read.status,
                 wall_s=read.wall_s,
                 written_s=written_s,

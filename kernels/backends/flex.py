@@ -43,6 +43,7 @@ class Flex(Attention):
 
 @cache
 def _compiled_flex_attention() -> Callable[..., torch.Tensor]:
+    # Not a part of what ``import torch`` loads.
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)
@@ -50,6 +51,7 @@ def _compiled_flex_attention() -> Callable[..., torch.Tensor]:
 
 @lru_cache(maxsize=8)
 def _causal_block_mask(q_len: int, kv_len: int, device: str) -> Any:
+    # Likewise.
     from torch.nn.attention.flex_attention import create_block_mask
 
     offset = kv_len - q_len

@@ -85,7 +85,7 @@ def tokens() -> Tensor:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Outcome:
+class MlpOutcome:
     """y on every rank, and the collectives that each stage took, by name."""
 
     y: Tensor
@@ -93,7 +93,7 @@ class Outcome:
     to_compute: dict[str, int]
 
 
-def run(mesh: DeviceMesh, distribute: Callable[[DeviceMesh], Weights]) -> Outcome:
+def run(mesh: DeviceMesh, distribute: Callable[[DeviceMesh], Weights]) -> MlpOutcome:
     """Bring the weights to the ranks in the given way, and compute y."""
     with CommDebugMode() as distributing:
         weights = distribute(mesh)
@@ -102,7 +102,7 @@ def run(mesh: DeviceMesh, distribute: Callable[[DeviceMesh], Weights]) -> Outcom
         y = mlp(x, weights)
         assert isinstance(y, DTensor), "DTensors in, DTensor out"
         whole_y = y.full_tensor()
-    return Outcome(y=whole_y, to_distribute=_counts(distributing), to_compute=_counts(computing))
+    return MlpOutcome(y=whole_y, to_distribute=_counts(distributing), to_compute=_counts(computing))
 
 
 def _counts(comm: Any) -> dict[str, int]:

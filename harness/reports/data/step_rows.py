@@ -11,7 +11,7 @@ from harness.analysis.case_columns import GIB
 from harness.analysis.comparison import AXES, compare
 from harness.bench.intervals import length, overlap, union
 from harness.cases.case import Case
-from harness.predictions.bucket_overhead import Link, fit_link
+from harness.predictions.bucket_overhead import LinkModel, fit_link
 from harness.predictions.training import (
     MIB,
     Footprint,
@@ -135,7 +135,7 @@ def traffic_of(values: dict[str, Any], counted: Any) -> dict[str, float]:
     return found
 
 
-def fitted_links(frame: pd.DataFrame) -> dict[tuple[str, int], Link]:
+def fitted_links(frame: pd.DataFrame) -> dict[tuple[str, int], LinkModel]:
     """o and w by device and ranks, from the all-reduces that were measured among the records."""
     found = {}
     calls = frame[(frame["collective"] == "all_reduce") & (frame["status"] == "ok")]

@@ -211,6 +211,7 @@ class Slurm(Launcher):
 
     def _submit_array(self, folder: RunFolder, shape: Shape, indices: range) -> list[str]:
         """Submit one array (or one job, for a single share); returns job ids in order."""
+        # submitit takes half a second to load, and only this launcher needs it.
         import submitit
 
         from harness.run.slurm.task import ShareTask
@@ -301,6 +302,7 @@ def _files_by_case(store: RecordStore) -> dict[str, list[str]]:
 @contextlib.contextmanager
 def _one_line() -> Iterator[None]:
     """Turn sbatch's errors into one line."""
+    # Late, as in the submission.
     import submitit
 
     errors = (submitit.core.utils.FailedJobError, submitit.core.utils.FailedSubmissionError)

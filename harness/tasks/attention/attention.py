@@ -37,7 +37,7 @@ PACKINGS = ("none", "equal", "ragged")
 
 @task("attention")
 @dataclass(kw_only=True, slots=True)
-class Attention(Task):
+class AttentionTask(Task):
     """One attention call. Phases: forward, and with gradients backward and forward_backward."""
 
     mode: str = "forward_backward"

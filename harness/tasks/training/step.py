@@ -15,7 +15,7 @@ from harness.measure.passes import autocast
 from harness.tasks.batch import Batch
 from kernels.ranges import named_range
 from models.checkpointing import checkpoint_blocks
-from models.layers import Attention
+from models.layers import CoreAttention
 from models.transformer import Transformer, cross_entropy
 from parallel.tensor import split_transformer, vocab_parallel_cross_entropy
 
@@ -36,7 +36,7 @@ class MeasuredStep:
         self,
         case: Case,
         bench: Bench,
-        attention: Attention,
+        attention: CoreAttention,
         make_batch: Callable[[], Batch],
         *,
         mode: str,
@@ -101,7 +101,7 @@ class MeasuredStep:
         return float(self._last_loss)
 
 
-def build_model(case: Case, attention: Attention, device: torch.device) -> Transformer:
+def build_model(case: Case, attention: CoreAttention, device: torch.device) -> Transformer:
     """The case's transformer or this rank's part of it, compiled as the case says."""
     assert case.model is not None, "train_step uses a model"
     dtype = getattr(torch, case.precision.parameters)

@@ -138,7 +138,7 @@ class TrainStep(Task):
         case: Case,
         bench: Bench,
         call: attention_calls.AttentionCall,
-        attention: layers.Attention,
+        attention: layers.CoreAttention,
         make_batch: Callable[[], batch.Batch],
     ) -> None:
         """Check the attention call, then measure steps of a model that attends by it."""

@@ -166,6 +166,7 @@ def _tiles(x: Tensor, columns: int) -> Descriptors:
 @cache
 def _gluon() -> tuple[Any, Any]:
     """The descriptor's type, and how a tile lies in shared memory."""
+    # Old versions of Triton lack Gluon.
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

@@ -231,6 +231,7 @@ def _has_addressable_rows(shape: tuple[int, ...], strides: tuple[int, ...]) -> b
 @cache
 def _gluon() -> tuple[Any, Any, Any]:
     """TensorDescriptor, and the shared-memory layouts of a tile and of a line of statistics."""
+    # Old versions of Triton lack Gluon.
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parallel.context.blocks.layouts import Block, Layout
+from parallel.context.blocks.layouts import Layout, ScoreBlock
 
 COUNTS = ("chunk", "pair", "tile")
 
@@ -71,7 +71,7 @@ def count_flops(
     return Balance(chunk=chunk, pair=pair, tile=tile)
 
 
-def attended(block: Block) -> int:
+def attended(block: ScoreBlock) -> int:
     """Query-key pairs of a block that its mask keeps."""
     if not block.causal:
         return block.q_len * block.kv_len
@@ -80,7 +80,7 @@ def attended(block: Block) -> int:
     return block.q_len * least + block.q_len * (block.q_len - 1) // 2
 
 
-def tiled(block: Block, block_q: int, block_k: int) -> int:
+def tiled(block: ScoreBlock, block_q: int, block_k: int) -> int:
     """Pairs in the tiles of a block that hold at least one attended pair."""
     pairs = 0
     for start in range(0, block.q_len, block_q):

@@ -7,7 +7,7 @@ With P ranks and a sequence of N tokens, c = N / 2P:
                  Grattafiori et al. 2024, section 3.3.2)
     striped      rank r holds tokens r, r+P, r+2P, ... (Striped Attention, Brandon et al. 2023)
 
-A layout defines positions, and the :class:`Block` of scores between one rank's queries and
+A layout defines positions, and the :class:`ScoreBlock` between one rank's queries and
 another rank's keys. Attention runs exactly these blocks, and FLOPs are counted on them
 (:mod:`parallel.context.blocks.balance`), so that the two cannot disagree. A local sequence keeps
 the order of the positions, so that causal blocks are causal in local indices too.
@@ -26,7 +26,7 @@ import torch
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Block:
+class ScoreBlock:
     """A rectangle of scores: some of the queries against some of the keys."""
 
     q: slice
@@ -72,14 +72,14 @@ class Layout:
         """Positions that ``rank`` holds, in local order, as ranges of the padded sequence."""
         raise NotImplementedError
 
-    def block(self, rank: int, source: int, local_len: int, causal: bool) -> Block | None:
+    def block(self, rank: int, source: int, local_len: int, causal: bool) -> ScoreBlock | None:
         """The block of ``rank``'s queries and ``source``'s keys; None where the mask keeps no pair.
 
         Both slices are local: of the rank's ``local_len`` queries and of the source's keys.
         """
         raise NotImplementedError
 
-    def prefix_blocks(self, rank: int, local_len: int, causal: bool) -> list[Block]:
+    def prefix_blocks(self, rank: int, local_len: int, causal: bool) -> list[ScoreBlock]:
         """The blocks of ``rank``'s queries and all keys in the order of their positions.
 
         One for each run of its tokens: queries at positions [a, b) see keys [0, b), the causal
@@ -91,7 +91,7 @@ class Layout:
                 raise ValueError(f"{self.name}: keys up to a query are no prefix of a run")
             kv_len = run.stop if causal else local_len * self.num_ranks
             q = slice(start, start + len(run))
-            blocks.append(Block(q=q, kv=slice(0, kv_len), causal=causal))
+            blocks.append(ScoreBlock(q=q, kv=slice(0, kv_len), causal=causal))
             start += len(run)
         return blocks
 
@@ -158,11 +158,11 @@ class Contiguous(Layout):
         local = self.local_len(length)
         return [range(rank * local, (rank + 1) * local)]
 
-    def block(self, rank: int, source: int, local_len: int, causal: bool) -> Block | None:
+    def block(self, rank: int, source: int, local_len: int, causal: bool) -> ScoreBlock | None:
         if causal and source > rank:
             return None
         everything = slice(0, local_len)
-        return Block(q=everything, kv=everything, causal=causal and source == rank)
+        return ScoreBlock(q=everything, kv=everything, causal=causal and source == rank)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -177,15 +177,15 @@ class Zigzag(Layout):
         late = 2 * self.num_ranks - 1 - rank
         return [range(i * chunk, (i + 1) * chunk) for i in (rank, late)]
 
-    def block(self, rank: int, source: int, local_len: int, causal: bool) -> Block | None:
+    def block(self, rank: int, source: int, local_len: int, causal: bool) -> ScoreBlock | None:
         everything = slice(0, local_len)
         if not causal or source == rank:
-            return Block(q=everything, kv=everything, causal=causal)
+            return ScoreBlock(q=everything, kv=everything, causal=causal)
         half = local_len // 2
         if source < rank:
             # The source's early chunk lies before both of ours, and its late one after both.
-            return Block(q=everything, kv=slice(0, half), causal=False)
-        return Block(q=slice(half, local_len), kv=everything, causal=False)
+            return ScoreBlock(q=everything, kv=slice(0, half), causal=False)
+        return ScoreBlock(q=slice(half, local_len), kv=everything, causal=False)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -197,14 +197,14 @@ class Striped(Layout):
     def runs(self, rank: int, length: int) -> list[range]:
         return [range(rank, self.padded(length), self.num_ranks)]
 
-    def block(self, rank: int, source: int, local_len: int, causal: bool) -> Block | None:
+    def block(self, rank: int, source: int, local_len: int, causal: bool) -> ScoreBlock | None:
         if not causal or source <= rank:
-            return Block(q=slice(0, local_len), kv=slice(0, local_len), causal=causal)
+            return ScoreBlock(q=slice(0, local_len), kv=slice(0, local_len), causal=causal)
         if local_len == 1:
             return None
         # Keys with our query's local index stand after it: a strictly causal mask, which is the
         # causal one without the first query and the last key.
-        return Block(q=slice(1, local_len), kv=slice(0, local_len - 1), causal=True)
+        return ScoreBlock(q=slice(1, local_len), kv=slice(0, local_len - 1), causal=True)
 
 
 LAYOUTS: dict[str, type[Layout]] = {layout.name: layout for layout in (Contiguous, Zigzag, Striped)}

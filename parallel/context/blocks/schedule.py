@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels import AttentionSpec, Packing
-from parallel.context.blocks.layouts import Block, Layout
+from parallel.context.blocks.layouts import Layout, ScoreBlock
 from parallel.context.blocks.rows import DenseRows, PackedRows, Rows
 
 
@@ -121,7 +121,7 @@ class DenseSchedule:
         return torch.stack([self._layout.shard(arranged, rank, dim=2) for rank in ranks])
 
 
-def _dense_call(block: Block, q_len: int, kv_len: int, *, first: bool) -> KernelCall:
+def _dense_call(block: ScoreBlock, q_len: int, kv_len: int, *, first: bool) -> KernelCall:
     return KernelCall(
         q=DenseRows(block.q, whole=block.q_len == q_len),
         kv=DenseRows(block.kv, whole=block.kv_len == kv_len),
@@ -130,15 +130,15 @@ def _dense_call(block: Block, q_len: int, kv_len: int, *, first: bool) -> Kernel
     )
 
 
-def _cut(block: Block, takes_rectangles: TakesRectangles) -> list[Block]:
+def _cut(block: ScoreBlock, takes_rectangles: TakesRectangles) -> list[ScoreBlock]:
     """The block, or the two that make it up, for kernels that know causal squares only."""
     seen_by_all = block.kv_len - block.q_len
     if not block.causal or seen_by_all == 0 or takes_rectangles(block.q_len, block.kv_len):
         return [block]
     edge = block.kv.start + seen_by_all
     return [
-        Block(q=block.q, kv=slice(block.kv.start, edge), causal=False),
-        Block(q=block.q, kv=slice(edge, block.kv.stop), causal=True),
+        ScoreBlock(q=block.q, kv=slice(block.kv.start, edge), causal=False),
+        ScoreBlock(q=block.q, kv=slice(edge, block.kv.stop), causal=True),
     ]
 
 
@@ -212,7 +212,7 @@ class PackedSchedule:
         return found
 
     def _prefix_call(
-        self, runs: Sequence[Sequence[Block]], causal: bool, arrived: Sequence[Tensor]
+        self, runs: Sequence[Sequence[ScoreBlock]], causal: bool, arrived: Sequence[Tensor]
     ) -> KernelCall:
         """One call for the given runs, each a block of every sequence."""
         blocks = [block for run in runs for block in run]
@@ -231,7 +231,9 @@ class PackedSchedule:
 
     def _block_calls(self, rank: int, source: int, causal: bool) -> list[KernelCall]:
         found = [self._layout.block(rank, source, local, causal) for local in self._local]
-        blocks = [block or Block(q=slice(0, 0), kv=slice(0, 0), causal=causal) for block in found]
+        blocks = [
+            block or ScoreBlock(q=slice(0, 0), kv=slice(0, 0), causal=causal) for block in found
+        ]
         if not any(block.q_len for block in blocks):
             return []
         num_local = self._starts[-1]
@@ -245,17 +247,17 @@ class PackedSchedule:
             )
         ]
 
-    def _q_index(self, blocks: Sequence[Block]) -> Tensor:
+    def _q_index(self, blocks: Sequence[ScoreBlock]) -> Tensor:
         return _joined(self._starts, [block.q for block in blocks])
 
-    def _kv_index(self, blocks: Sequence[Block]) -> Tensor:
+    def _kv_index(self, blocks: Sequence[ScoreBlock]) -> Tensor:
         return _joined(self._starts, [block.kv for block in blocks])
 
     def _rows(self, parts: tuple[Tensor, ...], num_tokens: int) -> PackedRows:
         whole = len(parts) == 1 and torch.equal(parts[0], torch.arange(num_tokens))
         return PackedRows(tuple(part.to(self._device) for part in parts), whole)
 
-    def _packing(self, blocks: Sequence[Block]) -> Packing:
+    def _packing(self, blocks: Sequence[ScoreBlock]) -> Packing:
         q_lens = [block.q_len for block in blocks]
         kv_lens = [block.kv_len for block in blocks]
         cu_q, cu_k = (

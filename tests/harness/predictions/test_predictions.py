@@ -12,7 +12,7 @@ from profiles import rows_of, table_of
 
 from harness.bench.bench import Bench
 from harness.predictions import training as accounting
-from harness.predictions.bucket_overhead import Link, fit_link
+from harness.predictions.bucket_overhead import LinkModel, fit_link
 from harness.predictions.feed_forward import FeedForwardStack, Mesh
 from harness.request.compose import compose_request
 from harness.store.record import Record
@@ -186,7 +186,7 @@ def counted_record(*arguments: str) -> Record:
 
 
 class TestOverhead:
-    LINK = Link(overhead_s=1e-4, bytes_per_s=1e10)
+    LINK = LinkModel(overhead_s=1e-4, bytes_per_s=1e10)
 
     def test_by_hand(self) -> None:
         """4 GB in 10 buckets: 10 x 0.1 ms + 400 MB at 10 GB/s; best is sqrt(4e9 x 1e10 x 1e-4)."""

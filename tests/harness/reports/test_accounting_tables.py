@@ -16,7 +16,7 @@ from profiles import table_of
 from harness.analysis.frame import build_frame
 from harness.bench.step_trace import COMMUNICATION, COMPUTE
 from harness.predictions import training as accounting
-from harness.predictions.bucket_overhead import Link
+from harness.predictions.bucket_overhead import LinkModel
 from harness.render.figure import draw
 from harness.render.table import Table, build_table, finding_of
 from harness.request.compose import compose_request
@@ -147,7 +147,7 @@ class TestTables:
         assert cells(table, "holds parameters")[0] == "1.00 (7.44)"
 
     def test_overhead(self) -> None:
-        made = Link(overhead_s=1e-3, bytes_per_s=1e9)
+        made = LinkModel(overhead_s=1e-3, bytes_per_s=1e9)
         link = [link_record(size, 1e3 * made.seconds(size)) for size in (2**10, 2**20, 2**24)]
         steps = [
             training_record(

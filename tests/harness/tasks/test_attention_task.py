@@ -18,7 +18,7 @@ from harness.bench.outcome import WrongResult
 from harness.cases.case import Case
 from harness.request.compose import compose_request
 from harness.run.worker import why_unsupported
-from harness.tasks.attention.attention import Attention
+from harness.tasks.attention.attention import AttentionTask
 from harness.tasks.lengths import ragged_lengths
 from kernels import Packing
 from kernels.backends.naive import Naive
@@ -36,7 +36,7 @@ def make_case(*arguments: str) -> Case:
 
 
 def lengths_of(case: Case) -> list[int]:
-    assert isinstance(case.task, Attention)
+    assert isinstance(case.task, AttentionTask)
     return case.task.lengths(case)
 
 

@@ -8,8 +8,8 @@ import torch
 from parallel.context.blocks.balance import Balance, attended, count_flops, tiled
 from parallel.context.blocks.layouts import (
     LAYOUTS,
-    Block,
     Contiguous,
+    ScoreBlock,
     Striped,
     Zigzag,
     permute_striped,
@@ -23,7 +23,7 @@ def causal_mask(length: int) -> torch.Tensor:
     return torch.ones(length, length).tril().bool()
 
 
-def mask_of(block: Block) -> torch.Tensor:
+def mask_of(block: ScoreBlock) -> torch.Tensor:
     """The scores of a block that its mask keeps, aligned to the bottom right."""
     everything = torch.ones(block.q_len, block.kv_len).bool()
     return everything.tril(block.kv_len - block.q_len) if block.causal else everything
@@ -100,8 +100,8 @@ class TestBlocks:
     def test_the_strict_case_of_striped(self) -> None:
         """Between rank p's queries and rank s's keys, strictly causal for s > p."""
         layout = Striped(num_ranks=4)
-        assert layout.block(2, 1, 5, True) == Block(q=slice(0, 5), kv=slice(0, 5), causal=True)
-        assert layout.block(1, 2, 5, True) == Block(q=slice(1, 5), kv=slice(0, 4), causal=True)
+        assert layout.block(2, 1, 5, True) == ScoreBlock(q=slice(0, 5), kv=slice(0, 5), causal=True)
+        assert layout.block(1, 2, 5, True) == ScoreBlock(q=slice(1, 5), kv=slice(0, 4), causal=True)
 
 
 class TestShards:
@@ -229,7 +229,7 @@ class TestFlops:
     def test_tiles_against_the_mask_written_out(
         self, causal: bool, q_len: int, kv_len: int
     ) -> None:
-        block = Block(q=slice(3, 3 + q_len), kv=slice(5, 5 + kv_len), causal=causal)
+        block = ScoreBlock(q=slice(3, 3 + q_len), kv=slice(5, 5 + kv_len), causal=causal)
         mask = mask_of(block)
         assert attended(block) == int(mask.sum())
         pairs = 0

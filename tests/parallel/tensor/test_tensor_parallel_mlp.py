@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from parallel.examples import tensor_parallel_mlp as example
 
 
-def outcome_of(group: dist.ProcessGroup, way: str) -> example.Outcome:
+def outcome_of(group: dist.ProcessGroup, way: str) -> example.MlpOutcome:
     return example.run(DeviceMesh.from_group(group, "cpu"), getattr(example, way))
 
 
