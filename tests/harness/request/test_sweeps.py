@@ -45,7 +45,7 @@ def assert_whole(case: Case) -> None:
     work = case.task.work(case)
     assert work
     assert all(math.isfinite(item.flops) and item.flops >= 0 for item in work.values())
-    assert max(item.flops or item.sent_bytes or 0 for item in work.values()) > 0
+    assert max(item.flops or item.bytes or item.sent_bytes or 0 for item in work.values()) > 0
     for name in ("", "NVIDIA H200"):
         assert 0 < predicted_seconds(case, name) < math.inf
     assert case.title
