@@ -25,7 +25,7 @@ def table_by_backend(
     """One row per measured point, one column per backend: ``0.12 / 0.31 / 0.43``.
 
     Args:
-        cases: from :func:`harness.render.table.per_case`, with ``{phase}_{value}`` of every phase.
+        cases: from :func:`harness.render.rows.per_case`, with ``{phase}_{value}`` of every phase.
         phases: in the order of a cell's numbers.
         unit: of all of them, for the header.
         lead: point columns to show first; keep: even where all rows agree.

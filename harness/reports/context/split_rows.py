@@ -29,7 +29,7 @@ MIB = 2**20
 def split_calls(frame: pd.DataFrame) -> pd.DataFrame:
     """One row per attention case on several ranks, with what it is compared with.
 
-    Columns beyond those of :func:`harness.render.table.per_case`: ``scheme``, ``kernel``,
+    Columns beyond those of :func:`harness.render.rows.per_case`: ``scheme``, ``kernel``,
     ``transport``; ``whole_ms``, the time of both passes (or of forward alone); ``one_device_ms``
     of the same kernel on the whole sequence; ``speedup`` and ``efficiency`` over it;
     ``compute_ms`` (a list by rank), ``exposed_ms``, ``lockstep`` and ``sent_mib``; ``gathers``,

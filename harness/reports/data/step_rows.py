@@ -34,7 +34,7 @@ UNUSED = ("attention", "compile_mode")
 def on_ranks(frame: pd.DataFrame) -> pd.DataFrame:
     """One row per training case whose ranks have batches of their own.
 
-    Columns beyond those of :func:`harness.render.table.per_case`: ``bucket_mib`` (None where there
+    Columns beyond those of :func:`harness.render.rows.per_case`: ``bucket_mib`` (None where there
     are no buckets of a size); ``over_peer``, its step's time over that of PyTorch's DDP,
     with ``over_low``, ``over_high`` and ``over_mark``; ``communication_share`` of the step, of the
     phase of that name; from the trace ``traced_ms``, ``hidden_share``, ``exposed_ms`` and

@@ -39,7 +39,7 @@ Tokens behind a sequence's length may be anything: their scores are masked, and 
 tile's values are multiplied each consumer overwrites their rows of its half with zeros.
 
 The schedule and the slots of pieces are those of the other kernels. Pieces are merged by
-:mod:`kernels.decode.merge_kernel`, a second launch, for registers and shared memory are full.
+:mod:`kernels.decode.latent.merge_kernel`, a second launch: registers and shared memory are full.
 """
 
 # Triton's types are not Python's.
