@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_report_header() -> str:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return f"CUDA devices: {count}; tests marked gpu and multigpu skip without them"
+
+
+@pytest.fixture(autouse=torch.cuda.is_available())
+def gpu_memory_is_given_back() -> Iterator[None]:
+    """Several processes share a GPU, and each would keep the most that any of its tests needed."""
+    yield
+    torch.cuda.empty_cache()
 
 
 @pytest.fixture

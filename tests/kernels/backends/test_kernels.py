@@ -537,6 +537,9 @@ class TestOnCuda:
         backend = backend_of(name)
         if backend.keeps_scores(problem) and problem.q_len > 8192:
             pytest.skip(f"{name}: 16 heads of 16,384 x 16,384 scores are for a sweep, not a test")
+        if backend.keeps_scores(problem) and problem.num_heads > 16:
+            # Their scores would fill a GPU that several processes share.
+            problem = replace(problem, num_heads=8, num_kv_heads=2)
         require_support(backend, problem)
         torch.set_float32_matmul_precision("highest")
         q, k, v, do = tensors_of(problem)
