@@ -44,6 +44,18 @@ class Footprint:
     recomputed: float = 0.0
     """Activations that a checkpointed block computes again while all gradients fill up."""
 
+    @property
+    def after_initialisation(self) -> float:
+        return self.parameters + self.gradient_buffers
+
+    @property
+    def before_first_optimizer_step(self) -> float:
+        return self.parameters + max(self.gradients, self.gradient_buffers)
+
+    @property
+    def after_first_optimizer_step(self) -> float:
+        return self.before_first_optimizer_step + self.optimizer_state
+
     def peak_parts(self) -> dict[str, float]:
         """Bytes held at the peak by name, which sum to the peak."""
         parts = {

@@ -146,6 +146,20 @@ class BlockAllocator:
             self._is_free[block] = False
         return taken
 
+    def take_exactly(self, blocks: Sequence[int]) -> None:
+        """These blocks. Raises ValueError, taking none, if one does not exist or is taken."""
+        for place, block in enumerate(blocks):
+            if not 0 <= block < self.num_blocks:
+                raise ValueError(
+                    f"block_table: block {block} does not exist; num_blocks={self.num_blocks}"
+                )
+            if not self._is_free[block] or block in blocks[:place]:
+                raise ValueError(f"block_table: block {block} stands in it twice or is in use")
+        wanted = set(blocks)
+        self._free = [block for block in self._free if block not in wanted]
+        for block in blocks:
+            self._is_free[block] = False
+
     def give_back(self, blocks: Sequence[int]) -> None:
         """Free blocks. Raises ValueError, freeing none, if one is free already."""
         for place, block in enumerate(blocks):
@@ -215,6 +229,32 @@ class BlockPlaces(Places):
             where = torch.tensor([rows, columns], device=self.device)
             written = torch.tensor(values, dtype=torch.int32, device=self.device)
             self.block_table[where[0], where[1]] = written
+
+    def adopt(self, block_table: Sequence[Sequence[int]], lengths: Sequence[int]) -> None:
+        """Take over blocks that somebody else filled: those of each sequence, in order.
+
+        Raises ValueError, with nothing changed, for a block that does not exist or stands in the
+        table twice, and for blocks that are too few or too many for a sequence's tokens.
+        """
+        lengths = self._counts(lengths)
+        if len(block_table) != self.batch_size:
+            raise ValueError(
+                f"block_table: {len(block_table)} rows for {self.batch_size} sequences"
+            )
+        for sequence, (row, length) in enumerate(zip(block_table, lengths, strict=True)):
+            if not self._blocks_for(length) <= len(row) <= self.max_blocks:
+                raise ValueError(
+                    f"block_table: sequence {sequence} has {len(row)} blocks of {self.block_size} "
+                    f"for {length} tokens, and at most {self.max_blocks}"
+                )
+        fresh = BlockAllocator(self.allocator.num_blocks)
+        fresh.take_exactly([block for row in block_table for block in row])
+        self.allocator = fresh
+        self._blocks = [list(row) for row in block_table]
+        self._lengths = list(lengths)
+        padded = [[*row, *[0] * (self.max_blocks - len(row))] for row in block_table]
+        self.block_table.copy_(torch.tensor(padded, dtype=torch.int32))
+        self.lengths.copy_(torch.tensor(lengths, dtype=torch.int32))
 
     def release(self, sequence: int) -> None:
         """Forget one sequence and give back its blocks."""

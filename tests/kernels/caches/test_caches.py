@@ -179,6 +179,37 @@ class TestRefusals:
         words = "cache is full: 1 more blocks are needed"
         assert_refused(cache, words, lambda: append(cache, torch.ones(2, 1, 2 * HEADS * DIM)))
 
+    @pytest.mark.parametrize(
+        ("table", "lengths", "words"),
+        [
+            ([[0, 4], [1]], [5, 1], "block 4 does not exist; num_blocks=4"),
+            ([[0, -1], [1]], [5, 1], "block -1 does not exist"),
+            ([[0, 2], [2]], [5, 1], "block 2 stands in it twice"),
+            ([[0], [1]], [5, 1], "sequence 0 has 1 blocks of 4 for 5 tokens"),
+            ([[0, 1, 2], [3]], [5, 1], "sequence 0 has 3 blocks of 4 for 5 tokens, and at most 2"),
+            ([[0, 1]], [5, 1], "1 rows for 2 sequences"),
+            ([[0, 1], [2]], [5], "tokens for 1 sequences, and it holds 2"),
+        ],
+    )
+    def test_a_block_table_that_cannot_be(
+        self, table: list[list[int]], lengths: list[int], words: str
+    ) -> None:
+        cache = paged()
+        cache.places.fill([3, 6])
+        assert isinstance(cache.places, BlockPlaces)
+        assert_refused(cache, words, lambda: cache.places.adopt(table, lengths))  # type: ignore[attr-defined]
+
+    def test_a_block_table_of_somebody_else(self) -> None:
+        cache = paged()
+        places = cache.places
+        assert isinstance(places, BlockPlaces)
+        places.adopt([[3, 1], [0]], [5, 2])
+        append(cache, torch.arange(2.0 * 2 * HEADS * DIM).view(2, 1, -1))
+        # Token 5 of sequence 0 is place 1 of block 1, token 2 of sequence 1 place 2 of block 0.
+        assert cache.keys[0][1, 0, 1].tolist() == [0.0, 1.0, 2.0]
+        assert cache.keys[0][0, 0, 2].tolist() == [12.0, 13.0, 14.0]
+        assert places.allocator.num_free == 1
+
     def test_advancing_beyond_what_is_reserved(self) -> None:
         cache = paged()
         words = "sequence 0 has no block for its next 1"
