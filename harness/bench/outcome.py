@@ -15,11 +15,17 @@ class Outcome:
     error: dict[str, Any] | None = None
     clocks: dict[str, str] = field(default_factory=dict)
     samples_ms: dict[str, list[float]] = field(default_factory=dict)
+    host_ms: dict[str, list[float]] = field(default_factory=dict)
+    """Of each phase, the host's time to enqueue the same passes; CUDA only."""
+    device_ms: dict[str, list[float]] = field(default_factory=dict)
+    """Of each phase, passes that the host had enqueued before the device began; CUDA only."""
     memory: dict[str, Any] = field(default_factory=dict)
     check: dict[str, Any] | None = None
     compilation: dict[str, Any] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
     device_state: dict[str, Any] = field(default_factory=dict)
+    load: dict[str, Any] = field(default_factory=dict)
+    """What else kept the host and the device busy during the round."""
 
 
 class PeerFailed(Exception):

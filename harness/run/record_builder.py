@@ -8,7 +8,7 @@ from typing import Any
 from harness.cases.case import Case
 from harness.run.worker_group import Reply
 from harness.statuses import STATUSES
-from harness.store.record import Phase, Record
+from harness.store.record import Phase, Record, Round
 from harness.store.rounds import Rounds, conditions
 
 
@@ -22,6 +22,7 @@ class RecordBuilder:
         self._num_rounds = num_rounds
         self._num_taken_up = 0
         self._started_at: list[str] = []
+        self._processes: list[int] = []
         self._wall_s = 0.0
         self._rounds: list[list[dict[str, Any]]] = []
         self._status = "ok"
@@ -35,6 +36,7 @@ class RecordBuilder:
         """Start from the finished rounds of an earlier run."""
         self._num_taken_up = len(kept.outcomes)
         self._rounds, self._started_at = kept.outcomes, kept.started_at
+        self._processes = list(kept.processes)
         self._wall_s = kept.wall_s
 
     def to_rounds(self) -> Rounds:
@@ -44,6 +46,7 @@ class RecordBuilder:
             num_rounds=self._num_rounds,
             conditions=conditions(self.environments),
             started_at=self._started_at,
+            processes=self._processes,
             wall_s=self._wall_s,
             outcomes=self._rounds,
         )
@@ -51,8 +54,13 @@ class RecordBuilder:
     def begin_round(self, began_at: str) -> None:
         self._started_at.append(began_at)
 
-    def add(self, reply: Reply, log_tail: str, wall_s: float) -> None:
-        """Add one round; a round that is not ok ends the case."""
+    def add(self, reply: Reply, log_tail: str, wall_s: float, process: int) -> None:
+        """Add one round; a round that is not ok ends the case.
+
+        Args:
+            process: which of the run's worker groups measured it; see :class:`Round`.
+        """
+        self._processes.append(process)
         outcomes = sorted(reply.outcomes, key=lambda outcome: outcome["rank"])
         self._rounds.append(outcomes)
         self._wall_s += wall_s
@@ -93,6 +101,13 @@ class RecordBuilder:
         complete = [outcomes for outcomes in self._rounds if len(outcomes) == case.world_size]
         if complete:
             _add_measurements(record, complete)
+            record.round_states = [
+                Round(started_at=started_at, process=process, ranks=_states(outcomes))
+                for started_at, process, outcomes in zip(
+                    self._started_at, self._processes, self._rounds, strict=False
+                )
+                if len(outcomes) == case.world_size
+            ]
         return record
 
 
@@ -114,16 +129,25 @@ def _add_measurements(record: Record, complete: list[list[dict[str, Any]]]) -> N
     ]
     record.notes |= last[0]["notes"]
     for name, clock in first[0]["clocks"].items():
-        per_rank = [
-            [
-                sample
-                for outcomes in complete
-                for sample in outcomes[rank]["samples_ms"].get(name, [])
+        series = {
+            kind: [
+                [
+                    sample
+                    for outcomes in complete
+                    for sample in outcomes[rank].get(kind, {}).get(name, [])
+                ]
+                for rank in ranks
             ]
-            for rank in ranks
-        ]
-        record.phases[name] = Phase(clock=clock, samples_ms=per_rank)
+            for kind in ("samples_ms", "host_ms", "device_ms")
+        }
+        found = {kind: per_rank for kind, per_rank in series.items() if any(per_rank)}
+        record.phases[name] = Phase(clock=clock, **{"samples_ms": [], **found})
         record.rounds = [len(outcomes[0]["samples_ms"].get(name, [])) for outcomes in complete]
+
+
+def _states(outcomes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The device's state and the host's load around one round, by rank."""
+    return [outcome["device_state"] | {"load": outcome.get("load", {})} for outcome in outcomes]
 
 
 def _first_error(outcomes: list[dict[str, Any]], status: str) -> dict[str, Any] | None:

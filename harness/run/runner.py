@@ -48,6 +48,8 @@ class Runner:
         self._rounds = RoundStore(store)
         self._hosts = hosts
         self._group: WorkerGroup | None = None
+        # Unlike those of earlier runs, whose rounds may be joined with those of this one.
+        self._process = int(time.time())
         self._files_before: set[str] = set()
         self._current: RecordBuilder | None = None
 
@@ -174,7 +176,7 @@ class Runner:
         # A signal to stop that comes now may wait until the round, or the case, is on disk.
         with signals_held():
             self._current = None
-            run.add(reply, log_tail, wall_s)
+            run.add(reply, log_tail, wall_s, self._process)
             if run.ended or round_index == rounds - 1:
                 self._finish(run)
             else:
@@ -202,6 +204,7 @@ class Runner:
         if not fits:
             self._close_group()
             self.progress.stage("starting workers")
+            self._process += 1
             self._group = WorkerGroup(
                 device=case.device,
                 world_size=case.world_size,

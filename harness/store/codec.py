@@ -15,8 +15,10 @@ def encode(value: msgspec.Struct, **layout: Any) -> bytes:
     return json.dumps(msgspec.to_builtins(value), **layout).encode()
 
 
-def decode(text: bytes, kind: type[T], *, schema: int) -> T:
+def decode(text: bytes, kind: type[T], *, schema: int, may_lack: frozenset[str] = frozenset()) -> T:
     """The struct in a file: with every field of a ``kind`` that forbids others, and no other.
+
+    Fields in ``may_lack`` were added to the kind later, and older files do not have them.
 
     For another kind, further fields are skipped, and those with a default may be missing.
     Raises ValueError if the text is no JSON, of another schema, or not of this type.
@@ -36,7 +38,7 @@ def decode(text: bytes, kind: type[T], *, schema: int) -> T:
             raise ValueError(str(error)) from error
         keys = set(values)
     _require_schema(getattr(found, "schema", None), schema)
-    if is_whole and (missing := set(kind.__struct_fields__) - keys):
+    if is_whole and (missing := set(kind.__struct_fields__) - keys - may_lack):
         raise ValueError(f"without {', '.join(sorted(missing))}")
     return found
 

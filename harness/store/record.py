@@ -25,6 +25,9 @@ from harness.store.codec import T, decode, encode
 
 SCHEMA = 1
 
+_ADDED = frozenset({"round_states", "stopped", "source"})
+"""Fields that records from before they were kept do not have."""
+
 
 class RecordError(ValueError):
     """A record file that cannot be read; the message is one line that names the file."""
@@ -37,6 +40,21 @@ class Phase(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """``host`` (perf_counter around a synchronised region) or ``cuda_event``."""
     samples_ms: list[list[float]]
     """One list per rank."""
+    host_ms: list[list[float]] = []
+    """How long the host took to enqueue the same passes, one list per rank; CUDA only."""
+    device_ms: list[list[float]] = []
+    """Further passes, of which the device started none before the host had enqueued it whole, one
+    list per rank; CUDA only. What ``samples_ms`` take longer, the device waited for its host."""
+
+
+class Round(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The circumstances of one round of a case."""
+
+    started_at: str
+    process: int
+    """Which of the run's worker processes measured it: rounds of equal numbers shared one."""
+    ranks: list[dict[str, Any]] = []
+    """By rank: the device's state ``before`` and ``after`` it, and the host's ``load``."""
 
 
 class Record(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -50,6 +68,13 @@ class Record(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     phases: dict[str, Phase] = {}
     rounds: list[int] = []
     """Measured passes per interleaved round; a single entry when not interleaved."""
+    round_states: list[Round] = []
+    """The circumstances of each round; empty in records from before they were kept."""
+    stopped: str = ""
+    """Why no further rounds were measured, where that was decided while measuring."""
+    source: dict[str, str] = {}
+    """Hashes of the source files that the case runs, by folder: its kernel, scheme, strategy, model
+    and task; empty in records from before they were kept."""
     memory: list[dict[str, Any]] = []
     """One mapping per rank, of byte counts and their ``source``."""
     work: dict[str, dict[str, Any]] = {}
@@ -78,7 +103,7 @@ class Record(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     @classmethod
     def from_json(cls, text: str) -> Record:
         """Decode a record; ValueError if the text is not a complete one of this schema."""
-        return decode(text.encode(), cls, schema=SCHEMA)
+        return decode(text.encode(), cls, schema=SCHEMA, may_lack=_ADDED)
 
 
 def require_status(status: str) -> None:
@@ -223,7 +248,7 @@ def read_file(path: Path, kind: type[T]) -> tuple[T, float]:
     """
     try:
         with path.open("rb") as file:
-            found = decode(file.read(), kind, schema=SCHEMA)
+            found = decode(file.read(), kind, schema=SCHEMA, may_lack=_ADDED)
             return found, os.fstat(file.fileno()).st_mtime
     except (ValueError, OSError, RecursionError) as error:
         reason = (getattr(error, "strerror", None) or str(error)).splitlines()[0]

@@ -43,6 +43,8 @@ class Rounds(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """See :func:`conditions`."""
     started_at: list[str] = []
     """When each round began, for all cases of its group."""
+    processes: list[int] = []
+    """Which of the runs' worker processes measured each round."""
     wall_s: float = 0.0
     outcomes: list[list[dict[str, Any]]] = []
     """The outcomes of each round, in rank order."""
@@ -66,7 +68,12 @@ class RoundStore:
         if not self.folder.exists():
             return None
         try:
-            return decode(self._path(case_id).read_bytes(), Rounds, schema=SCHEMA)
+            return decode(
+                self._path(case_id).read_bytes(),
+                Rounds,
+                schema=SCHEMA,
+                may_lack=frozenset({"processes"}),
+            )
         except FileNotFoundError:
             return None
         except OSError as error:

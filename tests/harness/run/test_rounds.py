@@ -192,6 +192,10 @@ def in_shape(record: Record) -> dict[str, Any]:
         assert values.pop(key)
     assert len(values["notes"].pop("rounds_started_at")) == 3
     values["notes"].pop("resumed_rounds", None)
+    for state in values["round_states"]:
+        assert state.pop("started_at")
+        assert state.pop("process")
+    assert len(values["round_states"]) == 3
     return values
 
 
