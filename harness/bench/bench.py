@@ -164,8 +164,13 @@ class Bench:
         else:
             devices.reset_peak_resident()
 
-    def note_memory(self, *, own_bytes: int = 0) -> None:
-        """Record the peaks of the measured passes, without the bench's own buffers."""
+    def note_memory(self, *, own_bytes: int = 0, further: bool = False) -> None:
+        """Record the peaks of the measured passes, without the bench's own buffers.
+
+        Args:
+            further: keep what was recorded before where it is more.
+        """
+        before = dict(self.outcome.memory) if further else {}
         if self.device.type == "cuda":
             allocated = torch.cuda.max_memory_allocated(self.device)
             reserved = torch.cuda.max_memory_reserved(self.device)
@@ -181,6 +186,9 @@ class Bench:
                 "peak_rss_bytes": peak,
                 "baseline_rss_bytes": self._baseline_rss,
             }
+        for key in ("peak_allocated_bytes", "peak_reserved_bytes", "peak_rss_bytes"):
+            if key in before:
+                self.outcome.memory[key] = max(before[key], self.outcome.memory[key])
 
     def add_to_peaks(self, num_bytes: int) -> None:
         """Add memory that was held throughout but that the peaks do not include."""
@@ -235,6 +243,7 @@ class Bench:
         whole_step: str | None = None,
         in_a_row: bool = False,
         flush_cache: bool = False,
+        check: Callable[[], None] | None = None,
     ) -> None:
         """Repeat ``step`` ``warmup`` times untimed, then ``passes`` times timed.
 
@@ -244,6 +253,8 @@ class Bench:
             in_a_row: time the whole step from the beginning of one pass to that of the next
                 instead, since a pass may leave work that overlaps with the next one.
             flush_cache: empty the GPU's L2 before every pass, outside the timed region.
+            check: looks at the results of the last pass: after the warm-up, about half way and
+                after the last pass. Neither its time nor its memory is measured.
         """
         timer = PhaseTimer(self.device)
         scratch = None
@@ -263,18 +274,35 @@ class Bench:
         timer.reserve(passes * per_pass)
         self.vote()
 
-        self.stage("measuring")
+        def pause() -> None:
+            """Check, and take a pass as warm as it was before."""
+            if check is not None:
+                self._check_results(check)
+                self.stage("warm-up")
+                self.barrier()
+                step(PhaseTimer(self.device))
+                self.synchronize()
+
+        if warmup:
+            pause()
         compiled_before = self.compile_watch.count
         state_before = devices.gpu_state(self.device)
-        self._start_peaks()
-        if in_a_row:
-            self.outcome.notes["in_a_row"] = True
-            whole = self._time_in_a_row(step, timer, passes, warm=warmup > 0)
-        else:
-            whole = self._time_apart(step, timer, passes, scratch, ends=whole_step is not None)
-        self.synchronize()
+        whole: list[float] = []
+        for index, part in enumerate(_parts(passes) if check is not None else [passes]):
+            if index:
+                pause()
+            self.stage("measuring")
+            self._start_peaks()
+            if in_a_row:
+                self.outcome.notes["in_a_row"] = True
+                whole += self._time_in_a_row(step, timer, part, warm=warmup > 0)
+            else:
+                ends = whole_step is not None
+                whole += self._time_apart(step, timer, part, scratch, ends=ends)
+            self.synchronize()
+            own_bytes = 0 if scratch is None else FLUSH_BYTES
+            self.note_memory(own_bytes=own_bytes, further=index > 0)
 
-        self.note_memory(own_bytes=0 if scratch is None else FLUSH_BYTES)
         self.outcome.device_state.setdefault("before", state_before)
         self.outcome.device_state["after"] = devices.gpu_state(self.device)
         recompilations = self.compile_watch.count - compiled_before
@@ -289,6 +317,20 @@ class Bench:
         if whole_step is not None:
             self.outcome.clocks[whole_step] = phase_clock if in_a_row else "host"
             self.outcome.samples_ms[whole_step] = whole
+        if check is not None and passes:
+            self._check_results(check)
+
+    def _check_results(self, check: Callable[[], None]) -> None:
+        """Check the last pass on all ranks and give back the memory that this took."""
+        self.stage("checking")
+        self.synchronize()
+        check()
+        self.vote()
+        if self.device.type == "cuda":
+            self.synchronize()
+            torch.cuda.empty_cache()
+        else:
+            devices.release_resident()
 
     def _time_apart(
         self,
@@ -327,3 +369,13 @@ class Bench:
         # Work that the last pass leaves behind is not part of its time.
         self.synchronize()
         return between.collect()["pass"]
+
+
+def _parts(passes: int) -> list[int]:
+    """``passes`` in two parts, with a check between them.
+
+    The first part is even: then the checks see passes of both parities, and a result that is
+    wrong in every other pass does not slip between them.
+    """
+    first = passes // 4 * 2 or min(2, passes)
+    return [first, passes - first] if first < passes else [first]

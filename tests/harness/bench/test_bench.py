@@ -9,10 +9,12 @@ import time
 import pytest
 import torch
 
+from harness.bench import devices
 from harness.bench.bench import Bench
 from harness.bench.copy_bandwidth import COPY_BYTES, copy_bandwidth_gb_s, measured_gb_s
 from harness.bench.launches import count_launches
 from harness.bench.matmul_rate import MATMUL_SIZE, matmul_tflops, measured_tflops
+from harness.bench.outcome import WrongResult
 from harness.bench.phase_timer import PhaseTimer
 
 
@@ -212,3 +214,75 @@ def test_the_matmul_rate_is_measured_once_for_each_dtype(monkeypatch: pytest.Mon
     monkeypatch.setitem(MATMUL_SIZE, "cpu", 64)
     assert matmul_tflops(bench, "float32") == first > 0
     assert matmul_tflops(bench, "float64") != first
+
+
+class TestChecksBetweenPasses:
+    @pytest.mark.usefixtures("clock")
+    @pytest.mark.parametrize("in_a_row", [False, True])
+    def test_before_between_and_after_and_outside_the_times(self, in_a_row: bool) -> None:
+        bench = Bench(device=torch.device("cpu"))
+        events: list[str] = []
+
+        def step(timer: PhaseTimer) -> None:
+            events.append(bench.current_stage)
+            with timer.phase("work"):
+                time.sleep(0.01)
+
+        def check() -> None:
+            assert bench.current_stage == "checking"
+            events.append("check")
+            time.sleep(1)
+
+        bench.measure(step, warmup=2, passes=6, whole_step="step", in_a_row=in_a_row, check=check)
+        again = ["warm-up"] + ["measuring"] * in_a_row
+        expected = [*["warm-up"] * 2, "check", *again, *["measuring"] * 2]
+        expected += ["check", *again, *["measuring"] * 4, "check"]
+        assert events == expected
+        for name in ("work", "step"):
+            assert bench.outcome.samples_ms[name] == pytest.approx([10] * 6)
+
+    @pytest.mark.parametrize("warmup", [1, 2, 5])
+    @pytest.mark.parametrize("passes", [2, 3, 4, 5, 6, 10, 100])
+    def test_see_passes_of_both_parities(self, warmup: int, passes: int) -> None:
+        """Counted from the first call, whatever the numbers of passes."""
+        bench = Bench(device=torch.device("cpu"))
+        calls, seen = [0], set()
+
+        def step(timer: PhaseTimer) -> None:
+            calls[0] += 1
+
+        bench.measure(step, warmup=warmup, passes=passes, check=lambda: seen.add(calls[0] % 2))
+        assert seen == {0, 1}
+
+    def test_a_peak_of_either_part_counts_and_that_of_the_check_does_not(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        bench = Bench(device=torch.device("cpu"))
+        peak, steps = [0], iter([50, 50, 70, 20, 20, 20, 20])
+
+        def step(timer: PhaseTimer) -> None:
+            peak[0] = max(peak[0], next(steps))
+
+        def reset() -> None:
+            peak[0] = 0
+
+        monkeypatch.setattr(devices, "reset_peak_resident", reset)
+        monkeypatch.setattr(devices, "peak_resident_bytes", lambda: bench._baseline_rss + peak[0])
+
+        def check() -> None:
+            peak[0] = 1_000
+
+        bench.measure(step, warmup=1, passes=4, check=check)
+        assert bench.outcome.memory["peak_rss_bytes"] == 70
+
+    def test_nothing_is_measured_after_a_wrong_result(self) -> None:
+        bench = Bench(device=torch.device("cpu"))
+        calls = []
+
+        def check() -> None:
+            raise WrongResult("no")
+
+        with pytest.raises(WrongResult):
+            bench.measure(lambda timer: calls.append(1), warmup=1, passes=4, check=check)
+        assert len(calls) == 1
+        assert bench.outcome.samples_ms == {}
