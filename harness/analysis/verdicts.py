@@ -1,0 +1,341 @@
+"""Whether one case is faster than another: a verdict from the rounds of both.
+
+Samples of one round share the clocks, the neighbours and the memory addresses of that round, so
+that they say nothing about the next one. The unit is therefore the round, and its value the
+logarithm of its median (Kalibera and Jones, "Rigorous benchmarking in reasonable time", ISMM 2013;
+Georges, Buytaert and Eeckhout, OOPSLA 2007). Where several processes measured several rounds each,
+the unit is the process. The interval of the ratio is Welch's ("The generalization of Student's
+problem", Biometrika 1947), or that of the differences round by round where rounds were taken in
+turns and it is narrower; each spends its part of the error rate, so that the narrower may be used.
+
+FASTER and SLOWER need the whole interval beyond a band of equivalence, SAME needs it wholly within
+(Schuirmann, "two one-sided tests", 1987); everything else is UNCLEAR. Rounds may be added to what
+is UNCLEAR: each look at the data spends its part of one error rate (:data:`LOOKS`; Lan and DeMets,
+"Discrete sequential boundaries for clinical trials", 1983, here with Bonferroni's bound), which
+holds over all looks together.
+
+Between runs the unit is the run. One run on each side shows no spread between runs, so that the
+machine's own level (:mod:`harness.analysis.run_to_run`) is added to the interval's variance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from harness.analysis.student import two_sided_quantile
+
+Floats = NDArray[np.float64]
+Rounds = Sequence[Sequence[float]]
+"""Samples by round, of the slowest rank, in any unit of time."""
+
+EQUIVALENCE = 0.01
+"""Times closer than this are the same for every purpose that a table has."""
+
+ERROR_RATE = 0.02
+"""The rate, over all looks, at which equal cases may be called FASTER or SLOWER. It is a bound for
+noise far wider than the band; noise of 3% per round comes to a quarter of it."""
+
+LOOKS = (5, 7, 10, 14, 20, 28, 40)
+"""The numbers of rounds at which ``until=decided`` looks."""
+
+FIRST_LOOK = 0.6
+"""The first look's part of the error rate; the later ones share the rest evenly."""
+
+DIFFERENCES = 0.15
+"""The part of a look's error rate that the interval of differences spends."""
+
+MOST_ROUNDS = 28
+FEWEST_ROUNDS = 3
+"""With two, equal medians of a coarse clock pass for certainty."""
+
+MORE = "interleave=5 or until=decided measures what a verdict needs"
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Level:
+    """How much the time of one case varies from process to process on one machine."""
+
+    std_log: float
+    """Standard deviation of log time between processes: 0.02 is 2%."""
+    df: float
+    """Degrees of freedom of that estimate."""
+    num_processes: int = 0
+    """The processes that it was calibrated in; 0 where it is assumed."""
+    num_cases: int = 0
+    host: str | None = None
+    device: str | None = None
+
+    @property
+    def words(self) -> str:
+        """``a run-to-run level of 0.8% (3 cases in 5 processes)``."""
+        how = (
+            f"{self.num_cases} cases in {self.num_processes} processes"
+            if self.num_processes
+            else "assumed: this machine has no calibration"
+        )
+        return f"a run-to-run level of {_percent(self.std_log)} ({how})"
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Verdict:
+    """A word with what it rests on."""
+
+    word: str
+    """FASTER, SLOWER, SAME or UNCLEAR: the candidate against the baseline."""
+    ratio: float
+    """Time of the baseline over time of the candidate: more than 1 is faster."""
+    low: float
+    high: float
+    """The ends of the ratio's interval; NaN where there are too few rounds for one."""
+    num_rounds: int
+    """Rounds of the side that has fewer."""
+    band: float
+    """The band that the interval was held against: 0.01 is 1%."""
+    why: str = ""
+    """For UNCLEAR: what is missing. Empty otherwise."""
+
+
+def decide(
+    baseline: Rounds,
+    candidate: Rounds,
+    *,
+    band: float = EQUIVALENCE,
+    looks: int = 1,
+    paired: bool = True,
+    baseline_processes: Sequence[int] = (),
+    candidate_processes: Sequence[int] = (),
+    level: Level | None = None,
+) -> Verdict:
+    """The verdict on a candidate.
+
+    Args:
+        band: of equivalence; widened to ``level`` where the rounds do not show that level.
+        looks: how often these rounds have been looked at, this time included; see
+            :func:`looks_at`.
+        paired: whether the rounds of both were taken in turns. Rounds that only one side has are
+            then left out.
+        baseline_processes, candidate_processes: by round, which process measured it.
+        level: of the machine. The interval is widened by it unless both were measured in turns, in
+            the same processes or in at least :data:`FEWEST_ROUNDS` each.
+
+    Returns:
+        UNCLEAR where either side has fewer than :data:`FEWEST_ROUNDS` rounds with samples.
+    """
+    sides = [
+        _Side.of(rounds, processes)
+        for rounds, processes in (
+            (baseline, baseline_processes),
+            (candidate, candidate_processes),
+        )
+    ]
+    num_rounds = min(len(side.values) for side in sides)
+    if not num_rounds:
+        return _unclear(math.nan, 0, band, "no samples")
+    if paired:
+        sides = [side.first(num_rounds) for side in sides]
+    shift = float(sides[0].values.mean() - sides[1].values.mean())
+    if num_rounds < FEWEST_ROUNDS:
+        many = "one round" if num_rounds == 1 else f"{num_rounds} rounds"
+        return _unclear(math.exp(shift), num_rounds, band, f"{many}; {MORE}")
+    together = paired and sides[0].processes == sides[1].processes
+    shown = paired and all(side.num_processes >= FEWEST_ROUNDS for side in sides)
+    if level is not None and not shown:
+        band = max(band, level.std_log)
+    units = [side.units() for side in sides]
+    shift = float(units[0].mean() - units[1].mean())
+    extra = None if shown or together else level
+    alpha = alpha_of(looks)
+    half = _half_width(units, [side.floor for side in sides], alpha, paired, extra)
+    low, high = shift - half, shift + half
+    edge = math.log1p(band)
+    word = "UNCLEAR"
+    if low > edge:
+        word = "FASTER"
+    elif high < -edge:
+        word = "SLOWER"
+    elif -edge < low and high < edge:
+        word = "SAME"
+    verdict = Verdict(
+        word=word,
+        ratio=math.exp(shift),
+        low=math.exp(low),
+        high=math.exp(high),
+        num_rounds=num_rounds,
+        band=band,
+    )
+    if word == "UNCLEAR":
+        why = _what_it_takes(units, abs(shift), edge, alpha, extra)
+        verdict = replace(verdict, why=why)
+    return verdict
+
+
+def alpha_of(looks: int) -> float:
+    """The part of the error rate that a look spends; all looks together spend no more than it."""
+    if looks <= 1:
+        return ERROR_RATE * FIRST_LOOK
+    return ERROR_RATE * (1 - FIRST_LOOK) / (len(LOOKS) - 1)
+
+
+def looks_at(num_rounds: int, *, until_decided: bool) -> int:
+    """The look of a case that has this many rounds: the first where their number was fixed."""
+    if not until_decided:
+        return 1
+    return 1 + sum(rounds < num_rounds for rounds in LOOKS)
+
+
+def more_rounds(num_rounds: int, most_rounds: int = MOST_ROUNDS) -> int:
+    """How many rounds to add to a pair that is UNCLEAR before the next look; 0 for no more."""
+    later = [rounds for rounds in LOOKS if num_rounds < rounds <= most_rounds]
+    return later[0] - num_rounds if later else 0
+
+
+def stop_reason(num_rounds: int, *, undecided: int, seconds: float | None = None) -> str:
+    """The text of a record's ``stopped``.
+
+    Args:
+        undecided: pairs that are still UNCLEAR.
+        seconds: the time budget, if that is what ended the measuring.
+    """
+    rounds = f"{num_rounds} rounds" if num_rounds != 1 else "1 round"
+    if not undecided:
+        return f"decided after {rounds}"
+    left = f"{undecided} pair{'s' if undecided > 1 else ''} UNCLEAR"
+    if seconds is not None:
+        return f"time budget of {seconds:g} s, after {rounds}: {left}"
+    return f"{rounds}, the most allowed: {left}"
+
+
+def rule(band: float = EQUIVALENCE) -> str:
+    """A caption's sentence on when :func:`decide` says which word."""
+    return (
+        f"FASTER and SLOWER where the whole interval lies beyond {100 * band:.3g}% from 1, SAME "
+        "where all of it lies within, UNCLEAR otherwise"
+    )
+
+
+def interval_words() -> str:
+    """A caption's words for the interval."""
+    return (
+        f"the interval of {100 * (1 - alpha_of(1)):.3g}% by Student's t over rounds, whose values "
+        "are their medians"
+    )
+
+
+@dataclass(slots=True)
+class _Side:
+    values: Floats
+    """The log of each round's median."""
+    floors: Floats
+    """The variance that the samples within a round alone give to its value."""
+    processes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, rounds: Rounds, processes: Sequence[int]) -> _Side:
+        kept = [index for index, samples in enumerate(rounds) if len(samples)]
+        logs = [np.log(np.asarray(rounds[index], dtype=float)) for index in kept]
+        known = len(processes) == len(rounds)
+        return cls(
+            values=np.array([np.log(np.median(np.exp(samples))) for samples in logs]),
+            floors=np.array([_median_variance(samples) for samples in logs]),
+            processes=tuple(processes[index] if known else 0 for index in kept),
+        )
+
+    def first(self, number: int) -> _Side:
+        return _Side(self.values[:number], self.floors[:number], self.processes[:number])
+
+    @property
+    def num_processes(self) -> int:
+        return len(set(self.processes))
+
+    @property
+    def floor(self) -> float:
+        """The least variance of a unit, so that a lucky agreement does not pass for certainty."""
+        rounds_per_unit = len(self.values) / len(self.units())
+        return float(np.median(self.floors)) / rounds_per_unit
+
+    def units(self) -> Floats:
+        """Rounds; or processes, where there are enough of them and they measured several rounds."""
+        number = self.num_processes
+        if not FEWEST_ROUNDS <= number < len(self.values):
+            return self.values
+        owners = np.array(self.processes)
+        return np.array([self.values[owners == owner].mean() for owner in dict.fromkeys(owners)])
+
+
+def _median_variance(logs: Floats) -> float:
+    """The variance of the median of samples, if they were independent and normal."""
+    low, high = np.quantile(logs, [0.25, 0.75])
+    return float(math.pi / 2 * ((high - low) / 1.349) ** 2 / len(logs))
+
+
+def _half_width(
+    units: list[Floats],
+    floors: list[float],
+    alpha: float,
+    paired: bool,
+    level: Level | None,
+) -> float:
+    """Half the width of the interval of the difference of two sides' means."""
+    terms = [
+        (max(float(values.var(ddof=1)), floor) / len(values), len(values) - 1.0)
+        for values, floor in zip(units, floors, strict=True)
+    ]
+    if level is not None:
+        return _width([*terms, (2 * level.std_log**2, level.df)], alpha)
+    if not paired or len(units[0]) != len(units[1]):
+        return _width(terms, alpha)
+    differences = units[0] - units[1]
+    variance = max(float(differences.var(ddof=1)), sum(floors)) / len(differences)
+    return min(
+        _width(terms, alpha * (1 - DIFFERENCES)),
+        _width([(variance, len(differences) - 1.0)], alpha * DIFFERENCES),
+    )
+
+
+def _width(terms: Sequence[tuple[float, float]], alpha: float) -> float:
+    """Of a sum of independent variances, each with its degrees of freedom (Satterthwaite 1946)."""
+    total = sum(variance for variance, _ in terms)
+    if total == 0:
+        return 0.0
+    df = total**2 / sum(variance**2 / df for variance, df in terms)
+    # Rounding only serves the cache of quantiles.
+    return two_sided_quantile(alpha, round(df, 1)) * math.sqrt(total)
+
+
+def _what_it_takes(
+    units: list[Floats], shift: float, edge: float, alpha: float, level: Level | None
+) -> str:
+    """Why a verdict is open, and about how many rounds would close it."""
+    margin = abs(shift - edge)
+    variance = sum(float(values.var(ddof=1)) for values in units)
+    number = min(len(values) for values in units)
+    spread = f"{number} rounds that spread by {_percent(math.sqrt(variance / 2))}"
+    if level is not None:
+        alone = _width([(2 * level.std_log**2, level.df)], alpha)
+        if alone >= margin:
+            return f"{level.words} hides it; measure both in turns"
+    for needed in range(number + 1, 1001):
+        if two_sided_quantile(alpha, 2.0 * needed - 2) * math.sqrt(variance / needed) < margin:
+            return f"{spread}; about {needed} would tell"
+    return f"{spread}, and a ratio at the edge of the band: over 1,000 would tell"
+
+
+def _unclear(ratio: float, num_rounds: int, band: float, why: str) -> Verdict:
+    return Verdict(
+        word="UNCLEAR",
+        ratio=ratio,
+        low=math.nan,
+        high=math.nan,
+        num_rounds=num_rounds,
+        band=band,
+        why=why,
+    )
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.2g}%"

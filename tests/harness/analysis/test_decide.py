@@ -1,0 +1,204 @@
+"""Verdicts from rounds, against known quantiles, counted coverage and symmetries."""
+
+from __future__ import annotations
+
+import math
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+
+from harness.analysis.student import two_sided_quantile, two_sided_tail
+from harness.analysis.verdicts import (
+    ERROR_RATE,
+    LOOKS,
+    Level,
+    Verdict,
+    alpha_of,
+    decide,
+    looks_at,
+    more_rounds,
+    stop_reason,
+)
+
+
+def rounds(
+    random: np.random.Generator,
+    *,
+    shift: float = 0.0,
+    spread: float = 0.01,
+    number: int = 5,
+) -> list[list[float]]:
+    """Rounds of 9 samples with a level of their own, about 10 ms."""
+    levels = spread * random.standard_normal((number, 1))
+    samples = 10 * np.exp(shift + levels + 0.002 * random.standard_normal((number, 9)))
+    return [list(row) for row in samples]
+
+
+@pytest.mark.parametrize(
+    ("alpha", "df", "quantile"),
+    # Abramowitz and Stegun, table 26.10.
+    [(0.05, 1, 12.706), (0.05, 4, 2.776), (0.01, 8, 3.355), (0.002, 10, 4.144), (0.05, 100, 1.984)],
+)
+def test_quantiles_are_those_of_printed_tables(alpha: float, df: float, quantile: float) -> None:
+    assert two_sided_quantile(alpha, df) == pytest.approx(quantile, abs=6e-4)
+
+
+def test_tails_in_closed_form() -> None:
+    for t in (0.1, 1.0, 7.0):
+        assert two_sided_tail(t, 1) == pytest.approx(1 - 2 / math.pi * math.atan(t))
+        assert two_sided_tail(t, 2) == pytest.approx(1 - t / math.sqrt(2 + t * t))
+    normal = NormalDist().inv_cdf(1 - 0.003)
+    assert two_sided_quantile(0.006, 1e7) == pytest.approx(normal, rel=1e-5)
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
+    random = np.random.default_rng(1)
+    missed = 0
+    for _ in range(1000):
+        # As wide as the band is narrow, so that the rate is the interval's own.
+        found = decide(rounds(random, spread=0.1), rounds(random, spread=0.1), paired=False)
+        missed += not found.low <= 1 <= found.high
+    # Three standard deviations of a count of 12.
+    assert 12 - 11 <= missed <= 12 + 11
+
+
+def test_words_follow_the_whole_interval_and_the_band() -> None:
+    random = np.random.default_rng(2)
+    slow, fast = rounds(random, shift=0.05), rounds(random)
+    assert decide(slow, fast).word == "FASTER"
+    assert decide(fast, slow).word == "SLOWER"
+    assert decide(slow, fast, band=0.05).word == "UNCLEAR"
+    assert decide(slow, fast, band=0.2).word == "SAME"
+    quiet = [rounds(random, spread=0.001) for _ in range(2)]
+    assert decide(*quiet).word == "SAME"
+    assert decide(*quiet, band=0.0).word == "UNCLEAR"
+
+
+def test_swapped_sides_give_the_inverse_and_units_do_not_matter() -> None:
+    random = np.random.default_rng(3)
+    for paired in (True, False):
+        one, other = rounds(random, spread=0.03, shift=0.1), rounds(random)
+        found, swapped = decide(one, other, paired=paired), decide(other, one, paired=paired)
+        assert (1 / found.ratio, 1 / found.low) == pytest.approx((swapped.ratio, swapped.high))
+        seconds = [[[x / 1e3 for x in row] for row in side] for side in (one, other)]
+        scaled = decide(*seconds, paired=paired)
+        assert (scaled.low, scaled.high) == pytest.approx((found.low, found.high))
+
+
+def test_too_few_rounds_are_unclear_and_say_what_is_missing() -> None:
+    one = decide([[1.0, 1.1, 1.2]], [[2.0, 2.1, 2.2]])
+    assert (one.word, one.ratio) == ("UNCLEAR", pytest.approx(1.1 / 2.1))
+    assert one.why.startswith("one round; interleave=5")
+    assert math.isnan(one.low)
+    assert decide([[1.0]] * 2, [[2.0]] * 2).why.startswith("2 rounds")
+    assert decide([[1.0]] * 3, [[2.0]] * 3).word == "SLOWER"
+    assert decide([], [[1.0]]).why == "no samples"
+
+
+def test_unclear_says_about_how_many_rounds_would_tell() -> None:
+    random = np.random.default_rng(4)
+    enough = []
+    for _ in range(60):
+        few = rounds(random, shift=0.05, spread=0.02), rounds(random, spread=0.02)
+        found = decide(*few)
+        if found.word == "UNCLEAR" and "about " in found.why:
+            number = int(found.why.partition("about ")[2].split()[0])
+            many = [rounds(random, shift=shift, spread=0.02, number=number) for shift in (0.05, 0)]
+            enough.append(number < 20 or decide(*many).word == "FASTER")
+    assert len(enough) > 20
+    assert np.mean(enough) > 0.9
+
+
+def test_what_all_rounds_share_does_not_hide_a_difference() -> None:
+    random = np.random.default_rng(5)
+    common = np.linspace(0, 0.3, 14)
+    one, other = (
+        [list(np.array(row) * math.exp(shared)) for row, shared in zip(side, common, strict=True)]
+        for side in (
+            rounds(random, shift=0.03, spread=0.002, number=14),
+            rounds(random, spread=0.002, number=14),
+        )
+    )
+    assert decide(one, other).word == "FASTER"
+    assert decide(one, other, paired=False).word == "UNCLEAR"
+
+
+def test_the_unit_is_the_process_where_processes_measured_several_rounds() -> None:
+    random = np.random.default_rng(6)
+    false = {True: 0, False: 0}
+    for _ in range(150):
+        sides, owners = [], [index // 4 for index in range(16)]
+        for _ in range(2):
+            levels = 0.05 * random.standard_normal(4)
+            sides.append([[10 * math.exp(levels[owner])] * 3 for owner in owners])
+            for row in sides[-1]:
+                row[0] *= math.exp(0.01 * random.standard_normal())
+        for known in (True, False):
+            processes = owners if known else []
+            found = decide(*sides, baseline_processes=processes, candidate_processes=processes)
+            false[known] += found.word in ("FASTER", "SLOWER")
+    assert false[True] <= 0.02 * 150
+    assert false[False] > 0.1 * 150
+
+
+def test_between_runs_the_level_of_the_machine_widens_the_interval() -> None:
+    random = np.random.default_rng(7)
+    quiet = rounds(random, shift=0.05, spread=0.001), rounds(random, spread=0.001)
+    level = Level(std_log=0.02, df=8, num_processes=5, num_cases=2)
+    assert decide(*quiet, paired=False).word == "FASTER"
+    widened = decide(*quiet, paired=False, level=level)
+    assert (widened.word, widened.band) == ("UNCLEAR", 0.02)
+    assert "2 cases in 5 processes" in widened.why
+    half = two_sided_quantile(alpha_of(1), 8.0) * math.sqrt(2) * 0.02
+    assert math.log(widened.high / widened.ratio) == pytest.approx(half, rel=0.02)
+    # In turns in the same process only the band is that of the level.
+    together = decide(*quiet, level=level)
+    assert (together.word, together.band) == ("FASTER", 0.02)
+    fresh = decide(
+        *quiet, level=level, baseline_processes=range(5), candidate_processes=range(5, 10)
+    )
+    assert fresh.band == 0.01
+
+
+class TestUntilDecided:
+    def test_all_looks_together_spend_the_error_rate(self) -> None:
+        spent = sum(alpha_of(look) for look in range(1, len(LOOKS) + 1))
+        assert spent == pytest.approx(ERROR_RATE)
+
+    def test_rounds_lead_from_look_to_look(self) -> None:
+        number, seen = 5, []
+        while added := more_rounds(number, most_rounds=28):
+            seen.append(looks_at(number, until_decided=True))
+            number += added
+        assert (number, seen) == (28, [1, 2, 3, 4, 5])
+        assert looks_at(8, until_decided=True) == 3
+        assert looks_at(8, until_decided=False) == 1
+        assert more_rounds(3) == 2
+
+    def test_equal_cases_are_rarely_told_apart_however_often_it_is_looked(self) -> None:
+        random = np.random.default_rng(8)
+        false = sum(
+            self.measured(random, shift=0.0).word in ("FASTER", "SLOWER") for _ in range(80)
+        )
+        assert false <= 2
+        found = sum(self.measured(random, shift=0.05).word == "FASTER" for _ in range(20))
+        assert found >= 16
+
+    @staticmethod
+    def measured(random: np.random.Generator, shift: float) -> Verdict:
+        one, other, number = [], [], 5
+        added = number
+        while True:
+            one += rounds(random, shift=shift, spread=0.03, number=added)
+            other += rounds(random, spread=0.03, number=added)
+            found = decide(one, other, looks=looks_at(len(one), until_decided=True))
+            added = more_rounds(len(one), most_rounds=40)
+            if found.word != "UNCLEAR" or not added:
+                return found
+
+    def test_reasons_are_sentences(self) -> None:
+        assert stop_reason(7, undecided=0) == "decided after 7 rounds"
+        assert stop_reason(28, undecided=2) == "28 rounds, the most allowed: 2 pairs UNCLEAR"
+        late = stop_reason(5, undecided=1, seconds=120)
+        assert late == "time budget of 120 s, after 5 rounds: 1 pair UNCLEAR"
