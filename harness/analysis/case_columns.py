@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from harness.analysis.memory import own_peak_bytes
 from harness.analysis.names import Names
 from harness.analysis.stats import median, slowest_rank
 from harness.cases.columns import BATCH_LAYOUTS
@@ -91,6 +92,10 @@ class Reading:
         has_tf32 = self.compute == "float32" and self.case["precision"]["tf32"]
         return self.hardware.peak_tflops.get("tf32" if has_tf32 else self.compute, np.nan)
 
+    @property
+    def on_cuda(self) -> bool:
+        return bool(self.case["device"] == "cuda")
+
     def largest(self, key: str, unit: int) -> float:
         """Largest value over ranks, since the fullest device decides what fits."""
         ranks = self.record.memory
@@ -99,8 +104,10 @@ class Reading:
 
     @cached_property
     def peak_memory_gib(self) -> float:
-        allocated = self.largest("peak_allocated_bytes", GIB)
-        return self.largest("peak_rss_bytes", GIB) if np.isnan(allocated) else allocated
+        """What the case held at most, on the fullest rank."""
+        peaks = [own_peak_bytes(rank) for rank in self.record.memory]
+        known = [peak for peak in peaks if peak is not None]
+        return max(known) / GIB if known else np.nan
 
     @cached_property
     def predicted_memory_gib(self) -> float:
@@ -217,7 +224,7 @@ CASE_COLUMNS: Mapping[str, Callable[[Reading], Any]] = {
     "reason": lambda of: (of.record.error or {}).get("message"),
     "memory_source": lambda of: of.record.memory[0].get("source") if of.record.memory else None,
     "peak_memory_gib": lambda of: of.peak_memory_gib,
-    "peak_allocated_gib": lambda of: of.largest("peak_allocated_bytes", GIB),
+    "peak_allocated_gib": lambda of: of.peak_memory_gib if of.on_cuda else np.nan,
     "peak_reserved_gib": lambda of: of.largest("peak_reserved_bytes", GIB),
     "peak_rss_gib": lambda of: of.largest("peak_rss_bytes", GIB),
     "before_backward_mib": lambda of: of.largest("before_backward_bytes", MIB),

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.bench import devices
+from harness.bench import devices, peaks
 from harness.bench.compile_watch import CompileWatch
 from harness.bench.outcome import Outcome, PeerFailed, PeerSilent
 from harness.bench.phase_timer import PhaseTimer
@@ -60,6 +60,7 @@ class Bench:
         self._round_index = round_index
         self._artifacts = artifacts
         self._baseline_rss = devices.resident_bytes()
+        self._baseline_allocated = 0
 
     @property
     def in_first_round(self) -> bool:
@@ -143,25 +144,28 @@ class Bench:
         whole, rest = divmod(passes, self._rounds)
         return whole + (self._round_index < rest)
 
-    def release_memory(self) -> None:
-        """Return unused memory to the system, so that the case starts like a new process."""
-        gc.collect()
+    def release_memory(self, *, holds_inputs: bool = False) -> None:
+        """Return unused memory to the system, so that the case starts like a new process.
+
+        On CUDA what is allocated then is the baseline of the peaks.
+
+        Args:
+            holds_inputs: the case has tensors already, and the baseline stays what it was.
+        """
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda.empty_cache()
+            allocated = peaks.start_afresh(self.device)
+            if not holds_inputs:
+                self._baseline_allocated = allocated
         else:
+            gc.collect()
             devices.release_resident()
 
     def _start_peaks(self) -> None:
-        """Reset the peaks to what is allocated now.
-
-        Cached memory is kept, or the first pass would pay for allocating it again.
-        """
-        gc.collect()
+        """Reset the peaks to what is in use now."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
+            peaks.start(self.device)
         else:
+            gc.collect()
             devices.reset_peak_resident()
 
     def note_memory(self, *, own_bytes: int = 0, further: bool = False) -> None:
@@ -178,7 +182,11 @@ class Bench:
                 "source": "cuda",
                 "peak_allocated_bytes": allocated - own_bytes,
                 "peak_reserved_bytes": reserved - own_bytes,
+                "baseline_allocated_bytes": self._baseline_allocated,
             }
+            idle = peaks.idle_graph_bytes(self.device)
+            if idle:
+                self.outcome.memory["idle_graph_bytes"] = idle
         else:
             peak = max(0, devices.peak_resident_bytes() - self._baseline_rss)
             self.outcome.memory |= {
@@ -195,11 +203,6 @@ class Bench:
         for key in ("peak_allocated_bytes", "peak_reserved_bytes"):
             if key in self.outcome.memory:
                 self.outcome.memory[key] += num_bytes
-
-    def add_temporaries(self, num_bytes: int) -> None:
-        """Add a CUDA graph's temporaries to the allocated peak; its pool is reserved already."""
-        if "peak_allocated_bytes" in self.outcome.memory:
-            self.outcome.memory["peak_allocated_bytes"] += num_bytes
 
     def allocated_bytes(self) -> int:
         """Bytes that tensors hold on a CUDA device now; 0 on a CPU, which does not count them."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,12 +51,10 @@ class GraphedPasses(Passes):
         self._forward: tuple[torch.cuda.CUDAGraph, Tensor] | None = None
         self._backward: tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]] | None = None
         self._do: Tensor | None = None
-        self.temporary_bytes = 0
-        """The most that a pass allocates and frees within its graph: seen only at capture."""
 
     def forward(self) -> Tensor:
         if self._forward is None:
-            self._forward = self._capture(super().forward, super().forward, None)
+            self._forward = capture(super().forward)
         graph, o = self._forward
         graph.replay()
         return o
@@ -67,23 +63,13 @@ class GraphedPasses(Passes):
         assert self._forward is not None, "a backward pass needs a forward pass"
         if self._backward is None:
             forward, backward = super().forward, super().backward
-            self._backward = self._capture(
-                lambda: backward(o, do), lambda: backward(forward(), do), self._forward[0].pool()
+            self._backward = capture(
+                lambda: backward(o, do),
+                warm_up=lambda: backward(forward(), do),
+                pool=self._forward[0].pool(),
             )
             self._do = do
         assert do is self._do, "a graph reads the gradient that it was captured with"
         graph, gradients = self._backward
         graph.replay()
         return gradients
-
-    def _capture(
-        self, step: Callable[[], Any], warm_up: Callable[[], Any], pool: Any
-    ) -> tuple[torch.cuda.CUDAGraph, Any]:
-        def watched() -> Any:
-            torch.cuda.reset_peak_memory_stats()
-            result = step()
-            given_back = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
-            self.temporary_bytes = max(self.temporary_bytes, given_back)
-            return result
-
-        return capture(watched, warm_up=warm_up, pool=pool)

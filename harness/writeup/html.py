@@ -19,6 +19,7 @@ from typing import Any
 from matplotlib.colors import to_hex, to_rgb
 
 from harness.analysis.case_columns import GIB
+from harness.analysis.memory import own_peak_bytes
 from harness.analysis.stats import median, quartiles, slowest_rank
 from harness.cases import format as fmt
 from harness.paths import ROOT
@@ -226,10 +227,7 @@ def _summary(record: Record) -> dict[str, Any]:
             phases[name] = [phase.clock, len(series), *shown]
             samples = [float(f"{value:.4g}") for value in series[:MAX_SAMPLES]]
     facts: dict[str, str] = {}
-    peaks = [
-        rank.get("peak_allocated_bytes") or rank.get("peak_rss_bytes") or 0
-        for rank in record.memory
-    ]
+    peaks = [own_peak_bytes(rank) or 0 for rank in record.memory]
     if any(peaks):
         facts["peak memory (GiB)"] = fmt.number(max(peaks) / GIB)
     check = record.check or {}

@@ -8,13 +8,24 @@ they may change between replays, in place.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 WARM_UP_CALLS = 3
-"""Before capture, on a stream of their own: kernels compile, libraries allocate workspaces."""
+"""Before capture, on the stream that captures: kernels compile, libraries allocate workspaces."""
+
+
+@cache
+def capture_stream(device_index: int) -> torch.cuda.Stream:
+    """The one stream of this process on which steps are captured.
+
+    cuBLAS has a workspace for each stream, which PyTorch keeps: a new stream for each capture
+    would cost 32 MiB each time.
+    """
+    return torch.cuda.Stream(device_index)
 
 
 class GraphedStep:
@@ -55,14 +66,14 @@ def capture(
         warm_up: called before instead of ``step``, which then is called once.
         pool: of a graph that is replayed before this one each time, and shares its memory.
     """
-    stream = torch.cuda.Stream()
+    stream = capture_stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(WARM_UP_CALLS):
             (warm_up or step)()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    with torch.cuda.graph(graph, pool=pool, stream=stream):
         result = step()
     return graph, result
 

@@ -271,6 +271,4 @@ class AttentionTask(Task):
                     both.backward(o, do)
 
         bench.measure(step, warmup=self.warmup_steps, passes=self.measure_steps, flush_cache=True)
-        if isinstance(both, passes.GraphedPasses):
-            bench.add_temporaries(both.temporary_bytes)
         profiling.profile_if_asked(case, bench, Program(step=step))

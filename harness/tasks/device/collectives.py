@@ -119,6 +119,7 @@ class Collectives(Task):
 
     def run(self, case: Case, bench: Bench) -> None:
         bench.stage("set-up")
+        bench.release_memory()
         group = dist.group.WORLD
         assert group is not None, "several ranks have a world"
         data = CollectiveData(
@@ -138,7 +139,7 @@ class Collectives(Task):
         bench.outcome.notes["size_bytes"] = self._size_bytes(case)
         if wrong:
             raise WrongResult(f"{wrong:,} elements of the results of all ranks are wrong")
-        bench.release_memory()
+        bench.release_memory(holds_inputs=True)
         operation.reset()
 
         def step(timer: PhaseTimer) -> None:

@@ -214,14 +214,10 @@ class TestCudaGraph:
         """Results of the calls before each capture, of graphs that a CPU can have."""
         seen: list[Any] = []
 
-        def capture(step: Any, *, warm_up: Any, pool: Any) -> tuple[Graph, Any]:
-            seen.append(warm_up())
+        def capture(step: Any, *, warm_up: Any = None, pool: Any = None) -> tuple[Graph, Any]:
+            seen.append((warm_up or step)())
             assert pool is None or pool in Graph.made
             return Graph(), step()
-
-        peaks = {"reset_peak_memory_stats": None, "max_memory_allocated": 9, "memory_allocated": 2}
-        for name, value in peaks.items():
-            monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
 
         monkeypatch.setattr(harness.measure.passes, "capture", capture)
         monkeypatch.setattr(Graph, "made", [])
@@ -235,14 +231,6 @@ class TestCudaGraph:
         assert outcome.check is not None
         assert 0 < max(outcome.check["errors"].values()) < 1e-5
         assert set(outcome.samples_ms) == {"forward", "backward", "forward_backward"}
-
-    def test_what_a_graph_gives_back_counts_as_its_memory(self, warm_ups: list[Any]) -> None:
-        case = make_case("attention=naive", "task.cuda_graph=true")
-        bench = Bench(device=torch.device("cpu"))
-        noted: list[int] = []
-        bench.add_temporaries = noted.append  # type: ignore[method-assign]
-        case.task.run(case, bench)
-        assert noted == [9 - 2]
 
     def test_without_gradients_there_is_one(self, warm_ups: list[Any]) -> None:
         run(make_case("attention=naive", "task.mode=forward", "task.cuda_graph=true"))
