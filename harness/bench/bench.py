@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.bench import devices, peaks
+from harness.bench import device_time, devices, peaks
 from harness.bench.compile_watch import CompileWatch
 from harness.bench.outcome import Outcome, PeerFailed, PeerSilent
 from harness.bench.phase_timer import PhaseTimer
@@ -291,6 +291,7 @@ class Bench:
         compiled_before = self.compile_watch.count
         state_before = devices.gpu_state(self.device)
         whole: list[float] = []
+        enqueued_ms: list[float] = []
         for index, part in enumerate(_parts(passes) if check is not None else [passes]):
             if index:
                 pause()
@@ -301,7 +302,9 @@ class Bench:
                 whole += self._time_in_a_row(step, timer, part, warm=warmup > 0)
             else:
                 ends = whole_step is not None
-                whole += self._time_apart(step, timer, part, scratch, ends=ends)
+                wholes, enqueued = self._time_apart(step, timer, part, scratch, ends=ends)
+                whole += wholes
+                enqueued_ms += enqueued
             self.synchronize()
             own_bytes = 0 if scratch is None else FLUSH_BYTES
             self.note_memory(own_bytes=own_bytes, further=index > 0)
@@ -314,14 +317,67 @@ class Bench:
         )
         # Without warm-up the first measured pass is where things compile: say so, by design.
         phase_clock = "cuda_event" if self.device.type == "cuda" else "host"
-        for name, samples in timer.collect().items():
+        samples_ms, host_ms = timer.collect_with_host()
+        for name, samples in samples_ms.items():
             self.outcome.clocks[name] = phase_clock
             self.outcome.samples_ms[name] = samples
         if whole_step is not None:
             self.outcome.clocks[whole_step] = phase_clock if in_a_row else "host"
             self.outcome.samples_ms[whole_step] = whole
+        if not in_a_row:
+            # In a row the launch queue was soon full, and the host waited in it.
+            self.outcome.host_ms |= host_ms
+            if whole_step is not None and enqueued_ms:
+                self.outcome.host_ms[whole_step] = enqueued_ms
         if check is not None and passes:
             self._check_results(check)
+        if whole_step is None:
+            # A whole step changes what it trains: its task says when it may run again.
+            self.measure_device(step, scratch=scratch)
+
+    def measure_device(
+        self,
+        step: Callable[[PhaseTimer], None],
+        *,
+        whole_step: str | None = None,
+        scratch: torch.Tensor | None = None,
+    ) -> None:
+        """Run a few more passes, which tell the device's time from its host's; CUDA only.
+
+        On one rank see :func:`device_time.note_device_time`. On several, the host's time alone is
+        noted, by more passes where those measured were in a row.
+
+        Args:
+            whole_step: the name that ``measure`` was given. A task that gave one calls this
+                itself, once it has noted what further steps would change.
+            scratch: memory to write before each pass, to empty the GPU's L2.
+        """
+        outcome = self.outcome
+        if self.device.type != "cuda" or not any(outcome.samples_ms.values()):
+            return
+        if self.world_size == 1:
+            self.stage("timing the device alone")
+            # The check gave back what the passes need.
+            step(PhaseTimer(self.device))
+            device_time.note_device_time(
+                outcome,
+                step,
+                self.device,
+                device_time.Spin(self.device),
+                synchronize=self.synchronize,
+                before_pass=lambda: None if scratch is None else scratch.zero_(),
+                whole_step=whole_step,
+            )
+        elif outcome.notes.get("in_a_row") and whole_step is not None:
+            self.stage("timing the host")
+            device_time.note_host_time(
+                outcome, step, self.device, wait_for_all=self._wait_for_all, whole_step=whole_step
+            )
+
+    def _wait_for_all(self) -> None:
+        self.synchronize()
+        self.barrier()
+        self.synchronize()
 
     def _check_results(self, check: Callable[[], None]) -> None:
         """Check the last pass on all ranks and give back the memory that this took."""
@@ -343,9 +399,13 @@ class Bench:
         scratch: torch.Tensor | None,
         *,
         ends: bool,
-    ) -> list[float]:
-        """Milliseconds of each pass by the host clock, if each is synchronised; else none."""
-        whole = []
+    ) -> tuple[list[float], list[float]]:
+        """Milliseconds of each pass by the host clock, and on CUDA until the host had enqueued it.
+
+        None unless each pass is synchronised at its end.
+        """
+        whole: list[float] = []
+        enqueued: list[float] = []
         for _ in range(passes):
             if scratch is not None:
                 scratch.zero_()
@@ -353,9 +413,10 @@ class Bench:
             started = time.perf_counter()
             step(timer)
             if ends:
+                enqueued.append((time.perf_counter() - started) * 1e3)
                 self.synchronize()
                 whole.append((time.perf_counter() - started) * 1e3)
-        return whole
+        return whole, enqueued if self.device.type == "cuda" else []
 
     def _time_in_a_row(
         self, step: Callable[[PhaseTimer], None], timer: PhaseTimer, passes: int, *, warm: bool

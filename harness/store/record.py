@@ -41,7 +41,8 @@ class Phase(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     samples_ms: list[list[float]]
     """One list per rank."""
     host_ms: list[list[float]] = []
-    """How long the host took to enqueue the same passes, one list per rank; CUDA only."""
+    """How long the host took to enqueue the same passes, one list per rank; CUDA only. Of passes in
+    a row, which fill the launch queue, instead of a few further ones from an idle device."""
     device_ms: list[list[float]] = []
     """Further passes, of which the device started none before the host had enqueued it whole, one
     list per rank; CUDA only. What ``samples_ms`` take longer, the device waited for its host."""

@@ -163,6 +163,8 @@ class TrainStep(Task):
         _note_loss(bench, step.loss())
 
         # From here on, the step runs beside the measured ones.
+        bench.measure_device(step, whole_step="step")
+
         def finished_step(timer: PhaseTimer) -> None:
             # A profiler that stops while gloo still works would end the process.
             step(timer)
