@@ -23,6 +23,8 @@ from harness.request.grid import Parts, default_config, expand, require_key, set
 from harness.run.launcher import Launcher
 from harness.run.options import RunOptions
 
+_FRESH = {"auto": None, "true": True, "false": False}
+
 
 @dataclass(kw_only=True, slots=True)
 class Request:
@@ -70,6 +72,7 @@ def compose_request(arguments: Sequence[str]) -> Request:
         isolate=run["isolate"] or sweep.isolate,
         retry=run["retry"],
         interleave=_rounds(cases, run["interleave"], sweep.interleave),
+        fresh_rounds=_FRESH[run["fresh_rounds"].lower()],
         wait=run["wait"],
         vote_timeout_s=getattr(
             launcher, "vote_timeout_s", RunOptions(results=Path()).vote_timeout_s
@@ -120,6 +123,7 @@ def _run_values(axes: Axes) -> dict[str, Any]:
         raise ValueError(f"timeout_s={run['timeout_s']:g}: must be positive")
     require_at_least("interleave", run["interleave"], 1)
     require_choice("device", run["device"], ("auto", "cpu", "cuda"))
+    require_choice("fresh_rounds", run["fresh_rounds"].lower(), tuple(_FRESH))
     return run
 
 

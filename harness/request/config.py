@@ -45,6 +45,8 @@ class Config:
     plan: bool = False
     interleave: int = 1
     """Number of rounds that the measured passes of each case are split into."""
+    fresh_rounds: str = "auto"
+    """Whether each round has worker processes of its own: auto, true or false."""
     scale: str = "auto"
     wait: bool = False
 
@@ -58,6 +60,7 @@ RUN_KEYS = (
     "retry",
     "plan",
     "interleave",
+    "fresh_rounds",
     "scale",
     "wait",
 )

@@ -22,7 +22,11 @@ def serve_agent(*, address: str, port: int, rank: int, token: str, logs: Path) -
 
     Raises HostError if the leader cannot be reached or refuses.
     """
-    with contextlib.closing(Link(_connect(address, port))) as link:
+    with (
+        contextlib.closing(Link(_connect(address, port))) as link,
+        # Workers that are started anew for another round find what the last ones compiled.
+        tempfile.TemporaryDirectory(prefix="attnbench-") as caches,
+    ):
         hello = {"rank": rank, "token": token, "host": socket.gethostname()}
         link.send(hello | {"version": __version__, "time_s": time.time()})
         answer = link.receive(timeout_s=CONNECT_TIMEOUT_S) or {}
@@ -33,9 +37,8 @@ def serve_agent(*, address: str, port: int, rank: int, token: str, logs: Path) -
             if "start" not in order:
                 continue
             number += 1
-            with tempfile.TemporaryDirectory(prefix="attnbench-") as scratch:
-                worker = start_rank(RankStart(**order["start"]), logs=logs, scratch=scratch)
-                alive = _pass_on(link, worker)
+            worker = start_rank(RankStart(**order["start"]), logs=logs, caches=caches)
+            alive = _pass_on(link, worker)
             if not alive:
                 break
         return number

@@ -122,13 +122,13 @@ class Hosts:
             port = free.getsockname()[1]
         return f"tcp://{self._address}:{port}"
 
-    def start(self, start: RankStart, *, logs: Path, scratch: str) -> RankProcess:
+    def start(self, start: RankStart, *, logs: Path, caches: str) -> RankProcess:
         """Start one rank on its host; OSError or HostError if that host has gone."""
         here = self.local_ranks is None or start.rank < self.local_ranks
         start.ranks_on_host = min(start.world_size, self.ranks_per_node or start.world_size)
         start.local_rank = start.rank % start.ranks_on_host
         if here:
-            return start_rank(start, logs=logs, scratch=scratch)
+            return start_rank(start, logs=logs, caches=caches)
         if start.rank not in self._agents:
             raise HostError(f"rank {start.rank}: no node was given for it")
         return RemoteRank(self._agents[start.rank], start)

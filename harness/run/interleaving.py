@@ -1,9 +1,10 @@
-"""Groups of cases that are compared with each other, and so measured in alternating rounds."""
+"""Groups of cases that are compared with each other, and the order of their turns in each round."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import random
+from collections.abc import Iterable, Sequence
 
 from harness.cases.case import Case
 
@@ -22,3 +23,13 @@ def comparison_groups(cases: Iterable[Case]) -> list[list[Case]]:
             del values["parallel"]
         groups.setdefault(json.dumps(values, sort_keys=True), []).append(case)
     return list(groups.values())
+
+
+def turns(cases: Sequence[Case], round_index: int) -> list[Case]:
+    """The order in which cases take their turns in one round.
+
+    It is random, so that no case always follows the same other one, and a function of the cases
+    and the round, so that a run which goes on after an interruption finds the same order.
+    """
+    seed = " ".join([*sorted(case.id for case in cases), str(round_index)])
+    return random.Random(seed).sample(list(cases), len(cases))

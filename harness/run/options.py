@@ -16,6 +16,10 @@ class RunOptions:
     retry: bool = False
     interleave: int = 1
     """Rounds that the measured passes of each case are split into; not a number of cases."""
+    fresh_rounds: bool | None = None
+    """Whether every round of a case has worker processes of its own. None starts them anew for each
+    round of one rank or of CPU ranks, and for every second round of several GPUs, whose start
+    takes 5 to 15 s."""
     vote_timeout_s: float = 60.0
     wait: bool = False
     """Follow cases that run elsewhere until their records are there."""

@@ -151,8 +151,8 @@ class LocalRank:
         self.events.close()
 
 
-def start_rank(start: RankStart, *, logs: Path, scratch: str) -> LocalRank:
-    """Start a worker process on this host."""
+def start_rank(start: RankStart, *, logs: Path, caches: str) -> LocalRank:
+    """Start a worker process on this host; ``caches`` is where it keeps what it compiles."""
     read_fd, write_fd = os.pipe()
     # Hosts may share the folder, and have processes of one number.
     job = f"job{os.environ['SLURM_JOB_ID']}-" if "SLURM_JOB_ID" in os.environ else ""
@@ -162,7 +162,7 @@ def start_rank(start: RankStart, *, logs: Path, scratch: str) -> LocalRank:
     command += [f"--local-rank={start.local_rank}", f"--ranks-on-host={start.ranks_on_host}"]
     command += [f"--world-size={start.world_size}", f"--vote-timeout-s={start.vote_timeout_s}"]
     command += ["--dynamo"] if start.dynamo else []
-    command += [f"--scratch={scratch}", f"--rendezvous={start.rendezvous}"]
+    command += [f"--caches={caches}", f"--rendezvous={start.rendezvous}"]
     # Above the parent's own limit, so that the parent ends a hang and reports it as one.
     command += [f"--collective-timeout-s={start.timeout_s + 60}"]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from datetime import UTC, datetime
 from typing import Any
 
 from harness.cases.case import Case
@@ -18,10 +19,12 @@ class RecordBuilder:
     def __init__(self, case: Case, num_rounds: int) -> None:
         self.case = case
         self.ended = False
+        self.recorded = False
         self.environments: list[dict[str, Any]] = []
         self._num_rounds = num_rounds
         self._num_taken_up = 0
         self._started_at: list[str] = []
+        self._turns_at: list[str] = []
         self._processes: list[int] = []
         self._wall_s = 0.0
         self._rounds: list[list[dict[str, Any]]] = []
@@ -32,10 +35,16 @@ class RecordBuilder:
     def num_finished(self) -> int:
         return len(self._rounds)
 
+    def num_rounds_in(self, process: int) -> int:
+        """How many of its rounds a worker process has measured."""
+        return self._processes.count(process)
+
     def take_up(self, kept: Rounds) -> None:
         """Start from the finished rounds of an earlier run."""
         self._num_taken_up = len(kept.outcomes)
         self._rounds, self._started_at = kept.outcomes, kept.started_at
+        # Rounds from before turns had times of their own began with their group's.
+        self._turns_at = [*kept.turns_at] or [*kept.started_at]
         self._processes = list(kept.processes)
         self._wall_s = kept.wall_s
 
@@ -46,13 +55,16 @@ class RecordBuilder:
             num_rounds=self._num_rounds,
             conditions=conditions(self.environments),
             started_at=self._started_at,
+            turns_at=self._turns_at,
             processes=self._processes,
             wall_s=self._wall_s,
             outcomes=self._rounds,
         )
 
     def begin_round(self, began_at: str) -> None:
+        """Note the beginning of a round of the case's group, and of the case's turn in it: now."""
         self._started_at.append(began_at)
+        self._turns_at.append(datetime.now(UTC).isoformat(timespec="milliseconds"))
 
     def add(self, reply: Reply, log_tail: str, wall_s: float, process: int) -> None:
         """Add one round; a round that is not ok ends the case.
@@ -102,9 +114,9 @@ class RecordBuilder:
         if complete:
             _add_measurements(record, complete)
             record.round_states = [
-                Round(started_at=started_at, process=process, ranks=_states(outcomes))
-                for started_at, process, outcomes in zip(
-                    self._started_at, self._processes, self._rounds, strict=False
+                Round(started_at=turn_at, process=process, ranks=_states(outcomes))
+                for turn_at, process, outcomes in zip(
+                    self._turns_at, self._processes, self._rounds, strict=False
                 )
                 if len(outcomes) == case.world_size
             ]

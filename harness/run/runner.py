@@ -1,35 +1,72 @@
 """Runs a list of cases on warm workers and records each.
 
 The local launcher runs a whole sweep through it; a task of a Slurm job array runs its share.
-Cases of one world size share a worker group. With ``interleave=R`` the measured passes of cases
-that differ only in attention or strategy are split into R rounds, A B A B, so that a drifting
-clock or a noisy neighbour affects all of them alike. Every round builds its model anew, so that
-no two cases have to fit into memory at once. Finished rounds are kept
-(:mod:`harness.store.rounds`), and the run after an interrupted one starts from them.
+Cases of one world size share a worker group. With ``interleave=R`` the measured passes of each
+case are split into R rounds. A round goes over many cases before the next one begins; cases that
+differ only in attention or strategy take their turns side by side, in random order, so that a
+drifting clock or a noisy neighbour affects all of them alike, and every round has worker processes
+of its own (``fresh_rounds``), since two processes differ in speed for as long as they live. Every
+round builds its model anew, so that no two cases have to fit into memory at once. Finished rounds
+are kept (:mod:`harness.store.rounds`), and the run after an interrupted one starts from them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import signal
+import random
 import sys
-import threading
+import tempfile
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from functools import partial
 
 from harness.cases.case import Case
 from harness.run.device_lock import exclusive_device
+from harness.run.held_signals import signals_held
 from harness.run.hosts import Hosts
-from harness.run.interleaving import comparison_groups
+from harness.run.interleaving import comparison_groups, turns
 from harness.run.options import RunOptions
 from harness.run.progress import Progress
 from harness.run.record_builder import RecordBuilder
 from harness.run.worker_group import WorkerGroup
 from harness.store.record import RecordStore, is_final
 from harness.store.rounds import RoundStore, conditions, why_not_joined
+
+BATCH_S = 120.0
+"""How long the first round takes on further cases before the second one begins. Starting workers
+takes seconds, once a round; cases are recorded, and claims of other runs answered, once a batch."""
+
+ROUNDS_OF_GPUS = 2
+"""Rounds of one case that the same processes measure on several GPUs, which take 5 to 15 s to start
+with NCCL."""
+
+
+class _Group:
+    """Cases that take turns, and the right to measure them."""
+
+    def __init__(self, cases: list[Case]) -> None:
+        self.cases = cases
+        self.runs: dict[str, RecordBuilder] = {}
+        self._claims = contextlib.ExitStack()
+
+    def claim(self, store: RecordStore, *, wait: bool) -> bool:
+        """Whether no other process holds one of the cases; with ``wait``, once none does."""
+        # Two processes that wait for each other's cases must ask for them in one order.
+        for case in sorted(self.cases, key=lambda case: case.id):
+            if not self._claims.enter_context(store.claim(case.id, wait=wait)):
+                self.release()
+                return False
+        return True
+
+    def release(self) -> None:
+        self._claims.close()
+
+    @property
+    def kind(self) -> tuple[int, str]:
+        """Cases of one kind can share workers."""
+        return self.cases[0].world_size, self.cases[0].device
 
 
 class Runner:
@@ -48,8 +85,9 @@ class Runner:
         self._rounds = RoundStore(store)
         self._hosts = hosts
         self._group: WorkerGroup | None = None
+        self._caches = ""
         # Unlike those of earlier runs, whose rounds may be joined with those of this one.
-        self._process = int(time.time())
+        self._process = time.time_ns() // 1_000_000
         self._files_before: set[str] = set()
         self._current: RecordBuilder | None = None
 
@@ -63,27 +101,54 @@ class Runner:
         if files_before is None:
             files_before = {path.name for path in self.store.folder.iterdir()}
         self._files_before = files_before
-        pending = (
+        grouped = (
             comparison_groups(cases) if self.options.interleave > 1 else [[case] for case in cases]
         )
         # Warm workers are kept per world size, so cases of one size run together.
-        pending.sort(key=lambda group: group[0].world_size)
-        try:
-            deferred = [group for group in pending if not self._run_claimed(group, wait=False)]
-            for group in deferred:
-                self._run_claimed(group, wait=True)
-        finally:
-            self._close_group()
+        pending = deque(sorted(map(_Group, grouped), key=lambda group: group.kind[0]))
+        deferred: deque[_Group] = deque()
+        with tempfile.TemporaryDirectory(prefix="attnbench-") as self._caches:
+            try:
+                while pending:
+                    deferred += self._run_batch(pending, wait=False)
+                while deferred:
+                    deferred.extendleft(reversed(self._run_batch(deferred, wait=True)))
+            finally:
+                self._close_group()
 
-    def _run_claimed(self, group: list[Case], *, wait: bool) -> bool:
-        """Measure a group unless another process holds one of its cases; returns whether it did."""
-        with contextlib.ExitStack() as claims:
-            # Two processes that wait for each other's cases must ask for them in one order.
-            for case in sorted(group, key=lambda case: case.id):
-                if not claims.enter_context(self.store.claim(case.id, wait=wait)):
-                    return False
-            self._measure_group([case for case in group if not self._is_done(case)])
-            return True
+    def _run_batch(self, pending: deque[_Group], *, wait: bool) -> list[_Group]:
+        """Measure groups from the left of ``pending``; returns those that other processes hold.
+
+        Args:
+            wait: wait for the first of them. Nothing is held meanwhile, so that no two processes
+                wait for each other.
+        """
+        batch: list[_Group] = []
+        held: list[_Group] = []
+        began_s = time.monotonic()
+        with contextlib.ExitStack() as releases:
+            while pending and (not batch or self._takes(batch, pending[0], began_s)):
+                group = pending.popleft()
+                if not group.claim(self.store, wait=wait and not batch):
+                    held.append(group)
+                    continue
+                releases.callback(group.release)
+                batch.append(group)
+                self._open(group)
+                self._measure_group(group, 0)
+            for round_index in range(1, self.options.interleave):
+                # In another order than before, so that none is always first in new workers.
+                for group in random.Random(round_index).sample(batch, len(batch)):
+                    self._measure_group(group, round_index)
+        return held
+
+    def _takes(self, batch: list[_Group], group: _Group, began_s: float) -> bool:
+        """Whether a group joins a batch: not without rounds, where it would delay records."""
+        return (
+            self.options.interleave > 1
+            and group.kind == batch[0].kind
+            and time.monotonic() - began_s < BATCH_S
+        )
 
     def _is_done(self, case: Case) -> bool:
         """Whether another process has measured a case since this run was planned."""
@@ -96,20 +161,28 @@ class Runner:
         self.progress.finished(record, measured_now=False)
         return True
 
-    def _measure_group(self, group: list[Case]) -> None:
-        rounds = self.options.interleave
-        runs = [RecordBuilder(case, rounds) for case in group]
-        self._take_up_rounds(runs)
-        for round_index in range(rounds):
-            began_at = datetime.now(UTC).isoformat(timespec="seconds")
-            for run in runs:
-                if run.ended or round_index < run.num_finished:
-                    continue
-                run.begin_round(began_at)
-                self._current = run
-                self.progress.started(run.case)
-                with self._device_of(run.case):
-                    self._measure_round(run, round_index)
+    def _open(self, group: _Group) -> None:
+        """Begin with a group's cases that are not recorded yet, from the rounds kept of them."""
+        for case in group.cases:
+            if not self._is_done(case):
+                group.runs[case.id] = RecordBuilder(case, self.options.interleave)
+        self._take_up_rounds(list(group.runs.values()))
+
+    def _measure_group(self, group: _Group, round_index: int) -> None:
+        """One round of a group's cases, without those that have it already or have ended."""
+        began_at = datetime.now(UTC).isoformat(timespec="seconds")
+        for case in turns(group.cases, round_index):
+            run = group.runs.get(case.id)
+            if run is None or run.ended or round_index < run.num_finished:
+                continue
+            run.begin_round(began_at)
+            self._current = run
+            self.progress.started(case)
+            with self._device_of(case):
+                self._measure_round(run, round_index)
+        if all(run.recorded for run in group.runs.values()):
+            group.runs.clear()
+            group.release()
 
     def _take_up_rounds(self, runs: list[RecordBuilder]) -> None:
         """Start each case from the rounds of an earlier run, if conditions are unchanged.
@@ -148,6 +221,7 @@ class Runner:
         with signals_held():
             self._current = None
             record = run.to_record()
+            run.recorded = True
             self.store.write(record)
             self._rounds.tidy()
             self.progress.finished(record, measured_now=True)
@@ -160,6 +234,8 @@ class Runner:
 
     def _measure_round(self, run: RecordBuilder, round_index: int) -> None:
         case, rounds = run.case, self.options.interleave
+        if run.num_rounds_in(self._process) >= self._rounds_per_process(case):
+            self._close_group()
         group = self._group_for(case)
         run.environments = group.environments
         turn = f"round {round_index + 1} of {rounds}, " if rounds > 1 else ""
@@ -195,6 +271,13 @@ class Runner:
                 file=sys.stderr,
             )
 
+    def _rounds_per_process(self, case: Case) -> int:
+        """How many rounds of a case the same worker processes measure."""
+        fresh = self.options.fresh_rounds
+        if fresh is None and case.device == "cuda" and case.world_size > 1:
+            return ROUNDS_OF_GPUS
+        return self.options.interleave if fresh is False else 1
+
     def _group_for(self, case: Case) -> WorkerGroup:
         fits = (
             self._group is not None
@@ -209,6 +292,7 @@ class Runner:
                 device=case.device,
                 world_size=case.world_size,
                 options=self.options,
+                caches=self._caches,
                 hosts=self._hosts,
                 dynamo=case.uses_dynamo,
             )
@@ -219,26 +303,3 @@ class Runner:
         if self._group is not None:
             group, self._group = self._group, None
             group.close()
-
-
-@contextlib.contextmanager
-def signals_held() -> Iterator[None]:
-    """Delay signals to stop until the end of the block."""
-    if threading.current_thread() is not threading.main_thread():
-        # Handlers run in the main thread, and only it may set them.
-        yield
-        return
-    held: list[int] = []
-    # A signal mask is not enough: it holds for one thread, and another would get the signal.
-    before = {
-        stopping: signal.signal(stopping, lambda number, frame: held.append(number))
-        for stopping in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
-        if signal.getsignal(stopping) is not None
-    }
-    try:
-        yield
-    finally:
-        for stopping, handler in before.items():
-            signal.signal(stopping, handler)
-        for number in held:
-            signal.raise_signal(number)

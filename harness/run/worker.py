@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--ranks-on-host", type=int, default=1)
     parser.add_argument("--world-size", type=int, default=1)
     parser.add_argument("--rendezvous", default="", help="torch.distributed's init_method")
-    parser.add_argument("--scratch", required=True, help="folder shared by the ranks of a host")
+    parser.add_argument("--caches", required=True, help="folder for compiled code of this run")
     parser.add_argument("--vote-timeout-s", type=float, default=30.0)
     parser.add_argument("--dynamo", action="store_true", help="imported before the first case")
     parser.add_argument("--collective-timeout-s", type=float, default=600.0)
@@ -65,7 +65,7 @@ class Worker:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.rank: int = arguments.rank
         self.world_size: int = arguments.world_size
-        self._compile_caches = Path(arguments.scratch) / f"compile-rank{self.rank}"
+        self._compile_caches = Path(arguments.caches) / f"compile-rank{self.rank}"
         names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
         self._users_caches = {name: os.environ.get(name) for name in names}
         self._events = os.fdopen(arguments.events_fd, "w", buffering=1, encoding="utf-8")
@@ -201,8 +201,9 @@ class Worker:
     def _use_compile_cache_of(self, case: Case) -> None:
         """Give torch.compile an empty cache for each case, so that compile times are comparable.
 
-        Rounds of one interleaved case share a cache. Cases without torch.compile use the user's
-        Triton cache: compiling one backend's kernels takes ten seconds that nothing measures.
+        Rounds of one interleaved case share a cache, whichever processes measure them. Cases
+        without torch.compile use the user's Triton cache: compiling one backend's kernels takes ten
+        seconds that nothing measures.
         """
         if not case.compiles:
             for name, value in self._users_caches.items():

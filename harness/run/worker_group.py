@@ -44,7 +44,11 @@ class Reply:
 
 
 class WorkerGroup:
-    """``world_size`` worker processes, started together and ended together."""
+    """``world_size`` worker processes, started together and ended together.
+
+    Args:
+        caches: a folder for what they compile, which outlives them.
+    """
 
     def __init__(
         self,
@@ -52,6 +56,7 @@ class WorkerGroup:
         device: str,
         world_size: int,
         options: RunOptions,
+        caches: str,
         hosts: Hosts | None = None,
         dynamo: bool = False,
     ) -> None:
@@ -80,7 +85,7 @@ class WorkerGroup:
                     dynamo=dynamo,
                 )
                 try:
-                    process = hosts.start(start, logs=logs, scratch=self._scratch.name)
+                    process = hosts.start(start, logs=logs, caches=caches)
                 except (HostError, ConnectionError, TimeoutError) as error:
                     raise WorkerStartError(f"worker rank {rank}: {error}") from error
                 self._ranks.append(process)

@@ -52,6 +52,7 @@ class Round(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The circumstances of one round of a case."""
 
     started_at: str
+    """When the case's turn in the round began; cases take their turns in random order."""
     process: int
     """Which of the run's worker processes measured it: rounds of equal numbers shared one."""
     ranks: list[dict[str, Any]] = []

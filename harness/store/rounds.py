@@ -43,6 +43,8 @@ class Rounds(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """See :func:`conditions`."""
     started_at: list[str] = []
     """When each round began, for all cases of its group."""
+    turns_at: list[str] = []
+    """When the case's own turn in each round began."""
     processes: list[int] = []
     """Which of the runs' worker processes measured each round."""
     wall_s: float = 0.0
@@ -72,7 +74,7 @@ class RoundStore:
                 self._path(case_id).read_bytes(),
                 Rounds,
                 schema=SCHEMA,
-                may_lack=frozenset({"processes"}),
+                may_lack=frozenset({"processes", "turns_at"}),
             )
         except FileNotFoundError:
             return None

@@ -9,7 +9,7 @@ import shlex
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -195,15 +195,8 @@ class Slurm(Launcher):
         return said
 
     def _freeze(self, folder: RunFolder, shares: list[Share], pending: PendingCases) -> None:
-        options = pending.options
-        options = RunOptions(
-            results=folder.results,
-            timeout_s=options.timeout_s,
-            isolate=options.isolate,
-            retry=options.retry,
-            interleave=options.interleave,
-            vote_timeout_s=options.vote_timeout_s,
-        )
+        # A task has nobody to follow.
+        options = replace(pending.options, results=folder.results, wait=False)
         files = _files_by_case(pending.store)
         for index, share in enumerate(shares):
             before = [name for case in share.cases for name in files.get(case.id, ())]

@@ -108,6 +108,7 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
     "negative layers": (["model.num_layers=-2"], ["model.num_layers=-2:", "at least 1"]),
     "negative seed": (["seed=-1"], ["seed=-1:", "at least 0"]),
     "negative time": (["timeout_s=-5"], ["timeout_s=-5:", "positive"]),
+    "neither fresh nor not": (["fresh_rounds=often"], ["fresh_rounds=often:", "auto, true, false"]),
     "no rounds": (["interleave=0"], ["interleave=0:", "at least 1"]),
     "rounds without passes": (
         ["interleave=9", "task.measure_steps=5"],

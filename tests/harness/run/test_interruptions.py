@@ -186,11 +186,13 @@ class TestWorkers:
         assert [len(pids[seq_len]) for seq_len in (16, 18)] == [1, 1]
         assert pids[16] != pids[18]
 
-    def test_interleaved_in_one_warm_worker(self, tmp_path: Path, command: Command) -> None:
-        """Two backends in three rounds of 2, 2 and 1 passes: A B A B A B, in one process."""
+    @pytest.mark.parametrize(("fresh", "number"), [("auto", 3), ("false", 1)])
+    def test_interleaved(self, fresh: str, number: int, tmp_path: Path, command: Command) -> None:
+        """Two backends in three rounds of 2, 2 and 1 passes, in a process for each or for all."""
         folder = Folder(path=tmp_path, command=command)
         done = folder.run(
-            "attention=held,witness", "interleave=3", "task.measure_steps=5", "task.warmup_steps=0"
+            *("attention=held,witness", "interleave=3", f"fresh_rounds={fresh}"),
+            *("task.measure_steps=5", "task.warmup_steps=0"),
         )
         assert done.returncode == 0
         records = folder.records()
@@ -203,7 +205,7 @@ class TestWorkers:
                 assert [len(samples) for samples in phase["samples_ms"]] == [5]
         # Each of both backends: two calls of the check, in the first round, and 5 passes.
         assert len(folder.calls()) == 2 * (2 + 5)
-        assert len({pid for pid, _ in folder.calls()}) == 1
+        assert len({pid for pid, _ in folder.calls()}) == number
 
     def test_warm_worker_serves_all_cases(self, tmp_path: Path, command: Command) -> None:
         """Of attention alone too; and without warm-up."""

@@ -480,7 +480,7 @@ class TestAgents:
             timeout_s=1.0,
             rendezvous="",
         )
-        hosts.start(start, logs=tmp_path, scratch="")
+        hosts.start(start, logs=tmp_path, caches="")
         told = Link(theirs).receive(timeout_s=GUARD_S)
         assert told is not None
         assert (told["start"]["local_rank"], told["start"]["ranks_on_host"]) == (1, 2)
