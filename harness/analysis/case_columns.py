@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from harness.analysis.disturbance import was_throttled
 from harness.analysis.memory import own_peak_bytes
 from harness.analysis.names import Names
 from harness.analysis.stats import median, slowest_rank
@@ -20,16 +21,6 @@ from kernels.caches import CACHES
 
 GIB = 2**30
 MIB = 2**20
-
-THROTTLE_REASONS = frozenset(
-    {
-        "hw_slowdown",
-        "hw_thermal_slowdown",
-        "sw_thermal_slowdown",
-        "hw_power_brake_slowdown",
-        "sw_power_cap",
-    }
-)
 
 SLOW_START = 1.2
 """A round whose first pass took longer than this many medians was not warm yet."""
@@ -121,16 +112,6 @@ class Reading:
     def check_error(self) -> float:
         errors = (self.record.check or {}).get("errors") or {}
         return max(errors.values()) if errors else np.nan
-
-    @cached_property
-    def throttled(self) -> bool:
-        """Whether the device lowered its clocks, before or after the measurement."""
-        for rank in self.record.device_state:
-            for moment in ("before", "after"):
-                reasons = (rank.get(moment) or {}).get("throttle_reasons") or ()
-                if not THROTTLE_REASONS.isdisjoint(reasons):
-                    return True
-        return False
 
     @cached_property
     def slow_start(self) -> bool:
@@ -233,7 +214,7 @@ CASE_COLUMNS: Mapping[str, Callable[[Reading], Any]] = {
     "autotune_s": lambda of: of.record.compilation.get("autotune_s"),
     "first_pass_s": lambda of: of.record.compilation.get("first_pass_s"),
     "recompilations": lambda of: of.record.compilation.get("recompilations"),
-    "throttled": lambda of: of.throttled,
+    "throttled": lambda of: was_throttled(of.record),
     "slow_start": lambda of: of.slow_start,
     "loss": lambda of: of.notes.get("loss"),
     "attention_choice": lambda of: of.notes.get("attention_choice"),

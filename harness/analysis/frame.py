@@ -13,6 +13,7 @@ from typing import Any
 import pandas as pd
 
 from harness.analysis.case_columns import CASE_COLUMNS, Reading
+from harness.analysis.disturbance import in_order, of_record, of_samples
 from harness.analysis.names import Names
 from harness.analysis.stats import slowest_rank, summarise
 from harness.cases.column import CaseColumn
@@ -38,11 +39,13 @@ def build_frame(records: Iterable[Record]) -> pd.DataFrame:
             *("work_flops", "work_bytes", "work_tokens"),
         ],
     )
-    frame = cases.take(phases.pop("case_index").to_numpy(dtype=int)).reset_index(drop=True)
+    case_index = phases.pop("case_index").to_numpy(dtype=int)
+    frame = cases.take(case_index).reset_index(drop=True)
     frame = pd.concat([frame, phases], axis=1)
     frame["num_samples"] = frame["samples_ms"].map(len).astype(int)
     statistics = pd.DataFrame(summarise(frame["samples_ms"].tolist()))
     frame = pd.concat([frame, statistics], axis=1)
+    frame["disturbed"] = _disturbances(records, case_index, frame["samples_ms"].tolist())
     seconds = frame["median_ms"] / 1e3
     frame["tokens_per_s"] = frame["work_tokens"].astype(float) * frame["world_size"] / seconds
     flops = frame["work_flops"].astype(float)
@@ -51,6 +54,17 @@ def build_frame(records: Iterable[Record]) -> pd.DataFrame:
     frame["mfu"] = frame["tflops"] / frame["peak_tflops"]
     frame["flops_per_byte"] = flops.where(flops > 0) / frame["work_bytes"].astype(float)
     return frame
+
+
+def _disturbances(
+    records: Sequence[Record], case_index: Iterable[int], series: Sequence[Sequence[float]]
+) -> list[list[str]]:
+    """What disturbed the samples of each row; nothing where it has none."""
+    recorded = [of_record(record) for record in records]
+    return [
+        in_order([*recorded[index], *seen]) if samples else []
+        for index, samples, seen in zip(case_index, series, of_samples(series), strict=True)
+    ]
 
 
 def _cases(records: Sequence[Record]) -> pd.DataFrame:

@@ -63,17 +63,18 @@ def mean(samples: Sequence[float]) -> float:
 def summarise(series: Sequence[Sequence[float]]) -> dict[str, Floats]:
     """The :data:`STATISTICS` of many series at once; NaN where a series is empty.
 
-    Series of one length are stacked, so that thousands of them cost a few numpy calls.
+    One sample has no spread. Series of one length are stacked, so that thousands of them cost a
+    few numpy calls.
     """
     result = {name: np.full(len(series), np.nan) for name in STATISTICS}
-    for rows, stacked in _by_length(series):
+    for rows, stacked in by_length(series):
         first, middle, third = np.quantile(stacked, [0.25, 0.5, 0.75], axis=1)
         result["median_ms"][rows] = middle
         result["q1_ms"][rows], result["q3_ms"][rows] = first, third
-        result["iqr_ms"][rows] = third - first
         result["mean_ms"][rows] = stacked.mean(axis=1)
         result["min_ms"][rows] = stacked.min(axis=1)
         if stacked.shape[1] > 1:
+            result["iqr_ms"][rows] = third - first
             result["std_ms"][rows] = stacked.std(axis=1, ddof=1)
     return result
 
@@ -148,7 +149,8 @@ def _median_positions(size: int, stream: int, resamples: int) -> tuple[NDArray[A
     return positions[:, (size - 1) // 2], positions[:, size // 2]
 
 
-def _by_length(series: Sequence[Sequence[float]]) -> list[tuple[list[int], Floats]]:
+def by_length(series: Sequence[Sequence[float]]) -> list[tuple[list[int], Floats]]:
+    """Series of one length stacked to ``[series, samples]``, with their positions; no empty one."""
     lengths: dict[int, list[int]] = {}
     for index, samples in enumerate(series):
         if len(samples):

@@ -73,6 +73,11 @@ def percent(value: float) -> str:
     return f"{100 * value:,.1f}"
 
 
+def rough_percent(value: float) -> str:
+    """A percentage to one decimal below ten, and whole above: 0.4, 8.5, 12, 116."""
+    return f"{100 * value:,.{1 if 100 * value < 9.95 else 0}f}"
+
+
 def scientific(value: float) -> str:
     return f"{value:.1e}"
 

@@ -381,6 +381,7 @@ def comparison_table(
                 format=fmt.number,
                 status="status",
                 mark="mark",
+                iqr=None if memory else "iqr_ms",
                 detail=True,
             ),
             Column(key="ratio", header="ratio", format=_three_decimals),

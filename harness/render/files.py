@@ -87,11 +87,15 @@ def to_csv(table: Table) -> str:
     rows = table.rows
     keys = [name for name in ("case_id", *POINTS) if name in rows]
     for column in table.columns:
-        keys += column.raw or [key for key in (column.key, column.spread) if key]
+        keys += column.raw or [key for key in (column.key, column.spread, column.iqr) if key]
         if column.status and "status" not in rows:
             keys.append(column.status)
     keys += [name for name in ("status", "throttled", "recompilations") if name in rows]
-    return rows[list(dict.fromkeys(keys))].to_csv(index=False, lineterminator="\n")
+    keys += [key for column in table.columns if (key := column.disturbed_key(rows))]
+    found = rows[list(dict.fromkeys(keys))].copy()
+    for name in found.filter(regex="disturbed$"):
+        found[name] = [" ".join(words) if isinstance(words, list) else "" for words in found[name]]
+    return found.to_csv(index=False, lineterminator="\n")
 
 
 def to_markdown(table: Table, limit: int | None = None) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pandas as pd
 
+from harness.analysis.disturbance import in_order
 from harness.cases import format as fmt
 from harness.cases.columns import point_groups
 
@@ -25,19 +26,27 @@ def cases_of(rows: pd.DataFrame) -> list[dict[str, Any]]:
 def per_case(
     frame: pd.DataFrame, phases: Iterable[str] = (), values: Iterable[str] = ("median_ms",)
 ) -> pd.DataFrame:
-    """One row per case, with ``{phase}_{value}`` and ``{phase}_status`` for each phase.
+    """One row per case, with its marks, and columns of its own for each phase.
 
-    A phase that a case does not have leaves both empty. What is known of a case that did not
-    finish well (its memory so far) is emptied, since beside results it would read as one.
+    These are ``{phase}_{value}``, ``{phase}_iqr_ms``, ``{phase}_status``, ``{phase}_disturbed`` and
+    ``{phase}_mark``; empty for a phase that a case does not have. ``disturbed`` and ``mark`` are of
+    all these phases. What is known of a case that did not finish well (its memory so far) is
+    emptied, since beside results it would read as one.
     """
+    phases = list(phases)
     cases = frame.drop_duplicates("case_id").set_index("case_id")
     cases = cases.drop(columns=["phase", "clock", "samples_ms"])
+    shown = frame[frame["phase"].isin(phases)] if phases else frame
+    words: dict[str, list[str]] = {name: [] for name in cases.index}
+    for name, found in zip(shown["case_id"], shown["disturbed"], strict=True):
+        words[name] = in_order([*words[name], *found])
+    cases["disturbed"] = pd.Series(words, dtype=object)
     parts: dict[str, pd.Series] = {}
     for phase in phases:
         rows = frame[frame["phase"] == phase].set_index("case_id")
-        for value in values:
+        for value in dict.fromkeys((*values, "iqr_ms", "status", "disturbed")):
             parts[f"{phase}_{value}"] = rows[value].reindex(cases.index)
-        parts[f"{phase}_status"] = rows["status"].reindex(cases.index)
+        parts[f"{phase}_mark"] = marks_of(rows).reindex(cases.index, fill_value="")
     cases = pd.concat([cases, pd.DataFrame(parts, index=cases.index)], axis=1)
     cases["mark"] = marks_of(cases)
     bad = cases["status"] != "ok"
@@ -54,9 +63,9 @@ _RESULTS = (
 
 def marks_of(rows: pd.DataFrame, *, means: bool = False) -> pd.Series:
     """The symbols of the footnotes that each row deserves; some concern only its means."""
-    throttled = rows["throttled"].astype(bool).map({True: fmt.DAGGER, False: ""})
+    disturbed = rows["disturbed"].map(bool).astype(bool).map({True: fmt.DAGGER, False: ""})
     recompiled = rows["recompilations"].astype(float) > 0
-    marks = throttled + recompiled.map({True: fmt.DOUBLE_DAGGER, False: ""})
+    marks = disturbed + recompiled.map({True: fmt.DOUBLE_DAGGER, False: ""})
     if means:
         marks += rows["slow_start"].astype(bool).map({True: fmt.SECTION, False: ""})
     return marks

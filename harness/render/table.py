@@ -8,17 +8,20 @@ stay narrow, and those that vary are always shown, so that no two rows look alik
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import pandas as pd
 
+from harness.analysis.disturbance import MEANINGS, in_order
 from harness.cases import format as fmt
 from harness.cases.columns import POINTS, caption_of, redundant_points, sort_by_points
 from harness.render.registries import TABLES
 from kernels.registry import Registry
 
-THROTTLED = f"{fmt.DAGGER} The device lowered its clocks while this was measured."
+DISTURBED = f"{fmt.DAGGER} Disturbed while it was measured"
+"""Followed by each disturbance that occurs in the table, and its meaning."""
+
 SLOW_START = (
     f"{fmt.SECTION} A first pass took over 1.2 times the median, which mean and standard "
     "deviation carry."
@@ -28,7 +31,11 @@ APART = (
     f"{fmt.PILCROW} Measured over ten minutes apart from what it is compared with: clocks, and "
     "even hosts, may differ."
 )
-NOTES = (THROTTLED, RECOMPILED, SLOW_START, APART)
+NOTES = (DISTURBED, RECOMPILED, SLOW_START, APART)
+"""Footnotes, each behind its symbol, in the order in which tables repeat those that occur."""
+
+SPREAD = "Spread: interquartile range over median"
+"""The caption's words on the column of that name."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -46,7 +53,11 @@ class Column:
     status: str | None = None
     """Key of the status that is spelled out where the value is missing."""
     mark: str | None = None
-    """Key of the symbols of footnotes that belong to the value."""
+    """Key of the symbols of footnotes that belong to the value, such as ``forward_mark``; what
+    disturbed the value is then in ``forward_disturbed``, or else in ``disturbed``."""
+    iqr: str | None = None
+    """Key of the interquartile range, in the unit of the value; the table's spread column shows the
+    largest of them over their values, row by row."""
     raw: tuple[str, ...] = ()
     """Keys that a CSV gives in place of the text that ``key`` holds."""
     point: bool = False
@@ -63,6 +74,13 @@ class Column:
     @property
     def full_header(self) -> str:
         return f"{self.group} {self.header}".strip()
+
+    def disturbed_key(self, rows: pd.DataFrame) -> str | None:
+        """Where the rows say what disturbed the value; None where they do not."""
+        if self.mark is None:
+            return None
+        keys = (self.mark.replace("mark", "disturbed"), "disturbed")
+        return next((key for key in keys if key in rows), None)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -167,13 +185,79 @@ def make_table(
         Column(key=name, header=POINTS[name].header, format=POINTS[name].format, point=True)
         for name in shown
     ]
-    columns += [column for column in metrics if _has_content(column, rows)]
-    marks = {mark for column in columns if column.mark for mark in rows[column.mark].unique()}
-    symbols = "".join(marks)
-    footnotes = [note for note in NOTES if note[0] in symbols]
+    shown_metrics = [column for column in metrics if _has_content(column, rows)]
+    rows, shown_metrics = with_spread_column(rows, shown_metrics)
+    columns += shown_metrics
+    says_spread = _spread_sentence(columns)
     return Table(
-        caption=f"{caption} {stated}".strip(), columns=columns, rows=rows, footnotes=footnotes
+        caption=" ".join(words for words in (caption, says_spread, stated) if words),
+        columns=columns,
+        rows=rows,
+        footnotes=footnotes_of(rows, columns),
     )
+
+
+def with_spread_column(
+    rows: pd.DataFrame, columns: Sequence[Column]
+) -> tuple[pd.DataFrame, list[Column]]:
+    """The columns with one for the spread behind those that hold times, and its values in the rows.
+
+    It shows the largest interquartile range over median of a row's times.
+    """
+    times = [column for column in columns if column.iqr]
+    if not times:
+        return rows, list(columns)
+    ratios = [rows[column.iqr] / rows[column.key].astype(float) for column in times]
+    rows = rows.assign(spread=pd.concat(ratios, axis=1).max(axis=1))
+    if rows["spread"].isna().all():
+        return rows, list(columns)
+    last = times[-1]
+    found = list(columns)
+    place = max(
+        index
+        for index, column in enumerate(found)
+        if column is last or (last.group and column.group == last.group)
+    )
+    found.insert(
+        place + 1,
+        Column(
+            key="spread",
+            header="spread (%)",
+            format=fmt.rough_percent,
+            record=last.record,
+            detail=all(column.detail for column in times),
+        ),
+    )
+    return rows, found
+
+
+def _spread_sentence(columns: Sequence[Column]) -> str:
+    """A caption's words on the spread column; empty where there is none."""
+    if not any(column.key == "spread" for column in columns):
+        return ""
+    num_times = sum(bool(column.iqr) for column in columns)
+    several = ", the largest of the row's times" if num_times > 1 else ""
+    return f"{SPREAD}{several}."
+
+
+def footnotes_of(rows: pd.DataFrame, columns: Sequence[Column]) -> list[str]:
+    """What the marks of these columns mean, without those that no value has."""
+    symbols = ""
+    words: set[str] = set()
+    for column in columns:
+        if column.mark is None:
+            continue
+        shown = rows[rows[column.key].notna()]
+        symbols += "".join(shown[column.mark].unique())
+        if key := column.disturbed_key(rows):
+            words.update(word for found in shown[key] for word in found)
+    notes = [note for note in NOTES if note[0] in symbols]
+    return [_disturbed_note(words) if note is DISTURBED else note for note in notes]
+
+
+def _disturbed_note(words: Iterable[str]) -> str:
+    meanings = [f"{word} ({MEANINGS[word]})" for word in in_order(words)]
+    return f"{DISTURBED}: {'; '.join(meanings)}."
 
 
 def _has_content(column: Column, rows: pd.DataFrame) -> bool:
@@ -186,13 +270,14 @@ def _has_content(column: Column, rows: pd.DataFrame) -> bool:
 
 
 def time_column(phase: str, header: str, *, group: str = "", detail: bool = False) -> Column:
-    """The median time of a phase, spelling out the status where there is none."""
+    """The median time of a phase by :func:`per_case`; the status in words where there is none."""
     return Column(
         key=f"{phase}_median_ms",
         header=header,
         format=fmt.number,
         status=f"{phase}_status",
-        mark="mark",
+        mark=f"{phase}_mark",
+        iqr=f"{phase}_iqr_ms",
         group=group,
         detail=detail,
     )

@@ -11,7 +11,7 @@ def step_samples(forward: float, backward: float, optimizer: float) -> Samples:
     """Three samples per phase, the middle one the median."""
     total = forward + backward + optimizer
     values = {"forward": forward, "backward": backward, "optimizer": optimizer, "step": total}
-    return {name: [[value * 1.5, value, value * 0.5]] for name, value in values.items()}
+    return {name: [[value * 1.04, value, value * 0.96]] for name, value in values.items()}
 
 
 def status_examples() -> list[Record]:

@@ -11,6 +11,8 @@ from harness.cases.columns import POINTS, point_groups, sorted_values
 from harness.render.rows import apart_from_unsupported
 from harness.render.table import Column, Table, make_table
 
+SPREAD = "In brackets: interquartile range over median, the largest of the cell's times."
+
 
 def table_by_backend(
     cases: pd.DataFrame,
@@ -22,10 +24,13 @@ def table_by_backend(
     lead: Sequence[str],
     keep: Sequence[str],
 ) -> Table:
-    """One row per measured point, one column per backend: ``0.12 / 0.31 / 0.43``.
+    """One row per measured point, one column per backend: ``0.12 / 0.31 / 0.43 (1.5%)``.
+
+    The brackets hold the largest spread of the cell's phases.
 
     Args:
-        cases: from :func:`harness.render.rows.per_case`, with ``{phase}_{value}`` of every phase.
+        cases: from :func:`harness.render.rows.per_case`, with ``{phase}_{value}`` and
+            ``{phase}_median_ms`` of every phase.
         phases: in the order of a cell's numbers.
         unit: of all of them, for the header.
         lead: point columns to show first; keep: even where all rows agree.
@@ -40,7 +45,7 @@ def table_by_backend(
         part = cases[chosen].set_index(group[chosen])
         part = part[~part.index.duplicated()].reindex(rows.index)
         keys = [f"{phase}_{value}" for phase in phases]
-        rows = pd.concat([rows, _values(part, attention, keys)], axis=1)
+        rows = pd.concat([rows, _values(part, attention, keys, phases)], axis=1)
         columns.append(
             Column(
                 key=attention,
@@ -49,12 +54,14 @@ def table_by_backend(
                 format=str,
                 status=f"{attention}_status",
                 mark=f"{attention}_mark",
-                raw=tuple(f"{attention}_{key}" for key in keys),
+                raw=tuple(
+                    f"{attention}_{key}" for key in (*keys, *(f"{name}_iqr_ms" for name in phases))
+                ),
                 record=f"{attention}_case_id",
             )
         )
     table = make_table(
-        caption=caption,
+        caption=f"{caption} {SPREAD}",
         rows=rows.reset_index(drop=True),
         lead=lead,
         keep=keep,
@@ -65,22 +72,31 @@ def table_by_backend(
     return table
 
 
-def _values(part: pd.DataFrame, attention: str, keys: Sequence[str]) -> pd.DataFrame:
+def _values(
+    part: pd.DataFrame, attention: str, keys: Sequence[str], phases: Sequence[str]
+) -> pd.DataFrame:
     """The cells of one backend, their numbers for a CSV, statuses and marks."""
-    cells = [_cell(numbers) for numbers in part[list(keys)].itertuples(index=False)]
+    ratios = [part[f"{name}_iqr_ms"] / part[f"{name}_median_ms"] for name in phases]
+    spreads = pd.concat(ratios, axis=1).max(axis=1)
+    numbers = part[list(keys)].itertuples(index=False)
+    cells = [_cell(found, spread) for found, spread in zip(numbers, spreads, strict=True)]
     return pd.DataFrame(
         {
             attention: pd.Series(cells, index=part.index, dtype=object),
             **{f"{attention}_{key}": part[key] for key in keys},
+            **{f"{attention}_{name}_iqr_ms": part[f"{name}_iqr_ms"] for name in phases},
             f"{attention}_status": part["status"],
             f"{attention}_case_id": part["case_id"],
             f"{attention}_mark": part["mark"].fillna(""),
+            f"{attention}_disturbed": part["disturbed"],
         }
     )
 
 
-def _cell(numbers: Sequence[float]) -> str | None:
-    """The numbers of one cell; None where there are none at all."""
+def _cell(numbers: Sequence[float], spread: float) -> str | None:
+    """The numbers of one cell and their spread; None where there are none at all."""
     if all(map(fmt.is_missing, numbers)):
         return None
-    return " / ".join(fmt.ABSENT if fmt.is_missing(item) else fmt.number(item) for item in numbers)
+    texts = [fmt.ABSENT if fmt.is_missing(item) else fmt.number(item) for item in numbers]
+    behind = "" if fmt.is_missing(spread) else f" ({fmt.rough_percent(spread)}%)"
+    return f"{' / '.join(texts)}{behind}"

@@ -23,7 +23,7 @@ def build(frame: pd.DataFrame) -> Table | None:
     if calls.empty:
         return None
     return table_by_backend(
-        per_case(calls, phases=PHASES, values=("tflops",)),
+        per_case(calls, phases=PHASES, values=("median_ms", "tflops")),
         caption=CAPTION,
         phases=PHASES,
         value="tflops",

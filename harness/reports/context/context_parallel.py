@@ -37,7 +37,12 @@ def build(frame: pd.DataFrame) -> Table | None:
             time_column("forward", "forward (ms)", detail=True),
             time_column("backward", "backward (ms)", detail=True),
             Column(
-                key="whole_ms", header="both (ms)", format=fmt.number, status="status", mark="mark"
+                key="whole_ms",
+                header="both (ms)",
+                format=fmt.number,
+                status="status",
+                mark="whole_mark",
+                iqr="whole_iqr_ms",
             ),
             Column(key="one_device_ms", header="one device (ms)", format=fmt.number, detail=True),
             Column(key="speedup", header="speed-up", format=fmt.factor),

@@ -45,9 +45,14 @@ def split_calls(frame: pd.DataFrame) -> pd.DataFrame:
         modes=rows["scheme_modes"],
     )
     rows["whole_ms"] = rows["forward_backward_median_ms"].fillna(rows["forward_median_ms"])
-    for end in ("q1", "q3"):
-        rows[f"whole_{end}_ms"] = rows[f"forward_backward_{end}_ms"].fillna(
-            rows[f"forward_{end}_ms"]
+    for value in ("q1", "q3", "iqr"):
+        rows[f"whole_{value}_ms"] = rows[f"forward_backward_{value}_ms"].fillna(
+            rows[f"forward_{value}_ms"]
+        )
+    has_both = rows["forward_backward_median_ms"].notna()
+    for value in ("mark", "disturbed"):
+        rows[f"whole_{value}"] = rows[f"forward_backward_{value}"].where(
+            has_both, rows[f"forward_{value}"]
         )
     rows["whole_status"] = rows["status"]
     varied = ("attention", "scheme", "transport", "modes", "strategy", "world_size")

@@ -40,6 +40,7 @@ def build(frame: pd.DataFrame) -> Table | None:
                 key="communication_median_ms",
                 header="(ms)",
                 format=fmt.number,
+                mark="communication_mark",
                 group="after backward",
             ),
             Column(

@@ -48,9 +48,9 @@ def build(frame: pd.DataFrame) -> Table | None:
     if rows.empty:
         return None
     rows, footnotes = apart_from_unsupported(rows)
-    rows["prefill_us"], rows["mixed_us"] = (
-        rows[f"{phase}_median_ms"] * 1e3 for phase in ("prefill", "step")
-    )
+    for name, phase in (("prefill", "prefill"), ("mixed", "step")):
+        rows[f"{name}_us"] = rows[f"{phase}_median_ms"] * 1e3
+        rows[f"{name}_iqr_us"] = rows[f"{phase}_iqr_ms"] * 1e3
     built = make_table(
         caption=caption_of(rows),
         rows=rows,
@@ -63,10 +63,24 @@ def build(frame: pd.DataFrame) -> Table | None:
                 header="step (µs)",
                 format=fmt.number,
                 status="decode_status",
-                mark="mark",
+                mark="decode_mark",
+                iqr="step_iqr_us",
             ),
-            Column(key="prefill_us", header="prefill (µs)", format=fmt.number, detail=True),
-            Column(key="mixed_us", header="mixed step (µs)", format=fmt.number),
+            Column(
+                key="prefill_us",
+                header="prefill (µs)",
+                format=fmt.number,
+                mark="prefill_mark",
+                iqr="prefill_iqr_us",
+                detail=True,
+            ),
+            Column(
+                key="mixed_us",
+                header="mixed step (µs)",
+                format=fmt.number,
+                mark="step_mark",
+                iqr="mixed_iqr_us",
+            ),
             Column(key="tokens_per_s", header="tokens/s", format=fmt.number),
             Column(key="gb_s", header="GB/s", format=fmt.number),
             Column(key="copy_share", header="of the copy (%)", format=fmt.percent),

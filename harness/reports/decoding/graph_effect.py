@@ -40,7 +40,8 @@ def build(frame: pd.DataFrame) -> Table | None:
                 header="step (µs)",
                 format=fmt.number,
                 status="decode_status",
-                mark="mark",
+                mark="decode_mark",
+                iqr="step_iqr_us",
             ),
             Column(key="launches", header="launches", format=fmt.number),
             Column(

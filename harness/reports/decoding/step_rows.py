@@ -21,11 +21,11 @@ POINTS.declare("heads", Point(header="heads", describe="heads {}".format, after=
 def decoded(frame: pd.DataFrame) -> pd.DataFrame:
     """One row per case of task=decode.
 
-    ``heads`` in words, and of its decode phase: ``step_us``, ``gb_s`` by the bytes that have to
-    move, ``copy_share`` of the copy bandwidth that the same worker measured, ``predicted_us`` at
-    that bandwidth, and ``roof_share``: the least time that bytes and FLOPs allow over the measured,
-    by the rate of a matmul that the same worker measured, or where an older record has none
-    (``from_datasheet``) by the datasheet's peak.
+    ``heads`` in words, and of its decode phase: ``step_us`` and ``step_iqr_us``, ``gb_s`` by the
+    bytes that have to move, ``copy_share`` of the copy bandwidth that the same worker measured,
+    ``predicted_us`` at that bandwidth, and ``roof_share``: the least time that bytes and FLOPs
+    allow over the measured, by the rate of a matmul that the same worker measured, or where an
+    older record has none (``from_datasheet``) by the datasheet's peak.
     """
     steps = of_task(frame, "decode")
     if steps.empty:
@@ -38,7 +38,7 @@ def decoded(frame: pd.DataFrame) -> pd.DataFrame:
             for note in rows["decode"]
         ]
     ms, moved = rows["decode_median_ms"], rows["decode_work_bytes"].astype(float)
-    rows["step_us"] = ms * 1e3
+    rows["step_us"], rows["step_iqr_us"] = ms * 1e3, rows["decode_iqr_ms"] * 1e3
     rows["gb_s"] = moved / ms / 1e6
     rows["copy_share"] = rows["gb_s"] / rows["copy_bandwidth_gb_s"]
     rows["predicted_us"] = moved / rows["copy_bandwidth_gb_s"] / 1e3

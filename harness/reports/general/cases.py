@@ -19,6 +19,7 @@ def build(frame: pd.DataFrame) -> Table | None:
     rows = frame[once].copy()
     rows.loc[rows["status"] != "ok", ["phase", "peak_memory_gib", "check_error"]] = None
     rows["mark"] = marks_of(rows, means=True)
+    rows["disturbed_words"] = [", ".join(words) or None for words in rows["disturbed"]]
     rows["status_words"] = rows["status"].map({"ok": "ok", **fmt.STATUS_WORDS})
     counts = rows.loc[rows["status"] == "ok", "num_samples"]
     varied = ["num_samples"] if counts.nunique() > 1 else []
@@ -40,6 +41,7 @@ def build(frame: pd.DataFrame) -> Table | None:
             _time("mean_ms", "mean (ms)"),
             _time("std_ms", "std (ms)"),
             _time("min_ms", "min (ms)"),
+            Column(key="disturbed_words", header="disturbed", detail=True),
             Column(key="tokens_per_s", header="tokens/s", format=fmt.number, detail=True),
             Column(key="tflops", header="TFLOP/s", format=fmt.number, detail=True),
             Column(key="mfu", header="MFU (%)", format=fmt.percent, detail=True),

@@ -57,6 +57,7 @@ def build(frame: pd.DataFrame) -> Table | None:
                 format=fmt.number,
                 status="status",
                 mark="mark",
+                iqr="iqr_ms",
                 detail=True,
             ),
             Column(key="baseline", header="baseline"),

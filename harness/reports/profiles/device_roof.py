@@ -42,7 +42,7 @@ def build(frame: pd.DataFrame) -> Table | None:
                 header="copy (GB/s)",
                 format=fmt.number,
                 status="copy_status",
-                mark="mark",
+                mark="copy_mark",
             ),
             Column(key="copy_share", header="of the datasheet (%)", format=fmt.percent),
             Column(
@@ -50,7 +50,7 @@ def build(frame: pd.DataFrame) -> Table | None:
                 header="matmul (TFLOP/s)",
                 format=fmt.number,
                 status="matmul_status",
-                mark="mark",
+                mark="matmul_mark",
             ),
             Column(key="matmul_share", header="of the peak (%)", format=fmt.percent),
             Column(key="ridge", header="ridge (FLOP/byte)", format=fmt.number),

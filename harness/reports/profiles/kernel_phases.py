@@ -10,6 +10,7 @@ import pandas as pd
 from harness.cases import format as fmt
 from harness.render.findings import best_row, percent_span, sentence
 from harness.render.kernel_rows import UNUSED, phases_of, profiled
+from harness.render.rows import marks_of
 from harness.render.table import Column, Table, finding, make_table, table
 
 CAPTION = (
@@ -49,6 +50,7 @@ def build(frame: pd.DataFrame) -> Table | None:
     rows["overhead"] = rows["wall_ms"] / measured - 1
     rows["kernel_share"] = rows["kernel_ms"] / measured
     rows["idle"] = 1 - rows["busy_ms"] / rows["wall_ms"]
+    rows["mark"] = marks_of(rows)
     rows["slow"] = (rows["kernel_share"] > 1.05).map({True: "*", False: ""})
     built = make_table(
         caption=CAPTION,
@@ -58,7 +60,13 @@ def build(frame: pd.DataFrame) -> Table | None:
         without=UNUSED,
         metrics=[
             Column(key="phase", header="phase"),
-            Column(key="median_ms", header="unprofiled (ms)", format=fmt.number),
+            Column(
+                key="median_ms",
+                header="unprofiled (ms)",
+                format=fmt.number,
+                mark="mark",
+                iqr="iqr_ms",
+            ),
             Column(key="wall_ms", header="profiled (ms)", format=fmt.number),
             Column(key="overhead", header="overhead (%)", format=fmt.percent),
             Column(key="kernel_ms", header="kernels (ms)", format=fmt.number),

@@ -6,7 +6,7 @@ import pandas as pd
 
 from harness.cases import format as fmt
 from harness.render.findings import percent_span, say_out_of_memory, sentence, span
-from harness.render.rows import marks_of, of_task, per_case
+from harness.render.rows import of_task, per_case
 from harness.render.table import Column, Table, finding, make_table, table
 
 CAPTION = (
@@ -27,9 +27,11 @@ def build(frame: pd.DataFrame) -> Table | None:
         phases=PHASES,
         values=("mean_ms", "std_ms", "median_ms", "tokens_per_s", "tflops", "mfu"),
     )
-    rows["mean_mark"] = marks_of(rows, means=True)
+    starts = rows["slow_start"].astype(bool).map({True: fmt.SECTION, False: ""})
     metrics = []
     for phase in PHASES:
+        rows[f"{phase}_mean_mark"] = rows[f"{phase}_mark"] + starts
+        rows[f"{phase}_mean_disturbed"] = rows[f"{phase}_disturbed"]
         metrics += [
             Column(
                 key=f"{phase}_mean_ms",
@@ -38,9 +40,16 @@ def build(frame: pd.DataFrame) -> Table | None:
                 format=fmt.number,
                 spread=f"{phase}_std_ms",
                 status=f"{phase}_status",
-                mark="mean_mark",
+                mark=f"{phase}_mean_mark",
             ),
-            Column(key=f"{phase}_median_ms", header="median (ms)", group=phase, format=fmt.number),
+            Column(
+                key=f"{phase}_median_ms",
+                header="median (ms)",
+                group=phase,
+                format=fmt.number,
+                mark=f"{phase}_mark",
+                iqr=f"{phase}_iqr_ms",
+            ),
         ]
     return make_table(
         caption=CAPTION,

@@ -38,7 +38,8 @@ def build(frame: pd.DataFrame) -> Table | None:
         part = cases[chosen].groupby(group[chosen]).first().reindex(rows.index)
         for phase in ("forward", "backward"):
             rows[f"{precision}_{phase}_ms"] = part[f"{phase}_median_ms"]
-            rows[f"{precision}_{phase}_status"] = part[f"{phase}_status"]
+            for value in ("status", "iqr_ms", "mark", "disturbed"):
+                rows[f"{precision}_{phase}_{value}"] = part[f"{phase}_{value}"]
             metrics.append(
                 Column(
                     key=f"{precision}_{phase}_ms",
@@ -46,11 +47,11 @@ def build(frame: pd.DataFrame) -> Table | None:
                     group=precision,
                     format=fmt.number,
                     status=f"{precision}_{phase}_status",
-                    mark=f"{precision}_mark",
+                    mark=f"{precision}_{phase}_mark",
+                    iqr=f"{precision}_{phase}_iqr_ms",
                     record=f"{precision}_case_id",
                 )
             )
-        rows[f"{precision}_mark"] = part["mark"].fillna("")
         rows[f"{precision}_case_id"] = part["case_id"]
         if precision != "fp32":
             rows[f"{precision}_speedup"] = baseline.reindex(rows.index) / part["both_ms"]

@@ -191,8 +191,8 @@ class TestTables:
             for warmup, first in ((0, 100.0), (5, 10.0))
         )
         row = row_of(build_table("warmup_effect", frame), **{"warm-up steps": "0"})
-        assert row["mean (ms)"] == "40.0"
-        assert row["std (ms)"] == "52.0"
+        assert row["mean (ms)"] == "40.0†"
+        assert row["std (ms)"] == "52.0†"
         assert row["first/median"] == "10.0×"
 
     def test_strategies_are_compared_with_their_peers_too(self) -> None:

@@ -33,7 +33,7 @@ GOLDEN = Path(__file__).parents[2] / "golden"
 def samples(forward: float, backward: float) -> Samples:
     """Three samples per phase, the middle one the median."""
     values = {"forward": forward, "backward": backward, "forward_backward": forward + backward}
-    return {name: [[value * 1.25, value, value * 0.75]] for name, value in values.items()}
+    return {name: [[value * 1.04, value, value * 0.96]] for name, value in values.items()}
 
 
 def steady(both: float) -> Samples:
@@ -91,9 +91,9 @@ class TestFlashBenchmarking:
     def test_cells(self, by_length: pd.DataFrame) -> None:
         table = build_table("flash_benchmarking", by_length)
         row = row_of(table, seq_len="1,024", precision="bf16")
-        assert row["naive (ms)"] == "1.00 / 2.00 / 3.00"
-        assert row["flex (ms)"] == "0.250 / 0.500 / 0.750"
-        assert row["sdpa_flash (ms)"] == "0.125 / 0.250 / 0.375"
+        assert row["naive (ms)"] == "1.00 / 2.00 / 3.00 (4.0%)"
+        assert row["flex (ms)"] == "0.250 / 0.500 / 0.750 (4.0%)"
+        assert row["sdpa_flash (ms)"] == "0.125 / 0.250 / 0.375 (4.0%)"
         row = row_of(table, seq_len="65,536", precision="fp32")
         assert row["naive (ms)"] == "OOM"
         assert row["sdpa_flash (ms)"] == "unsupported"
@@ -140,8 +140,8 @@ class TestFlashBenchmarking:
             [call("naive", samples(1, 2), device_state=state), call("flex", samples(1, 2))]
         )
         row = row_of(build_table("flash_benchmarking", frame))
-        assert row["naive (ms)"] == "1.00 / 2.00 / 3.00†"
-        assert row["flex (ms)"] == "1.00 / 2.00 / 3.00"
+        assert row["naive (ms)"] == "1.00 / 2.00 / 3.00 (4.0%)†"
+        assert row["flex (ms)"] == "1.00 / 2.00 / 3.00 (4.0%)"
 
     def test_golden_markdown(self, by_length: pd.DataFrame) -> None:
         table = build_table("flash_benchmarking", by_length)
@@ -254,7 +254,7 @@ class TestHeadDimAndGqa:
         table = build_table("head_dim_and_gqa", frame)
         row = row_of(table, head_dim="80", **{"KV heads": "4"})
         # 80 GFLOP in 1 and in 4 ms.
-        assert row["flex (TFLOP/s)"] == "80.0 / 20.0"
+        assert row["flex (TFLOP/s)"] == "80.0 / 20.0 (4.0%)"
         assert table is not None
         assert len(table.rows) == 4
 
