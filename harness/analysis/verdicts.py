@@ -24,14 +24,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-from numpy.typing import NDArray
-
+from harness.analysis.intervals import (
+    CONTINUED,
+    FEWEST_ROUNDS,
+    Floats,
+    Rounds,
+    Side,
+    continued,
+    half_width,
+    width_of,
+)
 from harness.analysis.student import two_sided_quantile
-
-Floats = NDArray[np.float64]
-Rounds = Sequence[Sequence[float]]
-"""Samples by round, of the slowest rank, in any unit of time."""
 
 EQUIVALENCE = 0.01
 """Times closer than this are the same for every purpose that a table has."""
@@ -46,13 +49,7 @@ LOOKS = (5, 7, 10, 14, 20, 28, 40)
 FIRST_LOOK = 0.6
 """The first look's part of the error rate; the later ones share the rest evenly."""
 
-DIFFERENCES = 0.15
-"""The part of a look's error rate that the interval of differences spends."""
-
 MOST_ROUNDS = 28
-FEWEST_ROUNDS = 3
-"""With two, equal medians of a coarse clock pass for certainty."""
-
 MORE = "interleave=5 or until=decided measures what a verdict needs"
 
 
@@ -69,6 +66,11 @@ class Level:
     num_cases: int = 0
     host: str | None = None
     device: str | None = None
+
+    @property
+    def between_two(self) -> tuple[float, float]:
+        """The variance of the difference of two runs in log time, and its degrees of freedom."""
+        return 2 * self.std_log**2, self.df
 
     @property
     def words(self) -> str:
@@ -127,7 +129,7 @@ def decide(
         UNCLEAR where either side has fewer than :data:`FEWEST_ROUNDS` rounds with samples.
     """
     sides = [
-        _Side.of(rounds, processes)
+        Side.of(rounds, processes)
         for rounds, processes in (
             (baseline, baseline_processes),
             (candidate, candidate_processes),
@@ -148,9 +150,17 @@ def decide(
         band = max(band, level.std_log)
     units = [side.units() for side in sides]
     shift = float(units[0].mean() - units[1].mean())
+    inflation = CONTINUED if continued(sides) else 1.0
     extra = None if shown or together else level
     alpha = alpha_of(looks)
-    half = _half_width(units, [side.floor for side in sides], alpha, paired, extra)
+    half = half_width(
+        units,
+        [side.floor for side in sides],
+        alpha,
+        paired=paired,
+        inflation=inflation,
+        level=extra.between_two if extra else None,
+    )
     low, high = shift - half, shift + half
     edge = math.log1p(band)
     word = "UNCLEAR"
@@ -169,7 +179,7 @@ def decide(
         band=band,
     )
     if word == "UNCLEAR":
-        why = _what_it_takes(units, abs(shift), edge, alpha, extra)
+        why = _what_it_takes(units, abs(shift), edge, alpha, inflation=inflation, level=extra)
         verdict = replace(verdict, why=why)
     return verdict
 
@@ -226,97 +236,25 @@ def interval_words() -> str:
     )
 
 
-@dataclass(slots=True)
-class _Side:
-    values: Floats
-    """The log of each round's median."""
-    floors: Floats
-    """The variance that the samples within a round alone give to its value."""
-    processes: tuple[int, ...]
-
-    @classmethod
-    def of(cls, rounds: Rounds, processes: Sequence[int]) -> _Side:
-        kept = [index for index, samples in enumerate(rounds) if len(samples)]
-        logs = [np.log(np.asarray(rounds[index], dtype=float)) for index in kept]
-        known = len(processes) == len(rounds)
-        return cls(
-            values=np.array([np.log(np.median(np.exp(samples))) for samples in logs]),
-            floors=np.array([_median_variance(samples) for samples in logs]),
-            processes=tuple(processes[index] if known else 0 for index in kept),
-        )
-
-    def first(self, number: int) -> _Side:
-        return _Side(self.values[:number], self.floors[:number], self.processes[:number])
-
-    @property
-    def num_processes(self) -> int:
-        return len(set(self.processes))
-
-    @property
-    def floor(self) -> float:
-        """The least variance of a unit, so that a lucky agreement does not pass for certainty."""
-        rounds_per_unit = len(self.values) / len(self.units())
-        return float(np.median(self.floors)) / rounds_per_unit
-
-    def units(self) -> Floats:
-        """Rounds; or processes, where there are enough of them and they measured several rounds."""
-        number = self.num_processes
-        if not FEWEST_ROUNDS <= number < len(self.values):
-            return self.values
-        owners = np.array(self.processes)
-        return np.array([self.values[owners == owner].mean() for owner in dict.fromkeys(owners)])
-
-
-def _median_variance(logs: Floats) -> float:
-    """The variance of the median of samples, if they were independent and normal."""
-    low, high = np.quantile(logs, [0.25, 0.75])
-    return float(math.pi / 2 * ((high - low) / 1.349) ** 2 / len(logs))
-
-
-def _half_width(
-    units: list[Floats],
-    floors: list[float],
-    alpha: float,
-    paired: bool,
-    level: Level | None,
-) -> float:
-    """Half the width of the interval of the difference of two sides' means."""
-    terms = [
-        (max(float(values.var(ddof=1)), floor) / len(values), len(values) - 1.0)
-        for values, floor in zip(units, floors, strict=True)
-    ]
-    if level is not None:
-        return _width([*terms, (2 * level.std_log**2, level.df)], alpha)
-    if not paired or len(units[0]) != len(units[1]):
-        return _width(terms, alpha)
-    differences = units[0] - units[1]
-    variance = max(float(differences.var(ddof=1)), sum(floors)) / len(differences)
-    return min(
-        _width(terms, alpha * (1 - DIFFERENCES)),
-        _width([(variance, len(differences) - 1.0)], alpha * DIFFERENCES),
-    )
-
-
-def _width(terms: Sequence[tuple[float, float]], alpha: float) -> float:
-    """Of a sum of independent variances, each with its degrees of freedom (Satterthwaite 1946)."""
-    total = sum(variance for variance, _ in terms)
-    if total == 0:
-        return 0.0
-    df = total**2 / sum(variance**2 / df for variance, df in terms)
-    # Rounding only serves the cache of quantiles.
-    return two_sided_quantile(alpha, round(df, 1)) * math.sqrt(total)
-
-
 def _what_it_takes(
-    units: list[Floats], shift: float, edge: float, alpha: float, level: Level | None
+    units: list[Floats],
+    shift: float,
+    edge: float,
+    alpha: float,
+    *,
+    inflation: float,
+    level: Level | None,
 ) -> str:
     """Why a verdict is open, and about how many rounds would close it."""
     margin = abs(shift - edge)
     variance = sum(float(values.var(ddof=1)) for values in units)
     number = min(len(values) for values in units)
     spread = f"{number} rounds that spread by {_percent(math.sqrt(variance / 2))}"
+    if inflation > 1:
+        spread += " and go on from one another"
+    variance *= inflation
     if level is not None:
-        alone = _width([(2 * level.std_log**2, level.df)], alpha)
+        alone = width_of([level.between_two], alpha)
         if alone >= margin:
             return f"{level.words} hides it; measure both in turns"
     for needed in range(number + 1, 1001):

@@ -202,3 +202,23 @@ class TestUntilDecided:
         assert stop_reason(28, undecided=2) == "28 rounds, the most allowed: 2 pairs UNCLEAR"
         late = stop_reason(5, undecided=1, seconds=120)
         assert late == "time budget of 120 s, after 5 rounds: 1 pair UNCLEAR"
+
+
+def test_rounds_that_go_on_from_one_another_count_for_less() -> None:
+    random = np.random.default_rng(9)
+    false = {True: 0, False: 0}
+    for _ in range(200):
+        sides = []
+        for _ in range(2):
+            series = [0.03 * random.standard_normal()]
+            while len(series) < 25:
+                noise = 0.03 * math.sqrt(1 - 0.9**2) * random.standard_normal()
+                series.append(0.9 * series[-1] + noise)
+            sides.append(np.exp(np.reshape(series, (5, 5))))
+        for samples_tell in (True, False):
+            # Medians alone do not show that the rounds depend on each other.
+            shown = [side if samples_tell else np.median(side, axis=1)[:, None] for side in sides]
+            found = decide(*(side.tolist() for side in shown))
+            false[samples_tell] += found.word in ("FASTER", "SLOWER")
+    assert false[True] <= 0.02 * 200
+    assert false[False] > 0.05 * 200
