@@ -79,6 +79,8 @@ class DriverLaunch:
         self._num_maps = len(layout.maps)
         self._mapped = [descriptor.base.data_ptr() for _, descriptor, _ in layout.encodings]
         """Addresses that the tensor maps point to; allocators often return the same ones."""
+        # Launches are kept for long, and would keep the first call's tensors with them.
+        layout.encodings.clear()
         self._pack, self._changing = Struct(layout.format).pack_into, layout.changing
         self._replace = driver.cuTensorMapReplaceAddress
         self._launch = driver.cuLaunchKernelEx

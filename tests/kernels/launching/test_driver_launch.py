@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -94,6 +96,20 @@ def test_maps_are_left_alone_while_they_lead_to_the_same_place(driver: Driver) -
         wanted.append(given[0].data_ptr())
     # The first was Triton's launch.
     assert [number(made["values"][0]) for made in driver.launches] == wanted[1:]
+
+
+def test_the_first_tensors_are_not_kept(driver: Driver) -> None:
+    compiled = compiled_kernel()
+    call = prepared(compiled)
+    given = tensors()
+    kept = [weakref.ref(x) for x in given]
+    call(*given, floats=(1.0,))
+    del given
+    compiled.launched.clear()
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * 3
+    call(*tensors(), floats=(1.0,))
+    assert len(driver.launches) == 1
 
 
 def test_maps_are_encoded_as_triton_does_it(driver: Driver) -> None:
