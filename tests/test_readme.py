@@ -19,6 +19,7 @@ from harness.paths import ROOT
 from harness.request.choices import choices
 from harness.request.compose import compose_request
 from harness.request.config import GROUPS
+from harness.store.record import RecordStore
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 RESULTS = ROOT / "results/h200"
@@ -201,11 +202,12 @@ def ratios_to_cudnn() -> list[str]:
     """Forward and backward together, in head_dim_and_gqa."""
     plan = json.loads((RESULTS / "sweeps/head_dim_and_gqa/plan.json").read_text())
     medians = {}
+    records, _ = RecordStore(RESULTS).load()
     for case_id in plan["case_ids"]:
-        record = json.loads((RESULTS / f"records/{case_id}.json").read_text())
-        task, attention = record["case"]["task"], record["case"]["attention"]["name"]
-        if record["status"] == "ok":
-            (samples,) = record["phases"]["forward_backward"]["samples_ms"]
+        record = records[case_id]
+        task, attention = record.case["task"], record.case["attention"]["name"]
+        if record.status == "ok":
+            (samples,) = record.phases["forward_backward"].samples_ms
             key = task["head_dim"], task["num_kv_heads"]
             medians[*key, attention] = statistics.median(samples)
     small, large = (

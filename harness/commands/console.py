@@ -32,6 +32,11 @@ def compare() -> int:
     return _start("compare")
 
 
+def pack() -> int:
+    """Move records into compressed archives, or back."""
+    return _start("pack")
+
+
 def status() -> int:
     """List what is queued, running, done or failed."""
     return _start("status")

@@ -99,7 +99,7 @@ class Runner:
                 results of this plan, whatever their status. None stands for the files of now.
         """
         if files_before is None:
-            files_before = {path.name for path in self.store.folder.iterdir()}
+            files_before = set(self.store.names())
         self._files_before = files_before
         grouped = (
             comparison_groups(cases) if self.options.interleave > 1 else [[case] for case in cases]

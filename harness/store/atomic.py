@@ -25,6 +25,15 @@ def create(path: Path, data: bytes) -> None:
     _write_aside(path, data, True, os.link)
 
 
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk, which syncing a file leaves out."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def _write_aside(
     path: Path, data: bytes, sync: bool, put_in_place: Callable[[str, Path], None]
 ) -> None:

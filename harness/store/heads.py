@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 import msgspec
 
-from harness.store.record import RecordError, RecordStore, file_case, read_file, require_status
+from harness.store.record import RecordError, RecordStore, file_case, require_status
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -19,7 +18,7 @@ class RecordHead:
     status: str
     wall_s: float
     written_s: float
-    """Time of writing, by the file system's clock."""
+    """Time of writing, by the file system's clock; of an archived record the end of measuring."""
     message: str = ""
     """First line of the error, where it says more than the status."""
 
@@ -30,6 +29,7 @@ class _Fields(msgspec.Struct, kw_only=True):
     status: str
     error: dict[str, Any] | None
     wall_s: float
+    started_at: str
     schema: int
 
     def __post_init__(self) -> None:
@@ -38,18 +38,17 @@ class _Fields(msgspec.Struct, kw_only=True):
 
 def read_heads(store: RecordStore) -> tuple[dict[str, RecordHead], list[str]]:
     """The newest readable record of every case by its id, and one line per unreadable file."""
-    attempts: dict[str, list[tuple[int, str]]] = {}
-    with contextlib.suppress(FileNotFoundError):
-        for name in os.listdir(store.folder):
-            found = file_case(name)
-            if found is not None:
-                attempts.setdefault(found[0], []).append((found[1], name))
+    attempts: dict[str, list[tuple[int, str, bytes | None]]] = {}
+    for name, archived in store.names().items():
+        found = file_case(name)
+        if found is not None:
+            attempts.setdefault(found[0], []).append((found[1], name, archived))
     heads: dict[str, RecordHead] = {}
-    problems: list[str] = []
+    problems = store.archives.problems()
     for case_id, files in attempts.items():
-        for _, name in sorted(files, reverse=True):
+        for _, name, archived in sorted(files, reverse=True, key=lambda item: item[0]):
             try:
-                read, written_s = read_file(store.folder / name, _Fields)
+                read, written_s = store.read_as(name, _Fields, archived)
             except RecordError as error:
                 problems.append(str(error))
                 continue
@@ -57,8 +56,16 @@ def read_heads(store: RecordStore) -> tuple[dict[str, RecordHead], list[str]]:
             heads[case_id] = RecordHead(
                 status=read.status,
                 wall_s=read.wall_s,
-                written_s=written_s,
+                written_s=_ended_s(read) if written_s is None else written_s,
                 message=str(error_says or "").partition("\n")[0],
             )
             break
     return heads, problems
+
+
+def _ended_s(read: _Fields) -> float:
+    """When the measuring ended, by its host's clock; 0 where a record does not say."""
+    try:
+        return datetime.fromisoformat(read.started_at).timestamp() + read.wall_s
+    except ValueError:
+        return 0.0

@@ -4,16 +4,16 @@ A record keeps what was observed, sample by sample and rank by rank, and nothing
 medians, rates and ratios are computed when a table is built. A record file is complete or
 absent (it is written aside and linked into place), is never rewritten, and is never deleted;
 a case measured again gets the next attempt number, and the newest readable attempt counts.
+``attnbench-pack`` moves files into archives (:mod:`harness.store.archive`), where they are found
+under the same names.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ import msgspec
 
 from harness.statuses import GOOD, STATUSES
 from harness.store import atomic
+from harness.store.archive import Archives
+from harness.store.claims import Claims
 from harness.store.codec import T, decode, encode
 
 SCHEMA = 1
@@ -128,6 +130,11 @@ def file_case(name: str) -> tuple[str, int] | None:
     return (match["case_id"], int(match["attempt"] or 1)) if match else None
 
 
+def is_file(name: str) -> bool:
+    """Whether a record's file can have this name."""
+    return _FILE_NAME.fullmatch(name) is not None and "/" not in name
+
+
 class RecordStore:
     """The records of one results folder.
 
@@ -138,7 +145,8 @@ class RecordStore:
     def __init__(self, results: Path) -> None:
         self.results = results
         self.folder = results / "records"
-        self._claims_fd: int | None = None
+        self.archives = Archives(self.folder / "archive")
+        self._claims = Claims(self.folder / ".lock")
 
     def create(self) -> None:
         """Make the folder; OSError if it cannot be written."""
@@ -150,18 +158,73 @@ class RecordStore:
         suffix = "" if attempt == 1 else f".{attempt}"
         return self.folder / f"{case_id}{suffix}.json"
 
+    def place(self, case_id: str, attempt: int) -> Path:
+        """Where a record lies: its file, or the archive that holds it."""
+        path = self.path(case_id, attempt)
+        return path if path.exists() else self.archives.holder(path.name) or path
+
+    def names(self) -> dict[str, bytes | None]:
+        """The names of all records' files, sorted; with its JSON where a record is archived alone.
+
+        Safe while other processes write and pack: a file is complete from the moment it has a
+        name, and goes only after an archive holds it.
+        """
+        # In this order: what is gone from the folder has been in an archive before.
+        files = self.files()
+        archived = self.archives.records()
+        names = files | {name for name in archived if is_file(name)}
+        return {name: None if name in files else archived[name] for name in sorted(names)}
+
+    def files(self) -> set[str]:
+        """The names of the records that are files."""
+        return {name for name in self._listed() if is_file(name)}
+
     def attempts(self, case_id: str) -> list[int]:
-        """Attempt numbers that have a file, readable or not."""
-        found = []
-        for path in self.folder.glob(f"{glob_escape(case_id)}*.json"):
-            match = _FILE_NAME.fullmatch(path.name)
-            if match and match["case_id"] == case_id:
-                found.append(int(match["attempt"] or 1))
-        return sorted(found)
+        """Attempt numbers that have a file or a place in an archive, readable or not."""
+        # Files first, as in names().
+        files = [name for name in self._listed() if name.startswith(case_id)]
+        archived = [name for name in self.archives.records() if name.startswith(case_id)]
+        found = {file_case(name) for name in (*files, *archived)}
+        return sorted(item[1] for item in found if item is not None and item[0] == case_id)
+
+    def _listed(self) -> list[str]:
+        with contextlib.suppress(FileNotFoundError):
+            return os.listdir(self.folder)
+        return []
 
     def read(self, path: Path) -> Record:
-        """The record in a file; RecordError if there is none."""
-        return read_file(path, Record)[0]
+        """The record of a file in this folder, which may lie in an archive by now.
+
+        RecordError if there is none.
+        """
+        return self.read_as(path.name, Record)[0]
+
+    def read_as(
+        self, name: str, kind: type[T], archived: bytes | None = None
+    ) -> tuple[T, float | None]:
+        """The fields of a record that ``kind`` has, and when its file was written.
+
+        The time is by the file system's clock, and None of an archived record. Raises RecordError.
+
+        Args:
+            archived: what :meth:`names` has for the record.
+        """
+        path = self.folder / name
+        try:
+            data, written_s = (archived, None) if archived else self._data(path)
+            return decode(data, kind, schema=SCHEMA, may_lack=_ADDED), written_s
+        except (ValueError, OSError, RecursionError) as error:
+            reason = (getattr(error, "strerror", None) or str(error)).splitlines()[0]
+            raise RecordError(f"{path}: not a readable record ({reason})") from error
+
+    def _data(self, path: Path) -> tuple[bytes, float | None]:
+        try:
+            with path.open("rb") as file:
+                return file.read(), os.fstat(file.fileno()).st_mtime
+        except FileNotFoundError:
+            if text := self.archives.records().get(path.name):
+                return text, None
+            raise
 
     def load(self) -> tuple[dict[str, Record], list[str]]:
         """The newest readable attempt of every case, and one line per unreadable file."""
@@ -172,23 +235,18 @@ class RecordStore:
         return {case_id: attempts[case_id, number] for case_id, number in last.items()}, problems
 
     def load_attempts(self) -> tuple[dict[tuple[str, int], Record], list[str]]:
-        """Every readable record by case id and attempt, and one line per unreadable file.
-
-        Safe while other processes write: a record file is whole from the moment it has a name.
-        """
+        """Every readable record by case id and attempt, and one line per unreadable file."""
         found: dict[tuple[str, int], Record] = {}
-        problems: list[str] = []
-        with contextlib.suppress(FileNotFoundError):
-            for entry in sorted(os.scandir(self.folder), key=lambda item: item.name):
-                match = _FILE_NAME.fullmatch(entry.name)
-                if not match:
-                    continue
-                try:
-                    record = self.read(Path(entry.path))
-                except RecordError as error:
-                    problems.append(str(error))
-                    continue
-                found[record.case_id, int(match["attempt"] or 1)] = record
+        problems = self.archives.problems()
+        for name, archived in self.names().items():
+            match = _FILE_NAME.fullmatch(name)
+            assert match is not None, "names() returns no others"
+            try:
+                record, _ = self.read_as(name, Record, archived)
+            except RecordError as error:
+                problems.append(str(error))
+                continue
+            found[record.case_id, int(match["attempt"] or 1)] = record
         return found, problems
 
     def find(self, case_id: str) -> Record | None:
@@ -220,41 +278,16 @@ class RecordStore:
                 f"({error.strerror}); {_rescue(record)}"
             ) from error
 
-    @contextlib.contextmanager
-    def claim(self, case_id: str, *, wait: bool) -> Iterator[bool]:
-        """Hold the right to measure a case; yields False if another process holds it.
+    def claim(self, case_id: str, *, wait: bool) -> contextlib.AbstractContextManager[bool]:
+        """Hold the right to measure a case; gives False if another process holds it.
 
-        With ``wait`` it waits for the other process and then yields True.
+        With ``wait`` it waits for the other process and then gives True.
         """
-        if self._claims_fd is None:
-            self._claims_fd = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-        # One byte of one file per case: byte-range locks need no file per case, and work on
-        # the network file systems that clusters share.
-        offset = int(case_id.rsplit("-", 1)[-1], 16) if "-" in case_id else 0
-        mode = fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB
-        try:
-            fcntl.lockf(self._claims_fd, mode, 1, offset)
-        except (BlockingIOError, PermissionError):
-            yield False
-            return
-        try:
-            yield True
-        finally:
-            fcntl.lockf(self._claims_fd, fcntl.LOCK_UN, 1, offset)
+        return self._claims.one(case_id, wait=wait)
 
-
-def read_file(path: Path, kind: type[T]) -> tuple[T, float]:
-    """Read the fields of a record that ``kind`` has, and the time when the file was written.
-
-    The time is by the file system's clock. Raises RecordError.
-    """
-    try:
-        with path.open("rb") as file:
-            found = decode(file.read(), kind, schema=SCHEMA, may_lack=_ADDED)
-            return found, os.fstat(file.fileno()).st_mtime
-    except (ValueError, OSError, RecursionError) as error:
-        reason = (getattr(error, "strerror", None) or str(error)).splitlines()[0]
-        raise RecordError(f"{path}: not a readable record ({reason})") from error
+    def claim_all(self) -> contextlib.AbstractContextManager[bool]:
+        """Hold the right to measure every case; gives False if another process holds any."""
+        return self._claims.all()
 
 
 def _rescue(record: Record) -> str:
@@ -276,7 +309,3 @@ def in_short(problems: list[str]) -> list[str]:
         lines[0] if len(lines) == 1 else f"{lines[0]}; and {len(lines) - 1} more files like it"
         for lines in by_reason.values()
     ]
-
-
-def glob_escape(text: str) -> str:
-    return re.sub(r"([*?[])", r"[\1]", text)

@@ -84,10 +84,11 @@ class RoundStore:
     def tidy(self) -> None:
         """Remove rounds whose record is written, also those that a crash has left."""
         with contextlib.suppress(OSError):
-            for path in self.folder.iterdir():
+            paths = list(self.folder.iterdir())
+            recorded = self._records.names() if paths else {}
+            for path in paths:
                 # Also what a crash has left of one that was being written aside.
-                record = path.name.partition(".json")[0] + ".json"
-                if (self._records.folder / record).exists():
+                if path.name.partition(".json")[0] + ".json" in recorded:
                     path.unlink(missing_ok=True)
 
     def _path(self, case_id: str) -> Path:

@@ -210,7 +210,7 @@ def _records(document: Document, folder: Path) -> dict[str, Any]:
     for (results, _), record in document.records.items():
         text = json.dumps(record.environment, sort_keys=True)
         place = environments.setdefault(text, len(environments))
-        path = RecordStore(results).path(record.case_id, record.attempt)
+        path = RecordStore(results).place(record.case_id, record.attempt)
         kept.append({**_summary(record), "file": relative(path, folder), "environment": place})
     return {"records": kept, "environments": [json.loads(text) for text in environments]}
 

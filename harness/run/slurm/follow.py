@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 from harness.run.launcher import PendingCases
@@ -22,7 +21,7 @@ def follow(pending: PendingCases, poll_s: float) -> None:
     at_first = True
     alone_since: float | None = None
     while waiting:
-        for name in sorted(set(os.listdir(store.folder)) - seen):
+        for name in sorted(set(store.names()) - seen):
             seen.add(name)
             found = file_case(name)
             if found is None or found[0] not in waiting:

@@ -285,7 +285,7 @@ def active_cases(results: Path) -> set[str]:
 
 def _files_by_case(store: RecordStore) -> dict[str, list[str]]:
     files: dict[str, list[str]] = {}
-    for name in os.listdir(store.folder):
+    for name in store.names():
         found = file_case(name)
         if found is not None:
             files.setdefault(found[0], []).append(name)

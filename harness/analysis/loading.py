@@ -1,0 +1,30 @@
+"""A results folder as one DataFrame; users call it as ``harness.load``."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pandas as pd
+
+from harness.analysis.frame import build_frame
+from harness.store.record import RecordStore
+from harness.store.sweep_plan import planned_labels, read_plan
+
+
+def load_frame(results: Path, sweep: str | None = None) -> pd.DataFrame:
+    """The frame of the newest record of each case. See :func:`harness.load`."""
+    if not results.is_dir():
+        raise ValueError(f"{results}: no such folder")
+    records, problems = RecordStore(results).load()
+    for problem in problems:
+        warnings.warn(problem, stacklevel=3)
+    chosen = list(records)
+    if sweep is not None:
+        known = planned_labels(results)
+        if sweep not in known:
+            raise ValueError(f"sweep={sweep}: not in {results}; one of {', '.join(known)}")
+        chosen = [name for name in read_plan(results, sweep).case_ids if name in records]
+    if not chosen:
+        raise ValueError(f"{results}: holds no readable records")
+    return build_frame([records[case_id] for case_id in chosen])

@@ -1,0 +1,122 @@
+"""Archives: records in compressed files, one line for each, beside those that are files.
+
+``records/archive/NAME.jsonl.xz`` holds lines of ``{"file": FILE, "record": {...}}``: the name of
+the file that the record had, and what stood in it. A record's file has sorted keys and a fixed
+layout, so that its line gives back every byte. Lines lie in the order of their files' names and
+carry no time, so that equal records make equal archives.
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+import os
+import re
+from functools import lru_cache
+from pathlib import Path
+
+SUFFIX = ".jsonl.xz"
+
+PRESET = 6
+"""Of xz. On 1,853 records of 26 MB: 1.95 MB, 9 gives 1.94 and gzip 3.46; read in 0.15 s."""
+
+_LINE = re.compile(rb'\{"file":(?P<file>"[^"\\]+"),"record":(?P<record>\{.*\})\}')
+
+
+_Stamp = tuple[Path, int, int, int]
+"""An archive and what tells a changed one: time in ns, size and inode."""
+
+
+class Archives:
+    """The archives in one folder, each decompressed once in a process unless it changes.
+
+    One that cannot be read costs its own records alone.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._stamps: list[_Stamp] = []
+        self._records: dict[str, bytes] = {}
+
+    def paths(self) -> list[Path]:
+        """The archives, by name."""
+        return [path for path, *_ in self._found()]
+
+    def records(self) -> dict[str, bytes]:
+        """The JSON of every archived record by the name of its file."""
+        stamps = self._found()
+        if stamps != self._stamps:
+            self._records = {}
+            for stamp in stamps:
+                self._records |= _read(*stamp)[0]
+            self._stamps = stamps
+        return self._records
+
+    def problems(self) -> list[str]:
+        """One line for each archive that cannot be read."""
+        return [problem for stamp in self._found() if (problem := _read(*stamp)[1])]
+
+    def holder(self, name: str) -> Path | None:
+        """The archive that holds the record of a file, if one does."""
+        return next((stamp[0] for stamp in self._found() if name in _read(*stamp)[0]), None)
+
+    def _found(self) -> list[_Stamp]:
+        try:
+            entries = [item for item in os.scandir(self.folder) if item.name.endswith(SUFFIX)]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        stamps = []
+        for entry in sorted(entries, key=lambda item: item.name):
+            stat = os.stat(entry.path)
+            stamps.append((Path(entry.path), stat.st_mtime_ns, stat.st_size, stat.st_ino))
+        return stamps
+
+
+@lru_cache(maxsize=256)
+def _read(path: Path, mtime_ns: int, size: int, inode: int) -> tuple[dict[str, bytes], str]:
+    """The records of an archive, and the line that says why there are none."""
+    try:
+        return from_bytes(path.read_bytes()), ""
+    except (ValueError, OSError) as error:
+        reason = (getattr(error, "strerror", None) or str(error)).splitlines()[0]
+        return {}, f"{path}: not a readable archive ({reason})"
+
+
+def from_bytes(data: bytes) -> dict[str, bytes]:
+    """The JSON of each record in an archive by its file's name. Raises ValueError."""
+    try:
+        text = lzma.decompress(data)
+    except lzma.LZMAError as error:
+        raise ValueError(str(error)) from error
+    found: dict[str, bytes] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        match = _LINE.fullmatch(line)
+        if match is None:
+            raise ValueError(f'line {number} is not {{"file": ..., "record": {{...}}}}')
+        found[json.loads(match["file"])] = match["record"]
+    return found
+
+
+def to_bytes(records: dict[str, bytes]) -> bytes:
+    """The archive of records: their JSON on one line each, by their files' names."""
+    lines = [
+        b'{"file":%b,"record":%b}\n' % (json.dumps(name).encode(), records[name])
+        for name in sorted(records)
+    ]
+    return lzma.compress(b"".join(lines), preset=PRESET)
+
+
+def compact(data: bytes) -> bytes:
+    """The JSON of a record's file on one line; ValueError unless it gives back every byte."""
+    try:
+        text = json.dumps(json.loads(data), sort_keys=True, separators=(",", ":")).encode()
+        if expanded(text) == data:
+            return text
+    except RecursionError:
+        pass
+    raise ValueError("not in the layout of a record's file")
+
+
+def expanded(text: bytes) -> bytes:
+    """The bytes of a record's file from its JSON on one line."""
+    return (json.dumps(json.loads(text), indent=1, sort_keys=True) + "\n").encode()
