@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
 .PHONY: help install bench test test-gpu test-multigpu test-exhaustive test-slurm slurm-up \
-	slurm-down lint format report writeup benchmarks clean
+	slurm-down lint format report writeup pack benchmarks clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,6 +59,9 @@ report: install ## make tables, figures and reports again from RESULTS
 
 writeup: install ## write everything in RESULTS as one document: Markdown, LaTeX, PDF, HTML
 	$(BIN)/attnbench-writeup $(RESULTS)
+
+pack: install ## move the records in RESULTS into compressed archives
+	$(BIN)/attnbench-pack $(RESULTS)
 
 benchmarks: install ## time the harness itself, and compile the kernels for Hopper
 	$(BIN)/python -m benchmarks.bench_harness
