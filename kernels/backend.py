@@ -69,6 +69,10 @@ class AttentionBackend:
         """Version of the library that computes, or None where that is not installed."""
         return str(torch.__version__)
 
+    def libraries(self) -> tuple[str, ...]:
+        """Distributions beside torch whose code computes, as they are named on PyPI."""
+        return ()
+
     def supports(self, problem: AttentionProblem) -> str | None:
         """None if this backend can solve ``problem`` here, else the reason why not, in one line.
 

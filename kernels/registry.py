@@ -115,9 +115,8 @@ class Registry(Generic[T]):
         if not self._has_plugins:
             self._has_plugins = True
             # A plugin may register in ways that no source shows, so it is imported.
-            for plugin in os.environ.get(PLUGINS_VARIABLE, "").split(","):
-                if plugin.strip():
-                    _import_plugin(plugin.strip())
+            for plugin in named_plugins():
+                _import_plugin(plugin)
         return found
 
     def _read_sources(self) -> dict[str, str]:
@@ -138,6 +137,12 @@ class Registry(Generic[T]):
     def names(self) -> list[str]:
         """The names of all choices, sorted."""
         return sorted({*self.modules(), *self._entries})
+
+    def home(self, name: str) -> str | None:
+        """The module that registers a choice; None if there is no such choice."""
+        if name in self._entries:
+            return str(self._entries[name].target.__module__)
+        return self.modules().get(name)
 
     def given(self, keyword: str) -> dict[str, Any]:
         """The value of a decorator's keyword, by choice, where one is given. Imports nothing."""
@@ -178,6 +183,20 @@ class Registry(Generic[T]):
             choices = ", ".join(self.names())
             raise ValueError(f"{self.group}={name}: no such choice; one of {choices}")
         return self._entries[name]
+
+
+def named_plugins() -> list[str]:
+    """The modules that ATTNBENCH_PLUGINS names."""
+    names = os.environ.get(PLUGINS_VARIABLE, "").split(",")
+    return [name.strip() for name in names if name.strip()]
+
+
+def loaded_plugins() -> dict[str, str]:
+    """The file of every plugin that is imported, by the plugin's name."""
+    loaded = {name: sys.modules.get(name) for name in named_plugins()}
+    return {
+        name: getattr(module, "__file__", None) or "" for name, module in loaded.items() if module
+    }
 
 
 @cache

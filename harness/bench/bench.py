@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from harness.bench import device_time, devices, peaks
 from harness.bench.compile_watch import CompileWatch
+from harness.bench.host_load import LoadWatch
 from harness.bench.outcome import Outcome, PeerFailed, PeerSilent
 from harness.bench.phase_timer import PhaseTimer
 from harness.statuses import STATUSES
@@ -290,6 +291,7 @@ class Bench:
             pause()
         compiled_before = self.compile_watch.count
         state_before = devices.gpu_state(self.device)
+        load_watch = LoadWatch(self.device)
         whole: list[float] = []
         enqueued_ms: list[float] = []
         for index, part in enumerate(_parts(passes) if check is not None else [passes]):
@@ -311,6 +313,7 @@ class Bench:
 
         self.outcome.device_state.setdefault("before", state_before)
         self.outcome.device_state["after"] = devices.gpu_state(self.device)
+        self.outcome.load = load_watch.load()
         recompilations = self.compile_watch.count - compiled_before
         self.outcome.compilation["recompilations"] = (
             self.outcome.compilation.get("recompilations", 0) + recompilations

@@ -1,4 +1,4 @@
-"""The device and host of this process: memory in use, the GPU's state, a record's environment.
+"""The device and host of this process: memory in use, and the GPU's state.
 
 Nothing here changes a clock, a power limit or another setting of a device.
 """
@@ -7,21 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
-import platform
 import resource
-import subprocess
 import sys
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-
-from harness import __version__
-from harness.paths import ROOT
 
 try:
     import pynvml
@@ -84,9 +77,15 @@ def limit_host_memory() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (in_use + available, hard))
 
 
+def nvml_handle(device: torch.device) -> Any:
+    """NVML's handle of a torch device; None on a CPU or without NVML."""
+    if device.type != "cuda":
+        return None
+    return _nvml_handle(device.index if device.index is not None else torch.cuda.current_device())
+
+
 @cache
 def _nvml_handle(device_index: int) -> Any:
-    """NVML's handle of a torch device; None without NVML."""
     try:
         pynvml.nvmlInit()
         uuid = torch.cuda.get_device_properties(device_index).uuid
@@ -97,9 +96,7 @@ def _nvml_handle(device_index: int) -> Any:
 
 def gpu_state(device: torch.device) -> dict[str, Any]:
     """Clocks, power, temperature and throttle reasons; empty on a CPU or without NVML."""
-    if device.type != "cuda":
-        return {}
-    handle = _nvml_handle(device.index if device.index is not None else torch.cuda.current_device())
+    handle = nvml_handle(device)
     if handle is None:
         return {}
     state: dict[str, Any] = {}
@@ -113,71 +110,3 @@ def gpu_state(device: torch.device) -> dict[str, Any]:
         mask = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
         state["throttle_reasons"] = [name for bit, name in _THROTTLE_REASONS.items() if mask & bit]
     return state
-
-
-def environment(device: torch.device) -> dict[str, Any]:
-    """The versions and the hardware that a measurement depends on."""
-    values: dict[str, Any] = {
-        "attnbench": __version__,
-        "git_revision": _git_revision(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": _version("triton"),
-        "platform": f"{platform.system()} {platform.release()}",
-        "cpu_model": _cpu_model(),
-        "num_cpus": os.cpu_count(),
-        "num_threads": torch.get_num_threads(),
-        "host_memory_bytes": psutil.virtual_memory().total,
-    }
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        values |= {
-            "device_name": properties.name,
-            "device_memory_bytes": properties.total_memory,
-            "compute_capability": f"{properties.major}.{properties.minor}",
-            "cuda": torch.version.cuda,
-            "cudnn": torch.backends.cudnn.version(),
-            "driver": _driver_version(),
-        }
-    else:
-        values["device_name"] = values["cpu_model"]
-    return values
-
-
-def _version(package: str) -> str | None:
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        return metadata.version(package)
-    return None
-
-
-def _driver_version() -> str | None:
-    try:
-        pynvml.nvmlInit()
-        return str(pynvml.nvmlSystemGetDriverVersion())
-    except Exception:
-        return None
-
-
-def _git_revision() -> str | None:
-    """The commit of the source tree, with ``+`` if it has changes; None if unknown.
-
-    A copy of the tree without its history can name the commit in ATTNBENCH_REVISION.
-    """
-    stated = os.environ.get("ATTNBENCH_REVISION")
-    if stated:
-        return stated
-    if not (ROOT / ".git").exists():
-        return None
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-        return done.stdout.strip()
-    return None
-
-
-def _cpu_model() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()

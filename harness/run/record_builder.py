@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from harness.cases.case import Case
+from harness.cases.source import source_of
 from harness.run.worker_group import Reply
 from harness.statuses import STATUSES
 from harness.store.record import Phase, Record, Round
@@ -30,6 +31,9 @@ class RecordBuilder:
         self._rounds: list[list[dict[str, Any]]] = []
         self._status = "ok"
         self._error: dict[str, Any] | None = None
+        # Read now, and not after an edit that comes while the case runs.
+        self._values = case.to_dict()
+        source_of(self._values, {})
 
     @property
     def num_finished(self) -> int:
@@ -96,11 +100,11 @@ class RecordBuilder:
         case = self.case
         record = Record(
             case_id=case.id,
-            case=case.to_dict(),
+            case=self._values,
             status=self._status,
             error=self._error,
             work={name: asdict(work) for name, work in case.task.work(case).items()},
-            environment=self.environments[0] if self.environments else {},
+            environment=dict(self.environments[0]) if self.environments else {},
             started_at=self._started_at[0],
             wall_s=self._wall_s,
         )
@@ -114,13 +118,41 @@ class RecordBuilder:
         if complete:
             _add_measurements(record, complete)
             record.round_states = [
-                Round(started_at=turn_at, process=process, ranks=_states(outcomes))
+                Round(started_at=turn_at, process=process, ranks=self._states(outcomes))
                 for turn_at, process, outcomes in zip(
                     self._turns_at, self._processes, self._rounds, strict=False
                 )
                 if len(outcomes) == case.world_size
             ]
+        record.environment |= {"libraries": record.notes.pop("libraries", {})}
+        if len(self.environments) > 1:
+            record.environment["ranks"] = [
+                {key: environment.get(key) for key in _OF_A_RANK}
+                for environment in self.environments
+            ]
+        record.source = source_of(self._values, record.notes)
         return record
+
+    def _states(self, outcomes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The device's state and the host's load around one round, by rank."""
+        hosts = [environment.get("host") for environment in self.environments]
+        loads = [dict(outcome.get("load", {})) for outcome in outcomes]
+        for load, host in zip(loads, hosts, strict=False):
+            own = {
+                other["root"]: other["own_cpus"]
+                for other, its_host in zip(loads, hosts, strict=False)
+                if other and its_host == host
+            }
+            # Ranks that another process has started are not others.
+            further = sum(cpus for root, cpus in own.items() if root != load.get("root"))
+            if further:
+                others = max(0.0, load["others_cpus"] - further)
+                load["others_cpu_share"] *= others / load["others_cpus"] if others else 0.0
+                load["others_cpus"] = others
+        return [
+            outcome["device_state"] | {"load": load}
+            for outcome, load in zip(outcomes, loads, strict=True)
+        ]
 
 
 def _add_measurements(record: Record, complete: list[list[dict[str, Any]]]) -> None:
@@ -157,9 +189,8 @@ def _add_measurements(record: Record, complete: list[list[dict[str, Any]]]) -> N
         record.rounds = [len(outcomes[0]["samples_ms"].get(name, [])) for outcomes in complete]
 
 
-def _states(outcomes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The device's state and the host's load around one round, by rank."""
-    return [outcome["device_state"] | {"load": outcome.get("load", {})} for outcome in outcomes]
+_OF_A_RANK = ("host", "gpu_uuid", "cpu_affinity", "num_threads")
+"""What may differ between the ranks of a case, and is recorded for each."""
 
 
 def _first_error(outcomes: list[dict[str, Any]], status: str) -> dict[str, Any] | None:

@@ -30,8 +30,10 @@ import harness.measure.check  # noqa: F401 (loaded before the first case, not by
 import models.transformer  # noqa: F401
 from harness.bench import devices
 from harness.bench.bench import Bench
+from harness.bench.environment import environment, library_versions
 from harness.bench.outcome import Outcome, PeerFailed, PeerSilent, WrongResult
 from harness.cases.case import Case
+from kernels import BACKENDS
 from kernels.toolchain import why_not_compile
 
 NCCL_WATCHDOG_S = 0.25
@@ -98,7 +100,7 @@ class Worker:
         # Collecting garbage between cases would walk every object of torch, at 0.15 s a time.
         gc.freeze()
         gc.enable()
-        self._send(event="ready", environment=devices.environment(self.device))
+        self._send(event="ready", environment=environment(self.device))
         for line in sys.stdin:
             job = json.loads(line)
             case = Case.from_dict(job["case"])
@@ -136,6 +138,7 @@ class Worker:
                 chosen = case.task.attention_choice(case)
                 if chosen != case.attention.name:
                     outcome.notes["attention_choice"] = chosen
+                _note_libraries(case, chosen, outcome)
                 with bench.compile_watch.watching(), case.attention.noting(outcome.notes):
                     case.task.run(case, bench)
                     if case.profile is not None and bench.in_last_round:
@@ -246,6 +249,19 @@ def _is_out_of_memory(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def _note_libraries(case: Case, chosen: str, outcome: Outcome) -> None:
+    """Note the versions of the libraries behind the attention, and behind what it has chosen."""
+    if not case.task.attends:
+        return
+    distributions = set(case.attention.libraries())
+    for name in re.findall(r"[\w-]+", chosen):
+        if name in BACKENDS:
+            entry = BACKENDS[name]
+            distributions |= set(entry.target(name=name, **entry.preset).libraries())
+    if found := library_versions(sorted(distributions)):
+        outcome.notes["libraries"] = found
 
 
 def _note_silence(outcome: Outcome, error: BaseException) -> None:

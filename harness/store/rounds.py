@@ -28,9 +28,11 @@ SCHEMA = 1
 
 _CODE = ("harness", "kernels", "models", "parallel")
 
-_NO_CONDITION = frozenset({"git_revision", "host_memory_bytes"})
-"""Left out of an environment: the code's hash says more than a revision, and memory differs by a
-few pages between hosts of one kind."""
+_NO_CONDITION = frozenset(
+    {"git_revision", "revision_stated", "host_memory_bytes", "gpu_uuid", "cpu_affinity", "plugins"}
+)
+"""Left out of an environment: the code's hash says more than a revision, memory differs by a few
+pages between hosts of one kind, and a requeued job gets other CPUs and GPUs of its host."""
 
 
 class Rounds(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

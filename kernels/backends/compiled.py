@@ -23,6 +23,9 @@ class Compiled(Attention):
 
     compiles: ClassVar[bool] = True
 
+    def libraries(self) -> tuple[str, ...]:
+        return ("triton",)
+
     def supports(self, problem: AttentionProblem) -> str | None:
         if problem.packed:
             return "takes no packed batch of different lengths"

@@ -33,6 +33,9 @@ class FlashAttn4(FlashLibrary):
         "_flash_attn_bwd": (*_SHARED, "out", "dout", "lse"),
     }
 
+    def libraries(self) -> tuple[str, ...]:
+        return (self.distribution, "nvidia-cutlass-dsl")
+
     def why_not_installed(self) -> str | None:
         # Without a version of its own the module is the early one that flash-attn 2 contains.
         if self.version() is None:

@@ -43,6 +43,9 @@ class FlashDecode(Decoding):
         except metadata.PackageNotFoundError:
             return None
 
+    def libraries(self) -> tuple[str, ...]:
+        return ("triton",)
+
     def supports_decode(self, problem: DecodeProblem) -> str | None:
         if problem.is_latent:
             return "takes keys and values, not latents"

@@ -35,6 +35,9 @@ class FlashMla(Decoding):
         except metadata.PackageNotFoundError:
             return None
 
+    def libraries(self) -> tuple[str, ...]:
+        return ("flash-mla",)
+
     @property
     def latent_block_size(self) -> int | None:
         return BLOCK_SIZE

@@ -78,6 +78,9 @@ class FlashTriton(Attention):
         except metadata.PackageNotFoundError:
             return None
 
+    def libraries(self) -> tuple[str, ...]:
+        return ("triton",)
+
     def supports(self, problem: AttentionProblem) -> str | None:
         reason = why_not_triton(problem.device)
         if reason is not None:

@@ -43,6 +43,9 @@ class FlashInfer(Decoding):
                 continue
         return None
 
+    def libraries(self) -> tuple[str, ...]:
+        return ("flashinfer-python", "flashinfer")
+
     def supports_decode(self, problem: DecodeProblem) -> str | None:
         if problem.is_latent:
             return "takes keys and values here, not latents"

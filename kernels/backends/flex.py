@@ -22,6 +22,9 @@ class Flex(Attention):
 
     compiles: ClassVar[bool] = True
 
+    def libraries(self) -> tuple[str, ...]:
+        return ("triton",)
+
     def supports(self, problem: AttentionProblem) -> str | None:
         if problem.packed:
             return "takes no packed batch of different lengths"

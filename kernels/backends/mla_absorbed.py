@@ -38,6 +38,9 @@ class MlaAbsorbed(Decoding):
                 f"{', '.join(IMPLEMENTATIONS)}"
             )
 
+    def libraries(self) -> tuple[str, ...]:
+        return ("triton",)
+
     def supports_decode(self, problem: DecodeProblem) -> str | None:
         if not problem.is_latent:
             return "takes latents: use cache=latent"

@@ -50,6 +50,9 @@ class FlashLibrary(Attention, Decoding):
         except metadata.PackageNotFoundError:
             return None
 
+    def libraries(self) -> tuple[str, ...]:
+        return (self.distribution,)
+
     def supports(self, problem: AttentionProblem) -> str | None:
         if problem.device != "cuda":
             return "runs on CUDA devices only"

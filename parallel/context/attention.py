@@ -87,6 +87,9 @@ class SequenceParallelAttention(DelegatedAttention):
     def version(self) -> str | None:
         return self.on_one_device.version()
 
+    def libraries(self) -> tuple[str, ...]:
+        return self.on_one_device.libraries()
+
     def supports(self, problem: AttentionProblem) -> str | None:
         if problem.cp == 1:
             return self.on_one_device.supports(problem)
