@@ -29,10 +29,12 @@ SCHEMA = 1
 _CODE = ("harness", "kernels", "models", "parallel")
 
 _NO_CONDITION = frozenset(
-    {"git_revision", "revision_stated", "host_memory_bytes", "gpu_uuid", "cpu_affinity", "plugins"}
+    {"git_revision", "revision_stated", "host_memory_bytes", "gpu_uuid", "cpu_affinity"}
+    | {"variables", "plugins"}
 )
 """Left out of an environment: the code's hash says more than a revision, memory differs by a few
-pages between hosts of one kind, and a requeued job gets other CPUs and GPUs of its host."""
+pages between hosts of one kind, a requeued job gets other CPUs and GPUs of its host, and a shell
+sets other variables than the one before."""
 
 
 class Rounds(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
