@@ -14,6 +14,7 @@ import pandas as pd
 
 from harness.analysis.case_columns import CASE_COLUMNS, Reading
 from harness.analysis.disturbance import in_order, of_record, of_samples
+from harness.analysis.host_time import HOST_COLUMNS, host_time
 from harness.analysis.names import Names
 from harness.analysis.stats import slowest_rank, summarise
 from harness.cases.column import CaseColumn
@@ -37,6 +38,7 @@ def build_frame(records: Iterable[Record]) -> pd.DataFrame:
         columns=[
             *("case_index", "phase", "clock", "samples_ms"),
             *("work_flops", "work_bytes", "work_tokens"),
+            *HOST_COLUMNS,
         ],
     )
     case_index = phases.pop("case_index").to_numpy(dtype=int)
@@ -127,5 +129,15 @@ def _phase_rows(index: int, record: Record) -> list[tuple[Any, ...]]:
         samples = slowest_rank(phase.samples_ms) if phase and phase.samples_ms else []
         clock = phase.clock if phase else None
         formulas = (work.get("flops"), work.get("bytes"), work.get("tokens"))
-        rows.append((index, name, clock, samples, *formulas))
+        shares = host_time(phase, record.case["device"])
+        rows.append(
+            (
+                index,
+                name,
+                clock,
+                samples,
+                *formulas,
+                *(getattr(shares, column) for column in HOST_COLUMNS),
+            )
+        )
     return rows

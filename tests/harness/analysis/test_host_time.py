@@ -1,0 +1,79 @@
+"""Which times are the host's, from records with and without the host's and the device's own."""
+
+from __future__ import annotations
+
+import pandas as pd
+import pytest
+
+from harness.analysis.frame import build_frame
+from harness.analysis.host_time import host_bound, host_time
+from harness.store.record import Phase
+from tests.support.records import make_record
+
+
+def phase(samples: float, *, host: float | None = None, device: float | None = None) -> Phase:
+    return Phase(
+        clock="cuda_event",
+        samples_ms=[[samples] * 8],
+        host_ms=[[host] * 8] if host is not None else [],
+        device_ms=[[device] * 3] if device is not None else [],
+    )
+
+
+@pytest.mark.parametrize(
+    ("found", "waits", "bound"),
+    [
+        # The host's time hides behind the flush of the cache: the pass is shorter than it.
+        (phase(0.50, host=0.60, device=0.10), 0.8, True),
+        (phase(1.00, host=0.50, device=0.94), 0.06, True),
+        (phase(1.00, host=0.50, device=0.96), 0.04, False),
+        # Lower clocks in a row than one by one are no waiting: the host had nothing to do.
+        (phase(100.0, host=0.5, device=80.0), 0.005, False),
+        (phase(1.00, host=0.50, device=1.10), 0.0, False),
+    ],
+)
+def test_the_share_in_which_the_device_waits(found: Phase, waits: float, bound: bool) -> None:
+    time = host_time(found, "cuda")
+    assert time.device_waits == pytest.approx(waits)
+    assert time.host_bound is bound
+
+
+@pytest.mark.parametrize(("host", "bound"), [(1.2, True), (0.96, True), (0.94, False)])
+def test_without_passes_of_the_device_alone(host: float, bound: bool) -> None:
+    time = host_time(phase(1.0, host=host), "cuda")
+    assert time.host_bound is bound
+    assert time.device_waits != time.device_waits
+
+
+def test_what_a_record_does_not_tell_is_unknown() -> None:
+    assert host_time(phase(1.0), "cuda").host_bound is None
+    assert host_time(None, "cuda").host_bound is None
+    assert host_time(phase(1.0), "cpu").host_bound is False
+
+
+def test_a_full_launch_queue_is_not_the_host_s_time() -> None:
+    found = phase(1.0, host=0.1, device=1.0)
+    found.host_ms = [[0.1] * 3 + [1.0] * 5]
+    assert host_time(found, "cuda").host_ms == pytest.approx(0.1)
+
+
+def test_the_slowest_rank_counts() -> None:
+    found = Phase(
+        clock="cuda_event", samples_ms=[[1.0] * 4, [0.9] * 4], host_ms=[[0.1] * 4, [0.97] * 4]
+    )
+    time = host_time(found, "cuda")
+    assert (time.host_ms, time.host_bound) == (pytest.approx(0.97), True)
+
+
+def test_columns_of_the_frame() -> None:
+    samples = {"forward": [[0.5] * 4], "backward": [[2.0] * 4]}
+    record = make_record(task="attention", mode="forward_backward", samples_ms=samples)
+    old = make_record(task="attention", mode="forward_backward", samples_ms=samples, seed=1)
+    record.phases["forward"].host_ms = [[0.5] * 4]
+    record.phases["forward"].device_ms = [[0.2]]
+    frame = build_frame([record, old])
+    rows = frame[frame["case_id"] == record.case_id].set_index("phase")
+    assert rows.loc["forward", ["host_ms", "device_ms", "device_waits"]].tolist() == [0.5, 0.2, 0.6]
+    assert rows["host_bound"].tolist() == [True, None]
+    assert host_bound(frame).tolist() == [True, False, False, False]
+    assert not host_bound(pd.DataFrame({"phase": ["forward"]})).any()
