@@ -21,6 +21,7 @@ DAGGER = "†"
 DOUBLE_DAGGER = "‡"
 SECTION = "§"
 PILCROW = "¶"
+DOUBLE_BAR = "‖"
 PLUS_MINUS = "±"
 TIMES = "×"  # noqa: RUF001 - the multiplication sign
 

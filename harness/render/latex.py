@@ -44,6 +44,7 @@ _ESCAPES = str.maketrans(
         fmt.DOUBLE_DAGGER: r"\ddag{}",
         fmt.SECTION: r"\S{}",
         fmt.PILCROW: r"\P{}",
+        fmt.DOUBLE_BAR: r"$\Vert$",
         "µ": r"$\mu$",
         "…": r"\ldots{}",
     }

@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 
 from harness.analysis.disturbance import in_order
+from harness.analysis.host_time import host_bound
 from harness.cases import format as fmt
 from harness.cases.columns import point_groups
 
@@ -28,10 +29,10 @@ def per_case(
 ) -> pd.DataFrame:
     """One row per case, with its marks, and columns of its own for each phase.
 
-    These are ``{phase}_{value}``, ``{phase}_iqr_ms``, ``{phase}_status``, ``{phase}_disturbed`` and
-    ``{phase}_mark``; empty for a phase that a case does not have. ``disturbed`` and ``mark`` are of
-    all these phases. What is known of a case that did not finish well (its memory so far) is
-    emptied, since beside results it would read as one.
+    These are ``{phase}_{value}``, ``{phase}_iqr_ms``, ``{phase}_status``, ``{phase}_disturbed``,
+    ``{phase}_host_bound`` and ``{phase}_mark``; empty for a phase that a case does not have.
+    ``disturbed``, ``host_bound`` and ``mark`` are of all these phases. What is known of a case that
+    did not finish well (its memory so far) is emptied, since beside results it would read as one.
     """
     phases = list(phases)
     cases = frame.drop_duplicates("case_id").set_index("case_id")
@@ -41,10 +42,12 @@ def per_case(
     for name, found in zip(shown["case_id"], shown["disturbed"], strict=True):
         words[name] = in_order([*words[name], *found])
     cases["disturbed"] = pd.Series(words, dtype=object)
+    waits = host_bound(shown).groupby(shown["case_id"]).any()
+    cases["host_bound"] = waits.reindex(cases.index, fill_value=False)
     parts: dict[str, pd.Series] = {}
     for phase in phases:
         rows = frame[frame["phase"] == phase].set_index("case_id")
-        for value in dict.fromkeys((*values, "iqr_ms", "status", "disturbed")):
+        for value in dict.fromkeys((*values, "iqr_ms", "status", "disturbed", "host_bound")):
             parts[f"{phase}_{value}"] = rows[value].reindex(cases.index)
         parts[f"{phase}_mark"] = marks_of(rows).reindex(cases.index, fill_value="")
     cases = pd.concat([cases, pd.DataFrame(parts, index=cases.index)], axis=1)
@@ -66,6 +69,7 @@ def marks_of(rows: pd.DataFrame, *, means: bool = False) -> pd.Series:
     disturbed = rows["disturbed"].map(bool).astype(bool).map({True: fmt.DAGGER, False: ""})
     recompiled = rows["recompilations"].astype(float) > 0
     marks = disturbed + recompiled.map({True: fmt.DOUBLE_DAGGER, False: ""})
+    marks += host_bound(rows).map({True: fmt.DOUBLE_BAR, False: ""})
     if means:
         marks += rows["slow_start"].astype(bool).map({True: fmt.SECTION, False: ""})
     return marks

@@ -27,11 +27,15 @@ SLOW_START = (
     "deviation carry."
 )
 RECOMPILED = f"{fmt.DOUBLE_DAGGER} torch.compile compiled again inside the measured passes."
+HOST_BOUND = (
+    f"{fmt.DOUBLE_BAR} The device waited for its host over 5% of the time: this is the host's "
+    "time, and does not rank kernels."
+)
 APART = (
     f"{fmt.PILCROW} Measured over ten minutes apart from what it is compared with: clocks, and "
     "even hosts, may differ."
 )
-NOTES = (DISTURBED, RECOMPILED, SLOW_START, APART)
+NOTES = (DISTURBED, RECOMPILED, HOST_BOUND, SLOW_START, APART)
 """Footnotes, each behind its symbol, in the order in which tables repeat those that occur."""
 
 SPREAD = "Spread: interquartile range over median"

@@ -7,6 +7,8 @@ import pytest
 
 from harness.analysis.frame import build_frame
 from harness.analysis.host_time import host_bound, host_time
+from harness.render.rows import per_case
+from harness.render.table import HOST_BOUND, build_table
 from harness.store.record import Phase
 from tests.support.records import make_record
 
@@ -77,3 +79,24 @@ def test_columns_of_the_frame() -> None:
     assert rows["host_bound"].tolist() == [True, None]
     assert host_bound(frame).tolist() == [True, False, False, False]
     assert not host_bound(pd.DataFrame({"phase": ["forward"]})).any()
+
+
+def test_a_host_bound_time_is_marked_wherever_it_stands() -> None:
+    samples = {name: [[0.5] * 4] for name in ("forward", "backward", "forward_backward")}
+    slow, fast = (
+        make_record(task="attention", attention=name, mode="forward_backward", samples_ms=samples)
+        for name in ("sdpa", "naive")
+    )
+    slow.phases["forward"].host_ms = [[0.5] * 4]
+    slow.phases["forward"].device_ms = [[0.2]]
+    frame = build_frame([slow, fast])
+    both = per_case(frame, ("forward", "backward")).set_index("attention")
+    assert both["forward_mark"].to_dict() == {"sdpa": "‖", "naive": ""}
+    assert both["backward_mark"].to_dict() == {"sdpa": "", "naive": ""}
+    assert both["mark"].to_dict() == {"sdpa": "‖", "naive": ""}
+    table = build_table("cases", frame)
+    assert table is not None
+    assert HOST_BOUND in table.footnotes
+    marks = table.rows.set_index(["attention", "phase"])["mark"]
+    assert marks["sdpa", "forward"] == "‖"
+    assert marks["naive", "forward"] == ""
