@@ -56,7 +56,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     values: dict[str, Any] = {
         "attnbench": __version__,
         **revision(),
-        "python": platform.python_version(),
+        "python": python_version(),
         "torch": torch.__version__,
         "triton": version_of("triton"),
         "platform": f"{platform.system()} {platform.release()}",
@@ -92,6 +92,10 @@ def library_versions(distributions: Iterable[str]) -> dict[str, str]:
     """The versions of those of the distributions that are installed here."""
     found = {name: version_of(name) for name in distributions}
     return {name: version for name, version in found.items() if version is not None}
+
+
+def python_version() -> str:
+    return platform.python_version()
 
 
 def version_of(distribution: str) -> str | None:

@@ -78,6 +78,14 @@ def _files_of(
     )
 
 
+def changed_folders(
+    source: Mapping[str, str], case: Mapping[str, Any], notes: Mapping[str, Any]
+) -> set[str]:
+    """The folders of a record's ``source`` of which a case runs something else now."""
+    now = source_of(case, notes)
+    return {key for key in {*source, *now} if source.get(key) != now.get(key)}
+
+
 def is_measured(folder: str) -> bool:
     """Whether a folder of :func:`source_of` holds measured code, rather than measuring code."""
     return not folder.startswith(_MEASURING_PREFIX)

@@ -23,6 +23,7 @@ from harness.request.grid import Parts, default_config, expand, require_key, set
 from harness.run.launcher import Launcher
 from harness.run.options import RunOptions
 
+REMEASURE = ("none", "stale", "all")
 _FRESH = {"auto": None, "true": True, "false": False}
 
 
@@ -60,6 +61,7 @@ def compose_request(arguments: Sequence[str]) -> Request:
 
     device = launcher.resolve_device(run["device"])
     scale = run["scale"]
+    require_choice("remeasure", run["remeasure"], REMEASURE)
     require_choice("scale", scale, ["auto", *sweep.scales])
     if scale == "auto":
         scale = "full" if device == "cuda" or "tiny" not in sweep.scales else "tiny"
@@ -71,6 +73,7 @@ def compose_request(arguments: Sequence[str]) -> Request:
         timeout_s=run["timeout_s"],
         isolate=run["isolate"] or sweep.isolate,
         retry=run["retry"],
+        remeasure=run["remeasure"],
         interleave=_rounds(cases, run["interleave"], sweep.interleave),
         fresh_rounds=_FRESH[run["fresh_rounds"].lower()],
         wait=run["wait"],

@@ -42,6 +42,8 @@ class Config:
     timeout_s: float = 600.0
     isolate: bool = False
     retry: bool = False
+    remeasure: str = "none"
+    """Which recorded cases are measured again: none, stale or all."""
     plan: bool = False
     interleave: int = 1
     """Number of rounds that the measured passes of each case are split into."""
@@ -58,6 +60,7 @@ RUN_KEYS = (
     "timeout_s",
     "isolate",
     "retry",
+    "remeasure",
     "plan",
     "interleave",
     "fresh_rounds",

@@ -56,6 +56,8 @@ How to run, rather than what to measure:
               on a GPU, tiny without
   plan        print the cases with predicted memory and time, and run nothing
   retry       measure failed cases again
+  remeasure   measure recorded cases again: stale (those whose code, libraries, driver or host
+              differ now) or all; the new attempt counts, and the old one is kept
   timeout_s   limit for one case
   isolate     a process of its own for each case
   wait        with launcher=slurm, follow the jobs and report at the end

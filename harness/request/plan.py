@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from harness.cases.case import Case
 from harness.cases.hardware import find_hardware
 from harness.request.compose import Request
+from harness.request.staleness import Staleness, environment_here, staleness_of
 from harness.store.record import Record, is_final
 from harness.store.sweep_plan import SweepPlan
 
@@ -29,14 +30,27 @@ class PlannedCases:
 
     todo: list[Case] = field(default_factory=list)
     done: list[Record] = field(default_factory=list)
+    staleness: Staleness = field(default_factory=Staleness)
+    """Of recorded cases, whether those that are measured again or those that are not."""
 
 
-def plan_cases(request: Request, records: dict[str, Record]) -> PlannedCases:
-    """Compare a request with the records that exist."""
-    plan = PlannedCases()
+def plan_cases(request: Request, records: dict[str, Record], device_name: str = "") -> PlannedCases:
+    """Compare a request with the records that exist, and them with the code and the host of now.
+
+    Args:
+        device_name: of the GPU that cases on CUDA run on here.
+    """
+    options = request.options
+    recorded = [records[case.id] for case in request.cases if case.id in records]
+    final = [record for record in recorded if is_final(record, retry=options.retry)]
+    # A host that only submits says nothing of those that measure.
+    here = environment_here(device_name) if final and request.launcher.measures_here else None
+    plan = PlannedCases(staleness=staleness_of(final, here))
+    again = {"none": set(), "stale": plan.staleness.stale}.get(options.remeasure)
     for case in request.cases:
         record = records.get(case.id)
-        if record is not None and is_final(record, retry=request.options.retry):
+        stays = again is not None and case.id not in again
+        if record is not None and stays and is_final(record, retry=options.retry):
             plan.done.append(record)
         else:
             plan.todo.append(case)

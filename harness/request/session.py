@@ -13,6 +13,7 @@ from harness.cases.case import Case
 from harness.request.compose import Request
 from harness.request.plan import PlannedCases, plan_cases, predicted_seconds, sweep_plan
 from harness.request.plan_listing import minutes, print_plan
+from harness.request.staleness import in_a_line
 from harness.run import local
 from harness.run.hosts import HostError
 from harness.run.launcher import LaunchError, PendingCases
@@ -40,8 +41,10 @@ def run_request(request: Request) -> int:
     records, problems = store.load()
     for problem in in_short(problems):
         print(f"attnbench: {problem}; measured again", file=sys.stderr)
-    plan = plan_cases(request, records)
     device_name = _device_name(request)
+    plan = plan_cases(request, records, device_name)
+    if request.options.remeasure == "none" and (line := in_a_line(plan.staleness)):
+        print(f"attnbench: {line}", file=sys.stderr)
 
     def predict(case: Case) -> float:
         return predicted_seconds(case, device_name, request.options.interleave)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from harness.cases.case import Case
 from harness.run.options import RunOptions
@@ -41,6 +42,9 @@ class Launcher:
     """A choice of ``launcher=``. It takes all cases at once, so that it can submit a job array."""
 
     name: str
+
+    measures_here: ClassVar[bool] = True
+    """Whether cases run on the host that plans them, so that its environment is theirs."""
 
     def resolve_device(self, device: str) -> str:
         """Turn the user's ``device=``, which may be ``auto``, into ``cpu`` or ``cuda``.

@@ -14,6 +14,8 @@ class RunOptions:
     timeout_s: float = 600.0
     isolate: bool = False
     retry: bool = False
+    remeasure: str = "none"
+    """``stale`` or ``all`` if cases were planned although good records of them exist."""
     interleave: int = 1
     """Rounds that the measured passes of each case are split into; not a number of cases."""
     fresh_rounds: bool | None = None

@@ -156,7 +156,9 @@ class Runner:
         if record is None:
             return False
         file = self.store.path(case.id, record.attempt).name
-        if file in self._files_before and not is_final(record, retry=self.options.retry):
+        if file in self._files_before and (
+            self.options.remeasure != "none" or not is_final(record, retry=self.options.retry)
+        ):
             return False
         self.progress.finished(record, measured_now=False)
         return True

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from harness.paths import ROOT
-from harness.source.text import cpp_that_runs, python_that_runs
+from harness.source.text import that_runs
 
 BESIDE = (
     *("kernels/registry.py", "kernels/accounting.py", "models/accounting.py", "models/memory.py"),
@@ -118,10 +118,7 @@ _PATHS: dict[str, Path] = {}
 
 @cache
 def _text(path: Path) -> str:
-    text = path.read_text(encoding="utf-8", errors="replace")
-    if path.suffix == ".py":
-        return python_that_runs(text)
-    return " ".join(text.split()) if path.suffix == ".json" else cpp_that_runs(text)
+    return that_runs(path.read_text(encoding="utf-8", errors="replace"), path.suffix)
 
 
 @cache

@@ -26,6 +26,13 @@ _C_TOKENS = re.compile(
 )
 
 
+def that_runs(text: str, suffix: str) -> str:
+    """What runs of a source file, by the suffix of its name."""
+    if suffix == ".py":
+        return python_that_runs(text)
+    return " ".join(text.split()) if suffix == ".json" else cpp_that_runs(text)
+
+
 def python_that_runs(text: str) -> str:
     """A Python source without comments, docstrings and blank lines, a bracketed part in one line.
 

@@ -28,7 +28,10 @@ def follow(pending: PendingCases, poll_s: float) -> None:
                 continue
             case_id = found[0]
             record = store.find(case_id)
-            if record is None or (at_first and not is_final(record, retry=options.retry)):
+            to_repeat = record is not None and (
+                options.remeasure != "none" or not is_final(record, retry=options.retry)
+            )
+            if record is None or (at_first and to_repeat):
                 # The one that is to be measured again.
                 continue
             pending.progress.started(waiting.pop(case_id))

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from harness.cases.case import Case
 from harness.cases.requirements import require_at_least
@@ -45,6 +45,8 @@ REQUEUES = 1_000_000
 @dataclass(kw_only=True, slots=True)
 class Slurm(Launcher):
     """Submits the cases as job arrays and returns; ``wait=true`` follows them."""
+
+    measures_here: ClassVar[bool] = False
 
     partition: str | None = None
     account: str | None = None

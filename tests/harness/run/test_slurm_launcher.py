@@ -429,6 +429,31 @@ class TestRequeued:
         with pytest.raises(AssertionError, match="measured again"):
             Runner(options, store, Seen()).run([case])
 
+    @pytest.mark.parametrize("remeasure", ["stale", "all"])
+    def test_a_good_record_is_measured_again_once(self, remeasure: str, tmp_path: Path) -> None:
+        """A task that starts again knows which attempts are its own."""
+        (case,) = cases_of("seq_len=8")
+        store = RecordStore(tmp_path)
+        store.create()
+        old = store.write(record_of(case.id, case))
+        begun: list[str] = []
+
+        class Seen:
+            def started(self, case: Case) -> None:
+                begun.append(case.id)
+                raise KeyboardInterrupt
+
+            def stage(self, name: str) -> None: ...
+
+            def finished(self, record: Record, *, measured_now: bool) -> None: ...
+
+        options = RunOptions(results=tmp_path, remeasure=remeasure)
+        with pytest.raises(KeyboardInterrupt):
+            Runner(options, store, Seen()).run([case], {old.name})
+        store.write(record_of(case.id, case))
+        Runner(options, store, Seen()).run([case], {old.name})
+        assert begun == [case.id]
+
 
 class TestAgents:
     def test_another_run_and_another_version_are_told_apart(self) -> None:

@@ -1,0 +1,244 @@
+"""Records that other code, or another environment, measured; and ``remeasure=``."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+from fake_workers import Host, stand_in
+
+from harness.cases import source as case_source
+from harness.cases.source import source_files, source_of
+from harness.request import staleness
+from harness.request.compose import compose_request
+from harness.request.session import run_request
+from harness.request.staleness import UNKNOWN, environment_here, in_a_line, staleness_of
+from harness.source import history
+from harness.source.history import differing_since
+from harness.store.record import Record, RecordStore
+
+KEYS = ("model=tiny", "attention=naive,sdpa", "device=cpu")
+CASES = compose_request(list(KEYS)).cases
+
+
+def record_of(index: int = 0, **changes: Any) -> Record:
+    case = CASES[index].to_dict()
+    values = {
+        "status": "ok",
+        "case_id": CASES[index].id,
+        "case": case,
+        "source": source_of(case, {}),
+    }
+    return Record(**{**values, **changes})
+
+
+def reason_of(record: Record, here: dict[str, Any] | None = None) -> str | None:
+    return staleness_of([record], here).reasons.get(record.case_id)
+
+
+class TestCode:
+    def test_the_same_code_is_not_stale(self) -> None:
+        assert reason_of(record_of()) is None
+
+    @pytest.mark.parametrize(
+        ("folder", "reason"),
+        [
+            ("kernels/backends", "other kernels"),
+            ("models", "other model code"),
+            ("harness/bench", "other measuring code"),
+        ],
+    )
+    def test_other_code(self, folder: str, reason: str) -> None:
+        record = record_of()
+        record.source[folder] = "0" * 12
+        assert reason_of(record) == reason
+
+    def test_a_folder_that_has_gone(self) -> None:
+        record = record_of()
+        record.source["kernels/gone"] = "0" * 12
+        assert reason_of(record) == "other kernels"
+
+
+class TestHistory:
+    """Records from before sources were hashed."""
+
+    @pytest.fixture
+    def tree(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        """A history of one commit."""
+        (tmp_path / "kernels").mkdir()
+        (tmp_path / "kernels/a.py").write_text('"""One."""\nA = 1\n')
+        (tmp_path / "kernels/b.py").write_text("B = 1\n")
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        for command in (["init", "-q"], ["add", "."], [*identity, "commit", "-q", "-m", "One"]):
+            subprocess.run(["git", *command], cwd=tmp_path, check=True)
+        subprocess.run(["git", "tag", "one"], cwd=tmp_path, check=True)
+        monkeypatch.setattr(history, "ROOT", tmp_path)
+        for cached in (history._changed, history._blobs, history._text_now, history._text_then):
+            cached.cache_clear()
+        return tmp_path
+
+    FILES = ("kernels/a.py", "kernels/b.py", "kernels/c.py")
+
+    def test_prose_is_no_difference(self, tree: Path) -> None:
+        (tree / "kernels/a.py").write_text('"""Two."""\nA = 1  # one\n')
+        assert differing_since("one", self.FILES) == set()
+
+    def test_code_is(self, tree: Path) -> None:
+        (tree / "kernels/a.py").write_text("A = 2\n")
+        assert differing_since("one+", self.FILES) == {"kernels/a.py"}
+        assert differing_since("one", ["kernels/b.py"]) == set()
+
+    def test_a_moved_file_is_new(self, tree: Path) -> None:
+        (tree / "kernels/b.py").rename(tree / "kernels/c.py")
+        subprocess.run(["git", "add", "-A"], cwd=tree, check=True)
+        assert differing_since("one", self.FILES) == {"kernels/c.py"}
+
+    def test_unknown_commit_or_no_history(
+        self, tree: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert differing_since("0123abc", self.FILES) is None
+        monkeypatch.setattr(history, "ROOT", tree / "kernels")
+        history._changed.cache_clear()
+        assert differing_since("one", self.FILES) is None
+
+    def test_without_a_hash_the_revision_decides(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        old = record_of(source={}, environment={"git_revision": "abc1234+"})
+        files = source_files(old.case, {})
+
+        def since(revision: str, asked: frozenset[str]) -> set[str] | None:
+            assert (revision, asked) == ("abc1234+", files)
+            return answer
+
+        monkeypatch.setattr(staleness, "differing_since", since)
+        answer: set[str] | None = {"kernels/backends/naive.py"}
+        assert reason_of(old) == "other kernels"
+        answer = None
+        assert reason_of(old) == UNKNOWN
+        answer = set()
+        assert reason_of(old) == UNKNOWN  # Nobody knows what the tree's changes were.
+        assert reason_of(record_of(source={})) == UNKNOWN
+
+
+class TestEnvironment:
+    HERE = environment_here("")
+
+    def environment(self, **changes: Any) -> dict[str, Any]:
+        here = {**self.HERE, "device_name": self.HERE["device_name"]["cpu"]}
+        return {**here, "libraries": {}, **changes}
+
+    def test_the_same(self) -> None:
+        assert reason_of(record_of(environment=self.environment()), self.HERE) is None
+
+    @pytest.mark.parametrize(
+        ("changes", "reason"),
+        [
+            ({"torch": "1.0"}, "another torch (1.0, now "),
+            ({"cpu_model": "Z80", "device_name": None}, "another CPU (Z80, now "),
+            ({"libraries": {"no-such": "2"}}, "another no-such (2, now not installed)"),
+            ({"variables": {"OMP_NUM_THREADS": "77"}}, "other numbers of threads"),
+        ],
+    )
+    def test_another(self, changes: dict[str, Any], reason: str) -> None:
+        found = reason_of(record_of(environment=self.environment(**changes)), self.HERE)
+        assert found is not None
+        assert found.startswith(reason)
+
+    def test_what_an_old_record_does_not_say_is_no_difference(self) -> None:
+        assert reason_of(record_of(environment={"torch": self.HERE["torch"]}), self.HERE) is None
+
+    def test_another_driver(self) -> None:
+        record = record_of(environment=self.environment(driver="570.1"))
+        found = reason_of(record, {**self.HERE, "driver": "580.2"})
+        assert found == "another driver (570.1, now 580.2)"
+
+
+def test_one_line_says_how_many_and_since_when() -> None:
+    found = staleness.Staleness()
+    assert in_a_line(found) == ""
+    found.reasons = {"a": "other kernels", "b": "other kernels", "c": "another driver (1, now 2)"}
+    found.revisions = {"a": "570eca7", "b": "570eca7", "c": "570eca7"}
+    assert in_a_line(found) == (
+        "2 recorded with other kernels since 570eca7, 1 with another driver (1, now 2); "
+        "remeasure=stale measures those 3 again"
+    )
+    found.reasons = {"a": UNKNOWN}
+    assert in_a_line(found) == (
+        "1 recorded by code that is not known here; remeasure=all measures everything again"
+    )
+
+
+class TestRemeasure:
+    @pytest.fixture
+    def host(self, monkeypatch: pytest.MonkeyPatch) -> Host:
+        host = stand_in(monkeypatch)
+        here = environment_here("")
+        host.environment = {
+            **here,
+            "device_name": here["device_name"]["cpu"],
+            "git_revision": "abc",
+        }
+        return host
+
+    def run(self, results: Path, *arguments: str) -> None:
+        run_request(compose_request([*KEYS, f"results={results}", *arguments]))
+
+    def test_stale_and_all(
+        self,
+        host: Host,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        store = RecordStore(tmp_path)
+        self.run(tmp_path)
+        self.run(tmp_path, "remeasure=stale")
+        assert sorted(host.turns) == [("naive", 0), ("sdpa", 0)]
+        assert "recorded with" not in capsys.readouterr().err
+
+        # Another naive since.
+        real = case_source.hashes
+        naive = source_files(CASES[0].to_dict(), {})
+
+        def changed(files: frozenset[str]) -> dict[str, str]:
+            found = real(files)
+            return {**found, "kernels/backends": "1" * 12} if files == naive else found
+
+        monkeypatch.setattr(case_source, "hashes", changed)
+        case_source._hashes_of.cache_clear()
+        try:
+            self.run(tmp_path)
+            said = capsys.readouterr().err
+            line = "1 recorded with other kernels since abc; remeasure=stale measures it again"
+            assert f"attnbench: {line}\n" in said
+            assert len(host.turns) == 2
+            self.run(tmp_path, "remeasure=stale")
+            assert host.turns[2:] == [("naive", 0)]
+            assert store.attempts(CASES[0].id) == [1, 2]
+            assert store.attempts(CASES[1].id) == [1]
+            self.run(tmp_path, "remeasure=stale")
+            assert len(host.turns) == 3
+        finally:
+            case_source._hashes_of.cache_clear()
+        self.run(tmp_path, "remeasure=all")
+        assert sorted(host.turns[3:]) == [("naive", 0), ("sdpa", 0)]
+        newest = store.find(CASES[0].id)
+        assert newest is not None
+        assert newest.attempt == 3
+
+    def test_choices(self) -> None:
+        with pytest.raises(ValueError, match="remeasure=some: must be one of none, stale, all"):
+            compose_request([*KEYS, "remeasure=some"])
+
+    def test_a_host_that_submits_says_nothing_of_those_that_measure(self) -> None:
+        from harness.run.slurm.launcher import Slurm
+
+        assert not Slurm.measures_here
+
+
+def test_the_folder_of_this_project_has_a_history_or_says_unknown() -> None:
+    record = record_of(source={}, environment={"git_revision": "0" * 7})
+    assert reason_of(record) == UNKNOWN
+    assert (ROOT / "kernels").is_dir()
