@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import pandas as pd
 
+from harness.analysis.host_time import host_bound
 from harness.cases import format as fmt
 from harness.cases.columns import POINTS, point_groups
 from parallel import BACKENDS, STRATEGIES
@@ -69,7 +70,11 @@ def from_wide(rows: pd.DataFrame, suffix: str, choice: str = "attention") -> pd.
         if not str(column).endswith(f"_{suffix}"):
             continue
         name = str(column).removesuffix(f"_{suffix}")
-        part = rows[names].assign(value=rows[column], status=rows.get(f"{name}_status"))
+        part = rows[names].assign(
+            value=rows[column],
+            status=rows.get(f"{name}_status"),
+            host_bound=rows.get(f"{name}_host_bound"),
+        )
         parts.append(part.assign(**{choice: name}))
     return pd.concat(parts, ignore_index=True) if parts else rows.iloc[:0]
 
@@ -83,10 +88,13 @@ def leaders(
 ) -> pd.DataFrame:
     """The best row of each point at which two or more have a value.
 
-    ``margin`` is how many times better it is than the next one, ``point`` numbers the points
-    that differ in more than ``varied``.
+    Points with a host-bound time are left out where kernels are ranked rather than strategies: the
+    host hides which one is faster. ``margin`` is how many times better a row is than the next one,
+    ``point`` numbers the points that differ in more than ``varied``.
     """
     rows = rows.assign(point=point_groups(rows, varied))
+    if list(varied) != ["strategy"]:
+        rows = rows[~rows["point"].isin(rows["point"][host_bound(rows)])]
     rows = rows[rows[value].notna()].sort_values(value, ascending=not highest, kind="stable")
     rows = rows[rows.groupby("point")[value].transform("size") > 1]
     if rows.empty:
@@ -194,13 +202,14 @@ def say_over_length(
         return None
     varied = ("seq_len", "kv_len", choice, "point", "margin", value)
     best = best.assign(panel=point_groups(best, [name for name in varied if name in POINTS]))
+    shortest = int(rows.loc[rows[value].notna(), "seq_len"].min())
     ends: list[tuple[str, int, int]] = []
     for _, panel in best.groupby("panel"):
         panel = panel.sort_values("seq_len")
         leader = panel[choice].iloc[-1]
         lasting = (panel[choice] == leader)[::-1].cummin()[::-1]
         lengths = panel["seq_len"]
-        ends.append((str(leader), int(lengths[lasting].min()), int(lengths.min())))
+        ends.append((str(leader), int(lengths[lasting].min()), shortest))
     counts = pd.Series([leader for leader, _, _ in ends]).value_counts()
     first = str(counts.index[0])
     mine = [(start, shortest) for leader, start, shortest in ends if leader == first]

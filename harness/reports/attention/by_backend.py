@@ -89,6 +89,7 @@ def _values(
             f"{attention}_case_id": part["case_id"],
             f"{attention}_mark": part["mark"].fillna(""),
             f"{attention}_disturbed": part["disturbed"],
+            f"{attention}_host_bound": part["host_bound"],
         }
     )
 

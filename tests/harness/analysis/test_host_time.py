@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pandas as pd
 import pytest
 
 from harness.analysis.frame import build_frame
 from harness.analysis.host_time import host_bound, host_time
 from harness.render.rows import per_case
-from harness.render.table import HOST_BOUND, build_table
-from harness.store.record import Phase
+from harness.render.table import HOST_BOUND, build_table, finding_of
+from harness.store.record import Phase, Record
 from tests.support.records import make_record
 
 
@@ -100,3 +102,63 @@ def test_a_host_bound_time_is_marked_wherever_it_stands() -> None:
     marks = table.rows.set_index(["attention", "phase"])["mark"]
     assert marks["sdpa", "forward"] == "‖"
     assert marks["naive", "forward"] == ""
+
+
+def call(attention: str, seq_len: int, ms: float, *, device_ms: float, **task: Any) -> Record:
+    """Forward passes of which the host enqueues one in 0.5 ms."""
+    record = make_record(
+        task="attention",
+        mode="forward",
+        attention=attention,
+        seq_len=seq_len,
+        samples_ms={"forward": [[ms] * 4]},
+    )
+    record.case["task"] |= task
+    record.case_id += str(sorted(task))
+    record.phases["forward"].host_ms = [[0.5] * 4]
+    record.phases["forward"].device_ms = [[device_ms]]
+    return record
+
+
+def test_host_bound_times_rank_nothing() -> None:
+    records = [
+        call("sdpa", 512, 0.5, device_ms=0.2),
+        call("naive", 512, 0.6, device_ms=0.1),
+        call("sdpa", 2048, 2.0, device_ms=2.0),
+        call("naive", 2048, 8.0, device_ms=8.0),
+    ]
+    table = build_table("flash_benchmarking", build_frame(records))
+    assert table is not None
+    assert finding_of(table) == "sdpa is fastest from 2,048 tokens on."
+    summary = build_table("attention_summary", build_frame(records))
+    assert summary is not None
+    assert finding_of(summary).startswith("sdpa is fastest, by a factor of 4.00")
+    for record in records:
+        record.phases["forward"].device_ms = record.phases["forward"].samples_ms
+    table = build_table("flash_benchmarking", build_frame(records))
+    assert table is not None
+    assert finding_of(table) == "sdpa is fastest at every length."
+
+
+def test_host_and_device_side_by_side() -> None:
+    records = [
+        call("sdpa", 512, 0.6, device_ms=0.1),
+        call("sdpa", 512, 0.11, device_ms=0.1, cuda_graph=True),
+        call("sdpa", 2048, 2.0, device_ms=2.0),
+        make_record(task="attention", mode="forward", samples_ms={"forward": [[1.0]]}),
+    ]
+    table = build_table("host_time", build_frame(records))
+    assert table is not None
+    found = table.rows.set_index(["seq_len", "cuda_graph"])
+    assert len(found) == 3
+    launched = found.loc[(512, False)]
+    assert launched["device_waits"] == pytest.approx(5 / 6)
+    assert (launched["bound"], launched["graph_ms"]) == ("host", pytest.approx(0.11))
+    assert found.loc[(2048, False), "bound"] == "device"
+    # The graph's own host is a stand-in that takes as long, so its tenth counts as waiting.
+    assert finding_of(table).startswith("2 of 3 passes are host-bound")
+    assert not any("task.cuda_graph=true" in note for note in table.footnotes)
+    table = build_table("host_time", build_frame(records[:1]))
+    assert table is not None
+    assert any("task.cuda_graph=true" in note for note in table.footnotes)
+    assert build_table("host_time", build_frame(records[3:])) is None
