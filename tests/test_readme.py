@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import importlib.util
 import json
 import re
@@ -10,12 +11,16 @@ import statistics
 import tomllib
 from collections.abc import Callable
 
+import pandas as pd
 import pytest
 
+import harness
 from harness.cases.format import ABSENT, number
 from harness.commands.readme import refreshed
 from harness.commands.writeup import ROWS_IN_MARKDOWN
 from harness.paths import ROOT
+from harness.render.files import to_csv, to_markdown
+from harness.render.table import Table, build_table
 from harness.request.choices import choices
 from harness.request.compose import compose_request
 from harness.request.config import GROUPS
@@ -27,9 +32,22 @@ RESULTS = ROOT / "results/h200"
 Row = dict[str, str]
 
 
-def rows_of(sweep: str, table: str) -> list[Row]:
-    with (RESULTS / f"sweeps/{sweep}/tables/{table}.csv").open(newline="") as file:
-        return [row for row in csv.DictReader(file) if row.get("status", "ok") == "ok"]
+@functools.cache
+def table_of(sweep: str, name: str) -> Table | None:
+    """A table as ``attnbench-report`` makes it from the committed records."""
+    return build_table(name, frame_of(sweep))
+
+
+@functools.cache
+def frame_of(sweep: str) -> pd.DataFrame:
+    return harness.load(RESULTS, sweep=sweep)
+
+
+def rows_of(sweep: str, name: str) -> list[Row]:
+    table = table_of(sweep, name)
+    assert table is not None
+    rows = csv.DictReader(to_csv(table).splitlines())
+    return [row for row in rows if row.get("status", "ok") == "ok"]
 
 
 # Commands, choices and links
@@ -327,8 +345,9 @@ def test_the_committed_write_up_shows_the_committed_tables() -> None:
     compared = 0
     for plan in sorted(RESULTS.glob("sweeps/*/plan.json")):
         for name in json.loads(plan.read_text(encoding="utf-8"))["tables"]:
-            table = (plan.parent / "tables" / f"{name}.md").read_text(encoding="utf-8")
-            rows = [line for line in table.splitlines() if line.startswith("|")][2:]
+            table = table_of(plan.parent.name, name)
+            text = to_markdown(table) if table is not None else ""
+            rows = [line for line in text.splitlines() if line.startswith("|")][2:]
             if len(rows) <= ROWS_IN_MARKDOWN:
                 missing = [row for row in rows if row not in lines]
                 assert not missing, f"{plan.parent.name}: attnbench-writeup results/h200"

@@ -10,7 +10,7 @@ from harness.render.figure import save
 from harness.render.files import put, to_markdown
 from harness.render.report import template
 from harness.render.table import Table
-from harness.writeup.document import Document, collect, relative
+from harness.writeup.document import Document, NumberedFigure, Section, collect, relative
 from harness.writeup.html import to_html
 from harness.writeup.latex import LatexError, compile_pdf, to_latex_document
 
@@ -64,21 +64,41 @@ def main(arguments: list[str] | None = None) -> int:
 def write_document(document: Document, folder: Path) -> list[Path]:
     """Write all formats into ``folder``; returns the documents, without their figures."""
     written: list[Path] = []
-    drawn: list[Path] = []
+    pictures: dict[str, Path] = {}
     for section in document.sections:
         for figure in section.figures:
-            for format in ("svg", "pdf"):
-                path = folder / "figures" / f"{figure.anchor}.{format}"
-                put(path, save(figure.drawn, format), drawn)
-    put(folder / "writeup.md", to_markdown_document(document, folder).encode(), written)
+            pictures[figure.anchor] = _picture(figure, section, folder)
+            put(folder / "figures" / f"{figure.anchor}.pdf", save(figure.drawn, "pdf"), [])
+    text = to_markdown_document(document, folder, pictures)
+    put(folder / "writeup.md", text.encode(), written)
     put(folder / "writeup.html", to_html(document, folder).encode(), written)
     put(folder / "writeup.tex", to_latex_document(document).encode(), written)
     pdf = compile_pdf(folder / "writeup.tex")
     return written if pdf is None else [*written, pdf]
 
 
-def to_markdown_document(document: Document, folder: Path) -> str:
-    """The document as Markdown; links are relative to ``folder``."""
+def _picture(figure: NumberedFigure, section: Section, folder: Path) -> Path:
+    """The figure's PNG: the sweep's own, or a copy in ``folder``.
+
+    There is a copy where the document lies outside the results folder, which it may leave without
+    it, and where the sweep's file is not there or shows something else.
+    """
+    data = save(figure.drawn, "png")
+    copy = folder / "figures" / f"{figure.anchor}.png"
+    is_inside = section.results.resolve() in folder.resolve().parents
+    if is_inside and figure.source.exists() and figure.source.read_bytes() == data:
+        put(copy, None, [])
+        return figure.source
+    put(copy, data, [])
+    return copy
+
+
+def to_markdown_document(document: Document, folder: Path, pictures: dict[str, Path]) -> str:
+    """The document as Markdown; links are relative to ``folder``.
+
+    Args:
+        pictures: the file of each figure, by its anchor.
+    """
 
     def markdown(table: Table) -> str:
         return to_markdown(table, ROWS_IN_MARKDOWN)
@@ -87,6 +107,7 @@ def to_markdown_document(document: Document, folder: Path) -> str:
         document=document,
         markdown=markdown,
         limit=ROWS_IN_MARKDOWN,
+        pictures=pictures,
         link=lambda path: relative(path, folder),
     )
 

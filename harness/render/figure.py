@@ -16,6 +16,7 @@ import matplotlib as mpl
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from PIL import Image
 
 from harness.cases.columns import POINTS, caption_of, redundant_points
 from harness.render.registries import FIGURES
@@ -117,12 +118,26 @@ _METADATA: dict[str, dict[str, None]] = {
 """Metadata that differs between runs or library versions, left out of files."""
 
 
+_PALETTE = 256
+"""Colours of a PNG: one byte a pixel takes a third of the room of four."""
+
+
 def save(built: CaptionedFigure, format: str, **style: Any) -> bytes:
     """The figure as ``png``, ``svg`` or ``pdf``; the bytes depend on the figure alone."""
     data = io.BytesIO()
     with mpl.rc_context(STYLE | style):
         built.figure.savefig(data, format=format, metadata=_METADATA[format])
-    return data.getvalue()
+    return _with_palette(data) if format == "png" else data.getvalue()
+
+
+def _with_palette(data: io.BytesIO) -> bytes:
+    """A PNG whose pixels are indices of colours; shades between two lines become the nearest."""
+    with Image.open(data) as image:
+        dpi = image.info["dpi"]
+        picture = image.convert("RGB").quantize(_PALETTE, dither=Image.Dither.NONE)
+    smaller = io.BytesIO()
+    picture.save(smaller, "PNG", optimize=True, dpi=dpi)
+    return smaller.getvalue()
 
 
 def draw(name: str, frame: pd.DataFrame) -> tuple[str, bytes, bytes] | None:

@@ -61,6 +61,8 @@ class NumberedFigure:
     number: int
     anchor: str
     drawn: CaptionedFigure
+    source: Path
+    """Where the sweep's own report has it, as PNG."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -205,6 +207,7 @@ def _section(
                     number=numbers["figure"],
                     anchor=f"fig-{_slug(anchor)}-{_slug(name)}",
                     drawn=drawn,
+                    source=results / "sweeps" / plan.label / "figures" / f"{name}.png",
                 )
             )
     return section
