@@ -64,6 +64,11 @@ class Bench:
         self._baseline_allocated = 0
 
     @property
+    def round_index(self) -> int:
+        """Which round of the case this is, from 0."""
+        return self._round_index
+
+    @property
     def in_first_round(self) -> bool:
         """Whether this is the first, or only, round of the case."""
         return self._round_index == 0

@@ -1,4 +1,4 @@
-"""One attention call on one rank: its inputs, the call itself, and which of its parts to check.
+"""One attention call on one rank: its inputs, the call itself, and its parts for the gate.
 
 The batch is dense, or packed: its sequences end to end, with a list of where each begins.
 """
@@ -6,29 +6,15 @@ The batch is dense, or packed: its sequences end to end, with a list of where ea
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from harness.cases.case import Case
+from harness.gate.gate import Part
 from kernels import Attention, AttentionProblem, AttentionSpec, Packing
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class CheckedPart:
-    """A dense part of a call, small enough to compare with float64 in places."""
-
-    problem: AttentionProblem
-    take: Callable[[Tensor], Tensor]
-    """Takes this part, [B, H, S, D], out of a tensor of the call."""
-    rows: Sequence[slice] | None = None
-    """Rows of o and dq to compare; None is the first and the last."""
-    keys: Sequence[slice] | None = None
-    """Rows of dk and dv to compare; None is the last."""
 
 
 class AttentionCall(Protocol):
@@ -46,8 +32,20 @@ class AttentionCall(Protocol):
         """A random gradient of the output."""
         ...
 
-    def parts(self) -> Iterable[CheckedPart]:
-        """The parts to compare with float64."""
+    def attend_with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
+        """o and the log-sum-exp, without gradients; None where the attention hides it."""
+        ...
+
+    def other_layout(self) -> AttentionCall | None:
+        """The call on tensors that lie in memory in the other order that models use."""
+        ...
+
+    def parts(self, tensors: dict[str, Tensor]) -> Iterable[Part]:
+        """The dense parts of a call's tensors, for the gate: all of them, and all that is in them.
+
+        Args:
+            tensors: q, k, v, o and where given do, dq, dk, dv and lse.
+        """
         ...
 
 
@@ -81,15 +79,24 @@ class DenseCall:
         return x.requires_grad_(problem.needs_grad)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        problem = self.problem
-        spec = AttentionSpec(causal=problem.causal, scale=problem.head_dim**-0.5)
-        return self._case.attention.role(Attention).attend(q, k, v, spec)
+        return self._case.attention.role(Attention).attend(q, k, v, self._spec)
+
+    def attend_with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
+        backend = self._case.attention.role(Attention)
+        return backend.forward(q, k, v, self._spec) if backend.gives_lse else None
+
+    @property
+    def _spec(self) -> AttentionSpec:
+        return AttentionSpec(causal=self.problem.causal, scale=self.problem.head_dim**-0.5)
 
     def output_gradient(self, o: Tensor) -> Tensor:
         return torch.randn_like(o)
 
-    def parts(self) -> Iterable[CheckedPart]:
-        return [CheckedPart(problem=self.problem, take=lambda x: x)]
+    def other_layout(self) -> DenseCall:
+        return DenseCall(self._case, self._device, sequence_major=not self._sequence_major)
+
+    def parts(self, tensors: dict[str, Tensor]) -> Iterable[Part]:
+        return [Part(tensors=tensors, causal=self._spec.causal, scale=self._spec.scale)]
 
 
 class PackedCall:
@@ -121,28 +128,43 @@ class PackedCall:
         return x.requires_grad_(problem.needs_grad)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        problem = self.problem
-        spec = AttentionSpec(
-            causal=problem.causal, scale=problem.head_dim**-0.5, packing=self._packing
+        return self._case.attention.role(Attention).attend(q, k, v, self._spec)
+
+    def attend_with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
+        backend = self._case.attention.role(Attention)
+        return backend.forward(q, k, v, self._spec) if backend.gives_lse else None
+
+    @property
+    def _spec(self) -> AttentionSpec:
+        return AttentionSpec(
+            causal=self.problem.causal,
+            scale=self.problem.head_dim**-0.5,
+            packing=self._packing,
         )
-        return self._case.attention.role(Attention).attend(q, k, v, spec)
 
     def output_gradient(self, o: Tensor) -> Tensor:
         return torch.randn_like(o)
 
-    def parts(self) -> Iterable[CheckedPart]:
-        """The last sequence, where a wrong offset would show, and the longest."""
-        lengths = [end - start for start, end in itertools.pairwise(self._starts)]
-        for index in {len(lengths) - 1, lengths.index(max(lengths))}:
-            length = lengths[index]
-            part = replace(self.problem, batch_size=1, q_len=length, kv_len=length, packed=False)
-            take = partial(_one_sequence, start=self._starts[index], length=length)
-            yield CheckedPart(problem=part, take=take)
+    def other_layout(self) -> None:
+        return None
+
+    def parts(self, tensors: dict[str, Tensor]) -> Iterable[Part]:
+        return sequences_of(tensors, self._starts, self._spec)
 
 
-def _one_sequence(x_THD: Tensor, *, start: int, length: int) -> Tensor:
-    """One sequence of a packed tensor as a batch of one, [1, H, S, D]."""
-    return x_THD[start : start + length].transpose(0, 1).unsqueeze(0)
+def sequences_of(
+    tensors: dict[str, Tensor],
+    starts: Sequence[int],
+    spec: AttentionSpec,
+    share: tuple[int, int] = (0, 1),
+) -> Iterator[Part]:
+    """Every sequence of packed tensors as a dense part, a batch of one."""
+    for index, (start, end) in enumerate(itertools.pairwise(starts)):
+        dense = {
+            name: x[None, :, start:end] if name == "lse" else x[start:end].transpose(0, 1)[None]
+            for name, x in tensors.items()
+        }
+        yield Part(tensors=dense, causal=spec.causal, scale=spec.scale, sequence=index, share=share)
 
 
 def self_attention_packing(lengths: Sequence[int], device: torch.device) -> Packing:

@@ -1,6 +1,11 @@
-"""The numeric check that a case passes before it is timed."""
+"""The numeric gate of a case: calls before it is timed, and the results of timed passes.
+
+What is compared, and how tolerances come about, is :mod:`harness.gate`'s.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -8,57 +13,154 @@ from torch import Tensor
 from harness.bench.bench import Bench
 from harness.bench.outcome import WrongResult
 from harness.cases.case import Case
+from harness.gate.findings import Finding, to_check, worst
+from harness.gate.gate import Part, check_part
+from harness.gate.tolerances import format_of
 from harness.measure.attention_calls import AttentionCall
-from harness.measure.passes import Passes
-from kernels.reference import TOLERANCE, check_slice
+from harness.measure.passes import Passes, autocast
+from kernels.reference import TOLERANCE
+
+NAMES = ("o", "dq", "dk", "dv")
 
 
 def check_call(
     case: Case, bench: Bench, call: AttentionCall, passes: type[Passes] = Passes
 ) -> None:
-    """Make a call at full size and compare slices of its parts with float64.
+    """Make calls at full size and compare their results with float64.
 
-    The call is made twice, each time on new tensors, and the second result is compared: from
-    the second call on, kernels may be launched another way, and that way is what is timed.
-    A case measured in rounds is checked in the first.
+    Two calls are made, each on new tensors: the first on tensors that lie in memory in the other
+    order that models use, the second as the case does. From the second call on, kernels may be
+    launched another way, and that way is what is timed. Code that was compiled for one layout is
+    called twice with that one. A case measured in rounds is checked so in the first.
 
-    Raises WrongResult if any relative error exceeds the tolerance of the case's number format.
+    Raises WrongResult if an error exceeds its tolerance.
     """
     if not bench.in_first_round:
         return
     bench.stage("checking")
-    problem = call.problem
-    first_inputs = call.inputs()
-    _results(passes(case, call, first_inputs), call, first_inputs)
-    inputs = call.inputs()
-    tensors = _results(passes(case, call, inputs), call, inputs)
+    first, kind = call, passes
+    other = None if case.compiles else call.other_layout()
+    if other is not None:
+        first, kind = other, Passes
+    first_inputs = _check_once(case, bench, first, kind, number=0)
+    _check_once(case, bench, call, passes, number=1)
     del first_inputs  # kept until here, so that the second call's tensors lie elsewhere
-    with torch.no_grad():
-        found = [
-            check_slice(
-                part.problem,
-                {name: part.take(x) for name, x in tensors.items()},
-                scale=problem.head_dim**-0.5,
-                rows=part.rows,
-                keys=part.keys,
-            )
-            for part in call.parts()
-        ]
-    require_accurate(case, bench, worst_of(found))
 
 
-def _results(
-    passes: Passes, call: AttentionCall, inputs: tuple[Tensor, Tensor, Tensor]
-) -> dict[str, Tensor]:
-    """q, k, v, o and, if the problem needs gradients, do, dq, dk, dv."""
-    tensors = {name: x.detach() for name, x in zip("qkv", inputs, strict=True)}
-    o = passes.forward()
-    tensors["o"] = o.detach()
+def _check_once(
+    case: Case, bench: Bench, call: AttentionCall, kind: type[Passes], *, number: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Make one call, check it and its log-sum-exp, and return its inputs."""
+    inputs = call.inputs()
+    made = kind(case, call, inputs)
+    timed = TimedResults(case, bench, call, inputs, first_draw=number)
+    o = made.forward()
     if call.problem.needs_grad:
-        do = call.output_gradient(o)
-        dq, dk, dv = passes.backward(o, do)
-        tensors |= {"do": do, "dq": dq, "dk": dk, "dv": dv}
-    return tensors
+        timed.do = call.output_gradient(o)
+        timed.keep(o, *made.backward(o, timed.do))
+    else:
+        timed.keep(o)
+    del o
+    timed.check()
+    timed.forget()
+    _check_lse(case, bench, call, inputs, number)
+    return inputs
+
+
+def _check_lse(
+    case: Case,
+    bench: Bench,
+    call: AttentionCall,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    number: int,
+) -> None:
+    """Check the output and log-sum-exp of the explicit forward pass, where there is one."""
+    q, k, v = (x.detach() for x in inputs)
+    with autocast(case), torch.no_grad():
+        given = call.attend_with_lse(q, k, v)
+    if given is None:
+        return
+    tensors = {"q": q, "k": k, "v": v, "o": given[0], "lse": given[1]}
+    check_parts(case, bench, call.parts(tensors), draw=number)
+
+
+class TimedResults:
+    """The results of the last pass, for the gate; a slot that each pass empties as it begins.
+
+    Args:
+        first_draw: which random rows the first check takes; each further one takes others.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        bench: Bench,
+        call: AttentionCall,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        do: Tensor | None = None,
+        *,
+        first_draw: int = 2,
+    ) -> None:
+        self._case, self._bench, self._call = case, bench, call
+        self._inputs = inputs
+        self._draw = first_draw
+        self._last: tuple[Tensor, ...] = ()
+        self.do = do
+
+    def forget(self) -> None:
+        """Free the last pass's results; called as the next begins, before it is timed."""
+        self._last = ()
+
+    def keep(self, *results: Tensor) -> None:
+        """Keep o, and where there are gradients dq, dk and dv, of the pass that ends."""
+        self._last = results
+
+    def check(self) -> None:
+        """Compare them with float64, in other rows each time.
+
+        Raises WrongResult if an error exceeds its tolerance.
+        """
+        tensors = {name: x.detach() for name, x in zip("qkv", self._inputs, strict=True)}
+        tensors |= {name: x.detach() for name, x in zip(NAMES, self._last, strict=False)}
+        if self.do is not None:
+            tensors["do"] = self.do
+        with torch.no_grad():
+            check_parts(self._case, self._bench, self._call.parts(tensors), draw=self._draw)
+        self._draw += 1
+
+
+def check_parts(case: Case, bench: Bench, parts: Iterable[Part], *, draw: int) -> None:
+    """Note the errors of all parts of a call, and hold them to their tolerances.
+
+    Args:
+        draw: which random rows to compare: a number of its own for every check of a case.
+
+    Raises WrongResult if an error exceeds its tolerance.
+    """
+    number_format = format_of(case.precision.peak)
+    seed = hash((case.seed, bench.round_index, draw)) % 2**32
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        found = worst(
+            finding for part in parts for finding in check_part(part, number_format, generator)
+        )
+    note(case, bench, found, factor=number_format.factor)
+
+
+def note(case: Case, bench: Bench, found: dict[str, Finding], *, factor: float) -> None:
+    """Keep findings for the record, and raise WrongResult for the worst that does not hold.
+
+    Ranks vote, so that those whose share was right do not wait for one that has given up.
+    """
+    bench.outcome.check = to_check(found, factor=factor, before=bench.outcome.check)
+    broken = [finding for finding in found.values() if not finding.holds]
+    if broken:
+        worst_of_all = max(broken, key=lambda finding: (finding.is_of_tensor, finding.share))
+        raise WrongResult(
+            f"{worst_of_all.said}; {case.precision.peak} should stay under "
+            f"{worst_of_all.tolerance:.2g}"
+        )
+    bench.vote()
 
 
 def worst_of(found: list[dict[str, float]]) -> dict[str, float]:

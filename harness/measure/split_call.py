@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from harness.cases.case import Case
-from harness.measure.attention_calls import CheckedPart, self_attention_packing
-from kernels import AttentionProblem, AttentionSpec
-from kernels.reference import ROWS
-from parallel.context.blocks.layouts import Layout
+from harness.gate.gate import Part
+from harness.measure.attention_calls import self_attention_packing, sequences_of
+from kernels import AttentionSpec
 from parallel.context.bound import SplitAttention
-
-KEYS_CHECKED_UP_TO = 16_384
-"""Beyond this length only the last keys are checked, which few queries see: the float64 gradient
-of other keys takes time that grows with the square of the length."""
 
 
 class SplitCall:
@@ -28,6 +22,7 @@ class SplitCall:
 
     Args:
         lengths: tokens of each sequence of a packed batch; None for a dense one.
+        sequence_major: store dense tensors as the transformer does, [B, S, H, D] underneath.
     """
 
     def __init__(
@@ -36,8 +31,12 @@ class SplitCall:
         device: torch.device,
         attention: SplitAttention,
         lengths: Sequence[int] | None = None,
+        *,
+        sequence_major: bool = False,
     ) -> None:
         self.problem = case.attention_problem
+        self._case = case
+        self._sequence_major = sequence_major
         self._device = device
         self._attention = attention
         self._lengths = lengths
@@ -72,38 +71,48 @@ class SplitCall:
             dtype=getattr(torch, problem.dtype),
         )
         if self._lengths is None:
-            return layout.shard(whole, rank, dim=2)
+            part = layout.shard(whole, rank, dim=2)
+            if self._sequence_major:
+                part = part.transpose(1, 2).contiguous().transpose(1, 2)
+            return part
         return layout.shard_packed(whole, self._lengths, rank)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        spec = AttentionSpec(
+        return self._attention.attend(q, k, v, self._spec)
+
+    def attend_with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
+        return self._attention.attend_with_lse(q, k, v, self._spec)
+
+    @property
+    def _spec(self) -> AttentionSpec:
+        return AttentionSpec(
             causal=self.problem.causal,
             scale=self.problem.head_dim**-0.5,
             packing=self._packing,
         )
-        return self._attention.attend(q, k, v, spec)
 
-    def parts(self) -> Iterable[CheckedPart]:
-        """Rows of every rank: the end of each of its runs of positions, gathered on all ranks."""
-        problem, layout = replace(self.problem, cp=1, packed=False), self._attention.layout
+    def other_layout(self) -> SplitCall | None:
+        if self._lengths is not None:
+            return None
+        return SplitCall(
+            self._case, self._device, self._attention, sequence_major=not self._sequence_major
+        )
+
+    def parts(self, tensors: dict[str, Tensor]) -> Iterable[Part]:
+        """Whole sequences, gathered on all ranks; each compares a share of their heads."""
+        whole = {name: self._whole(x, lse=name == "lse") for name, x in tensors.items()}
+        spec, share = self._spec, (self._attention.rank, self._attention.layout.num_ranks)
         if self._lengths is None:
-            yield _part_of(problem, layout, lambda x: self._whole(x))
-            return
-        starts = [0, *itertools.accumulate(self._lengths)]
-        for index in {len(self._lengths) - 1, self._lengths.index(max(self._lengths))}:
-            length = self._lengths[index]
-            one = replace(problem, batch_size=1, q_len=length, kv_len=length)
-            yield _part_of(one, layout, self._sequence(starts[index], length))
+            return [Part(tensors=whole, causal=spec.causal, scale=spec.scale, share=share)]
+        return sequences_of(whole, [0, *itertools.accumulate(self._lengths)], spec, share)
 
-    def _sequence(self, start: int, length: int) -> Callable[[Tensor], Tensor]:
-        def take(x: Tensor) -> Tensor:
-            return self._whole(x)[start : start + length].transpose(0, 1).unsqueeze(0)
-
-        return take
-
-    def _whole(self, x: Tensor) -> Tensor:
+    def _whole(self, x: Tensor, *, lse: bool) -> Tensor:
         """The tensor over whole sequences, gathered from all ranks (a collective)."""
         parts = self._attention.all_parts(x)
+        if lse and self._lengths is not None:
+            # [H, T] beside [T, H, D].
+            parts = [part.mT.contiguous() for part in parts]
+            return self._attention.layout.unshard_packed(parts, self._lengths).mT
         if self._lengths is None:
             return self._attention.layout.unshard(parts, 2, self.problem.q_len)
         return self._attention.layout.unshard_packed(parts, self._lengths)
@@ -114,17 +123,3 @@ class SplitCall:
         layout, problem = self._attention.layout, self.problem
         lengths = self._lengths or [problem.q_len] * problem.batch_size
         return sum(layout.padded(length) - length for length in lengths)
-
-
-def _part_of(
-    problem: AttentionProblem, layout: Layout, take: Callable[[Tensor], Tensor]
-) -> CheckedPart:
-    ends = {
-        min(run[-1] + 1, problem.q_len)
-        for rank in range(layout.num_ranks)
-        for run in layout.runs(rank, problem.q_len)
-    }
-    rows = [slice(max(0, end - ROWS), end) for end in sorted(ends)]
-    rows.append(slice(0, min(ROWS, problem.q_len)))
-    keys = rows if problem.q_len <= KEYS_CHECKED_UP_TO else None
-    return CheckedPart(problem=problem, take=take, rows=rows, keys=keys)

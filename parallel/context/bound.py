@@ -55,6 +55,15 @@ class SplitAttention:
         """
         raise NotImplementedError
 
+    def attend_with_lse(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
+    ) -> tuple[Tensor, Tensor] | None:
+        """o of :meth:`attend` and its log-sum-exp, without gradients; None where it is hidden.
+
+        The lse is float32, local, and over the keys of all ranks: [B, H, S], or packed [H, T].
+        """
+        return None
+
     @property
     def outside_bytes(self) -> int:
         """Bytes of device memory that it holds and PyTorch's allocator does not count."""
@@ -103,14 +112,29 @@ class BoundAttention(SplitAttention):
         if self.layout.num_ranks == 1:
             return self._kernel.attend(q, k, v, spec)
         self._agree(q, k, v)
+        return _Attention.apply(q, k, v, self, *self._both_schedules(q, k, spec), spec.scale)
+
+    def attend_with_lse(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
+    ) -> tuple[Tensor, Tensor] | None:
+        if self.layout.num_ranks == 1:
+            return self._kernel.forward(q, k, v, spec) if self._kernel.gives_lse else None
+        self._agree(q, k, v)
+        schedule, _ = self._both_schedules(q, k, spec)
+        return self.new_pass(schedule, spec.scale).forward(q, k, v)
+
+    def _both_schedules(
+        self, q: Tensor, k: Tensor, spec: AttentionSpec
+    ) -> tuple[RankSchedule, RankSchedule]:
+        """Those of the forward and of the backward pass."""
         if spec.packing is None:
             schedule = self._dense_schedule(q, k, spec.causal)
-            return _Attention.apply(q, k, v, self, schedule, schedule, spec.scale)
-        schedules = [
+            return schedule, schedule
+        forward, backward = (
             self._packed_schedule(spec.packing, spec.causal, fused, q.device)
             for fused in (self._fusion.forward, self._fusion.backward)
-        ]
-        return _Attention.apply(q, k, v, self, *schedules, spec.scale)
+        )
+        return forward, backward
 
     def _dense_schedule(self, q: Tensor, k: Tensor, causal: bool) -> RankSchedule:
         key = (q.shape, k.shape, q.dtype, causal)

@@ -253,22 +253,34 @@ class AttentionTask(Task):
         baseline = bench.allocated_bytes()
         inputs = call.inputs()
         both = kind(case, call, inputs)
+        results = check.TimedResults(case, bench, call, inputs)
         if self.mode == "forward":
 
             def step(timer: PhaseTimer) -> None:
+                results.forget()
                 with timer.phase("forward"):
-                    both.forward()
+                    o = both.forward()
+                results.keep(o)
 
         else:
             bench.note_before_backward(both.forward, inputs=inputs, baseline=baseline)
-            do = call.output_gradient(inputs[0])
+            do = results.do = call.output_gradient(inputs[0])
 
             def step(timer: PhaseTimer) -> None:
+                results.forget()
                 with timer.phases("forward_backward") as begins:
                     begins("forward")
                     o = both.forward()
                     begins("backward")
-                    both.backward(o, do)
+                    gradients = both.backward(o, do)
+                results.keep(o, *gradients)
 
-        bench.measure(step, warmup=self.warmup_steps, passes=self.measure_steps, flush_cache=True)
+        bench.measure(
+            step,
+            warmup=self.warmup_steps,
+            passes=self.measure_steps,
+            flush_cache=True,
+            check=results.check,
+        )
+        results.forget()
         profiling.profile_if_asked(case, bench, Program(step=step))

@@ -127,7 +127,7 @@ class TrainStep(Task):
             return
         scheme = case.attention.role(SequenceParallelAttention)
         with scheme.bind(case.parallel.cp_group(), bench.device) as attention:
-            split = split_call.SplitCall(case, bench.device, attention)
+            split = split_call.SplitCall(case, bench.device, attention, sequence_major=True)
             if split.padding:
                 bench.outcome.notes["padding_tokens"] = split.padding
             make_batch = partial(batch.split_batch, case, bench.device, rank, attention.layout)

@@ -142,8 +142,9 @@ class TestRun:
         case = make_case("attention=naive", f"task.packing={packing}")
         lengths = lengths_of(case)
         outcome = run(case).outcome
-        # The check's two, the memory before backward, a warm-up and two measured passes.
-        assert len(seen) == 6
+        # The check's two, the memory before backward, a warm-up, one more after the check of its
+        # results, and two measured passes.
+        assert len(seen) == 7
         assert seen[0][0] == (sum(lengths), 4, 16)
         starts = [0, *itertools.accumulate(lengths)]
         assert seen[0][1].cu_seqlens_q.tolist() == seen[0][1].cu_seqlens_k.tolist() == starts
@@ -225,16 +226,16 @@ class TestCudaGraph:
 
     def test_each_pass_is_captured_once_and_replayed(self, warm_ups: list[Any]) -> None:
         outcome = run(make_case("attention=naive", "task.cuda_graph=true")).outcome
-        # The check's two calls; then memory before backward, a warm-up and two measured passes.
-        assert [graph.replays for graph in Graph.made] == [1, 1, 1, 1, 4, 3]
-        assert len(warm_ups) == 6
+        # A call of the check; then memory before backward, two warm-ups and two measured passes.
+        assert [graph.replays for graph in Graph.made] == [1, 1, 5, 4]
+        assert len(warm_ups) == 4
         assert outcome.check is not None
         assert 0 < max(outcome.check["errors"].values()) < 1e-5
         assert set(outcome.samples_ms) == {"forward", "backward", "forward_backward"}
 
     def test_without_gradients_there_is_one(self, warm_ups: list[Any]) -> None:
         run(make_case("attention=naive", "task.mode=forward", "task.cuda_graph=true"))
-        assert [graph.replays for graph in Graph.made] == [1, 1, 3]
+        assert [graph.replays for graph in Graph.made] == [1, 4]
 
     def test_needs_a_device_that_has_them(self) -> None:
         case = make_case("attention=naive", "task.cuda_graph=true")

@@ -1,0 +1,225 @@
+"""The gate: tensors of an attention call in, findings out.
+
+Every element has to be finite. Every batch entry and head is held to identities of whole tensors
+(:mod:`harness.gate.identities`), and rows of every tile of every head are compared with float64
+(:mod:`harness.gate.exact`), others at each draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from harness.gate import exact
+from harness.gate.comparison import Place, compare, errors_of
+from harness.gate.exact import EXACT, Arithmetic, Mask, Rows
+from harness.gate.findings import Finding
+from harness.gate.identities import check_identities
+from harness.gate.lse import check_lse
+from harness.gate.sampling import draw_rows
+from harness.gate.tolerances import Format
+
+SCORES_AT_ONCE = {"cpu": 2**20, "cuda": 2**24}
+"""Scores that are held at once; some four float64 tensors of that size live together."""
+
+CAREFUL_ROWS = 64
+"""Rows of a head on which the careful computation is carried out."""
+
+OF_QUERIES = ("q", "o", "do", "dq", "lse")
+
+
+@dataclass(kw_only=True, slots=True)
+class Part:
+    """A dense part of a call: the whole of a dense batch, or one sequence of a packed one."""
+
+    tensors: dict[str, Tensor]
+    """q, o, do, dq [B, heads, S, D], k, v, dk, dv [B, key-value heads, K, D]; lse [B, heads, S]."""
+    causal: bool
+    scale: float
+    sequence: int | None = None
+    """Which sequence of a packed batch this is."""
+    share: tuple[int, int] = (0, 1)
+    """Of several ranks that hold the same tensors: which one this is, of how many."""
+
+
+def check_part(part: Part, number_format: Format, generator: torch.Generator) -> Iterator[Finding]:
+    """All findings of one part of a call, those that hold as well.
+
+    Args:
+        generator: draws the rows, on the CPU; the next check gets others from it.
+    """
+    yield from _check_finite(part)
+    grouped = _by_group(part.tensors)
+    for batch, groups in _chunks(grouped, part.share, part.sequence):
+        tensors = {name: x[batch, groups] for name, x in grouped.items()}
+        heads = _Heads(
+            tensors=tensors,
+            mask=Mask(causal=part.causal, offset=tensors["k"].shape[2] - tensors["q"].shape[3]),
+            scale=part.scale,
+            place=_places(part, batch.start, groups.start, tensors["q"].shape[2]),
+        )
+        yield from heads.check(number_format, generator)
+
+
+def _check_finite(part: Part) -> Iterator[Finding]:
+    """Every element of every result."""
+    for name in ("o", "dq", "dk", "dv"):
+        x = part.tensors.get(name)
+        if x is None:
+            continue
+        finite = torch.isfinite(x)
+        error, said = 0.0, ""
+        if not bool(finite.all()):
+            batch, head, row, column = (~finite).nonzero()[0].tolist()
+            error = float("inf")
+            value = float(x[batch, head, row, column])
+            said = f"{name} is {value} in {_entry(part, batch)}, head {head}, row {row}"
+        yield Finding(name=f"{name} finite", error=error, tolerance=0.0, said=said)
+
+
+def _entry(part: Part, batch: int) -> str:
+    return f"batch entry {batch}" if part.sequence is None else f"sequence {part.sequence}"
+
+
+def _places(part: Part, first_batch: int, first_group: int, group: int) -> Place:
+    """Says where [b, g] or [b, g, h] of a chunk lies in the call's tensors."""
+
+    def place(index: tuple[int, ...]) -> str:
+        b, g, *rest = index
+        said = f"{_entry(part, first_batch + b)}, "
+        if not rest:
+            return f"{said}key-value head {first_group + g}"
+        return f"{said}head {(first_group + g) * group + rest[0]}"
+
+    return place
+
+
+def _by_group(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of query heads as [B, G, H, S, ...], H of them for each key-value head."""
+    groups = tensors["k"].shape[1]
+    return {
+        name: x.unflatten(1, (groups, -1)) if name in OF_QUERIES else x
+        for name, x in tensors.items()
+    }
+
+
+def _chunks(
+    grouped: dict[str, Tensor], share: tuple[int, int], sequence: int | None
+) -> Iterator[tuple[slice, slice]]:
+    """Batch entries and key-value heads that are compared at once, those of this rank."""
+    batch, groups, group, length = grouped["q"].shape[:4]
+    scores = group * min(length, exact.BLOCK) * grouped["k"].shape[2]
+    at_once = max(1, SCORES_AT_ONCE[grouped["q"].device.type] // scores)
+    groups_at_once = min(groups, at_once)
+    batch_at_once = max(1, at_once // groups)
+    rank, ranks = share
+    if ranks > 1:
+        # Single heads, so that every rank has some of them.
+        groups_at_once = batch_at_once = 1
+    # Packed sequences may have one chunk each: another rank begins with each of them.
+    rank = (rank - (sequence or 0)) % ranks
+    chunks = [
+        (slice(b, min(b + batch_at_once, batch)), slice(g, min(g + groups_at_once, groups)))
+        for b in range(0, batch, batch_at_once)
+        for g in range(0, groups, groups_at_once)
+    ]
+    yield from chunks[rank::ranks]
+
+
+@dataclass(kw_only=True, slots=True)
+class _Heads:
+    """Some batch entries and heads of a part, few enough to be compared at once."""
+
+    tensors: dict[str, Tensor]
+    """q, o, do, dq [B, G, H, S, D], k, v, dk, dv [B, G, K, D], lse [B, G, H, S]."""
+    mask: Mask
+    scale: float
+    place: Place
+
+    def check(self, number_format: Format, generator: torch.Generator) -> Iterator[Finding]:
+        """Rows of o, lse and dq, rows of dk and dv, and the identities."""
+        batch, groups, group, length = self.tensors["q"].shape[:4]
+        keys = self.tensors["k"].shape[2]
+        device = self.tensors["q"].device
+        rows = draw_rows(batch * groups * group, length, generator).to(device)
+        rows = rows.unflatten(0, (batch, groups, group))
+
+        def query_rows(arithmetic: Arithmetic, chosen: Tensor) -> Rows:
+            return self._in_blocks(
+                lambda some: exact.rows_of_queries(
+                    self.tensors, some, self.mask, self.scale, arithmetic
+                ),
+                chosen,
+                group * keys,
+            )
+
+        reached: dict[str, float] = {}
+        right, careful = self._both(query_rows, rows, number_format)
+        terms_of_dq = right.terms.get("dq")
+        yield from self._compare(rows, right, careful, number_format, reached)
+        if "lse" in self.tensors:
+            given = torch.take_along_dim(self.tensors["lse"], rows, dim=-1)
+            yield from check_lse(given, right, careful, number_format, rows, self.place)
+        if terms_of_dq is None:
+            return
+        lse = exact.log_sum_exp(self.tensors["q"], self.tensors["k"], self.mask, self.scale)
+        rows = draw_rows(batch * groups, keys, generator).to(device)
+        rows = rows.unflatten(0, (batch, groups))
+
+        def key_rows(arithmetic: Arithmetic, chosen: Tensor) -> Rows:
+            return self._in_blocks(
+                lambda some: exact.rows_of_keys(
+                    self.tensors, lse, some, self.mask, self.scale, arithmetic
+                ),
+                chosen,
+                group * length,
+            )
+
+        right, careful = self._both(key_rows, rows, number_format)
+        yield from self._compare(rows, right, careful, number_format, reached)
+        yield from check_identities(self.tensors, reached, terms_of_dq, self.place)
+
+    def _both(
+        self, compute: Callable[[Arithmetic, Tensor], Rows], rows: Tensor, number_format: Format
+    ) -> tuple[Rows, tuple[Rows, Rows]]:
+        """Rows in float64, and some of them in float64 and by the careful computation."""
+        right = compute(EXACT, rows)
+        some = slice(None, None, max(1, rows.shape[-1] // CAREFUL_ROWS))
+        careful = compute(number_format.careful, rows[..., some])
+        return right, (right.some(some), careful)
+
+    def _compare(
+        self,
+        rows: Tensor,
+        right: Rows,
+        careful: tuple[Rows, Rows],
+        number_format: Format,
+        reached: dict[str, float],
+    ) -> Iterator[Finding]:
+        """Compare what the call gave in these rows; ``reached`` learns what can be reached."""
+        exactly, carefully = careful
+        for name, terms in right.terms.items():
+            got = errors_of(exact.take(self.tensors[name], rows), right.values[name], terms)
+            best = errors_of(carefully.values[name], exactly.values[name], exactly.terms[name])
+            reached[name] = max(best.worst_head, number_format.least)
+            yield from compare(
+                name,
+                got,
+                best,
+                number_format,
+                rows=rows,
+                width=right.values[name].shape[-1],
+                place=self.place,
+            )
+
+    def _in_blocks(
+        self, compute: Callable[[Tensor], Rows], rows: Tensor, scores_of_row: int
+    ) -> Rows:
+        """Compute as many of the rows at once as may be."""
+        batch, groups = rows.shape[:2]
+        limit = SCORES_AT_ONCE[rows.device.type]
+        at_once = max(1, limit // (batch * groups * scores_of_row))
+        return Rows.joined([compute(some) for some in rows.split(at_once, dim=-1)])

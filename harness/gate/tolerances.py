@@ -1,0 +1,69 @@
+"""How large an error may be: a factor on what a careful computation in the same dtype reaches.
+
+The careful computation is that of FlashAttention: operations in float32 on inputs of the dtype, and
+the probabilities, their gradients and the results rounded to it (FlashAttention-2, section 3.1). It
+is carried out on rows of the very problem, and its errors against float64 are the measure of those
+of a kernel. Kernels that round more often, such as an explicit softmax that keeps its scores in
+bfloat16, reach up to 2.7 times as much; sums in another order, in float32, some two times.
+
+A factor of the results of a whole head shows more sharply, since roundings cancel in it: it may be
+off by a third of the relative error's tolerance, and less than that in no kernel that is right.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from harness.gate.exact import Arithmetic
+
+ROUNDOFF = {
+    "float32": 2.0**-24,
+    "tf32": 2.0**-11,
+    "bfloat16": 2.0**-8,
+    "float16": 2.0**-11,
+}
+"""The largest relative error of rounding to each format, to nearest."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Format:
+    """A number format of results, and what follows from it for the gate."""
+
+    name: str
+    """``float32``, ``tf32``, ``bfloat16`` or ``float16``."""
+    dtype: torch.dtype
+
+    @property
+    def roundoff(self) -> float:
+        return ROUNDOFF[self.name]
+
+    @property
+    def careful(self) -> Arithmetic:
+        """Operations in float32, rounded to this dtype where kernels store their results in it."""
+        narrow = self.dtype != torch.float32
+        return Arithmetic(dtype=torch.float32, rounds_to=self.dtype if narrow else None)
+
+    @property
+    def factor(self) -> float:
+        """Between what is reached and what is tolerated.
+
+        In float32 and TF32 most of the error is that of sums, whose order is a kernel's own, and
+        of its exponential.
+        """
+        return 8.0 if self.dtype == torch.float32 else 3.5
+
+    @property
+    def least(self) -> float:
+        """A relative error that every result has, where the careful computation has none.
+
+        Rounding a result to nearest gives a root mean square of 0.42 of the roundoff, and a second
+        rounding within as much; a sum in float32 over some keys a few roundoffs.
+        """
+        return 4 * self.roundoff if self.name == "float32" else 0.6 * self.roundoff
+
+
+def format_of(peak: str) -> Format:
+    """The format of a precision's matrix products, as :mod:`harness.cases.precision` names it."""
+    return Format(name=peak, dtype=torch.float32 if peak == "tf32" else getattr(torch, peak))
