@@ -18,8 +18,15 @@ MAX_COLUMNS = 2
 
 
 def whole_calls(frame: pd.DataFrame) -> pd.DataFrame:
-    """The rows of attention alone that hold all its passes: both, or forward where that is all."""
+    """The rows of attention alone that hold all its passes: both, or forward where that is all.
+
+    Without CUDA graphs that repeat some of the launched calls: they are for tables, and would be
+    panels of a few points each.
+    """
     calls = of_task(frame, "attention")
+    graphed = calls["cuda_graph"].astype(bool)
+    if graphed.sum() < len(calls) / 2:
+        calls = calls[~graphed]
     both = calls["phase"] == "forward_backward"
     has_both = both.groupby(calls["case_id"]).transform("any")
     return calls[both | (~has_both & (calls["phase"] == "forward"))]

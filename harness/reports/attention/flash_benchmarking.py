@@ -11,7 +11,8 @@ from harness.reports.attention.by_backend import table_by_backend
 
 CAPTION = (
     "Attention alone, by backend: median times of the forward pass / the backward pass / both "
-    "passes together."
+    "passes together. Each median is taken by itself, so that where times scatter those of the two "
+    "passes do not add up to that of both."
 )
 
 PHASES = ("forward", "backward", "forward_backward")

@@ -9,6 +9,7 @@ import pytest
 
 from harness.analysis.frame import build_frame
 from harness.analysis.host_time import host_bound, host_time
+from harness.render.panels import whole_calls
 from harness.render.rows import per_case
 from harness.render.table import HOST_BOUND, build_table, finding_of
 from harness.store.record import Phase, Record
@@ -162,3 +163,13 @@ def test_host_and_device_side_by_side() -> None:
     assert table is not None
     assert any("task.cuda_graph=true" in note for note in table.footnotes)
     assert build_table("host_time", build_frame(records[3:])) is None
+
+
+def test_figures_leave_out_graphs_of_some_calls() -> None:
+    launched = [call("sdpa", seq_len, 1.0, device_ms=1.0) for seq_len in (512, 2048)]
+    graphed = [
+        call("sdpa", seq_len, 1.0, device_ms=1.0, cuda_graph=True) for seq_len in (512, 2048)
+    ]
+    assert whole_calls(build_frame([*launched, *graphed[:1]]))["cuda_graph"].tolist() == [False] * 2
+    assert len(whole_calls(build_frame([*launched, *graphed]))) == 4
+    assert len(whole_calls(build_frame(graphed))) == 2
