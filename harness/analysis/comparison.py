@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from datetime import datetime, timedelta
 
 import numpy as np
 import pandas as pd
 
-from harness.analysis.stats import (
-    CONFIDENCE,
-    FINE_RESAMPLES,
-    FINEST_CONFIDENCE,
-    median_ratios,
-    verdict,
-)
+from harness.analysis.row_verdicts import any_apart, row_verdicts
 from harness.cases import format as fmt
 from harness.cases.columns import POINTS, point_groups
 from harness.cases.task import WHOLE_PHASES, task_type
@@ -52,10 +45,6 @@ AXES = {
     "strategy": Axis(choice="strategy", columns=("strategy",), needs_baseline=False),
     "precision": Axis(choice="precision", columns=("precision",), needs_baseline=True),
 }
-
-APART = timedelta(minutes=10)
-"""Between the starts of two measurements, or of a round of theirs, beyond which their ratio may be
-that of two hosts."""
 
 
 def comparable(frame: pd.DataFrame) -> pd.DataFrame:
@@ -101,11 +90,11 @@ def compare_with_peers(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def compare(frame: pd.DataFrame, axis: Axis) -> pd.DataFrame:
-    """The candidates of every group, with baseline, ratio, its interval and the verdict.
+    """The candidates of every group, with their baseline and the columns of the verdict.
 
-    The ratio is the baseline's median over the candidate's, so more than 1 is faster. ``axis``
-    is the choice that the two differ in.
-    ``apart_mark`` is the symbol of a footnote where both were measured long after each other.
+    These are those of :data:`harness.analysis.row_verdicts.COLUMNS`; the ratio is the baseline's
+    time over the candidate's, so more than 1 is faster. ``axis`` is the choice that the two differ
+    in. ``apart_mark`` is the symbol of a footnote where both were measured long after each other.
     Empty where nothing differs in the choice alone.
     """
     names = sorted(frame[axis.choice].unique(), key=POINTS[axis.choice].rank)
@@ -122,44 +111,22 @@ def compare(frame: pd.DataFrame, axis: Axis) -> pd.DataFrame:
     first = first.set_index("group")
     rows = rows[rows["group"].isin(first.index)]
     baseline = first.loc[rows["group"]]
+    baseline.index = rows.index
     rows = rows.assign(
-        baseline=baseline[axis.choice].to_numpy(),
-        baseline_id=baseline["case_id"].to_numpy(),
-        baseline_ms=baseline["median_ms"].to_numpy(),
-        baseline_samples=baseline["samples_ms"].to_numpy(),
+        baseline=baseline[axis.choice],
+        baseline_id=baseline["case_id"],
+        baseline_ms=baseline["median_ms"],
         apart_mark=_apart(rows["rounds_started_at"], baseline["rounds_started_at"]),
+        axis=axis.choice,
     )
     rows = rows[rows["case_id"] != rows["baseline_id"]]
-    ratio, low, high = median_ratios(rows["baseline_samples"].tolist(), rows["samples_ms"].tolist())
-    words = [
-        None if mid != mid else verdict(mid, start, end)
-        for mid, start, end in zip(ratio, low, high, strict=True)
-    ]
-    verdicts = pd.Series(words, index=rows.index, dtype=object)
-    return rows.assign(
-        axis=axis.choice, ratio=ratio, ratio_low=low, ratio_high=high, verdict=verdicts
-    )
+    return pd.concat([rows, row_verdicts(baseline.loc[rows.index], rows)], axis=1)
 
 
 def _apart(started: pd.Series, baseline: pd.Series) -> list[str]:
     """The mark of each pair that was measured neither in turns nor soon after each other."""
     pairs = zip(started, baseline, strict=True)
-    return [fmt.PILCROW if _any_apart(*pair) else "" for pair in pairs]
-
-
-def _any_apart(one: list[str], other: list[str]) -> bool:
-    """Whether rounds of the same number began long after each other.
-
-    Cases that took turns began them together, however often they were stopped and resumed.
-    """
-    num_rounds = max(len(one), len(other))
-    times, others = (
-        [datetime.fromisoformat(text) for text in (*texts, *texts[-1:] * (num_rounds - len(texts)))]
-        for texts in (one, other)
-    )
-    if not times or not others:
-        return False
-    return any(abs(x - y) > APART for x, y in zip(times, others, strict=True))
+    return [fmt.PILCROW if any_apart(*pair) else "" for pair in pairs]
 
 
 def fullest_phase(frame: pd.DataFrame) -> pd.DataFrame:
@@ -175,43 +142,33 @@ def paired(
 ) -> pd.DataFrame:
     """The rows of ``other`` with those of ``one``, both indexed alike, beside them.
 
-    Adds ``a_value``, ``a_status``, ``ratio`` (one over other), the ends of its interval at a
-    ``confidence`` at which all hold together, and ``outcome``. Without samples, as for memory,
-    there is no interval, and the words are LESS and MORE.
+    Adds ``a_value``, ``a_status``, the columns of the verdict (``ratio`` is one over other) and
+    ``outcome``: the verdict, or ``lost`` and ``gained`` where only one side has a result. Without
+    samples, as for memory, there is no interval, and the words are LESS and MORE.
     """
-    good = (one["status"] == "ok") & (other["status"] == "ok")
-    num_tests = max(1, int(good.sum()))
-    confidence = max(CONFIDENCE, min(1 - (1 - CONFIDENCE) / num_tests, FINEST_CONFIDENCE))
     if has_samples:
-        ratio, low, high = median_ratios(
-            one["samples_ms"].tolist(),
-            other["samples_ms"].tolist(),
-            confidence=confidence,
-            resamples=FINE_RESAMPLES,
-        )
+        found = row_verdicts(one, other, band=same_within)
     else:
-        ratio = (one["value"] / other["value"]).to_numpy(dtype=float)
-        low = high = np.full(len(ratio), np.nan)
-    words: list[str | None] = []
-    for a_status, b_status, mid, start, end in zip(
-        one["status"], other["status"], ratio, low, high, strict=True
-    ):
-        if mid == mid:
-            ends = (start, end) if has_samples else (mid, mid)
-            word = verdict(mid, *ends, same_within)
-            words.append(word if has_samples else _MEMORY_WORDS[word])
-        else:
-            lost, gained = a_status == "ok" != b_status, b_status == "ok" != a_status
-            words.append("lost" if lost else "gained" if gained else None)
-    return other.assign(
-        a_value=one["value"],
-        a_status=one["status"],
-        ratio=ratio,
-        ratio_low=low,
-        ratio_high=high,
-        confidence=confidence,
-        outcome=pd.Series(words, index=other.index, dtype=object),
-    )
+        ratio = one["value"] / other["value"]
+        found = pd.DataFrame({"ratio": ratio, "ratio_low": np.nan, "ratio_high": np.nan})
+        found = found.assign(band=same_within, why="")
+        found["verdict"] = [_memory_word(value, same_within) for value in ratio]
+    statuses = zip(one["status"], other["status"], found["verdict"], strict=True)
+    words = [word or _one_sided(*pair) for *pair, word in statuses]
+    found["outcome"] = pd.Series(words, index=other.index, dtype=object)
+    return pd.concat([other.assign(a_value=one["value"], a_status=one["status"]), found], axis=1)
 
 
-_MEMORY_WORDS = {"FASTER": "LESS", "SLOWER": "MORE", "SAME": "SAME"}
+def _memory_word(ratio: float, same_within: float) -> str | None:
+    if ratio != ratio:
+        return None
+    if abs(ratio - 1) <= same_within:
+        return "SAME"
+    return "LESS" if ratio > 1 else "MORE"
+
+
+def _one_sided(a_status: str, b_status: str) -> str | None:
+    """The outcome where not both have a result."""
+    if a_status == "ok" != b_status:
+        return "lost"
+    return "gained" if b_status == "ok" != a_status else None

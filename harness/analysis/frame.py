@@ -16,7 +16,8 @@ from harness.analysis.case_columns import CASE_COLUMNS, Reading
 from harness.analysis.disturbance import in_order, of_record, of_samples
 from harness.analysis.host_time import HOST_COLUMNS, host_time
 from harness.analysis.names import Names
-from harness.analysis.stats import slowest_rank, summarise
+from harness.analysis.row_verdicts import add_run_levels
+from harness.analysis.stats import by_round, slowest_rank, summarise
 from harness.cases.column import CaseColumn
 from harness.cases.columns import POINTS
 from harness.cases.profiler import PROFILERS
@@ -47,6 +48,7 @@ def build_frame(records: Iterable[Record]) -> pd.DataFrame:
     frame["num_samples"] = frame["samples_ms"].map(len).astype(int)
     statistics = pd.DataFrame(summarise(frame["samples_ms"].tolist()))
     frame = pd.concat([frame, statistics], axis=1)
+    frame = _add_rounds(frame, records, case_index)
     frame["disturbed"] = _disturbances(records, case_index, frame["samples_ms"].tolist())
     seconds = frame["median_ms"] / 1e3
     frame["tokens_per_s"] = frame["work_tokens"].astype(float) * frame["world_size"] / seconds
@@ -56,6 +58,26 @@ def build_frame(records: Iterable[Record]) -> pd.DataFrame:
     frame["mfu"] = frame["tflops"] / frame["peak_tflops"]
     frame["flops_per_byte"] = flops.where(flops > 0) / frame["work_bytes"].astype(float)
     return frame
+
+
+def _add_rounds(
+    frame: pd.DataFrame, records: Sequence[Record], case_index: Iterable[int]
+) -> pd.DataFrame:
+    """The frame with the samples of each round, their processes, and the machine's level."""
+    of_rows = [records[index] for index in case_index]
+    rounds_ms = [
+        by_round(samples, record.rounds)
+        for samples, record in zip(frame["samples_ms"], of_rows, strict=True)
+    ]
+    processes = [
+        [state.process for state in record.round_states]
+        if len(record.round_states) == len(rounds)
+        else []
+        for record, rounds in zip(of_rows, rounds_ms, strict=True)
+    ]
+    columns = {"rounds_ms": rounds_ms, "round_processes": processes}
+    series = {name: pd.Series(values, dtype=object) for name, values in columns.items()}
+    return add_run_levels(frame.assign(**series))
 
 
 def _disturbances(

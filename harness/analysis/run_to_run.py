@@ -4,8 +4,9 @@ A process keeps its memory addresses, its place on the cores and what it compile
 lives, so that the rounds of one process say nothing about the next (Kalibera and Jones, ISMM 2013,
 levels of repetition; Mytkowicz et al., "Producing wrong data without doing anything obviously
 wrong", ASPLOS 2009). The level is estimated from every case whose rounds were measured in several
-processes: the variance between the means of processes, less what rounds within one process
-explain, pooled over cases. Sweep ``run_to_run`` measures some cases for it.
+processes: the variance between the means of processes, less what varies within one process (its
+rounds, or its samples where it measured one round), pooled over cases. Sweep ``run_to_run``
+measures some cases for it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from harness.analysis.intervals import FEWEST_ROUNDS, Side
+from harness.analysis.intervals import FEWEST_ROUNDS, Floats, Side
 from harness.analysis.verdicts import Level
 
 SHORT_MS = 1.0
@@ -69,37 +70,59 @@ def run_to_run_levels(cases: Iterable[Repeated]) -> dict[Key, Level]:
 def run_to_run_level(cases: Sequence[Repeated]) -> Level:
     """The level of cases of one machine, each measured in at least three processes.
 
-    Cases that shared their processes are not independent of each other: a process that is slow is
-    slow for all of them. The degrees of freedom are then those of one case.
+    Cases that shared their processes may not be independent of each other: a process that is slow
+    may be slow for all of them. The degrees of freedom say as much.
     """
-    found = [_between_processes(case) for case in cases]
-    weights = np.array([number - 1.0 for _, number in found])
-    variance = float(np.average([variance for variance, _ in found], weights=weights))
-    num_processes = len({process for case in cases for process in case.processes})
-    df = max(float(weights.max()), float(num_processes - len(cases)))
+    found = [_Processes.of(case) for case in cases]
+    weights = np.array([len(one.means) - 1.0 for one in found])
+    variance = float(np.average([one.variance for one in found], weights=weights))
     return Level(
         std_log=math.sqrt(variance),
-        df=df,
-        num_processes=num_processes,
+        df=_degrees_of_freedom(found, weights),
+        num_processes=len({process for case in cases for process in case.processes}),
         num_cases=len(cases),
         host=cases[0].host,
         device=cases[0].device,
     )
 
 
-def _between_processes(case: Repeated) -> tuple[float, int]:
-    """The variance of log time between processes, and the number of processes.
+@dataclass(kw_only=True, slots=True)
+class _Processes:
+    """One case: the mean log time of each process, and the variance between processes."""
 
-    Where no process measured two rounds, what varies from round to round is a part of it.
+    owners: tuple[int, ...]
+    means: Floats
+    variance: float
+
+    @classmethod
+    def of(cls, case: Repeated) -> _Processes:
+        side = Side.of(case.rounds_ms, case.processes)
+        owners = tuple(dict.fromkeys(side.processes))
+        rounds = [side.values[np.array(side.processes) == owner] for owner in owners]
+        means = np.array([values.mean() for values in rounds])
+        several = [values for values in rounds if len(values) > 1]
+        within = float(np.median(side.floors))
+        if several:
+            squares = sum(float(((values - values.mean()) ** 2).sum()) for values in several)
+            within = squares / sum(len(values) - 1 for values in several)
+        within *= float(np.mean([1 / len(values) for values in rounds]))
+        variance = max(float(means.var(ddof=1)) - within, 0.0)
+        return cls(owners=owners, means=means, variance=variance)
+
+
+def _degrees_of_freedom(found: Sequence[_Processes], weights: Floats) -> float:
+    """Between those of one case, where a process is slow for all, and those of all together.
+
+    Where processes were shared, the variance between the processes' means over all cases tells:
+    it is that of one case, or as many times smaller as there are independent cases.
     """
-    side = Side.of(case.rounds_ms, case.processes)
-    owners = np.array(side.processes)
-    by_process = [side.values[owners == owner] for owner in dict.fromkeys(side.processes)]
-    means = np.array([values.mean() for values in by_process])
-    variance = float(means.var(ddof=1))
-    several = [values for values in by_process if len(values) > 1]
-    if several:
-        squares = sum(float(((values - values.mean()) ** 2).sum()) for values in several)
-        within = squares / sum(len(values) - 1 for values in several)
-        variance -= within * float(np.mean([1 / len(values) for values in by_process]))
-    return max(variance, 0.0), len(by_process)
+    one_case, together = float(weights.max()), float(weights.sum())
+    if len({one.owners for one in found}) > 1:
+        apart = len({owner for one in found for owner in one.owners}) - len(found)
+        return max(one_case, min(together, float(apart)))
+    deviations = np.array([one.means - one.means.mean() for one in found])
+    of_one = float((deviations**2).sum()) / together
+    of_means = float(deviations.mean(axis=0).var(ddof=1))
+    if of_means == 0:
+        return together
+    return min(together, max(one_case, one_case * of_one / of_means))

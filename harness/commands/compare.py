@@ -4,10 +4,10 @@ A and B are two results folders, or two git revisions or two attention backends 
 folder ``--in``. Cases that are equal in everything else are paired, and each pair is FASTER,
 SLOWER, SAME or UNCLEAR: B against A.
 
-Every verdict may be wrong by chance, and a run of hundreds of cases has hundreds of chances.
-The interval of each case is therefore that of ``1 - 0.05 / cases`` (Bonferroni), as far as the
-resamples can tell, so that a run compared with itself measured twice is SAME throughout. Where
-samples scatter so much that the interval leaves open what is true, the word is UNCLEAR.
+The two sides are runs, each with clocks, addresses and neighbours of its own, which no number of
+samples shows. The interval of a ratio is therefore widened by the machine's run-to-run level: that
+of a calibration in either folder, or one that is assumed and said so. Cases of one folder that were
+measured in turns need no such level.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from rich.console import Console
 
 from harness.analysis.comparison import fullest_phase, paired
 from harness.analysis.frame import build_frame
-from harness.analysis.stats import SAME_BETWEEN_RUNS, verdict_rule
+from harness.analysis.row_verdicts import interval_cells, reasons, rule_words
+from harness.analysis.verdicts import EQUIVALENCE
 from harness.cases import format as fmt
 from harness.cases.columns import POINTS, point_groups
 from harness.render.figure import CaptionedFigure, save
@@ -133,10 +134,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--same",
         type=_percent,
-        default=100 * SAME_BETWEEN_RUNS,
+        default=100 * EQUIVALENCE,
         metavar="PERCENT",
-        help="medians closer than this are the SAME, however narrow the interval (default: "
-        "%(default)g)",
+        help="SAME where the whole interval is closer than this, FASTER and SLOWER where all of it "
+        "is beyond (default: %(default)g)",
     )
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="where to write")
     return parser
@@ -230,7 +231,7 @@ def _newest(records: Iterable[Record], revision: str | None = None) -> list[Reco
     return list(newest.values())
 
 
-def compared(sides: Sides, metric: str, same_within: float = SAME_BETWEEN_RUNS) -> pd.DataFrame:
+def compared(sides: Sides, metric: str, same_within: float = EQUIVALENCE) -> pd.DataFrame:
     """One row per pair: both values, ratio A over B, its interval, and the ``outcome``.
 
     The outcome is FASTER, SLOWER, SAME or UNCLEAR (LESS, MORE or SAME of memory), or ``lost``
@@ -318,11 +319,6 @@ CAPTION = (
     "better{interval}."
 )
 
-INTERVAL = (
-    ", with a bootstrap interval of {level:.4g}%, at which all of them hold together with 95%; "
-    "{rule}"
-)
-
 
 def comparison_table(
     rows: pd.DataFrame,
@@ -336,28 +332,13 @@ def comparison_table(
         differing: point columns of which either side has its own value, so that no row has one.
     """
     memory = metric == MEMORY
-    unit, what = ("GiB", "peak memory") if memory else ("ms", "median time")
-    level = (
-        ""
-        if memory
-        else INTERVAL.format(
-            level=100 * float(rows["confidence"].iloc[0]),
-            rule=verdict_rule(float(rows["same_within"].iloc[0])),
-        )
-    )
-    caption = CAPTION.format(a=names[0], b=names[1], what=what, interval=level)
+    unit, what = ("GiB", "peak memory") if memory else ("ms", "time")
+    interval = "" if memory else f", with {rule_words(rows)}"
+    caption = CAPTION.format(a=names[0], b=names[1], what=what, interval=interval)
     ends = () if memory else ("ratio_low", "ratio_high")
-    rows = rows.assign(
-        mark=marks_of(rows),
-        interval=pd.Series(
-            [
-                None if low != low else f"{low:.3f} to {high:.3f}"
-                for low, high in zip(rows["ratio_low"], rows["ratio_high"], strict=True)
-            ],
-            index=rows.index,
-            dtype=object,
-        ),
-    )
+    rows = rows.assign(mark=marks_of(rows), interval=interval_cells(rows, digits=3))
+    if not memory:
+        rows = rows.assign(why=reasons(rows))
     several = rows["phase"].nunique() > 1
     phase = [Column(key="phase", header="phase", point=True)] if several else []
     built = make_table(
@@ -387,6 +368,7 @@ def comparison_table(
             Column(key="ratio", header="ratio", format=_three_decimals),
             Column(key="interval", header="interval", raw=ends, detail=True),
             Column(key="outcome", header="verdict"),
+            Column(key="why", header="unclear since", detail=True),
         ],
     )
     built.name = "comparison"

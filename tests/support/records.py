@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.store import sweep_plan
-from harness.store.record import Phase, Record
+from harness.store.record import Phase, Record, Round
 from harness.store.sweep_plan import SweepPlan
 from harness.tasks.counting.communication_accounting import CommunicationAccounting
 
@@ -136,6 +136,21 @@ def make_record(
         },
         **{**values, **fields},
     )
+
+
+def in_rounds(record: Record, number: int = 5) -> Record:
+    """The record with its samples measured again in each of so many rounds and processes."""
+    num_samples = 0
+    for phase in record.phases.values():
+        num_samples = len(phase.samples_ms[0])
+        phase.samples_ms = [list(rank) * number for rank in phase.samples_ms]
+    began_at = [f"2026-01-02T03:04:{10 + index}+00:00" for index in range(number)]
+    record.rounds = [num_samples] * number
+    record.round_states = [
+        Round(started_at=text, process=index) for index, text in enumerate(began_at)
+    ]
+    record.notes["rounds_started_at"] = began_at
+    return record
 
 
 SPLIT_ATTENTION = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pandas as pd
 
 from harness.analysis.comparison import Axis, compare
-from harness.analysis.stats import verdict_rule
+from harness.analysis.row_verdicts import COLUMNS, interval_cells, rule_words
 from harness.cases import format as fmt
 from harness.cases.columns import point_groups
 from harness.render.findings import best_row, say_fastest, sentence
@@ -18,8 +18,8 @@ from harness.render.table import Column, Table, finding, make_table, table, time
 
 CAPTION = (
     "Attention alone, the fastest first at each point: median times, and the rate of all passes "
-    "by the FLOP formula. Ratio: median time of the baseline over that of the backend, so that "
-    f"above 1 is faster, with a 95% bootstrap interval (2,000 resamples); {verdict_rule()}."
+    "by the FLOP formula. Ratio: time of the baseline over that of the backend, so that above 1 is "
+    "faster, with {rule}."
 )
 
 PHASES = ("forward", "backward", "forward_backward")
@@ -44,7 +44,7 @@ def build(frame: pd.DataFrame) -> Table | None:
     rows = _compared(rows, calls)
     only_forward = rows["forward_backward_status"].isna().all()
     built = make_table(
-        caption=CAPTION,
+        caption=CAPTION.format(rule=rule_words(rows[rows["num_rounds"].notna()])),
         rows=rows,
         lead=["head_dim", "call_compiled", "attention"],
         keep=["attention"],
@@ -55,9 +55,7 @@ def build(frame: pd.DataFrame) -> Table | None:
             *([] if only_forward else [time_column("forward_backward", "both (ms)")]),
             Column(key="all_tflops", header="TFLOP/s", format=fmt.number),
             Column(key="ratio", header="ratio", format=fmt.factor),
-            Column(
-                key="interval", header="95% interval", raw=("ratio_low", "ratio_high"), detail=True
-            ),
+            Column(key="interval", header="interval", raw=("ratio_low", "ratio_high"), detail=True),
             Column(key="verdict", header="verdict"),
             Column(key="baseline", header="baseline", detail=True),
             Column(key="peak_memory_gib", header="peak memory (GiB)", format=fmt.number),
@@ -92,10 +90,5 @@ def _compared(rows: pd.DataFrame, calls: pd.DataFrame) -> pd.DataFrame:
     )
     whole = calls[calls["phase"] == both.map({True: "forward_backward", False: "forward"})]
     found = compare(whole, AXIS).drop_duplicates("case_id").set_index("case_id")
-    names = ["baseline", "ratio", "ratio_low", "ratio_high", "verdict"]
-    rows = rows.join(found[names], on="case_id")
-    rows["interval"] = [
-        None if low != low else f"{low:.2f} to {high:.2f}"
-        for low, high in zip(rows["ratio_low"], rows["ratio_high"], strict=True)
-    ]
-    return rows
+    rows = rows.join(found[["baseline", *COLUMNS]], on="case_id")
+    return rows.assign(interval=interval_cells(rows))

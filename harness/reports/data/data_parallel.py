@@ -12,7 +12,7 @@ from harness.reports.data.worked_answers import TEXT_NOTE
 
 CAPTION = (
     "Training steps whose ranks have batches of their own: median times of the slowest rank; the "
-    "step over PyTorch's DDP's, with a 95% bootstrap interval (less is faster); after backward: "
+    "step over PyTorch's DDP's, with its interval over rounds (less is faster); after backward: "
     "from when a rank has its gradients until it has their averages, and its share of the step. "
     "From a trace, on the rank that computes longest: communication, the part of it that hides "
     "behind computing, and the share of the step that does not. Peak memory as predicted and "
@@ -35,7 +35,7 @@ def build(frame: pd.DataFrame) -> Table | None:
         metrics=[
             time_column("step", "step (ms)"),
             Column(key="over_peer", header="over DDP", format=ratio, mark="over_mark"),
-            Column(key="over_interval", header="95% interval", raw=("over_low", "over_high")),
+            Column(key="over_interval", header="interval", raw=("over_low", "over_high")),
             Column(
                 key="communication_median_ms",
                 header="(ms)",
@@ -87,8 +87,8 @@ def say(rows: pd.DataFrame) -> str | None:
 
 def _say_uncertain(rows: pd.DataFrame) -> str | None:
     """How many steps the measurement cannot tell from those of PyTorch's DDP."""
-    compared = rows[rows["over_low"].notna()]
-    alike = compared[(compared["over_low"] <= 1) & (compared["over_high"] >= 1)]
+    compared = rows[rows["over_verdict"].notna()]
+    alike = compared[~compared["over_verdict"].isin(["FASTER", "SLOWER"])]
     if alike.empty:
         return None
     return f"{len(alike)} of {len(compared)} cannot be told from ddp_torch"

@@ -35,10 +35,10 @@ def on_ranks(frame: pd.DataFrame) -> pd.DataFrame:
     """One row per training case whose ranks have batches of their own.
 
     Columns beyond those of :func:`harness.render.rows.per_case`: ``bucket_mib`` (None where there
-    are no buckets of a size); ``over_peer``, its step's time over that of PyTorch's DDP,
-    with ``over_low``, ``over_high`` and ``over_mark``; ``communication_share`` of the step, of the
-    phase of that name; from the trace ``traced_ms``, ``hidden_share``, ``exposed_ms`` and
-    ``exposed_share``; and the text's figures.
+    are no buckets of a size); ``over_peer``, its step's time over that of PyTorch's DDP, with
+    ``over_low``, ``over_high``, ``over_verdict`` and ``over_mark``; ``communication_share`` of the
+    step, of the phase of that name; from the trace ``traced_ms``, ``hidden_share``,
+    ``exposed_ms`` and ``exposed_share``; and the text's figures.
     """
     calls = of_task(frame[frame["world_size"] > frame["cp"]], "train_step")
     if calls.empty:
@@ -50,6 +50,7 @@ def on_ranks(frame: pd.DataFrame) -> pd.DataFrame:
     inverse = {"over_peer": "ratio", "over_low": "ratio_high", "over_high": "ratio_low"}
     for name, key in inverse.items():
         rows[name] = 1 / rows["case_id"].map(pairs[key].astype(float))
+    rows["over_verdict"] = rows["case_id"].map(pairs["verdict"])
     apart = pairs["apart_mark"].to_dict()
     rows["over_mark"] = [apart.get(case_id, "") for case_id in rows["case_id"]]
     rows["over_interval"] = [

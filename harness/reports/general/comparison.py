@@ -11,16 +11,15 @@ from __future__ import annotations
 import pandas as pd
 
 from harness.analysis.comparison import AXES, comparable, compare, compare_with_peers
-from harness.analysis.stats import verdict_rule
+from harness.analysis.row_verdicts import interval_cells, reasons, rule_words
 from harness.cases import format as fmt
 from harness.render.findings import best_row, sentence
 from harness.render.rows import marks_of
 from harness.render.table import Column, Table, finding, make_table, table
 
 CAPTION = (
-    "Each candidate against its baseline. Ratio: median time of the baseline over that of the "
-    "candidate, so that above 1 is faster, with a 95% bootstrap interval (2,000 resamples); "
-    f"{verdict_rule()}."
+    "Each candidate against its baseline. Ratio: time of the baseline over that of the candidate, "
+    "so that above 1 is faster, with {rule}."
 )
 
 
@@ -38,13 +37,11 @@ def build(frame: pd.DataFrame) -> Table | None:
     kept = {"attention": by_attention, "compile_scope": by_compile, "strategy": by_strategy}
     rows = pd.concat(parts, ignore_index=True)
     rows["mark"] = marks_of(rows)
-    rows["interval"] = [
-        None if low != low else f"{low:.2f} to {high:.2f}"
-        for low, high in zip(rows["ratio_low"], rows["ratio_high"], strict=True)
-    ]
+    rows["interval"] = interval_cells(rows)
+    rows["why"] = reasons(rows)
     phase = [Column(key="phase", header="phase")] if rows["phase"].nunique() > 1 else []
     return make_table(
-        caption=CAPTION,
+        caption=CAPTION.format(rule=rule_words(rows)),
         rows=rows,
         lead=["model", "head_dim", "seq_len", "attention", "compile_scope"],
         keep=[name for name, part in kept.items() if not part.empty],
@@ -63,10 +60,10 @@ def build(frame: pd.DataFrame) -> Table | None:
             Column(key="baseline", header="baseline"),
             Column(key="baseline_ms", header="baseline (ms)", format=fmt.number, detail=True),
             Column(key="ratio", header="ratio", format=fmt.factor, mark="apart_mark"),
-            Column(
-                key="interval", header="95% interval", raw=("ratio_low", "ratio_high"), detail=True
-            ),
+            Column(key="interval", header="interval", raw=("ratio_low", "ratio_high"), detail=True),
+            Column(key="num_rounds", header="rounds", format=fmt.integer, detail=True),
             Column(key="verdict", header="verdict", status="status"),
+            Column(key="why", header="unclear since", detail=True),
         ],
     )
 

@@ -29,8 +29,8 @@ UNNAMED = ("warmup_steps", "measure_steps", "seed")
 """Points that would only lengthen the names of cases; the table has them."""
 
 CAPTION = (
-    "Ratio of {a} over {b}, with its bootstrap interval: to the right of 1 {b} is better. The band "
-    "is what counts as the same{bound}."
+    "Ratio of {a} over {b}, with its interval over rounds: to the right of 1 {b} is better. The "
+    "band is what counts as the same{bound}."
 )
 
 

@@ -15,7 +15,7 @@ from harness.render.findings import say_over, sentence
 from harness.render.palette import colour, marker
 
 CAPTION = (
-    "Speed-up in median time over the baseline, with its 95% bootstrap interval where that is "
+    "Speed-up in median time over the baseline, with its interval over rounds where there is one "
     "wider than the dot; a cross at the left edge marks a candidate that ran out of memory."
 )
 

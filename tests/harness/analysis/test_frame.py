@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
-from records import ENVIRONMENT, make_record
+from records import ENVIRONMENT, in_rounds, make_record
 from status_examples import step_samples
 
 from harness.analysis.frame import build_frame
-from harness.analysis.stats import median_ratios, quartiles, slowest_rank
+from harness.analysis.stats import by_round, quartiles, slowest_rank
 from harness.cases.hardware import FOLDER, find_hardware
 from harness.render.files import to_markdown
 from harness.render.table import TABLES, build_table
@@ -34,22 +34,14 @@ class TestStatistics:
         assert quartiles(samples) == pytest.approx((first, third))
         assert row["samples_ms"] == samples
 
-    def test_bootstrap_interval_covers_a_known_ratio(self) -> None:
-        slow = [20.0 + 0.01 * index for index in range(20)]
-        fast = [10.0 + 0.01 * index for index in range(20)]
-        ratio, low, high = (float(ends[0]) for ends in median_ratios([slow], [fast]))
-        assert ratio == statistics.median(slow) / statistics.median(fast)
-        assert 1.95 < low < ratio < high < 2.05
-        assert median_ratios([slow], [fast]) == (ratio, low, high)
-
-    def test_bootstrap_of_constant_samples_has_no_width(self) -> None:
-        assert median_ratios([[6.0] * 5], [[3.0] * 7]) == (2.0, 2.0, 2.0)
-
-    def test_bootstrap_of_wide_samples_is_wide(self) -> None:
-        samples = [1.0, 2.0, 3.0, 4.0, 5.0]
-        _, low, high = median_ratios([samples], [samples])
-        assert low < 0.7
-        assert high > 1.4
+    def test_samples_are_split_into_rounds(self) -> None:
+        assert by_round([1.0, 2.0, 3.0], [2, 1]) == [[1.0, 2.0], [3.0]]
+        assert by_round([1.0, 2.0, 3.0], [2, 2]) == [[1.0, 2.0, 3.0]]
+        assert by_round([], []) == []
+        record = in_rounds(make_record(dp=2, samples_ms={"step": [[1.0, 5.0], [3.0, 4.0]]}), 3)
+        row = build_frame([record]).iloc[0]
+        assert row["rounds_ms"] == [[3.0, 5.0]] * 3
+        assert row["round_processes"] == [0, 1, 2]
 
 
 class TestFrame:

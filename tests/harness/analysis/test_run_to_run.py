@@ -43,19 +43,20 @@ def test_with_one_round_per_process_everything_counts() -> None:
     assert run_to_run_level(cases).std_log == pytest.approx(0.05, rel=0.15)
 
 
-def test_cases_that_share_processes_are_not_independent() -> None:
+def test_cases_that_a_process_slows_together_count_as_one() -> None:
     random = np.random.default_rng(3)
-    shared = [repeated(random, level=0.01, spread=0.0, per_process=2) for _ in range(4)]
-    own = [
+    apart = [repeated(random, level=0.01, spread=0.0, per_process=2) for _ in range(50)]
+    together = [
         Repeated(
-            rounds_ms=case.rounds_ms, processes=[100 * index + owner for owner in case.processes]
+            rounds_ms=[[factor * time for time in row] for row in apart[0].rounds_ms],
+            processes=apart[0].processes,
         )
-        for index, case in enumerate(shared)
+        for factor in range(1, 51)
     ]
-    found = run_to_run_level(shared)
-    assert (found.df, found.num_processes, found.num_cases) == (5, 6, 4)
-    assert run_to_run_level(own).df == 20
-    assert "4 cases in 6 processes" in found.words
+    found = run_to_run_level(together)
+    assert (found.df, found.num_processes, found.num_cases) == (pytest.approx(5), 6, 50)
+    assert run_to_run_level(apart).df > 50
+    assert "50 cases in 6 processes" in found.words
 
 
 def test_levels_are_of_one_machine_and_of_cases_of_one_kind() -> None:

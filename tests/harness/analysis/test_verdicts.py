@@ -5,46 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from records import make_record, make_strategy_record
+from records import in_rounds, make_record, make_strategy_record
 
 from harness.analysis.frame import build_frame
-from harness.analysis.stats import SAME_BETWEEN_RUNS, verdict, verdict_rule
+from harness.analysis.verdicts import rule
 from harness.render.findings import sentence
 from harness.render.table import Table, build_table, finding_of
 from harness.reports.general.ratios_figure import MARKS, TINTS
 from harness.store.record import Record
 
 
-@pytest.mark.parametrize(
-    ("ratio", "low", "high", "expected"),
-    [
-        (9.89, 0.34, 29.15, "UNCLEAR"),
-        (1.5, 0.9, 2.0, "UNCLEAR"),
-        (1.0, 0.89, 1.01, "UNCLEAR"),
-        (1.0, 0.99, 1.11, "UNCLEAR"),
-        (1.0, 0.91, 1.09, "SAME"),
-        (1.05, 1.0, 1.09, "SAME"),
-        (1.005, 1.001, 1.5, "SAME"),
-        (1.005, 1.001, 1.009, "SAME"),
-        (1.5, 1.4, 1.6, "FASTER"),
-        (0.5, 0.4, 0.6, "SLOWER"),
-        (1.3, 1.01, 9.0, "FASTER"),
-        (0.7, 0.1, 0.99, "SLOWER"),
-    ],
-)
-def test_same_is_said_only_of_what_was_found_out(
-    ratio: float, low: float, high: float, expected: str
-) -> None:
-    assert verdict(ratio, low, high) == expected
-    assert {expected} <= set(MARKS) & set(TINTS)
-
-
-def test_what_a_user_calls_the_same_is_never_unclear() -> None:
-    assert verdict(1.05, 0.85, 1.18, same_within=0.2) == "SAME"
-    assert verdict(1.05, 0.79, 1.18, same_within=0.2) == "UNCLEAR"
-    assert "within 2% of it" in verdict_rule(SAME_BETWEEN_RUNS)
-    assert "over 10% from it" in verdict_rule(SAME_BETWEEN_RUNS)
-    assert "over 20% from it" in verdict_rule(0.2)
+def test_every_word_has_a_mark_and_a_tint() -> None:
+    assert {"FASTER", "SLOWER", "SAME", "UNCLEAR"} <= set(MARKS) & set(TINTS)
 
 
 def built(name: str, *records: Record) -> Table:
@@ -54,7 +26,7 @@ def built(name: str, *records: Record) -> Table:
 
 
 def step(name: str, *samples: float, **fields: Any) -> Record:
-    return make_record(attention=name, samples_ms={"step": [list(samples)]}, **fields)
+    return in_rounds(make_record(attention=name, samples_ms={"step": [list(samples)]}, **fields))
 
 
 class TestComparison:
@@ -74,7 +46,7 @@ class TestComparison:
         )
         assert finding_of(by_compile).endswith("of sdpa compiled by block over uncompiled.")
 
-    def test_what_the_samples_leave_open_is_counted_apart(self) -> None:
+    def test_what_the_rounds_leave_open_is_counted_apart(self) -> None:
         table = built(
             "comparison",
             step("naive", 1.0, 10.0, 30.0),
@@ -85,16 +57,28 @@ class TestComparison:
         assert sorted(table.rows["verdict"]) == ["SAME", "UNCLEAR"]
         assert "0 SLOWER, 1 the SAME and 1 UNCLEAR" in finding_of(table)
 
+    def test_one_round_is_unclear_and_the_caption_says_what_it_takes(self) -> None:
+        records = [
+            make_record(attention=name, samples_ms={"step": [[time] * 9]})
+            for name, time in (("naive", 6.0), ("sdpa", 3.0))
+        ]
+        table = built("comparison", *records)
+        assert list(table.rows["verdict"]) == ["UNCLEAR"]
+        assert "interleave=5 or until=decided measures what a verdict needs" in table.caption
+
     @pytest.mark.parametrize("name", ["comparison", "leaderboard"])
     def test_captions_say_which_way_is_faster(self, name: str) -> None:
         calls = {"forward": [[1.0, 1.0]]}
         records = [
-            make_record(attention=backend, task="attention", mode="forward", samples_ms=calls)
+            in_rounds(
+                make_record(attention=backend, task="attention", mode="forward", samples_ms=calls)
+            )
             for backend in ("naive", "sdpa")
         ]
         caption = built(name, *records).caption
         assert "above 1 is faster" in caption
-        assert verdict_rule() in caption
+        assert rule() in caption
+        assert "; 5 rounds" in caption
 
 
 def test_a_caption_says_speed_up_where_there_is_one() -> None:

@@ -15,6 +15,7 @@ from records import (
     audit_examples,
     decode_examples,
     gone_wrong,
+    in_rounds,
     make_accounting_record,
     make_balance_record,
     make_collective_record,
@@ -221,14 +222,14 @@ class TestTables:
         assert set(rows[rows["baseline"] == "ddp_torch"]["strategy"]) >= {"zero_1", "ddp_bucketed"}
 
     def test_comparison(self, records: list[Record]) -> None:
-        table = build_table("comparison", build_frame(records))
+        table = build_table("comparison", build_frame([in_rounds(record) for record in records]))
         row = row_of(table, model="small", precision="bf16")
         assert row["attention"] == "sdpa_flash"
         assert row["baseline"] == "naive"
         assert row["ratio"] == "2.00×"
         row = row_of(table, seq_len="1,024", phase="forward")
         assert row["ratio"] == "4.00×"
-        assert row["95% interval"] == "4.00 to 4.00"
+        assert row["interval"] == "4.00 to 4.00"
         assert row["verdict"] == "FASTER"
         assert row_of(table, model="small", precision="fp32")["verdict"] == "unsupported"
 

@@ -14,7 +14,7 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.offsetbox import AnnotationBbox
 from profiles import row_of
-from records import ENVIRONMENT, Samples, make_record
+from records import ENVIRONMENT, Samples, in_rounds, make_record
 
 from harness.analysis.frame import build_frame
 from harness.render.figure import FIGURES, STYLE, draw
@@ -156,16 +156,15 @@ class TestLeaderboard:
         missing = {"status": "unsupported", "message": "not installed"}
         compilation = {"compile_s": 1.5, "autotune_s": 12.25, "recompilations": 0}
         work = {"flops": 4e12}
-        return build_frame(
-            [
-                call("naive", status="oom", message="full"),
-                call("flash_attn_3", **missing),
-                call("flash_triton", steady(8.0), **work, compilation=compilation),
-                call("sdpa_cudnn", steady(4.0), **work),
-                call("flex", steady(2.0), **work),
-                call("sdpa_flash", steady(4.02), **work),
-            ]
-        )
+        records = [
+            call("naive", status="oom", message="full"),
+            call("flash_attn_3", **missing),
+            call("flash_triton", steady(8.0), **work, compilation=compilation),
+            call("sdpa_cudnn", steady(4.0), **work),
+            call("flex", steady(2.0), **work),
+            call("sdpa_flash", steady(4.02), **work),
+        ]
+        return build_frame([in_rounds(record) for record in records])
 
     def test_against_cudnn(self, frame: pd.DataFrame) -> None:
         table = build_table("leaderboard", frame)
@@ -177,7 +176,7 @@ class TestLeaderboard:
         )
         assert row["TFLOP/s"] == "2,000"
         assert row["ratio"] == "2.00×"
-        assert row["95% interval"] == "2.00 to 2.00"
+        assert row["interval"] == "2.00 to 2.00"
         assert row["verdict"] == "FASTER"
         assert row["baseline"] == "sdpa_cudnn"
         assert row_of(table, attention="flash_triton")["verdict"] == "SLOWER"
