@@ -36,22 +36,43 @@ def backward_flops(problem: AttentionProblem) -> float:
 
 def forward_bytes(problem: AttentionProblem) -> float:
     """The fewest bytes the forward pass moves: q, k, v read once, o and lse written once."""
-    q_bytes, kv_bytes, lse_bytes = _tensor_bytes(problem)
+    q_bytes, kv_bytes, lse_bytes = tensor_bytes(problem)
     return 2 * q_bytes + 2 * kv_bytes + lse_bytes
 
 
 def backward_bytes(problem: AttentionProblem) -> float:
     """q, k, v, o, do and lse read once, dq, dk, dv written once."""
-    q_bytes, kv_bytes, lse_bytes = _tensor_bytes(problem)
+    q_bytes, kv_bytes, lse_bytes = tensor_bytes(problem)
     return 4 * q_bytes + 4 * kv_bytes + lse_bytes
 
 
-def _tensor_bytes(problem: AttentionProblem) -> tuple[float, float, float]:
+def tensor_bytes(problem: AttentionProblem) -> tuple[float, float, float]:
     """Bytes of q (or o), of k (or v), and of the float32 log-sum-exp."""
     size = _BYTES[problem.dtype]
     rows = problem.batch_size * problem.num_heads * problem.q_len
     kv_rows = problem.batch_size * problem.num_kv_heads * problem.kv_len
     return size * rows * problem.head_dim, size * kv_rows * problem.head_dim, 4.0 * rows
+
+
+def kernel_peak(problem: AttentionProblem, *, backward_workspace: float) -> dict[str, float]:
+    """Bytes at the peak of a pass by a kernel that never has the scores in memory.
+
+    Without gradients q, k, v, o and the log-sum-exp. With them the peak is in the backward pass,
+    which holds do, dq, dk and dv besides, and the kernel's workspace.
+    """
+    q_bytes, kv_bytes, lse_bytes = tensor_bytes(problem)
+    inputs = q_bytes + 2 * kv_bytes
+    values = {"inputs": inputs, "output": q_bytes, "lse": lse_bytes}
+    if problem.needs_grad:
+        values |= {"output_gradient": q_bytes, "gradients": inputs}
+        if backward_workspace:
+            values["workspace"] = backward_workspace
+    return values
+
+
+def rounded(size: int, multiple: int) -> int:
+    """``size`` rounded up to a multiple, as kernels round heads' widths and rows."""
+    return -(-size // multiple) * multiple
 
 
 def memory(problem: AttentionProblem, *, keeps_scores: bool) -> dict[str, float]:
@@ -60,7 +81,7 @@ def memory(problem: AttentionProblem, *, keeps_scores: bool) -> dict[str, float]
     q, k, v and o stay for the backward pass, and either the probabilities (with the mask, of
     one byte per pair) or the log-sum-exp of every row.
     """
-    q_bytes, kv_bytes, lse_bytes = _tensor_bytes(problem)
+    q_bytes, kv_bytes, lse_bytes = tensor_bytes(problem)
     values = {"inputs": q_bytes + 2 * kv_bytes, "output": q_bytes}
     if keeps_scores:
         values["probabilities"] = q_bytes / problem.head_dim * problem.kv_len

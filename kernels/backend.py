@@ -30,7 +30,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from kernels import autograd, merge, packed
+from kernels import accounting, autograd, merge, packed
 from kernels.decoding import DecodeProblem
 from kernels.problem import AttentionProblem, AttentionSpec
 from kernels.registry import Registry
@@ -120,6 +120,14 @@ class Attention(AttentionBackend):
         """Predicted bytes of a backward pass beside its arguments and its results."""
         return 0.0
 
+    def peak_memory(self, problem: AttentionProblem) -> dict[str, float] | None:
+        """Predicted peak bytes of a pass by category, or None where that is not predicted.
+
+        A pass is forward, and with gradients backward, on contiguous tensors [B, H, S, D]; for a
+        packed batch the problem is one sequence of all its tokens, [T, H, D].
+        """
+        return accounting.kernel_peak(problem, backward_workspace=self.backward_workspace(problem))
+
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -175,6 +183,10 @@ class DenseAttention(Attention):
 
     A subclass implements :meth:`dense_forward` and :meth:`dense_backward`.
     """
+
+    def peak_memory(self, problem: AttentionProblem) -> dict[str, float] | None:
+        """Not predicted for packed batches, of which each sequence is a call."""
+        return None if problem.packed else Attention.peak_memory(self, problem)
 
     def dense_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec

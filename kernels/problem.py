@@ -36,6 +36,8 @@ class AttentionProblem:
     """Sequences of different lengths end to end; q_len and kv_len are then the longest."""
     cp: int = 1
     """Ranks that the sequence is split over; lengths are those of the whole sequence."""
+    autocast: bool = False
+    """Whether the call runs under torch.autocast, which on CUDA takes softmax in float32."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

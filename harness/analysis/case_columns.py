@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from harness.analysis import predictions
 from harness.analysis.disturbance import was_throttled
 from harness.analysis.memory import own_peak_bytes
 from harness.analysis.names import Names
@@ -102,11 +103,12 @@ class Reading:
 
     @cached_property
     def predicted_memory_gib(self) -> float:
-        memory = self.record.memory
-        predicted = self.notes.get("predicted_memory") or (
-            memory[0].get("predicted") if memory else None
-        )
-        return sum(predicted.values()) / GIB if predicted else np.nan
+        """The predicted peak; NaN where it is not predicted."""
+        return predictions.peak_bytes(self.record) / GIB
+
+    @cached_property
+    def predicted_before_backward_mib(self) -> float:
+        return predictions.before_backward_bytes(self.record) / MIB
 
     @cached_property
     def check_error(self) -> float:
@@ -211,6 +213,7 @@ CASE_COLUMNS: Mapping[str, Callable[[Reading], Any]] = {
     "peak_rss_gib": lambda of: of.largest("peak_rss_bytes", GIB),
     "before_backward_mib": lambda of: of.largest("before_backward_bytes", MIB),
     "predicted_memory_gib": lambda of: of.predicted_memory_gib,
+    "predicted_before_backward_mib": lambda of: of.predicted_before_backward_mib,
     "compile_s": lambda of: of.record.compilation.get("compile_s"),
     "autotune_s": lambda of: of.record.compilation.get("autotune_s"),
     "first_pass_s": lambda of: of.record.compilation.get("first_pass_s"),

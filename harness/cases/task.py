@@ -97,9 +97,16 @@ class Task:
         """Work of each phase that :meth:`run` records, by its name."""
         raise NotImplementedError
 
-    def predicted_memory(self, case: Case) -> dict[str, float]:
-        """Predicted peak bytes on one rank by category; their sum is the peak."""
+    def predicted_memory(self, case: Case) -> dict[str, float] | None:
+        """Predicted peak bytes on one rank by category; their sum is the peak.
+
+        None says that they are not predicted, since what runs is decided by a compiler.
+        """
         raise NotImplementedError
+
+    def predicted_before_backward(self, case: Case) -> dict[str, float] | None:
+        """Predicted bytes in use between the passes; None without a formula or two passes."""
+        return None
 
     def predicted_step_memory(self, case: Case) -> MemoryPrediction | None:
         """Predicted bytes of a step by what they hold; None if there is no formula."""

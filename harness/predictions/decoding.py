@@ -8,6 +8,7 @@ latent attention are those of the absorbed form, also where the materialised one
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from harness.cases.precision import DTYPE_BYTES
 from harness.cases.task import Work
@@ -73,4 +74,28 @@ def input_and_output_bytes(problem: DecodeProblem) -> dict[str, float]:
         "inputs": float(size * inputs),
         "weights": float(size * weights),
         "output": float(size * rows * problem.head_dim),
+    }
+
+
+def prefill_memory(
+    problem: AttentionProblem, lengths: Sequence[int], *, rotary: str
+) -> dict[str, float]:
+    """Peak bytes of a pass over prompts beside their cache, padding included in ``lengths``.
+
+    The peak is the rotation of queries (:func:`kernels.rotary.rotate`), which holds them in
+    float32, their halves, the halves interleaved again and, in a narrower dtype, the result,
+    beside the angles of every token. Without a rotation it is attention.
+    """
+    tokens = sum(lengths)
+    call = replace(problem, batch_size=1, q_len=tokens, kv_len=tokens, packed=True)
+    attention = accounting.kernel_peak(call, backward_workspace=0.0)
+    if rotary == "none":
+        return attention
+    wide = 4.0 * tokens * problem.num_heads * problem.head_dim
+    # A float32 query is its own copy in float32, and its own result.
+    rotating = 2 * wide if problem.dtype == "float32" else 3 * wide + attention["output"]
+    return {
+        "inputs": attention["inputs"],
+        "angles": 4.0 * problem.head_dim * (tokens + max(lengths)),
+        "rotating_queries": rotating,
     }

@@ -33,7 +33,8 @@ def print_plan(
     states = {record.case_id: record.status for record in plan.done}
 
     def memory_gib(case: Case) -> str:
-        return f"{sum(case.task.predicted_memory(case).values()) / 2**30:.3g}"
+        predicted = case.task.predicted_memory(case)
+        return "not predicted" if predicted is None else f"{sum(predicted.values()) / 2**30:.3g}"
 
     for case in request.cases:
         state = states.get(case.id, "to measure")

@@ -109,6 +109,9 @@ class RecordBuilder:
             wall_s=self._wall_s,
         )
         record.notes["predicted_memory"] = case.task.predicted_memory(case)
+        before_backward = case.task.predicted_before_backward(case)
+        if before_backward is not None:
+            record.notes["predicted_before_backward"] = before_backward
         if self._num_rounds > 1:
             record.notes["interleaved_rounds"] = self._num_rounds
             record.notes["rounds_started_at"] = self._started_at

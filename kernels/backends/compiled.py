@@ -9,11 +9,15 @@ from typing import ClassVar
 
 import torch
 
+from kernels import accounting
 from kernels.backend import Attention, attention_backend
 from kernels.backends.naive import explicit_softmax_attention
 from kernels.problem import AttentionProblem, AttentionSpec
 from kernels.registry import Look
 from kernels.toolchain import why_not_compile
+
+MAX_ROW_IN_A_TILE = 1024
+"""The longest row that Inductor reduces in one tile (a persistent reduction), and in place."""
 
 
 @attention_backend("compiled", look=Look(colour="#AA4499", marker="s", place=1))
@@ -35,6 +39,32 @@ class Compiled(Attention):
 
     def keeps_scores(self, problem: AttentionProblem) -> bool:
         return problem.needs_grad
+
+    def peak_memory(self, problem: AttentionProblem) -> dict[str, float] | None:
+        """Bytes of the backward pass; without gradients, or a mask, not predicted.
+
+        Inductor decides what is materialised. With the mask of PyTorch 2.11 it keeps the
+        probabilities and the mask, and fuses all between the matmuls into one kernel, which writes
+        the gradient of the scores; without a mask it calls a fused kernel. Under autocast it keeps
+        the scores as well, with two float32 statistics of each row, and where a row does not fit
+        one tile, the gradients of both matmuls are read and written apart.
+        """
+        if not problem.needs_grad or not problem.causal or problem.device != "cuda":
+            return None
+        q, kv, rows = accounting.tensor_bytes(problem)
+        element = q / (problem.batch_size * problem.num_heads * problem.q_len * problem.head_dim)
+        scores = element * problem.batch_size * problem.num_heads * problem.q_len * problem.kv_len
+        values = {
+            "inputs": q + 2 * kv,
+            "output": q,
+            "output_gradient": q,
+            "dv": kv,
+            "mask": float(problem.q_len * problem.kv_len),
+        }
+        if problem.autocast:
+            matrices = 4 if problem.kv_len > MAX_ROW_IN_A_TILE else 2
+            return values | {"scores": matrices * scores, "row_statistics": 2 * rows}
+        return values | {"scores": 2 * scores}
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec

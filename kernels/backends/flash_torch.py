@@ -64,6 +64,21 @@ class FlashTorch(DenseAttention):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return pytorch.backward(do, q, k, v, o, lse, spec, self._blocks)
 
+    def backward_workspace(self, problem: AttentionProblem) -> float:
+        """Bytes of two numbers a row, of float32 sums of dk and dv, and of a pair of tiles.
+
+        In float32 the sums are the results. At once there are five tiles of scores, and of widths
+        of a head those of q, do, dq and its addition, k, v, and the additions to dk and dv.
+        """
+        heads = 4.0 * problem.batch_size * problem.num_heads
+        rows, columns = min(self.block_q, problem.q_len), min(self.block_k, problem.kv_len)
+        tiles = heads * (5 * rows * columns + 4 * (rows + columns) * problem.head_dim)
+        sums = 0.0
+        if problem.dtype != "float32":
+            kv_heads = 4.0 * problem.batch_size * problem.num_kv_heads
+            sums = 2 * kv_heads * problem.kv_len * problem.head_dim
+        return 2 * heads * problem.q_len + sums + tiles
+
     @property
     def _blocks(self) -> pytorch.Blocks:
         return pytorch.Blocks(block_q=self.block_q, block_k=self.block_k, compiled=self.compile)

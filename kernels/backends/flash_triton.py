@@ -123,10 +123,10 @@ class FlashTriton(Attention):
             notes["autograd"] = "native"
 
     def backward_workspace(self, problem: AttentionProblem) -> float:
-        """Bytes of buffers for the Hopper kernels; one number a row for the any-GPU kernels."""
+        """Bytes of buffers for the Hopper kernels; two numbers a row for the any-GPU kernels."""
         narrow = problem.dtype in ("bfloat16", "float16") and problem.head_dim <= 128
         if self.implementation == "plain" or problem.device != "cuda" or not narrow:
-            return 4.0 * problem.batch_size * problem.num_heads * problem.q_len
+            return 8.0 * problem.batch_size * problem.num_heads * problem.q_len
         from kernels.flash.hopper import schedule
 
         return schedule.backward_workspace(

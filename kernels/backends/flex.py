@@ -9,10 +9,14 @@ from typing import Any, ClassVar
 
 import torch
 
+from kernels import accounting
 from kernels.backend import Attention, attention_backend
 from kernels.problem import AttentionProblem, AttentionSpec
 from kernels.registry import Look
 from kernels.toolchain import why_not_compile
+
+MASK_BLOCK = 128
+"""Queries and keys of a block of the mask, FlexAttention's default."""
 
 
 @attention_backend("flex", look=Look(colour="#009E73", marker="<"))
@@ -33,6 +37,20 @@ class Flex(Attention):
         if problem.device == "cpu" and problem.needs_grad:
             return "FlexAttention has no backward pass on a CPU"
         return why_not_compile(problem.device)
+
+    def backward_workspace(self, problem: AttentionProblem) -> float:
+        """Bytes of one number a row, rowsum(o * do), in float32."""
+        return 4.0 * problem.batch_size * problem.num_heads * problem.q_len
+
+    def peak_memory(self, problem: AttentionProblem) -> dict[str, float] | None:
+        """As of any kernel, and four int32 tables of the blocks that a causal mask leaves."""
+        values = accounting.kernel_peak(
+            problem, backward_workspace=self.backward_workspace(problem)
+        )
+        if problem.causal:
+            blocks = -(-problem.q_len // MASK_BLOCK) * -(-problem.kv_len // MASK_BLOCK)
+            values["block_mask"] = 4.0 * 4 * blocks
+        return values
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec

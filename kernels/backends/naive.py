@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels import accounting
 from kernels.backend import Attention, DenseAttention, attention_backend
 from kernels.problem import AttentionProblem, AttentionSpec
 from kernels.ranges import RangeMaker, named_range
@@ -32,6 +33,38 @@ class Naive(DenseAttention):
 
     def keeps_scores(self, problem: AttentionProblem) -> bool:
         return problem.needs_grad
+
+    def peak_memory(self, problem: AttentionProblem) -> dict[str, float] | None:
+        """Bytes at the step that holds the most matrices of scores; packed calls not predicted.
+
+        Backward, that is the softmax's own: PyTorch (SoftMax.cu) holds the probabilities, their
+        gradient, the product of both and the gradient of the scores, beside the mask that
+        masked_fill saved, and dv. Forward, it is masking: scores before and after it, and the
+        mask and its complement; under autocast the softmax, whose input and output are float32.
+        """
+        if problem.packed:
+            return None
+        q, kv, _ = accounting.tensor_bytes(problem)
+        pairs = float(problem.batch_size * problem.num_heads * problem.q_len * problem.kv_len)
+        element = q / (problem.batch_size * problem.num_heads * problem.q_len * problem.head_dim)
+        widened = problem.autocast and problem.device == "cuda"
+        softmax = 4.0 if widened else element
+        mask = float(problem.q_len * problem.kv_len) if problem.causal else 0.0
+        values = {"inputs": q + 2 * kv}
+        if problem.num_heads != problem.num_kv_heads:
+            values["expanded_keys"] = kv * problem.num_heads / problem.num_kv_heads
+        if not problem.needs_grad:
+            masking = 2 * pairs * element + 2 * mask
+            return values | {
+                "scores": max(masking, pairs * (element + 2 * softmax) if widened else 0.0)
+            }
+        return values | {
+            "output": q,
+            "output_gradient": q,
+            "dv": kv,
+            "scores": 4 * pairs * softmax,
+            "mask": mask,
+        }
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec

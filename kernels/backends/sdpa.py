@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from kernels import accounting
 from kernels.backend import Decoding, DenseAttention, attention_backend
 from kernels.decoding import DecodeProblem, gathered_bytes
 from kernels.libraries import sdpa_decode, sdpa_operators
@@ -30,6 +31,13 @@ SDPA_KERNELS = {
 
 KERNELS_WITH_LSE = ("flash", "cudnn")
 """The efficient kernel's log-sum-exp is padded to a multiple of 32 rows; math has none."""
+
+
+_SUM_WIDTHS = {"flash": 32, "efficient": 64, "cudnn": 1}
+"""Heads' widths of the sums of dq are rounded up to multiples of this."""
+
+_NUM_COPIES = {"flash": 2, "efficient": 1, "cudnn": 0}
+"""Copies that the backward pass makes of tensors as large as o."""
 
 
 @attention_backend("sdpa", look=Look(colour="#88CCEE", marker="D"), kernel="auto")
@@ -69,11 +77,35 @@ class Sdpa(DenseAttention, Decoding):
         return problem.needs_grad and self.kernel == "math"
 
     def backward_workspace(self, problem: AttentionProblem) -> float:
-        """cuDNN's and FlashAttention's kernels sum dq in float32."""
-        if problem.device != "cuda" or self.kernel not in ("cudnn", "flash"):
+        """Bytes of one number a row, rowsum(o * do), of float32 sums of dq, and of copies.
+
+        Sums have the kernel's rounded width of a head. FlashAttention-2 and cuDNN give dk and dv
+        of every query head, of which those of a group are added up afterwards. FlashAttention
+        takes o and do as [B, S, H, D], the efficient kernel do, and copies what lies otherwise.
+        """
+        kernel = self._predicted_kernel(problem)
+        if problem.device != "cuda" or kernel == "math":
             return 0.0
-        rows = problem.batch_size * problem.num_heads * problem.q_len
-        return 4.0 * rows * problem.head_dim
+        q, kv, rows = accounting.tensor_bytes(problem)
+        width = accounting.rounded(problem.head_dim, _SUM_WIDTHS[kernel])
+        workspace = rows + rows * width
+        group_size = problem.num_heads // problem.num_kv_heads
+        if group_size > 1:
+            workspace += 2 * kv * group_size
+        if problem.num_heads > 1:
+            workspace += _NUM_COPIES[kernel] * q
+        return workspace
+
+    def peak_memory(self, problem: AttentionProblem) -> dict[str, float] | None:
+        if self._predicted_kernel(problem) == "math" or problem.device != "cuda":
+            return None
+        return DenseAttention.peak_memory(self, problem)
+
+    def _predicted_kernel(self, problem: AttentionProblem) -> str:
+        """The kernel; for auto what PyTorch 2.11 takes on Hopper, without asking the device."""
+        if self.kernel != "auto":
+            return self.kernel
+        return "efficient" if problem.dtype == "float32" else "cudnn"
 
     def _why_not_on_cuda(self, problem: AttentionProblem) -> str | None:
         """PyTorch's own verdict on tensors of this kind, in its own words."""

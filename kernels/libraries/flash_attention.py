@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from kernels import accounting
 from kernels.backend import Attention, Decoding
 from kernels.decoding import DecodeProblem
 from kernels.libraries import flash_kvcache
@@ -59,6 +60,18 @@ class FlashLibrary(Attention, Decoding):
         if problem.dtype not in DTYPES:
             return f"takes {' and '.join(DTYPES)}, not {problem.dtype}"
         return self.why_not_installed() or self.why_not_here(problem)
+
+    def backward_workspace(self, problem: AttentionProblem) -> float:
+        """Bytes of float32 sums of dq, of heads' widths rounded up to 32, and two numbers a row.
+
+        With grouped queries dk and dv are summed in float32 as well.
+        """
+        rows = 4.0 * problem.batch_size * problem.num_heads * problem.q_len
+        workspace = rows * accounting.rounded(problem.head_dim, 32) + 2 * rows
+        if problem.num_heads > problem.num_kv_heads:
+            kv_rows = 4.0 * problem.batch_size * problem.num_kv_heads * problem.kv_len
+            workspace += 2 * kv_rows * accounting.rounded(problem.head_dim, 32)
+        return workspace
 
     def supports_decode(self, problem: DecodeProblem) -> str | None:
         reason = flash_kvcache.why_not(problem) or self._why_not_importable()

@@ -70,8 +70,14 @@ class SequenceParallelAttention(DelegatedAttention):
         """The transport that brings keys of other ranks here, where an option leaves it open."""
         raise NotImplementedError
 
-    def peak_memory(self, problem: AttentionProblem) -> dict[str, float]:
-        """Predicted peak bytes on one rank by category."""
+    def peak_memory(self, problem: AttentionProblem) -> dict[str, float] | None:
+        """Predicted peak bytes on one rank by category; None if not predicted."""
+        if problem.cp == 1:
+            return self.on_one_device.peak_memory(problem)
+        return self.split_peak_memory(problem)
+
+    def split_peak_memory(self, problem: AttentionProblem) -> dict[str, float] | None:
+        """:meth:`peak_memory` of a problem on several ranks."""
         raise NotImplementedError
 
     # On one device: the kernel itself, without anything around it.
@@ -229,7 +235,7 @@ class ContextParallelAttention(SequenceParallelAttention):
         # A dense rectangle that the kernel refuses is computed in two parts.
         return {(b.q_len, b.q_len, b.causal) for b in blocks}
 
-    def peak_memory(self, problem: AttentionProblem) -> dict[str, float]:
+    def split_peak_memory(self, problem: AttentionProblem) -> dict[str, float] | None:
         """Tensors held in the backward pass, which needs more than the forward pass.
 
         Inputs, outputs and their gradients are local; dq is summed in float32 beside the part

@@ -28,7 +28,7 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     if frame["seq_len"].nunique() < 2 or frame["before_backward_mib"].isna().all():
         return None
     rows = per_case(frame)
-    rows["predicted_mib"] = rows["predicted_memory_gib"] * 1024
+    rows["predicted_mib"] = rows["predicted_before_backward_mib"]
     varying, common = panel_key(rows, ["attention", "seq_len"])
     rows = sort_by_points(rows, [*varying, "attention", "seq_len"])
     groups = list(rows.groupby(varying, dropna=False, sort=False)) if varying else [((), rows)]

@@ -11,7 +11,7 @@ from harness.render.table import Column, Table, finding, make_table, table, time
 
 CAPTION = (
     "Attention alone: median forward and backward times, memory in use before the backward "
-    "pass, measured and as predicted from the shapes alone, and peak memory."
+    "pass and at the peak, measured and as predicted from the shapes alone."
 )
 
 
@@ -22,7 +22,8 @@ def build(frame: pd.DataFrame) -> Table | None:
         return None
     rows = per_case(calls, phases=("forward", "backward"))
     rows["peak_mib"] = rows["peak_memory_gib"] * 1024
-    rows["predicted_mib"] = rows["predicted_memory_gib"] * 1024
+    rows["predicted_peak_mib"] = rows["predicted_memory_gib"] * 1024
+    rows["predicted_mib"] = rows["predicted_before_backward_mib"]
     before_backward = "before backward (MiB)"
     return make_table(
         caption=CAPTION,
@@ -34,7 +35,8 @@ def build(frame: pd.DataFrame) -> Table | None:
             time_column("backward", "backward (ms)"),
             _memory("before_backward_mib", "measured", before_backward),
             _memory("predicted_mib", "predicted", before_backward),
-            _memory("peak_mib", "peak (MiB)", ""),
+            _memory("peak_mib", "measured", "peak (MiB)"),
+            _memory("predicted_peak_mib", "predicted", "peak (MiB)"),
         ],
     )
 

@@ -27,7 +27,7 @@ from harness.cases.requirements import (
 from harness.cases.task import WHOLE_PHASES, Task, Work, task
 from harness.measure import attention_calls, check, passes, profiling, split_call, timeline
 from harness.tasks.lengths import ragged_lengths
-from kernels import AttentionProblem, accounting
+from kernels import Attention, AttentionProblem, accounting
 from kernels.registry import joined_later
 from parallel.context.attention import SequenceParallelAttention
 
@@ -156,6 +156,7 @@ class AttentionTask(Task):
             causal=self.causal,
             needs_grad=self.mode != "forward",
             cp=case.parallel.cp,
+            autocast=case.precision.autocast is not None,
         )
         if self.packing == "none":
             return dense
@@ -195,24 +196,26 @@ class AttentionTask(Task):
         )
         return work
 
-    def predicted_memory(self, case: Case) -> dict[str, float]:
+    def predicted_memory(self, case: Case) -> dict[str, float] | None:
+        """Bytes at the peak of a pass; not of what torch.compile or a CUDA graph makes of one."""
+        if self.cuda_graph or (self.compile and not case.attention.compiles):
+            return None
         problem = self.attention_problem(case)
-        if case.parallel.cp > 1:
-            return self._predicted_memory_of_rank(case)
+        if problem.packed:
+            # Whatever a packed call holds it holds for each token.
+            tokens = sum(self.lengths(case))
+            problem = replace(problem, batch_size=1, q_len=tokens, kv_len=tokens)
+        return case.attention.role(Attention).peak_memory(problem)
+
+    def predicted_before_backward(self, case: Case) -> dict[str, float] | None:
+        problem = self.attention_problem(case)
+        if not problem.needs_grad or case.parallel.cp > 1:
+            return None
         # Packed calls of every backend recompute the scores instead of keeping them.
         keeps_scores = not problem.packed and case.attention.keeps_scores(problem)
         total: dict[str, float] = {}
         for part in self._parts(case):
             for name, value in accounting.memory(part, keeps_scores=keeps_scores).items():
-                total[name] = total.get(name, 0.0) + value
-        return total
-
-    def _predicted_memory_of_rank(self, case: Case) -> dict[str, float]:
-        """Bytes at the peak of a pass over split sequences."""
-        total: dict[str, float] = {}
-        attention = case.attention.role(SequenceParallelAttention)
-        for part in self._parts(case):
-            for name, value in attention.peak_memory(part).items():
                 total[name] = total.get(name, 0.0) + value
         return total
 

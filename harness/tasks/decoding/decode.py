@@ -9,7 +9,7 @@ sequences, as a server with continuous batching does.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -30,7 +30,12 @@ from harness.cases.requirements import (
 )
 from harness.cases.task import Task, Work, task
 from harness.measure import profiling
-from harness.predictions.decoding import decode_work, input_and_output_bytes, mixed_batch_work
+from harness.predictions.decoding import (
+    decode_work,
+    input_and_output_bytes,
+    mixed_batch_work,
+    prefill_memory,
+)
 from harness.store.record import Record
 from harness.tasks.decoding import decode_call, prefill_call
 from harness.tasks.decoding.shared_options import (
@@ -43,7 +48,7 @@ from harness.tasks.decoding.shared_options import (
     require_rotary,
 )
 from harness.tasks.lengths import ragged_cache_lengths
-from kernels import BACKENDS, Attention, AttentionProblem, Decoding, accounting
+from kernels import BACKENDS, Attention, AttentionProblem, Decoding
 from kernels.caches import CacheShape
 from kernels.decoding import DecodeProblem
 from kernels.launching import graphs
@@ -269,7 +274,10 @@ class Decode(Task):
             return {"decode": decode}
         return mixed_batch_work(decode, self.prefill_problem(case), self.num_layers)
 
-    def predicted_memory(self, case: Case) -> dict[str, float]:
+    def predicted_memory(self, case: Case) -> dict[str, float] | None:
+        """Bytes at the peak of a step; not of a CUDA graph, whose pool has a granularity."""
+        if self.cuda_graph:
+            return None
         problem, shape = self.decode_problem(case), self.cache_shape(case)
         cache = cache_of(case)
         values = {
@@ -280,8 +288,11 @@ class Decode(Task):
             "workspace": decode_workspace(case, problem),
         }
         if self.prompts:
-            parts = accounting.memory(self.prefill_problem(case), keeps_scores=False)
-            values["prompts"] = sum(parts.values())
+            prompts = self.prefill_problem(case)
+            lengths = [self.prompt_len] * self.prompts
+            parts = prefill_memory(prompts, lengths, rotary=self.rotary)
+            held = replace(shape, batch_size=self.prompts, max_len=self.prompt_len)
+            values["prompts"] = sum(parts.values()) + cache.storage_bytes(held)
         return values
 
     def run(self, case: Case, bench: Bench) -> None:

@@ -192,7 +192,8 @@ class Generate(Task):
             ),
         }
 
-    def predicted_memory(self, case: Case) -> dict[str, float]:
+    def predicted_memory(self, case: Case) -> dict[str, float] | None:
+        """Bytes at the peak, which is in the prefill: its activations beside weights and cache."""
         model, shape, cache = model_of(case), self.cache_shape(case), cache_of(case)
         size, tokens = DTYPE_BYTES[case.precision.compute], sum(self.prompt_lengths(case))
         parameters = accounting.num_parameters(model) * DTYPE_BYTES[case.precision.parameters]

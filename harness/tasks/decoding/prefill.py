@@ -24,6 +24,7 @@ from harness.cases.requirements import (
 )
 from harness.cases.task import Task, Work, task
 from harness.measure import profiling
+from harness.predictions.decoding import prefill_memory
 from harness.tasks.decoding import prefill_call
 from harness.tasks.decoding.shared_options import cache_of, require_blocks, require_rotary
 from harness.tasks.lengths import ragged_cache_lengths
@@ -125,8 +126,8 @@ class Prefill(Task):
         )
         return {"attention": work, "prefill": work}
 
-    def predicted_memory(self, case: Case) -> dict[str, float]:
-        problem = self.attention_problem(case)
+    def predicted_memory(self, case: Case) -> dict[str, float] | None:
+        problem, held = self.attention_problem(case), self.held_lengths(case)
         shape = CacheShape(
             num_layers=1,
             batch_size=case.batch_size,
@@ -135,14 +136,12 @@ class Prefill(Task):
             head_dim=problem.head_dim,
             dtype=problem.dtype,
         )
-        total = {"cache": float(cache_of(case).storage_bytes(shape))}
-        for length in self.held_lengths(case):
-            part = replace(problem, batch_size=1, q_len=length, kv_len=length)
-            for name, value in accounting.memory(part, keeps_scores=False).items():
-                total[name] = total.get(name, 0.0) + value
-        # Rotated queries and keys, beside the inputs.
-        total["rotated"] = total["inputs"]
-        return total
+        cache = cache_of(case)
+        return {
+            "cache": float(cache.storage_bytes(shape)),
+            "index": float(cache.index_bytes(shape)),
+            **prefill_memory(problem, held, rotary=self.rotary),
+        }
 
     def run(self, case: Case, bench: Bench) -> None:
         bench.stage("set-up")

@@ -13,7 +13,7 @@ timeline in steps after the measured ones.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
@@ -111,7 +111,13 @@ class TrainStep(Task):
         phases["step"] = Work(flops=total, tokens=tokens, sent_bytes=sent or None)
         return phases
 
-    def predicted_memory(self, case: Case) -> dict[str, float]:
+    def predicted_memory(self, case: Case) -> dict[str, float] | None:
+        """Bytes at the peak of a step; not where torch.compile decides on what is materialised."""
+        problem = replace(self.attention_problem(case), needs_grad=True)
+        if self.compiles(case) or (
+            case.attention.compiles and case.attention.keeps_scores(problem)
+        ):
+            return None
         return training.footprint(case).peak_parts()
 
     def predicted_step_memory(self, case: Case) -> MemoryPrediction:

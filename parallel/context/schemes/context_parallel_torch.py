@@ -73,7 +73,7 @@ class TorchContextParallel(SequenceParallelAttention):
             return f"{problem.q_len} tokens do not divide by {multiple}, and it does not pad"
         return None
 
-    def peak_memory(self, problem: AttentionProblem) -> dict[str, float]:
+    def split_peak_memory(self, problem: AttentionProblem) -> dict[str, float] | None:
         """Local tensors and, gathered at once, all ranks' keys; merged results are in float32."""
         found = local_memory(problem, self.layout(problem.cp))
         kv = found.pop("kv")

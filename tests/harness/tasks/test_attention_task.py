@@ -108,7 +108,14 @@ class TestWork:
     def test_predicted_memory_is_what_autograd_keeps(self, attention: str, packing: str) -> None:
         case = make_case(f"attention={attention}", f"task.packing={packing}")
         measured = run(case).outcome.memory["before_backward_bytes"]
-        assert measured == pytest.approx(sum(case.task.predicted_memory(case).values()), rel=0.01)
+        predicted = case.task.predicted_before_backward(case)
+        assert predicted is not None
+        assert measured == pytest.approx(sum(predicted.values()), rel=0.01)
+
+    def test_what_is_not_predicted_says_so(self) -> None:
+        for words in (["task.cuda_graph=true"], ["task.compile=true"], ["task.packing=equal"]):
+            case = make_case("attention=naive", *words)
+            assert case.task.predicted_memory(case) is None
 
 
 class TestWhatABackendIsAsked:
