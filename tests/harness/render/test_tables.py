@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -131,7 +132,7 @@ class TestTables:
         for text in (to_csv(table), to_markdown(table), to_latex(table)):
             for case in cases:
                 text = text.replace(case.case_id, "")
-            assert "77" not in text
+            assert not re.search("77[78]", text)
 
     def test_constant_columns_move_to_the_caption(self, records: list[Record]) -> None:
         table = build_table("summary", build_frame(records[:2]))
