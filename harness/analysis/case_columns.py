@@ -16,6 +16,7 @@ from harness.analysis.names import Names
 from harness.analysis.stats import median, slowest_rank
 from harness.cases.columns import BATCH_LAYOUTS
 from harness.cases.hardware import Hardware, find_hardware
+from harness.cases.source import changed_folders, is_measured
 from harness.cases.task import WHOLE_PHASES
 from harness.store.record import Record
 from kernels.caches import CACHES
@@ -130,6 +131,14 @@ class Reading:
         return bool(starts) and max(starts) > SLOW_START * median(samples)
 
     @cached_property
+    def stale(self) -> bool:
+        """Whether the measured code has changed since; not known, and no, without its hash."""
+        source = self.record.source
+        if not source:
+            return False
+        return any(map(is_measured, changed_folders(source, self.case, self.notes)))
+
+    @cached_property
     def rounds_started_at(self) -> list[str]:
         """When each round began; where cases took no turns, when the case did."""
         started = [self.record.started_at] if self.record.started_at else []
@@ -228,6 +237,10 @@ CASE_COLUMNS: Mapping[str, Callable[[Reading], Any]] = {
         of.hardware.memory_bandwidth_gb_s if of.hardware else np.nan
     ),
     "wall_s": lambda of: of.record.wall_s,
+    "revision": lambda of: of.record.environment.get("git_revision"),
+    "host": lambda of: of.record.environment.get("host"),
+    "source": lambda of: of.record.source,
+    "stale": lambda of: of.stale,
     "attempt": lambda of: of.record.attempt,
     "rounds_started_at": lambda of: of.rounds_started_at,
     "until_decided": lambda of: bool(of.record.stopped),

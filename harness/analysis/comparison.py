@@ -94,7 +94,8 @@ def compare(frame: pd.DataFrame, axis: Axis) -> pd.DataFrame:
 
     These are those of :data:`harness.analysis.row_verdicts.COLUMNS`; the ratio is the baseline's
     time over the candidate's, so more than 1 is faster. ``axis`` is the choice that the two differ
-    in. ``apart_mark`` is the symbol of a footnote where both were measured long after each other.
+    in. ``apart_mark`` holds the symbols of footnotes where both were measured long after each other,
+    and where they were on different hosts; of two devices nothing is compared.
     Empty where nothing differs in the choice alone.
     """
     names = sorted(frame[axis.choice].unique(), key=POINTS[axis.choice].rank)
@@ -116,11 +117,26 @@ def compare(frame: pd.DataFrame, axis: Axis) -> pd.DataFrame:
         baseline=baseline[axis.choice],
         baseline_id=baseline["case_id"],
         baseline_ms=baseline["median_ms"],
-        apart_mark=_apart(rows["rounds_started_at"], baseline["rounds_started_at"]),
+        apart_mark=_marks(rows, baseline),
         axis=axis.choice,
     )
     rows = rows[rows["case_id"] != rows["baseline_id"]]
     return pd.concat([rows, row_verdicts(baseline.loc[rows.index], rows)], axis=1)
+
+
+def _marks(rows: pd.DataFrame, baseline: pd.DataFrame) -> list[str]:
+    apart = _apart(rows["rounds_started_at"], baseline["rounds_started_at"])
+    hosts = _other_host(rows["host"], baseline["host"])
+    return [one + other for one, other in zip(apart, hosts, strict=True)]
+
+
+def _other_host(hosts: pd.Series, baseline: pd.Series) -> list[str]:
+    """The mark of each pair whose records name two hosts."""
+    pairs = zip(hosts, baseline, strict=True)
+    return [
+        fmt.TRIANGLE if isinstance(one, str) and isinstance(other, str) and one != other else ""
+        for one, other in pairs
+    ]
 
 
 def _apart(started: pd.Series, baseline: pd.Series) -> list[str]:

@@ -35,11 +35,11 @@ class LoadWatch:
     def load(self) -> dict[str, Any]:
         """The load until now.
 
-        ``others_cpu_share`` is the share of the host's CPU time, from 0 to 1, that processes other
-        than ours took; ``others_cpus`` is the same as a number of CPUs, ``own_cpus`` is ours, and
+        ``other_cpu_share`` is the share of the host's CPU time, from 0 to 1, that processes other
+        than ours took; ``other_cpus`` is the same as a number of CPUs, ``own_cpus`` is ours, and
         ``root`` is the process that ours descend from. ``load_average`` is that of one minute. On
-        CUDA, ``gpu_processes`` lists the other processes on the device with their memory, and
-        ``gpu_utilisation`` is the device's percentage at the end, our own work included.
+        CUDA, ``device_processes`` lists the other processes on the device with their memory, and
+        ``device_utilisation`` is the device's percentage at the end, our own work included.
         """
         elapsed_s = max(time.monotonic() - self._began_s, 1e-9)
         num_cpus = psutil.cpu_count() or 1
@@ -50,8 +50,8 @@ class LoadWatch:
             "seconds": round(elapsed_s, 3),
             "root": _own_processes()[0].pid,
             "own_cpus": round(own_s / elapsed_s, 3),
-            "others_cpus": round(others_cpus, 3),
-            "others_cpu_share": round(others_cpus / num_cpus, 4),
+            "other_cpus": round(others_cpus, 3),
+            "other_cpu_share": round(others_cpus / num_cpus, 4),
             "load_average": _load_average(),
             "at_start": self._start,
         } | _gpu_processes(self._device)
@@ -112,7 +112,7 @@ def _gpu_processes(device: torch.device) -> dict[str, Any]:
         ]
         if listed and len(others) == len(listed):
             others = [{"memory_bytes": None}] * (len(listed) - 1)
-        found["gpu_processes"] = others
+        found["device_processes"] = others
     with contextlib.suppress(pynvml.NVMLError):
-        found["gpu_utilisation"] = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu
+        found["device_utilisation"] = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu
     return found

@@ -22,6 +22,8 @@ DOUBLE_DAGGER = "‡"
 SECTION = "§"
 PILCROW = "¶"
 DOUBLE_BAR = "‖"
+DIAMOND = "◇"
+TRIANGLE = "△"
 PLUS_MINUS = "±"
 TIMES = "×"  # noqa: RUF001 - the multiplication sign
 

@@ -45,6 +45,8 @@ _ESCAPES = str.maketrans(
         fmt.SECTION: r"\S{}",
         fmt.PILCROW: r"\P{}",
         fmt.DOUBLE_BAR: r"$\Vert$",
+        fmt.DIAMOND: r"$\diamond$",
+        fmt.TRIANGLE: r"$\triangle$",
         "µ": r"$\mu$",
         "…": r"\ldots{}",
     }

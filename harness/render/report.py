@@ -12,6 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from harness.analysis.case_columns import GIB
 from harness.cases import format as fmt
 from harness.cases.hardware import find_hardware
+from harness.cases.source import changed_folders, is_measured
 from harness.cases.task import TASKS
 from harness.render.table import Table
 from harness.statuses import STATUSES
@@ -22,6 +23,7 @@ ROWS_IN_REPORT = 100
 """Longer tables are cut in the report and complete in their own files."""
 
 _ENVIRONMENT = {
+    "host": "host",
     "device_name": "device",
     "device_memory_bytes": "device memory (GiB)",
     "cpu_model": "CPU",
@@ -34,6 +36,7 @@ _ENVIRONMENT = {
     "triton": "Triton",
     "cuda": "CUDA",
     "cudnn": "cuDNN",
+    "nccl": "NCCL",
     "driver": "driver",
     "attnbench": "attnbench",
     "git_revision": "git revision",
@@ -62,6 +65,7 @@ def write_report(
         plan=plan,
         counts=counts_of(records, missing),
         started=_started(records),
+        provenance=provenance_of(records),
         tables=[
             {
                 "name": table.name,
@@ -119,6 +123,34 @@ def counts_of(records: Sequence[Record], missing: Sequence[str]) -> str:
     words += [f"{len(missing)} not measured"] if missing else []
     total = len(records) + len(missing)
     return f"{total} {'case' if total == 1 else 'cases'}: {', '.join(words)}."
+
+
+def provenance_of(records: Sequence[Record]) -> list[str]:
+    """Sentences on the code that measured: where it is not known, is stated, or is not of now."""
+    found = []
+    if unhashed := sum(not record.source for record in records):
+        found.append(
+            f"{unhashed} of {len(records)} were recorded before the source that runs was hashed: "
+            "nothing here says whether it has changed since."
+        )
+    measuring = sum(
+        any(not is_measured(folder) for folder in changed)
+        for record in records
+        if record.source and (changed := changed_folders(record.source, record.case, record.notes))
+    )
+    if measuring:
+        found.append(
+            f"{measuring} of {len(records)} were measured by other measuring code than now."
+        )
+    stated = {
+        str(record.environment.get("git_revision"))
+        for record in records
+        if record.environment.get("revision_stated")
+    }
+    if stated:
+        words = ", ".join(sorted(stated))
+        found.append(f"Revisions that were stated for a copy without history: {words}.")
+    return found
 
 
 def _started(records: Sequence[Record]) -> str:

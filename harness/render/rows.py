@@ -70,6 +70,7 @@ def marks_of(rows: pd.DataFrame, *, means: bool = False) -> pd.Series:
     recompiled = rows["recompilations"].astype(float) > 0
     marks = disturbed + recompiled.map({True: fmt.DOUBLE_DAGGER, False: ""})
     marks += host_bound(rows).map({True: fmt.DOUBLE_BAR, False: ""})
+    marks += rows["stale"].astype(bool).map({True: fmt.DIAMOND, False: ""})
     if means:
         marks += rows["slow_start"].astype(bool).map({True: fmt.SECTION, False: ""})
     return marks

@@ -35,7 +35,9 @@ APART = (
     f"{fmt.PILCROW} Measured over ten minutes apart from what it is compared with: clocks, and "
     "even hosts, may differ."
 )
-NOTES = (DISTURBED, RECOMPILED, HOST_BOUND, SLOW_START, APART)
+STALE = f"{fmt.DIAMOND} Measured with other kernels, model code or schemes than those of now."
+OTHER_HOST = f"{fmt.TRIANGLE} Measured on another host than what it is compared with."
+NOTES = (DISTURBED, RECOMPILED, HOST_BOUND, SLOW_START, APART, STALE, OTHER_HOST)
 """Footnotes, each behind its symbol, in the order in which tables repeat those that occur."""
 
 SPREAD = "Spread: interquartile range over median"
@@ -155,7 +157,20 @@ def build_table(name: str, frame: pd.DataFrame) -> Table | None:
     built: Table | None = TABLES[name].target(frame)
     if built is not None:
         built.name = name
+        built.footnotes += _revisions(built.rows)
     return built
+
+
+def _revisions(rows: pd.DataFrame) -> list[str]:
+    """A footnote with the revisions that measured the rows, where there are several."""
+    if "revision" not in rows or "case_id" not in rows:
+        return []
+    counts = rows.drop_duplicates("case_id")["revision"].value_counts()
+    if len(counts) < 2:
+        return []
+    found = sorted(counts.items(), key=lambda item: (-item[1], str(item[0])))
+    words = [f"{revision} ({fmt.counted(int(number), 'case')})" for revision, number in found]
+    return [f"Measured by {len(words)} revisions: {', '.join(words)}."]
 
 
 def make_table(

@@ -149,9 +149,9 @@ class RecordBuilder:
             # Ranks that another process has started are not others.
             further = sum(cpus for root, cpus in own.items() if root != load.get("root"))
             if further:
-                others = max(0.0, load["others_cpus"] - further)
-                load["others_cpu_share"] *= others / load["others_cpus"] if others else 0.0
-                load["others_cpus"] = others
+                others = max(0.0, load["other_cpus"] - further)
+                load["other_cpu_share"] *= others / load["other_cpus"] if others else 0.0
+                load["other_cpus"] = others
         return [
             outcome["device_state"] | {"load": load}
             for outcome, load in zip(outcomes, loads, strict=True)

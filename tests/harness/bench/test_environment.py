@@ -93,8 +93,8 @@ def test_our_own_work_is_no_load_of_others() -> None:
     child.join()
     found = watch.load()
     assert found["own_cpus"] > 0.1
-    assert 0 <= found["others_cpu_share"] <= 1
-    assert found["others_cpus"] <= (os.cpu_count() or 1)
+    assert 0 <= found["other_cpu_share"] <= 1
+    assert found["other_cpus"] <= (os.cpu_count() or 1)
 
 
 def test_work_of_others_is_load(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +109,7 @@ def test_work_of_others_is_load(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_load.time, "monotonic", lambda: next(moments))
     monkeypatch.setattr(host_load.psutil, "cpu_count", lambda: 4)
     found = LoadWatch(CPU).load()
-    assert (found["others_cpus"], found["others_cpu_share"]) == (0.5, 0.125)
+    assert (found["other_cpus"], found["other_cpu_share"]) == (0.5, 0.125)
 
 
 @pytest.mark.gpu
@@ -127,5 +127,5 @@ def test_a_gpu_is_named_by_its_uuid() -> None:
     assert found["nccl"]
     assert isinstance(found["ecc"], bool)
     load = LoadWatch(torch.device("cuda", 0)).load()
-    assert isinstance(load["gpu_processes"], list)
-    assert 0 <= load["gpu_utilisation"] <= 100
+    assert isinstance(load["device_processes"], list)
+    assert 0 <= load["device_utilisation"] <= 100

@@ -1,0 +1,112 @@
+"""What tables and reports say of the code and the hosts that measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from records import ENVIRONMENT, make_record
+
+from harness.analysis.comparison import AXES, compare
+from harness.analysis.frame import build_frame
+from harness.cases import format as fmt
+from harness.cases.source import source_of
+from harness.render.files import to_markdown
+from harness.render.latex import to_latex
+from harness.render.report import provenance_of
+from harness.render.table import OTHER_HOST, STALE, build_table
+from harness.store.record import Record
+
+SAMPLES = {
+    "forward_backward": [[10.0, 10.1, 10.2]],
+    "forward": [[3.0, 3.1]],
+    "backward": [[7.0, 7.1]],
+}
+
+
+def record(attention: str, *, environment: dict[str, Any] | None = None, **fields: Any) -> Record:
+    found = make_record(
+        task="attention",
+        mode="forward_backward",
+        attention=attention,
+        samples_ms=SAMPLES,
+        environment={**ENVIRONMENT, **(environment or {})},
+        **fields,
+    )
+    found.source = source_of(found.case, found.notes)
+    return found
+
+
+def summary(records: list[Record]) -> str:
+    table = build_table("attention_summary", build_frame(records))
+    assert table is not None
+    assert to_latex(table).isascii()
+    return to_markdown(table)
+
+
+class TestStale:
+    def test_rows_of_the_code_of_now_have_no_mark(self) -> None:
+        frame = build_frame([record("naive"), record("sdpa")])
+        assert not frame["stale"].any()
+        assert fmt.DIAMOND not in summary([record("naive"), record("sdpa")])
+
+    def test_a_row_of_other_kernels_is_marked(self) -> None:
+        old = record("naive")
+        old.source["kernels/backends"] = "0" * 12
+        text = summary([old, record("sdpa")])
+        assert STALE in text
+        marked = [line for line in text.splitlines() if fmt.DIAMOND in line and "|" in line]
+        assert len(marked) == 1
+        assert "naive" in marked[0]
+
+    def test_other_measuring_code_is_said_once_and_marks_no_row(self) -> None:
+        old = record("naive")
+        old.source["harness/bench"] = "0" * 12
+        assert fmt.DIAMOND not in summary([old, record("sdpa")])
+        (sentence,) = provenance_of([old, record("sdpa")])
+        assert sentence == "1 of 2 were measured by other measuring code than now."
+
+    def test_without_a_hash_nothing_is_known(self) -> None:
+        old = record("naive")
+        old.source = {}
+        assert not build_frame([old])["stale"].any()
+        (sentence,) = provenance_of([old, record("sdpa")])
+        assert sentence.startswith("1 of 2 were recorded before the source that runs was hashed")
+
+    def test_a_stated_revision(self) -> None:
+        stated = record("naive", environment={"revision_stated": True})
+        (sentence,) = provenance_of([stated])
+        assert sentence == "Revisions that were stated for a copy without history: 0123abc."
+
+
+def test_a_table_names_its_revisions_where_there_are_several() -> None:
+    one, other = record("naive"), record("sdpa")
+    assert "revisions" not in summary([one, other])
+    other = record("sdpa", environment={"git_revision": "fedcba9"})
+    assert "Measured by 2 revisions: 0123abc (1 case), fedcba9 (1 case)." in summary([one, other])
+
+
+@pytest.mark.parametrize(
+    ("hosts", "mark"),
+    [(("a", "b"), fmt.TRIANGLE), (("a", "a"), ""), ((None, "a"), "")],
+)
+def test_a_comparison_of_two_hosts_says_so(hosts: tuple[Any, Any], mark: str) -> None:
+    records = [
+        record(name, environment={"host": host})
+        for name, host in zip(("naive", "sdpa"), hosts, strict=True)
+    ]
+    frame = build_frame(records)
+    rows = compare(frame, AXES["attention"])
+    assert not rows.empty
+    assert set(rows["apart_mark"]) == {mark}
+    table = build_table("comparison", frame)
+    assert table is not None
+    assert (OTHER_HOST in table.footnotes) == bool(mark)
+
+
+def test_two_devices_are_not_compared() -> None:
+    records = [
+        record(name, environment={"device_name": device})
+        for name, device in (("naive", "NVIDIA H200"), ("sdpa", "NVIDIA A100-SXM4-80GB"))
+    ]
+    assert compare(build_frame(records), AXES["attention"]).empty
