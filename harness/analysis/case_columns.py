@@ -238,7 +238,6 @@ CASE_COLUMNS: Mapping[str, Callable[[Reading], Any]] = {
     ),
     "wall_s": lambda of: of.record.wall_s,
     "revision": lambda of: of.record.environment.get("git_revision"),
-    "host": lambda of: of.record.environment.get("host"),
     "source": lambda of: of.record.source,
     "stale": lambda of: of.stale,
     "attempt": lambda of: of.record.attempt,

@@ -94,8 +94,8 @@ def compare(frame: pd.DataFrame, axis: Axis) -> pd.DataFrame:
 
     These are those of :data:`harness.analysis.row_verdicts.COLUMNS`; the ratio is the baseline's
     time over the candidate's, so more than 1 is faster. ``axis`` is the choice that the two differ
-    in. ``apart_mark`` holds the symbols of footnotes where both were measured long after each other,
-    and where they were on different hosts; of two devices nothing is compared.
+    in. ``apart_mark`` holds the symbols of footnotes where both were measured long after each
+    other, and where they were on different hosts; of two devices nothing is compared.
     Empty where nothing differs in the choice alone.
     """
     names = sorted(frame[axis.choice].unique(), key=POINTS[axis.choice].rank)
