@@ -73,6 +73,10 @@ class Level:
         return 2 * self.std_log**2, self.df
 
     @property
+    def percent(self) -> str:
+        return _percent(self.std_log)
+
+    @property
     def words(self) -> str:
         """``a run-to-run level of 0.8% (3 cases in 5 processes)``."""
         how = (
@@ -80,7 +84,7 @@ class Level:
             if self.num_processes
             else "assumed: this machine has no calibration"
         )
-        return f"a run-to-run level of {_percent(self.std_log)} ({how})"
+        return f"a run-to-run level of {self.percent} ({how})"
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

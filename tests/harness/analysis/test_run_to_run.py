@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import statistics
+
 import numpy as np
 import pytest
+from records import in_rounds, make_record
 
+from harness.analysis.frame import build_frame
+from harness.analysis.row_verdicts import in_turns
 from harness.analysis.run_to_run import Repeated, run_to_run_level, run_to_run_levels
+from harness.render.table import build_table, finding_of
 
 
 def repeated(
@@ -68,3 +75,37 @@ def test_levels_are_of_one_machine_and_of_cases_of_one_kind() -> None:
     assert set(levels) == {("a", "CPU", False), ("a", "CPU", True)}
     assert levels["a", "CPU", True].std_log > 2 * levels["a", "CPU", False].std_log
     assert levels["a", "CPU", False].num_cases == 1
+
+
+def test_the_table_shows_each_case_and_the_level_of_all() -> None:
+    records = []
+    for seq_len in (512, 1024):
+        record = in_rounds(make_record(seq_len=seq_len, samples_ms={"step": [[10.0] * 4]}))
+        times = [10.0, 10.0, 10.1, 10.1, 10.1]
+        record.phases["step"].samples_ms = [[time for time in times for _ in range(4)]]
+        records.append(record)
+    frame = build_frame(records)
+    table = build_table("run_to_run", frame)
+    assert table is not None
+    level = statistics.stdev(map(math.log, times))
+    assert list(table.rows["level"]) == pytest.approx([level, level])
+    assert "0.55% from 1 ms (2 cases in 5 processes)" in table.caption
+    assert "0.55% in the worst, which takes 10.1 ms" in finding_of(table)
+    assert frame["run_level"].iloc[0].std_log == pytest.approx(level)
+    assert build_table("run_to_run", build_frame([make_record()])) is None
+
+
+class TestInTurns:
+    def moments(self, *seconds: float) -> list[str]:
+        return [f"2026-01-02T03:04:{second:06.3f}+00:00" for second in seconds]
+
+    def test_rounds_that_alternate(self) -> None:
+        assert in_turns(self.moments(0, 10, 20), self.moments(5, 15, 25))
+        # In random order within each round, and one that was decided earlier.
+        assert in_turns(self.moments(0, 15, 20), self.moments(5, 10, 25))
+        assert in_turns(self.moments(0, 10, 20), self.moments(5, 15))
+
+    def test_one_after_the_other(self) -> None:
+        assert not in_turns(self.moments(0, 10, 20), self.moments(30, 40, 50))
+        assert not in_turns(self.moments(0, 1, 2), self.moments(3, 4, 5))
+        assert not in_turns([], self.moments(1))
