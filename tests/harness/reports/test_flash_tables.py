@@ -97,7 +97,7 @@ class TestFlashBenchmarking:
         row = row_of(table, seq_len="65,536", precision="fp32")
         assert row["naive (ms)"] == "OOM"
         assert row["sdpa_flash (ms)"] == "unsupported"
-        assert row["flex (ms)"] == "10,000 / 20,000 / 30,000"
+        assert row["flex (ms)"] == "10,000 / 20,000 / 30,000 (4.0%)"
 
     def test_backends_that_run_nothing_are_named_below(self, by_length: pd.DataFrame) -> None:
         table = build_table("flash_benchmarking", by_length)
