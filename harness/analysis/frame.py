@@ -16,8 +16,9 @@ from harness.analysis.case_columns import CASE_COLUMNS, Reading
 from harness.analysis.disturbance import in_order, of_record, of_samples
 from harness.analysis.host_time import HOST_COLUMNS, host_time
 from harness.analysis.names import Names
+from harness.analysis.physics import RATES, WHOLES, impossible, roof_records, roofs_of
 from harness.analysis.row_verdicts import add_run_levels
-from harness.analysis.stats import by_round, slowest_rank, summarise
+from harness.analysis.stats import by_round, latest_rank, slowest_rank, summarise
 from harness.cases.column import CaseColumn
 from harness.cases.columns import POINTS
 from harness.cases.profiler import PROFILERS
@@ -29,9 +30,23 @@ from kernels.registry import Registry
 from parallel import STRATEGIES
 
 
-def build_frame(records: Iterable[Record]) -> pd.DataFrame:
-    """One row per case and phase, in the order of the records; units are in the column names."""
+def build_frame(records: Iterable[Record], roofs: Iterable[Record] = ()) -> pd.DataFrame:
+    """One row per case and phase, in the order of the records; units are in the column names.
+
+    Args:
+        roofs: further records, among which may be some that measured the device's roof.
+    """
     records = list(records)
+    measured = roof_records(roofs)
+    frame = _rows(records)
+    roof = roofs_of(_rows(measured) if measured else frame)
+    frame["impossible"] = impossible(frame, roof)
+    frame.loc[frame["impossible"].map(bool).astype(bool), list(RATES)] = float("nan")
+    return frame
+
+
+def _rows(records: Sequence[Record]) -> pd.DataFrame:
+    """The frame with all rates."""
     cases = _cases(records)
     _place_strays(cases)
     phases = pd.DataFrame(
@@ -91,6 +106,24 @@ def _disturbances(
     ]
 
 
+def _inner_phases(record: Record) -> tuple[set[str], int]:
+    """The phases inside a whole one that several ranks were timed in, and whose times count.
+
+    The times of one rank, the same for all phases, add up to the whole; the maximum over ranks of
+    each phase does not, since a rank that is early in one phase waits in the next.
+    """
+    timed = {name: phase for name, phase in record.phases.items() if phase.samples_ms}
+    whole = next((name for name in WHOLES if name in timed), None)
+    if whole is None or len(timed[whole].samples_ms) == 1:
+        return set(), 0
+    parts = [timed[name].samples_ms for name in WHOLES[whole] if name in timed]
+    ranks = len(timed[whole].samples_ms)
+    if not parts or any(len(part) != ranks or not all(part) for part in parts):
+        return set(), 0
+    inner = {name for name, phase in timed.items() if len(phase.samples_ms) == ranks}
+    return inner - {whole}, latest_rank(parts)
+
+
 def _cases(records: Sequence[Record]) -> pd.DataFrame:
     """One row per record: the columns of every case, and those that its choices declare."""
     names = Names(records)
@@ -145,10 +178,13 @@ def _phase_rows(index: int, record: Record) -> list[tuple[Any, ...]]:
     names = [name for name in task.phases if name in found]
     names += [name for name in found if name not in task.phases]
     rows = []
+    inner, rank = _inner_phases(record)
     for name in names or [task.expected_phase]:
         phase = record.phases.get(name) if record.status == "ok" else None
         work = record.work.get(name) or {}
         samples = slowest_rank(phase.samples_ms) if phase and phase.samples_ms else []
+        if samples and name in inner:
+            samples = list(record.phases[name].samples_ms[rank])
         clock = phase.clock if phase else None
         formulas = (work.get("flops"), work.get("bytes"), work.get("tokens"))
         shares = host_time(phase, record.case["device"])

@@ -28,6 +28,19 @@ def slowest_rank(samples_ms: Sequence[Sequence[float]]) -> list[float]:
     return [max(iteration) for iteration in zip(*samples_ms, strict=False)]
 
 
+def latest_rank(phases: Sequence[Sequence[Sequence[float]]]) -> int:
+    """The rank that is furthest behind through phases that follow one another.
+
+    It has the largest sum of the ends of its phases, by their medians: where ranks wait for each
+    other at the end of the last, the one that is late before it.
+
+    Args:
+        phases: the samples of each phase, one list per rank.
+    """
+    medians = np.array([[median(samples) for samples in ranks] for ranks in phases])
+    return int(np.cumsum(medians, axis=0).sum(axis=0).argmax())
+
+
 def median(samples: Sequence[float]) -> float:
     return float(np.median(samples))
 

@@ -16,7 +16,7 @@ from harness.analysis.frame import build_frame
 from harness.cases.columns import POINTS
 from harness.render.latex import to_latex
 from harness.render.report import DrawnFigure, write_report
-from harness.render.table import Table, build_table
+from harness.render.table import REASONS, Table, build_table
 from harness.render.terminal import render_terminal
 from harness.store import atomic
 from harness.store.record import Record
@@ -50,7 +50,7 @@ def render_sweep(
     plan = read_plan(results, label)
     folder = results / "sweeps" / label
     measured = [records[case_id] for case_id in plan.case_ids if case_id in records]
-    frame = build_frame(measured)
+    frame = build_frame(measured, records.values())
     rendered = RenderedSweep(label=label, folder=folder, report=folder / "report.md")
     for name in plan.tables:
         table = build_table(name, frame)
@@ -91,11 +91,19 @@ def to_csv(table: Table) -> str:
         if column.status and "status" not in rows:
             keys.append(column.status)
     keys += [name for name in ("status", "throttled", "recompilations") if name in rows]
-    keys += [key for column in table.columns if (key := column.disturbed_key(rows))]
+    words = _word_keys(table)
+    keys += words
     found = rows[list(dict.fromkeys(keys))].copy()
-    for name in found.filter(regex="disturbed$"):
-        found[name] = [" ".join(words) if isinstance(words, list) else "" for words in found[name]]
+    for name in words:
+        found[name] = [" ".join(some) if isinstance(some, list) else "" for some in found[name]]
     return found.to_csv(index=False, lineterminator="\n")
+
+
+def _word_keys(table: Table) -> list[str]:
+    """Columns that say in words why values are marked."""
+    kinds = [kind for kind, _ in REASONS.values()]
+    found = [column.words_key(kind, table.rows) for column in table.columns for kind in kinds]
+    return list(dict.fromkeys(filter(None, found)))
 
 
 def to_markdown(table: Table, limit: int | None = None) -> str:

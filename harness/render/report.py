@@ -109,7 +109,11 @@ def measurement_facts(records: Sequence[Record]) -> dict[str, set[Any]]:
         "measured": names - counted,
         "clocks": {phase.clock for record in records for phase in record.phases.values()},
         "memory_sources": {rank.get("source") for record in records for rank in record.memory},
-        "in_a_row": {bool(record.notes.get("in_a_row")) for record in records},
+        "in_a_row": {
+            bool(record.notes.get("in_a_row"))
+            for record in records
+            if "step" in record.phases and len(record.phases["step"].samples_ms) > 1
+        },
     }
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pandas as pd
 
-from harness.analysis.disturbance import in_order
 from harness.analysis.host_time import host_bound
 from harness.cases import format as fmt
 from harness.cases.columns import point_groups
@@ -30,24 +29,24 @@ def per_case(
     """One row per case, with its marks, and columns of its own for each phase.
 
     These are ``{phase}_{value}``, ``{phase}_iqr_ms``, ``{phase}_status``, ``{phase}_disturbed``,
-    ``{phase}_host_bound`` and ``{phase}_mark``; empty for a phase that a case does not have.
-    ``disturbed``, ``host_bound`` and ``mark`` are of all these phases. What is known of a case that
-    did not finish well (its memory so far) is emptied, since beside results it would read as one.
+    ``{phase}_impossible``, ``{phase}_host_bound`` and ``{phase}_mark``; empty for a phase that a
+    case does not have. ``disturbed``, ``impossible``, ``host_bound`` and ``mark`` are of all these
+    phases. What is known of a case that did not finish well (its memory so far) is emptied, since
+    beside results it would read as one.
     """
     phases = list(phases)
     cases = frame.drop_duplicates("case_id").set_index("case_id")
     cases = cases.drop(columns=["phase", "clock", "samples_ms"])
     shown = frame[frame["phase"].isin(phases)] if phases else frame
-    words: dict[str, list[str]] = {name: [] for name in cases.index}
-    for name, found in zip(shown["case_id"], shown["disturbed"], strict=True):
-        words[name] = in_order([*words[name], *found])
-    cases["disturbed"] = pd.Series(words, dtype=object)
+    for key in WORDS:
+        together = shown.groupby("case_id", sort=False)[key].agg(_all_words)
+        cases[key] = together.reindex(cases.index)
     waits = host_bound(shown).groupby(shown["case_id"]).any()
     cases["host_bound"] = waits.reindex(cases.index, fill_value=False)
     parts: dict[str, pd.Series] = {}
     for phase in phases:
         rows = frame[frame["phase"] == phase].set_index("case_id")
-        for value in dict.fromkeys((*values, "iqr_ms", "status", "disturbed", "host_bound")):
+        for value in dict.fromkeys((*values, "iqr_ms", "status", *WORDS, "host_bound")):
             parts[f"{phase}_{value}"] = rows[value].reindex(cases.index)
         parts[f"{phase}_mark"] = marks_of(rows).reindex(cases.index, fill_value="")
     cases = pd.concat([cases, pd.DataFrame(parts, index=cases.index)], axis=1)
@@ -64,16 +63,30 @@ _RESULTS = (
 )
 
 
+WORDS = ("disturbed", "impossible")
+"""Columns of lists of words, for which a row is marked."""
+
+
+def _all_words(lists: Iterable[list[str]]) -> list[str]:
+    return list(dict.fromkeys(word for words in lists for word in words))
+
+
 def marks_of(rows: pd.DataFrame, *, means: bool = False) -> pd.Series:
     """The symbols of the footnotes that each row deserves; some concern only its means."""
-    disturbed = rows["disturbed"].map(bool).astype(bool).map({True: fmt.DAGGER, False: ""})
+    disturbed, impossible = (_has_words(rows[key]) for key in WORDS)
     recompiled = rows["recompilations"].astype(float) > 0
-    marks = disturbed + recompiled.map({True: fmt.DOUBLE_DAGGER, False: ""})
+    marks = disturbed.map({True: fmt.DAGGER, False: ""})
+    marks += recompiled.map({True: fmt.DOUBLE_DAGGER, False: ""})
+    marks += impossible.map({True: fmt.CIRCLED_SLASH, False: ""})
     marks += host_bound(rows).map({True: fmt.DOUBLE_BAR, False: ""})
     marks += rows["stale"].astype(bool).map({True: fmt.DIAMOND, False: ""})
     if means:
         marks += rows["slow_start"].astype(bool).map({True: fmt.SECTION, False: ""})
     return marks
+
+
+def _has_words(lists: pd.Series) -> pd.Series:
+    return pd.Series([isinstance(words, list) and bool(words) for words in lists], lists.index)
 
 
 def speedup_over(

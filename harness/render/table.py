@@ -8,12 +8,12 @@ stay narrow, and those that vary are always shown, so that no two rows look alik
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pandas as pd
 
-from harness.analysis.disturbance import MEANINGS, in_order
+from harness.analysis import disturbance, physics
 from harness.cases import format as fmt
 from harness.cases.columns import POINTS, caption_of, redundant_points, sort_by_points
 from harness.render.registries import TABLES
@@ -21,6 +21,9 @@ from kernels.registry import Registry
 
 DISTURBED = f"{fmt.DAGGER} Disturbed while it was measured"
 """Followed by each disturbance that occurs in the table, and its meaning."""
+IMPOSSIBLE = f"{fmt.CIRCLED_SLASH} Impossible, so that no rate or share follows from it"
+"""Followed, as above, by each reason and its meaning."""
+
 
 SLOW_START = (
     f"{fmt.SECTION} A first pass took over 1.2 times the median, which mean and standard "
@@ -37,8 +40,14 @@ APART = (
 )
 STALE = f"{fmt.DIAMOND} Measured with other kernels, model code or schemes than those of now."
 OTHER_HOST = f"{fmt.TRIANGLE} Measured on another host than what it is compared with."
-NOTES = (DISTURBED, RECOMPILED, HOST_BOUND, SLOW_START, APART, STALE, OTHER_HOST)
+NOTES = (DISTURBED, RECOMPILED, HOST_BOUND, SLOW_START, APART, STALE, OTHER_HOST, IMPOSSIBLE)
 """Footnotes, each behind its symbol, in the order in which tables repeat those that occur."""
+
+REASONS = {
+    DISTURBED: ("disturbed", disturbance.MEANINGS),
+    IMPOSSIBLE: ("impossible", physics.MEANINGS),
+}
+"""Notes that say in which words, of which of the rows' columns, their mark is meant."""
 
 SPREAD = "Spread: interquartile range over median"
 """The caption's words on the column of that name."""
@@ -59,8 +68,8 @@ class Column:
     status: str | None = None
     """Key of the status that is spelled out where the value is missing."""
     mark: str | None = None
-    """Key of the symbols of footnotes that belong to the value, such as ``forward_mark``; what
-    disturbed the value is then in ``forward_disturbed``, or else in ``disturbed``."""
+    """Key of the symbols of footnotes that belong to the value, such as ``forward_mark``; the
+    words for them are then in ``forward_disturbed``, or else in ``disturbed``, and so on."""
     iqr: str | None = None
     """Key of the interquartile range, in the unit of the value; the table's spread column shows the
     largest of them over their values, row by row."""
@@ -81,12 +90,11 @@ class Column:
     def full_header(self) -> str:
         return f"{self.group} {self.header}".strip()
 
-    def disturbed_key(self, rows: pd.DataFrame) -> str | None:
-        """Where the rows say what disturbed the value; None where they do not."""
+    def words_key(self, kind: str, rows: pd.DataFrame) -> str | None:
+        """Where the rows say why the value is ``disturbed`` or ``impossible``; None if nowhere."""
         if self.mark is None:
             return None
-        keys = (self.mark.replace("mark", "disturbed"), "disturbed")
-        return next((key for key in keys if key in rows), None)
+        return next((key for key in (self.mark.replace("mark", kind), kind) if key in rows), None)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -118,7 +126,8 @@ class Table:
         result = []
         for index, value in enumerate(values):
             if fmt.is_missing(value):
-                result.append(absent[index])
+                withheld = marks is not None and fmt.CIRCLED_SLASH in marks[index]
+                result.append(absent[index] + (fmt.CIRCLED_SLASH if withheld else ""))
                 continue
             if spreads is not None:
                 cell = fmt.with_spread(value, spreads[index])
@@ -262,21 +271,25 @@ def _spread_sentence(columns: Sequence[Column]) -> str:
 def footnotes_of(rows: pd.DataFrame, columns: Sequence[Column]) -> list[str]:
     """What the marks of these columns mean, without those that no value has."""
     symbols = ""
-    words: set[str] = set()
+    words: dict[str, set[str]] = {kind: set() for kind, _ in REASONS.values()}
     for column in columns:
         if column.mark is None:
             continue
-        shown = rows[rows[column.key].notna()]
+        withheld = rows[column.mark].str.contains(fmt.CIRCLED_SLASH, regex=False)
+        shown = rows[rows[column.key].notna() | withheld]
         symbols += "".join(shown[column.mark].unique())
-        if key := column.disturbed_key(rows):
-            words.update(word for found in shown[key] for word in found)
-    notes = [note for note in NOTES if note[0] in symbols]
-    return [_disturbed_note(words) if note is DISTURBED else note for note in notes]
+        for kind, found in words.items():
+            if key := column.words_key(kind, rows):
+                found.update(word for some in shown[key] if isinstance(some, list) for word in some)
+    return [_with_reasons(note, words) for note in NOTES if note[0] in symbols]
 
 
-def _disturbed_note(words: Iterable[str]) -> str:
-    meanings = [f"{word} ({MEANINGS[word]})" for word in in_order(words)]
-    return f"{DISTURBED}: {'; '.join(meanings)}."
+def _with_reasons(note: str, words: Mapping[str, set[str]]) -> str:
+    if note not in REASONS:
+        return note
+    kind, meanings = REASONS[note]
+    reasons = [f"{word} ({text})" for word, text in meanings.items() if word in words[kind]]
+    return f"{note}: {'; '.join(reasons)}."
 
 
 def _has_content(column: Column, rows: pd.DataFrame) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -149,7 +149,7 @@ def collect(folders: Sequence[Path]) -> Document:
             measured = [found[case_id] for case_id in plan.case_ids if case_id in found]
             records |= {(results, record.case_id): record for record in measured}
             gaps += _gaps_of(plan, found, results)
-            section = _section(plan, measured, results, anchor, numbers)
+            section = _section(plan, measured, results, anchor, numbers, found.values())
             if len(folders) > 1:
                 section.title += f" ({results.name})"
             sections.append(section)
@@ -173,8 +173,9 @@ def _section(
     results: Path,
     anchor: str,
     numbers: Counter[str],
+    roofs: Iterable[Record],
 ) -> Section:
-    frame = build_frame(measured)
+    frame = build_frame(measured, roofs)
     missing = [None] * (len(plan.case_ids) - len(measured))
     section = Section(
         title=plan.title,

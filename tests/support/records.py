@@ -70,7 +70,7 @@ def make_record(
     device: str = "cuda",
     status: str = "ok",
     message: str = "",
-    flops: float = 1e12,
+    flops: float = 1e11,
     environment: dict[str, Any] | None = None,
     **fields: Any,
 ) -> Record:
@@ -174,7 +174,10 @@ def make_split_record(attention: str, *, ms: float, status: str = "ok", **fields
         task="attention",
         mode="forward_backward",
         attention=attention,
-        samples_ms=dict.fromkeys((*PASSES, "forward_backward"), [[ms, ms]] * 2),
+        samples_ms={
+            name: [[share * ms] * 2] * 2
+            for name, share in (("forward", 0.25), ("backward", 0.75), ("forward_backward", 1))
+        },
         status=status,
         notes={"timeline": [[rank, rank]] * 3, "kernel": "naive"},
         **fields,
@@ -346,7 +349,7 @@ def profile_examples(*, ms: float = 5.0, **fields: Any) -> list[Record]:
     status = fields.get("status", "ok")
     found = []
     for profile, checkpoint in (("torch", None), ("memory", None), ("memory", "block")):
-        phases = {name: [[ms, ms]] for name in (*PASSES, "step")}
+        phases = {"forward": [[ms, ms]], "backward": [[ms, ms]], "step": [[2 * ms, 2 * ms]]}
         record = make_record(samples_ms=phases, notes=notes[profile], **fields)
         record.case["profile"] = {"name": profile}
         record.case["checkpoint"] = {"scope": checkpoint or "none", "every": 2}

@@ -88,7 +88,7 @@ def _values(
             f"{attention}_status": part["status"],
             f"{attention}_case_id": part["case_id"],
             f"{attention}_mark": part["mark"].fillna(""),
-            f"{attention}_disturbed": part["disturbed"],
+            **{f"{attention}_{kind}": part[kind] for kind in ("disturbed", "impossible")},
             f"{attention}_host_bound": part["host_bound"],
         }
     )

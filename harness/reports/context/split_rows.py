@@ -50,7 +50,7 @@ def split_calls(frame: pd.DataFrame) -> pd.DataFrame:
             rows[f"forward_{value}_ms"]
         )
     has_both = rows["forward_backward_median_ms"].notna()
-    for value in ("mark", "disturbed"):
+    for value in ("mark", "disturbed", "impossible"):
         rows[f"whole_{value}"] = rows[f"forward_backward_{value}"].where(
             has_both, rows[f"forward_{value}"]
         )

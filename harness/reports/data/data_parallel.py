@@ -42,6 +42,7 @@ def build(frame: pd.DataFrame) -> Table | None:
                 format=fmt.number,
                 mark="communication_mark",
                 group="after backward",
+                iqr="communication_iqr_ms",
             ),
             Column(
                 key="communication_share",
@@ -54,6 +55,7 @@ def build(frame: pd.DataFrame) -> Table | None:
                 header="communication (ms)",
                 format=fmt.number,
                 group="traced",
+                mark="traced_mark",
                 detail=True,
             ),
             Column(key="hidden_share", header="hidden (%)", format=fmt.percent, group="traced"),

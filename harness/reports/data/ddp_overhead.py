@@ -43,7 +43,12 @@ def build(frame: pd.DataFrame) -> Table | None:
                 mark="communication_mark",
                 iqr="communication_iqr_ms",
             ),
-            Column(key="exposed_ms", header="exposed in trace (ms)", format=fmt.number),
+            Column(
+                key="exposed_ms",
+                header="exposed in trace (ms)",
+                format=fmt.number,
+                mark="traced_mark",
+            ),
             time_column("step", "step (ms)"),
         ],
     )

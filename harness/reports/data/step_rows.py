@@ -10,6 +10,7 @@ import pandas as pd
 from harness.analysis.case_columns import GIB
 from harness.analysis.comparison import AXES, compare
 from harness.bench.intervals import length, overlap, union
+from harness.cases import format as fmt
 from harness.cases.case import Case
 from harness.predictions.bucket_overhead import LinkModel, fit_link
 from harness.predictions.training import (
@@ -68,7 +69,13 @@ def on_ranks(frame: pd.DataFrame) -> pd.DataFrame:
         rows[name] = found.where(at_text)
     timelines = rows["timeline"].where(rows["status"] == "ok")
     traced = pd.DataFrame([_observed(passes) for passes in timelines], columns=TRACED)
-    return pd.concat([rows, traced.set_index(rows.index)], axis=1)
+    rows = pd.concat([rows, traced.set_index(rows.index)], axis=1)
+    # Under the profiler, so that it can take longer than a step without it.
+    slowed = (rows["traced_ms"] > rows["step_median_ms"]).tolist()
+    rows["traced_impossible"] = [["traced"] if is_so else [] for is_so in slowed]
+    rows["traced_mark"] = [fmt.CIRCLED_SLASH if is_so else "" for is_so in slowed]
+    rows.loc[slowed, ["hidden_share", "exposed_ms", "exposed_share"]] = float("nan")
+    return rows
 
 
 TRACED = ["traced_ms", "hidden_share", "exposed_ms", "exposed_share"]

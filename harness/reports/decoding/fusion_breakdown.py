@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pandas as pd
 
+from harness.analysis.physics import OVER_PASS
 from harness.cases import format as fmt
 from harness.render.findings import listed, sentence
+from harness.render.rows import marks_of
 from harness.render.table import Column, Table, finding, make_table, table
 from harness.reports.decoding.fusion_rows import parts_of, profiled_steps
 from harness.reports.decoding.step_rows import UNUSED
@@ -23,19 +25,27 @@ WHOLE = "whole step, measured"
 @table("fusion_breakdown", default=100)
 def build(frame: pd.DataFrame) -> Table | None:
     parts = []
-    for case in profiled_steps(frame).to_dict("records"):
+    steps = profiled_steps(frame)
+    for case in steps.assign(mark=marks_of(steps)).to_dict("records"):
         kernels = parts_of(case)  # type: ignore[arg-type]
         if not kernels:
             continue
         whole = sum(row["us"] for row in kernels)
         lines = [row | {"share": row["us"] / whole} for row in kernels]
         calls = sum(row["calls"] for row in kernels)
-        lines.append({"part": ALL, "short": fmt.ABSENT, "calls": calls, "us": whole, "share": 1.0})
         measured = 1e3 * case["median_ms"] / case["layers"]
-        lines.append(
-            {"part": WHOLE, "short": fmt.ABSENT, "calls": None, "us": measured, "share": None}
-        )
-        parts += [{**case, **line} for line in lines]
+        slowed = whole > OVER_PASS * measured
+        of_all = {"part": ALL, "short": fmt.ABSENT, "calls": calls, "us": whole, "share": 1.0}
+        if slowed:
+            of_all |= {"line_mark": fmt.CIRCLED_SLASH, "line_impossible": ["kernels"]}
+        of_whole = {"part": WHOLE, "short": fmt.ABSENT, "us": measured}
+        of_whole |= {
+            "line_mark": case["mark"],
+            "line_disturbed": case["disturbed"],
+            "line_iqr_us": 1e3 * case["iqr_ms"] / case["layers"],
+        }
+        nothing = {"line_mark": "", "line_disturbed": [], "line_impossible": []}
+        parts += [{**case, **nothing, **line} for line in (*lines, of_all, of_whole)]
     if not parts:
         return None
     return make_table(
@@ -48,7 +58,13 @@ def build(frame: pd.DataFrame) -> Table | None:
             Column(key="part", header="part"),
             Column(key="short", header="kernel", raw=("kernel_name",)),
             Column(key="calls", header="calls", format=fmt.number, detail=True),
-            Column(key="us", header="time (µs)", format=fmt.number),
+            Column(
+                key="us",
+                header="time (µs)",
+                format=fmt.number,
+                mark="line_mark",
+                iqr="line_iqr_us",
+            ),
             Column(key="share", header="share (%)", format=fmt.percent),
         ],
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pandas as pd
 
+from harness.analysis.physics import OVER_PASS
 from harness.cases import format as fmt
 from harness.render.findings import best_row, percent_span, sentence
 from harness.render.kernel_rows import UNUSED, phases_of, profiled
@@ -19,11 +20,6 @@ CAPTION = (
     "their share of the unprofiled time; the share of the profiled time in which none ran; kernels "
     "launched. On a CPU kernels are operators, each "
     "without those that it calls. Means per step and rank."
-)
-
-FOOTNOTE = (
-    "* Kernels take over 1.05 times the unprofiled time: the profiler slowed them, or streams "
-    "ran at once."
 )
 
 
@@ -51,8 +47,11 @@ def build(frame: pd.DataFrame) -> Table | None:
     rows["kernel_share"] = rows["kernel_ms"] / measured
     rows["idle"] = 1 - rows["busy_ms"] / rows["wall_ms"]
     rows["mark"] = marks_of(rows)
-    rows["slow"] = (rows["kernel_share"] > 1.05).map({True: "*", False: ""})
-    built = make_table(
+    slowed = (rows["kernel_share"] > OVER_PASS).tolist()
+    rows["kernels_impossible"] = [["kernels"] if is_so else [] for is_so in slowed]
+    rows["kernels_mark"] = [fmt.CIRCLED_SLASH if is_so else "" for is_so in slowed]
+    rows.loc[slowed, "kernel_share"] = float("nan")
+    return make_table(
         caption=CAPTION,
         rows=rows,
         lead=["model", "seq_len"],
@@ -69,15 +68,12 @@ def build(frame: pd.DataFrame) -> Table | None:
             ),
             Column(key="wall_ms", header="profiled (ms)", format=fmt.number),
             Column(key="overhead", header="overhead (%)", format=fmt.percent),
-            Column(key="kernel_ms", header="kernels (ms)", format=fmt.number),
-            Column(key="kernel_share", header="of it (%)", format=fmt.percent, mark="slow"),
+            Column(key="kernel_ms", header="kernels (ms)", format=fmt.number, mark="kernels_mark"),
+            Column(key="kernel_share", header="of it (%)", format=fmt.percent),
             Column(key="idle", header="idle (%)", format=fmt.percent),
             Column(key="launches", header="launches", format=fmt.integer),
         ],
     )
-    if rows["slow"].any():
-        built.footnotes.append(FOOTNOTE)
-    return built
 
 
 @finding("kernel_phases")

@@ -31,7 +31,8 @@ def build(frame: pd.DataFrame) -> Table | None:
     metrics = []
     for phase in PHASES:
         rows[f"{phase}_mean_mark"] = rows[f"{phase}_mark"] + starts
-        rows[f"{phase}_mean_disturbed"] = rows[f"{phase}_disturbed"]
+        for kind in ("disturbed", "impossible"):
+            rows[f"{phase}_mean_{kind}"] = rows[f"{phase}_{kind}"]
         metrics += [
             Column(
                 key=f"{phase}_mean_ms",

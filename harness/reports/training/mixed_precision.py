@@ -38,8 +38,9 @@ def build(frame: pd.DataFrame) -> Table | None:
         part = cases[chosen].groupby(group[chosen]).first().reindex(rows.index)
         for phase in ("forward", "backward"):
             rows[f"{precision}_{phase}_ms"] = part[f"{phase}_median_ms"]
-            for value in ("status", "iqr_ms", "mark", "disturbed"):
+            for value in ("status", "iqr_ms", "disturbed", "impossible"):
                 rows[f"{precision}_{phase}_{value}"] = part[f"{phase}_{value}"]
+            rows[f"{precision}_{phase}_mark"] = part[f"{phase}_mark"].fillna("")
             metrics.append(
                 Column(
                     key=f"{precision}_{phase}_ms",

@@ -74,6 +74,19 @@ class TestRecords:
         states = [{"before": {"sm_clock_mhz": clock}, "after": {}} for clock in clocks]
         assert of_record(self.of_rounds(*states)) == words
 
+    @pytest.mark.parametrize(
+        ("load", "words"),
+        [
+            ({"others_cpu_share": 0.05, "gpu_processes": []}, []),
+            ({"others_cpu_share": 0.2}, ["busy"]),
+            ({"gpu_processes": [{"memory_bytes": None}]}, ["busy"]),
+            ({"at_start": {"gpu_processes": [{"memory_bytes": 1}]}}, ["busy"]),
+            ({}, []),
+        ],
+    )
+    def test_other_work(self, load: dict[str, Any], words: list[str]) -> None:
+        assert of_record(self.of_rounds({"load": {}}, {"load": load})) == words
+
     def test_an_idle_device_rests_at_low_clocks(self) -> None:
         idle = {"sm_clock_mhz": 345, "throttle_reasons": ["gpu_idle"]}
         state = {"before": idle, "after": {"sm_clock_mhz": 1980, "throttle_reasons": []}}

@@ -45,6 +45,22 @@ def records() -> list[Record]:
     return status_examples()
 
 
+OF_OTHERS = ("baseline_ms", "one_device_ms", "text_ms", "text_step", "predicted_us", "model_ms")
+"""Times that a row is compared with: of other cases, other texts, or by formula."""
+
+STATISTICS = ("iqr_ms", "mean_ms", "std_ms", "min_ms", "first_ms")
+
+TRACED = (
+    *("wall_ms", "kernel_ms", "matmul_ms", "softmax_ms", "rest_ms", "ms", "mean_us"),
+    *("least_ms", "most_ms", "per_rank", "exposed_ms", "traced_ms"),
+)
+
+
+def _from_a_profile(key: str) -> bool:
+    """Whether a time is from a trace or a statistic itself, so that it has no spread of its own."""
+    return key in (*STATISTICS, *TRACED)
+
+
 class TestCells:
     @pytest.mark.parametrize(
         ("value", "expected"),
@@ -257,6 +273,35 @@ class TestTables:
         assert "step_median_ms" in header
         assert repr(1 / 3) in first
         assert ",oom," in second
+
+    def test_every_table_of_times_shows_their_spread(self, records: list[Record]) -> None:
+        """Beside each median: in the spread column, in the cell, or in a column of its own."""
+        records = [*records, *split_examples(), *audit_examples(), *profile_examples()]
+        records += decode_examples()
+        frame = build_frame(records)
+        timed = []
+        for name in TABLES.names():
+            table = build_table(name, frame)
+            if table is None:
+                continue
+            headers = [column.full_header for column in table.columns]
+            medians = [
+                column
+                for column in table.columns
+                if re.search(r"\((ms|µs)\)", column.header) and not _from_a_profile(column.key)
+            ]
+            if not medians:
+                continue
+            timed.append(name)
+            shown = [text for text in ("spread (%)", "IQR (ms)") if text in headers]
+            cells = " ".join(cell for row in table.cells() for cell in row)
+            assert shown or "%)" in cells, name
+            if "spread (%)" in headers:
+                assert "interquartile range over median" in table.caption
+            for column in medians:
+                has_marks = column.mark or column.key in OF_OTHERS
+                assert has_marks, f"{name}: {column.full_header} cannot be marked"
+        assert len(timed) >= 24
 
     def test_terminal_fits_100_columns(self, records: list[Record]) -> None:
         records = [*records, *split_examples(), *audit_examples(), *profile_examples()]

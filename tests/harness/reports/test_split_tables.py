@@ -32,13 +32,17 @@ def record_of(*arguments: str, both_ms: float = 8.0, **fields: Any) -> Record:
     given = {argument.split("=")[0] for argument in arguments}
     shape = [item for item in SHAPE if item.split("=")[0] not in given]
     (case,) = compose_request([*shape, *arguments]).cases
-    samples = [[both_ms / 2] * 3] * (case.world_size - 1) + [[both_ms] * 3]
-    names = ("forward", "backward", "forward_backward")
+    samples = {
+        name: [[share * both_ms / 2] * 3] * (case.world_size - 1) + [[share * both_ms] * 3]
+        for name, share in (("forward", 0.25), ("backward", 0.75), ("forward_backward", 1))
+    }
     return Record(
         case_id=case.id,
         case=case.to_dict(),
         status="ok",
-        phases={name: Phase(clock="cuda_event", samples_ms=samples) for name in names},
+        phases={
+            name: Phase(clock="cuda_event", samples_ms=ranks) for name, ranks in samples.items()
+        },
         work={name: asdict(work) for name, work in case.task.work(case).items()},
         environment=dict(ENVIRONMENT),
         memory=[{"source": "cuda", "peak_allocated_bytes": 2**30}] * case.world_size,

@@ -1,0 +1,100 @@
+"""Numbers that cannot be: rates above the device's roof, parts that exceed their whole.
+
+A row that fails has a fault of its own or is compared with a faulty one, so its rates are withheld
+and its time is marked. Which of the two is wrong cannot be told from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from harness.store.record import Record
+
+OVER_ROOF = 1.01
+"""Rate over the measured roof that its own spread explains."""
+
+OVER_WHOLE = 1.05
+"""Parts over the whole that medians of different passes explain."""
+
+OVER_PASS = 1.01
+"""Kernels under a profiler over the pass without it that the means of both explain."""
+
+WHOLES: Mapping[str, tuple[str, ...]] = {
+    "forward_backward": ("forward", "backward"),
+    "step": ("forward", "backward", "optimizer"),
+}
+"""Phases, and those that follow one another inside them."""
+
+MEANINGS: Mapping[str, str] = {
+    "time": "a time is not above zero",
+    "peak": "the rate is above the dense peak of the device's datasheet",
+    "roof": "the rate is over 1% above that of the large matmul measured on this device",
+    "parts": "the parts of a pass take over 5% longer than the whole",
+    "bandwidth": "the rate is above the device's memory bandwidth",
+    "traced": "it takes longer under the profiler than the whole step without it",
+    "kernels": (
+        "kernels under the profiler take over 1% longer than the pass without it: it slowed them, "
+        "or they ran at once"
+    ),
+}
+"""Each reason why a number cannot be, in the order of footnotes."""
+
+RATES = ("tokens_per_s", "tflops", "mfu")
+"""Columns of the frame that are withheld in rows that cannot be."""
+
+Roofs = Mapping[tuple[Any, ...], float]
+"""TFLOP/s of a large matmul, by device name, compute dtype and whether TF32 was allowed."""
+
+ROOF_KEYS = ("device_name", "compute", "tf32")
+
+
+def roof_records(records: Iterable[Record]) -> list[Record]:
+    """The records that measured what a large matmul and a large copy reach."""
+    return [
+        record
+        for record in records
+        if record.status == "ok" and {"copy", "matmul"} <= record.phases.keys()
+    ]
+
+
+def roofs_of(frame: pd.DataFrame) -> Roofs:
+    """The highest rate of a matmul in a frame of :func:`roof_records`, in its fastest pass."""
+    measured = frame[(frame["phase"] == "matmul") & (frame["status"] == "ok")]
+    rate = measured["work_flops"].astype(float) / measured["min_ms"] / 1e9
+    return dict(rate.groupby([measured[key] for key in ROOF_KEYS]).max())
+
+
+def impossible(frame: pd.DataFrame, roofs: Roofs) -> list[list[str]]:
+    """Why each row of the frame cannot be; nothing where it can."""
+    roof = pd.Series(
+        [roofs.get(key, np.nan) for key in zip(*(frame[key] for key in ROOF_KEYS), strict=True)],
+        index=frame.index,
+        dtype=float,
+    )
+    reasons = {
+        "time": frame["median_ms"] <= 0,
+        "peak": frame["tflops"] > frame["peak_tflops"].astype(float),
+        "roof": (frame["tflops"] > OVER_ROOF * roof) & (frame["phase"] != "matmul"),
+        "parts": _parts_exceed(frame),
+    }
+    columns = [reasons[word].tolist() for word in reasons]
+    return [
+        [word for word, is_so in zip(reasons, flags, strict=True) if is_so]
+        for flags in zip(*columns, strict=True)
+    ]
+
+
+def _parts_exceed(frame: pd.DataFrame) -> pd.Series:
+    """Whether a phase belongs to a case whose parts take longer than the whole."""
+    found = pd.Series(False, index=frame.index)
+    times = frame["median_ms"]
+    for whole, parts in WHOLES.items():
+        together = times.where(frame["phase"].isin(parts)).groupby(frame["case_id"]).sum()
+        wholes = times[frame["phase"] == whole].groupby(frame["case_id"]).first()
+        ratio = frame["case_id"].map(together / wholes)
+        found |= (ratio > OVER_WHOLE) & frame["phase"].isin([whole, *parts])
+    return found

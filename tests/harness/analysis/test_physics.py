@@ -1,0 +1,102 @@
+"""Numbers that cannot be: each planted once, and none in sound records."""
+
+from __future__ import annotations
+
+import pytest
+from records import make_record
+from status_examples import status_examples
+
+from harness.analysis.frame import build_frame
+from harness.analysis.physics import MEANINGS
+from harness.analysis.stats import latest_rank
+from harness.cases import format as fmt
+from harness.render.files import to_csv, to_markdown
+from harness.render.latex import to_latex
+from harness.render.table import build_table
+from harness.store.record import Phase, Record
+
+ATTENTION = {"task": "attention", "mode": "forward_backward"}
+
+
+def reasons(*records: Record, roofs: tuple[Record, ...] = ()) -> dict[str, list[str]]:
+    frame = build_frame(records, roofs)
+    return dict(zip(frame["phase"], frame["impossible"], strict=True))
+
+
+def roof_of(tflops: float) -> Record:
+    """A record of a matmul at this rate."""
+    record = make_record(samples_ms={"copy": [[1.0]], "matmul": [[2.0, 1.0]]}, seed=9)
+    record.work["matmul"]["flops"] = tflops * 1e9
+    record.work["copy"]["flops"] = None
+    return record
+
+
+class TestRates:
+    @pytest.mark.parametrize(("ms", "expected"), [(1.0, []), (0.1, ["peak"])])
+    def test_above_the_datasheet(self, ms: float, expected: list[str]) -> None:
+        """0.1 TFLOP in 1 and in 0.1 ms, on a device of 989 TFLOP/s."""
+        assert reasons(make_record(samples_ms={"forward": [[ms]]})) == {"forward": expected}
+
+    @pytest.mark.parametrize(("tflops", "expected"), [(99.5, []), (98.0, ["roof"]), (101.0, [])])
+    def test_above_a_measured_roof(self, tflops: float, expected: list[str]) -> None:
+        """100 TFLOP/s; the roof is the fastest pass of a matmul in the same folder."""
+        record = make_record(samples_ms={"forward": [[1.0]]})
+        assert reasons(record, roofs=(roof_of(tflops), record))["forward"] == expected
+
+    def test_a_roof_of_another_precision_says_nothing(self) -> None:
+        record = make_record(samples_ms={"forward": [[1.0]]}, precision="fp16")
+        assert reasons(record, roofs=(roof_of(10.0),)) == {"forward": []}
+
+    def test_are_withheld_and_marked(self) -> None:
+        table = build_table(
+            "attention_summary",
+            build_frame([make_record(samples_ms={"forward": [[0.1, 0.1]]}, **ATTENTION)]),
+        )
+        assert table is not None
+        row = dict(zip([column.header for column in table.columns], table.cells()[0], strict=True))
+        assert row["forward (ms)"] == f"0.100{fmt.CIRCLED_SLASH}"
+        assert "forward (TFLOP/s)" not in row
+        assert MEANINGS["peak"] in to_markdown(table)
+        assert "peak" in to_csv(table)
+        assert r"$\oslash$" in to_latex(table)
+
+
+class TestParts:
+    @pytest.mark.parametrize(("both", "expected"), [(3.0, []), (2.9, []), (2.8, ["parts"])])
+    def test_parts_and_whole(self, both: float, expected: list[str]) -> None:
+        samples = {"forward": [[1.0]], "backward": [[2.0]], "forward_backward": [[both]]}
+        found = reasons(make_record(samples_ms=samples, **ATTENTION))
+        assert set(map(tuple, found.values())) == {tuple(expected)}
+
+    def test_ranks_wait_for_each_other(self) -> None:
+        """Rank 1 is late in the forward pass, and rank 0 waits for it in the backward pass."""
+        record = make_record(dp=2)
+        record.phases = {
+            "forward": Phase(clock="cuda_event", samples_ms=[[4.0, 4.0], [27.0, 27.5]]),
+            "backward": Phase(clock="cuda_event", samples_ms=[[98.0, 98.0], [75.0, 74.5]]),
+            "optimizer": Phase(clock="cuda_event", samples_ms=[[3.0, 3.0], [3.0, 3.0]]),
+            "step": Phase(clock="host", samples_ms=[[105.0, 105.0], [105.0, 105.5]]),
+        }
+        frame = build_frame([record]).set_index("phase")
+        assert frame["median_ms"].to_dict() == {
+            "forward": 27.25,
+            "backward": 74.75,
+            "optimizer": 3.0,
+            "step": 105.25,
+        }
+        assert not frame["impossible"].map(bool).any()
+
+    def test_the_latest_rank_is_late_all_along(self) -> None:
+        """Of two ranks that end together, the one that computes longer before the wait."""
+        assert latest_rank([[[30.0], [31.0]], [[60.0], [50.0]], [[10.0], [19.0]]]) == 0
+        assert latest_rank([[[4.0], [27.0]], [[98.0], [75.0]]]) == 1
+
+
+def test_times_above_zero() -> None:
+    assert reasons(make_record(samples_ms={"forward": [[0.0]]}))["forward"][0] == "time"
+
+
+def test_sound_records_raise_no_alarm() -> None:
+    frame = build_frame([record for record in status_examples() if record.status != "wrong"])
+    alarms = frame[frame["impossible"].map(bool)]
+    assert alarms.empty, alarms[["case_id", "phase", "median_ms", "impossible"]]
