@@ -5,8 +5,8 @@ lives, so that the rounds of one process say nothing about the next (Kalibera an
 levels of repetition; Mytkowicz et al., "Producing wrong data without doing anything obviously
 wrong", ASPLOS 2009). The level is estimated from every case whose rounds were measured in several
 processes: the variance between the means of processes, less what varies within one process (its
-rounds, or its samples where it measured one round), pooled over cases. Sweep ``run_to_run``
-measures some cases for it.
+rounds, or its samples where it measured one round), pooled over cases. Any run with
+``interleave=5`` whose rounds have processes of their own gives it.
 """
 
 from __future__ import annotations
