@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 import pandas as pd
 
+from harness.analysis.host_time import host_bound
 from harness.analysis.row_verdicts import any_apart, row_verdicts
 from harness.cases import format as fmt
 from harness.cases.columns import POINTS, point_groups
@@ -45,6 +46,9 @@ AXES = {
     "strategy": Axis(choice="strategy", columns=("strategy",), needs_baseline=False),
     "precision": Axis(choice="precision", columns=("precision",), needs_baseline=True),
 }
+
+HIDDEN = "the device waited for its host, which hides how fast the kernels are"
+"""Why backends are not ranked by host-bound times."""
 
 
 def comparable(frame: pd.DataFrame) -> pd.DataFrame:
@@ -95,7 +99,8 @@ def compare(frame: pd.DataFrame, axis: Axis) -> pd.DataFrame:
     These are those of :data:`harness.analysis.row_verdicts.COLUMNS`; the ratio is the baseline's
     time over the candidate's, so more than 1 is faster. ``axis`` is the choice that the two differ
     in. ``apart_mark`` holds the symbols of footnotes where both were measured long after each
-    other, and where they were on different hosts; of two devices nothing is compared.
+    other, and where they were on different hosts; of two devices nothing is compared. Backends are
+    UNCLEAR where either time is host-bound (:data:`HIDDEN`).
     Empty where nothing differs in the choice alone.
     """
     names = sorted(frame[axis.choice].unique(), key=POINTS[axis.choice].rank)
@@ -121,7 +126,19 @@ def compare(frame: pd.DataFrame, axis: Axis) -> pd.DataFrame:
         axis=axis.choice,
     )
     rows = rows[rows["case_id"] != rows["baseline_id"]]
-    return pd.concat([rows, row_verdicts(baseline.loc[rows.index], rows)], axis=1)
+    baseline = baseline.loc[rows.index]
+    rows["baseline_host_bound"] = host_bound(baseline)
+    compared = pd.concat([rows, row_verdicts(baseline, rows)], axis=1)
+    if axis.choice == "attention":
+        hidden = hides_kernels(compared) & compared["verdict"].notna()
+        compared.loc[hidden, "verdict"] = "UNCLEAR"
+        compared.loc[hidden, "why"] = HIDDEN
+    return compared
+
+
+def hides_kernels(rows: pd.DataFrame) -> pd.Series:
+    """The compared rows whose own time or whose baseline's is that of a host."""
+    return host_bound(rows) | rows["baseline_host_bound"].astype(bool)
 
 
 def _marks(rows: pd.DataFrame, baseline: pd.DataFrame) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from harness.analysis.comparison import AXES, comparable, compare, compare_with_peers
+from harness.analysis.comparison import AXES, comparable, compare, compare_with_peers, hides_kernels
 from harness.analysis.row_verdicts import interval_cells, reasons, rule_words
 from harness.cases import format as fmt
 from harness.render.findings import best_row, sentence
@@ -37,6 +37,7 @@ def build(frame: pd.DataFrame) -> Table | None:
     kept = {"attention": by_attention, "compile_scope": by_compile, "strategy": by_strategy}
     rows = pd.concat(parts, ignore_index=True)
     rows["mark"] = marks_of(rows)
+    rows["baseline_mark"] = rows["baseline_host_bound"].map({True: fmt.DOUBLE_BAR, False: ""})
     rows["interval"] = interval_cells(rows)
     rows["why"] = reasons(rows)
     phase = [Column(key="phase", header="phase")] if rows["phase"].nunique() > 1 else []
@@ -58,7 +59,13 @@ def build(frame: pd.DataFrame) -> Table | None:
                 detail=True,
             ),
             Column(key="baseline", header="baseline"),
-            Column(key="baseline_ms", header="baseline (ms)", format=fmt.number, detail=True),
+            Column(
+                key="baseline_ms",
+                header="baseline (ms)",
+                format=fmt.number,
+                mark="baseline_mark",
+                detail=True,
+            ),
             Column(key="ratio", header="ratio", format=fmt.factor, mark="apart_mark"),
             Column(key="interval", header="interval", raw=("ratio_low", "ratio_high"), detail=True),
             Column(key="num_rounds", header="rounds", format=fmt.integer, detail=True),
@@ -73,13 +80,19 @@ def say(rows: pd.DataFrame) -> str | None:
     counts = rows["verdict"].value_counts()
     if counts.empty:
         return None
-    best = best_row(rows, "ratio")
+    found = (
+        f"{counts.get('FASTER', 0)} of {counts.sum()} candidates are FASTER than their baseline, "
+        f"{counts.get('SLOWER', 0)} SLOWER, {counts.get('SAME', 0)} the SAME and "
+        f"{counts.get('UNCLEAR', 0)} UNCLEAR"
+    )
+    ranked = rows[(rows["axis"] != "attention") | ~hides_kernels(rows)]
+    if ranked["ratio"].isna().all():
+        return sentence(found)
+    best = best_row(ranked, "ratio")
     name = str(best[best["axis"]])
     if best["axis"] == "compile_scope":
         name = f"{best['attention']} compiled by {name}"
     return sentence(
-        f"{counts.get('FASTER', 0)} of {counts.sum()} candidates are FASTER than their baseline, "
-        f"{counts.get('SLOWER', 0)} SLOWER, {counts.get('SAME', 0)} the SAME and "
-        f"{counts.get('UNCLEAR', 0)} UNCLEAR",
+        found,
         f"the largest ratio is {fmt.factor(best['ratio'])}, of {name} over {best['baseline']}",
     )

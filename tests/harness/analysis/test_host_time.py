@@ -13,7 +13,7 @@ from harness.render.panels import whole_calls
 from harness.render.rows import per_case
 from harness.render.table import HOST_BOUND, build_table, finding_of
 from harness.store.record import Phase, Record
-from tests.support.records import make_record
+from tests.support.records import in_rounds, make_record
 
 
 def phase(samples: float, *, host: float | None = None, device: float | None = None) -> Phase:
@@ -173,3 +173,23 @@ def test_figures_leave_out_graphs_of_some_calls() -> None:
     assert whole_calls(build_frame([*launched, *graphed[:1]]))["cuda_graph"].tolist() == [False] * 2
     assert len(whole_calls(build_frame([*launched, *graphed]))) == 4
     assert len(whole_calls(build_frame(graphed))) == 2
+
+
+def test_verdicts_on_backends_need_the_device_s_own_time() -> None:
+    def verdicts(naive_device_ms: float) -> tuple[str, list[str], str]:
+        records = [
+            call("naive", 512, 2.0, device_ms=naive_device_ms),
+            call("sdpa", 512, 1.0, device_ms=1.0),
+        ]
+        table = build_table("comparison", build_frame([in_rounds(record) for record in records]))
+        assert table is not None
+        (row,) = table.rows.to_dict("records")
+        return row["verdict"], table.footnotes, finding_of(table)
+
+    assert verdicts(2.0)[0] == "FASTER"
+    verdict, footnotes, finding = verdicts(1.0)
+    assert verdict == "UNCLEAR"
+    assert HOST_BOUND in footnotes
+    assert finding == (
+        "0 of 1 candidates are FASTER than their baseline, 0 SLOWER, 0 the SAME and 1 UNCLEAR."
+    )
