@@ -15,7 +15,11 @@ import yaml
 
 from harness.paths import SWEEPS
 
-_KEYS = {"title", "about", "tables", "figures", "interleave", "isolate", "scales"}
+_KEYS = {"title", "about", "tables", "figures", "isolate", "scales"}
+_KEYS |= {"interleave", "until", "budget_s"}
+
+UNTIL = ("rounds", "decided")
+"""What ends the measuring: the number of rounds, or verdicts on all compared cases."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -29,6 +33,10 @@ class Sweep:
     figures: list[str] = field(default_factory=list)
     interleave: int = 1
     """Rounds that each case's measured passes are split into, unless the user says more."""
+    until: str = "rounds"
+    """One of :data:`UNTIL`."""
+    budget_s: float | None = None
+    """Seconds for rounds that are added until verdicts are reached."""
     isolate: bool = False
     """Whether every case runs in its own process."""
     scales: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
@@ -69,5 +77,7 @@ def load_sweep(name: str) -> Sweep:
             raise ValueError(
                 f"{path}: scales.{scale} must be a list of mappings from key to values"
             )
+    if values.get("until", UNTIL[0]) not in UNTIL:
+        raise ValueError(f"{path}: until: {values['until']}: one of {', '.join(UNTIL)}")
     values.setdefault("title", path.stem)
     return Sweep(name=path.stem, **values)

@@ -15,15 +15,20 @@ from typing import Any, cast
 
 from harness.cases.case import Case
 from harness.cases.requirements import require_at_least, require_choice
-from harness.cases.sweep import Sweep, ad_hoc_sweep, load_sweep
+from harness.cases.sweep import UNTIL, Sweep, ad_hoc_sweep, load_sweep
 from harness.render.registries import FIGURES, TABLES, made_by_default
 from harness.request.command_line import Axes, parse
 from harness.request.config import RUN_KEYS, group_of
 from harness.request.grid import Parts, default_config, expand, require_key, set_value
+from harness.run.interleaving import comparison_groups
 from harness.run.launcher import Launcher
 from harness.run.options import RunOptions
 
 REMEASURE = ("none", "stale", "all")
+
+FIRST_ROUNDS = 5
+"""Rounds of cases that are compared; the first after which a verdict may be reached."""
+
 _FRESH = {"auto": None, "true": True, "false": False}
 
 
@@ -74,8 +79,7 @@ def compose_request(arguments: Sequence[str]) -> Request:
         isolate=run["isolate"] or sweep.isolate,
         retry=run["retry"],
         remeasure=run["remeasure"],
-        interleave=_rounds(cases, run["interleave"], sweep.interleave),
-        fresh_rounds=_FRESH[run["fresh_rounds"].lower()],
+        **_rounds(cases, run, sweep, named=names[0] is not None),
         wait=run["wait"],
         vote_timeout_s=getattr(
             launcher, "vote_timeout_s", RunOptions(results=Path()).vote_timeout_s
@@ -93,16 +97,36 @@ def compose_request(arguments: Sequence[str]) -> Request:
     )
 
 
-def _rounds(cases: list[Case], wanted: int, of_sweep: int) -> int:
-    """The user's or the sweep's rounds, whichever are more; never more than a case has passes."""
+def _rounds(cases: list[Case], run: dict[str, Any], sweep: Sweep, *, named: bool) -> dict[str, Any]:
+    """The options of rounds: the user's, else the sweep's, else those that a comparison needs.
+
+    Never more rounds at first than a case has passes.
+    """
     passes = [case.task.measure_steps for case in cases if hasattr(case.task, "measure_steps")]
+    wanted = run["interleave"] or 1
     fewest = min(passes, default=wanted)
     if wanted > fewest:
         raise ValueError(
             f"interleave={wanted}: splits the measured passes of a case into as many rounds, and "
             f"task.measure_steps={fewest}; must be at most that"
         )
-    return max(wanted, min(of_sweep, fewest))
+    # Who asks for fewer passes than that asks for a look, and not for a verdict.
+    compares = run["interleave"] is None and fewest >= FIRST_ROUNDS
+    compares = compares and any(len(group) > 1 for group in comparison_groups(cases))
+    until = run["until"]
+    if until == "auto":
+        until = sweep.until if named else "decided" if compares else "rounds"
+    rounds = max(wanted, min(sweep.interleave, fewest))
+    if until == "decided" and run["interleave"] is None and sweep.interleave == 1:
+        rounds = min(FIRST_ROUNDS, fewest)
+    budget_s = sweep.budget_s if run["budget_s"] is None else run["budget_s"]
+    return {
+        "interleave": rounds,
+        "until_decided": until == "decided",
+        "budget_s": budget_s,
+        "max_rounds": run["max_rounds"],
+        "fresh_rounds": _FRESH[run["fresh_rounds"].lower()],
+    }
 
 
 def _require_rendering(sweep: Sweep) -> None:
@@ -124,7 +148,11 @@ def _run_values(axes: Axes) -> dict[str, Any]:
     run = {key: config[key] for key in RUN_KEYS}
     if run["timeout_s"] <= 0:
         raise ValueError(f"timeout_s={run['timeout_s']:g}: must be positive")
-    require_at_least("interleave", run["interleave"], 1)
+    require_at_least("interleave", 1 if run["interleave"] is None else run["interleave"], 1)
+    require_at_least("max_rounds", run["max_rounds"], 1)
+    require_choice("until", run["until"], ("auto", *UNTIL))
+    if run["budget_s"] is not None and run["budget_s"] < 0:
+        raise ValueError(f"budget_s={run['budget_s']:g}: must not be negative")
     require_choice("device", run["device"], ("auto", "cpu", "cuda"))
     require_choice("fresh_rounds", run["fresh_rounds"].lower(), tuple(_FRESH))
     return run

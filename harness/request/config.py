@@ -45,10 +45,17 @@ class Config:
     remeasure: str = "none"
     """Which recorded cases are measured again: none, stale or all."""
     plan: bool = False
-    interleave: int = 1
-    """Number of rounds that the measured passes of each case are split into."""
+    interleave: int | None = None
+    """Number of rounds that the measured passes of each case are split into; None is the sweep's,
+    and without one 5 where cases are compared, and 1 otherwise."""
     fresh_rounds: str = "auto"
     """Whether each round has worker processes of its own: auto, true or false."""
+    until: str = "auto"
+    """rounds, or decided: rounds are added to compared cases that are still UNCLEAR; auto is the
+    sweep's, and without one decided where cases are compared in rounds of auto's number."""
+    budget_s: float | None = None
+    """Seconds for all added rounds; None is as many as the first rounds took, within limits."""
+    max_rounds: int = 28
     scale: str = "auto"
     wait: bool = False
 
@@ -64,6 +71,9 @@ RUN_KEYS = (
     "plan",
     "interleave",
     "fresh_rounds",
+    "until",
+    "budget_s",
+    "max_rounds",
     "scale",
     "wait",
 )

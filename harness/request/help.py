@@ -62,10 +62,13 @@ How to run, rather than what to measure:
   isolate     a process of its own for each case
   wait        with launcher=slurm, follow the jobs and report at the end
   interleave  number of rounds that each case's measured passes are split into, so that cases
-              which differ in attention or strategy alone take turns, in random order
+              which differ in attention or strategy alone take turns, in random order; 5 where
+              such cases are compared
   fresh_rounds  whether each round has processes of its own, since two processes differ in
               speed for as long as they live; auto shares them between two rounds of several
               GPUs, which take long to start
+  until       decided adds rounds to compared cases that are still UNCLEAR, up to max_rounds=
+              and for budget_s= seconds in all; rounds adds none
 
 Flags: --cfg job prints the composed configuration, --info all tells more, --hydra-help too.
 """

@@ -10,7 +10,7 @@ from rich.table import Table
 from harness.cases import format as fmt
 from harness.cases.case import Case
 from harness.request.compose import Request
-from harness.request.plan import PlannedCases
+from harness.request.plan import PlannedCases, further_rounds_s, predicted_starts_s
 
 
 def minutes(seconds: float) -> str:
@@ -40,10 +40,12 @@ def print_plan(
         state = states.get(case.id, "to measure")
         table.add_row(case.title, memory_gib(case), f"{predict(case):.3g}", state)
     console.print(table)
-    total = sum(map(predict, plan.todo))
+    total = sum(map(predict, plan.todo)) + predicted_starts_s(plan.todo, request.options)
+    further = further_rounds_s(request.options, total) if plan.todo else 0.0
+    until = f", and up to {minutes(further)} more until decided" if further else ""
     console.print(
         f"{len(plan.todo)} of {fmt.counted(len(request.cases), 'case')} to measure on "
-        f"{request.cases[0].device}, predicted time {minutes(total)}; memory and time are "
+        f"{request.cases[0].device}, predicted time {minutes(total)}{until}; memory and time are "
         "predictions from formulas",
         highlight=False,
     )

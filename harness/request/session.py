@@ -11,7 +11,14 @@ from rich.console import Console
 from harness.cases import format as fmt
 from harness.cases.case import Case
 from harness.request.compose import Request
-from harness.request.plan import PlannedCases, plan_cases, predicted_seconds, sweep_plan
+from harness.request.plan import (
+    PlannedCases,
+    further_rounds_s,
+    plan_cases,
+    predicted_seconds,
+    predicted_starts_s,
+    sweep_plan,
+)
 from harness.request.plan_listing import minutes, print_plan
 from harness.request.staleness import in_a_line
 from harness.run import local
@@ -63,7 +70,8 @@ def _measure(
     predict: Callable[[Case], float],
 ) -> int:
     """Launch the cases that are left, then report."""
-    console.print(_opening(request, plan, sum(map(predict, plan.todo))), highlight=False)
+    predicted_s = sum(map(predict, plan.todo)) + predicted_starts_s(plan.todo, request.options)
+    console.print(_opening(request, plan, predicted_s), highlight=False)
     with TerminalProgress(console, plan.todo, predict) as progress:
         pending = PendingCases(
             cases=plan.todo,
@@ -125,12 +133,16 @@ def _opening(request: Request, plan: PlannedCases, predicted_s: float) -> str:
     cases = fmt.counted(len(request.cases), "case")
     rounds = request.options.interleave
     turns = f", each in {rounds} rounds" if rounds > 1 else ""
+    if request.options.until_decided:
+        turns += ", and more until decided"
+        predicted_s += further_rounds_s(request.options, predicted_s) if plan.todo else 0.0
     opening = f"{request.sweep.title} ({request.label}{scale}): {cases}{turns}{known}"
     if predicted_s <= LONG_S:
         return opening
+    at_most = " at most" if request.options.until_decided else ""
     return (
-        f"{opening}. Predicted time {minutes(predicted_s)}; Ctrl-C stops, plan=true lists the "
-        "cases and runs nothing, --help says what else there is"
+        f"{opening}. Predicted time{at_most} {minutes(predicted_s)}; Ctrl-C stops, plan=true lists "
+        "the cases and runs nothing, --help says what else there is"
     )
 
 

@@ -22,6 +22,12 @@ class RunOptions:
     """Whether every round of a case has worker processes of its own. None starts them anew for each
     round of one rank or of CPU ranks, and for every second round of several GPUs, whose start
     takes 5 to 15 s."""
+    until_decided: bool = False
+    """Whether rounds are added to compared cases that are still UNCLEAR."""
+    budget_s: float | None = None
+    """Time for all added rounds; None is as long as the first rounds took, within limits."""
+    max_rounds: int = 28
+    """The most rounds of a case, added ones included."""
     vote_timeout_s: float = 60.0
     wait: bool = False
     """Follow cases that run elsewhere until their records are there."""

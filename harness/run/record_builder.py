@@ -21,6 +21,10 @@ class RecordBuilder:
         self.case = case
         self.ended = False
         self.recorded = False
+        self.stopped = ""
+        """Why no further rounds were measured; see :attr:`Record.stopped`."""
+        self.last_wall_s = 0.0
+        """How long the last round took."""
         self.environments: list[dict[str, Any]] = []
         self._num_rounds = num_rounds
         self._num_taken_up = 0
@@ -39,9 +43,18 @@ class RecordBuilder:
     def num_finished(self) -> int:
         return len(self._rounds)
 
-    def num_rounds_in(self, process: int) -> int:
-        """How many of its rounds a worker process has measured."""
-        return self._processes.count(process)
+    @property
+    def processes(self) -> list[int]:
+        """Which of the run's worker processes measured each round."""
+        return self._processes
+
+    def rounds_ms(self, phase: str) -> list[list[float]]:
+        """By round, the times of a phase on the slowest rank; empty where it was not measured."""
+        per_rank = [
+            [outcome["samples_ms"].get(phase, []) for outcome in outcomes]
+            for outcomes in self._rounds
+        ]
+        return [[max(times) for times in zip(*ranks, strict=False)] for ranks in per_rank]
 
     def take_up(self, kept: Rounds) -> None:
         """Start from the finished rounds of an earlier run."""
@@ -51,6 +64,7 @@ class RecordBuilder:
         self._turns_at = [*kept.turns_at] or [*kept.started_at]
         self._processes = list(kept.processes)
         self._wall_s = kept.wall_s
+        self.last_wall_s = kept.wall_s / max(1, len(kept.outcomes))
 
     def to_rounds(self) -> Rounds:
         """The finished rounds, for the next run to start from."""
@@ -80,6 +94,7 @@ class RecordBuilder:
         outcomes = sorted(reply.outcomes, key=lambda outcome: outcome["rank"])
         self._rounds.append(outcomes)
         self._wall_s += wall_s
+        self.last_wall_s = wall_s
         if not reply.healthy and reply.fault is None:
             # The first rank to give up knows the cause; the others fail because it has gone.
             outcomes = [item for item in reply.outcomes if item["status"] != "ok"][:1]
@@ -107,19 +122,20 @@ class RecordBuilder:
             environment=dict(self.environments[0]) if self.environments else {},
             started_at=self._started_at[0],
             wall_s=self._wall_s,
+            stopped=self.stopped,
         )
         record.notes["predicted_memory"] = case.task.predicted_memory(case)
         before_backward = case.task.predicted_before_backward(case)
         if before_backward is not None:
             record.notes["predicted_before_backward"] = before_backward
         if self._num_rounds > 1:
-            record.notes["interleaved_rounds"] = self._num_rounds
+            record.notes["interleaved_rounds"] = max(self._num_rounds, len(self._rounds))
             record.notes["rounds_started_at"] = self._started_at
         if self._num_taken_up:
             record.notes["resumed_rounds"] = self._num_taken_up
         complete = [outcomes for outcomes in self._rounds if len(outcomes) == case.world_size]
         if complete:
-            _add_measurements(record, complete)
+            _add_measurements(record, complete, self._num_rounds)
             record.round_states = [
                 Round(started_at=turn_at, process=process, ranks=self._states(outcomes))
                 for turn_at, process, outcomes in zip(
@@ -158,8 +174,15 @@ class RecordBuilder:
         ]
 
 
-def _add_measurements(record: Record, complete: list[list[dict[str, Any]]]) -> None:
-    """Join the rounds that all ranks completed: samples in a row, the highest peak, last notes."""
+def _add_measurements(
+    record: Record, complete: list[list[dict[str, Any]]], num_rounds: int
+) -> None:
+    """Join the rounds that all ranks completed: samples in a row, the highest peak, last notes.
+
+    Args:
+        num_rounds: the rounds that every case has. The last of them is noted; further ones
+            measure times alone.
+    """
     first, last = complete[0], complete[-1]
     ranks = range(len(first))
     record.check = _worst_check([outcome["check"] for outcome in first])
@@ -174,7 +197,7 @@ def _add_measurements(record: Record, complete: list[list[dict[str, Any]]]) -> N
         }
         for rank in ranks
     ]
-    record.notes |= last[0]["notes"]
+    record.notes |= complete[:num_rounds][-1][0]["notes"]
     for name, clock in first[0]["clocks"].items():
         series = {
             kind: [

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-import tempfile
 import time
 from collections import Counter, deque
 from collections.abc import Iterable
@@ -23,6 +22,8 @@ from datetime import UTC, datetime
 from functools import partial
 
 from harness.cases.case import Case
+from harness.run.case_group import CaseGroup
+from harness.run.deciding import Budget, affordable
 from harness.run.device_lock import exclusive_device
 from harness.run.held_signals import signals_held
 from harness.run.hosts import Hosts
@@ -30,43 +31,13 @@ from harness.run.interleaving import comparison_groups, turns
 from harness.run.options import RunOptions
 from harness.run.progress import Progress
 from harness.run.record_builder import RecordBuilder
-from harness.run.worker_group import WorkerGroup
+from harness.run.workers import Workers
 from harness.store.record import RecordStore, is_final
 from harness.store.rounds import RoundStore, conditions, why_not_joined
 
 BATCH_S = 120.0
 """How long the first round takes on further cases before the second one begins. Starting workers
 takes seconds, once a round; cases are recorded, and claims of other runs answered, once a batch."""
-
-ROUNDS_OF_GPUS = 2
-"""Rounds of one case that the same processes measure on several GPUs, which take 5 to 15 s to start
-with NCCL."""
-
-
-class _Group:
-    """Cases that take turns, and the right to measure them."""
-
-    def __init__(self, cases: list[Case]) -> None:
-        self.cases = cases
-        self.runs: dict[str, RecordBuilder] = {}
-        self._claims = contextlib.ExitStack()
-
-    def claim(self, store: RecordStore, *, wait: bool) -> bool:
-        """Whether no other process holds one of the cases; with ``wait``, once none does."""
-        # Two processes that wait for each other's cases must ask for them in one order.
-        for case in sorted(self.cases, key=lambda case: case.id):
-            if not self._claims.enter_context(store.claim(case.id, wait=wait)):
-                self.release()
-                return False
-        return True
-
-    def release(self) -> None:
-        self._claims.close()
-
-    @property
-    def kind(self) -> tuple[int, str]:
-        """Cases of one kind can share workers."""
-        return self.cases[0].world_size, self.cases[0].device
 
 
 class Runner:
@@ -83,11 +54,8 @@ class Runner:
         self.store = store
         self.progress = progress
         self._rounds = RoundStore(store)
-        self._hosts = hosts
-        self._group: WorkerGroup | None = None
-        self._caches = ""
-        # Unlike those of earlier runs, whose rounds may be joined with those of this one.
-        self._process = time.time_ns() // 1_000_000
+        self._workers = Workers(options, hosts, lambda: progress.stage("starting workers"))
+        self._budget = Budget(None, 0)
         self._files_before: set[str] = set()
         self._current: RecordBuilder | None = None
 
@@ -104,27 +72,26 @@ class Runner:
         grouped = (
             comparison_groups(cases) if self.options.interleave > 1 else [[case] for case in cases]
         )
+        groups = [CaseGroup(group, self.options) for group in grouped]
+        self._budget = Budget(self.options.budget_s, sum(map(len, grouped)))
         # Warm workers are kept per world size, so cases of one size run together.
-        pending = deque(sorted(map(_Group, grouped), key=lambda group: group.kind[0]))
-        deferred: deque[_Group] = deque()
-        with tempfile.TemporaryDirectory(prefix="attnbench-") as self._caches:
-            try:
-                while pending:
-                    deferred += self._run_batch(pending, wait=False)
-                while deferred:
-                    deferred.extendleft(reversed(self._run_batch(deferred, wait=True)))
-            finally:
-                self._close_group()
+        pending = deque(sorted(groups, key=lambda group: group.kind[0]))
+        deferred: deque[CaseGroup] = deque()
+        with contextlib.closing(self._workers):
+            while pending:
+                deferred += self._run_batch(pending, wait=False)
+            while deferred:
+                deferred.extendleft(reversed(self._run_batch(deferred, wait=True)))
 
-    def _run_batch(self, pending: deque[_Group], *, wait: bool) -> list[_Group]:
+    def _run_batch(self, pending: deque[CaseGroup], *, wait: bool) -> list[CaseGroup]:
         """Measure groups from the left of ``pending``; returns those that other processes hold.
 
         Args:
             wait: wait for the first of them. Nothing is held meanwhile, so that no two processes
                 wait for each other.
         """
-        batch: list[_Group] = []
-        held: list[_Group] = []
+        batch: list[CaseGroup] = []
+        held: list[CaseGroup] = []
         began_s = time.monotonic()
         with contextlib.ExitStack() as releases:
             while pending and (not batch or self._takes(batch, pending[0], began_s)):
@@ -140,9 +107,10 @@ class Runner:
                 # In another order than before, so that none is always first in new workers.
                 for group in random.Random(round_index).sample(batch, len(batch)):
                     self._measure_group(group, round_index)
+            self._decide(batch, time.monotonic() - began_s)
         return held
 
-    def _takes(self, batch: list[_Group], group: _Group, began_s: float) -> bool:
+    def _takes(self, batch: list[CaseGroup], group: CaseGroup, began_s: float) -> bool:
         """Whether a group joins a batch: not without rounds, where it would delay records."""
         return (
             self.options.interleave > 1
@@ -163,27 +131,62 @@ class Runner:
         self.progress.finished(record, measured_now=False)
         return True
 
-    def _open(self, group: _Group) -> None:
+    def _open(self, group: CaseGroup) -> None:
         """Begin with a group's cases that are not recorded yet, from the rounds kept of them."""
         for case in group.cases:
             if not self._is_done(case):
                 group.runs[case.id] = RecordBuilder(case, self.options.interleave)
         self._take_up_rounds(list(group.runs.values()))
 
-    def _measure_group(self, group: _Group, round_index: int) -> None:
+    def _measure_group(self, group: CaseGroup, round_index: int) -> None:
         """One round of a group's cases, without those that have it already or have ended."""
         began_at = datetime.now(UTC).isoformat(timespec="seconds")
+        last = round_index == self.options.interleave - 1 and not group.compares
         for case in turns(group.cases, round_index):
             run = group.runs.get(case.id)
-            if run is None or run.ended or round_index < run.num_finished:
+            if run is None or run.recorded or round_index < run.num_finished:
                 continue
             run.begin_round(began_at)
             self._current = run
             self.progress.started(case)
             with self._device_of(case):
-                self._measure_round(run, round_index)
+                self._measure_round(run, round_index, last=last)
         if all(run.recorded for run in group.runs.values()):
-            group.runs.clear()
+            group.release()
+
+    def _decide(self, batch: list[CaseGroup], first_rounds_s: float) -> None:
+        """Add rounds to pairs that are UNCLEAR, until none is or the time is over; record all."""
+        budget_s = self._budget.share(sum(len(group.cases) for group in batch), first_rounds_s)
+        began_s = time.monotonic()
+        while going_on := self._look(batch):
+            most = max(len(group.rounds_to_look()) for group in going_on)
+            left_s = budget_s - (time.monotonic() - began_s) - most * self._workers.start_s
+            costs_s = [group.seconds_to_look() for group in going_on]
+            fit = affordable(costs_s, left_s)
+            for index, group in enumerate(going_on):
+                if index not in fit:
+                    group.give_up()
+                    self._record_closed(group, budget_s)
+            added = [group for index, group in enumerate(going_on) if index in fit]
+            rounds = {id(group): group.rounds_to_look() for group in added}
+            for offset in range(max(map(len, rounds.values()), default=0)):
+                for group in added:
+                    if offset < len(rounds[id(group)]):
+                        self._measure_group(group, rounds[id(group)][offset])
+        self._budget.spend(time.monotonic() - began_s)
+
+    def _look(self, batch: list[CaseGroup]) -> list[CaseGroup]:
+        """Record what is decided; returns the groups that are not."""
+        for group in batch:
+            group.look()
+            self._record_closed(group, None)
+        return [group for group in batch if group.is_open]
+
+    def _record_closed(self, group: CaseGroup, seconds: float | None) -> None:
+        for run in list(group.closed()):
+            run.stopped = group.why_stopped(run, seconds)
+            self._finish(run)
+        if all(run.recorded for run in group.runs.values()):
             group.release()
 
     def _take_up_rounds(self, runs: list[RecordBuilder]) -> None:
@@ -201,7 +204,8 @@ class Runner:
             if kept is None:
                 continue
             with self._device_of(run.case):
-                now = conditions(self._group_for(run.case).environments)
+                run.environments = self._workers.for_case(run.case).environments
+            now = conditions(run.environments)
             reason = why_not_joined(kept, self.options.interleave, now)
             if reason is None:
                 run.take_up(kept)
@@ -234,13 +238,12 @@ class Runner:
             self._current.give_up(status, message)
             self._finish(self._current)
 
-    def _measure_round(self, run: RecordBuilder, round_index: int) -> None:
+    def _measure_round(self, run: RecordBuilder, round_index: int, *, last: bool) -> None:
         case, rounds = run.case, self.options.interleave
-        if run.num_rounds_in(self._process) >= self._rounds_per_process(case):
-            self._close_group()
-        group = self._group_for(case)
+        group = self._workers.for_round(run)
         run.environments = group.environments
-        turn = f"round {round_index + 1} of {rounds}, " if rounds > 1 else ""
+        planned = f" of {rounds}" if round_index < rounds else ""
+        turn = f"round {round_index + 1}{planned}, " if rounds > 1 else ""
         started = time.monotonic()
         reply = group.run(
             case,
@@ -254,13 +257,13 @@ class Runner:
         # A signal to stop that comes now may wait until the round, or the case, is on disk.
         with signals_held():
             self._current = None
-            run.add(reply, log_tail, wall_s, self._process)
-            if run.ended or round_index == rounds - 1:
+            run.add(reply, log_tail, wall_s, self._workers.process)
+            if run.ended or last:
                 self._finish(run)
             else:
                 self._keep_rounds(run)
         if not reply.healthy or self.options.isolate:
-            self._close_group()
+            self._workers.end()
 
     def _keep_rounds(self, run: RecordBuilder) -> None:
         try:
@@ -272,36 +275,3 @@ class Runner:
                 f"({error.strerror}); they are lost if this run is stopped",
                 file=sys.stderr,
             )
-
-    def _rounds_per_process(self, case: Case) -> int:
-        """How many rounds of a case the same worker processes measure."""
-        fresh = self.options.fresh_rounds
-        if fresh is None and case.device == "cuda" and case.world_size > 1:
-            return ROUNDS_OF_GPUS
-        return self.options.interleave if fresh is False else 1
-
-    def _group_for(self, case: Case) -> WorkerGroup:
-        fits = (
-            self._group is not None
-            and self._group.world_size == case.world_size
-            and self._group.device == case.device
-        )
-        if not fits:
-            self._close_group()
-            self.progress.stage("starting workers")
-            self._process += 1
-            self._group = WorkerGroup(
-                device=case.device,
-                world_size=case.world_size,
-                options=self.options,
-                caches=self._caches,
-                hosts=self._hosts,
-                dynamo=case.uses_dynamo,
-            )
-        assert self._group is not None
-        return self._group
-
-    def _close_group(self) -> None:
-        if self._group is not None:
-            group, self._group = self._group, None
-            group.close()

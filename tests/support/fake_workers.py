@@ -12,7 +12,7 @@ import pytest
 
 from harness.cases.case import Case
 from harness.request.compose import compose_request
-from harness.run import runner
+from harness.run import runner, workers
 from harness.run.interleaving import turns
 from harness.run.options import RunOptions
 from harness.run.runner import Runner
@@ -88,7 +88,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Host:
 
         def close(self) -> None: ...
 
-    monkeypatch.setattr(runner, "WorkerGroup", Group)
+    monkeypatch.setattr(workers, "WorkerGroup", Group)
     monkeypatch.setattr(
         runner,
         "turns",

@@ -1,0 +1,103 @@
+"""Cases that take turns: the claims on them, their rounds, and their pairs that are still open."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from harness.cases.case import Case
+from harness.run.deciding import Pair, is_open, may_look, next_look, pairs_of, why_stopped
+from harness.run.options import RunOptions
+from harness.run.record_builder import RecordBuilder
+from harness.store.record import RecordStore
+
+
+class CaseGroup:
+    """Cases that take turns, and the right to measure them."""
+
+    def __init__(self, cases: list[Case], options: RunOptions) -> None:
+        self.cases = cases
+        self.runs: dict[str, RecordBuilder] = {}
+        """The rounds of each case that has no record yet, by case id."""
+        self._options = options
+        self._claims = contextlib.ExitStack()
+        self._open: list[Pair] | None = None
+        self._decided: list[Pair] = []
+        self._given_up: list[Pair] = []
+
+    def claim(self, store: RecordStore, *, wait: bool) -> bool:
+        """Whether no other process holds one of the cases; with ``wait``, once none does."""
+        # Two processes that wait for each other's cases must ask for them in one order.
+        for case in sorted(self.cases, key=lambda case: case.id):
+            if not self._claims.enter_context(store.claim(case.id, wait=wait)):
+                self.release()
+                return False
+        return True
+
+    def release(self) -> None:
+        self.runs.clear()
+        self._claims.close()
+
+    @property
+    def kind(self) -> tuple[int, str]:
+        """Cases of one kind can share workers."""
+        return self.cases[0].world_size, self.cases[0].device
+
+    @property
+    def compares(self) -> bool:
+        """Whether rounds may be added to its cases."""
+        return self._options.until_decided and len(self.cases) > 1
+
+    def look(self) -> None:
+        """Close the pairs that are decided, or that get no more rounds."""
+        if self._open is None:
+            self._open = pairs_of(self.runs.values()) if self._options.until_decided else []
+        self._open = [pair for pair in self._open if not any(run.ended for run in pair.runs)]
+        for pair in list(self._open):
+            number, options = pair.num_rounds, self._options
+            if may_look(number, options.interleave) and not is_open(pair):
+                self._open.remove(pair)
+                self._decided.append(pair)
+            elif next_look(number, options.max_rounds) == number:
+                self._open.remove(pair)
+                self._given_up.append(pair)
+
+    def give_up(self) -> None:
+        """Close all pairs, undecided."""
+        self._given_up += self._open or []
+        self._open = []
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._open)
+
+    def closed(self) -> Iterator[RecordBuilder]:
+        """The cases of no open pair that have no record yet.
+
+        Baselines come last, so that a run which goes on after a crash still compares the others.
+        """
+        compared = {id(run) for pair in self._open or [] for run in pair.runs}
+        baselines = {id(pair.baseline) for pair in self._decided + self._given_up}
+        runs = [run for run in self.runs.values() if not run.recorded and id(run) not in compared]
+        yield from sorted(runs, key=lambda run: id(run) in baselines)
+
+    def why_stopped(self, run: RecordBuilder, seconds: float | None) -> str:
+        """Why a case gets no more rounds; empty if it was never compared.
+
+        Args:
+            seconds: the time budget, where that is what ended the measuring.
+        """
+        undecided = sum(run in pair.runs for pair in self._given_up)
+        if not undecided and not any(run in pair.runs for pair in self._decided):
+            return ""
+        return why_stopped(run, undecided, seconds if undecided else None)
+
+    def rounds_to_look(self) -> range:
+        """The numbers of the rounds before the next look, from 0."""
+        number = min(pair.num_rounds for pair in self._open or [])
+        return range(number, next_look(number, self._options.max_rounds))
+
+    def seconds_to_look(self) -> float:
+        """How long these rounds will take, by the last ones."""
+        each = sum(run.last_wall_s for run in self.runs.values() if not run.recorded)
+        return len(self.rounds_to_look()) * each

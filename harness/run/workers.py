@@ -1,0 +1,85 @@
+"""The workers of a run: kept warm from case to case, and started anew for another round."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+
+from harness.cases.case import Case
+from harness.run.hosts import Hosts
+from harness.run.options import RunOptions
+from harness.run.record_builder import RecordBuilder
+from harness.run.worker_group import WorkerGroup
+
+ROUNDS_OF_GPUS = 2
+"""Rounds of one case that the same processes measure on several GPUs, which take 5 to 15 s to start
+with NCCL."""
+
+
+class Workers:
+    """At most one group of workers at a time, and the folder of what all of them compile.
+
+    Args:
+        on_start: called whenever a group is started.
+    """
+
+    def __init__(
+        self, options: RunOptions, hosts: Hosts | None, on_start: Callable[[], object]
+    ) -> None:
+        self.start_s = 0.0
+        """How long the last group took to start."""
+        # Unlike those of earlier runs, whose rounds may be joined with those of this one.
+        self.process = time.time_ns() // 1_000_000
+        """The number of the group; see :class:`harness.store.record.Round`."""
+        self._options = options
+        self._hosts = hosts
+        self._on_start = on_start
+        self._caches = tempfile.TemporaryDirectory(prefix="attnbench-")
+        self._group: WorkerGroup | None = None
+
+    def for_round(self, run: RecordBuilder) -> WorkerGroup:
+        """A group for the next round of a case: a new one, if this has measured enough of them."""
+        if run.processes.count(self.process) >= rounds_per_process(
+            self._options, run.case.device, run.case.world_size
+        ):
+            self.end()
+        return self.for_case(run.case)
+
+    def for_case(self, case: Case) -> WorkerGroup:
+        """The group, started anew unless it has the case's number of ranks and its device."""
+        group = self._group
+        if group is None or (group.world_size, group.device) != (case.world_size, case.device):
+            self.end()
+            self._on_start()
+            self.process += 1
+            began_s = time.monotonic()
+            group = self._group = WorkerGroup(
+                device=case.device,
+                world_size=case.world_size,
+                options=self._options,
+                caches=self._caches.name,
+                hosts=self._hosts,
+                dynamo=case.uses_dynamo,
+            )
+            self.start_s = time.monotonic() - began_s
+        return group
+
+    def end(self) -> None:
+        """End the group, if there is one."""
+        if self._group is not None:
+            group, self._group = self._group, None
+            group.close()
+
+    def close(self) -> None:
+        """End the group and remove what it has compiled."""
+        self.end()
+        self._caches.cleanup()
+
+
+def rounds_per_process(options: RunOptions, device: str, world_size: int) -> int:
+    """How many rounds of a case the same processes measure."""
+    if options.fresh_rounds is None and device == "cuda" and world_size > 1:
+        return ROUNDS_OF_GPUS
+    return sys.maxsize if options.fresh_rounds is False else 1
