@@ -89,7 +89,12 @@ def _measure(
             return _complain(str(error), 1)
     for line in said:
         console.print(line, highlight=False, soft_wrap=True)
-    return 0 if said else _report(console, request, store)
+    if said:
+        return 0
+    code = _report(console, request, store)
+    if request.options.until_decided:
+        _say_if_busy(plan, store)
+    return code
 
 
 def _report(console: Console, request: Request, store: RecordStore) -> int:
@@ -125,6 +130,21 @@ def _report(console: Console, request: Request, store: RecordStore) -> int:
             file=sys.stderr,
         )
     return 1 if broken else 0
+
+
+def _say_if_busy(plan: PlannedCases, store: RecordStore) -> None:
+    """Say on stderr how many of the cases measured now were disturbed by other processes."""
+    # Loads numpy, which a plan does not need.
+    from harness.analysis.disturbance import was_busy
+
+    records = [record for case in plan.todo if (record := store.find(case.id)) is not None]
+    busy = sum(map(was_busy, records))
+    if busy:
+        print(
+            f"attnbench: other processes kept this machine busy during {busy} of "
+            f"{fmt.counted(len(records), 'case')}; their rows are marked",
+            file=sys.stderr,
+        )
 
 
 def _opening(request: Request, plan: PlannedCases, predicted_s: float) -> str:

@@ -12,6 +12,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from harness.cases.case import Case
 from harness.cases.requirements import require_at_least
 from harness.run.agent import serve_agent
@@ -19,6 +21,9 @@ from harness.run.hosts import Hosts
 from harness.run.launcher import Launcher, PendingCases, launcher
 from harness.run.run_folder import local_run
 from harness.run.runner import Runner
+
+BUSY_S = 0.3
+"""How long other processes are watched before the first case."""
 
 _PROBE = """
 import json, torch
@@ -104,6 +109,8 @@ class Local(Launcher):
         cases, options = pending.cases, pending.options
         if not cases and self.node_rank == 0:
             return []
+        if options.until_decided:
+            _warn_if_busy()
         if self.nnodes > 1:
             return self._launch_on_nodes(pending)
         with local_run(pending, self.name) as progress:
@@ -148,6 +155,21 @@ class Local(Launcher):
         raise ValueError(
             f"launcher.nnodes={self.nnodes}: say with launcher.ranks_per_node how many ranks "
             "run on the CPU of each host"
+        )
+
+
+def _warn_if_busy() -> None:
+    """Say on stderr if other processes keep this host busy, before this one starts any."""
+    # Loads numpy, which a plan does not need.
+    from harness.analysis.disturbance import BUSY_CPUS
+
+    share = psutil.cpu_percent(interval=BUSY_S) / 100
+    if share > BUSY_CPUS:
+        number = psutil.cpu_count() or 1
+        print(
+            f"attnbench: this machine is busy: other processes use {share * number:.1f} of its "
+            f"{number} CPUs; times will vary, and more pairs stay UNCLEAR",
+            file=sys.stderr,
         )
 
 

@@ -37,6 +37,7 @@ class TerminalProgress:
     ) -> None:
         self.console = console
         self._predicted = {case.id: predict(case) for case in cases}
+        self._titles = {case.id: case.title for case in cases}
         self._left_s = sum(self._predicted.values())
         self._done_s = 0.0
         self._num_done = 0
@@ -77,7 +78,7 @@ class TerminalProgress:
         self._left_s -= predicted
         self._done_s += predicted
         self._bar.update(self._task, completed=self._num_done)
-        title = self._case.title if self._case and self._case.id == record.case_id else ""
+        title = self._titles.get(record.case_id, "")
         status = record.status if measured_now else f"{record.status} (by another run)"
         style = _STYLES.get(record.status, "bold red")
         number = f"[{self._num_done:>{len(str(self._total))}}/{self._total}]"

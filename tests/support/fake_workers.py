@@ -41,6 +41,8 @@ class Host:
     statuses: dict[Turn, str] = field(default_factory=dict)
     at: dict[Turn, Callable[[], None]] = field(default_factory=dict)
     """The event in the middle of a turn."""
+    times: Callable[[Turn], list[float]] = lambda turn: [turn[1] + 0.25, turn[1] + 0.5]
+    """The milliseconds that each pass of a turn takes."""
     starts: list[str] = field(default_factory=list)
     """The folder of compiled code of each group of workers that was started."""
     asked: list[tuple[str, int, int]] = field(default_factory=list)
@@ -77,7 +79,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Host:
                 "status": status,
                 "error": None if status == "ok" else {"message": status},
                 "clocks": {"step": "host"},
-                "samples_ms": {"step": [round_index + 0.25, round_index + 0.5]},
+                "samples_ms": {"step": host.times(turn)},
                 "memory": {"source": "rss", "peak_rss_bytes": 100 + round_index},
                 "check": {"errors": {"o": 0.1}, "tolerance": 1.0} if round_index == 0 else None,
                 "compilation": {"first_pass_s": 1.0 + round_index, "recompilations": 0},
@@ -128,19 +130,20 @@ class Bench:
     """One results folder."""
 
     path: Path
+    attention: str = "naive,sdpa"
 
     def __post_init__(self) -> None:
         self.store = RecordStore(self.path)
         self.store.create()
         self.request = compose_request(
-            ["model=tiny", "attention=naive,sdpa", "device=cpu", f"results={self.path}"]
+            ["model=tiny", f"attention={self.attention}", "device=cpu", f"results={self.path}"]
         )
         self.cases = self.request.cases
 
     def run(
-        self, progress: Listener | None = None, *, rounds: int = 3, retry: bool = False
+        self, progress: Listener | None = None, *, rounds: int = 3, **further: Any
     ) -> dict[str, Record]:
-        options = RunOptions(results=self.path, interleave=rounds, retry=retry)
+        options = RunOptions(results=self.path, interleave=rounds, **further)
         Runner(options, self.store, progress or Listener()).run(self.cases)
         return self.records()
 

@@ -109,6 +109,9 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
     "negative seed": (["seed=-1"], ["seed=-1:", "at least 0"]),
     "negative time": (["timeout_s=-5"], ["timeout_s=-5:", "positive"]),
     "neither fresh nor not": (["fresh_rounds=often"], ["fresh_rounds=often:", "auto, true, false"]),
+    "no such end": (["until=bored"], ["until=bored:", "auto, rounds, decided"]),
+    "time below none": (["budget_s=-1"], ["budget_s=-1: must not be negative"]),
+    "no most rounds": (["max_rounds=0"], ["max_rounds=0:", "at least 1"]),
     "no rounds": (["interleave=0"], ["interleave=0:", "at least 1"]),
     "rounds without passes": (
         ["interleave=9", "task.measure_steps=5"],
@@ -473,6 +476,41 @@ class TestCase:
         values["attention"]["name"] = "gone"
         with pytest.raises(ValueError, match="attention=gone: no such choice"):
             Case.from_dict(values)
+
+
+DECIDED_IN_5, ROUNDS_IN_1 = (5, True), (1, False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["attention=naive,sdpa"], DECIDED_IN_5),
+        (["parallel=ddp_naive,ddp_flat"], DECIDED_IN_5),
+        (["attention=naive"], ROUNDS_IN_1),
+        (["attention=naive,sdpa", "until=rounds"], ROUNDS_IN_1),
+        (["attention=naive,sdpa", "interleave=3"], (3, False)),
+        (["attention=naive,sdpa", "interleave=3", "until=decided"], (3, True)),
+        (["attention=naive,sdpa", "task.measure_steps=4"], ROUNDS_IN_1),
+        (["attention=naive,sdpa", "task.measure_steps=4", "until=decided"], (4, True)),
+        (["seq_len=8,16"], ROUNDS_IN_1),
+        (["sweeps=quickstart"], DECIDED_IN_5),
+        (["sweeps=quickstart", "until=rounds"], (5, False)),
+        (["sweeps=benchmarking_script"], (2, False)),
+        (["sweeps=benchmarking_script", "until=decided"], (2, True)),
+    ],
+)
+def test_what_compares_is_measured_until_decided(
+    arguments: list[str], expected: tuple[int, bool]
+) -> None:
+    options = compose_request(["device=cpu", *arguments]).options
+    assert (options.interleave, options.until_decided) == expected
+
+
+def test_how_rounds_are_added() -> None:
+    options = compose_request(["device=cpu", "budget_s=12.5", "max_rounds=9"]).options
+    assert (options.budget_s, options.max_rounds) == (12.5, 9)
+    assert compose_request(["device=cpu"]).options.budget_s is None
+    assert compose_request(["device=cpu", "sweeps=quickstart"]).options.budget_s == 30
 
 
 @pytest.mark.parametrize(
