@@ -31,3 +31,8 @@ class RunOptions:
     vote_timeout_s: float = 60.0
     wait: bool = False
     """Follow cases that run elsewhere until their records are there."""
+
+    @property
+    def in_turns(self) -> bool:
+        """Whether compared cases are measured in rounds, and so together."""
+        return self.interleave > 1 or self.until_decided

@@ -128,8 +128,9 @@ class RecordBuilder:
         before_backward = case.task.predicted_before_backward(case)
         if before_backward is not None:
             record.notes["predicted_before_backward"] = before_backward
-        if self._num_rounds > 1:
-            record.notes["interleaved_rounds"] = max(self._num_rounds, len(self._rounds))
+        rounds = max(self._num_rounds, len(self._rounds))
+        if rounds > 1:
+            record.notes["interleaved_rounds"] = rounds
             record.notes["rounds_started_at"] = self._started_at
         if self._num_taken_up:
             record.notes["resumed_rounds"] = self._num_taken_up

@@ -69,9 +69,7 @@ class Runner:
         if files_before is None:
             files_before = set(self.store.names())
         self._files_before = files_before
-        grouped = (
-            comparison_groups(cases) if self.options.interleave > 1 else [[case] for case in cases]
-        )
+        grouped = comparison_groups(cases) if self.options.in_turns else [[case] for case in cases]
         groups = [CaseGroup(group, self.options) for group in grouped]
         self._budget = Budget(self.options.budget_s, sum(map(len, grouped)))
         # Warm workers are kept per world size, so cases of one size run together.
@@ -113,7 +111,7 @@ class Runner:
     def _takes(self, batch: list[CaseGroup], group: CaseGroup, began_s: float) -> bool:
         """Whether a group joins a batch: not without rounds, where it would delay records."""
         return (
-            self.options.interleave > 1
+            self.options.in_turns
             and group.kind == batch[0].kind
             and time.monotonic() - began_s < BATCH_S
         )
@@ -243,7 +241,7 @@ class Runner:
         group = self._workers.for_round(run)
         run.environments = group.environments
         planned = f" of {rounds}" if round_index < rounds else ""
-        turn = f"round {round_index + 1}{planned}, " if rounds > 1 else ""
+        turn = f"round {round_index + 1}{planned}, " if self.options.in_turns else ""
         started = time.monotonic()
         reply = group.run(
             case,

@@ -155,7 +155,7 @@ class Slurm(Launcher):
             cases_per_task=self.cases_per_task,
             task_s=60 * self.task_min,
             max_tasks=slurm.max_array_size(),
-            together=pending.options.interleave > 1,
+            together=pending.options.in_turns,
         )
         shares = [share for of_shape in packed.values() for share in of_shape]
         folder = RunFolder(pending.options.results.resolve(), new_run_id())

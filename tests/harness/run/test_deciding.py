@@ -91,10 +91,13 @@ class TestRoundsAreAdded:
         assert records["compiled"].stopped == "decided after 5 rounds"
         assert records["naive"].stopped.endswith("1 pair UNCLEAR")
 
-    def test_first_rounds_that_are_too_few_for_a_look(self, tmp_path: Path, host: Host) -> None:
+    @pytest.mark.parametrize("first", [1, 3])
+    def test_first_rounds_that_are_too_few_for_a_look(
+        self, first: int, tmp_path: Path, host: Host
+    ) -> None:
         """Looking at three rounds would spend the error rate of the first look."""
         host.times = noisy(naive=9.0, sdpa=1.0)
-        Bench(tmp_path).run(rounds=3, until_decided=True)
+        Bench(tmp_path).run(rounds=first, until_decided=True)
         assert num_turns(host) == {"naive": 5, "sdpa": 5}
 
     def test_none_without_until_decided(self, tmp_path: Path, host: Host) -> None:
