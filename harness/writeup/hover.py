@@ -92,11 +92,12 @@ def _error_bars(axes: Axes, container: ErrorbarContainer, title: str) -> Iterato
     line, _, intervals = container.lines
     segments = intervals[0].get_segments()
     for (x, y), segment in zip(_data(line), segments, strict=True):
-        if len(segment) < 2:
-            # Without a value there is no interval.
+        if x != x:
             continue
-        low, high = segment[0][0], segment[1][0]
-        interval = f"95% interval: {fmt.number(low)} to {fmt.number(high)}"
+        interval = ""
+        if len(segment) == 2 and segment[0][0] == segment[0][0]:
+            low, high = segment[0][0], segment[1][0]
+            interval = f"interval: {fmt.number(low)} to {fmt.number(high)}"
         label = str(container.get_label())
         words = (title, _value(axes.yaxis, y), f"{label}: {fmt.factor(x)}", interval)
         yield _about(axes, x, y, words)

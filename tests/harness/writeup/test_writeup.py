@@ -16,6 +16,7 @@ from programs import need, need_program
 from records import (
     audit_examples,
     decode_examples,
+    in_rounds,
     make_record,
     profile_examples,
     split_examples,
@@ -235,12 +236,12 @@ class TestFigures:
 
     def test_intervals_are_shown_and_out_of_memory_is_marked(self) -> None:
         out = make_record(attention="flex", status="oom", message="CUDA out of memory")
-        built = build_figure("speedup", build_frame([*steps(), out]))
+        built = build_figure("speedup", build_frame([*map(in_rounds, steps()), out]))
         assert built is not None
         save(built, "svg")
         (spot,) = spots(built.figure)
         assert "sdpa_flash: 2.50×" in spot.text  # noqa: RUF001
-        assert "95% interval: 2." in spot.text
+        assert "interval: 2." in spot.text
         marks = [text.get_text() for axes in built.figure.axes for text in axes.texts]
         assert "× OOM" in marks  # noqa: RUF001
 
