@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from harness.analysis.memory import own_peak_bytes
 from harness.cases.case import Case
 from harness.store.record import Record
 
@@ -56,3 +57,30 @@ def _predicted(
         # Another version's option, a plugin that is not here, or a formula that asks the GPU.
         found = recorded(record)
     return math.nan if found is None else sum(found.values())
+
+
+WORKSPACE_BYTES = 32 * 2**20
+"""cuBLAS's workspace on Hopper, in records from before a baseline was kept: one for each thread
+that multiplies. Where a case has gradients, the thread of its backward pass has another."""
+
+
+def predicted_over_measured(record: Record) -> float | None:
+    """Predicted over measured peak on CUDA of a good record; None unless both are known.
+
+    Without a recorded baseline the workspaces that a process has are added to the prediction.
+    """
+    ranks = [rank for rank in record.memory if rank.get("peak_allocated_bytes")]
+    predicted = peak_bytes(record)
+    if record.status != "ok" or not ranks or math.isnan(predicted):
+        return None
+    if any("baseline_allocated_bytes" not in rank for rank in ranks):
+        predicted += WORKSPACE_BYTES * _threads_that_multiply(record)
+    return predicted / max(own_peak_bytes(rank) or 0.0 for rank in ranks)
+
+
+def _threads_that_multiply(record: Record) -> int:
+    """Of a case's process, by the work of its phases: none without a matmul."""
+    if not any(work["flops"] for work in record.work.values()):
+        return 0
+    # Where a task has modes, other cases of its sweep had gradients.
+    return 2 if record.case["task"].get("mode") else 1

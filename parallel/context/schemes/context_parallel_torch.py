@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 import torch
@@ -74,12 +74,20 @@ class TorchContextParallel(SequenceParallelAttention):
         return None
 
     def split_peak_memory(self, problem: AttentionProblem) -> dict[str, float] | None:
-        """Local tensors and, gathered at once, all ranks' keys; merged results are in float32."""
+        """Local tensors and, gathered at once, all ranks' keys; merged results are in float32.
+
+        Each call of the kernel has the queries of a rank and as many keys.
+        """
         found = local_memory(problem, self.layout(problem.cp))
         kv = found.pop("kv")
         blocks = problem.cp if self.rotate == "allgather" else 2
         wide = 1 if problem.dtype == "float32" else 2
-        return found | {"visiting_keys": blocks * kv, "dk_dv": 3 * wide * kv}
+        found |= {"visiting_keys": blocks * kv, "dk_dv": 3 * wide * kv}
+        if problem.needs_grad:
+            local = self.layout(problem.cp).local_len(problem.q_len)
+            call = replace(problem, cp=1, q_len=local, kv_len=local)
+            found["kernel_workspace"] = self.on_one_device.backward_workspace(call)
+        return found
 
     @contextlib.contextmanager
     def bind(
