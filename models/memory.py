@@ -189,7 +189,24 @@ class TrainingStep:
         if not self._num_checkpointed:
             return 0.0
         again = self._saved_by_block() - self._kept_by_checkpoint()
-        return again + self._weight_copies_of_block()
+        return again + self._weight_copies_of_block() + self._softmax_backward()
+
+    def _softmax_backward(self) -> float:
+        """Bytes by which a block's explicit softmax, in its backward pass, exceeds what it saved.
+
+        PyTorch's softmax (SoftMax.cu) holds the gradient of the probabilities, its product with
+        them and the gradient of the scores. What comes after it in the block is freed by then:
+        the feed-forward layer, and under autocast the low-precision probabilities.
+        """
+        if not self.attention_saves_scores:
+            return 0.0
+        config, low = self.config, self.activation_bytes
+        widened = self.autocast and not self.on_cpu
+        score_bytes = 3 * _FLOAT32_BYTES - low if widened else 3 * low
+        num_inputs = 3 if self.autocast and self.tp == 1 else 2
+        freed = config.d_model / self.tp * self.param_bytes
+        freed += (num_inputs * config.d_model + 4 * config.d_ff / self.tp) * low
+        return max(0.0, self._scores * score_bytes - self._tokens * freed)
 
     def _saved_by_block(self) -> float:
         return self._saved_by_projections() + self._saved_by_attention()

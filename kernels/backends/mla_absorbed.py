@@ -58,7 +58,9 @@ class MlaAbsorbed(Decoding):
         return self.implementation != "torch" and why_not_here(problem) is None
 
     def decode_workspace(self, problem: DecodeProblem) -> float:
-        return 0.0 if self._uses_kernel(problem) else operator_workspace(problem)
+        # Without asking the device: predictions are made where no CUDA context should be.
+        kernel = problem.device == "cuda" and self.implementation != "torch"
+        return 0.0 if kernel else operator_workspace(problem)
 
     def decoder(
         self, problem: DecodeProblem, cache: Any, *, rotary: Rotary | None, scale: float
