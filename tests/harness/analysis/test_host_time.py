@@ -85,9 +85,15 @@ def test_columns_of_the_frame() -> None:
 
 
 def test_a_host_bound_time_is_marked_wherever_it_stands() -> None:
-    samples = {name: [[0.5] * 4] for name in ("forward", "backward", "forward_backward")}
+    samples = {"forward": [[0.5] * 4], "backward": [[0.5] * 4], "forward_backward": [[1.0] * 4]}
     slow, fast = (
-        make_record(task="attention", attention=name, mode="forward_backward", samples_ms=samples)
+        make_record(
+            task="attention",
+            attention=name,
+            mode="forward_backward",
+            samples_ms=samples,
+            flops=1e9,
+        )
         for name in ("sdpa", "naive")
     )
     slow.phases["forward"].host_ms = [[0.5] * 4]
@@ -113,6 +119,7 @@ def call(attention: str, seq_len: int, ms: float, *, device_ms: float, **task: A
         attention=attention,
         seq_len=seq_len,
         samples_ms={"forward": [[ms] * 4]},
+        flops=1e9,
     )
     record.case["task"] |= task
     record.case_id += str(sorted(task))
