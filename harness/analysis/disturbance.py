@@ -74,7 +74,7 @@ def was_busy(record: Record) -> bool:
 def _is_busy(load: Mapping[str, Any]) -> bool:
     """By the keys of :class:`harness.bench.host_load.LoadWatch`."""
     has_company = any(part.get("gpu_processes") for part in (load, load.get("at_start") or {}))
-    return has_company or (load.get("others_cpu_share") or 0) > BUSY_CPUS
+    return has_company or (load.get("other_cpu_share") or 0) > BUSY_CPUS
 
 
 def was_throttled(record: Record) -> bool:

@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from records import make_record
 
 from harness.analysis.disturbance import MEANINGS, drifts, is_bimodal, of_record, of_samples
 from harness.analysis.frame import build_frame
+from harness.bench.host_load import LoadWatch
 from harness.store.record import Record, Round
 
 SERIES = 1000
@@ -77,8 +79,8 @@ class TestRecords:
     @pytest.mark.parametrize(
         ("load", "words"),
         [
-            ({"others_cpu_share": 0.05, "gpu_processes": []}, []),
-            ({"others_cpu_share": 0.2}, ["busy"]),
+            ({"other_cpu_share": 0.05, "gpu_processes": []}, []),
+            ({"other_cpu_share": 0.2}, ["busy"]),
             ({"gpu_processes": [{"memory_bytes": None}]}, ["busy"]),
             ({"at_start": {"gpu_processes": [{"memory_bytes": 1}]}}, ["busy"]),
             ({}, []),
@@ -86,6 +88,12 @@ class TestRecords:
     )
     def test_other_work(self, load: dict[str, Any], words: list[str]) -> None:
         assert of_record(self.of_rounds({"load": {}}, {"load": load})) == words
+
+    def test_the_watch_says_what_the_rule_reads(self) -> None:
+        load = LoadWatch(torch.device("cpu")).load() | {"other_cpu_share": 0.0}
+        assert "other_cpu_share" in LoadWatch(torch.device("cpu")).load()
+        assert of_record(self.of_rounds({"load": load})) == []
+        assert of_record(self.of_rounds({"load": load | {"other_cpu_share": 0.5}})) == ["busy"]
 
     def test_an_idle_device_rests_at_low_clocks(self) -> None:
         idle = {"sm_clock_mhz": 345, "throttle_reasons": ["gpu_idle"]}
