@@ -140,9 +140,18 @@ class Registry(Generic[T]):
 
     def home(self, name: str) -> str | None:
         """The module that registers a choice; None if there is no such choice."""
+        modules = self.modules()
+        # Its plugins have registered theirs by now.
         if name in self._entries:
             return str(self._entries[name].target.__module__)
-        return self.modules().get(name)
+        return modules.get(name)
+
+    def plugin(self, name: str) -> tuple[str, str] | None:
+        """Module and file of a choice from outside the registry's packages; None for its own."""
+        module = self.home(name)
+        if module is None or module.startswith(tuple(f"{package}." for package in self.packages)):
+            return None
+        return module, getattr(sys.modules.get(module), "__file__", None) or ""
 
     def given(self, keyword: str) -> dict[str, Any]:
         """The value of a decorator's keyword, by choice, where one is given. Imports nothing."""
@@ -192,7 +201,9 @@ def named_plugins() -> list[str]:
 
 
 def loaded_plugins() -> dict[str, str]:
-    """The file of every plugin that is imported, by the plugin's name."""
+    """The file of every plugin that can be imported, by the plugin's name."""
+    for name in named_plugins():
+        _import_plugin(name)
     loaded = {name: sys.modules.get(name) for name in named_plugins()}
     return {
         name: getattr(module, "__file__", None) or "" for name, module in loaded.items() if module

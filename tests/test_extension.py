@@ -132,6 +132,36 @@ class TestOfEachKindOne:
 
 
 class TestCommandLine:
+    def test_plan_and_records_name_the_plugins(self, outside: Folder, trained: Path) -> None:
+        file = str(outside[0] / "outer" / "backend.py")
+        plan = json.loads((trained / "plan.json").read_text())
+        assert plan["plugins"]["attention=outer_naive"] == ["outer.backend", file]
+        assert plan["plugins"]["figure=tinted"][0] == "outer.tinted_figure"
+        assert "attention=naive" not in plan["plugins"]
+        (path, *_) = (trained.parents[1] / "records").glob("*outer_naive*.json")
+        record = json.loads(path.read_text())
+        assert record["environment"]["plugins"]["outer.backend"] == file
+        assert record["source"]["outside/outer"]
+        assert "kernels/backends" in record["source"]  # It inherits from naive.
+
+    @pytest.mark.parametrize("command", ["report", "writeup"])
+    def test_without_a_plugin_one_line_says_which(
+        self, command: str, outside: Folder, trained: Path
+    ) -> None:
+        results = str(trained.parents[1])
+        done = subprocess.run(
+            [sys.executable, "-m", f"harness.commands.{command}", results],
+            cwd=outside[0],
+            env=environment(outside[0], ""),
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 2
+        (line,) = done.stderr.splitlines()
+        assert "parallel=outer_plain: comes from " in line
+        assert f"outer.scheme (loaded from {outside[0] / 'outer' / 'scheme.py'})" in line
+        assert line.endswith("name it in ATTNBENCH_PLUGINS")
+
     def test_help_lists_them(self, outside: Folder) -> None:
         found = attnbench(outside, "--help").stdout
         for name in ("outer_naive", "outer_plain", "sorting"):

@@ -21,6 +21,7 @@ from harness.analysis.row_verdicts import add_run_levels
 from harness.analysis.stats import by_round, latest_rank, slowest_rank, summarise
 from harness.cases.column import CaseColumn
 from harness.cases.columns import POINTS
+from harness.cases.plugins import choices_of, loaded_of, why_missing
 from harness.cases.profiler import PROFILERS
 from harness.cases.task import TASKS, task_type
 from harness.store.record import Record
@@ -35,8 +36,13 @@ def build_frame(records: Iterable[Record], roofs: Iterable[Record] = ()) -> pd.D
 
     Args:
         roofs: further records, among which may be some that measured the device's roof.
+
+    Raises ValueError in one line where a plugin is missing that a case needs.
     """
     records = list(records)
+    plugins = loaded_of(record.environment for record in records)
+    if reason := why_missing(choices_of(record.case for record in records), plugins):
+        raise ValueError(reason)
     measured = roof_records(roofs)
     frame = _rows(records)
     roof = roofs_of(_rows(measured) if measured else frame)

@@ -14,13 +14,15 @@ from pathlib import Path
 
 from harness.analysis.frame import build_frame
 from harness.cases.columns import POINTS
+from harness.cases.plugins import choices_of, why_missing
 from harness.render.latex import to_latex
+from harness.render.registries import FIGURES, TABLES
 from harness.render.report import DrawnFigure, write_report
 from harness.render.table import REASONS, Table, build_table
 from harness.render.terminal import render_terminal
 from harness.store import atomic
 from harness.store.record import Record
-from harness.store.sweep_plan import read_plan
+from harness.store.sweep_plan import PlanError, read_plan
 
 __all__ = ["RenderedSweep", "render_sweep", "render_terminal"]
 
@@ -50,6 +52,13 @@ def render_sweep(
     plan = read_plan(results, label)
     folder = results / "sweeps" / label
     measured = [records[case_id] for case_id in plan.case_ids if case_id in records]
+    choices = choices_of(record.case for record in measured)
+    choices += [(TABLES, name) for name in plan.tables] + [(FIGURES, name) for name in plan.figures]
+    planned = [
+        (registry, name) for registry, name in choices if f"{registry.group}={name}" in plan.plugins
+    ]
+    if reason := why_missing(planned, plan.plugins):
+        raise PlanError(f"{folder}: {reason}")
     frame = build_frame(measured, records.values())
     rendered = RenderedSweep(label=label, folder=folder, report=folder / "report.md")
     for name in plan.tables:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 from harness.cases.case import Case
 from harness.cases.hardware import find_hardware
+from harness.cases.plugins import choices_of, plugins_of
+from harness.render.registries import FIGURES, TABLES
 from harness.request.compose import Request
 from harness.request.staleness import Staleness, environment_here, staleness_of
 from harness.run.deciding import most_seconds
@@ -122,4 +124,11 @@ def sweep_plan(request: Request) -> SweepPlan:
         tables=request.sweep.tables,
         figures=request.sweep.figures,
         case_ids=[case.id for case in request.cases],
+        plugins=plugins_of(
+            [
+                *choices_of(case.to_dict() for case in request.cases),
+                *((TABLES, name) for name in request.sweep.tables),
+                *((FIGURES, name) for name in request.sweep.figures),
+            ]
+        ),
     )

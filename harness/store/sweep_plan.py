@@ -32,6 +32,8 @@ class SweepPlan(msgspec.Struct, kw_only=True):
     tables: list[str]
     figures: list[str]
     case_ids: list[str]
+    plugins: dict[str, list[str]] = {}
+    """Module and file of each choice, table and figure that a plugin registered."""
 
 
 def planned_labels(results: Path) -> list[str]:
