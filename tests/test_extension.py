@@ -96,7 +96,7 @@ class TestOfEachKindOne:
     def test_figure_takes_its_place_among_the_defaults(self, trained: Path) -> None:
         plan = json.loads((trained / "plan.json").read_text())
         assert plan["figures"][:2] == ["tinted", "step_time"]
-        assert plan["tables"][7:10] == ["cases", "sorted", "graph_effect"]
+        assert plan["tables"][7:10] == ["cases", "host_time", "sorted"]
 
     def test_columns_of_the_task(self, sorted_numbers: Path) -> None:
         header, *rows = (sorted_numbers / "tables" / "sorted.csv").read_text().splitlines()
