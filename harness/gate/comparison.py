@@ -15,7 +15,8 @@ Place = Callable[[tuple[int, ...]], str]
 """Says in words where an index [b, g] or [b, g, h] lies."""
 
 SHARE_OF_FACTOR = 1 / 3
-"""Of the relative error's tolerance, what a factor on a whole head may be off."""
+"""Of the relative error's tolerance, what a factor on a whole head may be off. Errors within a row
+are alike, a score's above all, so that few rows cancel less."""
 
 ROW = 2.0
 """A single row may be so many times as wrong as a head of them."""
@@ -68,16 +69,13 @@ def compare(
     number_format: Format,
     *,
     rows: Tensor,
-    width: int,
     place: Place,
 ) -> Iterator[Finding]:
     """The errors of a kernel's rows beside those of a careful computation.
 
     Args:
         rows: their indices in the tensor, [..., R].
-        width: elements of a row (D).
     """
-    elements = rows.shape[-1] * width
     factor, least = number_format.factor, number_format.least
     tolerance = factor * max(reached.worst_head, least)
     error, where = largest(got.by_head, place)
@@ -98,7 +96,7 @@ def compare(
     yield Finding(
         name=f"{name} factor",
         error=error,
-        tolerance=tolerance * max(SHARE_OF_FACTOR, min(1.0, 3 * elements**-0.5)),
+        tolerance=tolerance * max(SHARE_OF_FACTOR, min(1.0, 3 * rows.shape[-1] ** -0.5)),
         said=f"{name} is too large or too small by a factor of {error:.2g} in {where}",
     )
 

@@ -50,31 +50,45 @@ def worst(findings: Iterable[Finding]) -> dict[str, Finding]:
     return found
 
 
-def to_check(
-    found: dict[str, Finding], *, factor: float, before: dict[str, Any] | None
-) -> dict[str, Any]:
-    """What a record keeps of them, joined with an earlier check of the same case.
+def to_check(found: dict[str, Finding], *, factor: float) -> dict[str, Any]:
+    """What a record keeps of findings.
 
     ``errors`` are the relative errors by tensor, and ``tolerance`` the largest of theirs;
-    ``limits`` has every comparison with the tolerance of its own.
+    ``limits`` has every comparison with the tolerance of its own, and ``factor`` is that between
+    what a careful computation reaches and what is tolerated.
     """
-    limits = dict((before or {}).get("limits", {}))
-    for name, finding in found.items():
-        earlier = limits.get(name)
-        if earlier is None or finding.share > _share(earlier):
-            limits[name] = {"error": finding.error, "tolerance": finding.tolerance}
-    errors = dict((before or {}).get("errors", {}))
-    for name in found:
-        if " " not in name:
-            errors[name] = limits[name]["error"]
-    tolerance = max((limits[name]["tolerance"] for name in errors if name in limits), default=0.0)
-    earlier_tolerance = (before or {}).get("tolerance", 0.0)
+    limits = {
+        name: {"error": finding.error, "tolerance": finding.tolerance}
+        for name, finding in found.items()
+    }
+    of_tensors = [name for name in found if " " not in name]
     return {
-        "errors": errors,
-        "tolerance": max(tolerance, earlier_tolerance),
+        "errors": {name: found[name].error for name in of_tensors},
+        "tolerance": max((found[name].tolerance for name in of_tensors), default=0.0),
         "limits": limits,
         "factor": factor,
     }
+
+
+def join_checks(checks: Iterable[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """Checks of one case as one: of each comparison the one closest to its tolerance."""
+    joined: dict[str, Any] | None = None
+    for check in checks:
+        if not check:
+            continue
+        if joined is None:
+            joined = {"errors": {}, "tolerance": 0.0}
+        for name, error in check["errors"].items():
+            earlier = joined["errors"].get(name, error)
+            joined["errors"][name] = error if not error <= earlier else earlier
+        joined["tolerance"] = max(joined["tolerance"], check["tolerance"])
+        for name, limit in check.get("limits", {}).items():
+            limits = joined.setdefault("limits", {})
+            if name not in limits or _share(limit) > _share(limits[name]):
+                limits[name] = limit
+        if "factor" in check:
+            joined["factor"] = check["factor"]
+    return joined
 
 
 def _share(limit: dict[str, float]) -> float:

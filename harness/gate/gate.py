@@ -211,7 +211,6 @@ class _Heads:
                 best,
                 number_format,
                 rows=rows,
-                width=right.values[name].shape[-1],
                 place=self.place,
             )
 

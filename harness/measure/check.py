@@ -13,7 +13,7 @@ from torch import Tensor
 from harness.bench.bench import Bench
 from harness.bench.outcome import WrongResult
 from harness.cases.case import Case
-from harness.gate.findings import Finding, to_check, worst
+from harness.gate.findings import Finding, join_checks, to_check, worst
 from harness.gate.gate import Part, check_part
 from harness.gate.tolerances import format_of
 from harness.measure.attention_calls import AttentionCall
@@ -129,11 +129,14 @@ class TimedResults:
         self._draw += 1
 
 
-def check_parts(case: Case, bench: Bench, parts: Iterable[Part], *, draw: int) -> None:
+def check_parts(
+    case: Case, bench: Bench, parts: Iterable[Part], *, draw: int, prefix: str = ""
+) -> None:
     """Note the errors of all parts of a call, and hold them to their tolerances.
 
     Args:
         draw: which random rows to compare: a number of its own for every check of a case.
+        prefix: goes before the names of tensors in the record.
 
     Raises WrongResult if an error exceeds its tolerance.
     """
@@ -144,7 +147,8 @@ def check_parts(case: Case, bench: Bench, parts: Iterable[Part], *, draw: int) -
         found = worst(
             finding for part in parts for finding in check_part(part, number_format, generator)
         )
-    note(case, bench, found, factor=number_format.factor)
+    named = {f"{prefix}{name}": finding for name, finding in found.items()}
+    note(case, bench, named, factor=number_format.factor)
 
 
 def note(case: Case, bench: Bench, found: dict[str, Finding], *, factor: float) -> None:
@@ -152,7 +156,8 @@ def note(case: Case, bench: Bench, found: dict[str, Finding], *, factor: float) 
 
     Ranks vote, so that those whose share was right do not wait for one that has given up.
     """
-    bench.outcome.check = to_check(found, factor=factor, before=bench.outcome.check)
+    new = to_check(found, factor=factor)
+    bench.outcome.check = join_checks([bench.outcome.check, new])
     broken = [finding for finding in found.values() if not finding.holds]
     if broken:
         worst_of_all = max(broken, key=lambda finding: (finding.is_of_tensor, finding.share))

@@ -8,6 +8,7 @@ from typing import Any
 
 from harness.cases.case import Case
 from harness.cases.source import source_of
+from harness.gate.findings import join_checks
 from harness.run.worker_group import Reply
 from harness.statuses import STATUSES
 from harness.store.record import Phase, Record, Round
@@ -186,7 +187,7 @@ def _add_measurements(
     """
     first, last = complete[0], complete[-1]
     ranks = range(len(first))
-    record.check = _worst_check([outcome["check"] for outcome in first])
+    record.check = join_checks(outcome["check"] for outcomes in complete for outcome in outcomes)
     record.compilation = _worst_compilation(complete)
     record.memory = [
         _merge_max([outcomes[rank]["memory"] for outcomes in complete]) for rank in ranks
@@ -240,14 +241,6 @@ def _merge_max(per_round: list[dict[str, Any]]) -> dict[str, Any]:
             old = merged.get(key)
             merged[key] = max(old, value) if isinstance(old, int | float) else value
     return merged
-
-
-def _worst_check(checks: list[dict[str, Any] | None]) -> dict[str, Any] | None:
-    done = [check for check in checks if check]
-    if not done:
-        return None
-    errors = _merge_max([check["errors"] for check in done])
-    return {"errors": errors, "tolerance": done[0]["tolerance"]}
 
 
 def _worst_compilation(complete: list[list[dict[str, Any]]]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ or padded to the longest. Work is counted without the padding, so that padding l
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -158,11 +159,21 @@ class Prefill(Task):
             if bench.in_first_round:
                 call.check(case, bench)
 
+            results: list[torch.Tensor] = []
+            draws = itertools.count(1)
+
             def step(timer: PhaseTimer) -> None:
+                results.clear()
                 with timer.phase("prefill"):
-                    call.step(timer.phase)
+                    o_THD = call.step(timer.phase)
+                results.append(o_THD)
 
             bench.measure(
-                step, warmup=self.warmup_steps, passes=self.measure_steps, flush_cache=True
+                step,
+                warmup=self.warmup_steps,
+                passes=self.measure_steps,
+                flush_cache=True,
+                check=lambda: call.check_results(case, bench, results[0], draw=next(draws)),
             )
+            results.clear()
             profiling.profile_if_asked(case, bench, Program(step=step))

@@ -8,19 +8,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from harness.bench.bench import Bench
+from harness.bench.outcome import WrongResult
 from harness.cases.case import Case
-from harness.measure.attention_calls import self_attention_packing
-from harness.measure.check import require_accurate, worst_of
+from harness.measure.attention_calls import self_attention_packing, sequences_of
+from harness.measure.check import check_parts
 from kernels import Attention, AttentionProblem, AttentionSpec
 from kernels.caches import CacheChoice, CacheShape
 from kernels.ranges import named_range
-from kernels.reference import check_slice
 from kernels.rotary import rotary_table, rotate
 
 Phase = Callable[[str], AbstractContextManager[None]]
@@ -119,24 +118,28 @@ class PrefillCall:
         return o.transpose(1, 2).flatten(0, 1)
 
     def check(self, case: Case, bench: Bench) -> None:
-        """Compare the last prompt and the longest, and their keys and values in the cache.
+        """Compare all prompts with float64, and their keys and values with those in the cache.
 
-        Raises WrongResult for more than the number format's tolerance.
+        Raises WrongResult for an error beyond its tolerance.
         """
         bench.stage("checking")
-        o_THD = self.step()
+        self.check_results(case, bench, self.step(), draw=0)
+
+    def check_results(self, case: Case, bench: Bench, o_THD: Tensor, *, draw: int) -> None:
+        """:meth:`check` for the output of a step; each ``draw`` compares other rows."""
         q_THD, k_TGD, v_TGD = self._rotated()
         last_layer = self.cache.shape.num_layers - 1
-        found: list[dict[str, float]] = []
-        for index in {len(self._lengths) - 1, self._lengths.index(max(self._lengths))}:
-            length, start = self._lengths[index], self._starts[index]
-            tokens = slice(start, start + length)
-            part = replace(self.problem, batch_size=1, q_len=length, kv_len=length, packed=False)
-            tensors = {"q": q_THD, "k": k_TGD, "v": v_TGD, "o": o_THD}
-            heads = {name: x[tokens].transpose(0, 1)[None] for name, x in tensors.items()}
-            errors = check_slice(part, heads, scale=self.problem.head_dim**-0.5)
+        spec = AttentionSpec(causal=True, scale=self.problem.head_dim**-0.5)
+        parts = []
+        for index, (start, length) in enumerate(zip(self._starts, self._lengths, strict=False)):
+            prompt = {"q": q_THD, "k": k_TGD, "v": v_TGD, "o": o_THD}
+            # Without its padding.
+            prompt = {name: x[start : start + length] for name, x in prompt.items()}
+            (part,) = sequences_of(prompt, [0, length], spec)
+            part.sequence = index
+            parts.append(part)
             k_kept, v_kept = self.cache.sequence(last_layer, index, length)
-            same = torch.equal(k_kept, heads["k"][0]) and torch.equal(v_kept, heads["v"][0])
-            errors["appended"] = 0.0 if same else float("inf")
-            found.append(errors)
-        require_accurate(case, bench, worst_of(found), prefix="prefill_")
+            k, v = part.tensors["k"][0], part.tensors["v"][0]
+            if not (torch.equal(k_kept, k) and torch.equal(v_kept, v)):
+                raise WrongResult(f"the cache does not hold what prompt {index} has appended")
+        check_parts(case, bench, parts, draw=draw, prefix="prefill_")
