@@ -116,6 +116,13 @@ class Attention(AttentionBackend):
     def supports(self, problem: AttentionProblem) -> str | None:
         return None
 
+    def rounds_scores(self, problem: AttentionProblem) -> bool:
+        """Whether scores are rounded to the problem's dtype, as matrices in memory are.
+
+        Kernels that keep them in registers do not; results are held to what either can reach.
+        """
+        return False
+
     def backward_workspace(self, problem: AttentionProblem) -> float:
         """Predicted bytes of a backward pass beside its arguments and its results."""
         return 0.0

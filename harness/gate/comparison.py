@@ -51,7 +51,7 @@ def errors_of(got: Tensor, exact: Tensor, terms: Tensor) -> Errors:
     """
     difference = got.double() - exact
     off = difference.norm(dim=-1)
-    size = torch.maximum(exact.norm(dim=-1), terms.double() / 2)
+    size = torch.maximum(exact.norm(dim=-1), 2 * terms.double())
     in_head = size.norm(dim=-1)
     usual = in_head[..., None] * size.shape[-1] ** -0.5
     tiny = torch.finfo(torch.float64).tiny

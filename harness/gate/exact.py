@@ -26,12 +26,21 @@ class Arithmetic:
 
     dtype: torch.dtype
     rounds_to: torch.dtype | None = None
+    rounds_scores: bool = False
+    """Whether scores, and their gradients by row, are rounded too, as matrices in memory are."""
 
     def wide(self, x: Tensor) -> Tensor:
         return x.to(self.dtype)
 
     def round(self, x: Tensor) -> Tensor:
         return x if self.rounds_to is None else x.to(self.rounds_to).to(self.dtype)
+
+    def scores(self, q: Tensor, k: Tensor, scale: float = 1.0) -> Tensor:
+        """scale q k^T, as a product of matrices and another operation."""
+        if not self.rounds_scores:
+            return (q @ k.mT).mul_(scale)
+        product = self.round(q @ k.mT)
+        return product if scale == 1.0 else self.round(product * scale)
 
 
 EXACT = Arithmetic(dtype=torch.float64)
@@ -122,7 +131,7 @@ def rows_of_queries(
     wide = arithmetic.wide
     k, v = wide(tensors["k"]), wide(tensors["v"])
     q = wide(take(tensors["q"], rows_BGHR)).flatten(2, 3)
-    scores = (q @ k.mT).mul_(scale)
+    scores = arithmetic.scores(q, k, scale)
     columns = torch.arange(k.shape[2], device=k.device)
     hidden = mask.hidden(rows_BGHR.flatten(2, 3)[..., None], columns)
     if hidden is not None:
@@ -132,10 +141,10 @@ def rows_of_queries(
     p = scores.sub_(lse.nan_to_num(neginf=0.0)).exp_()
     o = arithmetic.round(arithmetic.round(p) @ v)
     values = {"o": o, "lse": lse.squeeze(-1)}
-    terms = {"o": o.norm(dim=-1)}
+    terms = {"o": o.norm(dim=-1) / 2}
     if "do" in tensors:
         do = wide(take(tensors["do"], rows_BGHR)).flatten(2, 3)
-        dp = do @ v.mT
+        dp = arithmetic.scores(do, v)
         largest = p.amax(-1)
         ds = p.mul_(dp.sub_((do * o).sum(-1, keepdim=True))).mul_(scale)
         values["dq"] = arithmetic.round(arithmetic.round(ds) @ k)
@@ -166,7 +175,7 @@ def rows_of_keys(
     dots = (wide(tensors["o"]).flatten(2, 3) * do).sum(-1)
     k, v = (wide(take(tensors[name], rows_BGR)) for name in ("k", "v"))
     group, length = tensors["q"].shape[2:4]
-    scores = (k @ q.mT).mul_(scale)
+    scores = arithmetic.scores(k, q, scale)
     queries = torch.arange(length, device=q.device).repeat(group)
     hidden = mask.hidden(queries, rows_BGR[..., None])
     if hidden is not None:
@@ -175,10 +184,10 @@ def rows_of_keys(
     p = scores.sub_(lse[:, :, None]).exp_()
     dv = arithmetic.round(arithmetic.round(p) @ do)
     largest = p.amax(-1)
-    ds = p.mul_((v @ do.mT).sub_(dots[:, :, None])).mul_(scale)
+    ds = p.mul_(arithmetic.scores(v, do).sub_(dots[:, :, None])).mul_(scale)
     dk = arithmetic.round(arithmetic.round(ds) @ q)
     terms = scale * largest * _norm(do) * _per_element(v) * _norm(q)
-    return Rows(values={"dk": dk, "dv": dv}, terms={"dk": terms, "dv": dv.norm(dim=-1)})
+    return Rows(values={"dk": dk, "dv": dv}, terms={"dk": terms, "dv": dv.norm(dim=-1) / 2})
 
 
 def take(x: Tensor, rows: Tensor) -> Tensor:

@@ -41,6 +41,8 @@ class Part:
     scale: float
     sequence: int | None = None
     """Which sequence of a packed batch this is."""
+    rounds_scores: bool = False
+    """Whether the attention rounds scores to the tensors' dtype."""
     share: tuple[int, int] = (0, 1)
     """Of several ranks that hold the same tensors: which one this is, of how many."""
 
@@ -59,6 +61,7 @@ def check_part(part: Part, number_format: Format, generator: torch.Generator) ->
             tensors=tensors,
             mask=Mask(causal=part.causal, offset=tensors["k"].shape[2] - tensors["q"].shape[3]),
             scale=part.scale,
+            careful=number_format.careful(rounds_scores=part.rounds_scores),
             place=_places(part, batch.start, groups.start, tensors["q"].shape[2]),
         )
         yield from heads.check(number_format, generator)
@@ -137,6 +140,7 @@ class _Heads:
     """q, o, do, dq [B, G, H, S, D], k, v, dk, dv [B, G, K, D], lse [B, G, H, S]."""
     mask: Mask
     scale: float
+    careful: Arithmetic
     place: Place
 
     def check(self, number_format: Format, generator: torch.Generator) -> Iterator[Finding]:
@@ -157,7 +161,7 @@ class _Heads:
             )
 
         reached: dict[str, float] = {}
-        right, careful = self._both(query_rows, rows, number_format)
+        right, careful = self._both(query_rows, rows)
         terms_of_dq = right.terms.get("dq")
         yield from self._compare(rows, right, careful, number_format, reached)
         if "lse" in self.tensors:
@@ -178,17 +182,17 @@ class _Heads:
                 group * length,
             )
 
-        right, careful = self._both(key_rows, rows, number_format)
+        right, careful = self._both(key_rows, rows)
         yield from self._compare(rows, right, careful, number_format, reached)
         yield from check_identities(self.tensors, reached, terms_of_dq, self.place)
 
     def _both(
-        self, compute: Callable[[Arithmetic, Tensor], Rows], rows: Tensor, number_format: Format
+        self, compute: Callable[[Arithmetic, Tensor], Rows], rows: Tensor
     ) -> tuple[Rows, tuple[Rows, Rows]]:
         """Rows in float64, and some of them in float64 and by the careful computation."""
         right = compute(EXACT, rows)
         some = slice(None, None, max(1, rows.shape[-1] // CAREFUL_ROWS))
-        careful = compute(number_format.careful, rows[..., some])
+        careful = compute(self.careful, rows[..., some])
         return right, (right.some(some), careful)
 
     def _compare(

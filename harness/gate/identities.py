@@ -39,7 +39,7 @@ def check_identities(
             left of dq and dk is noise, and so is the sum.
     """
     length = tensors["q"].shape[-2]
-    cancelled = terms_of_dq.double().square().mean(-1).sum(-1) * length / 4
+    cancelled = terms_of_dq.double().square().mean(-1).sum(-1) * length * 4
     size_of_q = tensors["q"][..., :TILE, :].double().square().mean((-1, -2, -3))
     for name, (a, b, c, d) in PAIRS.items():
         left, left_squares = _sums(tensors[a], tensors[b])

@@ -3,8 +3,9 @@
 The careful computation is that of FlashAttention: operations in float32 on inputs of the dtype, and
 the probabilities, their gradients and the results rounded to it (FlashAttention-2, section 3.1). It
 is carried out on rows of the very problem, and its errors against float64 are the measure of those
-of a kernel. Kernels that round more often, such as an explicit softmax that keeps its scores in
-bfloat16, reach up to 2.7 times as much; sums in another order, in float32, some two times.
+of a kernel. A backend that says that it rounds scores, such as an explicit softmax whose matrices
+are in bfloat16, is held to a computation that rounds them as well. Kernels reach up to twice as
+much (sums of gradients in bfloat16), and those of sums in float32 have an order of their own.
 
 A factor of the results of a whole head shows more sharply, since roundings cancel in it: it may be
 off by a third of the relative error's tolerance, and less than that in no kernel that is right.
@@ -39,11 +40,14 @@ class Format:
     def roundoff(self) -> float:
         return ROUNDOFF[self.name]
 
-    @property
-    def careful(self) -> Arithmetic:
+    def careful(self, *, rounds_scores: bool) -> Arithmetic:
         """Operations in float32, rounded to this dtype where kernels store their results in it."""
         narrow = self.dtype != torch.float32
-        return Arithmetic(dtype=torch.float32, rounds_to=self.dtype if narrow else None)
+        return Arithmetic(
+            dtype=torch.float32,
+            rounds_to=self.dtype if narrow else None,
+            rounds_scores=narrow and rounds_scores,
+        )
 
     @property
     def factor(self) -> float:
@@ -52,7 +56,7 @@ class Format:
         In float32 and TF32 most of the error is that of sums, whose order is a kernel's own, and
         of its exponential.
         """
-        return 8.0 if self.dtype == torch.float32 else 3.5
+        return 8.0 if self.dtype == torch.float32 else 2.75
 
     @property
     def least(self) -> float:

@@ -96,7 +96,14 @@ class DenseCall:
         return DenseCall(self._case, self._device, sequence_major=not self._sequence_major)
 
     def parts(self, tensors: dict[str, Tensor]) -> Iterable[Part]:
-        return [Part(tensors=tensors, causal=self._spec.causal, scale=self._spec.scale)]
+        return [
+            Part(
+                tensors=tensors,
+                causal=self._spec.causal,
+                scale=self._spec.scale,
+                rounds_scores=rounds_scores(self._case),
+            )
+        ]
 
 
 class PackedCall:
@@ -149,13 +156,17 @@ class PackedCall:
         return None
 
     def parts(self, tensors: dict[str, Tensor]) -> Iterable[Part]:
-        return sequences_of(tensors, self._starts, self._spec)
+        return sequences_of(
+            tensors, self._starts, self._spec, rounds_scores=rounds_scores(self._case)
+        )
 
 
 def sequences_of(
     tensors: dict[str, Tensor],
     starts: Sequence[int],
     spec: AttentionSpec,
+    *,
+    rounds_scores: bool,
     share: tuple[int, int] = (0, 1),
 ) -> Iterator[Part]:
     """Every sequence of packed tensors as a dense part, a batch of one."""
@@ -164,7 +175,19 @@ def sequences_of(
             name: x[None, :, start:end] if name == "lse" else x[start:end].transpose(0, 1)[None]
             for name, x in tensors.items()
         }
-        yield Part(tensors=dense, causal=spec.causal, scale=spec.scale, sequence=index, share=share)
+        yield Part(
+            tensors=dense,
+            causal=spec.causal,
+            scale=spec.scale,
+            sequence=index,
+            share=share,
+            rounds_scores=rounds_scores,
+        )
+
+
+def rounds_scores(case: Case) -> bool:
+    """Whether the case's attention rounds its scores, to which the gate holds it then."""
+    return case.attention.role(Attention).rounds_scores(case.attention_problem)
 
 
 def self_attention_packing(lengths: Sequence[int], device: torch.device) -> Packing:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from harness.cases.case import Case
 from harness.gate.gate import Part
-from harness.measure.attention_calls import self_attention_packing, sequences_of
+from harness.measure.attention_calls import rounds_scores, self_attention_packing, sequences_of
 from kernels import AttentionSpec
 from parallel.context.bound import SplitAttention
 
@@ -103,8 +103,19 @@ class SplitCall:
         whole = {name: self._whole(x, lse=name == "lse") for name, x in tensors.items()}
         spec, share = self._spec, (self._attention.rank, self._attention.layout.num_ranks)
         if self._lengths is None:
-            return [Part(tensors=whole, causal=spec.causal, scale=spec.scale, share=share)]
-        return sequences_of(whole, [0, *itertools.accumulate(self._lengths)], spec, share)
+            return [
+                Part(
+                    tensors=whole,
+                    causal=spec.causal,
+                    scale=spec.scale,
+                    share=share,
+                    rounds_scores=rounds_scores(self._case),
+                )
+            ]
+        starts = [0, *itertools.accumulate(self._lengths)]
+        return sequences_of(
+            whole, starts, spec, rounds_scores=rounds_scores(self._case), share=share
+        )
 
     def _whole(self, x: Tensor, *, lse: bool) -> Tensor:
         """The tensor over whole sequences, gathered from all ranks (a collective)."""

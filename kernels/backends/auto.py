@@ -74,6 +74,10 @@ class Auto(DelegatedAttention, Decoding):
         """The notes of flash_triton, the only backend in a chain that makes some."""
         return BACKENDS["flash_triton"].target(name="flash_triton").noting(notes)
 
+    def rounds_scores(self, problem: AttentionProblem) -> bool:
+        chosen = (choose(problem, with_lse=with_lse) for with_lse in (False, True))
+        return any(backend.rounds_scores(problem) for backend in chosen)
+
     def decode_choice(self, problem: DecodeProblem) -> str:
         return choose_decode(problem).decode_choice(problem)
 

@@ -66,6 +66,9 @@ class Compiled(Attention):
             return values | {"scores": matrices * scores, "row_statistics": 2 * rows}
         return values | {"scores": 2 * scores}
 
+    def rounds_scores(self, problem: AttentionProblem) -> bool:
+        return True
+
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:

@@ -66,6 +66,9 @@ class Naive(DenseAttention):
             "mask": mask,
         }
 
+    def rounds_scores(self, problem: AttentionProblem) -> bool:
+        return True
+
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:

@@ -108,6 +108,9 @@ class SequenceParallelAttention(DelegatedAttention):
     def keeps_scores(self, problem: AttentionProblem) -> bool:
         return problem.cp == 1 and self.on_one_device.keeps_scores(problem)
 
+    def rounds_scores(self, problem: AttentionProblem) -> bool:
+        return self.on_one_device.rounds_scores(replace(problem, cp=1))
+
     def delegate(
         self,
         q: torch.Tensor,

@@ -6,15 +6,16 @@ results. Faults are counted by call, forward and backward apart, from the first 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from kernels import attention_backend
+from kernels import BACKENDS, attention_backend
 from kernels.backends.flash_torch import FlashTorch
 from kernels.problem import AttentionSpec
 
@@ -456,5 +457,15 @@ def _noise(x: Results, name: str, share: float) -> None:
 
 FAULTS = (*SPOILED, *CHANGED)
 
-for _name in ("none", *FAULTS):
-    attention_backend(f"planted_{_name}", fault=_name)(Planted)
+
+@contextlib.contextmanager
+def registered() -> Iterator[None]:
+    """Have them among the choices; other tests go over all that there are."""
+    names = [f"planted_{fault}" for fault in ("none", *FAULTS)]
+    for name in names:
+        attention_backend(name, fault=name.removeprefix("planted_"))(Planted)
+    try:
+        yield
+    finally:
+        for name in names:
+            del BACKENDS._entries[name]

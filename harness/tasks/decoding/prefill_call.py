@@ -135,7 +135,8 @@ class PrefillCall:
             prompt = {"q": q_THD, "k": k_TGD, "v": v_TGD, "o": o_THD}
             # Without its padding.
             prompt = {name: x[start : start + length] for name, x in prompt.items()}
-            (part,) = sequences_of(prompt, [0, length], spec)
+            rounds_scores = self._attention.rounds_scores(self.problem)
+            (part,) = sequences_of(prompt, [0, length], spec, rounds_scores=rounds_scores)
             part.sequence = index
             parts.append(part)
             k_kept, v_kept = self.cache.sequence(last_layer, index, length)

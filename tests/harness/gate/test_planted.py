@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -38,6 +39,12 @@ BELOW_BF16 = {
     "accumulated_in_float16": "finer than bfloat16",
 }
 """Faults that are smaller than the roundings of every bfloat16 result."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def planted() -> Iterator[None]:
+    with wrong_kernels.registered():
+        yield
 
 
 def case_of(fault: str, *arguments: str) -> Case:
@@ -84,7 +91,12 @@ def check_ring(group: dist.ProcessGroup, kernel: str) -> str:
     """What the gate says of a ring with a planted kernel."""
     wrong_kernels.forget_calls()
     words = ["attention=ring", f"attention.kernel={kernel}", "parallel.cp=2"]
-    (case,) = compose_request(["task=attention", *SHAPE, *words, "device=cpu"]).cases
+    with wrong_kernels.registered():
+        return checked_ring(group, ["task=attention", *SHAPE, *words, "device=cpu"])
+
+
+def checked_ring(group: dist.ProcessGroup, words: list[str]) -> str:
+    (case,) = compose_request(words).cases
     device = torch.device("cpu")
     bench = Bench(device=device, rank=group.rank(), world_size=group.size(), vote_group=group)
     scheme = case.attention.role(SequenceParallelAttention)

@@ -362,15 +362,23 @@ def right_result(problem: AttentionProblem) -> dict[str, Tensor]:
     }
 
 
-def findings(problem: AttentionProblem, tensors: dict[str, Tensor]) -> dict[str, Finding]:
-    part = Part(tensors=tensors, causal=problem.causal, scale=scale_of(problem))
+def findings(
+    problem: AttentionProblem, tensors: dict[str, Tensor], name: str = "sdpa"
+) -> dict[str, Finding]:
+    part = Part(
+        tensors=tensors,
+        causal=problem.causal,
+        scale=scale_of(problem),
+        rounds_scores=backend_of(name).rounds_scores(problem),
+    )
     return worst(check_part(part, format_of(problem.dtype), torch.Generator().manual_seed(0)))
 
 
-def broken(problem: AttentionProblem, tensors: dict[str, Tensor]) -> dict[str, Finding]:
-    return {
-        name: finding for name, finding in findings(problem, tensors).items() if not finding.holds
-    }
+def broken(
+    problem: AttentionProblem, tensors: dict[str, Tensor], name: str = "sdpa"
+) -> dict[str, Finding]:
+    found = findings(problem, tensors, name)
+    return {name: finding for name, finding in found.items() if not finding.holds}
 
 
 class TestTheGate:
@@ -394,7 +402,7 @@ class TestTheGate:
         o = backend_of(name).attend(*leaves, AttentionSpec(causal=True, scale=scale_of(problem)))
         dq, dk, dv = torch.autograd.grad(o, leaves, do)
         tensors = {"q": q, "k": k, "v": v, "do": do, "o": o.detach(), "dq": dq, "dk": dk, "dv": dv}
-        assert broken(problem, tensors) == {}
+        assert broken(problem, tensors, name) == {}
 
     @pytest.mark.parametrize("kind", CHECKED)
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -557,7 +565,7 @@ class TestOnCuda:
         o = backend.attend(*leaves, AttentionSpec(causal=causal, scale=scale_of(problem)))
         dq, dk, dv = torch.autograd.grad(o, leaves, do)
         tensors = {"q": q, "k": k, "v": v, "do": do, "o": o.detach(), "dq": dq, "dk": dk, "dv": dv}
-        assert broken(problem, tensors) == {}
+        assert broken(problem, tensors, name) == {}
 
     @pytest.mark.parametrize("name", kernels())
     @pytest.mark.parametrize("shape", ["grouped queries", "more keys", "head_dim 40", "two blocks"])
