@@ -216,12 +216,17 @@ def test_the_command(tmp_path: Path, command: Command) -> None:
         rows = {row["strategy"]: row for row in csv.DictReader(file)}
     assert list(rows) == ["ddp_naive", "ddp_torch"]
     naive, peer = rows.values()
-    assert float(naive["exposed_share"]) > 0
+    # On a busy machine a traced step may take longer than the others, and shares are withheld.
+    if not naive["traced_impossible"]:
+        assert float(naive["exposed_share"]) > 0
     assert 0 < float(naive["communication_median_ms"]) < float(naive["step_median_ms"])
     assert float(naive["over_low"]) <= float(naive["over_peer"]) <= float(naive["over_high"])
     # It communicates inside the backward pass, and has no such phase.
     assert not peer["communication_median_ms"]
     for row in rows.values():
+        if row["traced_impossible"]:
+            assert row["hidden_share"] == row["exposed_share"] == ""
+            continue
         assert 0 <= float(row["hidden_share"]) <= 1
         assert 0 <= float(row["exposed_share"]) < 1
     for record in map(json.loads, (p.read_text() for p in tmp_path.glob("records/*.json"))):
