@@ -284,7 +284,7 @@ class TestPrefill:
 
         monkeypatch.setattr(PrefillCall, "step", wrong)
         keys = ("task=prefill", "attention=naive", "seq_len=8", "batch_size=2", *SHORT)
-        with pytest.raises(WrongResult, match="relative error of appended"):
+        with pytest.raises(WrongResult, match="the cache does not hold what prompt"):
             run(case_of(*keys), tmp_path)
 
 
