@@ -14,6 +14,7 @@ import pandas as pd
 
 from harness.analysis.case_columns import CASE_COLUMNS, Reading
 from harness.analysis.disturbance import in_order, of_record, of_samples
+from harness.analysis.evidence import add_evidence
 from harness.analysis.host_time import HOST_COLUMNS, host_time
 from harness.analysis.names import Names
 from harness.analysis.physics import RATES, WHOLES, impossible, roof_records, roofs_of
@@ -71,6 +72,7 @@ def _rows(records: Sequence[Record]) -> pd.DataFrame:
     frame = pd.concat([frame, statistics], axis=1)
     frame = _add_rounds(frame, records, case_index)
     frame["disturbed"] = _disturbances(records, case_index, frame["samples_ms"].tolist())
+    frame = add_evidence(frame)
     seconds = frame["median_ms"] / 1e3
     frame["tokens_per_s"] = frame["work_tokens"].astype(float) * frame["world_size"] / seconds
     flops = frame["work_flops"].astype(float)

@@ -1,17 +1,16 @@
 """One sentence that says what a table or figure shows, computed from its rows.
 
-The sentences of a kind are alike, so that they can be compared between write-ups: who is
-fastest and by how much, from which length on, and where memory runs out.
+The sentences of a kind are alike, so that they can be compared between write-ups. Who is fastest,
+and from which length on, is in :mod:`harness.render.leaders`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 import pandas as pd
 
-from harness.analysis.host_time import host_bound
 from harness.cases import format as fmt
 from harness.cases.columns import POINTS, point_groups
 from parallel import BACKENDS, STRATEGIES
@@ -74,63 +73,15 @@ def from_wide(rows: pd.DataFrame, suffix: str, choice: str = "attention") -> pd.
             value=rows[column],
             status=rows.get(f"{name}_status"),
             host_bound=rows.get(f"{name}_host_bound"),
+            evidence=rows.get(
+                f"{name}_{suffix.removesuffix('_median_ms').removesuffix('_tflops')}_evidence"
+            ),
         )
         parts.append(part.assign(**{choice: name}))
     return pd.concat(parts, ignore_index=True) if parts else rows.iloc[:0]
 
 
-def leaders(
-    rows: pd.DataFrame,
-    value: str,
-    varied: Sequence[str] = ("attention",),
-    *,
-    highest: bool = False,
-) -> pd.DataFrame:
-    """The best row of each point at which two or more have a value.
-
-    Points with a host-bound time are left out where kernels are ranked rather than strategies: the
-    host hides which one is faster. ``margin`` is how many times better a row is than the next one,
-    ``point`` numbers the points that differ in more than ``varied``.
-    """
-    rows = rows.assign(point=point_groups(rows, varied))
-    if list(varied) != ["strategy"]:
-        rows = rows[~rows["point"].isin(rows["point"][host_bound(rows)])]
-    rows = rows[rows[value].notna()].sort_values(value, ascending=not highest, kind="stable")
-    rows = rows[rows.groupby("point")[value].transform("size") > 1]
-    if rows.empty:
-        return rows.assign(margin=[])
-    second = rows[rows.groupby("point").cumcount() == 1].set_index("point")[value]
-    best = rows.drop_duplicates("point").sort_values("point")
-    ratio = best[value] / best["point"].map(second)
-    return best.assign(margin=ratio if highest else 1 / ratio)
-
-
-def say_fastest(
-    rows: pd.DataFrame,
-    value: str,
-    varied: Sequence[str] = ("attention",),
-    *,
-    highest: bool = False,
-    word: str = "fastest",
-) -> str | None:
-    """``sdpa is fastest at 5 of 6 points, by 12% over the next (median), ahead of flex at 1``"""
-    best = leaders(rows, value, varied, highest=highest)
-    if best.empty:
-        return None
-    counts = best[varied[0]].value_counts()
-    first, wins = str(counts.index[0]), int(counts.iloc[0])
-    margin = _by(float(best.loc[best[varied[0]] == first, "margin"].median()))
-    if len(best) == 1:
-        return f"{first} is {word}, {margin} over the next"
-    where = f"{wins} of {len(best)} points"
-    if wins == len(best):
-        where = "both points" if wins == 2 else f"all {wins} points"
-    others = [f"{name} at {count}" for name, count in counts.iloc[1:4].items()]
-    rest = f", ahead of {listed(others)}" if others else ""
-    return f"{first} is {word} at {where}, {margin} over the next (median){rest}"
-
-
-def _by(ratio: float) -> str:
+def by_margin(ratio: float) -> str:
     """``by 12%``; from twice on ``by a factor of 8.45``."""
     return f"by {_whole_percent(ratio - 1)}" if ratio < 2 else f"by a factor of {fmt.number(ratio)}"
 
@@ -138,25 +89,47 @@ def _by(ratio: float) -> str:
 def say_over(
     rows: pd.DataFrame,
     speedup: str,
+    verdict: str,
     baseline: str,
     choice: str = "attention",
     words: str = "",
 ) -> str | None:
-    """``the largest speed-up over naive is 2.05×, of sdpa``."""
+    """``5 of 8 are FASTER than naive, by 1.10× to 2.05×, most by sdpa``, by their verdicts."""
     known = rows[rows[speedup].notna() & (rows[choice] != baseline)]
+    faster = known[known[verdict] == "FASTER"]
     if known.empty:
         return None
-    best = best_row(known, speedup)
-    gain = f"the largest speed-up {words or f'over {baseline}'} is {fmt.factor(best[speedup])}"
-    return f"{gain}, of {best[choice]}{_where(best, known, choice)}"
+    over = words.removeprefix("over ") or baseline
+    if faster.empty:
+        if known[verdict].isin(["SLOWER", "SAME"]).any():
+            return f"none of {len(known)} is FASTER than {over}"
+        return None
+    best = best_row(faster, speedup)
+    if len(known) == 1:
+        name = best[choice]
+        return f"{name} is FASTER than {over}, by {fmt.factor(best[speedup])}"
+    verb = "is" if len(faster) == 1 else "are"
+    most = "" if len(faster) == 1 else "most by "
+    return (
+        f"{len(faster)} of {len(known)} {verb} FASTER than {over}, by {span(faster[speedup])}, "
+        f"{most}{best[choice]}{_where(best, known, choice)}"
+    )
 
 
 def _where(row: pd.Series, rows: pd.DataFrame, choice: str) -> str:
-    """`` at sequence length 4,096``: the two points that tell the row from the others."""
-    names = [name for name in ("model", "head_dim", "seq_len") if name in rows and name != choice]
+    """`` at sequence length 4,096``: the points that tell the row from the others."""
+    names = [name for name in _TELLING if name in rows and name != choice]
     names = [name for name in names if rows[name].nunique() > 1 and row[name] == row[name]]
     words = [POINTS[name].describe(row[name]) for name in names]
     return f" at {', '.join(words)}" if words else ""
+
+
+_TELLING = ("model", "precision", "head_dim", "seq_len")
+
+
+def told(rows: pd.DataFrame, ratio: str, verdict: str) -> pd.DataFrame:
+    """The rows whose ratio of times has a verdict; nobody can tell what the others say."""
+    return rows[rows[ratio].notna() & rows[verdict].isin(["FASTER", "SLOWER", "SAME"])]
 
 
 def say_out_of_memory(rows: pd.DataFrame, choice: str = "attention") -> str | None:
@@ -191,35 +164,3 @@ def say_growth(rows: pd.DataFrame, value: str) -> str | None:
     if not ratios or len(set(steps)) > 1:
         return None
     return f"takes {span(ratios)} as long for {steps[0]:g}{fmt.TIMES} the length at the longest"
-
-
-def say_over_length(
-    rows: pd.DataFrame, value: str, choice: str = "attention", *, highest: bool = False
-) -> str | None:
-    """Which choice leads at the longest sequences, and from which length on."""
-    best = leaders(rows, value, (choice,), highest=highest)
-    if best.empty:
-        return None
-    varied = ("seq_len", "kv_len", choice, "point", "margin", value)
-    best = best.assign(panel=point_groups(best, [name for name in varied if name in POINTS]))
-    shortest = int(rows.loc[rows[value].notna(), "seq_len"].min())
-    ends: list[tuple[str, int, int]] = []
-    for _, panel in best.groupby("panel"):
-        panel = panel.sort_values("seq_len")
-        leader = panel[choice].iloc[-1]
-        lasting = (panel[choice] == leader)[::-1].cummin()[::-1]
-        lengths = panel["seq_len"]
-        ends.append((str(leader), int(lengths[lasting].min()), shortest))
-    counts = pd.Series([leader for leader, _, _ in ends]).value_counts()
-    first = str(counts.index[0])
-    mine = [(start, shortest) for leader, start, shortest in ends if leader == first]
-    word = "has the highest rate" if highest else "is fastest"
-    if all(start == shortest for start, shortest in mine):
-        since = "at every length"
-    else:
-        since = f"from {span((start for start, _ in mine), fmt.integer)} tokens on"
-    if len(ends) == 1:
-        return f"{first} {word} {since}"
-    return (
-        f"{first} {word} at the longest sequences of {len(mine)} of {len(ends)} settings, {since}"
-    )

@@ -7,6 +7,7 @@ from typing import Any
 
 import pandas as pd
 
+from harness.analysis.evidence import words_between
 from harness.analysis.host_time import host_bound
 from harness.cases import format as fmt
 from harness.cases.columns import point_groups
@@ -29,14 +30,14 @@ def per_case(
     """One row per case, with its marks, and columns of its own for each phase.
 
     These are ``{phase}_{value}``, ``{phase}_iqr_ms``, ``{phase}_status``, ``{phase}_disturbed``,
-    ``{phase}_impossible``, ``{phase}_host_bound`` and ``{phase}_mark``; empty for a phase that a
-    case does not have. ``disturbed``, ``impossible``, ``host_bound`` and ``mark`` are of all these
-    phases. What is known of a case that did not finish well (its memory so far) is emptied, since
-    beside results it would read as one.
+    ``{phase}_impossible``, ``{phase}_host_bound``, ``{phase}_evidence`` and ``{phase}_mark``; empty
+    for a phase that a case does not have. ``disturbed``, ``impossible``, ``host_bound`` and
+    ``mark`` are of all these phases. What is known of a case that did not finish well (its memory
+    so far) is emptied, since beside results it would read as one.
     """
     phases = list(phases)
     cases = frame.drop_duplicates("case_id").set_index("case_id")
-    cases = cases.drop(columns=["phase", "clock", "samples_ms"])
+    cases = cases.drop(columns=["phase", "clock", "samples_ms", "evidence"])
     shown = frame[frame["phase"].isin(phases)] if phases else frame
     for key in WORDS:
         together = shown.groupby("case_id", sort=False)[key].agg(_all_words)
@@ -46,7 +47,8 @@ def per_case(
     parts: dict[str, pd.Series] = {}
     for phase in phases:
         rows = frame[frame["phase"] == phase].set_index("case_id")
-        for value in dict.fromkeys((*values, "iqr_ms", "status", *WORDS, "host_bound")):
+        own = ("iqr_ms", "status", *WORDS, "host_bound", "evidence")
+        for value in dict.fromkeys((*values, *own)):
             parts[f"{phase}_{value}"] = rows[value].reindex(cases.index)
         parts[f"{phase}_mark"] = marks_of(rows).reindex(cases.index, fill_value="")
     cases = pd.concat([cases, pd.DataFrame(parts, index=cases.index)], axis=1)
@@ -96,6 +98,16 @@ def speedup_over(
     group = point_groups(rows, varied)
     baselines = rows.loc[is_baseline].groupby(group[is_baseline])[value].first()
     return group.map(baselines) / rows[value]
+
+
+def verdict_over(
+    rows: pd.DataFrame, evidence: str, varied: Iterable[str], is_baseline: pd.Series
+) -> pd.Series:
+    """The verdict on each row against the baseline of :func:`speedup_over`; None without one."""
+    group = point_groups(rows, varied)
+    baselines = rows.loc[is_baseline].groupby(group[is_baseline])[evidence].first()
+    words = words_between(group.map(baselines).tolist(), rows[evidence].tolist())
+    return pd.Series(words, index=rows.index, dtype=object)
 
 
 def apart_from_unsupported(cases: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:

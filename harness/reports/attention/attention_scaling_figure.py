@@ -7,7 +7,8 @@ from matplotlib.figure import Figure
 
 from harness.cases.columns import sort_by_points
 from harness.render.figure import CaptionedFigure, describe, figure, panel_key
-from harness.render.findings import say_growth, say_out_of_memory, say_over_length, sentence
+from harness.render.findings import say_growth, say_out_of_memory, sentence
+from harness.render.leaders import say_over_length
 from harness.render.rows import of_task, per_case
 from harness.reports.attention.lines_over_seq_len import MAX_ROWS, draw_lines
 

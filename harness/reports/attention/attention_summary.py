@@ -6,8 +6,9 @@ import pandas as pd
 
 from harness.cases import format as fmt
 from harness.cases.columns import POINTS
-from harness.render.findings import say_fastest, say_out_of_memory, say_over, sentence
-from harness.render.rows import of_task, per_case, speedup_over
+from harness.render.findings import say_out_of_memory, say_over, sentence
+from harness.render.leaders import say_fastest
+from harness.render.rows import of_task, per_case, speedup_over, verdict_over
 from harness.render.table import Column, Table, finding, make_table, table, time_column
 
 CAPTION = (
@@ -30,6 +31,11 @@ def build(frame: pd.DataFrame) -> Table | None:
     naive = rows["attention"] == POINTS["attention"].baseline
     both = speedup_over(rows, "forward_backward_median_ms", ["attention"], naive)
     rows["speedup"] = both.fillna(speedup_over(rows, "forward_median_ms", ["attention"], naive))
+    has_both = rows["forward_backward_median_ms"].notna()
+    rows["both_evidence"] = rows["forward_backward_evidence"].where(
+        has_both, rows["forward_evidence"]
+    )
+    rows["verdict"] = verdict_over(rows, "both_evidence", ["attention"], naive)
     rows.loc[rows["status"] != "ok", "check_error"] = float("nan")
     return make_table(
         caption=f"{CAPTION}{SPEEDUP if rows['speedup'].notna().any() else ''}.",
@@ -58,7 +64,7 @@ def build(frame: pd.DataFrame) -> Table | None:
 def say(rows: pd.DataFrame) -> str | None:
     both = rows["forward_backward_median_ms"].fillna(rows["forward_median_ms"])
     return sentence(
-        say_fastest(rows.assign(both=both), "both"),
-        say_over(rows, "speedup", "naive"),
+        say_fastest(rows.assign(both=both), "both", evidence="both_evidence"),
+        say_over(rows, "speedup", "verdict", "naive"),
         say_out_of_memory(rows),
     )

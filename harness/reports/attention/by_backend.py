@@ -85,6 +85,7 @@ def _values(
             attention: pd.Series(cells, index=part.index, dtype=object),
             **{f"{attention}_{key}": part[key] for key in keys},
             **{f"{attention}_{name}_iqr_ms": part[f"{name}_iqr_ms"] for name in phases},
+            **{f"{attention}_{name}_evidence": part[f"{name}_evidence"] for name in phases},
             f"{attention}_status": part["status"],
             f"{attention}_case_id": part["case_id"],
             f"{attention}_mark": part["mark"].fillna(""),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pandas as pd
 
-from harness.render.findings import from_wide, say_fastest, sentence
+from harness.render.findings import from_wide, sentence
+from harness.render.leaders import say_fastest
 from harness.render.rows import of_task, per_case
 from harness.render.table import Table, finding, table
 from harness.reports.attention.by_backend import table_by_backend

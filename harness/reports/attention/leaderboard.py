@@ -12,7 +12,8 @@ from harness.analysis.comparison import Axis, compare
 from harness.analysis.row_verdicts import COLUMNS, interval_cells, rule_words
 from harness.cases import format as fmt
 from harness.cases.columns import point_groups
-from harness.render.findings import best_row, say_fastest, sentence
+from harness.render.findings import sentence, span
+from harness.render.leaders import say_fastest
 from harness.render.rows import apart_from_unsupported, of_task, per_case
 from harness.render.table import Column, Table, finding, make_table, table, time_column
 
@@ -41,6 +42,9 @@ def build(frame: pd.DataFrame) -> Table | None:
     rows, footnotes = apart_from_unsupported(rows)
     for value in ("median_ms", "tflops"):
         rows[f"all_{value}"] = rows[f"forward_backward_{value}"].fillna(rows[f"forward_{value}"])
+    rows["all_evidence"] = rows["forward_backward_evidence"].where(
+        rows["forward_backward_median_ms"].notna(), rows["forward_evidence"]
+    )
     rows = _compared(rows, calls)
     only_forward = rows["forward_backward_status"].isna().all()
     built = make_table(
@@ -75,11 +79,9 @@ def say(rows: pd.DataFrame) -> str | None:
     if rows["all_tflops"].isna().all():
         return None
     plain = rows[~rows["call_compiled"].astype(bool)]
-    best = best_row(rows, "all_tflops")
     return sentence(
         say_fastest(rows if plain.empty else plain, "all_median_ms"),
-        f"the highest rate is {fmt.number(best['all_tflops'])} TFLOP/s, of {best['attention']} "
-        f"with head_dim {int(best['head_dim'])}",
+        f"rates are {span(rows['all_tflops'], fmt.number)} TFLOP/s over all backends",
     )
 
 

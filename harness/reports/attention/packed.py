@@ -31,6 +31,8 @@ def build(frame: pd.DataFrame) -> Table | None:
     dense = rows["layout"] == BATCH_LAYOUTS["none"]
     rates = rows[dense].groupby(group[dense])["tflops"].first()
     rows["of_dense"] = (rows["tflops"] / group.map(rates)).where(~dense)
+    waits = rows[["forward_backward_host_bound", "forward_host_bound"]].bfill(axis=1).iloc[:, 0]
+    rows["host_bound"] = waits
     built = make_table(
         caption=CAPTION,
         rows=rows,

@@ -10,7 +10,8 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from harness.cases import format as fmt
 from harness.cases.columns import sorted_values
 from harness.render.figure import CaptionedFigure, figure
-from harness.render.findings import say_out_of_memory, say_over_length, sentence
+from harness.render.findings import say_out_of_memory, sentence, span
+from harness.render.leaders import say_over_length
 from harness.render.line_labels import draw_spread, label_line_ends, mark_out_of_memory
 from harness.render.palette import colour, marker
 from harness.render.panels import panels, whole_calls
@@ -38,7 +39,7 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
         figure=figure,
         finding=sentence(
             say_over_length(rows, "tflops", highest=True),
-            f"the highest rate is {fmt.number(rows['tflops'].max())} TFLOP/s",
+            f"rates are {span(rows['tflops'], fmt.number)} TFLOP/s",
             say_out_of_memory(rows),
         ),
     )

@@ -8,13 +8,12 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from harness.cases import format as fmt
 from harness.cases.columns import sort_by_points
 from harness.render.figure import CaptionedFigure, describe, figure, panel_key
-from harness.render.findings import best_row, sentence
+from harness.render.findings import sentence
 from harness.render.line_labels import draw_spread, label_line_ends
 from harness.render.panels import log_ticks
-from harness.reports.communication.collective_rows import UNUSED, collectives
+from harness.reports.communication.collective_rows import UNUSED, collectives, say_bandwidths
 from parallel.collectives import COLLECTIVES
 
 CAPTION = (
@@ -56,14 +55,10 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
         _draw(axis, group)
     for axis in axes[:, 0]:
         axis.set_ylabel("bus bandwidth (GB/s)")
-    best = best_row(rows, "bus_gb_s")
     return CaptionedFigure(
         caption=f"{CAPTION} {common}".strip(),
         figure=drawing,
-        finding=sentence(
-            f"the highest bus bandwidth is {fmt.number(best['bus_gb_s'])} GB/s, of "
-            f"{best['collective']} of {best['size_mib']:g} MiB on {int(best['world_size'])} ranks"
-        ),
+        finding=sentence(say_bandwidths(rows)),
     )
 
 

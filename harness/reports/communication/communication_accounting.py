@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 
 from harness.cases import format as fmt
-from harness.render.findings import sentence
+from harness.render.findings import listed, sentence, span
 from harness.render.table import Column, Table, finding, make_table, table
 
 CAPTION = (
@@ -92,16 +92,25 @@ def build(frame: pd.DataFrame) -> Table | None:
 
 @finding("communication_accounting")
 def say(rows: pd.DataFrame) -> str | None:
-    pairs = zip(rows["quantity"], rows["value"], strict=True)
-    values = {str(quantity): float(value) for quantity, value in pairs}
-    parameters = values.get("parameters")
-    batch = values.get("the same, a device (tokens)")
-    if parameters is None or batch is None:
-        return None
-    return sentence(
-        f"the model's {parameters / 1e9:,.0f} billion parameters are bound by compute from "
-        f"{_figure(batch)} tokens a device on"
-    )
+    parts = []
+    for _, case in rows.groupby("case_id", sort=False):
+        values = case.set_index("quantity")["value"].astype(float)
+        if not {PARAMETERS, TOKENS_A_DEVICE} <= set(values.index):
+            continue
+        parameters = f"{values[PARAMETERS] / 1e9:,.0f} billion parameters"
+        parts.append(f"{parameters} from {_figure(values[TOKENS_A_DEVICE])} tokens a device on")
+    if len(set(parts)) > MOST_MODELS:
+        sizes = rows.loc[rows["quantity"] == PARAMETERS, "value"] / 1e9
+        tokens = rows.loc[rows["quantity"] == TOKENS_A_DEVICE, "value"]
+        models = span(sizes, "{:,.0f}".format)
+        parts = [f"{models} billion parameters from {span(tokens, _figure)} tokens a device on"]
+    return sentence(f"bound by compute are {listed(dict.fromkeys(parts))}") if parts else None
+
+
+PARAMETERS, TOKENS_A_DEVICE = "parameters", "the same, a device (tokens)"
+
+MOST_MODELS = 3
+"""More of them are said as a range."""
 
 
 LINES: tuple[tuple[str, str, str, str], ...] = (

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pandas as pd
 
 from harness.cases import format as fmt
-from harness.render.findings import best_row, sentence
+from harness.render.findings import sentence, span
 from harness.render.table import Column, Table, finding, make_table, table, time_column
-from harness.reports.communication.collective_rows import UNUSED, collectives
+from harness.reports.communication.collective_rows import UNUSED, collectives, say_bandwidths
 
 CAPTION = (
     "Median time of a collective operation, from when all ranks are ready until the slowest is "
@@ -42,13 +42,11 @@ def say(rows: pd.DataFrame) -> str | None:
     known = rows[rows["bus_gb_s"].notna()]
     if known.empty:
         return None
-    best = best_row(known, "bus_gb_s")
-    quick = best_row(known, "collective_median_ms", highest=False)
+    smallest = known[known["size_mib"] == known["size_mib"].min()]
     wrong = int(rows["wrong_elements"].fillna(0).sum())
     return sentence(
-        f"the highest bus bandwidth is {fmt.number(best['bus_gb_s'])} GB/s, of "
-        f"{best['collective']} of {best['size_mib']:g} MiB on {int(best['world_size'])} ranks",
-        f"the shortest latency is {fmt.number(quick['collective_median_ms'])} ms, of "
-        f"{quick['collective']}",
+        say_bandwidths(known),
+        f"latencies of {smallest['size_mib'].iloc[0]:g} MiB are "
+        f"{span(smallest['collective_median_ms'], fmt.number)} ms over operations and ranks",
         f"{fmt.integer(wrong)} elements were wrong" if wrong else "no element was wrong",
     )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pandas as pd
 
+from harness.analysis.evidence import words_between
 from harness.cases import format as fmt
 from harness.cases.columns import point_groups
-from harness.render.findings import listed, sentence, span
+from harness.render.findings import listed, sentence, span, told
 from harness.render.table import Column, Table, finding, make_table, table
 from harness.reports.context.split_rows import split_calls
 from parallel import BACKENDS
@@ -48,6 +49,8 @@ def build(frame: pd.DataFrame) -> Table | None:
         key = [group, rows["gathers"]]
         base = rows[value].where(contiguous).groupby(key).transform("max")
         rows[name] = (base / rows[value]).where(~contiguous)
+    slowest = rows["whole_ms"].where(contiguous).groupby([group, rows["gathers"]])
+    rows["speedup_verdict"] = _verdicts(rows, slowest.transform("idxmax"))
     return make_table(
         caption=CAPTION,
         rows=rows,
@@ -79,7 +82,7 @@ def build(frame: pd.DataFrame) -> Table | None:
 def say(rows: pd.DataFrame) -> str | None:
     uneven = rows["imbalance"].groupby(rows["scheme"]).median().sort_values()
     busiest = [f"{fmt.factor(value)} of the mean with {name}" for name, value in uneven.items()]
-    known = rows[rows["speedup"].notna()]
+    known = told(rows, "speedup", "speedup_verdict")
     gained = None
     if len(known):
         gained = (
@@ -87,6 +90,13 @@ def say(rows: pd.DataFrame) -> str | None:
             f"predict {span(known['predicted_speedup'])}"
         )
     return sentence(f"the busiest rank computes {listed(busiest)} (median)", gained)
+
+
+def _verdicts(rows: pd.DataFrame, baselines: pd.Series) -> list[str | None]:
+    """The verdict on each row against the row whose index stands in ``baselines``."""
+    proof = rows["whole_evidence"]
+    of_baselines = [proof[int(index)] if index == index else None for index in baselines]
+    return words_between(of_baselines, proof.tolist())
 
 
 def _layout(scheme: str, num_ranks: int) -> Layout:

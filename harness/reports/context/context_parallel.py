@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pandas as pd
 
 from harness.cases import format as fmt
-from harness.render.findings import best_row, percent_span, say_fastest, sentence
+from harness.cases.columns import POINTS
+from harness.render.findings import listed, percent_span, sentence, span, told
+from harness.render.leaders import say_fastest
+from harness.render.ranking import Standing, standings
 from harness.render.table import Column, Table, finding, make_table, table, time_column
 from harness.reports.context.split_rows import predicted_gib, split_calls
 
@@ -76,45 +79,78 @@ def say(rows: pd.DataFrame) -> str | None:
         return None
     most = good[good["world_size"] == good["world_size"].max()]
     longest = most[most["seq_len"] == most["seq_len"].max()]
-    best = best_row(longest, "whole_ms", highest=False)
-    where = f"{int(best['world_size'])} ranks and {fmt.integer(best['seq_len'])} tokens"
-    gained = None
-    if best["speedup"] == best["speedup"]:
-        gained = (
-            f"{fmt.factor(best['speedup'])} of one device, "
-            f"{percent_span([best['efficiency']])} efficient"
+    ranks, length = int(longest["world_size"].iloc[0]), fmt.integer(longest["seq_len"].iloc[0])
+    gained = told(longest, "speedup", "speedup_verdict")
+    gains = None
+    if len(gained):
+        gains = (
+            f"{span(gained['speedup'])} one device there, {percent_span(gained['efficiency'])} "
+            "efficient"
         )
-    waited = None
-    if best["exposed_ms"] == best["exposed_ms"]:
-        share = best["exposed_ms"] / best["whole_ms"]
-        waited = f"its busiest rank waits for communication in {percent_span([share])} of the time"
-    name = f"{best['scheme']} over {best['transport']}"
+    waits = (longest["exposed_ms"] / longest["whole_ms"]).dropna()
     return sentence(
-        f"with {where} {name} is fastest{f' ({gained})' if gained else ''}",
-        waited,
-        say_fastest(rows, "whole_ms", ("scheme", "transport", "attention", "modes", "strategy"))
-        if len(good) > len(longest)
+        f"with {ranks} ranks and {length} tokens {_say_first(longest)}",
+        gains,
+        f"busiest ranks wait for communication in {percent_span(waits)} of the time, by traces"
+        if len(waits)
         else None,
+        _say_first(good) if len(good) > len(longest) else None,
     )
 
 
+VARIED = ("scheme", "transport", "attention", "modes", "strategy")
+
+
+def _say_first(rows: pd.DataFrame) -> str:
+    """Which scheme, over which transport, is fastest among those of the same kernel."""
+    said = say_fastest(rows, "whole_ms", VARIED, name=_name)
+    return said or f"{len(rows)} splits were measured with nothing beside them"
+
+
+def _name(row: pd.Series) -> str:
+    """``ring over send_recv``."""
+    modes = f" ({row['modes']})" if row["modes"] == row["modes"] and row["modes"] else ""
+    return f"{row['scheme']} over {row['transport']}{modes}"
+
+
 def crossovers(rows: pd.DataFrame) -> Iterator[str]:
-    """Sentences on the length from which the best ring is faster than the best gather."""
-    rows = rows[(rows["status"] == "ok") & rows["gathers"].notna()]
-    for (ranks, kernel), group in rows.groupby(["world_size", "kernel"]):
-        best = group.pivot_table(
-            index="seq_len", columns="gathers", values="whole_ms", aggfunc="min"
-        ).dropna()
-        if len(best.columns) < 2 or len(best) < 2:
+    """Sentences on where the best ring is faster than the best gather, by verdicts."""
+    rows = rows[(rows["status"] == "ok") & rows["gathers"].notna() & rows["whole_ms"].notna()]
+    for (ranks, kernel, precision), group in rows.groupby(["world_size", "kernel", "precision"]):
+        best = group.sort_values("whole_ms", kind="stable")
+        best = best.drop_duplicates([*_setting(group), "gathers"])
+        found = standings(best, "whole_ms", (*VARIED, "gathers"), name=_kind)
+        if len(found) < 2:
             continue
-        ahead = best[False] <= best[True]
-        # From the length on from which it stays ahead.
-        lasting = ahead[::-1].cummin()[::-1]
-        where = f"{ranks} ranks, {kernel}"
-        if not lasting.any():
-            yield f"{where}: the best gather is faster than the best ring at every length."
-        elif lasting.all():
-            yield f"{where}: the best ring is faster than the best gather at every length."
-        else:
-            first = fmt.integer(min(lasting.index[lasting]))
-            yield f"{where}: the best ring is faster than the best gather from {first} tokens on."
+        yield f"{ranks} ranks, {kernel}, {precision}: {_say_kinds(found)}."
+
+
+def _setting(rows: pd.DataFrame) -> list[str]:
+    """The points that a ring and a gather have in common."""
+    return [name for name in POINTS if name in rows and name not in VARIED]
+
+
+def _kind(row: pd.Series) -> str:
+    return "gather" if row["gathers"] else "ring"
+
+
+def _say_kinds(found: Sequence[Standing]) -> str:
+    """``the best ring is faster than the best gather at 4,096 tokens, slower at 8,192``."""
+    places: dict[str, list[str]] = {"faster": [], "slower": [], "level": [], "not told apart": []}
+    for standing in sorted(found, key=lambda standing: standing.best["seq_len"]):
+        key = {"ring": "faster", "gather": "slower", None: "level"}[standing.first]
+        key = "not told apart" if standing.is_open else key
+        places[key].append(fmt.integer(standing.best["seq_len"]))
+    joined = {
+        "faster": "the best ring is faster than the best gather",
+        "slower": "the best gather is faster than the best ring",
+        "level": "the best ring and the best gather are level",
+        "not told apart": "the best ring and the best gather cannot be told apart",
+    }
+    parts = []
+    for key, lengths in places.items():
+        if len(lengths) == len(found):
+            return f"{joined[key]} at every length measured"
+        if lengths:
+            parts.append(f"{joined[key]} at {listed(dict.fromkeys(lengths))} tokens")
+    return ", ".join(parts)

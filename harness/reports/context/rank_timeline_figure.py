@@ -61,9 +61,11 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
 
 
 def _finding(rows: pd.DataFrame) -> str:
-    shares = (rows["exposed_ms"] / rows["whole_ms"]).groupby(rows["scheme"]).min().sort_values()
-    words = [f"{percent_span([share])} of its time with {name}" for name, share in shares.items()]
-    return sentence(f"the busiest rank waits for others in {listed(words)}")
+    shares = rows["exposed_ms"] / rows["whole_ms"]
+    order = shares.groupby(rows["scheme"]).median().sort_values().index
+    by_scheme = dict(list(shares.groupby(rows["scheme"])))
+    words = [f"{percent_span(by_scheme[name])} of its time with {name}" for name in order]
+    return sentence(f"in traced passes the busiest rank waits for others in {listed(words)}")
 
 
 def _draw(axis: Axes, row: pd.Series) -> None:

@@ -10,7 +10,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from harness.cases import format as fmt
 from harness.render.figure import CaptionedFigure, figure
-from harness.render.findings import best_row, percent_span, sentence
+from harness.render.findings import percent_span, sentence
 from harness.render.line_labels import draw_spread, label_line_ends, mark_out_of_memory
 from harness.render.palette import colour, marker
 from harness.reports.context.split_panels import LINE_STYLES, calls_by_panel
@@ -46,14 +46,11 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     for axis in axes[:, 0]:
         axis.set_ylabel("efficiency (%)")
     known = pd.concat([rows for _, rows in panels]).dropna(subset=["efficiency"])
-    best = best_row(known, "efficiency")
     return CaptionedFigure(
         caption=f"{CAPTION} {common}".strip(),
         figure=drawing,
         finding=sentence(
-            f"the most efficient is {best['scheme']} over {best['transport']}, "
-            f"{percent_span([best['efficiency']])} with {int(best['world_size'])} ranks and "
-            f"{fmt.integer(best['seq_len'])} tokens"
+            f"efficiency is {percent_span(known['efficiency'])} over all schemes, ranks and lengths"
         ),
     )
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pandas as pd
 
+from harness.analysis.evidence import words_between
 from harness.cases.columns import point_groups
 from harness.render.rows import of_task, per_case
 from harness.reports.context.points import declare_points
@@ -50,7 +51,7 @@ def split_calls(frame: pd.DataFrame) -> pd.DataFrame:
             rows[f"forward_{value}_ms"]
         )
     has_both = rows["forward_backward_median_ms"].notna()
-    for value in ("mark", "disturbed", "impossible"):
+    for value in ("mark", "disturbed", "impossible", "evidence"):
         rows[f"whole_{value}"] = rows[f"forward_backward_{value}"].where(
             has_both, rows[f"forward_{value}"]
         )
@@ -60,6 +61,10 @@ def split_calls(frame: pd.DataFrame) -> pd.DataFrame:
     alone = rows[rows["cp"] == 1].sort_values("scheme", na_position="first", kind="stable")
     times = alone.groupby(group[alone.index])["whole_ms"].first()
     rows["one_device_ms"] = group.map(times)
+    proof = alone.groupby(group[alone.index])["whole_evidence"].first()
+    rows["speedup_verdict"] = words_between(
+        group.map(proof).tolist(), rows["whole_evidence"].tolist()
+    )
     rows = rows[rows["cp"] > 1].reset_index(drop=True)
     rows["gathers"] = [getattr(BACKENDS[name].target, "gathers", None) for name in rows["scheme"]]
     rows["speedup"] = rows["one_device_ms"] / rows["whole_ms"]

@@ -6,7 +6,9 @@ import pandas as pd
 
 from harness.cases import format as fmt
 from harness.cases.columns import point_groups
-from harness.render.findings import say_fastest, say_over, sentence
+from harness.render.findings import say_over, sentence
+from harness.render.leaders import say_fastest
+from harness.render.rows import verdict_over
 from harness.render.table import Column, Table, finding, make_table, table, time_column
 from harness.reports.context.split_rows import predicted_gib, split_calls
 
@@ -29,6 +31,7 @@ def build(frame: pd.DataFrame) -> Table | None:
     usual = rows["modes"] == TWO_KERNELS
     base = rows.loc[usual].groupby(group[usual])["whole_ms"].first()
     rows["speedup"] = group.map(base) / rows["whole_ms"]
+    rows["verdict"] = verdict_over(rows, "whole_evidence", ["attention", "modes"], usual)
     return make_table(
         caption=CAPTION,
         rows=rows,
@@ -50,7 +53,7 @@ def build(frame: pd.DataFrame) -> Table | None:
 def say(rows: pd.DataFrame) -> str | None:
     return sentence(
         say_fastest(rows, "whole_ms", ("modes", "attention")),
-        say_over(rows, "speedup", TWO_KERNELS, "modes"),
+        say_over(rows, "speedup", "verdict", TWO_KERNELS, "modes"),
     )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pandas as pd
 
 from harness.cases import format as fmt
-from harness.render.findings import best_row, percent_span, say_fastest, sentence
+from harness.render.findings import percent_span, sentence
+from harness.render.leaders import say_fastest
 from harness.render.table import Column, Table, finding, make_table, table, time_column
 from harness.reports.data.step_rows import UNUSED, on_ranks
 from harness.reports.data.worked_answers import TEXT_NOTE
@@ -79,10 +80,9 @@ def say(rows: pd.DataFrame) -> str | None:
     known = rows[rows["exposed_share"].notna()]
     least = None
     if len(known):
-        best = best_row(known, "exposed_share", highest=False)
         least = (
-            f"the least communication in sight is {percent_span([best['exposed_share']])} of the "
-            f"step, of {best['strategy']}"
+            f"communication that is not hidden is {percent_span(known['exposed_share'])} of a "
+            "traced step"
         )
     return sentence(say_fastest(rows, "step_median_ms", ("strategy",)), _say_uncertain(rows), least)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pandas as pd
 
 from harness.cases import format as fmt
-from harness.render.findings import best_row, sentence
+from harness.render.findings import sentence, span
+from harness.render.leaders import say_fastest
 from harness.render.table import Column, Table, finding, make_table, table, time_column
 from harness.reports.data.step_rows import UNUSED, bucketed
 
@@ -59,12 +60,21 @@ def say(rows: pd.DataFrame) -> str | None:
     known = rows[rows["communication_median_ms"].notna()]
     if known.empty:
         return None
-    best = best_row(known, "communication_median_ms", highest=False)
-    model = None
-    if best["best_mib"] == best["best_mib"]:
-        model = f"the model's best bucket is {fmt.number(best['best_mib'])} MiB"
+    modelled = known["best_mib"].dropna()
     return sentence(
-        f"least is left after the backward pass with buckets of {fmt.number(best['bucket_mib'])} "
-        "MiB",
-        model,
+        say_least_left(known),
+        f"the model's best bucket is {span(modelled, fmt.number)} MiB" if len(modelled) else None,
     )
+
+
+def say_least_left(rows: pd.DataFrame) -> str:
+    """Which size of buckets leaves least after the backward pass, or how much all of them do."""
+    said = say_fastest(
+        rows,
+        "communication_median_ms",
+        ("strategy", "bucket_mib"),
+        word="first to be done after the backward pass",
+        name=lambda row: f"the bucket of {fmt.number(row['bucket_mib'])} MiB",
+    )
+    left = f"{span(rows['communication_median_ms'], fmt.number)} ms are left after it"
+    return f"{said}; {left}" if said else left.replace("it", "the backward pass")

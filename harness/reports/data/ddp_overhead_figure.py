@@ -11,8 +11,9 @@ from harness.cases import format as fmt
 from harness.cases.columns import sort_by_points
 from harness.predictions.training import MIB
 from harness.render.figure import CaptionedFigure, describe, figure, panel_key
-from harness.render.findings import best_row, sentence
+from harness.render.findings import sentence
 from harness.render.panels import log_ticks
+from harness.reports.data.ddp_overhead import say_least_left
 from harness.reports.data.step_rows import UNUSED, bucketed
 
 CAPTION = (
@@ -60,11 +61,7 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
 
 
 def _finding(rows: pd.DataFrame) -> str:
-    best = best_row(rows, "communication_median_ms", highest=False)
-    return sentence(
-        f"measured, least is left after the backward pass with buckets of "
-        f"{fmt.number(best['bucket_mib'])} MiB"
-    )
+    return sentence(say_least_left(rows[rows["communication_median_ms"].notna()]))
 
 
 def _draw(axis: Axes, rows: pd.DataFrame) -> None:

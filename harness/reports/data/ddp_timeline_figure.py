@@ -13,7 +13,7 @@ from harness.bench.intervals import Interval, clipped, union
 from harness.cases import format as fmt
 from harness.cases.columns import sort_by_points
 from harness.render.figure import CaptionedFigure, figure
-from harness.render.findings import best_row, percent_span, sentence
+from harness.render.findings import listed, percent_span, sentence
 from harness.render.palette import WAITING, mixed_with_white
 from harness.reports.data.step_rows import COMPUTE, lanes, on_ranks
 from parallel import STRATEGIES
@@ -76,10 +76,9 @@ def _finding(rows: pd.DataFrame) -> str:
     known = rows[rows["hidden_share"].notna()]
     if known.empty:
         return sentence("no communication was traced")
-    best = best_row(known, "hidden_share")
-    return sentence(
-        f"{best['strategy']} hides {percent_span([best['hidden_share']])} of its communication"
-    )
+    shares = known.groupby("strategy", sort=False)["hidden_share"]
+    words = [f"{percent_span(part)} with {name}" for name, part in shares]
+    return sentence(f"of the traced communication {listed(words)} hides behind computing")
 
 
 def _place(strategy: str) -> tuple[int, str]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pandas as pd
 
+from harness.analysis.row_verdicts import any_apart
 from harness.cases import format as fmt
 from harness.cases.columns import point_groups
-from harness.render.findings import best_row, percent_span, sentence
+from harness.render.findings import percent_span, sentence
+from harness.render.leaders import say_fastest
 from harness.render.rows import of_task, per_case
 from harness.render.table import Column, Table, finding, make_table, table, time_column
 from harness.reports.data.data_parallel import ratio
@@ -34,6 +36,12 @@ def scaled(frame: pd.DataFrame) -> pd.DataFrame:
     rates = alone.groupby(group[alone.index])["step_tokens_per_s"].first()
     rows["speedup"] = rows["step_tokens_per_s"] / group.map(rates)
     rows["efficiency"] = rows["speedup"] / rows["world_size"]
+    started = alone.groupby(group[alone.index])["rounds_started_at"].first()
+    pairs = zip(rows["rounds_started_at"], group.map(started), strict=True)
+    rows["efficiency_mark"] = [
+        fmt.PILCROW if isinstance(base, list) and any_apart(own, base) else ""
+        for own, base in pairs
+    ]
     return rows
 
 
@@ -52,7 +60,12 @@ def build(frame: pd.DataFrame) -> Table | None:
             time_column("step", "step (ms)"),
             Column(key="step_tokens_per_s", header="tokens/s", format=fmt.number),
             Column(key="speedup", header="speed-up", format=ratio),
-            Column(key="efficiency", header="efficiency (%)", format=fmt.percent),
+            Column(
+                key="efficiency",
+                header="efficiency (%)",
+                format=fmt.percent,
+                mark="efficiency_mark",
+            ),
             Column(key="peak_memory_gib", header="peak memory (GiB)", format=fmt.number),
         ],
     )
@@ -79,11 +92,19 @@ def say(rows: pd.DataFrame) -> str | None:
     known = rows[(rows["world_size"] > 1) & rows["efficiency"].notna()]
     if known.empty:
         return None
-    best = best_row(known[known["world_size"] == known["world_size"].max()], "efficiency")
-    return sentence(
-        f"on {int(best['world_size'])} ranks {best['strategy']} is most efficient, "
-        f"{percent_span([best['efficiency']])} of as many single ranks"
-    )
+    most = known[known["world_size"] == known["world_size"].max()]
+    ranks = int(most["world_size"].iloc[0])
+    clear = most[most["efficiency_mark"] == ""]
+    claimed = None
+    if len(clear):
+        claimed = f"efficiency on {ranks} ranks is {percent_span(clear['efficiency'])}"
+    apart = None
+    if len(clear) < len(most):
+        apart = (
+            f"{len(most) - len(clear)} of {len(most)} on {ranks} ranks were measured apart from "
+            "the single rank, so that their efficiency is not claimed"
+        )
+    return sentence(claimed, say_fastest(most, "step_median_ms", ("strategy",)), apart)
 
 
 def _casting_shares() -> list[str]:

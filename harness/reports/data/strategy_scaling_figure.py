@@ -9,7 +9,8 @@ from matplotlib.ticker import FixedLocator, NullLocator
 from harness.cases import format as fmt
 from harness.cases.columns import sort_by_points
 from harness.render.figure import CaptionedFigure, describe, figure, panel_key
-from harness.render.findings import best_row, sentence
+from harness.render.findings import sentence, span
+from harness.render.leaders import say_fastest
 from harness.render.palette import colour, marker
 from harness.render.panels import log_ticks
 from harness.reports.data.step_rows import UNUSED
@@ -73,8 +74,8 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
 
 def _finding(rows: pd.DataFrame) -> str:
     most = rows[rows["world_size"] == rows["world_size"].max()]
-    best = best_row(most, "step_tokens_per_s")
     return sentence(
-        f"on {int(best['world_size'])} ranks {best['strategy']} trains on most tokens a second, "
-        f"{fmt.number(best['step_tokens_per_s'])}"
+        f"on {int(most['world_size'].iloc[0])} ranks strategies train on "
+        f"{span(most['step_tokens_per_s'], fmt.number)} tokens a second",
+        say_fastest(most, "step_median_ms", ("strategy",)),
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pandas as pd
 
 from harness.cases import format as fmt
-from harness.render.findings import best_row, percent_span, say_fastest, say_out_of_memory, sentence
+from harness.render.findings import percent_span, say_out_of_memory, sentence
+from harness.render.leaders import say_fastest
 from harness.render.rows import apart_from_unsupported
 from harness.render.table import Column, Table, finding, make_table, table
 from harness.reports.decoding.step_rows import UNUSED, decoded, operators_or_kernels
@@ -107,10 +108,7 @@ def say(rows: pd.DataFrame) -> str | None:
     known = rows[rows["copy_share"].notna()]
     most = None
     if len(known):
-        best = best_row(known, "copy_share")
-        share = percent_span([best["copy_share"]])
-        most = (
-            f"{best['attention']} comes nearest to the copy bandwidth, {share} of it at batch "
-            f"{fmt.integer(best['batch_size'])} and {fmt.integer(best['seq_len'])} tokens"
-        )
-    return sentence(say_fastest(rows, "step_us"), most, say_out_of_memory(rows))
+        most = f"steps reach {percent_span(known['copy_share'])} of the copy bandwidth"
+    return sentence(
+        say_fastest(rows, "step_us", evidence="decode_evidence"), most, say_out_of_memory(rows)
+    )

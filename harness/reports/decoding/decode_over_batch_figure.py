@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 
 from harness.render.figure import CaptionedFigure, figure
-from harness.render.findings import best_row, percent_span, sentence
+from harness.render.findings import listed, percent_span, sentence
 from harness.render.panels import panels
 from harness.reports.decoding.decode_lines import SERIES, draw_series, with_several
 from harness.reports.decoding.step_rows import UNUSED, decoded
@@ -43,12 +43,10 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
         )
         axis.set_xlabel("sequences in the batch")
         axis.set_ylabel("of the copy bandwidth (%)")
-    best = best_row(rows, "copy_share")
+    shares = rows.groupby("attention")["copy_share"]
+    words = [f"{percent_span(part)} with {name}" for name, part in shares if part.notna().any()]
     return CaptionedFigure(
         caption=f"{CAPTION} {common}".strip(),
         figure=drawing,
-        finding=sentence(
-            f"{best['attention']} reaches the most, {percent_span([best['copy_share']])} of the "
-            f"copy bandwidth at batch {int(best['batch_size'])}"
-        ),
+        finding=sentence(f"steps reach {listed(words)} of the copy bandwidth"),
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pandas as pd
 
 from harness.render.figure import CaptionedFigure, figure
-from harness.render.findings import say_out_of_memory, say_over_length, sentence
+from harness.render.findings import say_out_of_memory, sentence
+from harness.render.leaders import say_over_length
 from harness.render.panels import panels
 from harness.reports.decoding.decode_lines import SERIES, draw_series, with_several
 from harness.reports.decoding.step_rows import UNUSED, decoded
@@ -40,6 +41,8 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     return CaptionedFigure(
         caption=f"{CAPTION} {common}".strip(),
         figure=drawing,
-        finding=sentence(say_over_length(rows, "step_us"), say_out_of_memory(rows))
+        finding=sentence(
+            say_over_length(rows, "step_us", evidence="decode_evidence"), say_out_of_memory(rows)
+        )
         or "Longer caches take longer.",
     )

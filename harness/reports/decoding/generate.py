@@ -5,7 +5,8 @@ from __future__ import annotations
 import pandas as pd
 
 from harness.cases import format as fmt
-from harness.render.findings import say_fastest, say_out_of_memory, sentence
+from harness.render.findings import say_out_of_memory, sentence, span
+from harness.render.leaders import say_fastest
 from harness.render.rows import apart_from_unsupported, of_task, per_case
 from harness.render.table import Column, Table, finding, make_table, table, time_column
 from harness.reports.decoding.step_rows import operators_or_kernels
@@ -70,9 +71,9 @@ def build(frame: pd.DataFrame) -> Table | None:
 
 @finding("generate")
 def say(rows: pd.DataFrame) -> str | None:
-    most = rows["decode_tokens_per_s"].max()
+    rates = rows["decode_tokens_per_s"].dropna()
     return sentence(
         say_fastest(rows, "decode_median_ms"),
-        f"the most that is generated is {fmt.number(most)} tokens/s" if most == most else None,
+        f"{span(rates, fmt.number)} tokens/s are generated" if len(rates) else None,
         say_out_of_memory(rows),
     )

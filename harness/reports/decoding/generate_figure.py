@@ -7,7 +7,7 @@ import pandas as pd
 from harness.cases import format as fmt
 from harness.render.bars import draw_bars
 from harness.render.figure import CaptionedFigure, figure
-from harness.render.findings import best_row, sentence
+from harness.render.findings import listed, sentence, span
 from harness.render.palette import colour
 from harness.render.panels import panels
 from harness.reports.decoding.generate import UNUSED, generated
@@ -44,14 +44,12 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
         axis.set_xlabel("generated tokens/s")
     if told:
         common = f"{_models(rows)} {common}"
-    best = best_row(rows, "decode_tokens_per_s")
+    rates = rows.groupby("attention")["decode_tokens_per_s"]
+    words = [f"{span(part, fmt.number)} with {name}" for name, part in rates if part.notna().any()]
     return CaptionedFigure(
         caption=f"{CAPTION} {common}".strip(),
         figure=drawing,
-        finding=sentence(
-            f"{best['attention']} over a {best['cache']} cache generates most, "
-            f"{fmt.number(best['decode_tokens_per_s'])} tokens/s"
-        ),
+        finding=sentence(f"tokens/s generated: {listed(words)}"),
     )
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pandas as pd
 
 from harness.cases import format as fmt
-from harness.render.findings import percent_span, sentence, span
-from harness.render.rows import apart_from_unsupported, speedup_over
+from harness.render.findings import percent_span, sentence, span, told
+from harness.render.rows import apart_from_unsupported, speedup_over, verdict_over
 from harness.render.table import Column, Table, finding, make_table, table
 from harness.reports.decoding.step_rows import UNUSED, decoded, operators_or_kernels
 
@@ -27,6 +27,7 @@ def build(frame: pd.DataFrame) -> Table | None:
     rows, footnotes = apart_from_unsupported(rows)
     eager = ~rows["cuda_graph"].astype(bool)
     rows["speedup"] = speedup_over(rows, "decode_median_ms", ["cuda_graph"], eager)
+    rows["verdict"] = verdict_over(rows, "decode_evidence", ["cuda_graph"], eager)
     rows["reason_words"] = rows["reason"].where(rows["status"] == "unsupported")
     built = make_table(
         caption=CAPTION,
@@ -60,9 +61,10 @@ def build(frame: pd.DataFrame) -> Table | None:
 
 @finding("graph_effect")
 def say(rows: pd.DataFrame) -> str | None:
-    replayed = rows[rows["cuda_graph"].astype(bool) & rows["speedup"].notna()]
+    known = told(rows, "speedup", "verdict")
+    replayed = known[known["cuda_graph"].astype(bool)]
     if replayed.empty:
-        known = rows[rows["copy_share"].notna()]
+        known = rows[rows["copy_share"].notna() & ~rows["cuda_graph"].astype(bool)]
         if known.empty:
             return None
         shares = percent_span(known["copy_share"])

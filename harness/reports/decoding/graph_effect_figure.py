@@ -11,7 +11,7 @@ from harness.render.figure import CaptionedFigure, figure
 from harness.render.findings import sentence, span
 from harness.render.palette import colour
 from harness.render.panels import panels
-from harness.render.rows import speedup_over
+from harness.render.rows import speedup_over, verdict_over
 from harness.reports.decoding.step_rows import UNUSED, decoded
 
 CAPTION = "Median time of a decoding step without and with a CUDA graph."
@@ -39,8 +39,14 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
         draw_bars(axis, names, list(pairs["step_us"]), tints, words=words)
         axis.set_xlabel("step (µs)")
     gains = speedup_over(rows, "step_us", ["cuda_graph"], ~rows["cuda_graph"].astype(bool))
+    verdicts = verdict_over(rows, "decode_evidence", ["cuda_graph"], ~rows["cuda_graph"].astype(bool))
     gains = gains[rows["cuda_graph"].astype(bool)].dropna()
-    words_of = f"a graph is {span(gains)} as fast" if len(gains) else "no graph ran here"
+    clear = gains[verdicts[gains.index].isin(["FASTER", "SLOWER", "SAME"])]
+    words_of = "no graph ran here"
+    if len(gains):
+        words_of = f"whether {len(gains)} graphs are faster cannot be told"
+    if len(clear):
+        words_of = f"a step as a graph is {span(clear)} as fast, where verdicts tell"
     return CaptionedFigure(
         caption=f"{CAPTION} {common}".strip(), figure=drawing, finding=sentence(words_of)
     )

@@ -92,12 +92,10 @@ def build(frame: pd.DataFrame) -> Table | None:
 def say(rows: pd.DataFrame) -> str | None:
     parts = []
     for shape, part in rows.groupby("shape", sort=False):
-        per_token = part.groupby("attention_type")["bytes_per_token"].first()
-        if {"mha", "mla"} <= set(per_token.index):
-            ratio = per_token["mha"] / per_token["mla"]
-            parts.append(
-                f"{shape} keeps {fmt.factor(ratio)} fewer bytes a token by MLA than by MHA"
-            )
+        per_token = part.groupby("attention_type")["bytes_per_token"]
+        if {"mha", "mla"} <= set(per_token.groups) and (per_token.nunique() == 1).all():
+            ratio = per_token.first()["mha"] / per_token.first()["mla"]
+            parts.append(f"{shape} keeps {fmt.factor(ratio)} the bytes of MLA a token by MHA")
     out = rows[~rows["fits"].astype(bool)]
     if len(out):
         parts.append(f"{len(out)} of {len(rows)} caches do not fit")

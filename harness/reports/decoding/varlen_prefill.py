@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pandas as pd
 
+from harness.analysis.evidence import words_between
 from harness.cases import format as fmt
 from harness.cases.columns import point_groups
-from harness.render.findings import sentence, span
+from harness.render.findings import sentence, span, told
 from harness.render.rows import apart_from_unsupported, of_task, per_case
 from harness.render.table import Column, Table, finding, make_table, table, time_column
 
@@ -27,6 +28,9 @@ def prefilled(frame: pd.DataFrame) -> pd.DataFrame:
     group = point_groups(rows, ["attention", "layout"])
     padded = rows["layout"].str.startswith("padded")
     baseline = rows[padded].groupby(group[padded])["prefill_median_ms"].min()
+    fastest = rows[padded & rows["prefill_median_ms"].notna()].groupby(group)["prefill_median_ms"]
+    proof = rows.loc[fastest.idxmin(), "prefill_evidence"].set_axis(fastest.idxmin().index)
+    rows["verdict"] = words_between(group.map(proof).tolist(), rows["prefill_evidence"].tolist())
     # Ragged prompts only: the same ones were padded, and equal ones have no padding to save.
     same = rows["layout"].str.endswith("ragged")
     rows["speedup"] = (group.map(baseline) / rows["prefill_median_ms"]).where(same)
@@ -60,7 +64,8 @@ def build(frame: pd.DataFrame) -> Table | None:
 
 @finding("varlen_prefill")
 def say(rows: pd.DataFrame) -> str | None:
-    packed = rows[rows["layout"].str.startswith("packed") & rows["speedup"].notna()]
+    rows = told(rows, "speedup", "verdict")
+    packed = rows[rows["layout"].str.startswith("packed")]
     parts = [
         f"{name} on packed prompts is {span(part['speedup'])} as fast as the fastest padded batch"
         for name, part in packed.groupby("attention")

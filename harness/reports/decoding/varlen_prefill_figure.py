@@ -7,7 +7,7 @@ import pandas as pd
 from harness.cases import format as fmt
 from harness.render.bars import draw_bars
 from harness.render.figure import CaptionedFigure, figure
-from harness.render.findings import best_row, sentence
+from harness.render.findings import listed, sentence, span
 from harness.render.palette import colour
 from harness.render.panels import panels
 from harness.reports.decoding.varlen_prefill import prefilled
@@ -36,14 +36,12 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
         thousands = [value / 1e3 for value in group["prefill_tokens_per_s"]]
         draw_bars(axis, names, thousands, tints, words=words)
         axis.set_xlabel("thousand tokens/s")
-    best = best_row(rows, "prefill_tokens_per_s")
+    rates = rows.groupby("attention")["prefill_tokens_per_s"]
+    words = [f"{span(part, fmt.number)} with {name}" for name, part in rates if part.notna().any()]
     return CaptionedFigure(
         caption=f"{CAPTION} {common}".strip(),
         figure=drawing,
-        finding=sentence(
-            f"{best['attention']} prefills most, {fmt.number(best['prefill_tokens_per_s'])} "
-            f"tokens/s of {best['layout']} prompts"
-        ),
+        finding=sentence(f"tokens/s of prompts, over their layouts: {listed(words)}"),
     )
 
 

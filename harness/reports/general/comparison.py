@@ -13,7 +13,7 @@ import pandas as pd
 from harness.analysis.comparison import AXES, comparable, compare, compare_with_peers, hides_kernels
 from harness.analysis.row_verdicts import interval_cells, reasons, rule_words
 from harness.cases import format as fmt
-from harness.render.findings import best_row, sentence
+from harness.render.findings import best_row, sentence, span
 from harness.render.rows import marks_of
 from harness.render.table import Column, Table, finding, make_table, table
 
@@ -80,19 +80,24 @@ def say(rows: pd.DataFrame) -> str | None:
     counts = rows["verdict"].value_counts()
     if counts.empty:
         return None
-    found = (
-        f"{counts.get('FASTER', 0)} of {counts.sum()} candidates are FASTER than their baseline, "
-        f"{counts.get('SLOWER', 0)} SLOWER, {counts.get('SAME', 0)} the SAME and "
-        f"{counts.get('UNCLEAR', 0)} UNCLEAR"
-    )
     ranked = rows[(rows["axis"] != "attention") | ~hides_kernels(rows)]
-    if ranked["ratio"].isna().all():
-        return sentence(found)
-    best = best_row(ranked, "ratio")
+    faster = ranked[ranked["verdict"] == "FASTER"]
+    if faster.empty:
+        return sentence(_counts(counts))
+    best = best_row(faster, "ratio")
     name = str(best[best["axis"]])
     if best["axis"] == "compile_scope":
         name = f"{best['attention']} compiled by {name}"
     return sentence(
-        found,
-        f"the largest ratio is {fmt.factor(best['ratio'])}, of {name} over {best['baseline']}",
+        _counts(counts),
+        f"the FASTER ones by {span(faster['ratio'])}, most {name} over {best['baseline']}",
+    )
+
+
+def _counts(counts: pd.Series) -> str:
+    """How many candidates have which verdict."""
+    return (
+        f"{counts.get('FASTER', 0)} of {counts.sum()} candidates are FASTER than their baseline, "
+        f"{counts.get('SLOWER', 0)} SLOWER, {counts.get('SAME', 0)} the SAME and "
+        f"{counts.get('UNCLEAR', 0)} UNCLEAR"
     )

@@ -48,7 +48,7 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     for drawn, (axis, rows, labels) in zip(axes, labelled, strict=True):
         _draw(drawn, rows, labels, axis)
     found = [
-        say_over(rows, "ratio", axis.baseline or "", axis.choice, axis.words)
+        say_over(rows, "ratio", "verdict", axis.baseline or "", axis.choice, axis.words)
         for axis, rows in panels
     ]
     return CaptionedFigure(

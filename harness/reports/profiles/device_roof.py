@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 
 from harness.cases import format as fmt
-from harness.render.findings import best_row, sentence
+from harness.render.findings import listed, sentence, span
 from harness.render.rows import of_task, per_case
 from harness.render.table import Column, Table, finding, make_table, table
 
@@ -62,8 +62,8 @@ def build(frame: pd.DataFrame) -> Table | None:
 def say(rows: pd.DataFrame) -> str | None:
     if rows["matmul_tflops"].isna().all() or rows["copy_gb_s"].isna().all():
         return None
-    most = best_row(rows, "matmul_tflops")
+    rates = rows[rows["matmul_tflops"].notna()].groupby("precision")["matmul_tflops"]
+    words = [f"{span(part, fmt.number)} TFLOP/s in {name}" for name, part in rates]
     return sentence(
-        f"the device reaches {fmt.number(most['matmul_tflops'])} TFLOP/s ({most['precision']}) and "
-        f"copies {fmt.number(rows['copy_gb_s'].max())} GB/s"
+        f"matmuls reach {listed(words)}", f"copies {span(rows['copy_gb_s'], fmt.number)} GB/s"
     )

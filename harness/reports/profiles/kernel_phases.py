@@ -9,7 +9,7 @@ import pandas as pd
 
 from harness.analysis.physics import OVER_PASS
 from harness.cases import format as fmt
-from harness.render.findings import best_row, percent_span, sentence
+from harness.render.findings import listed, percent_span, sentence
 from harness.render.kernel_rows import UNUSED, phases_of, profiled
 from harness.render.rows import marks_of
 from harness.render.table import Column, Table, finding, make_table, table
@@ -81,8 +81,13 @@ def say(rows: pd.DataFrame) -> str | None:
     known = rows[rows["idle"].notna()]
     if known.empty:
         return None
-    most = best_row(known, "idle")
+    shares = known["idle"].clip(lower=0).groupby(known["phase"], sort=False)
+    words = [f"{percent_span(part)} of {phase}" for phase, part in shares]
+    without = rows.loc[rows["kernel_share"] <= 1, "kernel_share"]
     return sentence(
-        f"the device is idle for up to {percent_span([max(0.0, most['idle'])])} of a phase, in "
-        f"{most['phase']} with {fmt.integer(most['launches'])} launches"
+        f"under the profiler the device is idle for {listed(words)}",
+        f"kernels fill {percent_span(without)} of the unprofiled time of {len(without)} of "
+        f"{len(rows)} phases"
+        if len(without)
+        else None,
     )

@@ -53,8 +53,8 @@ def say(rows: pd.DataFrame) -> str | None:
         return None
     most = best_row(known, "share")
     return sentence(
-        f"most of all time, {percent_span([most['share']])}, is in {most['short']} in "
-        f"{most['phase']}, {most['range']}"
+        f"no kernel takes a larger share of a profiled step than {most['short']} in "
+        f"{most['phase']}, {most['range']}: {percent_span([most['share']])}"
     )
 
 

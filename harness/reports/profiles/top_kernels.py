@@ -6,6 +6,7 @@ from typing import Any
 
 import pandas as pd
 
+from harness.cases.columns import POINTS
 from harness.profilers.kernels.categories import SMALL_ONES
 from harness.render.findings import best_row, percent_span, sentence
 from harness.render.kernel_rows import (
@@ -54,10 +55,12 @@ def build(frame: pd.DataFrame) -> Table | None:
 def say(rows: pd.DataFrame) -> str | None:
     if rows["share"].isna().all():
         return None
+    case = [name for name in POINTS if name in rows]
+    first = rows.groupby([*case, "phase"], dropna=False, sort=False)["share"].max()
     most = best_row(rows, "share")
     return sentence(
-        f"the largest share of a phase is {percent_span([most['share']])} of {most['phase']}, of "
-        f"{most['short']} ({most['category']})"
+        f"the largest kernel of a phase takes {percent_span(first)} of its kernel time, most of "
+        f"{most['phase']} ({most['short']}, {most['category']})"
     )
 
 

@@ -7,8 +7,8 @@ import pandas as pd
 from harness.analysis.case_columns import GIB
 from harness.cases import format as fmt
 from harness.cases.columns import point_groups
-from harness.render.findings import best_row, sentence
-from harness.render.rows import of_task, per_case
+from harness.render.findings import sentence, span, told
+from harness.render.rows import of_task, per_case, verdict_over
 from harness.render.table import Column, Table, finding, make_table, table, time_column
 
 CAPTION = (
@@ -40,6 +40,7 @@ def build(frame: pd.DataFrame) -> Table | None:
     for name, value in (("time", "step_median_ms"), ("memory", "peak_gib")):
         baseline = group.map(rows.loc[without, value].groupby(group[without]).first())
         rows[f"{name}_ratio"] = rows[value] / baseline
+    rows["verdict"] = verdict_over(rows, "step_evidence", ["checkpoint"], without)
     return make_table(
         caption=CAPTION,
         rows=rows,
@@ -69,10 +70,12 @@ def say(rows: pd.DataFrame) -> str | None:
     known = rows[(rows["checkpoint"] != "none") & rows["memory_ratio"].notna()]
     if known.empty:
         return None
-    least = best_row(known, "memory_ratio", highest=False)
-    time = None
-    if least["time_ratio"] == least["time_ratio"]:
-        time = f"at {fmt.factor(least['time_ratio'])} the time"
-    words = f"checkpoint={least['checkpoint']} needs least memory, "
-    words += f"{fmt.factor(least['memory_ratio'])} that of none"
-    return sentence(f"{words}, {time}" if time else words)
+    parts = []
+    for name, part in known.groupby("checkpoint", sort=False):
+        words = f"checkpoint={name} needs {span(part['memory_ratio'])} the memory of none"
+        times = told(part, "time_ratio", "verdict")
+        if len(times):
+            words += f" and {span(times['time_ratio'])} its time"
+            words += "" if len(times) == len(part) else f" (told for {len(times)} of {len(part)})"
+        parts.append(words)
+    return sentence(*parts)

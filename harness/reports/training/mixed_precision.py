@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
+from harness.analysis.evidence import words_between
 from harness.cases import format as fmt
 from harness.cases.columns import POINTS, point_groups, sorted_values
 from harness.render.findings import listed, sentence, span
@@ -56,6 +57,11 @@ def build(frame: pd.DataFrame) -> Table | None:
         rows[f"{precision}_case_id"] = part["case_id"]
         if precision != "fp32":
             rows[f"{precision}_speedup"] = baseline.reindex(rows.index) / part["both_ms"]
+            for phase in ("forward", "backward"):
+                proof = cases[full].groupby(group[full])[f"{phase}_evidence"].first()
+                rows[f"{precision}_{phase}_verdict"] = words_between(
+                    proof.reindex(rows.index).tolist(), part[f"{phase}_evidence"].tolist()
+                )
             metrics.append(
                 Column(
                     key=f"{precision}_speedup",
@@ -79,7 +85,19 @@ def build(frame: pd.DataFrame) -> Table | None:
 def say(rows: pd.DataFrame) -> str | None:
     words = []
     for column in rows.columns:
-        if str(column).endswith("_speedup") and rows[column].notna().any():
-            name = str(column).removesuffix("_speedup")
-            words.append(f"{name} is {span(rows[column].dropna())} as fast as fp32")
+        name = str(column).removesuffix("_speedup")
+        if name == str(column) or rows[column].isna().all():
+            continue
+        known = rows[rows[column].notna() & _are_told(rows, name)]
+        if len(known):
+            words.append(f"{name} is {span(known[column])} as fast as fp32")
     return sentence(listed(words)) if words else None
+
+
+def _are_told(rows: pd.DataFrame, precision: str) -> pd.Series:
+    """Whether verdicts tell how the times that the speed-up adds up compare with those of fp32."""
+    clear = ["FASTER", "SLOWER", "SAME"]
+    forward, backward = (
+        rows[f"{precision}_{phase}_verdict"].isin(clear) for phase in ("forward", "backward")
+    )
+    return forward & (backward | rows[f"{precision}_backward_ms"].isna())

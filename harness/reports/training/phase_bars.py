@@ -13,7 +13,8 @@ from harness.analysis.comparison import fullest_mode
 from harness.cases import format as fmt
 from harness.cases.columns import sort_by_points, sorted_values
 from harness.render.figure import CaptionedFigure, describe, panel_key
-from harness.render.findings import percent_span, say_fastest, say_out_of_memory, sentence
+from harness.render.findings import percent_span, say_out_of_memory, sentence
+from harness.render.leaders import say_fastest
 from harness.render.palette import colour, mixed_with_white
 from harness.render.rows import of_task, per_case
 

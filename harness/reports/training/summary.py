@@ -6,8 +6,9 @@ import pandas as pd
 
 from harness.cases import format as fmt
 from harness.cases.columns import POINTS
-from harness.render.findings import say_fastest, say_out_of_memory, say_over, sentence
-from harness.render.rows import of_task, per_case, speedup_over
+from harness.render.findings import say_out_of_memory, say_over, sentence
+from harness.render.leaders import say_fastest
+from harness.render.rows import of_task, per_case, speedup_over, verdict_over
 from harness.render.table import Column, Table, finding, make_table, table, time_column
 
 CAPTION = "Median time of the phases of a training step"
@@ -26,6 +27,7 @@ def build(frame: pd.DataFrame) -> Table | None:
     )
     naive = rows["attention"] == POINTS["attention"].baseline
     rows["speedup"] = speedup_over(rows, "step_median_ms", ["attention"], naive)
+    rows["verdict"] = verdict_over(rows, "step_evidence", ["attention"], naive)
     return make_table(
         caption=f"{CAPTION}{SPEEDUP if rows['speedup'].notna().any() else ''}.",
         rows=rows,
@@ -48,6 +50,6 @@ def build(frame: pd.DataFrame) -> Table | None:
 def say(rows: pd.DataFrame) -> str | None:
     return sentence(
         say_fastest(rows, "step_median_ms"),
-        say_over(rows, "speedup", "naive"),
+        say_over(rows, "speedup", "verdict", "naive"),
         say_out_of_memory(rows),
     )

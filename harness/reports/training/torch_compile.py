@@ -6,8 +6,8 @@ import pandas as pd
 
 from harness.cases import format as fmt
 from harness.cases.columns import POINTS
-from harness.render.findings import sentence, span
-from harness.render.rows import of_task, per_case, speedup_over
+from harness.render.findings import sentence, span, told
+from harness.render.rows import of_task, per_case, speedup_over, verdict_over
 from harness.render.table import Column, Table, finding, make_table, table, time_column
 
 CAPTION = (
@@ -31,6 +31,10 @@ def build(frame: pd.DataFrame) -> Table | None:
         compiled = speedup_over(rows, value, ["compile_scope", "compile_mode"], uncompiled)
         backend = speedup_over(rows, value, ["attention"], naive)
         rows[f"{phase}_speedup"] = compiled.where(whole, backend)
+        key = f"{phase}_evidence"
+        of_compiled = verdict_over(rows, key, ["compile_scope", "compile_mode"], uncompiled)
+        of_backend = verdict_over(rows, key, ["attention"], naive)
+        rows[f"{phase}_verdict"] = of_compiled.where(whole, of_backend)
     return make_table(
         caption=CAPTION,
         rows=rows,
@@ -60,13 +64,13 @@ def say(rows: pd.DataFrame) -> str | None:
     parts = []
     alone = _alone(rows) & (rows["attention"] != POINTS["attention"].baseline)
     for name, part in rows[alone].groupby("attention"):
-        gains = part["forward_speedup"].dropna()
+        gains = told(part, "forward_speedup", "forward_verdict")["forward_speedup"]
         if len(gains):
             parts.append(f"{name} attention alone is {span(gains)} as fast as naive forward")
     compiled = ~_alone(rows) & (rows["compile_scope"] != POINTS["compile_scope"].baseline)
     for scope, part in rows[compiled].groupby("compile_scope"):
         phase = "forward" if part["step_speedup"].isna().all() else "step"
-        gains = part[f"{phase}_speedup"].dropna()
+        gains = told(part, f"{phase}_speedup", f"{phase}_verdict")[f"{phase}_speedup"]
         if len(gains):
             words = {"forward": "forward pass", "step": "step"}[phase]
             parts.append(f"compiling the {scope} makes the {words} {span(gains)} as fast")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pandas as pd
 
 from harness.cases import format as fmt
-from harness.render.findings import sentence
+from harness.render.findings import sentence, span
 from harness.render.rows import marks_of
 from harness.render.table import Column, Table, finding, make_table, table
 
@@ -46,13 +46,14 @@ def build(frame: pd.DataFrame) -> Table | None:
 
 @finding("warmup_effect")
 def say(rows: pd.DataFrame) -> str | None:
-    ratio = (rows["mean_ms"] / rows["median_ms"]).groupby(rows["warmup_steps"]).max()
-    if ratio.dropna().empty:
+    ratios = (rows["mean_ms"] / rows["median_ms"]).dropna().groupby(rows["warmup_steps"])
+    ratio = ratios.max()
+    if ratio.empty:
         return None
+    least = int(ratio.index[0])
     enough = ratio.index[(ratio <= 1.05)[::-1].cummin()[::-1]]
     return sentence(
-        f"with {int(ratio.index[0])} warm-up steps the mean is up to {fmt.factor(ratio.iloc[0])} "
-        "the median",
+        f"with {least} warm-up steps the mean is {span(ratios.get_group(least))} the median",
         f"from {int(enough[0])} on they agree within 5%" if len(enough) else None,
     )
 
