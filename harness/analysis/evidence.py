@@ -25,9 +25,15 @@ Evidence = dict[str, Any]
 
 
 def add_evidence(frame: pd.DataFrame) -> pd.DataFrame:
-    """The frame with ``evidence``: an :data:`Evidence` for each row with samples, else None."""
+    """The frame with ``evidence``: an :data:`Evidence` for each row with samples that can be.
+
+    None for others: times that are ``impossible`` decide nothing.
+    """
     rows = frame[list(_COLUMNS)].to_dict("records")
-    found = [row if row["rounds_ms"] else None for row in rows]
+    found = [
+        row if row["rounds_ms"] and not impossible else None
+        for row, impossible in zip(rows, frame["impossible"], strict=True)
+    ]
     return frame.assign(evidence=pd.Series(found, index=frame.index, dtype=object))
 
 

@@ -49,7 +49,7 @@ def build_frame(records: Iterable[Record], roofs: Iterable[Record] = ()) -> pd.D
     roof = roofs_of(_rows(measured) if measured else frame)
     frame["impossible"] = impossible(frame, roof)
     frame.loc[frame["impossible"].map(bool).astype(bool), list(RATES)] = float("nan")
-    return frame
+    return add_evidence(frame)
 
 
 def _rows(records: Sequence[Record]) -> pd.DataFrame:
@@ -72,7 +72,6 @@ def _rows(records: Sequence[Record]) -> pd.DataFrame:
     frame = pd.concat([frame, statistics], axis=1)
     frame = _add_rounds(frame, records, case_index)
     frame["disturbed"] = _disturbances(records, case_index, frame["samples_ms"].tolist())
-    frame = add_evidence(frame)
     seconds = frame["median_ms"] / 1e3
     frame["tokens_per_s"] = frame["work_tokens"].astype(float) * frame["world_size"] / seconds
     flops = frame["work_flops"].astype(float)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pandas as pd
 
 from harness.analysis.evidence import words_between
@@ -49,8 +51,7 @@ def build(frame: pd.DataFrame) -> Table | None:
         key = [group, rows["gathers"]]
         base = rows[value].where(contiguous).groupby(key).transform("max")
         rows[name] = (base / rows[value]).where(~contiguous)
-    slowest = rows["whole_ms"].where(contiguous).groupby([group, rows["gathers"]])
-    rows["speedup_verdict"] = _verdicts(rows, slowest.transform("idxmax"))
+    rows["speedup_verdict"] = _verdicts(rows, contiguous, [group, rows["gathers"]])
     return make_table(
         caption=CAPTION,
         rows=rows,
@@ -92,11 +93,15 @@ def say(rows: pd.DataFrame) -> str | None:
     return sentence(f"the busiest rank computes {listed(busiest)} (median)", gained)
 
 
-def _verdicts(rows: pd.DataFrame, baselines: pd.Series) -> list[str | None]:
-    """The verdict on each row against the row whose index stands in ``baselines``."""
-    proof = rows["whole_evidence"]
-    of_baselines = [proof[int(index)] if index == index else None for index in baselines]
-    return words_between(of_baselines, proof.tolist())
+def _verdicts(
+    rows: pd.DataFrame, contiguous: pd.Series, keys: Sequence[pd.Series]
+) -> list[str | None]:
+    """The verdict on each row against the slowest of contiguous parts with equal keys."""
+    places = list(zip(*keys, strict=True))
+    slowest = rows.assign(place=places)[contiguous].sort_values("whole_ms", ascending=False)
+    proof = dict(zip(slowest["place"][::-1], slowest["whole_evidence"][::-1], strict=True))
+    baselines = [proof.get(place) for place in places]
+    return words_between(baselines, rows["whole_evidence"].tolist())
 
 
 def _layout(scheme: str, num_ranks: int) -> Layout:

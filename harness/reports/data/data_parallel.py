@@ -77,7 +77,7 @@ def build(frame: pd.DataFrame) -> Table | None:
 
 @finding("data_parallel")
 def say(rows: pd.DataFrame) -> str | None:
-    known = rows[rows["exposed_share"].notna()]
+    known = rows[rows["exposed_share"].notna() & ~rows["traced_impossible"].map(bool).astype(bool)]
     least = None
     if len(known):
         least = (

@@ -73,7 +73,7 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
 
 
 def _finding(rows: pd.DataFrame) -> str:
-    known = rows[rows["hidden_share"].notna()]
+    known = rows[rows["hidden_share"].notna() & ~rows["traced_impossible"].map(bool).astype(bool)]
     if known.empty:
         return sentence("no communication was traced")
     shares = known.groupby("strategy", sort=False)["hidden_share"]

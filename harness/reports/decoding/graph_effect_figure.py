@@ -38,9 +38,10 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
         words = [fmt.STATUS_WORDS.get(status, fmt.ABSENT) for status in pairs["status"]]
         draw_bars(axis, names, list(pairs["step_us"]), tints, words=words)
         axis.set_xlabel("step (µs)")
-    gains = speedup_over(rows, "step_us", ["cuda_graph"], ~rows["cuda_graph"].astype(bool))
-    verdicts = verdict_over(rows, "decode_evidence", ["cuda_graph"], ~rows["cuda_graph"].astype(bool))
-    gains = gains[rows["cuda_graph"].astype(bool)].dropna()
+    eager = ~rows["cuda_graph"].astype(bool)
+    gains = speedup_over(rows, "step_us", ["cuda_graph"], eager)
+    verdicts = verdict_over(rows, "decode_evidence", ["cuda_graph"], eager)
+    gains = gains[~eager].dropna()
     clear = gains[verdicts[gains.index].isin(["FASTER", "SLOWER", "SAME"])]
     words_of = "no graph ran here"
     if len(gains):

@@ -21,6 +21,8 @@ CAPTION = (
 
 MAX_ROWS = 24
 
+NOTHING_TOLD = "No speed-up can be told."
+
 
 @figure("speedup")
 def build(frame: pd.DataFrame) -> CaptionedFigure | None:
@@ -52,7 +54,9 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
         for axis, rows in panels
     ]
     return CaptionedFigure(
-        caption=f"{CAPTION} {common}".strip(), figure=figure, finding=sentence(*found)
+        caption=f"{CAPTION} {common}".strip(),
+        figure=figure,
+        finding=sentence(*found) or NOTHING_TOLD,
     )
 
 

@@ -33,18 +33,18 @@ class TestComparison:
     def test_the_winner_is_named_by_what_differs(self) -> None:
         by_strategy = built(
             "comparison",
-            make_strategy_record("ddp_torch", ms=5.0),
-            make_strategy_record("fsdp", ms=4.0),
+            in_rounds(make_strategy_record("ddp_torch", ms=5.0)),
+            in_rounds(make_strategy_record("fsdp", ms=4.0)),
         )
-        assert finding_of(by_strategy).endswith("of fsdp over ddp_torch.")
+        assert finding_of(by_strategy).endswith("most fsdp over ddp_torch.")
         by_attention = built("comparison", step("naive", 6.0, 6.0), step("sdpa", 3.0, 3.0))
-        assert finding_of(by_attention).endswith("of sdpa over naive.")
+        assert finding_of(by_attention).endswith("most sdpa over naive.")
         by_compile = built(
             "comparison",
             step("sdpa", 6.0, 6.0),
             step("sdpa", 3.0, 3.0, compile_scope="block"),
         )
-        assert finding_of(by_compile).endswith("of sdpa compiled by block over uncompiled.")
+        assert finding_of(by_compile).endswith("most sdpa compiled by block over uncompiled.")
 
     def test_what_the_rounds_leave_open_is_counted_apart(self) -> None:
         table = built(

@@ -31,15 +31,14 @@ from harness.render.figure import FIGURES, build_figure, save
 from harness.render.findings import (
     best_row,
     from_wide,
-    leaders,
-    say_fastest,
     say_growth,
     say_out_of_memory,
-    say_over_length,
     sentence,
     span,
 )
+from harness.render.leaders import say_fastest, say_over_length
 from harness.render.palette import KINDS
+from harness.render.ranking import standings
 from harness.render.table import FINDINGS, TABLES, build_table, finding_of
 from harness.store.record import Record, RecordStore
 from harness.writeup.document import Document, collect
@@ -57,9 +56,9 @@ def scaling() -> list[Record]:
     records = []
     for seq_len in LENGTHS:
         for name, factor in SPEEDS.items():
-            ms = factor * (seq_len / 1024) ** 2
+            ms = 10 * factor * (seq_len / 1024) ** 2
             if name == "sdpa_flash" and seq_len == 512:
-                ms = 0.1
+                ms = 1.0
             out = name == "naive" and seq_len == 4096
             passes = {"forward": ms, "backward": 2 * ms, "forward_backward": 3 * ms}
             samples = {key: [[0.9 * value, value, 1.3 * value]] for key, value in passes.items()}
@@ -149,36 +148,41 @@ class TestFindings:
             assert words == "" or words.endswith(".")
 
     def test_summary(self) -> None:
-        table = build_table("summary", build_frame(steps()))
+        table = build_table("summary", build_frame(list(map(in_rounds, steps()))))
         assert table is not None
         finding = finding_of(table)
-        assert finding.startswith("sdpa_flash is fastest, by a factor of 2.50")
-        assert "speed-up over naive is 2.50" in finding
+        assert finding.startswith("sdpa_flash is fastest in bf16, by a factor of 2.50")
+        assert "sdpa_flash is FASTER than naive, by 2.50" in finding
 
     def test_length_and_memory(self) -> None:
-        table = build_table("flash_benchmarking", build_frame(scaling()))
+        table = build_table("flash_benchmarking", build_frame(list(map(in_rounds, scaling()))))
         assert table is not None
         finding = finding_of(table)
-        assert "flex is fastest from 1,024 tokens on" in finding
+        assert "flex is fastest in bf16 from 1,024 tokens on" in finding
         assert "naive runs out of memory first, at 4,096" in finding
 
     def test_a_lead_is_over_the_second_at_each_point(self) -> None:
-        rows = build_frame(scaling())
+        rows = build_frame(map(in_rounds, scaling()))
         rows = rows[rows["phase"] == "forward"]
-        best = leaders(rows, "median_ms").set_index("seq_len")
-        assert best["attention"].to_dict() == {
+        found = {standing.best["seq_len"]: standing for standing in standings(rows, "median_ms")}
+        assert {length: standing.first for length, standing in found.items()} == {
             512: "sdpa_flash",
             1024: "flex",
             2048: "flex",
             4096: "flex",
         }
-        assert best.loc[1024, "margin"] == pytest.approx(2.0)
-        assert best.loc[512, "margin"] == pytest.approx(2.5)
+        assert found[1024].margin == pytest.approx(2.0)
+        assert found[512].margin == pytest.approx(2.5)
         said = say_fastest(rows, "median_ms")
         assert said is not None
-        assert said.startswith("flex is fastest at 3 of 4 points, by a factor of 2.00")
-        highest = leaders(rows, "median_ms", highest=True).set_index("seq_len")
-        assert highest.loc[1024, "attention"] == "naive"
+        assert said.startswith("flex is fastest at 3 of 4 points in bf16, by a factor of 2.00")
+
+    def test_one_round_leads_nowhere(self) -> None:
+        rows = build_frame(scaling())
+        rows = rows[rows["phase"] == "forward"]
+        assert [standing.first for standing in standings(rows, "median_ms")] == [None] * 4
+        said = say_fastest(rows, "median_ms")
+        assert said == "which is fastest cannot be told at any of 4 points (1 round)"
 
     def test_nothing_to_say(self) -> None:
         rows = build_frame(scaling())
