@@ -98,7 +98,9 @@ def _verdicts(
 ) -> list[str | None]:
     """The verdict on each row against the slowest of contiguous parts with equal keys."""
     places = list(zip(*keys, strict=True))
-    slowest = rows.assign(place=places)[contiguous].sort_values("whole_ms", ascending=False)
+    slowest = rows.assign(place=pd.Series(places, index=rows.index, dtype=object))[
+        contiguous
+    ].sort_values("whole_ms", ascending=False)
     proof = dict(zip(slowest["place"][::-1], slowest["whole_evidence"][::-1], strict=True))
     baselines = [proof.get(place) for place in places]
     return words_between(baselines, rows["whole_evidence"].tolist())
