@@ -130,15 +130,18 @@ def _setting(rows: pd.DataFrame) -> list[str]:
     return [name for name in POINTS if name in rows and name not in VARIED]
 
 
+RING, GATHER = "a ring", "a gather"
+
+
 def _kind(row: pd.Series) -> str:
-    return "gather" if row["gathers"] else "ring"
+    return GATHER if row["gathers"] else RING
 
 
 def _say_kinds(found: Sequence[Standing]) -> str:
     """``the best ring is faster than the best gather at 4,096 tokens, slower at 8,192``."""
     places: dict[str, list[str]] = {"faster": [], "slower": [], "level": [], "not told apart": []}
     for standing in sorted(found, key=lambda standing: standing.best["seq_len"]):
-        key = {"ring": "faster", "gather": "slower", None: "level"}[standing.first]
+        key = {RING: "faster", GATHER: "slower", None: "level"}[standing.first]
         key = "not told apart" if standing.is_open else key
         places[key].append(fmt.integer(standing.best["seq_len"]))
     joined = {
