@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from harness.cases.case import Case
@@ -15,14 +13,11 @@ from harness.request.compose import Request
 from harness.request.staleness import Staleness, environment_here, staleness_of
 from harness.run.deciding import most_seconds
 from harness.run.options import RunOptions
-from harness.run.workers import rounds_per_process
 from harness.store.record import Record, is_final
 from harness.store.sweep_plan import SweepPlan
 
 # Rough rates for predicting the time left; progress rescales them by measured times.
 SETUP_S = 0.6
-START_S = {"cpu": 3.0, "cuda": 6.0}
-"""To start a worker; NCCL takes about as long again."""
 COMPILE_S = {"cpu": 12.0, "cuda": 8.0}
 EFFICIENCY = 0.35
 CPU_FLOPS_PER_CORE = 40e9
@@ -90,20 +85,6 @@ def predicted_seconds(case: Case, device_name: str = "", rounds: int = 1) -> flo
     seconds = rounds * SETUP_S + num_passes * seconds_per_pass
     if case.attention.compiles or case.task.compiles(case):
         seconds += COMPILE_S[case.device]
-    return seconds
-
-
-def predicted_starts_s(cases: Sequence[Case], options: RunOptions) -> float:
-    """Predict how long workers take to start: once for each number of ranks, or each round of it.
-
-    Sweeps of over two minutes a round start them a little more often; see
-    :data:`harness.run.runner.BATCH_S`.
-    """
-    seconds = 0.0
-    for device, ranks in {(case.device, case.world_size) for case in cases}:
-        split = ranks > 1 and device == "cuda"
-        starts = math.ceil(options.interleave / rounds_per_process(options, device, ranks))
-        seconds += starts * START_S[device] * (2 if split else 1)
     return seconds
 
 

@@ -10,7 +10,8 @@ from rich.table import Table
 from harness.cases import format as fmt
 from harness.cases.case import Case
 from harness.request.compose import Request
-from harness.request.plan import PlannedCases, further_rounds_s, predicted_starts_s
+from harness.request.plan import PlannedCases, further_rounds_s
+from harness.run.workers import predicted_starts_s
 
 
 def minutes(seconds: float) -> str:

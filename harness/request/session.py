@@ -16,7 +16,6 @@ from harness.request.plan import (
     further_rounds_s,
     plan_cases,
     predicted_seconds,
-    predicted_starts_s,
     sweep_plan,
 )
 from harness.request.plan_listing import minutes, print_plan
@@ -26,6 +25,7 @@ from harness.run.hosts import HostError
 from harness.run.launcher import LaunchError, PendingCases
 from harness.run.progress import TerminalProgress
 from harness.run.worker_group import WorkerStartError
+from harness.run.workers import predicted_starts_s
 from harness.store.record import RecordStore, in_short
 from harness.store.rounds import RoundStore
 from harness.store.sweep_plan import write_plan

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from harness.cases.case import Case
 from harness.run.hosts import Hosts
 from harness.run.options import RunOptions
 from harness.run.record_builder import RecordBuilder
 from harness.run.worker_group import WorkerGroup
+
+START_S = {"cpu": 3.0, "cuda": 6.0}
+"""To start a worker; NCCL takes about as long again."""
 
 ROUNDS_OF_GPUS = 2
 """Rounds of one case that the same processes measure on several GPUs, which take 5 to 15 s to start
@@ -83,3 +87,17 @@ def rounds_per_process(options: RunOptions, device: str, world_size: int) -> int
     if options.fresh_rounds is None and device == "cuda" and world_size > 1:
         return ROUNDS_OF_GPUS
     return sys.maxsize if options.fresh_rounds is False else 1
+
+
+def predicted_starts_s(cases: Sequence[Case], options: RunOptions) -> float:
+    """Predict how long workers take to start: once for each number of ranks, or each round of it.
+
+    Sweeps of over two minutes a round start them a little more often; see
+    :data:`harness.run.runner.BATCH_S`.
+    """
+    seconds = 0.0
+    for device, ranks in {(case.device, case.world_size) for case in cases}:
+        split = ranks > 1 and device == "cuda"
+        starts = math.ceil(options.interleave / rounds_per_process(options, device, ranks))
+        seconds += starts * START_S[device] * (2 if split else 1)
+    return seconds

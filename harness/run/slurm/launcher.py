@@ -29,6 +29,7 @@ from harness.run.run_folder import (
 from harness.run.slurm import commands as slurm
 from harness.run.slurm.follow import follow
 from harness.run.slurm.shares import Shape, Share, counted, pack, shape_of
+from harness.run.workers import predicted_starts_s
 from harness.store.record import RecordStore, file_case
 
 OWN_OPTIONS = frozenset(
@@ -148,12 +149,13 @@ class Slurm(Launcher):
 
     def _submit(self, cases: list[Case], pending: PendingCases) -> list[str]:
         """Freeze the cases in shares and submit them; returns lines for the user."""
+        starts_s = predicted_starts_s(cases, pending.options)
         packed = pack(
             cases,
             ranks_per_node=self.gpus_per_node,
             predict=pending.predict,
             cases_per_task=self.cases_per_task,
-            task_s=60 * self.task_min,
+            task_s=max(1.0, 60 * self.task_min - starts_s),
             max_tasks=slurm.max_array_size(),
             together=pending.options.in_turns,
         )
