@@ -5,7 +5,8 @@ What is compared, and how tolerances come about, is :mod:`harness.gate`'s.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -143,12 +144,27 @@ def check_parts(
     number_format = format_of(case.precision.peak)
     seed = hash((case.seed, bench.round_index, draw)) % 2**32
     generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
+    with torch.no_grad(), _one_thread():
         found = worst(
             finding for part in parts for finding in check_part(part, number_format, generator)
         )
     named = {f"{prefix}{name}": finding for name, finding in found.items()}
     note(case, bench, named, factor=number_format.factor)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute on one thread of the CPU.
+
+    The gate makes many small operations there. Shared among threads, each would wait for the one
+    that the system runs last, which on a busy machine takes longer than the operation.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def note(case: Case, bench: Bench, found: dict[str, Finding], *, factor: float) -> None:
