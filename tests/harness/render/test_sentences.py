@@ -194,7 +194,7 @@ def claims(sentence: str) -> Counter[tuple[str, ...]]:
 
 
 def _count(words: str) -> int:
-    """How many points: ``5 of 6 points``, ``both points``, ``any of 3 points``, ``either point``."""
+    """How many points: ``5 of 6 points``, ``both points``, ``any of 3 points``, and the like."""
     if words.startswith(("both", "either")):
         return 2
     return int(re.search(r"\d+", words)[0])  # type: ignore[index]
