@@ -43,7 +43,9 @@ def plugins_of(choices: Iterable[Choice]) -> dict[str, list[str]]:
 
 
 def why_missing(choices: Iterable[Choice], plugins: Mapping[str, list[str]]) -> str | None:
-    """The first choice that is not registered here, and where it came from; None if all are.
+    """The first choice that a missing plugin registers, and where that came from; None if none.
+
+    A choice that nobody knows, and no plugin is on record for, is one of an older version.
 
     Args:
         plugins: from :func:`plugins_of` when the cases were planned; or the names and files of all
@@ -60,7 +62,6 @@ def why_missing(choices: Iterable[Choice], plugins: Mapping[str, list[str]]) -> 
             return f"{choice}: comes from the plugin {loaded[0]}; {_REMEDY}"
         if loaded:
             return f"{choice}: comes from one of the plugins {', '.join(loaded)}; {_REMEDY}"
-        return f"{choice}: no such choice here; if a plugin registers it, {_REMEDY}"
     return None
 
 

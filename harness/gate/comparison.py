@@ -14,7 +14,7 @@ from harness.gate.tolerances import Format
 Place = Callable[[tuple[int, ...]], str]
 """Says in words where an index [b, g] or [b, g, h] lies."""
 
-SHARE_OF_FACTOR = 1 / 3
+SHARE_OF_FACTOR = 1 / 2
 """Of the relative error's tolerance, what a factor on a whole head may be off. Errors within a row
 are alike, a score's above all, so that few rows cancel less."""
 

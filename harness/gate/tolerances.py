@@ -8,7 +8,7 @@ are in bfloat16, is held to a computation that rounds them as well. Kernels reac
 much (sums of gradients in bfloat16), and those of sums in float32 have an order of their own.
 
 A factor of the results of a whole head shows more sharply, since roundings cancel in it: it may be
-off by a third of the relative error's tolerance, and less than that in no kernel that is right.
+off by half of the relative error's tolerance (a sound kernel in bfloat16 reached 0.34 on an H200).
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class Format:
         """Between what is reached and what is tolerated.
 
         In float32 and TF32 most of the error is that of sums, whose order is a kernel's own, and
-        of its exponential.
+        of its exponential: sums over 32,768 queries reached up to 8.7 times on an H200.
         """
-        return 8.0 if self.dtype == torch.float32 else 3.0
+        return 16.0 if self.dtype == torch.float32 else 3.0
 
     @property
     def least(self) -> float:

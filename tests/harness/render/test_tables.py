@@ -352,11 +352,14 @@ class TestLatex:
         for label, frame in frames.items():
             for name in TABLES.names():
                 table = build_table(name, frame)
-                assert table is not None
+                if table is None:
+                    continue
                 stem = f"{label}-{name}"
                 (tmp_path / f"{stem}.tex").write_text(to_latex(table), encoding="utf-8")
                 paper.append(rf"\input{{{stem}}}\clearpage")
         paper.append(r"\end{document}")
+        # Twice 46, as in the test that counts the tables which examples fill.
+        assert len(paper) >= 2 + 2 * 46
         (tmp_path / "paper.tex").write_text("\n".join(paper), encoding="utf-8")
         for file in ("small-summary", "small-cases", "long-cases", "paper"):
             done = subprocess.run(
