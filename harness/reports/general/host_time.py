@@ -62,7 +62,7 @@ def build(frame: pd.DataFrame) -> Table | None:
 def say(rows: pd.DataFrame) -> str | None:
     bound = rows[host_bound(rows)]
     if bound.empty:
-        return f"no pass is host-bound, of {fmt.integer(len(rows))}"
+        return sentence(f"no pass is host-bound, of {fmt.integer(len(rows))}")
     waits = bound["device_waits"].dropna()
     share = f", in which the device waits for {percent_span(waits)}" if len(waits) else ""
     return sentence(f"{len(bound)} of {len(rows)} passes are host-bound{share}")
