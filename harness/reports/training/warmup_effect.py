@@ -46,14 +46,15 @@ def build(frame: pd.DataFrame) -> Table | None:
 
 @finding("warmup_effect")
 def say(rows: pd.DataFrame) -> str | None:
-    ratios = (rows["mean_ms"] / rows["median_ms"]).dropna().groupby(rows["warmup_steps"])
-    ratio = ratios.max()
-    if ratio.empty:
+    known = (rows["mean_ms"] / rows["median_ms"]).dropna()
+    if known.empty:
         return None
+    steps = rows.loc[known.index, "warmup_steps"].astype(int)
+    ratio = known.groupby(steps).max()
     least = int(ratio.index[0])
     enough = ratio.index[(ratio <= 1.05)[::-1].cummin()[::-1]]
     return sentence(
-        f"with {least} warm-up steps the mean is {span(ratios.get_group(least))} the median",
+        f"with {least} warm-up steps the mean is {span(known[steps == least])} the median",
         f"from {int(enough[0])} on they agree within 5%" if len(enough) else None,
     )
 
