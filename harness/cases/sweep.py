@@ -32,7 +32,7 @@ class Sweep:
     tables: list[str] = field(default_factory=list)
     figures: list[str] = field(default_factory=list)
     interleave: int = 1
-    """Rounds that each case's measured passes are split into, unless the user says more."""
+    """Rounds that each case's measured passes are split into, unless the user says otherwise."""
     until: str = "rounds"
     """One of :data:`UNTIL`."""
     budget_s: float | None = None

@@ -116,7 +116,7 @@ def _rounds(cases: list[Case], run: dict[str, Any], sweep: Sweep, *, named: bool
     until = run["until"]
     if until == "auto":
         until = sweep.until if named else "decided" if compares else "rounds"
-    rounds = max(wanted, min(sweep.interleave, fewest))
+    rounds = run["interleave"] or min(sweep.interleave, fewest)
     if until == "decided" and run["interleave"] is None and sweep.interleave == 1:
         rounds = min(FIRST_ROUNDS, fewest)
     budget_s = sweep.budget_s if run["budget_s"] is None else run["budget_s"]

@@ -495,6 +495,7 @@ DECIDED_IN_5, ROUNDS_IN_1 = (5, True), (1, False)
         (["seq_len=8,16"], ROUNDS_IN_1),
         (["sweeps=quickstart"], DECIDED_IN_5),
         (["sweeps=quickstart", "until=rounds"], (5, False)),
+        (["sweeps=quickstart", "until=rounds", "interleave=1"], ROUNDS_IN_1),
         (["sweeps=benchmarking_script"], (2, False)),
         (["sweeps=benchmarking_script", "until=decided"], (2, True)),
     ],
@@ -516,7 +517,7 @@ def test_how_rounds_are_added() -> None:
 @pytest.mark.parametrize(
     ("arguments", "rounds"), [([], 4), (["interleave=6"], 6), (["task.measure_steps=3"], 3)]
 )
-def test_a_sweeps_rounds_are_its_own_or_more_and_never_empty(
+def test_a_sweeps_rounds_are_its_own_or_the_users_and_never_empty(
     arguments: list[str], rounds: int
 ) -> None:
     request = compose_request(
