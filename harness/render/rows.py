@@ -11,6 +11,7 @@ from harness.analysis.evidence import words_between
 from harness.analysis.host_time import host_bound
 from harness.cases import format as fmt
 from harness.cases.columns import point_groups
+from harness.render.table import Column
 
 
 def of_task(frame: pd.DataFrame, *names: str) -> pd.DataFrame:
@@ -108,6 +109,18 @@ def verdict_over(
     baselines = rows.loc[is_baseline].groupby(group[is_baseline])[evidence].first()
     words = words_between(group.map(baselines).tolist(), rows[evidence].tolist())
     return pd.Series(words, index=rows.index, dtype=object)
+
+
+def speedup_column(rows: pd.DataFrame, is_baseline: pd.Series) -> Column:
+    """A column of ``speedup``, or of UNCLEAR where ``verdict`` says so; adds its cells."""
+    unclear = (rows["verdict"] == "UNCLEAR") & ~is_baseline & rows["speedup"].notna()
+    rows["speedup_cell"] = rows["speedup"].astype(object).mask(unclear, "UNCLEAR")
+    raw = ("speedup", "verdict")
+    return Column(key="speedup_cell", header="speed-up", format=_factor_or_word, raw=raw)
+
+
+def _factor_or_word(value: float | str) -> str:
+    return value if isinstance(value, str) else fmt.factor(value)
 
 
 def apart_from_unsupported(cases: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:

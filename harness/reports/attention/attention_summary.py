@@ -8,7 +8,7 @@ from harness.cases import format as fmt
 from harness.cases.columns import POINTS
 from harness.render.findings import say_out_of_memory, say_over, sentence
 from harness.render.leaders import say_fastest
-from harness.render.rows import of_task, per_case, speedup_over, verdict_over
+from harness.render.rows import of_task, per_case, speedup_column, speedup_over, verdict_over
 from harness.render.table import Column, Table, finding, make_table, table, time_column
 
 CAPTION = (
@@ -55,7 +55,7 @@ def build(frame: pd.DataFrame) -> Table | None:
             ),
             Column(key="peak_memory_gib", header="peak memory (GiB)", format=fmt.number),
             Column(key="check_error", header="error", format=fmt.scientific, detail=True),
-            Column(key="speedup", header="speed-up", format=fmt.factor),
+            speedup_column(rows, naive),
         ],
     )
 

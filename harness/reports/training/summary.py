@@ -8,7 +8,7 @@ from harness.cases import format as fmt
 from harness.cases.columns import POINTS
 from harness.render.findings import say_out_of_memory, say_over, sentence
 from harness.render.leaders import say_fastest
-from harness.render.rows import of_task, per_case, speedup_over, verdict_over
+from harness.render.rows import of_task, per_case, speedup_column, speedup_over, verdict_over
 from harness.render.table import Column, Table, finding, make_table, table, time_column
 
 CAPTION = "Median time of the phases of a training step"
@@ -41,7 +41,7 @@ def build(frame: pd.DataFrame) -> Table | None:
             time_column("step", "step (ms)"),
             Column(key="step_tokens_per_s", header="tokens/s", format=fmt.number, detail=True),
             Column(key="peak_memory_gib", header="peak memory (GiB)", format=fmt.number),
-            Column(key="speedup", header="speed-up", format=fmt.factor),
+            speedup_column(rows, naive),
         ],
     )
 

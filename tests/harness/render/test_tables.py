@@ -97,8 +97,21 @@ class TestTables:
         assert row["forward (ms)"] == "5.00"
         assert row["step (ms)"] == "20.0"
         assert row["tokens/s"] == "102,000"
-        assert row["speed-up"] == "2.00×"
+        assert row["speed-up"] == "UNCLEAR", "one round"
         assert row["peak memory (GiB)"] == "2.00"
+
+    def test_a_speedup_needs_a_verdict(self) -> None:
+        """Five rounds of two passes, of a backend twice as fast and of one that is hidden."""
+        rounds = {"rounds": [2] * 5, "notes": {"rounds_started_at": ["2026-01-01T00:00:00"] * 5}}
+        steady, restless = ([1.0 + spread * (i % 5) for i in range(10)] for spread in (0.001, 0.5))
+        times = {"naive": [2 * ms for ms in steady], "sdpa_flash": steady, "flex": restless}
+        records = [
+            make_record(attention=name, samples_ms={"step": [samples]}, **rounds)
+            for name, samples in times.items()
+        ]
+        table = build_table("summary", build_frame(records))
+        found = {name: row_of(table, attention=name)["speed-up"] for name in times}
+        assert found == {"naive": "1.00×", "sdpa_flash": "2.00×", "flex": "UNCLEAR"}
 
     @pytest.mark.parametrize(
         ("attention", "word"),
