@@ -177,10 +177,10 @@ def note(case: Case, bench: Bench, found: dict[str, Finding], *, factor: float) 
     broken = [finding for finding in found.values() if not finding.holds]
     if broken:
         worst_of_all = max(broken, key=lambda finding: (finding.is_of_tensor, finding.share))
-        raise WrongResult(
-            f"{worst_of_all.said}; {case.precision.peak} should stay under "
-            f"{worst_of_all.tolerance:.2g}"
-        )
+        limit = "every element has to be finite"
+        if worst_of_all.tolerance:
+            limit = f"{case.precision.peak} should stay under {worst_of_all.tolerance:.2g}"
+        raise WrongResult(f"{worst_of_all.said}; {limit}")
     bench.vote()
 
 

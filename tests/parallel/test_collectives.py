@@ -135,10 +135,10 @@ def test_table_by_hand() -> None:
     table = build_table("distributed_communication", build_frame(records))
     assert table is not None
     assert table.cells() == [
-        ["all_reduce", "4", "10", "4.00", "2.62", "3.93", "0"],
-        ["all_gather", "4", "10", "4.00", "2.62", "1.97", "0"],
+        ["all_reduce", "4", "10", "4.00", "0.0", "2.62", "3.93", "0"],
+        ["all_gather", "4", "10", "4.00", "0.0", "2.62", "1.97", "0"],
         # A count, and no speed.
-        ["send_recv", "4", "10", "wrong result", "–", "–", "5"],  # noqa: RUF001
+        ["send_recv", "4", "10", "wrong result", "–", "–", "–", "5"],  # noqa: RUF001
     ]
     for word in ("attention", "sequence", "batch", "heads"):
         assert word not in table.caption

@@ -124,7 +124,7 @@ class TestCounted:
 
     @pytest.mark.parametrize("in_a_row", [False, True])
     def test_every_point_has_a_line(self, in_a_row: bool) -> None:
-        record = make_record(samples_ms={"step": [[1.0]]})
+        record = make_record(samples_ms={"step": [[1.0], [1.0]]})
         record.notes["in_a_row"] = in_a_row
         text = template("method.md.j2").render(**measurement_facts([record]))
         assert ("without a pause" in text) == in_a_row

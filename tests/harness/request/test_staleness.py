@@ -20,7 +20,7 @@ from harness.source import history
 from harness.source.history import differing_since
 from harness.store.record import Record, RecordStore
 
-KEYS = ("model=tiny", "attention=naive,sdpa", "device=cpu")
+KEYS = ("model=tiny", "attention=naive,sdpa", "device=cpu", "until=rounds")
 CASES = compose_request(list(KEYS)).cases
 
 

@@ -119,6 +119,11 @@ def timed_out(tmp_path_factory: pytest.TempPathFactory, command: Command, limits
     )
 
 
+def without_marks(cell: str) -> float:
+    """The time in a cell, which a busy machine may have disturbed."""
+    return float(cell.rstrip("†‡§‖◇"))
+
+
 class TestOneRank:
     def test_every_fault_becomes_a_record_and_the_sweep_goes_on(self, single: Ended) -> None:
         assert single.statuses == SINGLE
@@ -159,11 +164,14 @@ class TestOneRank:
     def test_host_memory_is_memory_too(self, single: Ended) -> None:
         assert "can't allocate memory" in single.records["fault_oom_host"]["error"]["message"]
 
-    @pytest.mark.parametrize("name", ["fault_wrong", "fault_nan"])
-    def test_a_wrong_result_has_no_times(self, single: Ended, name: str) -> None:
+    @pytest.mark.parametrize(
+        ("name", "words"),
+        [("fault_wrong", "against float64"), ("fault_nan", "every element has to be finite")],
+    )
+    def test_a_wrong_result_has_no_times(self, single: Ended, name: str, words: str) -> None:
         record = single.records[name]
         assert record["phases"] == {}
-        assert "against float64" in record["error"]["message"]
+        assert words in record["error"]["message"]
 
     def test_wrong_by_how_much(self, single: Ended) -> None:
         errors = single.records["fault_wrong"]["check"]["errors"]
@@ -180,7 +188,7 @@ class TestOneRank:
         }
         for name, status in SINGLE.items():
             if status == "ok":
-                assert float(table[name][0]) > 0
+                assert without_marks(table[name][0]) > 0
             else:
                 assert table[name][0] == words[status]
                 assert set(table[name][1:]) <= {words[status], "–"}  # noqa: RUF001
@@ -233,7 +241,7 @@ class TestRetry:
         assert all(name.endswith(".2.json") for name in second)
         assert again.returncode == 1
         # The newest attempt counts.
-        assert float(folder.table()["fault_flaky"][0]) > 0
+        assert without_marks(folder.table()["fault_flaky"][0]) > 0
 
 
 class TestTwoRanks:
