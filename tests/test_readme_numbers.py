@@ -44,7 +44,8 @@ def test_numbers_are_those_of_the_table(label: str) -> None:
 def rows_of(results: Path, label: str, name: str) -> pd.DataFrame:
     plan, records = read_plan(results, label), RecordStore(results).load()[0]
     table = build_table(
-        name, build_frame([records[key] for key in plan.case_ids if key in records])
+        name,
+        build_frame([records[key] for key in plan.case_ids if key in records], records.values()),
     )
     assert table is not None
     return table.rows

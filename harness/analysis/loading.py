@@ -27,4 +27,4 @@ def load_frame(results: Path, sweep: str | None = None) -> pd.DataFrame:
         chosen = [name for name in read_plan(results, sweep).case_ids if name in records]
     if not chosen:
         raise ValueError(f"{results}: holds no readable records")
-    return build_frame([records[case_id] for case_id in chosen])
+    return build_frame([records[case_id] for case_id in chosen], records.values())
