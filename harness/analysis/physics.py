@@ -89,9 +89,12 @@ def impossible(frame: pd.DataFrame, roofs: Roofs) -> list[list[str]]:
 
 
 def _parts_exceed(frame: pd.DataFrame) -> pd.Series:
-    """Whether a phase belongs to a case whose parts take longer than the whole."""
+    """Whether a phase belongs to a case whose parts take longer than the whole.
+
+    By means, which add up over the passes; medians of times that scatter need not.
+    """
     found = pd.Series(False, index=frame.index)
-    times = frame["median_ms"]
+    times = frame["mean_ms"]
     for whole, parts in WHOLES.items():
         together = times.where(frame["phase"].isin(parts)).groupby(frame["case_id"]).sum()
         wholes = times[frame["phase"] == whole].groupby(frame["case_id"]).first()
