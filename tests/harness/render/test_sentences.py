@@ -247,6 +247,13 @@ def known_numbers(table: Table) -> set[str]:
     rows = table.rows
     shown = {key for column in table.columns for key in (column.key, column.spread)}
     shown |= {name for name in rows if str(name).endswith("_share") or name in UNSHOWN}
+    rows = rows.assign(  # such a cell says UNCLEAR where there is no number
+        **{
+            name: pd.to_numeric(rows[name], errors="coerce")
+            for name in rows
+            if str(name).endswith("_cell")
+        }
+    )
     numeric = rows[[name for name in rows if name in shown]].select_dtypes("number").astype(float)
     times = numeric.filter(regex="(_ms|_mib|ranks|busy|predicted_mib)$")
     with np.errstate(all="ignore"):
