@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from records import make_record
 from status_examples import status_examples
@@ -67,6 +68,45 @@ class TestParts:
         samples = {"forward": [[1.0]], "backward": [[2.0]], "forward_backward": [[both]]}
         found = reasons(make_record(samples_ms=samples, **ATTENTION))
         assert set(map(tuple, found.values())) == {tuple(expected)}
+
+    def test_scatter_is_not_impossible(self) -> None:
+        """In each pass the parts add up to the whole exactly; their medians, 1 + 2 over 2.2, do not.
+
+        Either part is long in a few passes of its own, as on a busy host.
+        """
+        forward, backward = [1.0, 1.0, 1.0, 0.2, 0.2], [0.3, 2.0, 2.0, 0.3, 2.0]
+        both = [one + other for one, other in zip(forward, backward, strict=True)]
+        samples = {"forward": [forward], "backward": [backward], "forward_backward": [both]}
+        record = make_record(samples_ms=samples, **ATTENTION)
+        medians = build_frame([record]).set_index("phase")["median_ms"]
+        over = (medians["forward"] + medians["backward"]) / medians["forward_backward"]
+        assert over > 1.3
+        assert not any(reasons(record).values())
+
+    def test_equal_medians_hide_no_excess(self) -> None:
+        """Medians add up, 1 + 2 = 3, but a third of the forward passes take far too long."""
+        samples = {
+            "forward": [[1.0, 1.0, 4.0]],
+            "backward": [[2.0, 2.0, 2.0]],
+            "forward_backward": [[3.0, 3.0, 3.0]],
+        }
+        found = reasons(make_record(samples_ms=samples, **ATTENTION))
+        assert found == dict.fromkeys(samples, ["parts"])
+
+    def test_noise_of_many_sizes_raises_no_alarm(self) -> None:
+        """Two hundred true rows: log-normal parts of 1 to 40%, each the sum of its own pass."""
+        random = np.random.default_rng(0)
+        records = []
+        for seed in range(200):
+            noise = random.lognormal(sigma=random.uniform(0.01, 0.4), size=(2, 20))
+            forward, backward = noise * [[1.0], [2.5]]
+            samples = {
+                "forward": [forward.tolist()],
+                "backward": [backward.tolist()],
+                "forward_backward": [(forward + backward).tolist()],
+            }
+            records.append(make_record(samples_ms=samples, seed=seed, **ATTENTION))
+        assert not build_frame(records)["impossible"].map(bool).any()
 
     def test_ranks_wait_for_each_other(self) -> None:
         """Rank 1 is late in the forward pass, and rank 0 waits for it in the backward pass."""
