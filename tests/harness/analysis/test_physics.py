@@ -70,7 +70,7 @@ class TestParts:
         assert set(map(tuple, found.values())) == {tuple(expected)}
 
     def test_scatter_is_not_impossible(self) -> None:
-        """In each pass the parts add up to the whole exactly; their medians, 1 + 2 over 2.2, do not.
+        """In each pass the parts add up to the whole; their medians, 1 + 2 over 2.2, do not.
 
         Either part is long in a few passes of its own, as on a busy host.
         """
@@ -91,7 +91,7 @@ class TestParts:
             "forward_backward": [[3.0, 3.0, 3.0]],
         }
         found = reasons(make_record(samples_ms=samples, **ATTENTION))
-        assert found == dict.fromkeys(samples, ["parts"])
+        assert found == {phase: ["parts"] for phase in samples}
 
     def test_noise_of_many_sizes_raises_no_alarm(self) -> None:
         """Two hundred true rows: log-normal parts of 1 to 40%, each the sum of its own pass."""
