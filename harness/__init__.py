@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 
 
 def load(results: str | Path, *, sweep: str | None = None) -> pd.DataFrame:
-    """The newest record of every case in a results folder, one row per case and phase.
+    """The record of every case in a results folder that counts, one row per case and phase.
 
     Units are in the columns' names; ``samples_ms`` holds every pass of the slowest rank. Rows of
     cases without a result have a ``status`` and no times.

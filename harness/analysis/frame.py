@@ -7,7 +7,7 @@ and without any timing, so that no table can show a wrong result as a speed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -17,6 +17,7 @@ from harness.analysis.disturbance import in_order, of_record, of_samples
 from harness.analysis.evidence import add_evidence
 from harness.analysis.host_time import HOST_COLUMNS, host_time
 from harness.analysis.names import Names
+from harness.analysis.overtaken import overtaken_by
 from harness.analysis.physics import RATES, WHOLES, impossible, roof_records, roofs_of
 from harness.analysis.row_verdicts import add_run_levels
 from harness.analysis.stats import by_round, latest_rank, slowest_rank, summarise
@@ -32,11 +33,18 @@ from kernels.registry import Registry
 from parallel import STRATEGIES
 
 
-def build_frame(records: Iterable[Record], roofs: Iterable[Record] = ()) -> pd.DataFrame:
+def build_frame(
+    records: Iterable[Record],
+    roofs: Iterable[Record] = (),
+    *,
+    later: Mapping[str, Record] | None = None,
+) -> pd.DataFrame:
     """One row per case and phase, in the order of the records; units are in the column names.
 
     Args:
         roofs: further records, among which may be some that measured the device's roof.
+        later: by case id, a newer attempt that gave no result; see
+            :class:`harness.store.attempts.Records`.
 
     Raises ValueError in one line where a plugin is missing that a case needs.
     """
@@ -49,6 +57,7 @@ def build_frame(records: Iterable[Record], roofs: Iterable[Record] = ()) -> pd.D
     roof = roofs_of(_rows(measured) if measured else frame)
     frame["impossible"] = impossible(frame, roof)
     frame.loc[frame["impossible"].map(bool).astype(bool), list(RATES)] = float("nan")
+    frame["overtaken"] = [overtaken_by((later or {}).get(name)) for name in frame["case_id"]]
     return add_evidence(frame)
 
 

@@ -13,7 +13,7 @@ from harness.store.sweep_plan import planned_labels, read_plan
 
 
 def load_frame(results: Path, sweep: str | None = None) -> pd.DataFrame:
-    """The frame of the newest record of each case. See :func:`harness.load`."""
+    """The frame of the record of each case that counts. See :func:`harness.load`."""
     if not results.is_dir():
         raise ValueError(f"{results}: no such folder")
     records, problems = RecordStore(results).load()
@@ -27,4 +27,5 @@ def load_frame(results: Path, sweep: str | None = None) -> pd.DataFrame:
         chosen = [name for name in read_plan(results, sweep).case_ids if name in records]
     if not chosen:
         raise ValueError(f"{results}: holds no readable records")
-    return build_frame([records[case_id] for case_id in chosen], records.values())
+    counting = [records[case_id] for case_id in chosen]
+    return build_frame(counting, records.values(), later=records.later)

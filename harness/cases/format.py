@@ -24,6 +24,7 @@ PILCROW = "¶"
 DOUBLE_BAR = "‖"
 DIAMOND = "◇"
 TRIANGLE = "△"
+OPEN_TRIANGLE_DOWN = "▽"
 CIRCLED_SLASH = "⊘"
 PLUS_MINUS = "±"
 TIMES = "×"  # noqa: RUF001 - the multiplication sign

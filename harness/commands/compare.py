@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +34,11 @@ from harness.render.latex import to_latex
 from harness.render.rows import marks_of
 from harness.render.table import Column, Table, make_table
 from harness.reports.general.ratios_figure import draw_comparison
+from harness.store.attempts import Records
 from harness.store.record import Record, RecordStore
+
+Attempts = Mapping[tuple[str, int], Record]
+"""Records by case id and number of the attempt."""
 
 WHOLE = "whole"
 MEMORY = "peak_memory"
@@ -164,18 +168,16 @@ def _sides(a: str, b: str, folder: Path | None) -> Sides:
                 "backends with --in RESULTS"
             )
         return _of_folders(Path(a), Path(b))
-    records = _load(folder, "--in", attempts=True)
+    records = _load(folder, "--in")
     label = f"{_slug(a)}..{_slug(b)}"
     output = folder / "comparisons" / label
-    revisions = sorted({str(record.environment.get("git_revision")) for record in records})
+    revisions = sorted({str(record.environment.get("git_revision")) for record in records.values()})
     chosen = [_revision(text, revisions) for text in (a, b)]
     if chosen[0] and chosen[1]:
-        parts = [
-            build_frame(_newest(records, revision=revision)) for revision in chosen if revision
-        ]
+        parts = [_counting(records, revision) for revision in chosen if revision]
         parts = [part.assign(pair=part["case_id"]) for part in parts]
         return Sides(names=(a, b), frames=(parts[0], parts[1]), folder=output)
-    frame = build_frame(_newest(records))
+    frame = _counting(records)
     backends = sorted(frame["attention"].unique())
     for key, text in (("A", a), ("B", b)):
         if text not in backends:
@@ -190,7 +192,7 @@ def _sides(a: str, b: str, folder: Path | None) -> Sides:
 
 def _of_folders(a: Path, b: Path) -> Sides:
     names = (a.name, b.name) if a.name != b.name else (str(a), str(b))
-    frames = [build_frame(_newest(_load(path, key))) for key, path in (("A", a), ("B", b))]
+    frames = [_counting(_load(path, key)) for key, path in (("A", a), ("B", b))]
     frames = [frame.assign(pair=frame["case_id"]) for frame in frames]
     output = b / "comparisons" / f"{_slug(names[0])}..{_slug(names[1])}"
     return Sides(names=names, frames=(frames[0], frames[1]), folder=output)
@@ -200,17 +202,16 @@ def _slug(text: str) -> str:
     return re.sub(r"[^a-zA-Z0-9.]+", "-", text).strip("-.")
 
 
-def _load(results: Path, key: str, *, attempts: bool = False) -> list[Record]:
-    """The records of a folder, with every readable attempt if asked; one line if there are none."""
+def _load(results: Path, key: str) -> Attempts:
+    """Every readable attempt of a folder; one line if there are none."""
     if not results.is_dir():
         raise ValueError(f"{key}={results}: no such folder")
-    store = RecordStore(results)
-    records, problems = store.load_attempts() if attempts else store.load()
+    records, problems = RecordStore(results).load_attempts()
     for problem in problems:
         print(f"attnbench-compare: {problem}; left out", file=sys.stderr)
     if not records:
         raise ValueError(f"{key}={results}: holds no readable records (records/*.json)")
-    return list(records.values())
+    return records
 
 
 def _revision(text: str, revisions: Iterable[str]) -> str | None:
@@ -219,16 +220,16 @@ def _revision(text: str, revisions: Iterable[str]) -> str | None:
     return found[0] if len(found) == 1 else None
 
 
-def _newest(records: Iterable[Record], revision: str | None = None) -> list[Record]:
-    """The newest attempt of each case, of one revision if given."""
-    newest: dict[str, Record] = {}
-    for record in records:
-        if revision is not None and record.environment.get("git_revision") != revision:
-            continue
-        known = newest.get(record.case_id)
-        if known is None or known.attempt < record.attempt:
-            newest[record.case_id] = record
-    return list(newest.values())
+def _counting(attempts: Attempts, revision: str | None = None) -> pd.DataFrame:
+    """The frame of the attempts that count, of one revision if given."""
+    chosen = Records(
+        {
+            key: record
+            for key, record in attempts.items()
+            if revision is None or record.environment.get("git_revision") == revision
+        }
+    )
+    return build_frame(chosen.values(), later=chosen.later)
 
 
 def compared(sides: Sides, metric: str, same_within: float = EQUIVALENCE) -> pd.DataFrame:

@@ -102,7 +102,7 @@ def look(results: Path, now_s: float | None = None) -> Status:
         case = found.get(case_id)
         head = heads.get(case_id)
         if head is not None and (case is None or case.status not in UNDER_WAY):
-            case = CaseStatus(case_id=case_id, status=head.status, detail=head.message)
+            case = CaseStatus(case_id=case_id, status=head.status, detail=_detail(head))
         if case is None:
             case = CaseStatus(
                 case_id=case_id,
@@ -112,6 +112,11 @@ def look(results: Path, now_s: float | None = None) -> Status:
         status.cases.append(case)
     status.warnings = list(dict.fromkeys(status.warnings))
     return status
+
+
+def _detail(head: RecordHead) -> str:
+    kept = f"attempt {head.counts} counts" if head.counts else ""
+    return "; ".join(filter(None, [head.message, kept]))
 
 
 class _Pace:

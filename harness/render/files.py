@@ -21,7 +21,7 @@ from harness.render.report import DrawnFigure, write_report
 from harness.render.table import REASONS, Table, build_table
 from harness.render.terminal import render_terminal
 from harness.store import atomic
-from harness.store.record import Record
+from harness.store.attempts import Records
 from harness.store.sweep_plan import PlanError, read_plan
 
 __all__ = ["RenderedSweep", "render_sweep", "render_terminal"]
@@ -40,9 +40,7 @@ class RenderedSweep:
     """Every file written, the report last."""
 
 
-def render_sweep(
-    results: Path, label: str, records: dict[str, Record], problems: list[str]
-) -> RenderedSweep:
+def render_sweep(results: Path, label: str, records: Records, problems: list[str]) -> RenderedSweep:
     """Write the tables, figures and report of one sweep from its records.
 
     Args:
@@ -59,7 +57,7 @@ def render_sweep(
     ]
     if reason := why_missing(planned, plan.plugins):
         raise PlanError(f"{folder}: {reason}")
-    frame = build_frame(measured, records.values())
+    frame = build_frame(measured, records.values(), later=records.later)
     rendered = RenderedSweep(label=label, folder=folder, report=folder / "report.md")
     for name in plan.tables:
         table = build_table(name, frame)
@@ -82,6 +80,7 @@ def render_sweep(
     report = write_report(
         plan=plan,
         records=measured,
+        attempts=records,
         tables=[(table, to_markdown) for table in rendered.tables],
         figures=figures,
         missing=[case_id for case_id in plan.case_ids if case_id not in records],

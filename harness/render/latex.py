@@ -47,6 +47,7 @@ _ESCAPES = str.maketrans(
         fmt.DOUBLE_BAR: r"$\Vert$",
         fmt.DIAMOND: r"$\diamond$",
         fmt.TRIANGLE: r"$\triangle$",
+        fmt.OPEN_TRIANGLE_DOWN: r"$\bigtriangledown$",
         fmt.CIRCLED_SLASH: r"$\oslash$",
         "µ": r"$\mu$",
         "…": r"\ldots{}",

@@ -16,6 +16,7 @@ from harness.cases.source import changed_folders, is_measured
 from harness.cases.task import TASKS
 from harness.render.table import Table
 from harness.statuses import STATUSES
+from harness.store.attempts import Records
 from harness.store.record import Record
 from harness.store.sweep_plan import SweepPlan
 
@@ -59,6 +60,7 @@ def write_report(
     figures: Sequence[DrawnFigure],
     missing: Sequence[str],
     problems: Sequence[str],
+    attempts: Records,
 ) -> str:
     """The report as Markdown; links are relative to the sweep's folder."""
     return template("report.md.j2").render(
@@ -80,6 +82,7 @@ def write_report(
             for record in records
             if record.status != "ok"
         ],
+        attempts=attempts_of(records, attempts),
         missing=missing,
         problems=problems,
         environment=environment_of(records),
@@ -155,6 +158,28 @@ def provenance_of(records: Sequence[Record]) -> list[str]:
         words = ", ".join(sorted(stated))
         found.append(f"Revisions that were stated for a copy without history: {words}.")
     return found
+
+
+def attempts_of(records: Sequence[Record], attempts: Records) -> list[tuple[str, str, str]]:
+    """Case, the attempt that counts, and one that does not: where that is not the older of two."""
+    found = []
+    for record in records:
+        counts = (record.case_id, _attempt(record))
+        if later := attempts.later.get(record.case_id):
+            found.append((*counts, f"{_attempt(later)}: {reason_of(later)}"))
+        if before := attempts.withdrawn.get(record.case_id):
+            found.append((*counts, f"{_attempt(before)}: its times are withdrawn"))
+    return found
+
+
+def _attempt(record: Record) -> str:
+    """``2, failed, by 0123abc on gpu7``: its number, how it ended, by which code and where."""
+    words = f"{record.attempt}, {fmt.STATUS_WORDS.get(record.status, record.status)}"
+    if revision := record.environment.get("git_revision"):
+        words += f", by {revision}"
+    if host := record.environment.get("host"):
+        words += f" on {host}"
+    return words
 
 
 def _started(records: Sequence[Record]) -> str:

@@ -76,13 +76,14 @@ def _all_words(lists: Iterable[list[str]]) -> list[str]:
 
 def marks_of(rows: pd.DataFrame, *, means: bool = False) -> pd.Series:
     """The symbols of the footnotes that each row deserves; some concern only its means."""
-    disturbed, impossible = (_has_words(rows[key]) for key in WORDS)
+    disturbed, impossible, overtaken = (_has_words(rows[key]) for key in (*WORDS, "overtaken"))
     recompiled = rows["recompilations"].astype(float) > 0
     marks = disturbed.map({True: fmt.DAGGER, False: ""})
     marks += recompiled.map({True: fmt.DOUBLE_DAGGER, False: ""})
     marks += impossible.map({True: fmt.CIRCLED_SLASH, False: ""})
     marks += host_bound(rows).map({True: fmt.DOUBLE_BAR, False: ""})
     marks += rows["stale"].astype(bool).map({True: fmt.DIAMOND, False: ""})
+    marks += overtaken.map({True: fmt.OPEN_TRIANGLE_DOWN, False: ""})
     if means:
         marks += rows["slow_start"].astype(bool).map({True: fmt.SECTION, False: ""})
     return marks

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import pandas as pd
 
-from harness.analysis import disturbance, physics
+from harness.analysis import disturbance, overtaken, physics
 from harness.cases import format as fmt
 from harness.cases.columns import POINTS, caption_of, redundant_points, sort_by_points
 from harness.render.registries import TABLES
@@ -40,12 +40,18 @@ APART = (
 )
 STALE = f"{fmt.DIAMOND} Measured with other kernels, model code or schemes than those of now."
 OTHER_HOST = f"{fmt.TRIANGLE} Measured on another host than what it is compared with."
-NOTES = (DISTURBED, RECOMPILED, HOST_BOUND, SLOW_START, APART, STALE, OTHER_HOST, IMPOSSIBLE)
+OVERTAKEN = f"{fmt.OPEN_TRIANGLE_DOWN} A newer attempt gave no result"
+"""Followed, as above, by how it ended."""
+NOTES = (
+    *(DISTURBED, RECOMPILED, HOST_BOUND, SLOW_START, APART, STALE, OVERTAKEN, OTHER_HOST),
+    IMPOSSIBLE,
+)
 """Footnotes, each behind its symbol, in the order in which tables repeat those that occur."""
 
 REASONS = {
     DISTURBED: ("disturbed", disturbance.MEANINGS),
     IMPOSSIBLE: ("impossible", physics.MEANINGS),
+    OVERTAKEN: ("overtaken", overtaken.MEANINGS),
 }
 """Notes that say in which words, of which of the rows' columns, their mark is meant."""
 

@@ -13,6 +13,7 @@ from harness.request.compose import Request
 from harness.request.staleness import Staleness, environment_here, staleness_of
 from harness.run.deciding import most_seconds
 from harness.run.options import RunOptions
+from harness.store.attempts import Records
 from harness.store.record import Record, is_final
 from harness.store.sweep_plan import SweepPlan
 
@@ -38,27 +39,31 @@ class PlannedCases:
     """Of recorded cases, whether those that are measured again or those that are not."""
 
 
-def plan_cases(request: Request, records: dict[str, Record], device_name: str = "") -> PlannedCases:
+def plan_cases(request: Request, records: Records, device_name: str = "") -> PlannedCases:
     """Compare a request with the records that exist, and them with the code and the host of now.
 
     Args:
         device_name: of the GPU that cases on CUDA run on here.
     """
     options = request.options
-    recorded = [records[case.id] for case in request.cases if case.id in records]
-    final = [record for record in recorded if is_final(record, retry=options.retry)]
+    final = [records[case.id] for case in request.cases if _stands(case.id, records, options)]
     # A host that only submits says nothing of those that measure.
     here = environment_here(device_name) if final and request.launcher.measures_here else None
     plan = PlannedCases(staleness=staleness_of(final, here))
     again = {"none": set(), "stale": plan.staleness.stale}.get(options.remeasure)
     for case in request.cases:
-        record = records.get(case.id)
         stays = again is not None and case.id not in again
-        if record is not None and stays and is_final(record, retry=options.retry):
-            plan.done.append(record)
+        if stays and _stands(case.id, records, options):
+            plan.done.append(records[case.id])
         else:
             plan.todo.append(case)
     return plan
+
+
+def _stands(case_id: str, records: Records, options: RunOptions) -> bool:
+    """Whether neither the record that counts nor a newer attempt asks for another one."""
+    attempts = (records.get(case_id), records.newest(case_id))
+    return all(record is not None and is_final(record, retry=options.retry) for record in attempts)
 
 
 def predicted_seconds(case: Case, device_name: str = "", rounds: int = 1) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
@@ -26,6 +26,7 @@ from harness.run.launcher import LaunchError, PendingCases
 from harness.run.progress import TerminalProgress
 from harness.run.worker_group import WorkerStartError
 from harness.run.workers import predicted_starts_s
+from harness.store.attempts import Records
 from harness.store.record import RecordStore, in_short
 from harness.store.rounds import RoundStore
 from harness.store.sweep_plan import write_plan
@@ -111,11 +112,12 @@ def _report(console: Console, request: Request, store: RecordStore) -> int:
         console.print()
         render_terminal(rendered.tables[0], console)
         console.print()
-    statuses = Counter(
-        records[case.id].status if case.id in records else "missing" for case in request.cases
-    )
+    newest = {case.id: records.newest(case.id) for case in request.cases}
+    statuses = Counter(record.status if record else "missing" for record in newest.values())
     counted = ", ".join(f"{number} {status}" for status, number in statuses.items())
     console.print(f"{fmt.counted(len(request.cases), 'case')}: {counted}", highlight=False)
+    if line := _kept_line([case.id for case in request.cases], records):
+        console.print(line, highlight=False)
     places = {"report": rendered.report, "tables": rendered.folder / "tables"}
     places |= {"figures": rendered.folder / "figures", "records": store.folder}
     for name, place in places.items():
@@ -130,6 +132,18 @@ def _report(console: Console, request: Request, store: RecordStore) -> int:
             file=sys.stderr,
         )
     return 1 if broken else 0
+
+
+def _kept_line(case_ids: Sequence[str], records: Records) -> str:
+    """How many newest attempts do not count, and how they ended; empty if all do."""
+    kept = Counter(
+        records.later[case_id].status for case_id in case_ids if case_id in records.later
+    )
+    if not kept:
+        return ""
+    words = ", ".join(f"{number} {status}" for status, number in kept.items())
+    noun = "case keeps" if kept.total() == 1 else "cases keep"
+    return f"{kept.total()} {noun} an earlier result: of the newest attempts {words}"
 
 
 def _say_if_busy(plan: PlannedCases, store: RecordStore) -> None:

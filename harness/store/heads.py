@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 import msgspec
 
+from harness.statuses import that_counts
 from harness.store.record import RecordError, RecordStore, file_case, require_status
 
 
@@ -21,6 +23,8 @@ class RecordHead:
     """Time of writing, by the file system's clock; of an archived record the end of measuring."""
     message: str = ""
     """First line of the error, where it says more than the status."""
+    counts: int | None = None
+    """The earlier attempt that counts instead of the newest, if one does."""
 
 
 class _Fields(msgspec.Struct, kw_only=True):
@@ -37,7 +41,7 @@ class _Fields(msgspec.Struct, kw_only=True):
 
 
 def read_heads(store: RecordStore) -> tuple[dict[str, RecordHead], list[str]]:
-    """The newest readable record of every case by its id, and one line per unreadable file."""
+    """The newest readable attempt at every case by its id, and one line per unreadable file."""
     attempts: dict[str, list[tuple[int, str, bytes | None]]] = {}
     for name, archived in store.names().items():
         found = file_case(name)
@@ -46,21 +50,33 @@ def read_heads(store: RecordStore) -> tuple[dict[str, RecordHead], list[str]]:
     heads: dict[str, RecordHead] = {}
     problems = store.archives.problems()
     for case_id, files in attempts.items():
-        for _, name, archived in sorted(files, reverse=True, key=lambda item: item[0]):
+        newest: list[tuple[int, _Fields, float | None]] = []
+        for number, name, archived in sorted(files, reverse=True, key=lambda item: item[0]):
             try:
-                read, written_s = store.read_as(name, _Fields, archived)
+                newest.insert(0, (number, *store.read_as(name, _Fields, archived)))
             except RecordError as error:
                 problems.append(str(error))
                 continue
-            error_says = (read.error or {}).get("message") if read.status != "oom" else None
-            heads[case_id] = RecordHead(
-                status=read.status,
-                wall_s=read.wall_s,
-                written_s=_ended_s(read) if written_s is None else written_s,
-                message=str(error_says or "").partition("\n")[0],
-            )
-            break
+            if that_counts(["ok", newest[0][1].status]):
+                # No earlier attempt counts instead.
+                break
+        if newest:
+            heads[case_id] = _head(newest)
     return heads, problems
+
+
+def _head(attempts: Sequence[tuple[int, _Fields, float | None]]) -> RecordHead:
+    """The head of a case, from its newest attempts in order, each with its number."""
+    newest, read, written_s = attempts[-1]
+    counts = attempts[that_counts([fields.status for _, fields, _ in attempts])][0]
+    error_says = (read.error or {}).get("message") if read.status != "oom" else None
+    return RecordHead(
+        status=read.status,
+        wall_s=read.wall_s,
+        written_s=_ended_s(read) if written_s is None else written_s,
+        message=str(error_says or "").partition("\n")[0],
+        counts=None if counts == newest else counts,
+    )
 
 
 def _ended_s(read: _Fields) -> float:

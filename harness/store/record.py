@@ -3,7 +3,8 @@
 A record keeps what was observed, sample by sample and rank by rank, and nothing derived:
 medians, rates and ratios are computed when a table is built. A record file is complete or
 absent (it is written aside and linked into place), is never rewritten, and is never deleted;
-a case measured again gets the next attempt number, and the newest readable attempt counts.
+a case measured again gets the next attempt number, and the newest with a verdict counts
+(:func:`harness.statuses.that_counts`).
 ``attnbench-pack`` moves files into archives (:mod:`harness.store.archive`), where they are found
 under the same names.
 """
@@ -22,6 +23,7 @@ import msgspec
 from harness.statuses import GOOD, STATUSES
 from harness.store import atomic
 from harness.store.archive import Archives
+from harness.store.attempts import Records
 from harness.store.claims import Claims
 from harness.store.codec import T, decode, encode
 
@@ -226,13 +228,10 @@ class RecordStore:
                 return text, None
             raise
 
-    def load(self) -> tuple[dict[str, Record], list[str]]:
-        """The newest readable attempt of every case, and one line per unreadable file."""
+    def load(self) -> tuple[Records, list[str]]:
+        """The record of every case that counts, and one line per unreadable file."""
         attempts, problems = self.load_attempts()
-        last: dict[str, int] = {}
-        for case_id, attempt in attempts:
-            last[case_id] = max(attempt, last.get(case_id, 0))
-        return {case_id: attempts[case_id, number] for case_id, number in last.items()}, problems
+        return Records(attempts), problems
 
     def load_attempts(self) -> tuple[dict[tuple[str, int], Record], list[str]]:
         """Every readable record by case id and attempt, and one line per unreadable file."""
@@ -250,7 +249,7 @@ class RecordStore:
         return found, problems
 
     def find(self, case_id: str) -> Record | None:
-        """The newest readable record of one case."""
+        """The newest readable attempt at one case, whether it counts or not."""
         for attempt in reversed(self.attempts(case_id)):
             with contextlib.suppress(RecordError):
                 return self.read(self.path(case_id, attempt))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from harness.render.report import (
     template,
 )
 from harness.render.table import Table, build_table, finding_of
+from harness.store.attempts import Records
 from harness.store.record import Record, RecordStore
 from harness.store.sweep_plan import (
     PlanError,
@@ -149,7 +150,7 @@ def collect(folders: Sequence[Path]) -> Document:
             measured = [found[case_id] for case_id in plan.case_ids if case_id in found]
             records |= {(results, record.case_id): record for record in measured}
             gaps += _gaps_of(plan, found, results)
-            section = _section(plan, measured, results, anchor, numbers, found.values())
+            section = _section(plan, measured, results, anchor, numbers, found)
             if len(folders) > 1:
                 section.title += f" ({results.name})"
             sections.append(section)
@@ -173,9 +174,9 @@ def _section(
     results: Path,
     anchor: str,
     numbers: Counter[str],
-    roofs: Iterable[Record],
+    found: Records,
 ) -> Section:
-    frame = build_frame(measured, roofs)
+    frame = build_frame(measured, found.values(), later=found.later)
     missing = [None] * (len(plan.case_ids) - len(measured))
     section = Section(
         title=plan.title,
@@ -229,7 +230,7 @@ def _failures(measured: Sequence[Record]) -> list[tuple[str, str, int]]:
     return [(status, reason, count) for (status, reason), count in reasons.most_common()]
 
 
-def _gaps_of(plan: SweepPlan, found: dict[str, Record], results: Path) -> Iterator[Gap]:
+def _gaps_of(plan: SweepPlan, found: Records, results: Path) -> Iterator[Gap]:
     label = plan.label
     command = command_into(plan.command or f"attnbench sweeps={label}", results)
     missing = [case_id for case_id in plan.case_ids if case_id not in found]
@@ -250,6 +251,20 @@ def _gaps_of(plan: SweepPlan, found: dict[str, Record], results: Path) -> Iterat
         words = ", ".join(f"{number} {fmt.STATUS_WORDS[name]}" for name, number in broken.items())
         yield Gap(
             what=f"{label}: {fmt.counted(broken.total(), 'case')} without a result ({words})",
+            command=command_into(command, results, retry="true"),
+        )
+    overtaken = Counter(
+        found.later[case_id].status
+        for case_id in plan.case_ids
+        if case_id in found.later and found.later[case_id].status in ("failed", "timeout")
+    )
+    if overtaken:
+        words = ", ".join(
+            f"{number} {fmt.STATUS_WORDS[name]}" for name, number in overtaken.items()
+        )
+        yield Gap(
+            what=f"{label}: {fmt.counted(overtaken.total(), 'case')} with a newer attempt that "
+            f"gave no result ({words})",
             command=command_into(command, results, retry="true"),
         )
 

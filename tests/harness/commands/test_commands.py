@@ -21,6 +21,7 @@ from harness.render.table import Column, Table, build_table
 from harness.request import session
 from harness.request.compose import compose_request
 from harness.request.plan import plan_cases
+from harness.store.attempts import Records
 from harness.store.record import Record, RecordStore
 from harness.store.sweep_plan import command_into
 from harness.writeup.document import collect
@@ -212,7 +213,7 @@ class TestWords:
 
     def test_a_long_run_is_announced(self) -> None:
         request = compose_request(["model=tiny", "device=cpu"])
-        plan = plan_cases(request, {})
+        plan = plan_cases(request, Records())
         assert session._opening(request, plan, 5.0).endswith(": 1 case")
         assert "Predicted time 2.0 min; Ctrl-C stops, plan=true" in (
             session._opening(request, plan, 120.0)

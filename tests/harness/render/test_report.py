@@ -22,6 +22,7 @@ from status_examples import status_examples
 from harness.commands import report
 from harness.render.files import RenderedSweep, render_sweep
 from harness.render.table import TABLES
+from harness.store.attempts import Records
 from harness.store.record import Record, RecordStore
 
 FIGURES = ["attention_scaling", "step_time"]
@@ -133,7 +134,7 @@ class TestSweep:
         path = tmp_path / "sweeps" / "all" / "tables" / "summary.md"
         render_sweep(tmp_path, "all", found, [])
         assert path.exists()
-        render_sweep(tmp_path, "all", {}, [])
+        render_sweep(tmp_path, "all", Records(), [])
         assert not path.exists()
 
 

@@ -29,6 +29,7 @@ from harness.run.options import RunOptions
 from harness.run.run_folder import RunFolder, TaskState
 from harness.run.runner import Runner
 from harness.run.slurm.task import Leader, ShareTask, _Watchful
+from harness.store.attempts import Records
 from harness.store.record import Record
 from harness.store.rounds import RoundStore
 
@@ -382,7 +383,7 @@ def test_a_job_gives_up_what_took_it_whole(
 
 def test_each_round_is_announced_and_predicted() -> None:
     request = compose_request(["model=tiny", "device=cpu", "interleave=9", "task.warmup_steps=2"])
-    opening = session._opening(request, plan_cases(request, {}), 5.0)
+    opening = session._opening(request, plan_cases(request, Records()), 5.0)
     assert opening.endswith(": 1 case, each in 9 rounds")
     (case,) = request.cases
     once, split = predicted_seconds(case), predicted_seconds(case, rounds=9)
