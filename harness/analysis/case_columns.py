@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from harness.analysis import predictions
-from harness.analysis.disturbance import was_throttled
+from harness.analysis.disturbance import sm_clock_mhz, was_throttled
 from harness.analysis.memory import own_peak_bytes
 from harness.analysis.names import Names
 from harness.analysis.stats import median, slowest_rank
@@ -228,6 +228,7 @@ CASE_COLUMNS: Mapping[str, Callable[[Reading], Any]] = {
     "first_pass_s": lambda of: of.record.compilation.get("first_pass_s"),
     "recompilations": lambda of: of.record.compilation.get("recompilations"),
     "throttled": lambda of: was_throttled(of.record),
+    "sm_clock_mhz": lambda of: sm_clock_mhz(of.record),
     "slow_start": lambda of: of.slow_start,
     "loss": lambda of: of.notes.get("loss"),
     "attention_choice": lambda of: of.notes.get("attention_choice"),

@@ -79,26 +79,44 @@ def _is_busy(load: Mapping[str, Any]) -> bool:
 
 def was_throttled(record: Record) -> bool:
     """Whether a rank's device lowered its clocks, or they were far apart between rounds."""
+    return any(map(_has_slowed, _moments_by_rank(record)))
+
+
+def sm_clock_mhz(record: Record) -> float:
+    """The SM clock that a case ran at: the median on the rank whose median is lowest, NaN if none.
+
+    The lowest, since the slowest rank sets the pace of all.
+    """
+    clocks = [_working_clocks(moments) for moments in _moments_by_rank(record)]
+    return min((float(np.median(found)) for found in clocks if found), default=float("nan"))
+
+
+def _moments_by_rank(record: Record) -> list[list[Mapping[str, Any]]]:
+    """The states of each rank's device, before and after the case and each of its rounds."""
     by_rank: dict[int, list[Mapping[str, Any]]] = {}
     for ranks in (record.device_state, *(state.ranks for state in record.round_states)):
         for rank, moments in enumerate(ranks):
             by_rank.setdefault(rank, []).extend(
                 moments.get(moment) or {} for moment in ("before", "after")
             )
-    return any(map(_has_slowed, by_rank.values()))
+    return list(by_rank.values())
 
 
 def _has_slowed(moments: Sequence[Mapping[str, Any]]) -> bool:
     reasons = [set(moment.get("throttle_reasons") or ()) for moment in moments]
     if any(not THROTTLE_REASONS.isdisjoint(found) for found in reasons):
         return True
-    # An idle device rests at low clocks, which says nothing about those it works at.
-    clocks = [
-        moment["sm_clock_mhz"]
-        for moment, found in zip(moments, reasons, strict=True)
-        if moment.get("sm_clock_mhz") and "gpu_idle" not in found
-    ]
+    clocks = _working_clocks(moments)
     return bool(clocks) and max(clocks) - min(clocks) > CLOCKS_APART * max(clocks)
+
+
+def _working_clocks(moments: Sequence[Mapping[str, Any]]) -> list[float]:
+    """SM clocks; an idle device rests at low ones, which says nothing about those it works at."""
+    return [
+        moment["sm_clock_mhz"]
+        for moment in moments
+        if moment.get("sm_clock_mhz") and "gpu_idle" not in (moment.get("throttle_reasons") or ())
+    ]
 
 
 def of_samples(series: Sequence[Sequence[float]]) -> list[list[str]]:

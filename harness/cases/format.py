@@ -26,6 +26,7 @@ DIAMOND = "◇"
 TRIANGLE = "△"
 OPEN_TRIANGLE_DOWN = "▽"
 CIRCLED_SLASH = "⊘"
+STAR = "⋆"
 PLUS_MINUS = "±"
 TIMES = "×"  # noqa: RUF001 - the multiplication sign
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import numpy as np
 import pandas as pd
 
+from harness.analysis import likeness
 from harness.cases import format as fmt
 from harness.cases.columns import POINTS, point_groups
 from parallel import BACKENDS, STRATEGIES
@@ -125,6 +126,25 @@ def _where(row: pd.Series, rows: pd.DataFrame, choice: str) -> str:
 
 
 _TELLING = ("model", "precision", "head_dim", "seq_len")
+
+
+def say_unlike(differences: Iterable[list[str]], what: str, baseline: str) -> str | None:
+    """``efficiency is not claimed of 7 of 8 rows, measured with other clocks than the one rank``
+
+    Args:
+        differences: of each row from the ``baseline``, by :mod:`harness.analysis.likeness`.
+        what: is not claimed of rows with differences.
+    """
+    rows = list(differences)
+    words = {word for row in rows for word in row}
+    if not words:
+        return None
+    number = sum(map(bool, rows))
+    had = listed(phrase for word, phrase in likeness.PHRASES.items() if word in words)
+    measured = f"measured {had} than {baseline}"
+    if number == len(rows):
+        return f"{what} is not claimed, as {'it was' if number == 1 else 'all were'} {measured}"
+    return f"{what} is not claimed of {number} of {len(rows)}, {measured}"
 
 
 def told(rows: pd.DataFrame, ratio: str, verdict: str) -> pd.DataFrame:

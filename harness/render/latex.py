@@ -49,6 +49,7 @@ _ESCAPES = str.maketrans(
         fmt.TRIANGLE: r"$\triangle$",
         fmt.OPEN_TRIANGLE_DOWN: r"$\bigtriangledown$",
         fmt.CIRCLED_SLASH: r"$\oslash$",
+        fmt.STAR: r"$\star$",
         "µ": r"$\mu$",
         "…": r"\ldots{}",
     }

@@ -9,6 +9,7 @@ import pandas as pd
 
 from harness.analysis.evidence import words_between
 from harness.analysis.host_time import host_bound
+from harness.analysis.likeness import differences_from
 from harness.cases import format as fmt
 from harness.cases.columns import point_groups
 from harness.render.table import Column
@@ -110,6 +111,26 @@ def verdict_over(
     baselines = rows.loc[is_baseline].groupby(group[is_baseline])[evidence].first()
     words = words_between(group.map(baselines).tolist(), rows[evidence].tolist())
     return pd.Series(words, index=rows.index, dtype=object)
+
+
+def unlike(
+    rows: pd.DataFrame, group: pd.Series, baselines: pd.DataFrame
+) -> tuple[pd.Series, pd.Series]:
+    """How each row was measured unlike the first of the baselines in its group, and the marks.
+
+    Args:
+        group: of each row, as in :func:`speedup_over`.
+        baselines: some of the rows.
+    """
+    places = dict(zip(rows.index, range(len(rows)), strict=True))
+    firsts: dict[Any, int] = {}
+    for label in baselines.index:
+        firsts.setdefault(group[label], places[label])
+    own = [firsts.get(key) for key in group]
+    others = [None if place == index else place for index, place in enumerate(own)]
+    words = differences_from(rows, others)
+    marks = [fmt.STAR if found else "" for found in words]
+    return pd.Series(words, rows.index, dtype=object), pd.Series(marks, rows.index, dtype=object)
 
 
 def speedup_column(rows: pd.DataFrame, is_baseline: pd.Series) -> Column:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import pandas as pd
 
-from harness.analysis import disturbance, overtaken, physics
+from harness.analysis import disturbance, likeness, overtaken, physics
 from harness.cases import format as fmt
 from harness.cases.columns import POINTS, caption_of, redundant_points, sort_by_points
 from harness.render.registries import TABLES
@@ -23,7 +23,11 @@ DISTURBED = f"{fmt.DAGGER} Disturbed while it was measured"
 """Followed by each disturbance that occurs in the table, and its meaning."""
 IMPOSSIBLE = f"{fmt.CIRCLED_SLASH} Impossible, so that no rate or share follows from it"
 """Followed, as above, by each reason and its meaning."""
-
+UNLIKE = (
+    f"{fmt.STAR} Measured unlike what it is compared with, so that the ratio is not that of the "
+    "work alone"
+)
+"""Followed, as above, by each difference and its meaning."""
 
 SLOW_START = (
     f"{fmt.SECTION} A first pass took over 1.2 times the median, which mean and standard "
@@ -44,7 +48,7 @@ OVERTAKEN = f"{fmt.OPEN_TRIANGLE_DOWN} A newer attempt gave no result"
 """Followed, as above, by how it ended."""
 NOTES = (
     *(DISTURBED, RECOMPILED, HOST_BOUND, SLOW_START, APART, STALE, OVERTAKEN, OTHER_HOST),
-    IMPOSSIBLE,
+    *(UNLIKE, IMPOSSIBLE),
 )
 """Footnotes, each behind its symbol, in the order in which tables repeat those that occur."""
 
@@ -52,6 +56,7 @@ REASONS = {
     DISTURBED: ("disturbed", disturbance.MEANINGS),
     IMPOSSIBLE: ("impossible", physics.MEANINGS),
     OVERTAKEN: ("overtaken", overtaken.MEANINGS),
+    UNLIKE: ("unlike", likeness.MEANINGS),
 }
 """Notes that say in which words, of which of the rows' columns, their mark is meant."""
 

@@ -8,7 +8,7 @@ import pandas as pd
 
 from harness.cases import format as fmt
 from harness.cases.columns import POINTS
-from harness.render.findings import listed, percent_span, sentence, span, told
+from harness.render.findings import listed, percent_span, say_unlike, sentence, span, told
 from harness.render.leaders import say_fastest
 from harness.render.ranking import Standing, standings
 from harness.render.table import Column, Table, finding, make_table, table, time_column
@@ -48,8 +48,10 @@ def build(frame: pd.DataFrame) -> Table | None:
                 iqr="whole_iqr_ms",
             ),
             Column(key="one_device_ms", header="one device (ms)", format=fmt.number, detail=True),
-            Column(key="speedup", header="speed-up", format=fmt.factor),
-            Column(key="efficiency", header="efficiency (%)", format=fmt.percent),
+            Column(key="speedup", header="speed-up", format=fmt.factor, mark="unlike_mark"),
+            Column(
+                key="efficiency", header="efficiency (%)", format=fmt.percent, mark="unlike_mark"
+            ),
             Column(key="exposed_ms", header="exposed (ms)", format=fmt.number),
             Column(key="sent_mib", header="sent (MiB)", format=fmt.number),
             Column(key="predicted", header="predicted (GiB)", format=fmt.number, detail=True),
@@ -80,7 +82,8 @@ def say(rows: pd.DataFrame) -> str | None:
     most = good[good["world_size"] == good["world_size"].max()]
     longest = most[most["seq_len"] == most["seq_len"].max()]
     ranks, length = int(longest["world_size"].iloc[0]), fmt.integer(longest["seq_len"].iloc[0])
-    gained = told(longest, "speedup", "speedup_verdict")
+    compared = longest[longest["speedup"].notna()]
+    gained = told(compared[compared["unlike_mark"] == ""], "speedup", "speedup_verdict")
     gains = None
     if len(gained):
         gains = (
@@ -91,6 +94,7 @@ def say(rows: pd.DataFrame) -> str | None:
     return sentence(
         f"with {ranks} ranks and {length} tokens {_say_first(longest)}",
         gains,
+        say_unlike(compared["unlike"], "efficiency", "the one device"),
         f"busiest ranks wait for communication in {percent_span(waits)} of the time, by traces"
         if len(waits)
         else None,
@@ -153,7 +157,8 @@ def _say_kinds(found: Sequence[Standing]) -> str:
     parts = []
     for key, lengths in places.items():
         if len(lengths) == len(found):
-            return f"{joined[key]} at every length measured"
+            each = "any" if key == "not told apart" else "every"
+            return f"{joined[key]} at {each} length measured"
         if lengths:
             parts.append(f"{joined[key]} at {listed(dict.fromkeys(lengths))} tokens")
     return ", ".join(parts)

@@ -10,7 +10,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from harness.cases import format as fmt
 from harness.render.figure import CaptionedFigure, figure
-from harness.render.findings import percent_span, sentence
+from harness.render.findings import percent_span, say_unlike, sentence
 from harness.render.line_labels import draw_spread, label_line_ends, mark_out_of_memory
 from harness.render.palette import colour, marker
 from harness.reports.context.split_panels import LINE_STYLES, calls_by_panel
@@ -20,8 +20,9 @@ WIDTH_IN, HEIGHT_IN = 4.8, 3.0
 CAPTION = (
     "Efficiency: time of the same kernel on one device with the whole sequence, divided by the "
     "ranks, over the time of attention split over them. 100% is a perfect split; the bars "
-    "are the quartiles of the time, the line styles transports; a cross above the frame marks "
-    "where memory ran out."
+    "are the quartiles of the time, the line styles transports; a hollow marker stands where the "
+    "device and the ranks were measured at clocks over 2% apart, by two revisions or over ten "
+    "minutes apart, and a cross above the frame where memory ran out."
 )
 
 
@@ -46,12 +47,15 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     for axis in axes[:, 0]:
         axis.set_ylabel("efficiency (%)")
     known = pd.concat([rows for _, rows in panels]).dropna(subset=["efficiency"])
+    alike = known.loc[known["unlike_mark"] == "", "efficiency"]
+    claimed = None
+    if len(alike):
+        most = "over all schemes, ranks and lengths" if len(alike) == len(known) else "where clear"
+        claimed = f"efficiency is {percent_span(alike)} {most}"
     return CaptionedFigure(
         caption=f"{CAPTION} {common}".strip(),
         figure=drawing,
-        finding=sentence(
-            f"efficiency is {percent_span(known['efficiency'])} over all schemes, ranks and lengths"
-        ),
+        finding=sentence(claimed, say_unlike(known["unlike"], "efficiency", "the one device")),
     )
 
 
@@ -75,6 +79,14 @@ def _draw(axis: Axes, rows: pd.DataFrame) -> None:
             marker=marker(scheme),
             linestyle=LINE_STYLES.get(transport, "-"),
             label=f"{scheme}, {transport}",
+        )
+        axis.plot(
+            shown["seq_len"],
+            percent.where(shown["unlike_mark"] != ""),
+            color=tint,
+            marker=marker(scheme),
+            markerfacecolor="white",
+            linestyle="none",
         )
     axis.axhline(100, color="#444444", linewidth=0.8)
     axis.set_ylim(bottom=0)

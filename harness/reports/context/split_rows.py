@@ -14,7 +14,7 @@ import pandas as pd
 
 from harness.analysis.evidence import words_between
 from harness.cases.columns import point_groups
-from harness.render.rows import of_task, per_case
+from harness.render.rows import of_task, per_case, unlike
 from harness.reports.context.points import declare_points
 from parallel import BACKENDS
 
@@ -32,8 +32,9 @@ def split_calls(frame: pd.DataFrame) -> pd.DataFrame:
 
     Columns beyond those of :func:`harness.render.rows.per_case`: ``scheme``, ``kernel``,
     ``transport``; ``whole_ms``, the time of both passes (or of forward alone); ``one_device_ms``
-    of the same kernel on the whole sequence; ``speedup`` and ``efficiency`` over it;
-    ``compute_ms`` (a list by rank), ``exposed_ms``, ``lockstep`` and ``sent_mib``; ``gathers``,
+    of the same kernel on the whole sequence; ``speedup`` and ``efficiency`` over it, and how that
+    was measured ``unlike`` (with ``unlike_mark``); ``compute_ms`` (a list by rank),
+    ``exposed_ms``, ``lockstep`` and ``sent_mib``; ``gathers``,
     whether all keys are held at once, None for a peer that does not say.
     """
     calls = of_task(frame, "attention")
@@ -65,6 +66,7 @@ def split_calls(frame: pd.DataFrame) -> pd.DataFrame:
     rows["speedup_verdict"] = words_between(
         group.map(proof).tolist(), rows["whole_evidence"].tolist()
     )
+    rows["unlike"], rows["unlike_mark"] = unlike(rows, group, alone[alone["whole_ms"].notna()])
     rows = rows[rows["cp"] > 1].reset_index(drop=True)
     rows["gathers"] = [getattr(BACKENDS[name].target, "gathers", None) for name in rows["scheme"]]
     rows["speedup"] = rows["one_device_ms"] / rows["whole_ms"]

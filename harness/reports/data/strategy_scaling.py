@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pandas as pd
 
-from harness.analysis.row_verdicts import any_apart
 from harness.cases import format as fmt
 from harness.cases.columns import point_groups
-from harness.render.findings import percent_span, sentence
+from harness.render.findings import percent_span, say_unlike, sentence
 from harness.render.leaders import say_fastest
-from harness.render.rows import of_task, per_case
+from harness.render.rows import of_task, per_case, unlike
 from harness.render.table import Column, Table, finding, make_table, table, time_column
 from harness.reports.data.data_parallel import ratio
 from harness.reports.data.step_rows import UNUSED
@@ -36,12 +35,7 @@ def scaled(frame: pd.DataFrame) -> pd.DataFrame:
     rates = alone.groupby(group[alone.index])["step_tokens_per_s"].first()
     rows["speedup"] = rows["step_tokens_per_s"] / group.map(rates)
     rows["efficiency"] = rows["speedup"] / rows["world_size"]
-    started = alone.groupby(group[alone.index])["rounds_started_at"].first()
-    pairs = zip(rows["rounds_started_at"], group.map(started), strict=True)
-    rows["efficiency_mark"] = [
-        fmt.PILCROW if isinstance(base, list) and any_apart(own, base) else ""
-        for own, base in pairs
-    ]
+    rows["efficiency_unlike"], rows["efficiency_mark"] = unlike(rows, group, alone)
     return rows
 
 
@@ -59,7 +53,7 @@ def build(frame: pd.DataFrame) -> Table | None:
         metrics=[
             time_column("step", "step (ms)"),
             Column(key="step_tokens_per_s", header="tokens/s", format=fmt.number),
-            Column(key="speedup", header="speed-up", format=ratio),
+            Column(key="speedup", header="speed-up", format=ratio, mark="efficiency_mark"),
             Column(
                 key="efficiency",
                 header="efficiency (%)",
@@ -94,17 +88,13 @@ def say(rows: pd.DataFrame) -> str | None:
         return None
     most = known[known["world_size"] == known["world_size"].max()]
     ranks = int(most["world_size"].iloc[0])
-    clear = most[most["efficiency_mark"] == ""]
-    claimed = None
-    if len(clear):
-        claimed = f"efficiency on {ranks} ranks is {percent_span(clear['efficiency'])}"
-    apart = None
-    if len(clear) < len(most):
-        apart = (
-            f"{len(most) - len(clear)} of {len(most)} on {ranks} ranks were measured apart from "
-            "the single rank, so that their efficiency is not claimed"
-        )
-    return sentence(claimed, say_fastest(most, "step_median_ms", ("strategy",)), apart)
+    clear = most.loc[most["efficiency_mark"] == "", "efficiency"]
+    claimed = f"efficiency on {ranks} ranks is {percent_span(clear)}" if len(clear) else None
+    return sentence(
+        claimed,
+        say_fastest(most, "step_median_ms", ("strategy",)),
+        say_unlike(most["efficiency_unlike"], "efficiency", "the single rank"),
+    )
 
 
 def _casting_shares() -> list[str]:

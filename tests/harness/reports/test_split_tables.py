@@ -123,7 +123,7 @@ class TestContextParallel:
 
     def test_one_round_tells_no_crossover(self) -> None:
         built = table_of("context_parallel", split_records())
-        assert any("cannot be told apart at every length" in note for note in built.footnotes)
+        assert any("cannot be told apart at any length" in note for note in built.footnotes)
 
     @pytest.mark.parametrize(
         ("longer_ms", "words"),

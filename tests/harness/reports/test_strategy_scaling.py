@@ -29,6 +29,9 @@ def test_more_than_all_of_one_rank(strategy: str, alone_ms: float, notes: list[s
         batch_size=case["batch_size"],
         attention=case["attention"]["name"],
     )
+    for record in (alone, split):
+        moment = {"sm_clock_mhz": 1700}
+        record.device_state = [{"before": moment, "after": moment}]
     built = build_table("strategy_scaling", build_frame([alone, split]))
     assert built is not None
     together = built.rows[built.rows["world_size"] > 1]
