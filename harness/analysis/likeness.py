@@ -49,7 +49,7 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 def differences_from(rows: pd.DataFrame, baselines: Sequence[int | None]) -> list[list[str]]:
     """The differences of each row from the row at its baseline's place; none without a baseline."""
-    values = rows[list(COLUMNS)].to_dict("records")
+    values: list[dict[str, Any]] = rows[list(COLUMNS)].to_dict("records")  # type: ignore[assignment]
     return [
         [] if place is None else differences(row, values[place])
         for row, place in zip(values, baselines, strict=True)
