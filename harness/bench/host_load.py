@@ -29,8 +29,9 @@ class LoadWatch:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._began_s = time.monotonic()
-        self._host_s, self._own_s = _busy_s(), _own_s()
-        self._start = {"load_average": _load_average()} | _gpu_processes(device)
+        own = _own_processes()
+        self._host_s, self._own_s = _busy_s(), _cpu_s(own)
+        self._start = {"load_average": _load_average()} | _gpu_processes(device, own)
 
     def load(self) -> dict[str, Any]:
         """The load until now.
@@ -43,18 +44,19 @@ class LoadWatch:
         """
         elapsed_s = max(time.monotonic() - self._began_s, 1e-9)
         num_cpus = psutil.cpu_count() or 1
-        own_s = _own_s() - self._own_s
+        own = _own_processes()
+        own_s = _cpu_s(own) - self._own_s
         others_s = max(0.0, _busy_s() - self._host_s - own_s)
         others_cpus = min(others_s / elapsed_s, float(num_cpus))
         return {
             "seconds": round(elapsed_s, 3),
-            "root": _own_processes()[0].pid,
+            "root": own[0].pid,
             "own_cpus": round(own_s / elapsed_s, 3),
             "other_cpus": round(others_cpus, 3),
             "other_cpu_share": round(others_cpus / num_cpus, 4),
             "load_average": _load_average(),
             "at_start": self._start,
-        } | _gpu_processes(self._device)
+        } | _gpu_processes(self._device, own)
 
 
 def _busy_s() -> float:
@@ -65,10 +67,10 @@ def _busy_s() -> float:
     return float(sum(times) - idle - guest)
 
 
-def _own_s() -> float:
-    """CPU seconds of the processes of this measurement, those that have ended included."""
+def _cpu_s(processes: list[psutil.Process]) -> float:
+    """CPU seconds of some processes and of the children that have ended before them."""
     total = 0.0
-    for process in _own_processes():
+    for process in processes:
         with contextlib.suppress(psutil.Error):
             times = process.cpu_times()
             total += times.user + times.system
@@ -77,7 +79,10 @@ def _own_s() -> float:
 
 
 def _own_processes() -> list[psutil.Process]:
-    """This process, its parent, and the descendants of both."""
+    """This process, its parent, and the descendants of both.
+
+    To find them takes milliseconds: all processes of the host are looked at.
+    """
     own = psutil.Process()
     with contextlib.suppress(psutil.Error):
         parent = psutil.Process(os.getppid())
@@ -94,7 +99,7 @@ def _load_average() -> float | None:
     return None
 
 
-def _gpu_processes(device: torch.device) -> dict[str, Any]:
+def _gpu_processes(device: torch.device, own: list[psutil.Process]) -> dict[str, Any]:
     """Other processes on the GPU, and its utilisation; empty on a CPU or without NVML.
 
     In a container NVML may give numbers of processes that mean nothing here. Then one of them is
@@ -105,10 +110,10 @@ def _gpu_processes(device: torch.device) -> dict[str, Any]:
         return {}
     found: dict[str, Any] = {}
     with contextlib.suppress(pynvml.NVMLError):
-        own = {process.pid for process in _own_processes()}
+        ours = {process.pid for process in own}
         listed = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
         others = [
-            {"memory_bytes": process.usedGpuMemory} for process in listed if process.pid not in own
+            {"memory_bytes": process.usedGpuMemory} for process in listed if process.pid not in ours
         ]
         if listed and len(others) == len(listed):
             others = [{"memory_bytes": None}] * (len(listed) - 1)

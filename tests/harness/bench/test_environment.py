@@ -104,7 +104,7 @@ def test_work_of_others_is_load(monkeypatch: pytest.MonkeyPatch) -> None:
     busy = iter([10.0, 10.0 + 5.0])
     monkeypatch.setattr(host_load, "_busy_s", lambda: next(busy))
     own = iter([3.0, 3.0 + 1.0])
-    monkeypatch.setattr(host_load, "_own_s", lambda: next(own))
+    monkeypatch.setattr(host_load, "_cpu_s", lambda processes: next(own))
     moments = iter([100.0, 108.0])
     monkeypatch.setattr(host_load.time, "monotonic", lambda: next(moments))
     monkeypatch.setattr(host_load.psutil, "cpu_count", lambda: 4)
