@@ -50,6 +50,9 @@ FIRST_LOOK = 0.6
 """The first look's part of the error rate; the later ones share the rest evenly."""
 
 MOST_ROUNDS = 28
+MOST_TOLD = 1001
+"""Stands for more rounds than anybody counts."""
+
 MORE = "interleave=5 or until=decided measures what a verdict needs"
 
 
@@ -104,6 +107,8 @@ class Verdict:
     """The band that the interval was held against: 0.01 is 1%."""
     why: str = ""
     """For UNCLEAR: what is missing. Empty otherwise."""
+    needed: int = 0
+    """For UNCLEAR: about how many rounds would tell, at most :data:`MOST_TOLD`. 0 otherwise."""
 
 
 def decide(
@@ -183,8 +188,10 @@ def decide(
         band=band,
     )
     if word == "UNCLEAR":
-        why = _what_it_takes(units, abs(shift), edge, alpha, inflation=inflation, level=extra)
-        verdict = replace(verdict, why=why)
+        why, needed = _what_it_takes(
+            units, abs(shift), edge, alpha, inflation=inflation, level=extra
+        )
+        verdict = replace(verdict, why=why, needed=needed)
     return verdict
 
 
@@ -206,22 +213,6 @@ def more_rounds(num_rounds: int, most_rounds: int = MOST_ROUNDS) -> int:
     """How many rounds to add to a pair that is UNCLEAR before the next look; 0 for no more."""
     later = [rounds for rounds in LOOKS if num_rounds < rounds <= most_rounds]
     return later[0] - num_rounds if later else 0
-
-
-def stop_reason(num_rounds: int, *, undecided: int, seconds: float | None = None) -> str:
-    """The text of a record's ``stopped``.
-
-    Args:
-        undecided: pairs that are still UNCLEAR.
-        seconds: the time budget, if that is what ended the measuring.
-    """
-    rounds = f"{num_rounds} rounds" if num_rounds != 1 else "1 round"
-    if not undecided:
-        return f"decided after {rounds}"
-    left = f"{undecided} pair{'s' if undecided > 1 else ''} UNCLEAR"
-    if seconds is not None:
-        return f"time budget of {seconds:g} s, after {rounds}: {left}"
-    return f"{rounds}, the most allowed: {left}"
 
 
 def rule(band: float = EQUIVALENCE) -> str:
@@ -248,7 +239,7 @@ def _what_it_takes(
     *,
     inflation: float,
     level: Level | None,
-) -> str:
+) -> tuple[str, int]:
     """Why a verdict is open, and about how many rounds would close it."""
     margin = abs(shift - edge)
     variance = sum(float(values.var(ddof=1)) for values in units)
@@ -260,11 +251,11 @@ def _what_it_takes(
     if level is not None:
         alone = width_of([level.between_two], alpha)
         if alone >= margin:
-            return f"{level.words} hides it; measure both in turns"
-    for needed in range(number + 1, 1001):
+            return f"{level.words} hides it; measure both in turns", MOST_TOLD
+    for needed in range(number + 1, MOST_TOLD):
         if two_sided_quantile(alpha, 2.0 * needed - 2) * math.sqrt(variance / needed) < margin:
-            return f"{spread}; about {needed} would tell"
-    return f"{spread}, and a ratio at the edge of the band: over 1,000 would tell"
+            return f"{spread}; about {needed} would tell", needed
+    return f"{spread}, and a ratio at the edge of the band: over 1,000 would tell", MOST_TOLD
 
 
 def _unclear(ratio: float, num_rounds: int, band: float, why: str) -> Verdict:

@@ -6,7 +6,16 @@ import contextlib
 from collections.abc import Iterator
 
 from harness.cases.case import Case
-from harness.run.deciding import Pair, is_open, may_look, next_look, pairs_of, why_stopped
+from harness.run.deciding import (
+    Pair,
+    hidden_pairs,
+    is_open,
+    may_look,
+    next_look,
+    pairs_of,
+    reasons_hidden,
+    stop_reason,
+)
 from harness.run.options import RunOptions
 from harness.run.record_builder import RecordBuilder
 from harness.store.record import RecordStore
@@ -23,7 +32,12 @@ class CaseGroup:
         self._claims = contextlib.ExitStack()
         self._open: list[Pair] | None = None
         self._decided: list[Pair] = []
-        self._given_up: list[Pair] = []
+        self._at_most: list[Pair] = []
+        """UNCLEAR after as many rounds as are allowed."""
+        self._too_late: list[Pair] = []
+        """UNCLEAR when the time was over."""
+        self._hidden: list[tuple[Pair, list[str]]] = []
+        """UNCLEAR in some phase, and why more rounds would not change that."""
 
     def claim(self, store: RecordStore, *, wait: bool) -> bool:
         """Whether no other process holds one of the cases; with ``wait``, once none does."""
@@ -57,14 +71,17 @@ class CaseGroup:
             number, options = pair.num_rounds, self._options
             if may_look(number, options.interleave) and not is_open(pair):
                 self._open.remove(pair)
-                self._decided.append(pair)
+                if reasons := reasons_hidden(pair):
+                    self._hidden.append((pair, reasons))
+                else:
+                    self._decided.append(pair)
             elif next_look(number, options.max_rounds) == number:
                 self._open.remove(pair)
-                self._given_up.append(pair)
+                self._at_most.append(pair)
 
     def give_up(self) -> None:
-        """Close all pairs, undecided."""
-        self._given_up += self._open or []
+        """Close all pairs, undecided, because the time is over."""
+        self._too_late += self._open or []
         self._open = []
 
     @property
@@ -77,20 +94,27 @@ class CaseGroup:
         Baselines come last, so that a run which goes on after a crash still compares the others.
         """
         compared = {id(run) for pair in self._open or [] for run in pair.runs}
-        baselines = {id(pair.baseline) for pair in self._decided + self._given_up}
+        hidden = [pair for pair, _ in self._hidden]
+        ended = self._decided + self._at_most + self._too_late + hidden
+        baselines = {id(pair.baseline) for pair in ended}
         runs = [run for run in self.runs.values() if not run.recorded and id(run) not in compared]
         yield from sorted(runs, key=lambda run: id(run) in baselines)
 
-    def why_stopped(self, run: RecordBuilder, seconds: float | None) -> str:
+    def why_stopped(self, run: RecordBuilder, seconds: float) -> str:
         """Why a case gets no more rounds; empty if it was never compared.
 
         Args:
-            seconds: the time budget, where that is what ended the measuring.
+            seconds: the time that its added rounds were allowed.
         """
-        undecided = sum(run in pair.runs for pair in self._given_up)
-        if not undecided and not any(run in pair.runs for pair in self._decided):
+        late, most = (
+            sum(run in pair.runs for pair in pairs) for pairs in (self._too_late, self._at_most)
+        )
+        hidden = [", ".join(reasons) for pair, reasons in self._hidden if run in pair.runs]
+        if not (late or most or hidden or any(run in pair.runs for pair in self._decided)):
             return ""
-        return why_stopped(run, undecided, seconds if undecided else None)
+        return stop_reason(
+            run.num_finished, most=most, late=late, seconds=seconds, hidden=hidden_pairs(hidden)
+        )
 
     def rounds_to_look(self) -> range:
         """The numbers of the rounds before the next look, from 0."""
@@ -99,5 +123,13 @@ class CaseGroup:
 
     def seconds_to_look(self) -> float:
         """How long these rounds will take, by the last ones."""
-        each = sum(run.last_wall_s for run in self.runs.values() if not run.recorded)
-        return len(self.rounds_to_look()) * each
+        return len(self.rounds_to_look()) * self._seconds_a_round
+
+    def seconds_to_tell(self) -> float:
+        """About how long it takes until the pair that is nearest to a decision has it."""
+        needed = min(pair.rounds_needed - pair.num_rounds for pair in self._open or [])
+        return max(len(self.rounds_to_look()), needed) * self._seconds_a_round
+
+    @property
+    def _seconds_a_round(self) -> float:
+        return sum(run.last_wall_s for run in self.runs.values() if not run.recorded)

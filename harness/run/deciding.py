@@ -3,17 +3,22 @@ long rounds are added to them.
 
 Pairs are those of the comparison table: among cases that differ in attention, or in strategy, each
 against the baseline of those that ran. The verdict is that of :mod:`harness.analysis.verdicts`,
-whose error rate holds over all looks.
+whose error rate holds over all looks. Pairs that are UNCLEAR for a reason that more rounds would
+not change (:func:`why_hidden`) get none. Where the time does not suffice for all others, those
+that are nearest to a decision come first: an even share would leave all of them a little short, and
+a ratio at the edge of the band, which no number of rounds tells, would take as much as any other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import fmean, median
 from typing import Any
 
 from harness.cases.case import Case, label
 from harness.cases.columns import POINTS
+from harness.cases.hardware import find_hardware
 from harness.run.options import RunOptions
 from harness.run.record_builder import RecordBuilder
 
@@ -26,8 +31,12 @@ may always take the first of these; those of the whole run take no longer than t
 class Pair:
     """A case and the one that it is compared with."""
 
+    choice: str
+    """What they differ in: attention or strategy."""
     baseline: RecordBuilder
     candidate: RecordBuilder
+    rounds_needed: int = field(default=0, init=False)
+    """About how many rounds would tell, by the last look that left it open."""
 
     @property
     def num_rounds(self) -> int:
@@ -64,19 +73,25 @@ def _pairs_along(
     found = []
     for members in alike.values():
         baseline, *candidates = sorted(members, key=place)
-        found += [Pair(baseline=baseline, candidate=candidate) for candidate in candidates]
+        found += [
+            Pair(choice=choice, baseline=baseline, candidate=candidate) for candidate in candidates
+        ]
     return found
 
 
 def is_open(pair: Pair) -> bool:
-    """Whether a phase that tables compare is UNCLEAR, after the rounds that both have."""
+    """Whether a phase that tables compare is UNCLEAR after the rounds that both have, and more
+    rounds may change that."""
     # Loads numpy, which plans and commands without comparisons do not need.
     from harness.analysis.verdicts import decide, looks_at
 
     one, other = pair.runs
     number = pair.num_rounds
     looks = looks_at(number, until_decided=True)
+    needed = []
     for phase in one.case.task.compared_phases:
+        if why_hidden(pair, phase):
+            continue
         rounds = [run.rounds_ms(phase)[:number] for run in pair.runs]
         if not all(samples for of_run in rounds for samples in of_run):
             continue
@@ -87,8 +102,55 @@ def is_open(pair: Pair) -> bool:
             candidate_processes=other.processes[:number],
         )
         if verdict.word == "UNCLEAR":
-            return True
-    return False
+            needed.append(verdict.needed)
+    pair.rounds_needed = max(needed, default=0)
+    return bool(needed)
+
+
+def reasons_hidden(pair: Pair) -> list[str]:
+    """Why more rounds would not tell the two apart in some phase; nothing if they would in all."""
+    phases = pair.baseline.case.task.compared_phases
+    return list(dict.fromkeys(filter(None, (why_hidden(pair, phase) for phase in phases))))
+
+
+def why_hidden(pair: Pair, phase: str) -> str:
+    """Why more rounds do not tell the two apart in a phase; empty if they may.
+
+    Backends are not compared by times that the host decides, and a time that cannot be true says
+    nothing. Noise and the load of others are no such reasons: the interval is as wide as they make
+    it, and rounds narrow it.
+    """
+    # Loads pandas.
+    from harness.analysis.host_time import host_time
+
+    for run in pair.runs:
+        if reason := _why_impossible(run, phase):
+            return reason
+        if pair.choice == "attention" and host_time(run.phase(phase), run.case.device).host_bound:
+            return "host-bound"
+    return ""
+
+
+def _why_impossible(run: RecordBuilder, phase: str) -> str:
+    """Why the times of a phase cannot be true, as :mod:`harness.analysis.physics` has it."""
+    from harness.analysis.physics import OVER_WHOLE, WHOLES
+
+    def mean_ms(name: str) -> float:
+        times = [time for times in run.rounds_ms(name) for time in times]
+        return fmean(times) if times else 0.0
+
+    if any(time <= 0 for times in run.rounds_ms(phase) for time in times):
+        return "a time is not above zero"
+    parts_ms = sum(mean_ms(part) for part in WHOLES.get(phase, ()))
+    if parts_ms > OVER_WHOLE * mean_ms(phase):
+        return "the parts of a pass take longer than the whole"
+    work = run.case.task.work(run.case).get(phase)
+    hardware = find_hardware(next((found.get("device_name") for found in run.environments), None))
+    peak = hardware.peak_tflops.get(run.case.precision.peak) if hardware else None
+    times_ms = [time for times in run.rounds_ms(phase) for time in times]
+    if work and peak and times_ms and work.flops / median(times_ms) > peak * 1e9:
+        return "a rate is above the device's peak"
+    return ""
 
 
 def may_look(num_rounds: int, first_rounds: int) -> bool:
@@ -105,12 +167,38 @@ def next_look(num_rounds: int, most_rounds: int) -> int:
     return num_rounds + more_rounds(num_rounds, most_rounds)
 
 
-def why_stopped(run: RecordBuilder, undecided: int, seconds: float | None) -> str:
-    """The text of a record's ``stopped``; see :func:`harness.analysis.verdicts.stop_reason`."""
-    from harness.analysis.verdicts import stop_reason
+def stop_reason(
+    num_rounds: int, *, most: int = 0, late: int = 0, seconds: float = 0.0, hidden: str = ""
+) -> str:
+    """The text of a record's ``stopped``.
 
-    limit_s = None if seconds is None else round(seconds)
-    return stop_reason(run.num_finished, undecided=undecided, seconds=limit_s)
+    Args:
+        most: pairs that are UNCLEAR after as many rounds as were allowed.
+        late: those that are UNCLEAR because the time was over.
+        seconds: that time.
+        hidden: the text on pairs that more rounds would not tell; see :func:`hidden_pairs`.
+    """
+    rounds = f"{num_rounds} rounds" if num_rounds != 1 else "1 round"
+    said = []
+    if late:
+        said.append(f"time budget of {seconds:g} s, after {rounds}: {_pairs(late)} UNCLEAR")
+    if most:
+        said.append(f"{rounds}, the most allowed: {_pairs(most)} UNCLEAR")
+    if hidden:
+        said.append(f"{rounds}: {hidden}")
+    return "; ".join(said) or f"decided after {rounds}"
+
+
+def hidden_pairs(reasons: Sequence[str]) -> str:
+    """How many pairs more rounds would not tell, and why; empty for none."""
+    if not reasons:
+        return ""
+    why = " and ".join(dict.fromkeys(reasons))
+    return f"{_pairs(len(reasons))} UNCLEAR, which more rounds would not change ({why})"
+
+
+def _pairs(number: int) -> str:
+    return f"{number} pair{'' if number == 1 else 's'}"
 
 
 class Budget:
@@ -145,12 +233,18 @@ def most_seconds(options: RunOptions, first_rounds_s: float) -> float:
     return min(most_s, max(least_s, first_rounds_s))
 
 
-def affordable(costs_s: Sequence[float], seconds: float) -> set[int]:
-    """Which of several costs fit together, the lowest first, so that most are served."""
+def affordable(
+    costs_s: Sequence[float], seconds: float, until_told_s: Sequence[float] = ()
+) -> set[int]:
+    """Which of several costs are paid from a time, those first that are told soonest.
+
+    Args:
+        until_told_s: how long it will take until each is told; its cost where that is not given.
+    """
+    order = until_told_s or costs_s
     fit = set()
-    for index in sorted(range(len(costs_s)), key=lambda index: costs_s[index]):
-        seconds -= costs_s[index]
-        if seconds < 0:
-            break
-        fit.add(index)
+    for index in sorted(range(len(costs_s)), key=lambda index: order[index]):
+        if costs_s[index] <= seconds:
+            seconds -= costs_s[index]
+            fit.add(index)
     return fit

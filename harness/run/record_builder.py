@@ -57,6 +57,10 @@ class RecordBuilder:
         ]
         return [[max(times) for times in zip(*ranks, strict=False)] for ranks in per_rank]
 
+    def phase(self, name: str) -> Phase:
+        """A phase of all finished rounds together, as the record will hold it."""
+        return _joined(name, self._rounds)
+
     def take_up(self, kept: Rounds) -> None:
         """Start from the finished rounds of an earlier run."""
         self._num_taken_up = len(kept.outcomes)
@@ -200,21 +204,23 @@ def _add_measurements(
         for rank in ranks
     ]
     record.notes |= complete[:num_rounds][-1][0]["notes"]
-    for name, clock in first[0]["clocks"].items():
-        series = {
-            kind: [
-                [
-                    sample
-                    for outcomes in complete
-                    for sample in outcomes[rank].get(kind, {}).get(name, [])
-                ]
-                for rank in ranks
-            ]
-            for kind in ("samples_ms", "host_ms", "device_ms")
-        }
-        found = {kind: per_rank for kind, per_rank in series.items() if any(per_rank)}
-        record.phases[name] = Phase(clock=clock, **{"samples_ms": [], **found})
+    for name in first[0]["clocks"]:
+        record.phases[name] = _joined(name, complete)
         record.rounds = [len(outcomes[0]["samples_ms"].get(name, [])) for outcomes in complete]
+
+
+def _joined(name: str, rounds: list[list[dict[str, Any]]]) -> Phase:
+    """A phase of several rounds, whose samples follow each other."""
+    first = rounds[0]
+    series = {
+        kind: [
+            [sample for outcomes in rounds for sample in outcomes[rank].get(kind, {}).get(name, [])]
+            for rank in range(len(first))
+        ]
+        for kind in ("samples_ms", "host_ms", "device_ms")
+    }
+    found = {kind: per_rank for kind, per_rank in series.items() if any(per_rank)}
+    return Phase(clock=first[0]["clocks"].get(name, "host"), **{"samples_ms": [], **found})
 
 
 _OF_A_RANK = ("host", "gpu_uuid", "cpu_affinity", "num_threads")

@@ -155,12 +155,13 @@ class Runner:
     def _decide(self, batch: list[CaseGroup], first_rounds_s: float) -> None:
         """Add rounds to pairs that are UNCLEAR, until none is or the time is over; record all."""
         budget_s = self._budget.share(sum(len(group.cases) for group in batch), first_rounds_s)
+        going_on = self._look(batch, budget_s)
         began_s = time.monotonic()
-        while going_on := self._look(batch):
+        while going_on:
             most = max(len(group.rounds_to_look()) for group in going_on)
             left_s = budget_s - (time.monotonic() - began_s) - most * self._workers.start_s
             costs_s = [group.seconds_to_look() for group in going_on]
-            fit = affordable(costs_s, left_s)
+            fit = affordable(costs_s, left_s, [group.seconds_to_tell() for group in going_on])
             for index, group in enumerate(going_on):
                 if index not in fit:
                     group.give_up()
@@ -171,18 +172,19 @@ class Runner:
                 for group in added:
                     if offset < len(rounds[id(group)]):
                         self._measure_group(group, rounds[id(group)][offset])
+            going_on = self._look(batch, budget_s)
         self._budget.spend(time.monotonic() - began_s)
 
-    def _look(self, batch: list[CaseGroup]) -> list[CaseGroup]:
+    def _look(self, batch: list[CaseGroup], budget_s: float) -> list[CaseGroup]:
         """Record what is decided; returns the groups that are not."""
         for group in batch:
             group.look()
-            self._record_closed(group, None)
+            self._record_closed(group, budget_s)
         return [group for group in batch if group.is_open]
 
-    def _record_closed(self, group: CaseGroup, seconds: float | None) -> None:
+    def _record_closed(self, group: CaseGroup, budget_s: float) -> None:
         for run in list(group.closed()):
-            run.stopped = group.why_stopped(run, seconds)
+            run.stopped = group.why_stopped(run, round(budget_s))
             self._finish(run)
         if all(run.recorded for run in group.runs.values()):
             group.release()

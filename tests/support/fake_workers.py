@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,8 @@ class Host:
     """The event in the middle of a turn."""
     times: Callable[[Turn], list[float]] = lambda turn: [turn[1] + 0.25, turn[1] + 0.5]
     """The milliseconds that each pass of a turn takes."""
+    further: dict[str, Callable[[Turn], dict[str, Any]]] = field(default_factory=dict)
+    """Of a backend, what else its outcomes hold."""
     starts: list[str] = field(default_factory=list)
     """The folder of compiled code of each group of workers that was started."""
     asked: list[tuple[str, int, int]] = field(default_factory=list)
@@ -86,6 +88,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Host:
                 "notes": {"loss": float(round_index)},
                 "device_state": {"before": {"at": round_index}, "after": {"at": round_index}},
             }
+            values |= host.further.get(case.attention.name, lambda turn: {})(turn)
             return Reply(outcomes=[values | {"rank": rank} for rank in range(case.world_size)])
 
         def close(self) -> None: ...
@@ -131,6 +134,7 @@ class Bench:
 
     path: Path
     attention: str = "naive,sdpa"
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         self.store = RecordStore(self.path)
@@ -138,7 +142,7 @@ class Bench:
         self.request = compose_request(
             ["model=tiny", f"attention={self.attention}", "device=cpu", f"results={self.path}"]
         )
-        self.cases = self.request.cases
+        self.cases = [replace(case, device=self.device) for case in self.request.cases]
 
     def run(
         self, progress: Listener | None = None, *, rounds: int = 3, **further: Any

@@ -18,7 +18,6 @@ from harness.analysis.verdicts import (
     decide,
     looks_at,
     more_rounds,
-    stop_reason,
 )
 
 
@@ -196,12 +195,6 @@ class TestUntilDecided:
             added = more_rounds(len(one), most_rounds=40)
             if found.word != "UNCLEAR" or not added:
                 return found
-
-    def test_reasons_are_sentences(self) -> None:
-        assert stop_reason(7, undecided=0) == "decided after 7 rounds"
-        assert stop_reason(28, undecided=2) == "28 rounds, the most allowed: 2 pairs UNCLEAR"
-        late = stop_reason(5, undecided=1, seconds=120)
-        assert late == "time budget of 120 s, after 5 rounds: 1 pair UNCLEAR"
 
 
 def test_rounds_that_go_on_from_one_another_count_for_less() -> None:

@@ -14,10 +14,19 @@ from fake_workers import Bench, Host, Listener, Turn, stand_in
 from harness.analysis.verdicts import LOOKS, decide, looks_at
 from harness.bench.bench import Bench as RankBench
 from harness.request.compose import compose_request
-from harness.run.deciding import AUTO_BUDGET_S, Budget, affordable, pairs_of
+from harness.run.case_group import CaseGroup
+from harness.run.deciding import AUTO_BUDGET_S, Budget, affordable, pairs_of, stop_reason
+from harness.run.options import RunOptions
 from harness.run.record_builder import RecordBuilder
+from harness.run.worker_group import Reply
 
-DECIDED: dict[str, Any] = {"rounds": 5, "until_decided": True, "max_rounds": 14}
+DECIDED: dict[str, Any] = {
+    "rounds": 5,
+    "until_decided": True,
+    "max_rounds": 14,
+    # More than the slowest machine takes: no test depends on a clock.
+    "budget_s": 9999.0,
+}
 
 
 @pytest.fixture
@@ -62,7 +71,7 @@ class TestRoundsAreAdded:
     def test_until_the_look_that_decides(self, tmp_path: Path, host: Host) -> None:
         """That is the one at which the verdicts themselves decide."""
         host.times = noisy(naive=1.12, sdpa=1.0)
-        records = Bench(tmp_path).run(rounds=5, until_decided=True, max_rounds=40)
+        records = Bench(tmp_path).run(rounds=5, until_decided=True, max_rounds=40, budget_s=9999.0)
         expected = next(
             number
             for number in LOOKS
@@ -97,7 +106,7 @@ class TestRoundsAreAdded:
     ) -> None:
         """Looking at three rounds would spend the error rate of the first look."""
         host.times = noisy(naive=9.0, sdpa=1.0)
-        Bench(tmp_path).run(rounds=first, until_decided=True)
+        Bench(tmp_path).run(rounds=first, until_decided=True, budget_s=9999.0)
         assert num_turns(host) == {"naive": 5, "sdpa": 5}
 
     def test_none_without_until_decided(self, tmp_path: Path, host: Host) -> None:
@@ -120,10 +129,96 @@ class TestRoundsAreAdded:
         assert records["naive"].stopped == ""
 
 
+class TestWhatRoundsDoNotTell:
+    """Pairs that are UNCLEAR whatever is added get nothing, and their records say so."""
+
+    def test_times_of_the_host(self, tmp_path: Path, host: Host) -> None:
+        """``naive`` waits for its host, and no verdict on it is about kernels."""
+        host.times = noisy(naive=1.0, sdpa=1.0)
+        host.further = {
+            "naive": lambda turn: {
+                "host_ms": {"step": [0.9] * 2},
+                "device_ms": {"step": [0.5] * 2},
+            }
+        }
+        records = Bench(tmp_path, device="cuda").run(**DECIDED)
+        assert num_turns(host) == {"naive": 5, "sdpa": 5}
+        for record in records.values():
+            assert record.stopped == (
+                "5 rounds: 1 pair UNCLEAR, which more rounds would not change (host-bound)"
+            )
+
+    def test_others_of_the_group_get_theirs(self, tmp_path: Path, host: Host) -> None:
+        host.times = noisy(naive=1.0, compiled=1.0, sdpa=1.0)
+        host.further = {
+            "sdpa": lambda turn: {"host_ms": {"step": [0.9] * 2}, "device_ms": {"step": [0.5] * 2}}
+        }
+        records = Bench(tmp_path, "naive,compiled,sdpa", device="cuda").run(**DECIDED)
+        assert num_turns(host) == {"naive": 14, "compiled": 14, "sdpa": 5}
+        assert records["naive"].stopped == (
+            "14 rounds, the most allowed: 1 pair UNCLEAR; "
+            "14 rounds: 1 pair UNCLEAR, which more rounds would not change (host-bound)"
+        )
+
+    def test_a_busy_device_is_no_such_reason(self, tmp_path: Path, host: Host) -> None:
+        host.times = noisy(naive=1.0, sdpa=1.0)
+        host.further = {
+            name: lambda turn: {
+                "host_ms": {"step": [0.1] * 2},
+                "device_ms": {"step": [0.98 * time for time in host.times(turn)]},
+            }
+            for name in ("naive", "sdpa")
+        }
+        Bench(tmp_path, device="cuda").run(**DECIDED)
+        assert num_turns(host) == {"naive": 14, "sdpa": 14}
+
+    def test_strategies_are_compared_by_the_times_of_their_hosts(self) -> None:
+        arguments = ["model=tiny", "device=cpu", "parallel=ddp_bucketed,ddp_naive"]
+        cases = compose_request([*arguments, "parallel.dp=2"]).cases
+        (pair,) = pairs_of([RecordBuilder(case, 5) for case in cases])
+        assert pair.choice == "strategy"
+
+    @pytest.mark.parametrize(
+        ("times_ms", "reason"),
+        [
+            ({"step": [0.0, 1.0]}, "a time is not above zero"),
+            (
+                {"step": [1.0, 1.0], "forward": [0.6, 0.6], "backward": [0.6, 0.6]},
+                "the parts of a pass take longer than the whole",
+            ),
+            ({"step": [1e-6, 1e-6]}, "a rate is above the device's peak"),
+        ],
+    )
+    def test_times_that_cannot_be(
+        self, times_ms: dict[str, list[float]], reason: str, tmp_path: Path, host: Host
+    ) -> None:
+        host.further = {
+            "sdpa": lambda turn: {
+                "samples_ms": times_ms,
+                "clocks": dict.fromkeys(times_ms, "host"),
+            }
+        }
+        records = Bench(tmp_path).run(**DECIDED)
+        assert num_turns(host) == {"naive": 5, "sdpa": 5}
+        assert records["sdpa"].stopped == (
+            f"5 rounds: 1 pair UNCLEAR, which more rounds would not change ({reason})"
+        )
+
+
+def test_reasons_are_sentences() -> None:
+    assert stop_reason(7) == "decided after 7 rounds"
+    assert stop_reason(28, most=2) == "28 rounds, the most allowed: 2 pairs UNCLEAR"
+    late = "time budget of 120 s, after 5 rounds: 1 pair UNCLEAR"
+    assert stop_reason(5, late=1, seconds=120) == late
+    assert stop_reason(5, late=1, most=1, seconds=120) == (
+        f"{late}; 5 rounds, the most allowed: 1 pair UNCLEAR"
+    )
+
+
 class TestBudget:
     def test_nothing_left(self, tmp_path: Path, host: Host) -> None:
         host.times = noisy(naive=1.0, sdpa=1.0)
-        records = Bench(tmp_path).run(**DECIDED, budget_s=0.0)
+        records = Bench(tmp_path).run(**DECIDED | {"budget_s": 0.0})
         assert num_turns(host) == {"naive": 5, "sdpa": 5}
         for record in records.values():
             assert record.stopped == "time budget of 0 s, after 5 rounds: 1 pair UNCLEAR"
@@ -139,9 +234,36 @@ class TestBudget:
         for first_s, expected in [(1.0, least_s), (100.0, 100.0), (9999.0, most_s)]:
             assert Budget(None, 3).share(3, first_s) == expected
 
-    def test_cheap_ones_come_first(self) -> None:
+    def test_what_is_told_soonest_comes_first(self) -> None:
         assert affordable([5.0, 1.0, 2.0, 9.0], 8.5) == {0, 1, 2}
         assert affordable([5.0], 4.0) == set()
+        assert affordable([5.0, 5.0], 6.0, [100.0, 10.0]) == {1}
+        assert affordable([5.0, 3.0, 1.0], 4.5, [1.0, 2.0, 3.0]) == {1, 2}
+
+    def test_a_pair_at_the_edge_of_the_band_is_far_from_a_decision(self) -> None:
+        """Its rounds are as many and as noisy as those of a pair that is nearly told."""
+        random.seed(1)
+        noise = [random.gauss(0.0, 0.02) for _ in range(10)]
+
+        def seconds(ratio: float) -> float:
+            arguments = ["model=tiny", "attention=naive,sdpa", "device=cpu"]
+            group = CaseGroup(
+                compose_request(arguments).cases,
+                RunOptions(results=Path(), interleave=5, until_decided=True),
+            )
+            for place, case in enumerate(group.cases):
+                run = group.runs[case.id] = RecordBuilder(case, 5)
+                for number in range(5):
+                    time_ms = (ratio if place else 1.0) * (1 + noise[5 * place + number])
+                    outcome = {"rank": 0, "status": "ok", "samples_ms": {"step": [time_ms] * 2}}
+                    run.begin_round("2026-01-02T03:04:05+00:00")
+                    outcome["clocks"] = {"step": "host"}
+                    run.add(Reply(outcomes=[outcome]), "", 1.0, number)
+            group.look()
+            assert group.is_open
+            return group.seconds_to_tell()
+
+        assert seconds(1.04) < 60 < seconds(1.015)
 
 
 class TestInterruptions:
