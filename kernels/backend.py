@@ -108,6 +108,9 @@ class Attention(AttentionBackend):
 
     role_in_words: ClassVar[str] = "attends to whole sequences"
 
+    takes_causal_rectangles: ClassVar[bool] = True
+    """Whether a causal mask may have more keys than queries, aligned to the bottom right."""
+
     @property
     def gives_lse(self) -> bool:
         """Whether it has :meth:`forward` and :meth:`backward`; a class attribute may replace it."""

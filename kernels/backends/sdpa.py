@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -48,6 +48,8 @@ _NUM_COPIES = {"flash": 2, "efficient": 1, "cudnn": 0}
 @dataclass(kw_only=True, slots=True)
 class Sdpa(DenseAttention, Decoding):
     """torch.nn.functional.scaled_dot_product_attention, restricted to one kernel if asked."""
+
+    takes_causal_rectangles: ClassVar[bool] = False
 
     kernel: str = "auto"
     """auto (PyTorch picks), flash (FlashAttention-2), efficient (xFormers), cudnn, or math."""

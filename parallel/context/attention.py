@@ -8,6 +8,7 @@ rank it is that kernel and nothing else.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -19,7 +20,17 @@ from kernels.backend import BACKENDS, Attention, AttentionBackend, DelegatedAtte
 from kernels.backends.auto import choose
 from kernels.problem import AttentionProblem, AttentionSpec
 from parallel.context import bound
-from parallel.context.blocks.layouts import Contiguous, Layout
+from parallel.context.blocks.layouts import Contiguous, Layout, ScoreBlock
+from parallel.context.blocks.schedule import cut
+from parallel.context.memory.sizes import CallReader, CallSizes, LocalSizes
+from parallel.context.memory.transports import (
+    AllGatherMemory,
+    SendRecvMemory,
+    SymmetricGatherMemory,
+    SymmetricRingMemory,
+    TransportMemoryFactory,
+)
+from parallel.context.memory.walk import PassMemory, Visits
 from parallel.context.transports import factories
 
 SYMMETRIC = "symmetric"
@@ -138,10 +149,6 @@ def local_memory(problem: AttentionProblem, layout: Layout) -> dict[str, float]:
     return found
 
 
-def _with_workspace(parts: dict[str, float], workspace: float) -> dict[str, float]:
-    return parts | ({"kernel_workspace": workspace} if workspace else {})
-
-
 def kernels() -> list[str]:
     """Names of the backends that attend to whole sequences on one device."""
     return [entry.name for entry in BACKENDS if _attends_on_one_device(entry.target)]
@@ -234,8 +241,8 @@ class ContextParallelAttention(SequenceParallelAttention):
         layout, ranks = self.layout(problem.cp), range(problem.cp)
         local = layout.local_len(problem.q_len)
         if not self.gathers:
-            parts = (self._ring_shapes(problem, own=own) for own in (True, False))
-            return set().union(*parts)
+            found = [layout.block(r, s, local, problem.causal) for r in ranks for s in ranks]
+            return {(b.q_len, b.kv_len, b.causal) for b in found if b is not None}
         blocks = [b for r in ranks for b in layout.prefix_blocks(r, local, problem.causal)]
         if problem.packed:
             return {(b.q_len, b.kv_len, b.causal) for b in blocks}
@@ -243,80 +250,29 @@ class ContextParallelAttention(SequenceParallelAttention):
         return {(b.q_len, b.q_len, b.causal) for b in blocks}
 
     def split_peak_memory(self, problem: AttentionProblem) -> dict[str, float] | None:
-        """Tensors held in the backward pass, which needs more than the forward pass.
+        """Of the fullest rank, by :mod:`parallel.context.memory`."""
+        sizes = LocalSizes(problem=problem, layout=self.layout(problem.cp))
+        memory = PassMemory(sizes=sizes, transport=self._transport_memory(problem))
+        reader = CallReader(sizes=sizes, kernel=self.on_one_device)
+        peaks = (memory.peak(self._visits(reader, rank)) for rank in range(problem.cp))
+        return max(peaks, key=lambda parts: sum(parts.values()))
 
-        Inputs, outputs and their gradients are local; dq is summed in float32 beside the part
-        that a kernel gives. A ring holds two blocks of visiting keys, and gradients of keys as
-        the transport moves them. A gather holds all ranks' keys and gradients of them; what its
-        calls of rectangles copy besides is not counted, so that its prediction is a rough one
-        (0.7 to 1.4 of what 4 H200s measured).
+    def _visits(self, reader: CallReader, rank: int) -> Visits:
+        """The kernel calls of a rank, as the passes make them."""
+        raise NotImplementedError
+
+    def _transport_memory(self, problem: AttentionProblem) -> TransportMemoryFactory:
+        """The memory of the transport that a problem has."""
+        raise NotImplementedError
+
+    def _predicted_symmetric(self, problem: AttentionProblem) -> bool:
+        """Whether the transport is symmetric memory, without asking the devices.
+
+        Predictions are made where no CUDA context should be.
         """
-        found = local_memory(problem, self.layout(problem.cp))
-        kv = found.pop("kv")
-        q, wide = found["output"], 1 if problem.dtype == "float32" else 2
-        if not problem.needs_grad:
-            return found | self._forward_memory(q, kv, wide, problem)
-        later = found | self._backward_memory(kv, wide, problem)
-        if self.gathers:
-            return _with_workspace(later, self._workspace(problem, self._shapes(problem)))
-        # A ring begins with its own keys, whose block alone may be causal, and which needs the
-        # most workspace then; but nothing has been summed yet.
-        first = found | {"dq": q, "visiting_keys": 2 * kv, "dk_dv": kv}
-        candidates = [
-            _with_workspace(first, self._workspace(problem, self._ring_shapes(problem, own=True))),
-            _with_workspace(later, self._workspace(problem, self._ring_shapes(problem, own=False))),
-        ]
-        return max(candidates, key=lambda parts: sum(parts.values()))
-
-    def _workspace(self, problem: AttentionProblem, shapes: set[tuple[int, int, bool]]) -> float:
-        """The most bytes of workspace of kernel calls of these shapes."""
-        calls = [
-            replace(problem, cp=1, q_len=q_len, kv_len=kv_len, causal=causal)
-            for q_len, kv_len, causal in shapes
-        ]
-        return max((self.on_one_device.backward_workspace(call) for call in calls), default=0.0)
-
-    def _ring_shapes(self, problem: AttentionProblem, *, own: bool) -> set[tuple[int, int, bool]]:
-        """Queries, keys and mask of the calls on a rank's own keys, or on those of others."""
-        layout, ranks = self.layout(problem.cp), range(problem.cp)
-        local = layout.local_len(problem.q_len)
-        found = [
-            layout.block(rank, source, local, problem.causal)
-            for rank in ranks
-            for source in ranks
-            if (rank == source) is own
-        ]
-        return {(b.q_len, b.kv_len, b.causal) for b in found if b is not None}
-
-    def _forward_memory(
-        self, q: float, kv: float, wide: float, problem: AttentionProblem
-    ) -> dict[str, float]:
-        """Bytes that a forward pass needs beside local inputs and outputs."""
-        if self.gathers:
-            return {"gathered_keys": 2 * problem.cp * kv}
-        return {"visiting_keys": 2 * kv, "accumulator": wide * q}
-
-    def _backward_memory(
-        self, kv: float, wide: float, problem: AttentionProblem
-    ) -> dict[str, float]:
-        """Bytes that a backward pass needs for visiting keys and their gradients."""
-        # Without asking the devices: predictions are made where no CUDA context should be.
-        automatic = SYMMETRIC if problem.device == "cuda" else self.transports[0]
-        symmetric = SYMMETRIC in (self.transport, automatic if self.transport == "auto" else "")
-        if self.gathers:
-            everything = problem.cp * kv
-            published = kv + everything if symmetric else 0.0
-            # The gradients of all keys: as kernels gave them, summed, and sorted by rank.
-            return {
-                "gathered_keys": everything + published,
-                "dk_dv": everything + 1.5 * wide * everything,
-            }
-        if symmetric:
-            # Two blocks fetched and one published; a sum, two published parts and one fetched,
-            # and the part that the kernel gives.
-            return {"visiting_keys": 3 * kv, "dk_dv": wide * kv + 2 * kv + kv + kv}
-        # The sum that leaves, the one that arrives, and the part that the kernel gives.
-        return {"visiting_keys": 2 * kv, "dk_dv": 2 * wide * kv + kv}
+        if self.transport == "auto":
+            return problem.device == "cuda"
+        return self.transport == SYMMETRIC
 
     @contextlib.contextmanager
     def bind(
@@ -353,6 +309,19 @@ class RingAttention(ContextParallelAttention):
 
     transports: ClassVar[tuple[str, ...]] = ("send_recv", "symmetric")
 
+    def _visits(self, reader: CallReader, rank: int) -> Visits:
+        sizes, problem = reader.sizes, reader.sizes.problem
+        found = []
+        for step in range(problem.cp):
+            source = (rank - step) % problem.cp
+            block = sizes.layout.block(rank, source, sizes.local_len, problem.causal)
+            call = reader.read([block], all_keys=False, first=step == 0) if block else None
+            found.append([call] if call else [])
+        return found
+
+    def _transport_memory(self, problem: AttentionProblem) -> TransportMemoryFactory:
+        return SymmetricRingMemory if self._predicted_symmetric(problem) else SendRecvMemory
+
     def _transport_factory(
         self, group: dist.ProcessGroup, device: torch.device
     ) -> factories.TransportFactory:
@@ -385,6 +354,33 @@ class GatherAttention(ContextParallelAttention):
                 f"{problem.num_kv_heads} KV heads"
             )
         return ContextParallelAttention.why_not_split(self, problem)
+
+    def _visits(self, reader: CallReader, rank: int) -> Visits:
+        sizes, problem = reader.sizes, reader.sizes.problem
+        blocks = sizes.layout.prefix_blocks(rank, sizes.local_len, problem.causal)
+        num_groups = problem.num_kv_heads // (self.kv_heads_at_once or problem.num_kv_heads)
+        return [self._calls(reader, blocks, num_groups)] * num_groups
+
+    def _calls(
+        self, reader: CallReader, blocks: list[ScoreBlock], num_groups: int
+    ) -> list[CallSizes]:
+        """The calls of one visit, which has some heads of the keys of all ranks."""
+        read = functools.partial(reader.read, all_keys=True, num_groups=num_groups)
+        if reader.sizes.problem.packed:
+            joined = [blocks] if self._fusion().backward else [[block] for block in blocks]
+            return [read(group, first=True) for group in joined]
+        return [
+            read([part], first=index == 0)
+            for block in blocks
+            for index, part in enumerate(cut(block, self._takes_rectangle))
+        ]
+
+    def _takes_rectangle(self, q_len: int, kv_len: int) -> bool:
+        return self.on_one_device.takes_causal_rectangles
+
+    def _transport_memory(self, problem: AttentionProblem) -> TransportMemoryFactory:
+        kind = SymmetricGatherMemory if self._predicted_symmetric(problem) else AllGatherMemory
+        return functools.partial(kind, kv_heads_at_once=self.kv_heads_at_once)
 
     def _transport_factory(
         self, group: dist.ProcessGroup, device: torch.device

@@ -95,7 +95,7 @@ class DenseSchedule:
             for block in layout.prefix_blocks(rank, local_len, causal):
                 self._of_all += [
                     _dense_call(part, local_len, local_len * layout.num_ranks, first=index == 0)
-                    for index, part in enumerate(_cut(block, takes_rectangles))
+                    for index, part in enumerate(cut(block, takes_rectangles))
                 ]
         else:
             for source in range(layout.num_ranks):
@@ -130,7 +130,7 @@ def _dense_call(block: ScoreBlock, q_len: int, kv_len: int, *, first: bool) -> K
     )
 
 
-def _cut(block: ScoreBlock, takes_rectangles: TakesRectangles) -> list[ScoreBlock]:
+def cut(block: ScoreBlock, takes_rectangles: TakesRectangles) -> list[ScoreBlock]:
     """The block, or the two that make it up, for kernels that know causal squares only."""
     seen_by_all = block.kv_len - block.q_len
     if not block.causal or seen_by_all == 0 or takes_rectangles(block.q_len, block.kv_len):

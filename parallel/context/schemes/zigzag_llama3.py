@@ -14,7 +14,7 @@ from typing import ClassVar
 from kernels import AttentionProblem, attention_backend
 from kernels.registry import Look
 from parallel.context import bound
-from parallel.context.attention import GatherAttention, local_memory
+from parallel.context.attention import GatherAttention
 from parallel.context.blocks.layouts import Layout, Zigzag
 
 MODES = ("two_kernels", "fused")
@@ -48,19 +48,6 @@ class ZigzagLlama3(GatherAttention):
                     "the two chunks of a dense one see different numbers of keys"
                 )
         return GatherAttention.why_not_split(self, problem)
-
-    def _backward_memory(
-        self, kv: float, wide: float, problem: AttentionProblem
-    ) -> dict[str, float]:
-        """Adds what a packed call copies: its rows of q, o and do, and the keys they see."""
-        found = GatherAttention._backward_memory(self, kv, wide, problem)
-        if problem.packed:
-            fused, chunks = self.backward_mode == "fused", 2 * problem.cp
-            q = local_memory(problem, self.layout(problem.cp))["output"]
-            found["taken_rows"] = 3 * q if fused else 1.5 * q
-            # Chunks r and 2P-1-r see 2P+1 chunks of keys together, and at most 2P each.
-            found["taken_keys"] = problem.cp * kv * ((chunks + 1) / chunks if fused else 1)
-        return found
 
     def _fusion(self) -> bound.Fusion:
         return bound.Fusion(

@@ -1,0 +1,180 @@
+"""Bytes that each transport of keys holds, in the order in which it allocates and frees them.
+
+They follow :mod:`parallel.context.transports`, whose classes have the same names. Sizes of k and v
+are those of both together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from parallel.context.memory.ledger import Ledger
+from parallel.context.memory.sizes import CallSizes, LocalSizes
+
+
+class TransportMemory(Protocol):
+    """The memory of a transport during one pass."""
+
+    num_visits: int
+
+    def begin(self, *, gradients: bool) -> None:
+        """Before the first visit.
+
+        Args:
+            gradients: whether there are buffers for gradients, which outlive a pass.
+        """
+        ...
+
+    def arrive(self, visit: int) -> None:
+        """The keys of a visit are here."""
+        ...
+
+    def deliver(self, visit: int, calls: Sequence[CallSizes]) -> None:
+        """The gradients of a visit's keys leave."""
+        ...
+
+
+TransportMemoryFactory = Callable[[Ledger, LocalSizes], TransportMemory]
+
+
+class SendRecvMemory:
+    """Keys that are computed with and those that come; float32 sums that leave and that come."""
+
+    def __init__(self, ledger: Ledger, sizes: LocalSizes) -> None:
+        self._ledger, self._sizes = ledger, sizes
+        self.num_visits = sizes.layout.num_ranks
+
+    def begin(self, *, gradients: bool) -> None:
+        pass
+
+    def arrive(self, visit: int) -> None:
+        kv = self._sizes.kv
+        here, coming = kv * (visit > 0), kv * (visit + 1 < self.num_visits)
+        if visit > 1:
+            # The visit before has not been let go when the next keys get their room.
+            with self._ledger.during(visiting_keys=coming):
+                pass
+        self._ledger.hold(visiting_keys=here + coming)
+
+    def deliver(self, visit: int, calls: Sequence[CallSizes]) -> None:
+        wide = self._sizes.wide * self._sizes.kv
+        self._ledger.hold(dk_dv_sums=wide)
+        add_wide_rows(self._ledger, self._sizes, calls)
+        self._ledger.hold(dk_dv_sums=2 * wide)
+
+
+class SymmetricRingMemory:
+    """Keys published and two blocks fetched; two published parts of gradients and one fetched."""
+
+    def __init__(self, ledger: Ledger, sizes: LocalSizes) -> None:
+        self._ledger, self._sizes = ledger, sizes
+        self.num_visits = sizes.layout.num_ranks
+
+    def begin(self, *, gradients: bool) -> None:
+        kv = self._sizes.kv
+        self._ledger.hold(published=kv + (2 * kv if gradients else 0), visiting_keys=2 * kv)
+
+    def arrive(self, visit: int) -> None:
+        pass
+
+    def deliver(self, visit: int, calls: Sequence[CallSizes]) -> None:
+        if visit == 0:
+            self._ledger.hold(dk_dv_sums=self._sizes.wide * self._sizes.kv)
+        else:
+            self._ledger.hold(fetched_dk_dv=self._sizes.kv)
+
+
+class _GatherMemory:
+    """Keys of all ranks, some KV heads at a time, as they come and as kernels read them."""
+
+    def __init__(self, ledger: Ledger, sizes: LocalSizes, kv_heads_at_once: int) -> None:
+        self._ledger, self._sizes = ledger, sizes
+        num_kv_heads = sizes.problem.num_kv_heads
+        self.num_visits = num_kv_heads // (kv_heads_at_once or num_kv_heads)
+        self._own = sizes.kv / self.num_visits
+        self._everything = sizes.layout.num_ranks * self._own
+        # A packed call takes its keys by index; for a dense one they are put in order.
+        self._arranged = 0.0 if sizes.problem.packed else self._everything
+
+    def _coming(self, visit: int) -> float:
+        return self._everything if visit + 1 < self.num_visits else 0.0
+
+    @property
+    def _copies_heads(self) -> bool:
+        """Whether some heads of k are not contiguous in memory."""
+        problem = self._sizes.problem
+        return self.num_visits > 1 and (problem.packed or problem.batch_size > 1)
+
+    @property
+    def _wide_total(self) -> float:
+        """Float32 dk, or dv, of all ranks."""
+        return self._everything / 2 * self._sizes.wide
+
+    def _sum(self, calls: Sequence[CallSizes]) -> None:
+        """The sum of dk, or dv, of several calls, put in the order of the ranks."""
+        total = self._wide_total
+        self._ledger.hold(summed=total)
+        add_wide_rows(self._ledger, self._sizes, calls)
+        if not self._sizes.problem.packed:
+            # Every rank's part, and all of them in one tensor.
+            with self._ledger.during(summed=2 * total):
+                pass
+
+
+class AllGatherMemory(_GatherMemory):
+    """A collective keeps what it gathered until the next one, and what it reduces to the end."""
+
+    def begin(self, *, gradients: bool) -> None:
+        self._ledger.hold(gathered_keys=self._everything)
+
+    def arrive(self, visit: int) -> None:
+        coming = self._coming(visit)
+        copied = self._own if coming and self._copies_heads else 0.0
+        self._ledger.hold(gathered_keys=self._everything + coming, own_heads=copied)
+        # The keys of the visit before are let go afterwards.
+        before = self._everything if visit else 0.0
+        self._ledger.hold(arranged_keys=before + self._arranged)
+        self._ledger.hold(arranged_keys=self._arranged)
+
+    def deliver(self, visit: int, calls: Sequence[CallSizes]) -> None:
+        own = self._wide_total / self._sizes.layout.num_ranks
+        for _ in ("dk", "dv"):
+            self._sum(calls)
+            self._ledger.free("summed")
+            self._ledger.add(reduced_dk_dv=self._wide_total + own)
+
+
+class SymmetricGatherMemory(_GatherMemory):
+    """Keys and gradients published for all ranks, and sums of this rank's own."""
+
+    def begin(self, *, gradients: bool) -> None:
+        published = self._sizes.kv + (self._everything if gradients else 0)
+        copied = self._sizes.kv if self._copies_heads else 0.0
+        self._ledger.hold(published=published, own_heads=copied, coming_keys=self._everything)
+
+    def arrive(self, visit: int) -> None:
+        coming = self._coming(visit)
+        self._ledger.hold(coming_keys=self._everything + coming)
+        # The keys of the visit before are let go afterwards.
+        before = self._everything if visit else 0.0
+        self._ledger.hold(arranged_keys=before + self._arranged)
+        self._ledger.hold(arranged_keys=self._everything, coming_keys=coming)
+
+    def deliver(self, visit: int, calls: Sequence[CallSizes]) -> None:
+        narrow = self._everything / 2 if self._sizes.wide > 1 else self._wide_total
+        for _ in ("dk", "dv"):
+            self._sum(calls)
+            self._ledger.add(narrow_dk_dv=narrow)
+            self._ledger.free("summed")
+        own = 2 * self._wide_total / self._sizes.layout.num_ranks
+        self._ledger.add(own_dk_dv=own)
+        self._ledger.free("narrow_dk_dv")
+
+
+def add_wide_rows(ledger: Ledger, sizes: LocalSizes, calls: Sequence[CallSizes]) -> None:
+    """Rows of packed dk, or dv, are widened to float32 before they are added by index."""
+    taken = [call.kv for call in calls if not call.whole_kv]
+    if sizes.problem.packed and taken and sizes.wide > 1:
+        with ledger.during(wide_rows=max(taken) / 2 * sizes.wide):
+            pass
