@@ -1,6 +1,6 @@
 """Memory of one training step of the transformer on one device, by formula, without torch.
 
-The model is not compiled. Autograd saves, for T = B S tokens, r = param_bytes and
+The model is not compiled. Autograd saves, for T = B S tokens, r = stream_bytes and
 a = activation_bytes, the tensors of this table; copies that share storage count once. RMSNorm
 and softmax cross-entropy are PyTorch's fused ones on CUDA.
 
@@ -58,6 +58,8 @@ class MemoryPrediction:
     """The activations that are held when the forward pass ends."""
     recomputed: float = 0.0
     """Activations that a checkpointed block saves again, while all gradients fill up."""
+    of_block: float = 0.0
+    """What each block has of :attr:`saved`, copies of its weights included."""
 
     @property
     def gradients_or_activations(self) -> float:
@@ -91,9 +93,11 @@ class TrainingStep:
     """Whether attention keeps its S x S probabilities for the backward pass, as explicit softmax
     does, or the log-sum-exp alone."""
     param_bytes: int
-    """Per element of parameters, and so of gradients and the residual stream."""
+    """Per element of parameters, and so of gradients."""
     activation_bytes: int
     """Per element of the outputs of linear layers and attention."""
+    stream_bytes: int | None = None
+    """Per element of the residual stream; None where it has the parameters' dtype."""
     autocast: bool = False
     """Whether torch.autocast casts float32 parameters down for each matmul."""
     tp: int = 1
@@ -110,13 +114,14 @@ class TrainingStep:
         sizes = parameter_sizes(self.config, self.tp)
         parameters = float(sum(sizes) * self.param_bytes)
         gradients, optimizer_state = parameters, 0.0
-        saved = recomputed = 0.0
+        saved = recomputed = of_block = 0.0
         match self.mode:
             case "forward":
                 gradients, activations = 0.0, self._weight_copies() + self._working_set()
             case "forward_backward" | "train_step":
                 saved, recomputed = self._saved(), self._recomputed()
                 activations = max(self._largest(), saved + recomputed)
+                of_block = self._held_by_block()
                 if self.mode == "train_step":
                     optimizer_state = 2 * parameters + _FLOAT32_BYTES * len(sizes)
             case _:
@@ -128,7 +133,12 @@ class TrainingStep:
             activations=activations,
             saved=saved,
             recomputed=recomputed,
+            of_block=of_block,
         )
+
+    @property
+    def _stream(self) -> int:
+        return self.param_bytes if self.stream_bytes is None else self.stream_bytes
 
     @property
     def _tokens(self) -> int:
@@ -170,7 +180,7 @@ class TrainingStep:
         """Activations kept for the backward pass when the forward pass has ended."""
         config = self.config
         outside_blocks = self._tokens * (
-            config.d_model * (self.param_bytes + self._norm_copy_bytes()) / self.tp
+            config.d_model * (self._stream + self._norm_copy_bytes()) / self.tp
             + config.d_model * self.activation_bytes
             + 2 * _INT64_BYTES
             + config.vocab_size / self.tp * _FLOAT32_BYTES
@@ -204,9 +214,15 @@ class TrainingStep:
         widened = self.autocast and not self.on_cpu
         score_bytes = 3 * _FLOAT32_BYTES - low if widened else 3 * low
         num_inputs = 3 if self.autocast and self.tp == 1 else 2
-        freed = config.d_model / self.tp * self.param_bytes
+        freed = config.d_model / self.tp * self._stream
         freed += (num_inputs * config.d_model + 4 * config.d_ff / self.tp) * low
         return max(0.0, self._scores * score_bytes - self._tokens * freed)
+
+    def _held_by_block(self) -> float:
+        """What the backward pass of a block frees of what was saved."""
+        if self._num_checkpointed:
+            return self._kept_by_checkpoint()
+        return self._saved_by_block() + self._weight_copies_of_block()
 
     def _saved_by_block(self) -> float:
         return self._saved_by_projections() + self._saved_by_attention()
@@ -214,7 +230,7 @@ class TrainingStep:
     def _kept_by_checkpoint(self) -> float:
         """A block's input; if selective, the outputs of its linear layers and attention too."""
         config = self.config
-        kept = self._tokens * config.d_model / self.tp * self.param_bytes
+        kept = self._tokens * config.d_model / self.tp * self._stream
         if not self.checkpoint_selective:
             return kept
         # Row-parallel layers, o_proj and w2, give parts of sums for all tokens.
@@ -230,7 +246,7 @@ class TrainingStep:
         config = self.config
         # Under tensor parallelism each input is cast once, before it is gathered.
         num_inputs = 5 if self.autocast and self.tp == 1 else 2
-        residual = 2 * config.d_model / self.tp * (self.param_bytes + self._norm_copy_bytes())
+        residual = 2 * config.d_model / self.tp * (self._stream + self._norm_copy_bytes())
         wide = num_inputs * config.d_model + 4 * config.d_ff / self.tp
         return self._tokens * (residual + wide * self.activation_bytes)
 
@@ -238,8 +254,8 @@ class TrainingStep:
         """Bytes per element that RMSNorm on a CPU keeps besides, wide copies included."""
         if not self.on_cpu:
             return 0
-        wide = _FLOAT32_BYTES if self.param_bytes < _FLOAT32_BYTES else 0
-        return self.param_bytes + wide
+        wide = _FLOAT32_BYTES if self._stream < _FLOAT32_BYTES else 0
+        return self._stream + wide
 
     def _saved_by_attention(self) -> float:
         config = self.config
@@ -261,7 +277,7 @@ class TrainingStep:
         once the stream has ended, the logits, in float32, and their log-softmax.
         """
         config, low = self.config, self.activation_bytes
-        stream_and_norm = 2 * self._tokens * config.d_model * self.param_bytes / self.tp
+        stream_and_norm = 2 * self._tokens * config.d_model * self._stream / self.tp
         # Other ranks' tokens, gathered for as long as they are in use.
         gathered = self._tokens * config.d_model * low if self.tp > 1 else 0
         heads = (2 * config.num_heads + 3 * config.kv_heads) / self.tp

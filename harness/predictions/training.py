@@ -12,13 +12,12 @@ from typing import cast
 
 from harness.cases.case import Case
 from harness.cases.precision import DTYPE_BYTES
+from harness.predictions import fully_sharded
+from harness.predictions.allocator import rounding_bytes
 from models import accounting
 from models.memory import MemoryPrediction, Mode, TrainingStep
 from parallel.collectives import bus_factor
 from parallel.data.buckets import fill_buckets
-
-GATHERED_UNITS = 2
-"""Blocks of sharded parameters that are whole at once: the one in use and the next one."""
 
 MIB = 2**20
 
@@ -43,6 +42,8 @@ class Footprint:
     activations: float
     recomputed: float = 0.0
     """Activations that a checkpointed block computes again while all gradients fill up."""
+    rounding: float = 0.0
+    """Bytes that the allocator counts beyond a tensor's own, for each byte of parameters."""
 
     @property
     def after_initialisation(self) -> float:
@@ -58,17 +59,27 @@ class Footprint:
 
     def peak_parts(self) -> dict[str, float]:
         """Bytes held at the peak by name, which sum to the peak."""
+        filled = self.loose_gradients + self.recomputed
         parts = {
             "parameters": self.parameters,
             "gathered_parameters": self.gathered_parameters,
             "gradient_buffers": self.gradient_buffers,
             "optimizer_state": self.optimizer_state,
-            "gradients_or_activations": max(
-                self.loose_gradients + self.recomputed, self.activations
-            ),
+            "gradients_or_activations": max(filled, self.activations),
+            "rounding": self._rounding(with_gradients=filled > self.activations),
         }
         always = ("parameters", "optimizer_state", "gradients_or_activations")
         return {name: size for name, size in parts.items() if size or name in always}
+
+    def _rounding(self, *, with_gradients: bool) -> float:
+        """Of parameters and AdamW's state, and of gradients if they are there at the peak."""
+        tensors = self.optimizer_state
+        if not self.gathered_parameters:
+            # Shards of parameters lie in a few large buffers.
+            tensors += self.parameters
+        if with_gradients:
+            tensors += self.loose_gradients
+        return self.rounding * tensors
 
     @property
     def peak(self) -> float:
@@ -82,10 +93,10 @@ def footprint(case: Case) -> Footprint:
     whole = _of_one_data_rank(case)
     trains = whole.gradients > 0
     sizes = gradient_sizes(case)
-    gathered = 0.0
+    gathered, activations = 0.0, whole.activations
     if strategy.parameter_share < 1:
-        unit = largest_unit(case) * DTYPE_BYTES[_gathered_dtype(case)]
-        gathered = GATHERED_UNITS * unit * (1 - strategy.parameter_share)
+        moment = _fully_sharded_peak(case, whole)
+        gathered, activations = moment.gathered, moment.gradients_or_activations
     return Footprint(
         parameters=whole.parameters * strategy.parameter_share,
         gathered_parameters=gathered,
@@ -94,8 +105,22 @@ def footprint(case: Case) -> Footprint:
         gradients=whole.gradients * strategy.gradient_share,
         loose_gradients=whole.gradients * strategy.loose_gradients(sizes) if trains else 0.0,
         optimizer_state=whole.optimizer_state * strategy.optimizer_state_share,
-        activations=whole.activations,
+        activations=activations,
         recomputed=whole.recomputed,
+        rounding=rounding_bytes(sizes) / sum(sizes) if case.device == "cuda" else 0.0,
+    )
+
+
+def _fully_sharded_peak(case: Case, whole: MemoryPrediction) -> fully_sharded.Moment:
+    assert case.model is not None, "training steps have a model"
+    count, element = accounting.count_parameters(case.model), DTYPE_BYTES[_gathered_dtype(case)]
+    scale = element / case.parallel.tp
+    return fully_sharded.peak_moment(
+        whole,
+        num_blocks=case.model.num_layers,
+        block=(count.attention + count.feed_forward) / case.model.num_layers * scale,
+        outside=(count.embedding + count.head) * scale,
+        gradient_share=case.parallel.gradient_share,
     )
 
 
@@ -128,6 +153,7 @@ def _of_one_data_rank(case: Case) -> MemoryPrediction:
         attention_saves_scores=case.attention.keeps_scores(problem),
         param_bytes=DTYPE_BYTES[precision.parameters],
         activation_bytes=DTYPE_BYTES[computes],
+        stream_bytes=DTYPE_BYTES[_gathered_dtype(case)],
         autocast=casts,
         tp=case.parallel.tp,
         checkpoint_every=checkpoint.blocks if checkpoint is not None else None,
@@ -140,15 +166,6 @@ def _gathered_dtype(case: Case) -> str:
     """The dtype that weights are gathered and used in."""
     own: str | None = getattr(case.parallel, "compute_dtype", None)
     return own or case.precision.parameters
-
-
-def largest_unit(case: Case) -> int:
-    """Elements of the largest group of sharded parameters that is gathered at once."""
-    assert case.model is not None, "training steps have a model"
-    count = accounting.count_parameters(case.model)
-    block = (count.attention + count.feed_forward) // case.model.num_layers
-    whole = max(block, count.embedding, count.head)
-    return whole // case.parallel.tp + 2 * case.model.d_model
 
 
 def gradient_bytes(case: Case) -> int:
