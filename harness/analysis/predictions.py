@@ -83,8 +83,11 @@ def _threads_that_multiply(record: Record) -> int:
     if not any(work["flops"] for work in record.work.values()):
         return 0
     case = record.case
-    if case["task"]["name"] == "attention" and case["parallel"].get("cp", 1) > 1:
+    if case["parallel"].get("cp", 1) > 1 and not case.get("model"):
         # The check's matmuls ran outside autograd, and no scheme's backward pass has one.
         return 1
-    # Where a task has modes, other cases of its sweep had gradients.
-    return 2 if case["task"].get("mode") else 1
+    mode = case["task"].get("mode")
+    if case.get("model") and mode == "forward":
+        return 1
+    # Where attention alone has modes, other cases of its sweep had gradients.
+    return 2 if mode else 1

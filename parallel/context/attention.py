@@ -134,21 +134,6 @@ class SequenceParallelAttention(DelegatedAttention):
         return self.on_one_device
 
 
-def local_memory(problem: AttentionProblem, layout: Layout) -> dict[str, float]:
-    """Bytes of the tensors that one rank holds in every scheme; ``kv`` are its k and v.
-
-    With gradients dq is summed in float32, beside the part of it that a kernel gives.
-    """
-    element = 4 if problem.dtype == "float32" else 2
-    rows = problem.batch_size * layout.local_len(problem.q_len)
-    q = float(rows * problem.num_heads * problem.head_dim * element)
-    kv = 2.0 * rows * problem.num_kv_heads * problem.head_dim * element
-    found = {"kv": kv, "inputs": q + kv, "output": q, "lse": 4.0 * rows * problem.num_heads}
-    if problem.needs_grad:
-        found |= {"output_gradient": q, "dq": 4 / element * q + q}
-    return found
-
-
 def kernels() -> list[str]:
     """Names of the backends that attend to whole sequences on one device."""
     return [entry.name for entry in BACKENDS if _attends_on_one_device(entry.target)]

@@ -23,6 +23,7 @@ from kernels import Attention, AttentionProblem, AttentionSpec
 from kernels.backends import naive
 from models import accounting, transformer
 from models.config import ModelConfig
+from models.accounting import num_parameters
 from models.memory import TrainingStep
 
 _FLOAT64_BYTES = 8
@@ -65,37 +66,30 @@ class PrecisionAudit(Task):
         return {"step": Work(flops=flops, tokens=case.batch_size * case.seq_len)}
 
     def predicted_memory(self, case: Case) -> dict[str, float]:
-        """The float64 model, its gradients and all compared tensors stay during the step."""
+        """The float64 model, its gradients and all compared tensors stay during the step.
+
+        The step ends with gradients and optimizer state, or begins with more activations than
+        are compared.
+        """
         model = _model(case)
-        parameter_bytes = DTYPE_BYTES[case.precision.parameters]
         step = TrainingStep(
             config=model,
             batch_size=case.batch_size,
             seq_len=case.seq_len,
             mode="train_step",
             attention_saves_scores=case.attention.keeps_scores(self.attention_problem(case)),
-            param_bytes=parameter_bytes,
+            param_bytes=DTYPE_BYTES[case.precision.parameters],
             activation_bytes=DTYPE_BYTES[case.precision.compute],
             autocast=case.precision.autocast is not None,
         ).predict_memory()
-        reference = TrainingStep(
-            config=model,
-            batch_size=case.batch_size,
-            seq_len=case.seq_len,
-            mode="forward_backward",
-            attention_saves_scores=True,
-            param_bytes=_FLOAT64_BYTES,
-            activation_bytes=_FLOAT64_BYTES,
-        ).predict_memory()
-        compared = 2 * _compared_elements(model) * case.batch_size * case.seq_len
-        dtype_bytes = _FLOAT64_BYTES + DTYPE_BYTES[case.precision.compute]
+        float64_bytes = 2 * _FLOAT64_BYTES * num_parameters(model)
+        compared = float(_compared_elements(model) * case.batch_size * case.seq_len)
+        own = compared * DTYPE_BYTES[case.precision.compute]
         return {
-            "float64": reference.parameters + reference.gradients,
-            "compared": float(compared * dtype_bytes),
+            "float64": float(float64_bytes),
+            "compared": compared * _FLOAT64_BYTES + own,
             "parameters": step.parameters,
-            "step_or_float64_activations": max(
-                step.total - step.parameters, reference.activations - reference.gradients
-            ),
+            "step": max(step.gradients + step.optimizer_state, step.activations - own),
         }
 
     def run(self, case: Case, bench: Bench) -> None:
@@ -138,8 +132,13 @@ def _model(case: Case) -> ModelConfig:
 
 
 def _compared_elements(model: ModelConfig) -> int:
-    """Elements per token of the outputs of layers, blocks and attention calls."""
+    """Elements per token of what layers, blocks and attention calls give, and of its gradients.
+
+    Values, and their gradients, are those that the layer before attention gives; and a block's
+    gradient is that of its last layer, whose output it adds.
+    """
     d_kv = model.kv_heads * model.head_dim
-    # Two norms, q before and after RoPE, attention, o_proj, w2, the block; k and v twice; SwiGLU.
-    block = 8 * model.d_model + 4 * d_kv + 2 * model.d_ff
-    return model.num_layers * block + 2 * model.d_model + model.vocab_size
+    # Two norms, q and k before and after RoPE, v, attention, o_proj, w1, w3, w2, the block.
+    outputs = 8 * model.d_model + 3 * d_kv + 2 * model.d_ff
+    gradients = outputs - model.d_model
+    return model.num_layers * (outputs + gradients) + 2 * (2 * model.d_model + model.vocab_size)

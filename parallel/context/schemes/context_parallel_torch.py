@@ -18,8 +18,9 @@ import torch.distributed as dist
 from kernels import AttentionProblem, attention_backend
 from kernels.registry import Look
 from parallel.context import bound
-from parallel.context.attention import SequenceParallelAttention, local_memory
+from parallel.context.attention import SequenceParallelAttention
 from parallel.context.blocks.layouts import Contiguous, Layout, Zigzag
+from parallel.context.memory.sizes import LocalSizes
 from parallel.context.schemes import _torch_peer
 
 ROTATE_METHODS = ("allgather", "alltoall")
@@ -74,20 +75,29 @@ class TorchContextParallel(SequenceParallelAttention):
         return None
 
     def split_peak_memory(self, problem: AttentionProblem) -> dict[str, float] | None:
-        """Local tensors and, gathered at once, all ranks' keys; merged results are in float32.
+        """Where a kernel call reads half of a visitor's keys, in the backward pass.
 
-        Each call of the kernel has the queries of a rank and as many keys.
+        By ``_templated_ring_attention_backward`` of PyTorch 2.11: sums in float32, of dk and dv as
+        they were, joined to be sent, and received; and what the call before gave.
         """
-        found = local_memory(problem, self.layout(problem.cp))
-        kv = found.pop("kv")
-        blocks = problem.cp if self.rotate == "allgather" else 2
-        wide = 1 if problem.dtype == "float32" else 2
-        found |= {"visiting_keys": blocks * kv, "dk_dv": 3 * wide * kv}
-        if problem.needs_grad:
-            local = self.layout(problem.cp).local_len(problem.q_len)
-            call = replace(problem, cp=1, q_len=local, kv_len=local)
-            found["kernel_workspace"] = self.on_one_device.backward_workspace(call)
-        return found
+        sizes = LocalSizes(problem=problem, layout=self.layout(problem.cp))
+        q, kv, wide = sizes.q, sizes.kv, sizes.wide
+        # Joined to be sent, and received: from all ranks at once, or twice from a neighbour.
+        visiting = (problem.cp + 1 if self.rotate == "allgather" else 3) * kv
+        found = {"inputs": q + kv, "output": q, "lse": sizes.lse}
+        if not problem.needs_grad:
+            # Float32 o and its update.
+            return found | {"accumulator": 2 * wide * q, "visiting_keys": visiting}
+        local = sizes.local_len
+        call = replace(problem, cp=1, q_len=local, kv_len=local // 2, causal=False)
+        return found | {
+            "output_gradient": q,
+            "visiting_keys": visiting,
+            "dq": wide * q + q,
+            "dk_dv": 3 * wide * kv + kv / 2,
+            "earlier_results": q + kv,
+            "kernel_workspace": self.on_one_device.backward_workspace(call),
+        }
 
     @contextlib.contextmanager
     def bind(
