@@ -1,17 +1,18 @@
 """Bytes that PyTorch's allocator of CUDA memory counts for a tensor, which are not quite its own.
 
-It takes memory from the driver in segments, and cuts a tensor's block from one unless less than
-1 MiB would be left, which the block then keeps (c10/cuda/CUDACachingAllocator.cpp, ``should_split``;
-c10/core/AllocatorConfig.h has the sizes). A weight of 39.1 MiB counts as 40.
+It takes memory from the driver in segments, and cuts a tensor's block from one unless at most
+1 MiB would be left, which the block then keeps (``should_split`` in PyTorch's
+c10/cuda/CUDACachingAllocator.cpp; c10/core/AllocatorConfig.h has the sizes). A weight of
+39.1 MiB counts as 40.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-_KIB, _MIB = 2**10, 2**20
+_MIB = 2**20
 
-_BLOCK = _KIB // 2
+_BLOCK = 512
 """Sizes are multiples of this many bytes."""
 
 _SMALL = _MIB

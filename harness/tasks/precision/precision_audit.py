@@ -22,8 +22,8 @@ from harness.tasks.precision import audit
 from kernels import Attention, AttentionProblem, AttentionSpec
 from kernels.backends import naive
 from models import accounting, transformer
-from models.config import ModelConfig
 from models.accounting import num_parameters
+from models.config import ModelConfig
 from models.memory import TrainingStep
 
 _FLOAT64_BYTES = 8

@@ -45,7 +45,7 @@ class PassMemory:
         for index, calls in enumerate(visits):
             transport.arrive(index)
             for call in calls:
-                ledger.hold(taken_rows=self._taken(call, 1))
+                ledger.hold(**self._taken(call, 1))
                 ledger.hold(output_part=call.q + call.lse)
                 if call.whole_q and call.all_heads and not accumulates:
                     ledger.free("output_part")
@@ -71,7 +71,7 @@ class PassMemory:
             transport.arrive(index)
             ledger.hold(dk_dv=last)
             for number, call in enumerate(calls):
-                ledger.hold(taken_rows=self._taken(call, 3))
+                ledger.hold(**self._taken(call, 3))
                 row_copies = 0.0 if call.whole_q else call.lse
                 ledger.add(dq=call.q, dk_dv=call.kv)
                 with ledger.during(kernel_workspace=call.workspace + row_copies):
@@ -90,12 +90,14 @@ class PassMemory:
             ledger.add(narrowed=(sizes.q if accumulates else 0.0) + sizes.kv)
         return ledger.peak
 
-    def _taken(self, call: CallSizes, num_queries: int) -> float:
+    def _taken(self, call: CallSizes, num_queries: int) -> dict[str, float]:
         """Copies of a packed call's rows: of q (with gradients o and do too), k and v."""
         if not self.sizes.problem.packed:
-            return 0.0
-        queries = 0.0 if call.whole_q else num_queries * call.q
-        return queries + (0.0 if call.whole_kv else call.kv)
+            return {}
+        return {
+            "taken_queries": 0.0 if call.whole_q else num_queries * call.q,
+            "taken_keys": 0.0 if call.whole_kv else call.kv,
+        }
 
 
 def _accumulates(visits: Visits) -> bool:

@@ -619,6 +619,53 @@ class TestPredictedMemory:
         found = scheme_of("llama3", transport="all_gather").peak_memory(self.GUIDE)
         assert found["gathered_keys"] / 1e6 == pytest.approx(self.ALL_KV_MB, rel=2e-3)
 
+    def test_a_ring_by_hand(self) -> None:
+        """A call on other ranks' keys, with sums of dk and dv under way in float32."""
+        ring = scheme_of("ring", transport="send_recv", kernel="sdpa_cudnn")
+        found = ring.peak_memory(replace(self.GUIDE, device="cuda"))
+        expected = {
+            "visiting_keys": 2 * self.KV_MB,
+            "dq": 3 * self.Q_MB,
+            # What leaves and what arrives; the call's own, and what the last one gave.
+            "dk_dv_sums": 2 * 2 * self.KV_MB,
+            "dk_dv": 2 * self.KV_MB,
+            # Float32 sums of dq, a number a row, and dk and dv of every query head.
+            "kernel_workspace": 2 * self.Q_MB + 1.05 + 4 * self.KV_MB,
+        }
+        assert {name: found[name] / 1e6 for name in expected} == pytest.approx(expected, rel=2e-3)
+
+    def test_a_gather_by_hand(self) -> None:
+        """When dv is put in the order of the ranks, beside dk, which has been."""
+        gather = scheme_of("llama3", transport="all_gather", kernel="sdpa_cudnn")
+        found = gather.peak_memory(replace(self.GUIDE, device="cuda"))
+        expected = {
+            # In the ranks' order, which the collective keeps, and in that of their positions.
+            "gathered_keys": self.ALL_KV_MB,
+            "arranged_keys": self.ALL_KV_MB,
+            # Causal rectangles are two calls, whose results are summed in float32.
+            "dq": 2 * self.Q_MB,
+            "dk_dv": self.ALL_KV_MB,
+            # Float32 dv of all ranks: the sum, each rank's part, and the parts as one tensor.
+            "summed": 3 * self.ALL_KV_MB,
+            "reduced_dk_dv": self.ALL_KV_MB * (1 + 1 / 8),
+        }
+        assert {name: found[name] / 1e6 for name in expected} == pytest.approx(expected, rel=2e-3)
+
+    def test_heads_in_groups_bound_a_gather(self) -> None:
+        whole, four = (
+            scheme_of("llama3", transport="symmetric", kv_heads_at_once=heads) for heads in (0, 2)
+        )
+        for part in ("arranged_keys", "summed"):
+            assert four.peak_memory(self.GUIDE)[part] == whole.peak_memory(self.GUIDE)[part] / 4
+
+    def test_without_gradients(self) -> None:
+        """A ring: q, k, v, three visits' keys for a moment, o in float32, and a part of it."""
+        problem = replace(self.GUIDE, needs_grad=False)
+        found = scheme_of("ring", transport="send_recv").peak_memory(problem)
+        assert found["visiting_keys"] / 1e6 == pytest.approx(3 * self.KV_MB, rel=2e-3)
+        total = sum(found.values()) / 1e6
+        assert total == pytest.approx(4 * self.Q_MB + 4 * self.KV_MB, rel=0.02)
+
     def test_a_fused_call_repeats_keys(self) -> None:
         """Chunks r and 2P-1-r of 16 see 17 chunks of keys in two calls or in one."""
         packed = replace(self.GUIDE, packed=True)
