@@ -307,6 +307,10 @@ class Decoding(AttentionBackend):
         """Name of the backend that takes the steps: this one, unless it picks."""
         return self.name
 
+    def rounds_scores_in_steps(self, problem: DecodeProblem) -> bool:
+        """:meth:`Attention.rounds_scores` for a step from a cache."""
+        return False
+
     @property
     def latent_block_size(self) -> int | None:
         """The only size of a latent cache's blocks that it can read; None if any will do."""

@@ -1,1 +1,1 @@
-"""The numeric gate: results of attention against float64, with tolerances from the same problem."""
+"""The numeric gate: attention, decoding and training against float64, tolerances from the case."""

@@ -144,7 +144,7 @@ def check_parts(
     number_format = format_of(case.precision.peak)
     seed = hash((case.seed, bench.round_index, draw)) % 2**32
     generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad(), _one_thread():
+    with torch.no_grad(), one_thread():
         found = worst(
             finding for part in parts for finding in check_part(part, number_format, generator)
         )
@@ -153,7 +153,7 @@ def check_parts(
 
 
 @contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """Compute on one thread of the CPU.
 
     The gate makes many small operations there. Shared among threads, each would wait for the one
@@ -177,8 +177,10 @@ def note(case: Case, bench: Bench, found: dict[str, Finding], *, factor: float) 
     broken = [finding for finding in found.values() if not finding.holds]
     if broken:
         worst_of_all = max(broken, key=lambda finding: (finding.is_of_tensor, finding.share))
-        limit = "every element has to be finite"
-        if worst_of_all.tolerance:
+        limit = "every bit should be the same" if worst_of_all.name == "kept" else ""
+        if worst_of_all.name.endswith("finite"):
+            limit = "every element has to be finite"
+        elif worst_of_all.tolerance:
             limit = f"{case.precision.peak} should stay under {worst_of_all.tolerance:.2g}"
         raise WrongResult(f"{worst_of_all.said}; {limit}")
     bench.vote()

@@ -74,6 +74,9 @@ class Auto(DelegatedAttention, Decoding):
         """The notes of flash_triton, the only backend in a chain that makes some."""
         return BACKENDS["flash_triton"].target(name="flash_triton").noting(notes)
 
+    def rounds_scores_in_steps(self, problem: DecodeProblem) -> bool:
+        return choose_decode(problem).rounds_scores_in_steps(problem)
+
     def rounds_scores(self, problem: AttentionProblem) -> bool:
         chosen = (choose(problem, with_lse=with_lse) for with_lse in (False, True))
         return any(backend.rounds_scores(problem) for backend in chosen)

@@ -57,6 +57,9 @@ class MlaAbsorbed(Decoding):
             return False
         return self.implementation != "torch" and why_not_here(problem) is None
 
+    def rounds_scores_in_steps(self, problem: DecodeProblem) -> bool:
+        return not self._uses_kernel(problem)
+
     def decode_workspace(self, problem: DecodeProblem) -> float:
         # Without asking the device: predictions are made where no CUDA context should be.
         kernel = problem.device == "cuda" and self.implementation != "torch"

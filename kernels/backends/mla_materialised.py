@@ -24,6 +24,9 @@ class MlaMaterialised(Decoding):
     def supports_decode(self, problem: DecodeProblem) -> str | None:
         return None if problem.is_latent else "takes latents: use cache=latent"
 
+    def rounds_scores_in_steps(self, problem: DecodeProblem) -> bool:
+        return True
+
     def decode_workspace(self, problem: DecodeProblem) -> float:
         size = 4 if problem.dtype == "float32" else 2
         tokens = problem.batch_size * problem.num_heads * problem.max_len

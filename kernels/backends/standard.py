@@ -25,6 +25,9 @@ class Standard(Decoding):
     def supports_decode(self, problem: DecodeProblem) -> str | None:
         return "takes keys and values, not latents" if problem.is_latent else None
 
+    def rounds_scores_in_steps(self, problem: DecodeProblem) -> bool:
+        return True
+
     def decode_workspace(self, problem: DecodeProblem) -> float:
         return operator_workspace(problem)
 

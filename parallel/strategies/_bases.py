@@ -82,6 +82,10 @@ class FullyShardedStrategy(DataParallelStrategy):
     def optimizer_state_share(self) -> float:
         return 1 / self.data_ranks
 
+    @property
+    def exchange_dtype(self) -> str | None:
+        return self.compute_dtype
+
     def torch_dtype(self) -> torch.dtype | None:
         return None if self.compute_dtype is None else getattr(torch, self.compute_dtype)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -13,7 +13,7 @@ from kernels.registry import Look
 from parallel.data import containers
 from parallel.data.buckets import fill_buckets
 from parallel.strategies._bases import BufferedStrategy
-from parallel.strategies.strategy import strategy
+from parallel.strategies.strategy import Strategy, strategy
 
 
 @strategy("ddp_bucketed", look=Look(colour="#0072B2", marker="^"))
@@ -39,6 +39,9 @@ class BucketedDDPStrategy(BufferedStrategy):
         # A gradient that fills a bucket alone is not copied into a buffer.
         buckets = fill_buckets(reversed(sizes), self.bucket_size_mb * 2**20)
         return sum(sum(bucket) for bucket in buckets if len(bucket) > 1) / sum(sizes)
+
+    def in_units_of(self, num_bytes: int) -> Strategy:
+        return replace(self, bucket_size_mb=min(self.bucket_size_mb, num_bytes / 2**20))
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         return containers.BucketedDDP(model, self.bucket_size_mb, group=self.data_group())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from kernels.registry import Look
 from parallel.data import elementwise_optimizer, fsdp
 from parallel.strategies._bases import FullyShardedStrategy
-from parallel.strategies.strategy import strategy
+from parallel.strategies.strategy import Strategy, strategy
 
 
 @strategy("fsdp", look=Look(colour="#332288", marker="p"))
@@ -28,6 +28,10 @@ class FSDPStrategy(FullyShardedStrategy):
         FullyShardedStrategy.__post_init__(self)
         if self.replicate_below < 0:
             raise ValueError(f"parallel.replicate_below={self.replicate_below}: must be at least 0")
+
+    def in_units_of(self, num_bytes: int) -> Strategy:
+        # A block is a unit; of a small model, more than its norms should be sharded.
+        return replace(self, replicate_below=min(self.replicate_below, num_bytes // 256))
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         return fsdp.FSDP(

@@ -166,6 +166,18 @@ class Strategy:
         return cls(params, **kwargs)
 
     @property
+    def exchange_dtype(self) -> str | None:
+        """The dtype that it rounds weights and gradients to, where that is a choice of its own."""
+        return None
+
+    def in_units_of(self, num_bytes: int) -> Strategy:
+        """The same in smaller units, about so many bytes of gradients, to try it on a small model.
+
+        A unit is what one transfer moves: a bucket, or a gathered part of the weights.
+        """
+        return self
+
+    @property
     def gradients_differ(self) -> bool:
         """Whether an overflow in float16 may be in the gradients of one rank alone."""
         return self.tp > 1

@@ -8,6 +8,7 @@ sequences, as a server with continuous batching does.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -37,7 +38,7 @@ from harness.predictions.decoding import (
     prefill_memory,
 )
 from harness.store.record import Record
-from harness.tasks.decoding import decode_call, prefill_call
+from harness.tasks.decoding import decode_call, decode_check, prefill_call
 from harness.tasks.decoding.shared_options import (
     LENGTHS,
     cache_of,
@@ -314,18 +315,37 @@ class Decode(Task):
             )
             call.plan()
             step = graphs.GraphedStep(call.step) if self.cuda_graph else call.step
+            bench.stage("checking")
+            attention = case.attention.role(Decoding)
+            rounds_scores = attention.rounds_scores_in_steps(self.decode_problem(case))
+            checks = decode_check.DecodeCheck(case, bench, call, rounds_scores=rounds_scores)
             if bench.in_first_round:
-                call.check(case, bench, step, after_advance=self.cuda_graph)
-            self._measure(case, bench, step, self._prefill(case, bench))
+                self._check_before(call, step, checks)
+            checks.begin()
+            self._measure(case, bench, step, checks)
             if bench.in_last_round:
                 bench.stage("counting kernels")
                 counted = launches.count_launches(step, bench.device)
                 bench.outcome.notes["decode"] = {**roof, **counted}
 
-    def _prefill(self, case: Case, bench: Bench) -> Callable[[], Any] | None:
+    def _check_before(
+        self,
+        call: decode_call.DecodeCall,
+        step: Callable[[], Any],
+        checks: decode_check.DecodeCheck,
+    ) -> None:
+        """Check two steps; the second of a graph at greater lengths, which a replay has to read."""
+        checks.begin()
+        checks.check(step())
+        if self.cuda_graph:
+            call.cache.places.advance(self.new_tokens)
+            checks.begin()
+        checks.check(step())
+        if self.cuda_graph:
+            call.cache.places.rewind(self.new_tokens)
+
+    def _prefill(self, case: Case, bench: Bench) -> prefill_call.PrefillCall:
         """The prompts of a mixed batch, in sequences and caches of their own."""
-        if not self.prompts:
-            return None
         call = prefill_call.PrefillCall(
             self.prefill_problem(case),
             self.prefill_backend(),
@@ -337,28 +357,47 @@ class Decode(Task):
         )
         if bench.in_first_round:
             call.check(case, bench)
-        return call.step
+        return call
 
     def _measure(
         self,
         case: Case,
         bench: Bench,
         step: Callable[[], Any],
-        prefill: Callable[[], Any] | None,
+        checks: decode_check.DecodeCheck,
     ) -> None:
+        prefill = self._prefill(case, bench) if self.prompts else None
+        results: dict[str, Any] = {}
+        draws = itertools.count(1)
+
         def decode_alone(timer: PhaseTimer) -> None:
+            results.clear()
             with timer.phase("decode"):
-                step()
+                outputs = step()
+            results["decode"] = outputs
 
         def mixed(timer: PhaseTimer) -> None:
             assert prefill is not None
+            results.clear()
             with timer.phase("step"):
                 with timer.phase("prefill"):
-                    prefill()
+                    prompts = prefill.step()
                 with timer.phase("decode"):
-                    step()
+                    outputs = step()
+            results.update(prefill=prompts, decode=outputs)
+
+        def check() -> None:
+            checks.check(results["decode"])
+            if prefill is not None:
+                prefill.check_results(case, bench, results["prefill"], draw=next(draws))
 
         measured = decode_alone if prefill is None else mixed
-        warmup, passes = self.warmup_steps, self.measure_steps
-        bench.measure(measured, warmup=warmup, passes=passes, flush_cache=True)
+        bench.measure(
+            measured,
+            warmup=self.warmup_steps,
+            passes=self.measure_steps,
+            flush_cache=True,
+            check=check,
+        )
+        results.clear()
         profiling.profile_if_asked(case, bench, Program(step=measured))

@@ -15,6 +15,7 @@ from torch import Tensor
 from harness.bench.bench import Bench
 from harness.bench.outcome import WrongResult
 from harness.cases.case import Case
+from harness.gate.tolerances import format_of
 from harness.measure.attention_calls import self_attention_packing, sequences_of
 from harness.measure.check import check_parts
 from kernels import Attention, AttentionProblem, AttentionSpec
@@ -128,7 +129,7 @@ class PrefillCall:
     def check_results(self, case: Case, bench: Bench, o_THD: Tensor, *, draw: int) -> None:
         """:meth:`check` for the output of a step; each ``draw`` compares other rows."""
         q_THD, k_TGD, v_TGD = self._rotated()
-        last_layer = self.cache.shape.num_layers - 1
+        self._require_rotation(case, q_THD, k_TGD)
         spec = AttentionSpec(causal=True, scale=self.problem.head_dim**-0.5)
         parts = []
         for index, (start, length) in enumerate(zip(self._starts, self._lengths, strict=False)):
@@ -139,8 +140,37 @@ class PrefillCall:
             (part,) = sequences_of(prompt, [0, length], spec, rounds_scores=rounds_scores)
             part.sequence = index
             parts.append(part)
-            k_kept, v_kept = self.cache.sequence(last_layer, index, length)
             k, v = part.tensors["k"][0], part.tensors["v"][0]
-            if not (torch.equal(k_kept, k) and torch.equal(v_kept, v)):
-                raise WrongResult(f"the cache does not hold what prompt {index} has appended")
+            for layer in range(self.cache.shape.num_layers):
+                k_kept, v_kept = self.cache.sequence(layer, index, length)
+                if not (torch.equal(k_kept, k) and torch.equal(v_kept, v)):
+                    raise WrongResult(
+                        f"the cache does not hold what prompt {index} has appended in layer {layer}"
+                    )
         check_parts(case, bench, parts, draw=draw, prefix="prefill_")
+
+    def _require_rotation(self, case: Case, q_THD: Tensor, k_TGD: Tensor) -> None:
+        """Raise WrongResult unless every token is turned as by complex numbers in float64."""
+        if self._rotary is None:
+            return
+        cos, sin = (table[self._positions].double() for table in self._rotary[:2])
+        turns = torch.complex(cos, sin).unsqueeze(1)
+        number_format = format_of(case.precision.peak)
+        for name, got, x in (("q", q_THD, self.inputs[0]), ("k", k_TGD, self.inputs[1])):
+            expected = _in_pairs(x, interleaved=self._rotary.interleaved) * turns
+            off = _in_pairs(got, interleaved=self._rotary.interleaved) - expected
+            error = float((off.norm(dim=-1) / expected.norm(dim=-1)).max())
+            tolerance = number_format.factor * 2 * number_format.least
+            if not error <= tolerance:
+                raise WrongResult(
+                    f"rotated {name} is off by {error:.2g} in a token; {number_format.name} "
+                    f"should stay under {tolerance:.2g}"
+                )
+
+
+def _in_pairs(x: Tensor, *, interleaved: bool) -> Tensor:
+    """Features that are rotated together as complex numbers, [..., D / 2]."""
+    wide = x.double()
+    if interleaved:
+        return torch.view_as_complex(wide.unflatten(-1, (-1, 2)).contiguous())
+    return torch.complex(*wide.chunk(2, dim=-1))

@@ -47,7 +47,7 @@ class MeasuredStep:
         self.module = build_model(case, attention, bench.device)
         bench.vote()
         self.model = case.parallel.wrap(self.module)
-        self._loss_of = _loss_function(case)
+        self._loss_of = loss_function(case)
         self.optimizer: torch.optim.Optimizer | None = None
         if mode == "train_step":
             self.optimizer = case.parallel.optimizer(
@@ -123,7 +123,7 @@ def build_model(case: Case, attention: CoreAttention, device: torch.device) -> T
     return model
 
 
-def _loss_function(
+def loss_function(
     case: Case,
 ) -> Callable[[torch.Tensor, torch.Tensor, float | None], torch.Tensor]:
     """Loss from logits, targets and their number; with tp logits are split over the vocabulary."""

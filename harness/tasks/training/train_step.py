@@ -12,7 +12,8 @@ timeline in steps after the measured ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
@@ -30,11 +31,13 @@ from harness.measure import attention_calls, check, profiling, split_call
 from harness.predictions import training
 from harness.tasks import batch
 from harness.tasks.training import step as training_step
+from harness.tasks.training import strategy_check
 from kernels import Attention, AttentionProblem
 from models import accounting, layers
 from models.config import ModelConfig
 from models.memory import MemoryPrediction
 from parallel.context.attention import SequenceParallelAttention
+from parallel.context.blocks.layouts import Layout
 
 MODES = ("forward", "forward_backward", "train_step")
 
@@ -129,7 +132,9 @@ class TrainStep(Task):
         if case.parallel.cp == 1:
             dense = attention_calls.DenseCall(case, bench.device, sequence_major=True)
             make_batch = partial(batch.whole_batch, case, bench.device, rank)
-            self._check_and_measure(case, bench, dense, case.attention.role(Attention), make_batch)
+            own = case.attention.role(Attention)
+            with self._checking_strategy(case, bench, own, None):
+                self._check_and_measure(case, bench, dense, own, make_batch)
             return
         scheme = case.attention.role(SequenceParallelAttention)
         with scheme.bind(case.parallel.cp_group(), bench.device) as attention:
@@ -137,7 +142,24 @@ class TrainStep(Task):
             if split.padding:
                 bench.outcome.notes["padding_tokens"] = split.padding
             make_batch = partial(batch.split_batch, case, bench.device, rank, attention.layout)
-            self._check_and_measure(case, bench, split, attention, make_batch)
+            with self._checking_strategy(case, bench, attention, attention.layout):
+                self._check_and_measure(case, bench, split, attention, make_batch)
+
+    @contextlib.contextmanager
+    def _checking_strategy(
+        self,
+        case: Case,
+        bench: Bench,
+        attention: layers.CoreAttention,
+        layout: Layout | None,
+    ) -> Iterator[None]:
+        """Hold the strategy to one process, before the first round and after the last."""
+        trains_together = case.world_size > 1 and self.mode != "forward"
+        if trains_together and bench.in_first_round:
+            strategy_check.check_strategy(case, bench, attention, layout, draw=0)
+        yield
+        if trains_together and bench.in_last_round:
+            strategy_check.check_strategy(case, bench, attention, layout, draw=1)
 
     def _check_and_measure(
         self,
@@ -184,6 +206,8 @@ class TrainStep(Task):
             step_traffic.note_traffic(bench, step)
             step_trace.note_timeline(bench, step, step.finish)
         step.finish()
+        if trains_together:
+            strategy_check.check_replicas(case, bench, step.module)
 
 
 def _note_loss(bench: Bench, own: float) -> None:

@@ -20,7 +20,7 @@ from harness.reports.decoding.fusion_rows import PARTS
 from harness.request.compose import compose_request
 from harness.request.plan import predicted_seconds
 from harness.run.worker import why_unsupported
-from harness.tasks.decoding import decode_call
+from harness.tasks.decoding import decode_check
 from harness.tasks.decoding.decode_call import DecodeCall
 from harness.tasks.decoding.prefill_call import PrefillCall
 from harness.tasks.lengths import ragged_cache_lengths
@@ -142,7 +142,7 @@ class TestDecode:
         [
             ("scores", "relative error of o "),
             ("keys", "relative error of appended_k"),
-            ("history", "relative error of kept"),
+            ("history", "changed a row of the cache"),
         ],
     )
     def test_a_wrong_step_is_no_speed(
@@ -168,12 +168,12 @@ class TestDecode:
     def test_a_wrong_rotation_is_found(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
-        true = decode_call.apply_rotary
+        true = decode_check.apply_rotary
 
         def other(x: Tensor, table: Rotary, positions: Tensor) -> Tensor:
             return true(x, Rotary(table.cos, table.sin, not table.interleaved), positions)
 
-        monkeypatch.setattr(decode_call, "apply_rotary", other)
+        monkeypatch.setattr(decode_check, "apply_rotary", other)
         with pytest.raises(WrongResult):
             run(case_of(*SMALL, "seq_len=9"), tmp_path)
 

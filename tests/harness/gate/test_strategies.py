@@ -1,0 +1,174 @@
+"""Strategies against one process: wrong ones end as wrong, and those of users raise no alarm."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+import wrong_strategies
+from ranks import on_ranks
+from torch import nn
+from wrong_strategies import IN_GRADIENTS, OF_PARTS, OF_SHARDS
+
+from harness.bench.bench import Bench
+from harness.bench.outcome import PeerFailed, WrongResult
+from harness.cases.case import Case
+from harness.request.compose import compose_request
+from harness.tasks.training.strategy_check import check_replicas, check_strategy
+from parallel import STRATEGIES
+from parallel.context.attention import SequenceParallelAttention
+
+RANKS = 4
+
+SMALL = ("task=train_step", "model=tiny", "model.d_model=64", "device=cpu")
+
+DATA = ("attention=naive", f"parallel.dp={RANKS}")
+
+LATE = "after_some_steps"
+
+FAULTS = [*(name for name in IN_GRADIENTS if name != LATE), *OF_SHARDS, *OF_PARTS]
+
+
+def case_of(words: list[str]) -> Case:
+    (case,) = compose_request([*SMALL, *words]).cases
+    return case
+
+
+def bench_of(group: dist.ProcessGroup) -> Bench:
+    return Bench(
+        device=torch.device("cpu"), rank=group.rank(), world_size=group.size(), vote_group=group
+    )
+
+
+def said(group: dist.ProcessGroup, choices: list[list[str]]) -> list[str]:
+    """What this rank's check says of each choice; nothing if it holds."""
+    with wrong_strategies.registered():
+        return [said_of(case_of(words), bench_of(group), draws=1) for words in choices]
+
+
+def said_of(case: Case, bench: Bench, *, draws: int) -> str:
+    try:
+        for draw in range(draws):
+            check(case, bench, draw)
+    except WrongResult as error:
+        with contextlib.suppress(PeerFailed):
+            bench.vote("wrong")
+        return str(error)
+    except PeerFailed:
+        pass
+    return ""
+
+
+def check(case: Case, bench: Bench, draw: int) -> None:
+    if case.parallel.cp == 1:
+        check_strategy(case, bench, case.attention, None, draw=draw)
+        return
+    scheme = case.attention.role(SequenceParallelAttention)
+    with scheme.bind(case.parallel.cp_group(), bench.device) as attention:
+        check_strategy(case, bench, attention, attention.layout, draw=draw)
+
+
+def words_of(fault: str) -> list[str]:
+    words = OF_PARTS.get(fault, DATA)
+    attention = [] if any(word.startswith("attention=") for word in words) else ["attention=naive"]
+    return [*words, *attention, f"parallel=planted_{fault}"]
+
+
+@pytest.mark.parametrize(
+    ("precision", "faults"),
+    [
+        ("fp32", FAULTS),
+        ("bf16_pure", FAULTS[::3]),
+        *(
+            pytest.param(precision, FAULTS, marks=pytest.mark.exhaustive)
+            for precision in ("bf16_pure", "bf16", "fp16")
+        ),
+    ],
+)
+def test_wrong_ones_are_wrong(precision: str, faults: list[str]) -> None:
+    choices = [[*words_of(fault), f"precision={precision}"] for fault in faults]
+    by_rank = on_ranks(RANKS, said, choices)
+    missed = [
+        fault
+        for fault, *of_ranks in zip(faults, *by_rank, strict=True)
+        if not any(of_ranks) or any("\n" in text for text in of_ranks)
+    ]
+    assert missed == []
+
+
+def test_one_that_turns_wrong_later_is_wrong_then() -> None:
+    """The first check ends before the fault begins, the one after the measured steps finds it."""
+    first, later = (on_ranks(RANKS, said_late, draws) for draws in (1, 2))
+    assert not any(first)
+    assert any("one process" in text for text in later)
+
+
+def said_late(group: dist.ProcessGroup, draws: int) -> str:
+    with wrong_strategies.registered():
+        return said_of(case_of(words_of(LATE)), bench_of(group), draws=draws)
+
+
+SOUND = [
+    *([f"parallel={name}", *DATA] for name in STRATEGIES.names() if name != "none"),
+    ["parallel=none", "parallel.cp=4", "attention=ring"],
+    ["parallel=none", "parallel.tp=4", "attention=sdpa"],
+    ["parallel=ddp_bucketed", "parallel.dp=2", "parallel.cp=2", "attention=zigzag"],
+    ["parallel=zero_2", "parallel.dp=2", "parallel.tp=2", "attention=naive"],
+    ["parallel=fsdp", "parallel.compute_dtype=bfloat16", *DATA],
+    ["parallel=fsdp_torch", "parallel.compute_dtype=bfloat16", *DATA],
+    ["parallel=fsdp", "checkpoint=block", *DATA],
+]
+
+
+@pytest.mark.parametrize(
+    ("precision", "draws"),
+    [
+        ("fp32", 1),
+        *(
+            pytest.param(precision, 5, marks=pytest.mark.exhaustive)
+            for precision in ("fp32", "bf16", "bf16_pure", "fp16")
+        ),
+    ],
+)
+def test_no_alarm(precision: str, draws: int) -> None:
+    choices = [[*words, f"precision={precision}"] for words in SOUND]
+    for of_rank in on_ranks(RANKS, alarms, choices, draws):
+        assert of_rank == [""] * len(choices)
+
+
+def alarms(group: dist.ProcessGroup, choices: list[list[str]], draws: int) -> list[str]:
+    return [said_of(case_of(words), bench_of(group), draws=draws) for words in choices]
+
+
+def compared(group: dist.ProcessGroup, fault: str) -> str:
+    """What the check of a measured model's weights says, after a fault on the second rank."""
+    torch.manual_seed(3)
+    module = nn.Linear(4, 4)
+    bench = bench_of(group)
+    if group.rank() == 1:
+        with torch.no_grad():
+            if fault == "one bit":
+                module.weight[2, 1] = torch.nextafter(module.weight[2, 1], torch.tensor(9.0))
+            if fault == "nan":
+                module.bias[3] = torch.nan
+    try:
+        check_replicas(case_of(["parallel=ddp_naive", *DATA]), bench, module)
+    except WrongResult as error:
+        with contextlib.suppress(PeerFailed):
+            bench.vote("wrong")
+        return str(error)
+    except PeerFailed:
+        return "a peer failed"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"), [("none", ""), ("one bit", "weight differs by"), ("nan", "bias has")]
+)
+def test_replicas_hold_the_same_bits(fault: str, words: str) -> None:
+    by_rank = on_ranks(RANKS, compared, fault)
+    assert words in by_rank[1]
+    assert bool(by_rank[1]) == (fault != "none")
+    assert all(text in ("", "a peer failed") for text in (by_rank[0], *by_rank[2:]))
