@@ -11,6 +11,7 @@ import numpy as np
 
 from harness.analysis import predictions
 from harness.analysis.disturbance import sm_clock_mhz, was_throttled
+from harness.analysis.machines import Machine
 from harness.analysis.memory import own_peak_bytes
 from harness.analysis.names import Names
 from harness.analysis.stats import median, slowest_rank
@@ -212,7 +213,7 @@ CASE_COLUMNS: Mapping[str, Callable[[Reading], Any]] = {
     "seed": lambda of: of.case["seed"],
     "device": lambda of: of.case["device"],
     "device_name": lambda of: of.device_name,
-    "host": lambda of: of.record.environment.get("host"),
+    "machine": lambda of: Machine.of(of.record.environment),
     "status": lambda of: of.record.status,
     "reason": lambda of: (of.record.error or {}).get("message"),
     "memory_source": lambda of: of.record.memory[0].get("source") if of.record.memory else None,

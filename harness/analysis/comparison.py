@@ -143,17 +143,14 @@ def hides_kernels(rows: pd.DataFrame) -> pd.Series:
 
 def _marks(rows: pd.DataFrame, baseline: pd.DataFrame) -> list[str]:
     apart = _apart(rows["rounds_started_at"], baseline["rounds_started_at"])
-    hosts = _other_host(rows["host"], baseline["host"])
+    hosts = host_marks(rows["machine"], baseline["machine"])
     return [one + other for one, other in zip(apart, hosts, strict=True)]
 
 
-def _other_host(hosts: pd.Series, baseline: pd.Series) -> list[str]:
-    """The mark of each pair whose records name two hosts."""
-    pairs = zip(hosts, baseline, strict=True)
-    return [
-        fmt.TRIANGLE if isinstance(one, str) and isinstance(other, str) and one != other else ""
-        for one, other in pairs
-    ]
+def host_marks(machines: pd.Series, baseline: pd.Series) -> list[str]:
+    """The mark of each pair that was measured on two hosts."""
+    pairs = zip(machines, baseline, strict=True)
+    return [fmt.TRIANGLE if one.is_other(other) else "" for one, other in pairs]
 
 
 def _apart(started: pd.Series, baseline: pd.Series) -> list[str]:
@@ -175,9 +172,9 @@ def paired(
 ) -> pd.DataFrame:
     """The rows of ``other`` with those of ``one``, both indexed alike, beside them.
 
-    Adds ``a_value``, ``a_status``, the columns of the verdict (``ratio`` is one over other) and
-    ``outcome``: the verdict, or ``lost`` and ``gained`` where only one side has a result. Without
-    samples, as for memory, there is no interval, and the words are LESS and MORE.
+    Adds ``a_value``, ``a_status``, ``a_machine``, the columns of the verdict (``ratio`` is one over
+    other) and ``outcome``: the verdict, or ``lost`` and ``gained`` where only one side has a
+    result. Without samples, as for memory, there is no interval, and the words are LESS and MORE.
     """
     if has_samples:
         found = row_verdicts(one, other, band=same_within)
@@ -189,7 +186,8 @@ def paired(
     statuses = zip(one["status"], other["status"], found["verdict"], strict=True)
     words = [word or _one_sided(*pair) for *pair, word in statuses]
     found["outcome"] = pd.Series(words, index=other.index, dtype=object)
-    return pd.concat([other.assign(a_value=one["value"], a_status=one["status"]), found], axis=1)
+    sides = other.assign(a_value=one["value"], a_status=one["status"], a_machine=one["machine"])
+    return pd.concat([sides, found], axis=1)
 
 
 def _memory_word(ratio: float, same_within: float) -> str | None:

@@ -16,7 +16,7 @@ from harness.analysis.intervals import FEWEST_ROUNDS
 from harness.analysis.row_verdicts import row_verdicts
 
 _COLUMNS = (
-    *("host", "rounds_ms", "round_processes", "rounds_started_at"),
+    *("machine", "rounds_ms", "round_processes", "rounds_started_at"),
     *("until_decided", "run_level", "host_bound"),
 )
 

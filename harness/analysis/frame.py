@@ -16,6 +16,7 @@ from harness.analysis.case_columns import CASE_COLUMNS, Reading
 from harness.analysis.disturbance import in_order, of_record, of_samples
 from harness.analysis.evidence import add_evidence
 from harness.analysis.host_time import HOST_COLUMNS, host_time
+from harness.analysis.machines import host_labels
 from harness.analysis.names import Names
 from harness.analysis.overtaken import overtaken_by
 from harness.analysis.physics import RATES, WHOLES, impossible, roof_records, roofs_of
@@ -65,6 +66,7 @@ def _rows(records: Sequence[Record]) -> pd.DataFrame:
     """The frame with all rates."""
     cases = _cases(records)
     _place_strays(cases)
+    cases["host"] = pd.Series(host_labels(cases["machine"].tolist()), dtype=object)
     phases = pd.DataFrame(
         [row for index, record in enumerate(records) for row in _phase_rows(index, record)],
         columns=[

@@ -32,7 +32,7 @@ PHRASES: Mapping[str, str] = {
 }
 """Each difference in the words of a sentence: ``measured at other clocks than the other``."""
 
-COLUMNS = ("device", "sm_clock_mhz", "host", "revision", "rounds_started_at")
+COLUMNS = ("device", "sm_clock_mhz", "machine", "revision", "rounds_started_at")
 """Columns of the frame that differences are read from."""
 
 
@@ -40,7 +40,7 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """In what two rows with :data:`COLUMNS` differ that their ratio would carry."""
     apart = {
         "clocks": not _have_equal_clocks(one, other),
-        "host": _are_two(one["host"], other["host"]),
+        "host": one["machine"].is_other(other["machine"]),
         "revision": _are_two(one["revision"], other["revision"]),
         "run": any_apart(one["rounds_started_at"], other["rounds_started_at"]),
     }

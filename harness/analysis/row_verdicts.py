@@ -44,7 +44,7 @@ def row_verdicts(
     ``verdict`` is None, and the ratio NaN, where either side has no samples.
     """
     wanted = [
-        *("host", "rounds_ms", "round_processes", "rounds_started_at"),
+        *("machine", "rounds_ms", "round_processes", "rounds_started_at"),
         *("until_decided", "run_level"),
     ]
     sides = (rows[wanted].to_dict("records") for rows in (baseline, candidate))
@@ -62,12 +62,11 @@ _NUMBERS = {
 
 
 def _pair(one: dict[str, Any], other: dict[str, Any], band: float) -> tuple[Any, ...]:
-    turns = one["host"] == other["host"] and in_turns(
-        one["rounds_started_at"], other["rounds_started_at"]
-    )
+    two_hosts = one["machine"].is_other(other["machine"])
+    turns = not two_hosts and in_turns(one["rounds_started_at"], other["rounds_started_at"])
     num_rounds = min(len(one["rounds_ms"]), len(other["rounds_ms"]))
     until_decided = bool(one["until_decided"] or other["until_decided"])
-    level = _level(one, other, calibrated_only=turns)
+    level = _level(one, other, calibrated_only=turns, two_hosts=two_hosts)
     verdict = decide(
         one["rounds_ms"],
         other["rounds_ms"],
@@ -122,11 +121,16 @@ def reasons(rows: pd.DataFrame) -> pd.Series:
     return rows["why"].astype(object).where(has_reason, None)
 
 
-def _level(one: dict[str, Any], other: dict[str, Any], *, calibrated_only: bool) -> Level | None:
-    """The larger of both sides' levels, which may be of two machines."""
+def _level(
+    one: dict[str, Any], other: dict[str, Any], *, calibrated_only: bool, two_hosts: bool
+) -> Level | None:
+    """The larger of both sides' levels, and of two hosts no less than the assumed one.
+
+    A calibration knows how the runs of its own host differ, and not how two hosts do.
+    """
     levels = [side["run_level"] for side in (one, other)]
     known: list[Level] = [level for level in levels if isinstance(level, Level)]
-    if not calibrated_only and len(known) < 2:
+    if not calibrated_only and (two_hosts or len(known) < 2):
         samples = [median for side in (one, other) for median in map(np.median, side["rounds_ms"])]
         known.append(ASSUMED[is_short(float(min(samples, default=np.inf)))])
     return max(known, key=lambda level: level.std_log, default=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import platform
 import re
@@ -48,6 +49,11 @@ PREFIXES = (
 _NO_SETTING = frozenset({REVISION_VARIABLE, "ATTNBENCH_PARENT"})
 """Kept elsewhere in the record, or the harness's own."""
 
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+"""Linux: another one at each start of the kernel, the same in all containers on it."""
+_MACHINE_ID = Path("/etc/machine-id")
+"""Linux with systemd: of an installation; an image may give one to all its copies."""
+
 _PRIVATE = re.compile(r"TOKEN|SECRET|PASS|CREDENTIAL|KEY|AUTH|COOKIE", re.IGNORECASE)
 
 
@@ -61,6 +67,8 @@ def environment(device: torch.device) -> dict[str, Any]:
         "triton": version_of("triton"),
         "platform": f"{platform.system()} {platform.release()}",
         "host": socket.gethostname(),
+        "boot_id": _digest_of(_BOOT_ID),
+        "machine_id": _digest_of(_MACHINE_ID),
         "cpu_model": cpu_model(),
         "num_cpus": os.cpu_count(),
         "cpu_affinity": _ranges(cpu_affinity()),
@@ -77,6 +85,7 @@ def environment(device: torch.device) -> dict[str, Any]:
             "device_memory_bytes": properties.total_memory,
             "compute_capability": f"{properties.major}.{properties.minor}",
             "gpu_uuid": f"GPU-{properties.uuid}",
+            "gpu_uuids": _gpu_uuids(),
             "ecc": _ecc(device),
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),
@@ -141,6 +150,24 @@ def driver_version() -> str | None:
         return str(pynvml.nvmlSystemGetDriverVersion())
     except Exception:
         return None
+
+
+def _digest_of(path: Path) -> str | None:
+    """A digest of the identity that a file holds, which nobody outside needs to know."""
+    with contextlib.suppress(OSError):
+        if text := path.read_text().strip():
+            return hashlib.sha256(text.encode()).hexdigest()[:12]
+    return None
+
+
+def _gpu_uuids() -> list[str]:
+    """All GPUs that NVML shows here, whichever this process may use; empty if it cannot say."""
+    try:
+        pynvml.nvmlInit()
+        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        return sorted(str(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles)
+    except Exception:
+        return []
 
 
 def _ecc(device: torch.device) -> bool | None:

@@ -22,7 +22,7 @@ from pathlib import Path
 import pandas as pd
 from rich.console import Console
 
-from harness.analysis.comparison import fullest_phase, paired
+from harness.analysis.comparison import fullest_phase, host_marks, paired
 from harness.analysis.frame import build_frame
 from harness.analysis.row_verdicts import interval_cells, reasons, rule_words
 from harness.analysis.verdicts import EQUIVALENCE
@@ -337,7 +337,11 @@ def comparison_table(
     interval = "" if memory else f", with {rule_words(rows)}"
     caption = CAPTION.format(a=names[0], b=names[1], what=what, interval=interval)
     ends = () if memory else ("ratio_low", "ratio_high")
-    rows = rows.assign(mark=marks_of(rows), interval=interval_cells(rows, digits=3))
+    rows = rows.assign(
+        mark=marks_of(rows),
+        interval=interval_cells(rows, digits=3),
+        host_mark=host_marks(rows["machine"], rows["a_machine"]),
+    )
     if not memory:
         rows = rows.assign(why=reasons(rows))
     several = rows["phase"].nunique() > 1
@@ -366,7 +370,7 @@ def comparison_table(
                 iqr=None if memory else "iqr_ms",
                 detail=True,
             ),
-            Column(key="ratio", header="ratio", format=_three_decimals),
+            Column(key="ratio", header="ratio", format=_three_decimals, mark="host_mark"),
             Column(key="interval", header="interval", raw=ends, detail=True),
             Column(key="outcome", header="verdict"),
             Column(key="why", header="unclear since", detail=True),

@@ -26,6 +26,7 @@ ROWS_IN_REPORT = 100
 _ENVIRONMENT = {
     "host": "host",
     "device_name": "device",
+    "gpu_uuid": "GPU",
     "device_memory_bytes": "device memory (GiB)",
     "cpu_model": "CPU",
     "num_cpus": "CPUs",

@@ -177,7 +177,7 @@ def build_table(name: str, frame: pd.DataFrame) -> Table | None:
     built: Table | None = TABLES[name].target(frame)
     if built is not None:
         built.name = name
-        built.footnotes += _revisions(built.rows)
+        built.footnotes += [*_revisions(built.rows), *_hosts(built.rows)]
     return built
 
 
@@ -191,6 +191,18 @@ def _revisions(rows: pd.DataFrame) -> list[str]:
     found = sorted(counts.items(), key=lambda item: (-item[1], str(item[0])))
     words = [f"{revision} ({fmt.counted(int(number), 'case')})" for revision, number in found]
     return [f"Measured by {len(words)} revisions: {', '.join(words)}."]
+
+
+def _hosts(rows: pd.DataFrame) -> list[str]:
+    """A footnote with the hosts that measured the rows, where there are several."""
+    if "host" not in rows or "case_id" not in rows:
+        return []
+    counts = rows.drop_duplicates("case_id")["host"].value_counts()
+    if len(counts) < 2:
+        return []
+    found = sorted(counts.items(), key=lambda item: (-item[1], str(item[0])))
+    words = [f"{host} ({fmt.counted(int(number), 'case')})" for host, number in found]
+    return [f"Measured on {len(words)} hosts, whose times may differ: {', '.join(words)}."]
 
 
 def make_table(

@@ -160,7 +160,10 @@ class RecordBuilder:
 
     def _states(self, outcomes: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The device's state and the host's load around one round, by rank."""
-        hosts = [environment.get("host") for environment in self.environments]
+        hosts = [
+            (environment.get("host"), environment.get("boot_id"))
+            for environment in self.environments
+        ]
         loads = [dict(outcome.get("load", {})) for outcome in outcomes]
         for load, host in zip(loads, hosts, strict=False):
             own = {
@@ -223,7 +226,7 @@ def _joined(name: str, rounds: list[list[dict[str, Any]]]) -> Phase:
     return Phase(clock=first[0]["clocks"].get(name, "host"), **{"samples_ms": [], **found})
 
 
-_OF_A_RANK = ("host", "gpu_uuid", "cpu_affinity", "num_threads")
+_OF_A_RANK = ("host", "boot_id", "gpu_uuid", "cpu_affinity", "num_threads")
 """What may differ between the ranks of a case, and is recorded for each."""
 
 

@@ -29,8 +29,8 @@ SCHEMA = 1
 _CODE = ("harness", "kernels", "models", "parallel")
 
 _NO_CONDITION = frozenset(
-    {"git_revision", "revision_stated", "host_memory_bytes", "gpu_uuid", "cpu_affinity"}
-    | {"variables", "plugins"}
+    {"git_revision", "revision_stated", "host_memory_bytes", "gpu_uuid", "gpu_uuids"}
+    | {"cpu_affinity", "variables", "plugins"}
 )
 """Left out of an environment: the code's hash says more than a revision, memory differs by a few
 pages between hosts of one kind, a requeued job gets other CPUs and GPUs of its host, and a shell

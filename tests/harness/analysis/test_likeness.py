@@ -10,6 +10,7 @@ from records import ENVIRONMENT, make_record, make_split_record
 from harness.analysis.disturbance import sm_clock_mhz
 from harness.analysis.frame import build_frame
 from harness.analysis.likeness import differences
+from harness.analysis.machines import Machine
 from harness.cases import format as fmt
 from harness.render.table import Table, build_table, finding_of
 from harness.store.record import Record, Round
@@ -63,7 +64,7 @@ class TestClock:
 ROW: dict[str, Any] = {
     "device": "cuda",
     "sm_clock_mhz": 1800.0,
-    "host": "a",
+    "machine": Machine(name="a"),
     "revision": "0123abc",
     "rounds_started_at": ["2026-01-02T03:04:05+00:00"],
 }
@@ -78,12 +79,15 @@ class TestDifferences:
             ({"sm_clock_mhz": 1763.0}, ["clocks"]),
             ({"sm_clock_mhz": 1838.0}, ["clocks"]),
             ({"sm_clock_mhz": float("nan")}, ["clocks"]),
-            ({"host": "b"}, ["host"]),
-            ({"host": None}, []),
+            ({"machine": Machine(name="b")}, ["host"]),
+            ({"machine": Machine()}, []),
             ({"revision": "fedcba9"}, ["revision"]),
             ({"rounds_started_at": ["2026-01-02T03:13:05+00:00"]}, []),
             ({"rounds_started_at": ["2026-01-02T03:15:05+00:00"]}, ["run"]),
-            ({"sm_clock_mhz": 1.0, "host": "b", "revision": "x"}, ["clocks", "host", "revision"]),
+            (
+                {"sm_clock_mhz": 1.0, "machine": Machine(name="b"), "revision": "x"},
+                ["clocks", "host", "revision"],
+            ),
         ],
     )
     def test_each(self, changed: dict[str, Any], expected: list[str]) -> None:
