@@ -1,47 +1,43 @@
-"""``python -m harness.commands.readme``: updates README.md's tables from the committed records.
+"""``python -m harness.commands.readme``: fills README.md's blocks from the committed records.
 
-A block between ``<!-- table: FILE -->`` and ``<!-- end -->`` holds the rows of that file as
-``attnbench-report`` writes it: ``RESULTS/sweeps/SWEEP/tables/TABLE.md``.
+So does it with results/README.md. :mod:`harness.commands.readme_blocks` says what a block is.
 """
 
 from __future__ import annotations
 
-import re
+from functools import cache
 from pathlib import Path
 
-from harness import load
-from harness.paths import ROOT
-from harness.render.files import to_markdown
-from harness.render.table import build_table
+import pandas as pd
 
-_BLOCK = re.compile(r"(<!-- table: (?P<path>\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+from harness.analysis.loading import load_frames
+from harness.commands.readme_blocks import filled
+from harness.paths import ROOT
+
+PAGES = ("README.md", "results/README.md")
+
+
+@cache
+def frame_of(results: Path, sweep: str) -> pd.DataFrame:
+    """The frame of a sweep; the records of a results folder are read once."""
+    return _frames(results)(sweep)
+
+
+_frames = cache(load_frames)
 
 
 def refreshed(text: str) -> str:
-    """Fill every block of a text from its file; the caption goes below the table."""
-
-    def fill(match: re.Match[str]) -> str:
-        caption, _, rows = _markdown(ROOT / match["path"]).partition("\n\n")
-        return f"{match[1]}{rows.strip()}\n\n{caption.strip()}\n{match[3]}"
-
-    return _BLOCK.sub(fill, text)
-
-
-def _markdown(path: Path) -> str:
-    """The table that a file has after ``attnbench-report``."""
-    sweep = path.parents[1]
-    table = build_table(path.stem, load(sweep.parents[1], sweep=sweep.name))
-    if table is None:
-        raise ValueError(f"{path}: the sweep's records hold nothing for this table")
-    return to_markdown(table)
+    """Fill every block of a page."""
+    return filled(text, ROOT, frame_of)
 
 
 def main() -> None:
-    path = ROOT / "README.md"
-    text = path.read_text(encoding="utf-8")
-    new = refreshed(text)
-    path.write_text(new, encoding="utf-8")
-    print("README.md: tables are up to date" if new == text else "README.md: tables replaced")
+    for name in PAGES:
+        path = ROOT / name
+        text = path.read_text(encoding="utf-8")
+        new = refreshed(text)
+        path.write_text(new, encoding="utf-8")
+        print(f"{name}: blocks are up to date" if new == text else f"{name}: blocks replaced")
 
 
 if __name__ == "__main__":
