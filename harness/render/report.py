@@ -150,6 +150,18 @@ def provenance_of(records: Sequence[Record]) -> list[str]:
         found.append(
             f"{measuring} of {len(records)} were measured by other measuring code than now."
         )
+    dirty = [
+        record
+        for record in records
+        if str(record.environment.get("git_revision") or "").endswith("+")
+    ]
+    if dirty:
+        alike = sum(_runs_code_of_now(record) for record in dirty)
+        found.append(
+            f"{len(dirty)} of {len(records)} were measured in a tree with changes to the commit "
+            f"that is named (+), such as a copy without the later history; by the hashes of its "
+            f"source, what {alike} of them measured is the code of now."
+        )
     stated = {
         str(record.environment.get("git_revision"))
         for record in records
@@ -181,6 +193,11 @@ def _attempt(record: Record) -> str:
     if host := record.environment.get("host"):
         words += f" on {host}"
     return words
+
+
+def _runs_code_of_now(record: Record) -> bool:
+    changed = changed_folders(record.source, record.case, record.notes)
+    return bool(record.source) and not any(map(is_measured, changed))
 
 
 def _started(records: Sequence[Record]) -> str:

@@ -185,9 +185,12 @@ def _revisions(rows: pd.DataFrame) -> list[str]:
     """A footnote with the revisions that measured the rows, where there are several."""
     if "revision" not in rows or "case_id" not in rows:
         return []
-    counts = rows.drop_duplicates("case_id")["revision"].value_counts()
+    cases = rows.drop_duplicates("case_id")
+    counts = cases["revision"].value_counts()
     if len(counts) < 2:
         return []
+    if "source" in cases and cases["source"].map(bool).all() and not cases["stale"].any():
+        return [f"Measured by {len(counts)} revisions whose measured code is that of now."]
     found = sorted(counts.items(), key=lambda item: (-item[1], str(item[0])))
     words = [f"{revision} ({fmt.counted(int(number), 'case')})" for revision, number in found]
     return [f"Measured by {len(words)} revisions: {', '.join(words)}."]

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import ROOT
 from records import ENVIRONMENT, make_record
 
 from harness.analysis.comparison import AXES, compare
@@ -83,7 +90,55 @@ def test_a_table_names_its_revisions_where_there_are_several() -> None:
     one, other = record("naive"), record("sdpa")
     assert "revisions" not in summary([one, other])
     other = record("sdpa", environment={"git_revision": "fedcba9"})
+    other.source = {}
     assert "Measured by 2 revisions: 0123abc (1 case), fedcba9 (1 case)." in summary([one, other])
+
+
+def test_revisions_of_the_code_of_now_are_only_counted() -> None:
+    one, other = record("naive"), record("sdpa", environment={"git_revision": "fedcba9+"})
+    assert "Measured by 2 revisions whose measured code is that of now." in summary([one, other])
+    other.source["kernels/backends"] = "0" * 12
+    assert "Measured by 2 revisions: 0123abc (1 case), fedcba9+ (1 case)." in summary([one, other])
+
+
+def test_a_tree_with_changes_may_be_the_code_of_now() -> None:
+    """A copy names the last commit that it has; its hashes say what it ran."""
+    copied, changed = (
+        record(name, environment={"git_revision": "0123abc+"}) for name in ("naive", "sdpa")
+    )
+    changed.source["kernels/backends"] = "0" * 12
+    (sentence,) = provenance_of([copied, changed, record("flex")])
+    assert sentence == (
+        "2 of 3 were measured in a tree with changes to the commit that is named (+), such as a "
+        "copy without the later history; by the hashes of its source, what 1 of them measured is "
+        "the code of now."
+    )
+    changed.source = {}
+    assert any("what 1 of them measured" in words for words in provenance_of([copied, changed]))
+
+
+def test_a_copy_without_the_history_has_the_same_hashes(tmp_path: Path) -> None:
+    """A commit that is older than its files, as where a tree is copied beside an old clone."""
+    for name in ("kernels", "models", "parallel", "harness", "conf"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    made = record("naive")
+    code = (
+        "import json, sys; from harness.cases.source import source_of; import harness;"
+        "case, notes = json.load(sys.stdin);"
+        "print(json.dumps([harness.__file__, source_of(case, notes)]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        input=json.dumps([made.case, made.notes]),
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    file, source = json.loads(done.stdout)
+    assert file.startswith(str(tmp_path))
+    assert source == made.source
 
 
 @pytest.mark.parametrize(
