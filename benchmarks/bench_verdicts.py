@@ -101,6 +101,13 @@ def own_level(
     return levels + independent(random, rounds, samples, JITTER)
 
 
+def delayed(random: Random, rounds: int, samples: int) -> Floats:
+    """Passes of 1 ms on a CPU that others use too: most wait for turns of 4 ms."""
+    turns = random.geometric(0.3, (2, rounds, samples)) - 1
+    waits = 4.0 * turns * random.uniform(0.5, 1, (2, rounds, 1))
+    return np.log(np.exp(independent(random, rounds, samples, JITTER)) + waits)
+
+
 Draw = Callable[[Random, int, int], Floats]
 
 
@@ -110,6 +117,8 @@ class Noise:
 
     name: str
     draw: Draw
+    busy: bool = False
+    """Whether other processes delay passes, and the load says so."""
     between_runs: bool = False
     """Whether the two sides are runs of their own, of which one shows nothing of the next."""
 
@@ -118,7 +127,7 @@ class Noise:
         logs[0] += math.log1p(slower)
         baseline, candidate = _rounds(logs)
         if not self.between_runs:
-            return decide(baseline, candidate)
+            return decide(baseline, candidate, busy=self.busy)
         level = self.calibrated(random, samples)
         return decide(baseline, candidate, paired=False, level=level)
 
@@ -147,6 +156,7 @@ NOISES = (
     Noise(name="autocorrelated 3%, by side", draw=lambda *of: autocorrelated(*of, shared=False)),
     Noise(name="drift of 3%", draw=drift),
     Noise(name="a level per round, 3%", draw=lambda *of: own_level(*of, 0.03)),
+    Noise(name="turns on a busy CPU", draw=delayed, busy=True),
     Noise(
         name="a level per run, 2%",
         draw=lambda *of: own_level(*of, 0.02, per_run=True),

@@ -16,10 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.analysis.stats import Floats, by_length
+from harness.bench.outcome import BUSY_CPUS
 from harness.store.record import Record
-
-BUSY_CPUS = 0.10
-"""Share of the host's CPUs that other processes may use before it counts as busy."""
 
 CLOCKS_APART = 0.10
 """How far clocks around the rounds of one case may differ, relative to the highest."""
@@ -68,12 +66,16 @@ def of_record(record: Record) -> list[str]:
 def was_busy(record: Record) -> bool:
     """Whether other processes used the device, or many of the host's CPUs, in any round."""
     loads = (rank.get("load") or {} for state in record.round_states for rank in state.ranks)
-    return any(map(_is_busy, loads))
+    return any(map(is_busy, loads))
 
 
-def _is_busy(load: Mapping[str, Any]) -> bool:
-    """By the keys of :class:`harness.bench.host_load.LoadWatch`."""
-    has_company = any(part.get("gpu_processes") for part in (load, load.get("at_start") or {}))
+def is_busy(load: Mapping[str, Any]) -> bool:
+    """Whether others used the device, or many of the host's CPUs, in a round.
+
+    Args:
+        load: that of :class:`harness.bench.host_load.LoadWatch`.
+    """
+    has_company = any(part.get("device_processes") for part in (load, load.get("at_start") or {}))
     return has_company or (load.get("other_cpu_share") or 0) > BUSY_CPUS
 
 

@@ -39,7 +39,7 @@ class Side:
     logs: list[Floats]
     """Logs of samples, by round."""
     values: Floats
-    """The log of each round's median."""
+    """The log of each round's median, or of its fastest pass."""
     floors: Floats
     """The variance that the samples within a round alone give to its value."""
     processes: tuple[int, ...]
@@ -81,6 +81,29 @@ class Side:
             return self.values
         owners = np.array(self.processes)
         return np.array([self.values[owners == owner].mean() for owner in dict.fromkeys(owners)])
+
+
+def by_fastest_pass(sides: Sequence[Side]) -> list[Side]:
+    """The sides, with the fastest pass of each round as its value.
+
+    Of two rounds that took turns as many passes count, since the least of more is less.
+    """
+    found = []
+    for side in sides:
+        lengths = [min(map(len, logs)) for logs in zip(*(one.logs for one in sides), strict=True)]
+        least = [
+            np.sort(logs[:length])[:2] for logs, length in zip(side.logs, lengths, strict=True)
+        ]
+        found.append(
+            Side(
+                logs=side.logs,
+                values=np.array([two[0] for two in least]),
+                # Of independent exponential delays the least varies as it differs from the next.
+                floors=np.array([(two[-1] - two[0]) ** 2 for two in least]),
+                processes=side.processes,
+            )
+        )
+    return found
 
 
 def _median_variance(logs: Floats) -> float:

@@ -45,7 +45,7 @@ def row_verdicts(
     """
     wanted = [
         *("machine", "rounds_ms", "round_processes", "rounds_started_at"),
-        *("until_decided", "run_level"),
+        *("until_decided", "run_level", "device", "disturbed"),
     ]
     sides = (rows[wanted].to_dict("records") for rows in (baseline, candidate))
     found = [_pair(one, other, band) for one, other in zip(*sides, strict=True)]
@@ -76,6 +76,7 @@ def _pair(one: dict[str, Any], other: dict[str, Any], band: float) -> tuple[Any,
         baseline_processes=one["round_processes"],
         candidate_processes=other["round_processes"],
         level=level,
+        busy=any(side["device"] == "cpu" and "busy" in side["disturbed"] for side in (one, other)),
     )
     word = verdict.word if verdict.ratio == verdict.ratio else None
     cells = (verdict.ratio, verdict.low, verdict.high, word, verdict.why, verdict.band)
@@ -116,7 +117,8 @@ def interval_cells(rows: pd.DataFrame, digits: int = 2) -> pd.Series:
 
 
 def reasons(rows: pd.DataFrame) -> pd.Series:
-    """Why a pair is UNCLEAR that has enough rounds for an interval; None for others."""
+    """Why a pair that has enough rounds for an interval is UNCLEAR, or was decided in another way
+    than by medians; None for others."""
     has_reason = (rows["num_rounds"] >= FEWEST_ROUNDS) & (rows["why"] != "")
     return rows["why"].astype(object).where(has_reason, None)
 

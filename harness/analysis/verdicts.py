@@ -8,6 +8,10 @@ the unit is the process. The interval of the ratio is Welch's ("The generalizati
 problem", Biometrika 1947), or that of the differences round by round where rounds were taken in
 turns and it is narrower; each spends its part of the error rate, so that the narrower may be used.
 
+Other processes on a CPU only ever delay a pass. Where they were busy, a round's fastest pass may
+decide where medians do not, at half of the error rate each (Chen and Revels, "Robust benchmarking
+in noisy environments", 2016): whether one side is faster, and not that both are the same.
+
 FASTER and SLOWER need the whole interval beyond a band of equivalence, SAME needs it wholly within
 (Schuirmann, "two one-sided tests", 1987); everything else is UNCLEAR. Rounds may be added to what
 is UNCLEAR: each look at the data spends its part of one error rate (:data:`LOOKS`; Lan and DeMets,
@@ -23,6 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from harness.analysis.intervals import (
     CONTINUED,
@@ -30,6 +35,7 @@ from harness.analysis.intervals import (
     Floats,
     Rounds,
     Side,
+    by_fastest_pass,
     continued,
     half_width,
     width_of,
@@ -53,6 +59,7 @@ MOST_ROUNDS = 28
 MOST_TOLD = 1001
 """Stands for more rounds than anybody counts."""
 
+BY_FASTEST_PASS = "by the fastest pass of each round, since other processes kept the CPUs busy"
 MORE = "interleave=5 or until=decided measures what a verdict needs"
 
 
@@ -106,7 +113,7 @@ class Verdict:
     band: float
     """The band that the interval was held against: 0.01 is 1%."""
     why: str = ""
-    """For UNCLEAR: what is missing. Empty otherwise."""
+    """For UNCLEAR: what is missing. :data:`BY_FASTEST_PASS` where that decided, else empty."""
     needed: int = 0
     """For UNCLEAR: about how many rounds would tell, at most :data:`MOST_TOLD`. 0 otherwise."""
 
@@ -121,6 +128,7 @@ def decide(
     baseline_processes: Sequence[int] = (),
     candidate_processes: Sequence[int] = (),
     level: Level | None = None,
+    busy: bool = False,
 ) -> Verdict:
     """The verdict on a candidate.
 
@@ -133,6 +141,7 @@ def decide(
         baseline_processes, candidate_processes: by round, which process measured it.
         level: of the machine. The interval is widened by it unless both were measured in turns, in
             the same processes or in at least :data:`FEWEST_ROUNDS` each.
+        busy: whether other processes delayed passes of either side, on a CPU.
 
     Returns:
         UNCLEAR where either side has fewer than :data:`FEWEST_ROUNDS` rounds with samples.
@@ -157,42 +166,66 @@ def decide(
     shown = paired and all(side.num_processes >= FEWEST_ROUNDS for side in sides)
     if level is not None and not shown:
         band = max(band, level.std_log)
+    weigh = partial(
+        _weigh,
+        alpha=alpha_of(looks) / (2 if busy and paired else 1),
+        band=band,
+        paired=paired,
+        inflation=CONTINUED if continued(sides) else 1.0,
+        level=None if shown or together else level,
+    )
+    by_medians = weigh(sides)
+    if by_medians.word != "UNCLEAR" or not (busy and paired):
+        return by_medians
+    by_fastest = weigh(by_fastest_pass(sides))
+    if by_fastest.word in ("FASTER", "SLOWER"):
+        return replace(by_fastest, why=BY_FASTEST_PASS)
+    return replace(by_medians, needed=min(by_medians.needed, by_fastest.needed))
+
+
+def _weigh(
+    sides: list[Side],
+    *,
+    alpha: float,
+    band: float,
+    paired: bool,
+    inflation: float,
+    level: Level | None,
+) -> Verdict:
+    """The verdict by the values of both sides' rounds, at an error rate of ``alpha``."""
     units = [side.units() for side in sides]
     shift = float(units[0].mean() - units[1].mean())
-    inflation = CONTINUED if continued(sides) else 1.0
-    extra = None if shown or together else level
-    alpha = alpha_of(looks)
     half = half_width(
         units,
         [side.floor for side in sides],
         alpha,
         paired=paired,
         inflation=inflation,
-        level=extra.between_two if extra else None,
+        level=level.between_two if level else None,
     )
     low, high = shift - half, shift + half
     edge = math.log1p(band)
-    word = "UNCLEAR"
+    word, why, needed = "UNCLEAR", "", 0
     if low > edge:
         word = "FASTER"
     elif high < -edge:
         word = "SLOWER"
     elif -edge < low and high < edge:
         word = "SAME"
-    verdict = Verdict(
+    else:
+        why, needed = _what_it_takes(
+            units, abs(shift), edge, alpha, inflation=inflation, level=level
+        )
+    return Verdict(
         word=word,
         ratio=math.exp(shift),
         low=math.exp(low),
         high=math.exp(high),
-        num_rounds=num_rounds,
+        num_rounds=min(len(side.values) for side in sides),
         band=band,
+        why=why,
+        needed=needed,
     )
-    if word == "UNCLEAR":
-        why, needed = _what_it_takes(
-            units, abs(shift), edge, alpha, inflation=inflation, level=extra
-        )
-        verdict = replace(verdict, why=why, needed=needed)
-    return verdict
 
 
 def alpha_of(looks: int) -> float:

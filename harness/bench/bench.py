@@ -12,6 +12,7 @@ next. On a CPU every time is the host's perf_counter.
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,13 +24,21 @@ import torch.distributed as dist
 from harness.bench import device_time, devices, peaks
 from harness.bench.compile_watch import CompileWatch
 from harness.bench.host_load import LoadWatch
-from harness.bench.outcome import Outcome, PeerFailed, PeerSilent
+from harness.bench.outcome import BUSY_CPUS, Outcome, PeerFailed, PeerSilent
 from harness.bench.phase_timer import PhaseTimer
 from harness.statuses import STATUSES
 
 FLUSH_BYTES = 256 * 2**20
 """Several times the L2 cache of any GPU so far (H200: 60 MB), so that no call finds its inputs
 cached by the call before it."""
+
+
+BUSY_ROUND_S = 0.5
+"""How long a round lasts, at least, where other processes keep the CPUs busy: a scheduler gives out
+turns of some milliseconds, and a few short passes would tell of nothing else."""
+
+MOST_TIMES_LONGER = 20
+"""The most times as many passes as were asked for."""
 
 
 class Bench:
@@ -45,8 +54,14 @@ class Bench:
         on_stage: Callable[[str], None] = lambda stage: None,
         rounds: int = 1,
         round_index: int = 0,
+        longer_if_busy: bool = False,
         artifacts: Path | None = None,
     ) -> None:
+        """Tools for one round of a case.
+
+        Args:
+            longer_if_busy: take more passes while other processes keep the CPUs busy.
+        """
         self.device = device
         self.rank = rank
         self.world_size = world_size
@@ -59,6 +74,7 @@ class Bench:
         self._on_stage = on_stage
         self._rounds = rounds
         self._round_index = round_index
+        self._longer_if_busy = longer_if_busy
         self._artifacts = artifacts
         self._baseline_rss = devices.resident_bytes()
         self._baseline_allocated = 0
@@ -315,6 +331,9 @@ class Bench:
             self.synchronize()
             own_bytes = 0 if scratch is None else FLUSH_BYTES
             self.note_memory(own_bytes=own_bytes, further=index > 0)
+        if whole_step is None and not in_a_row:
+            further = self._further_passes(passes, load_watch)
+            self._time_apart(step, timer, further, scratch, ends=False)
 
         self.outcome.device_state.setdefault("before", state_before)
         self.outcome.device_state["after"] = devices.gpu_state(self.device)
@@ -342,6 +361,16 @@ class Bench:
         if whole_step is None:
             # A whole step changes what it trains: its task says when it may run again.
             self.measure_device(step, scratch=scratch)
+
+    def _further_passes(self, passes: int, load_watch: LoadWatch) -> int:
+        """How many passes to add to a round on CPUs that other processes keep busy."""
+        if not (self._longer_if_busy and passes and self.device.type == "cpu"):
+            return 0
+        load = load_watch.load()
+        if self.world_size > 1 or load["other_cpu_share"] <= BUSY_CPUS:
+            return 0
+        as_long = math.ceil(passes * BUSY_ROUND_S / load["seconds"])
+        return min(as_long, MOST_TIMES_LONGER * passes) - passes if as_long > passes else 0
 
     def measure_device(
         self,

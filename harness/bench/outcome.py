@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+BUSY_CPUS = 0.10
+"""Share of the host's CPUs that other processes may use before it counts as busy."""
+
 
 @dataclass(kw_only=True, slots=True)
 class Outcome:

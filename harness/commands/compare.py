@@ -373,7 +373,7 @@ def comparison_table(
             Column(key="ratio", header="ratio", format=_three_decimals, mark="host_mark"),
             Column(key="interval", header="interval", raw=ends, detail=True),
             Column(key="outcome", header="verdict"),
-            Column(key="why", header="unclear since", detail=True),
+            Column(key="why", header="why", detail=True),
         ],
     )
     built.name = "comparison"

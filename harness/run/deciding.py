@@ -82,12 +82,16 @@ def _pairs_along(
 def is_open(pair: Pair) -> bool:
     """Whether a phase that tables compare is UNCLEAR after the rounds that both have, and more
     rounds may change that."""
-    # Loads numpy, which plans and commands without comparisons do not need.
+    # Load numpy, which plans and commands without comparisons do not need.
+    from harness.analysis.disturbance import is_busy
     from harness.analysis.verdicts import decide, looks_at
 
     one, other = pair.runs
     number = pair.num_rounds
     looks = looks_at(number, until_decided=True)
+    busy = one.case.device == "cpu" and any(
+        is_busy(load) for run in pair.runs for load in run.loads()
+    )
     needed = []
     for phase in one.case.task.compared_phases:
         if why_hidden(pair, phase):
@@ -100,6 +104,7 @@ def is_open(pair: Pair) -> bool:
             looks=looks,
             baseline_processes=one.processes[:number],
             candidate_processes=other.processes[:number],
+            busy=busy,
         )
         if verdict.word == "UNCLEAR":
             needed.append(verdict.needed)

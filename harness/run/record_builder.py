@@ -57,6 +57,10 @@ class RecordBuilder:
         ]
         return [[max(times) for times in zip(*ranks, strict=False)] for ranks in per_rank]
 
+    def loads(self) -> list[dict[str, Any]]:
+        """What else kept the host busy, by round and rank."""
+        return [load for outcomes in self._rounds for load in self._loads(outcomes)]
+
     def phase(self, name: str) -> Phase:
         """A phase of all finished rounds together, as the record will hold it."""
         return _joined(name, self._rounds)
@@ -160,6 +164,13 @@ class RecordBuilder:
 
     def _states(self, outcomes: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The device's state and the host's load around one round, by rank."""
+        return [
+            outcome["device_state"] | {"load": load}
+            for outcome, load in zip(outcomes, self._loads(outcomes), strict=True)
+        ]
+
+    def _loads(self, outcomes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """What other processes than this run's took of the host during one round, by rank."""
         hosts = [
             (environment.get("host"), environment.get("boot_id"))
             for environment in self.environments
@@ -177,10 +188,7 @@ class RecordBuilder:
                 others = max(0.0, load["other_cpus"] - further)
                 load["other_cpu_share"] *= others / load["other_cpus"] if others else 0.0
                 load["other_cpus"] = others
-        return [
-            outcome["device_state"] | {"load": load}
-            for outcome, load in zip(outcomes, loads, strict=True)
-        ]
+        return loads
 
 
 def _add_measurements(

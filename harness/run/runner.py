@@ -249,6 +249,7 @@ class Runner:
             case,
             rounds=rounds,
             round_index=round_index,
+            until_decided=self.options.until_decided,
             timeout_s=self.options.timeout_s,
             on_stage=lambda stage: self.progress.stage(turn + stage),
         )

@@ -105,7 +105,13 @@ class Worker:
         for line in sys.stdin:
             job = json.loads(line)
             case = Case.from_dict(job["case"])
-            outcome = self.measure(case, job["rounds"], job["round"], Path(job["artifacts"]))
+            outcome = self.measure(
+                case,
+                job["rounds"],
+                job["round"],
+                Path(job["artifacts"]),
+                until_decided=job["until_decided"],
+            )
             outcomes, healthy = self._gather(outcome)
             if self.rank == 0 or not healthy:
                 results = [asdict(item) for item in outcomes]
@@ -116,7 +122,13 @@ class Worker:
                 os._exit(1)
 
     def measure(
-        self, case: Case, rounds: int, round_index: int, artifacts: Path | None = None
+        self,
+        case: Case,
+        rounds: int,
+        round_index: int,
+        artifacts: Path | None = None,
+        *,
+        until_decided: bool = False,
     ) -> Outcome:
         """Measure one case on this rank; every error becomes the outcome's status."""
         self._forget_last_case(case)
@@ -128,6 +140,7 @@ class Worker:
             on_stage=lambda stage: self._send(event="stage", stage=stage),
             rounds=rounds,
             round_index=round_index,
+            longer_if_busy=until_decided,
             artifacts=artifacts,
         )
         outcome = bench.outcome

@@ -119,11 +119,17 @@ class WorkerGroup:
         *,
         rounds: int,
         round_index: int,
+        until_decided: bool,
         timeout_s: float,
         on_stage: Callable[[str], None],
     ) -> Reply:
         """Measure one case and wait for its result, a rank's death, or the time limit."""
-        job = {"case": case.to_dict(), "rounds": rounds, "round": round_index}
+        job = {
+            "case": case.to_dict(),
+            "rounds": rounds,
+            "round": round_index,
+            "until_decided": until_decided,
+        }
         # An absolute path, since a worker may run in another folder.
         line = json.dumps(job | {"artifacts": str((self._profiles / case.id).resolve())})
         reply = Reply()

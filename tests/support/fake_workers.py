@@ -68,6 +68,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Host:
             *,
             rounds: int,
             round_index: int,
+            until_decided: bool,
             timeout_s: float,
             on_stage: Callable[[str], None],
         ) -> Reply:

@@ -70,7 +70,7 @@ def build(frame: pd.DataFrame) -> Table | None:
             Column(key="interval", header="interval", raw=("ratio_low", "ratio_high"), detail=True),
             Column(key="num_rounds", header="rounds", format=fmt.integer, detail=True),
             Column(key="verdict", header="verdict", status="status"),
-            Column(key="why", header="unclear since", detail=True),
+            Column(key="why", header="why", detail=True),
         ],
     )
 

@@ -10,6 +10,7 @@ import pytest
 
 from harness.analysis.student import two_sided_quantile, two_sided_tail
 from harness.analysis.verdicts import (
+    BY_FASTEST_PASS,
     ERROR_RATE,
     LOOKS,
     Level,
@@ -215,3 +216,46 @@ def test_rounds_that_go_on_from_one_another_count_for_less() -> None:
             false[samples_tell] += found.word in ("FASTER", "SLOWER")
     assert false[True] <= 0.02 * 200
     assert false[False] > 0.05 * 200
+
+
+def delayed(
+    random: np.random.Generator, *, slower: float = 1.0, number: int = 7, passes: int = 50
+) -> list[list[float]]:
+    """Passes of 1 ms on a CPU that others use too: most wait for some turns of 4 ms."""
+    turns = random.geometric(0.3, (number, passes)) - 1
+    own = slower * np.exp(0.01 * random.standard_normal((number, passes)))
+    return [list(row) for row in own + 4.0 * turns * random.uniform(0.5, 1, (number, 1))]
+
+
+class TestBusy:
+    """Where others delay passes, the fastest of each round may decide."""
+
+    def test_it_finds_what_medians_do_not(self) -> None:
+        random = np.random.default_rng(11)
+        pairs = [(delayed(random), delayed(random, slower=1.1)) for _ in range(20)]
+        assert sum(decide(*pair).word == "SLOWER" for pair in pairs) <= 2
+        found = [decide(*pair, busy=True) for pair in pairs]
+        assert sum(verdict.word == "SLOWER" for verdict in found) >= 19
+        by_fastest = [verdict for verdict in found if verdict.why == BY_FASTEST_PASS]
+        assert len(by_fastest) >= 17
+        assert all(verdict.ratio == pytest.approx(1 / 1.1, rel=0.01) for verdict in by_fastest)
+
+    def test_equal_cases_are_not_called_different(self) -> None:
+        random = np.random.default_rng(12)
+        words = [decide(delayed(random), delayed(random), busy=True).word for _ in range(300)]
+        assert words.count("FASTER") + words.count("SLOWER") <= 6
+        assert "SAME" not in words, "their typical times are not known"
+
+    def test_more_passes_are_no_advantage(self) -> None:
+        """The least of 200 samples is 8% below that of 10, for noise of 5%."""
+        random = np.random.default_rng(13)
+        for _ in range(20):
+            few, many = (
+                np.exp(0.05 * random.standard_normal((5, passes))).tolist() for passes in (10, 200)
+            )
+            assert decide(few, many, busy=True).word in ("UNCLEAR", "SAME")
+
+    def test_only_for_rounds_that_took_turns(self) -> None:
+        random = np.random.default_rng(14)
+        one, other = delayed(random), delayed(random, slower=1.1)
+        assert decide(one, other, busy=True, paired=False).word == "UNCLEAR"

@@ -79,10 +79,10 @@ class TestRecords:
     @pytest.mark.parametrize(
         ("load", "words"),
         [
-            ({"other_cpu_share": 0.05, "gpu_processes": []}, []),
+            ({"other_cpu_share": 0.05, "device_processes": []}, []),
             ({"other_cpu_share": 0.2}, ["busy"]),
-            ({"gpu_processes": [{"memory_bytes": None}]}, ["busy"]),
-            ({"at_start": {"gpu_processes": [{"memory_bytes": 1}]}}, ["busy"]),
+            ({"device_processes": [{"memory_bytes": None}]}, ["busy"]),
+            ({"at_start": {"device_processes": [{"memory_bytes": 1}]}}, ["busy"]),
             ({}, []),
         ],
     )

@@ -286,3 +286,34 @@ class TestChecksBetweenPasses:
             bench.measure(lambda timer: calls.append(1), warmup=1, passes=4, check=check)
         assert len(calls) == 1
         assert bench.outcome.samples_ms == {}
+
+
+class TestBusyRounds:
+    """A round on CPUs that others keep busy lasts longer."""
+
+    @staticmethod
+    def num_passes(monkeypatch: pytest.MonkeyPatch, *, others: float, **options: bool) -> int:
+        """The passes of 10 ms of a round in which others used a share of the CPUs."""
+        monkeypatch.setattr(
+            "harness.bench.bench.LoadWatch.load",
+            lambda self: {"other_cpu_share": others, "seconds": 0.1},
+        )
+        bench = Bench(device=torch.device("cpu"), **options)
+
+        def step(timer: PhaseTimer) -> None:
+            with timer.phase("forward"):
+                time.sleep(0.01)
+
+        bench.measure(step, warmup=1, passes=10)
+        return len(bench.outcome.samples_ms["forward"])
+
+    @pytest.mark.usefixtures("clock")
+    @pytest.mark.parametrize(("others", "longer", "expected"), [(0.5, True, 50), (0.05, True, 10)])
+    def test_until_decided(
+        self, others: float, longer: bool, expected: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert self.num_passes(monkeypatch, others=others, longer_if_busy=longer) == expected
+
+    @pytest.mark.usefixtures("clock")
+    def test_not_otherwise(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert self.num_passes(monkeypatch, others=0.5) == 10

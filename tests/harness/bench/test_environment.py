@@ -80,8 +80,8 @@ def test_a_history_goes_before_a_stated_revision(
 
 
 def _spin(seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
+    """Use so much CPU time, however long a busy host takes to give it."""
+    while time.process_time() < seconds:
         pass
 
 
@@ -92,7 +92,7 @@ def test_our_own_work_is_no_load_of_others() -> None:
     child.start()
     child.join()
     found = watch.load()
-    assert found["own_cpus"] > 0.1
+    assert found["own_cpus"] * found["seconds"] > 0.4
     assert 0 <= found["other_cpu_share"] <= 1
     assert found["other_cpus"] <= (os.cpu_count() or 1)
 
