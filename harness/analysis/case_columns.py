@@ -109,6 +109,12 @@ class Reading:
         return predictions.peak_bytes(self.record) / GIB
 
     @cached_property
+    def predicted_over_measured(self) -> float:
+        """Of the peak on CUDA; NaN unless both are known."""
+        ratio = predictions.predicted_over_measured(self.record)
+        return np.nan if ratio is None else ratio
+
+    @cached_property
     def predicted_before_backward_mib(self) -> float:
         return predictions.before_backward_bytes(self.record) / MIB
 
@@ -223,6 +229,7 @@ CASE_COLUMNS: Mapping[str, Callable[[Reading], Any]] = {
     "peak_rss_gib": lambda of: of.largest("peak_rss_bytes", GIB),
     "before_backward_mib": lambda of: of.largest("before_backward_bytes", MIB),
     "predicted_memory_gib": lambda of: of.predicted_memory_gib,
+    "predicted_over_measured": lambda of: of.predicted_over_measured,
     "predicted_before_backward_mib": lambda of: of.predicted_before_backward_mib,
     "compile_s": lambda of: of.record.compilation.get("compile_s"),
     "autotune_s": lambda of: of.record.compilation.get("autotune_s"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from harness.analysis.memory import own_peak_bytes
 from harness.cases.case import Case
@@ -64,18 +65,47 @@ WORKSPACE_BYTES = 32 * 2**20
 that multiplies. Where a case has gradients, the thread of its backward pass has another."""
 
 
-def predicted_over_measured(record: Record) -> float | None:
-    """Predicted over measured peak on CUDA of a good record; None unless both are known.
+OFF = 0.1
+"""A prediction is off beyond this share of what was measured."""
 
-    Without a recorded baseline the workspaces that a process has are added to the prediction.
-    """
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ComparedPeak:
+    """A good record's peak on CUDA, in bytes."""
+
+    predicted: float | None
+    """None where it is not predicted. Where the record has no baseline, with the workspaces that
+    its process has."""
+    measured: float
+
+    @property
+    def ratio(self) -> float | None:
+        """Predicted over measured."""
+        return None if self.predicted is None else self.predicted / self.measured
+
+    @property
+    def is_off(self) -> bool:
+        return self.ratio is not None and abs(self.ratio - 1) > OFF
+
+
+def compared_peak(record: Record) -> ComparedPeak | None:
+    """The peak of a good record as predicted and measured; None if none was measured on CUDA."""
     ranks = [rank for rank in record.memory if rank.get("peak_allocated_bytes")]
-    predicted = peak_bytes(record)
-    if record.status != "ok" or not ranks or math.isnan(predicted):
+    if record.status != "ok" or not ranks:
         return None
+    measured = max(own_peak_bytes(rank) or 0.0 for rank in ranks)
+    predicted = peak_bytes(record)
+    if math.isnan(predicted):
+        return ComparedPeak(predicted=None, measured=measured)
     if any("baseline_allocated_bytes" not in rank for rank in ranks):
         predicted += WORKSPACE_BYTES * _threads_that_multiply(record)
-    return predicted / max(own_peak_bytes(rank) or 0.0 for rank in ranks)
+    return ComparedPeak(predicted=predicted, measured=measured)
+
+
+def predicted_over_measured(record: Record) -> float | None:
+    """Predicted over measured peak on CUDA of a good record; None unless both are known."""
+    peak = compared_peak(record)
+    return None if peak is None else peak.ratio
 
 
 def _threads_that_multiply(record: Record) -> int:

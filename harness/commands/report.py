@@ -42,6 +42,8 @@ def main(arguments: list[str] | None = None) -> int:
             exit_code = 2
             continue
         print(f"{label}: {len(rendered.tables)} tables, report {rendered.report}")
+        if rendered.memory is not None:
+            print(f"{label}: {rendered.memory}")
     return exit_code
 
 

@@ -16,6 +16,7 @@ from harness.analysis.frame import build_frame
 from harness.cases.columns import POINTS
 from harness.cases.plugins import choices_of, why_missing
 from harness.render.latex import to_latex
+from harness.render.predicted_memory import summarise
 from harness.render.registries import FIGURES, TABLES
 from harness.render.report import DrawnFigure, write_report
 from harness.render.table import REASONS, Table, build_table
@@ -36,6 +37,8 @@ class RenderedSweep:
     report: Path
     tables: list[Table] = field(default_factory=list)
     """The sweep's tables, in the order of the plan."""
+    memory: str | None = None
+    """How predictions of peak memory hold, in words; None where no peak was measured on CUDA."""
     paths: list[Path] = field(default_factory=list)
     """Every file written, the report last."""
 
@@ -87,6 +90,8 @@ def render_sweep(results: Path, label: str, records: Records, problems: list[str
         problems=[problem.replace(f"{results}{os.sep}", "") for problem in problems],
     )
     put(rendered.report, report.encode(), rendered.paths)
+    predictions = summarise(measured)
+    rendered.memory = None if predictions is None else predictions.sentence
     return rendered
 
 

@@ -14,6 +14,7 @@ from harness.cases import format as fmt
 from harness.cases.hardware import find_hardware
 from harness.cases.source import changed_folders, is_measured
 from harness.cases.task import TASKS
+from harness.render.predicted_memory import summarise
 from harness.render.table import Table
 from harness.statuses import STATUSES
 from harness.store.attempts import Records
@@ -86,6 +87,7 @@ def write_report(
         attempts=attempts_of(records, attempts),
         missing=missing,
         problems=problems,
+        predictions=summarise(records),
         environment=environment_of(records),
         **measurement_facts(records),
     )

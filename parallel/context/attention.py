@@ -20,8 +20,8 @@ from kernels.backend import BACKENDS, Attention, AttentionBackend, DelegatedAtte
 from kernels.backends.auto import choose
 from kernels.problem import AttentionProblem, AttentionSpec
 from parallel.context import bound
+from parallel.context.blocks import schedule
 from parallel.context.blocks.layouts import Contiguous, Layout, ScoreBlock
-from parallel.context.blocks.schedule import cut
 from parallel.context.memory.sizes import CallReader, CallSizes, LocalSizes
 from parallel.context.memory.transports import (
     AllGatherMemory,
@@ -357,7 +357,7 @@ class GatherAttention(ContextParallelAttention):
         return [
             read([part], first=index == 0)
             for block in blocks
-            for index, part in enumerate(cut(block, self._takes_rectangle))
+            for index, part in enumerate(schedule.cut(block, self._takes_rectangle))
         ]
 
     def _takes_rectangle(self, q_len: int, kv_len: int) -> bool:

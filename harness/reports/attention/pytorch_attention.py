@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pandas as pd
 
+from harness.analysis.case_columns import MIB
 from harness.cases import format as fmt
 from harness.render.findings import percent_span, say_out_of_memory, sentence
+from harness.render.predicted_memory import predicted_columns
 from harness.render.rows import of_task, per_case
 from harness.render.table import Column, Table, finding, make_table, table, time_column
 
@@ -22,7 +24,6 @@ def build(frame: pd.DataFrame) -> Table | None:
         return None
     rows = per_case(calls, phases=("forward", "backward"))
     rows["peak_mib"] = rows["peak_memory_gib"] * 1024
-    rows["predicted_peak_mib"] = rows["predicted_memory_gib"] * 1024
     rows["predicted_mib"] = rows["predicted_before_backward_mib"]
     before_backward = "before backward (MiB)"
     return make_table(
@@ -36,7 +37,7 @@ def build(frame: pd.DataFrame) -> Table | None:
             _memory("before_backward_mib", "measured", before_backward),
             _memory("predicted_mib", "predicted", before_backward),
             _memory("peak_mib", "measured", "peak (MiB)"),
-            _memory("predicted_peak_mib", "predicted", "peak (MiB)"),
+            *predicted_columns(rows, unit=MIB, group="peak (MiB)"),
         ],
     )
 

@@ -10,9 +10,10 @@ from harness.cases import format as fmt
 from harness.cases.columns import POINTS
 from harness.render.findings import listed, percent_span, say_unlike, sentence, span, told
 from harness.render.leaders import say_fastest
+from harness.render.predicted_memory import predicted_columns
 from harness.render.ranking import Standing, standings
 from harness.render.table import Column, Table, finding, make_table, table, time_column
-from harness.reports.context.split_rows import predicted_gib, split_calls
+from harness.reports.context.split_rows import split_calls
 
 CAPTION = (
     "Attention on sequences split over several ranks: median times of the slowest rank; speed-up "
@@ -28,7 +29,6 @@ def build(frame: pd.DataFrame) -> Table | None:
     rows = split_calls(frame)
     if rows.empty:
         return None
-    rows["predicted"] = predicted_gib(rows)
     rows.loc[rows["status"] != "ok", "check_error"] = float("nan")
     built = make_table(
         caption=CAPTION,
@@ -54,7 +54,7 @@ def build(frame: pd.DataFrame) -> Table | None:
             ),
             Column(key="exposed_ms", header="exposed (ms)", format=fmt.number),
             Column(key="sent_mib", header="sent (MiB)", format=fmt.number),
-            Column(key="predicted", header="predicted (GiB)", format=fmt.number, detail=True),
+            *predicted_columns(rows, header="predicted (GiB)", detail=True),
             Column(key="peak_memory_gib", header="peak memory (GiB)", format=fmt.number),
             Column(key="check_error", header="error", format=fmt.scientific, detail=True),
         ],

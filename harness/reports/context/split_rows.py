@@ -115,8 +115,3 @@ def _lockstep(ranks: list[dict[str, Any]]) -> float:
         for key, value in mine.items():
             longest[key] = max(longest.get(key, 0.0), value)
     return sum(longest.values()) / (total / len(ranks))
-
-
-def predicted_gib(rows: pd.DataFrame) -> pd.Series:
-    """Predicted peak memory, where a measured one stands beside it."""
-    return rows["predicted_memory_gib"].where(rows["status"] == "ok")

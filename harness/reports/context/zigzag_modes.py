@@ -8,9 +8,10 @@ from harness.cases import format as fmt
 from harness.cases.columns import point_groups
 from harness.render.findings import say_over, sentence
 from harness.render.leaders import say_fastest
+from harness.render.predicted_memory import predicted_columns
 from harness.render.rows import verdict_over
 from harness.render.table import Column, Table, finding, make_table, table, time_column
-from harness.reports.context.split_rows import predicted_gib, split_calls
+from harness.reports.context.split_rows import split_calls
 
 CAPTION = (
     "zigzag_llama3 on packed batches: two kernel calls, for a rank's early and its late chunks, or "
@@ -26,7 +27,6 @@ def build(frame: pd.DataFrame) -> Table | None:
     if rows.empty or rows["modes"].isna().all():
         return None
     rows = rows[rows["modes"].notna()].reset_index(drop=True)
-    rows["predicted"] = predicted_gib(rows)
     group = point_groups(rows, ["attention", "modes"])
     usual = rows["modes"] == TWO_KERNELS
     base = rows.loc[usual].groupby(group[usual])["whole_ms"].first()
@@ -43,7 +43,7 @@ def build(frame: pd.DataFrame) -> Table | None:
             time_column("backward", "backward (ms)"),
             time_column("forward_backward", "both (ms)"),
             Column(key="speedup", header="speed-up", format=fmt.factor),
-            Column(key="predicted", header="predicted", format=fmt.number, group=MEMORY),
+            *predicted_columns(rows, group=MEMORY),
             Column(key="peak_memory_gib", header="measured", format=fmt.number, group=MEMORY),
         ],
     )

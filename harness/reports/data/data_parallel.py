@@ -7,6 +7,7 @@ import pandas as pd
 from harness.cases import format as fmt
 from harness.render.findings import percent_span, sentence
 from harness.render.leaders import say_fastest
+from harness.render.predicted_memory import predicted_columns
 from harness.render.table import Column, Table, finding, make_table, table, time_column
 from harness.reports.data.step_rows import UNUSED, on_ranks
 from harness.reports.data.worked_answers import TEXT_NOTE
@@ -26,7 +27,6 @@ def build(frame: pd.DataFrame) -> Table | None:
     rows = on_ranks(frame)
     if rows.empty:
         return None
-    rows["predicted"] = rows["predicted_memory_gib"].where(rows["status"] == "ok")
     built = make_table(
         caption=CAPTION,
         rows=rows,
@@ -62,7 +62,7 @@ def build(frame: pd.DataFrame) -> Table | None:
             Column(key="hidden_share", header="hidden (%)", format=fmt.percent, group="traced"),
             Column(key="exposed_share", header="exposed (%)", format=fmt.percent, group="traced"),
             Column(key="step_tokens_per_s", header="tokens/s", format=fmt.number, detail=True),
-            Column(key="predicted", header="predicted (GiB)", format=fmt.number, detail=True),
+            *predicted_columns(rows, header="predicted (GiB)", detail=True),
             Column(key="peak_memory_gib", header="peak memory (GiB)", format=fmt.number),
             Column(key="text_ms", header="step (ms)", format=fmt.number, group="text"),
             Column(key="text_share", header="communication (%)", format=fmt.percent, group="text"),

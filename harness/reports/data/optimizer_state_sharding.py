@@ -7,6 +7,7 @@ import pandas as pd
 from harness.analysis.case_columns import GIB
 from harness.cases import format as fmt
 from harness.render.findings import best_row, sentence
+from harness.render.predicted_memory import predicted_columns
 from harness.render.table import Column, Table, finding, make_table, table, time_column
 from harness.reports.data.data_parallel import ratio
 from harness.reports.data.step_rows import UNUSED, footprint_of, on_ranks, rank_gib
@@ -60,7 +61,6 @@ def build(frame: pd.DataFrame) -> Table | None:
         for name, here in zip(names, at_text, strict=True)
     ]
     rows["text_step"] = pd.Series([SHARDING_STEP_MS.get(name) for name in names]).where(at_text)
-    rows["predicted"] = rows["predicted_memory_gib"].where(ok)
     built = make_table(
         caption=CAPTION.replace("and below in brackets", "in brackets"),
         rows=rows,
@@ -79,7 +79,7 @@ def build(frame: pd.DataFrame) -> Table | None:
                 )
                 for key, words in PARTS.items()
             ),
-            Column(key="predicted", header="predicted", format=fmt.number, group="peak"),
+            *predicted_columns(rows, group="peak"),
             Column(key="peak_memory_gib", header="measured", format=fmt.number, group="peak"),
             time_column("step", "step (ms)"),
             Column(key="over_peer", header="over DDP", format=ratio, mark="over_mark"),

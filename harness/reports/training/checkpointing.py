@@ -8,6 +8,7 @@ from harness.analysis.case_columns import GIB
 from harness.cases import format as fmt
 from harness.cases.columns import point_groups
 from harness.render.findings import sentence, span, told
+from harness.render.predicted_memory import predicted_columns
 from harness.render.rows import of_task, per_case, verdict_over
 from harness.render.table import Column, Table, finding, make_table, table, time_column
 
@@ -28,6 +29,10 @@ def build(frame: pd.DataFrame) -> Table | None:
         profile["peak_bytes"] / GIB if isinstance(profile, dict) else peak
         for profile, peak in zip(rows["memory_profile"], rows["peak_memory_gib"], strict=True)
     ]
+    ratio = rows["predicted_memory_gib"] / rows["peak_gib"]
+    rows["predicted_over_measured"] = ratio.where(
+        rows["memory_profile"].notna(), rows["predicted_over_measured"]
+    )
     unknown = rows["status"] != "ok"
     if rows["memory_profile"].notna().any():
         # Growth of the resident set beside what tensors hold would compare two things.
@@ -53,12 +58,7 @@ def build(frame: pd.DataFrame) -> Table | None:
             time_column("backward", "backward (ms)"),
             time_column("step", "step (ms)"),
             Column(key="time_ratio", header="time", format=fmt.factor),
-            Column(
-                key="predicted_memory_gib",
-                header="predicted",
-                format=fmt.number,
-                group="peak memory (GiB)",
-            ),
+            *predicted_columns(rows, group="peak memory (GiB)"),
             Column(key="peak_gib", header="measured", format=fmt.number, group="peak memory (GiB)"),
             Column(key="memory_ratio", header="memory", format=fmt.factor),
         ],
