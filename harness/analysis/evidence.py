@@ -17,7 +17,7 @@ from harness.analysis.row_verdicts import row_verdicts
 
 _COLUMNS = (
     *("machine", "rounds_ms", "round_processes", "rounds_started_at"),
-    *("until_decided", "run_level", "host_bound", "device", "disturbed"),
+    *("until_decided", "run_level", "assumed_level", "host_bound", "device", "disturbed"),
 )
 
 Evidence = dict[str, Any]

@@ -205,7 +205,7 @@ def _phase_rows(index: int, record: Record) -> list[tuple[Any, ...]]:
             samples = list(record.phases[name].samples_ms[rank])
         clock = phase.clock if phase else None
         formulas = (work.get("flops"), work.get("bytes"), work.get("tokens"))
-        shares = host_time(phase, record.case["device"])
+        shares = host_time(phase, record.case["device"], record.rounds)
         rows.append(
             (
                 index,

@@ -8,19 +8,20 @@ a time says nothing about kernels, and a faster host changes it.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from harness.analysis.stats import median, slowest_rank
+from harness.analysis.stats import by_round, median, slowest_rank
 from harness.store.record import Phase
 
 NOTICEABLE_WAIT = 0.05
 """The share of a pass above which the device's wait for its host makes the pass host-bound."""
 
-HOST_COLUMNS = ("host_ms", "device_ms", "device_waits", "host_bound")
+HOST_COLUMNS = ("host_ms", "device_ms", "device_waits", "host_bound", "hindered")
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -35,10 +36,16 @@ class HostTime:
     """The share of a measured pass in which the device waited for its host."""
     host_bound: bool | None = None
     """Whether that share is noticeable; None if the record does not tell."""
+    hindered: bool | None = None
+    """Whether it is so in some round, however the median of all rounds may be: then what differs
+    from round to round may be the host."""
 
 
-def host_time(phase: Phase | None, device: str) -> HostTime:
+def host_time(phase: Phase | None, device: str, rounds: Sequence[int] = ()) -> HostTime:
     """The host's part in a measured phase; unknown without samples.
+
+    Args:
+        rounds: passes of each round, for :attr:`HostTime.hindered`; one round if it is left out.
 
     The device never waits longer than the host works, so that higher clocks in the passes of
     ``device_ms`` do not pass for waiting. Without such passes (several ranks, or more kernels
@@ -47,21 +54,41 @@ def host_time(phase: Phase | None, device: str) -> HostTime:
     if phase is None or not any(phase.samples_ms):
         return HostTime()
     if device == "cpu":
-        return HostTime(host_bound=False)
+        return HostTime(host_bound=False, hindered=False)
     if not any(phase.host_ms):
         return HostTime()
-    pass_ms = median(slowest_rank(phase.samples_ms))
-    host_ms = _unhindered(slowest_rank(phase.host_ms))
-    if not any(phase.device_ms):
-        return HostTime(host_ms=host_ms, host_bound=host_ms >= (1 - NOTICEABLE_WAIT) * pass_ms)
-    device_ms = median(slowest_rank(phase.device_ms))
-    waits = max(0.0, min(pass_ms - device_ms, host_ms)) / pass_ms
+    times_ms, hosts_ms = slowest_rank(phase.samples_ms), slowest_rank(phase.host_ms)
+    device_ms = median(slowest_rank(phase.device_ms)) if any(phase.device_ms) else math.nan
+    whole = _Waiting.of(times_ms, hosts_ms, device_ms)
+    by_rounds = [by_round(times_ms, rounds), by_round(hosts_ms, rounds)]
+    parts = zip(*by_rounds, strict=True) if len(set(map(len, by_rounds))) == 1 else ()
     return HostTime(
-        host_ms=host_ms,
+        host_ms=whole.host_ms,
         device_ms=device_ms,
-        device_waits=waits,
-        host_bound=waits > NOTICEABLE_WAIT,
+        device_waits=whole.share,
+        host_bound=whole.is_noticeable,
+        hindered=whole.is_noticeable
+        or any(_Waiting.of(*part, device_ms).is_noticeable for part in parts if all(part)),
     )
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class _Waiting:
+    """What some passes say of the device's wait for its host."""
+
+    host_ms: float
+    share: float
+    """NaN without passes of the device alone."""
+    is_noticeable: bool
+
+    @classmethod
+    def of(cls, times_ms: list[float], hosts_ms: list[float], device_ms: float) -> _Waiting:
+        pass_ms, host_ms = median(times_ms), _unhindered(hosts_ms)
+        if math.isnan(device_ms):
+            busy = host_ms >= (1 - NOTICEABLE_WAIT) * pass_ms
+            return cls(host_ms=host_ms, share=math.nan, is_noticeable=busy)
+        share = max(0.0, min(pass_ms - device_ms, host_ms)) / pass_ms
+        return cls(host_ms=host_ms, share=share, is_noticeable=share > NOTICEABLE_WAIT)
 
 
 def _unhindered(host_ms: list[float]) -> float:

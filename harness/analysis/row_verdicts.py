@@ -14,8 +14,16 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from harness.analysis.host_time import is_true
 from harness.analysis.intervals import FEWEST_ROUNDS
-from harness.analysis.run_to_run import ASSUMED, Key, Repeated, is_short, run_to_run_levels
+from harness.analysis.run_to_run import (
+    Kind,
+    Repeated,
+    assumed_level,
+    is_short,
+    level_of,
+    run_to_run_levels,
+)
 from harness.analysis.verdicts import (
     EQUIVALENCE,
     MORE,
@@ -45,7 +53,7 @@ def row_verdicts(
     """
     wanted = [
         *("machine", "rounds_ms", "round_processes", "rounds_started_at"),
-        *("until_decided", "run_level", "device", "disturbed"),
+        *("until_decided", "run_level", "assumed_level", "device", "disturbed"),
     ]
     sides = (rows[wanted].to_dict("records") for rows in (baseline, candidate))
     found = [_pair(one, other, band) for one, other in zip(*sides, strict=True)]
@@ -133,8 +141,7 @@ def _level(
     levels = [side["run_level"] for side in (one, other)]
     known: list[Level] = [level for level in levels if isinstance(level, Level)]
     if not calibrated_only and (two_hosts or len(known) < 2):
-        samples = [median for side in (one, other) for median in map(np.median, side["rounds_ms"])]
-        known.append(ASSUMED[is_short(float(min(samples, default=np.inf)))])
+        known += [one["assumed_level"], other["assumed_level"]]
     return max(known, key=lambda level: level.std_log, default=None)
 
 
@@ -173,16 +180,26 @@ def add_run_levels(frame: pd.DataFrame) -> pd.DataFrame:
     """The frame with ``run_level``: the calibrated :class:`Level` for each row, or None.
 
     Calibrated are hosts and devices of which some cases were measured in several processes.
+    ``assumed_level`` is that of a machine without calibration.
     """
     levels = run_to_run_levels(calibration_rows(frame)["repeated"])
-    keys: list[Key] = [
-        (host, device, is_short(median))
-        for host, device, median in zip(
-            frame["host"], frame["device_name"], frame["median_ms"], strict=True
+    kinds = [
+        (Kind(host, device, is_short(median), is_true(hindered)), hindered is not None)
+        for host, device, median, hindered in zip(
+            *(frame[name] for name in ("host", "device_name", "median_ms", "hindered")), strict=True
         )
     ]
-    found = pd.Series([levels.get(key) for key in keys], index=frame.index, dtype=object)
-    return frame.assign(run_level=found)
+    found = [level_of(levels, kind, told=told) for kind, told in kinds]
+    assumed = [
+        assumed_level(median, hindered, device)
+        for median, hindered, device in zip(
+            *(frame[name] for name in ("median_ms", "hindered", "device")), strict=True
+        )
+    ]
+    return frame.assign(
+        run_level=pd.Series(found, index=frame.index, dtype=object),
+        assumed_level=pd.Series(assumed, index=frame.index, dtype=object),
+    )
 
 
 def calibration_rows(frame: pd.DataFrame) -> pd.DataFrame:
@@ -194,12 +211,19 @@ def calibration_rows(frame: pd.DataFrame) -> pd.DataFrame:
     longest = good.sort_values("median_ms", kind="stable", ascending=False)
     longest = longest.drop_duplicates("case_id").sort_index()
     repeated = [
-        Repeated(rounds_ms=rounds, processes=processes, host=host, device=device)
-        for rounds, processes, host, device in zip(
+        Repeated(
+            rounds_ms=rounds,
+            processes=processes,
+            host=host,
+            device=device,
+            hindered=is_true(hindered),
+        )
+        for rounds, processes, host, device, hindered in zip(
             longest["rounds_ms"],
             longest["round_processes"],
             longest["host"],
             longest["device_name"],
+            longest["hindered"],
             strict=True,
         )
     ]

@@ -12,8 +12,9 @@ rounds, or its samples where it measured one round), pooled over cases. Any run 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,13 +22,13 @@ from harness.analysis.intervals import FEWEST_ROUNDS, Floats, Side
 from harness.analysis.verdicts import Level
 
 SHORT_MS = 1.0
-"""Shorter cases are often bound by their host, which varies far more than the device."""
+"""Shorter cases vary more: they are over before a processor that they share comes back to them."""
 
 ASSUMED = {True: Level(std_log=0.25, df=30), False: Level(std_log=0.05, df=30)}
-"""Levels of a machine without calibration, of short cases and of others. In the committed records
-54 phases of the same code were measured twice, hours apart, on one kind of GPU: those under 1 ms
-differ like a level of 0.20, others like 0.0004; but GPUs of that kind were seen to run a sweep at
-clocks 12% apart, which a level of 0.05 allows for."""
+"""Levels of a machine without calibration, of times that a host may have a part in and of others.
+In the committed records 54 phases of the same code were measured twice, hours apart, on one kind of
+GPU: those under 1 ms differ like a level of 0.20, others like 0.0004; but GPUs of that kind were
+seen to run a sweep at clocks 12% apart, which a level of 0.05 allows for."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -38,6 +39,8 @@ class Repeated:
     processes: Sequence[int]
     host: str | None = None
     device: str | None = None
+    hindered: bool = False
+    """Whether the device waited for its host in some round."""
 
     @property
     def calibrates(self) -> bool:
@@ -50,20 +53,54 @@ class Repeated:
         return float(np.median([np.median(samples) for samples in self.rounds_ms]))
 
 
-Key = tuple[str | None, str | None, bool]
+class Kind(NamedTuple):
+    """What the level of a case is estimated apart from."""
+
+    host: str | None
+    device: str | None
+    short: bool
+    hindered: bool
+
+    @property
+    def words(self) -> str:
+        """``under 1 ms where the device waited for its host``."""
+        length = "under 1 ms" if self.short else "from 1 ms"
+        return f"{length}{' where the device waited for its host' if self.hindered else ''}"
 
 
 def is_short(median_ms: float) -> bool:
     return median_ms < SHORT_MS
 
 
-def run_to_run_levels(cases: Iterable[Repeated]) -> dict[Key, Level]:
-    """The calibrated levels by host, device, and whether cases are short."""
-    groups: dict[Key, list[Repeated]] = {}
+def assumed_level(median_ms: float, hindered: bool | None, device: str) -> Level:
+    """The level of a case on a machine that was not calibrated.
+
+    Args:
+        hindered: whether the device waited for its host; None if the record does not tell.
+        device: cpu, where every time is a host's, or cuda.
+    """
+    untold = hindered is None or device == "cpu"
+    return ASSUMED[bool(hindered) or (untold and is_short(median_ms))]
+
+
+def level_of(levels: Mapping[Kind, Level], kind: Kind, *, told: bool) -> Level | None:
+    """The calibrated level for a case; the larger one if its record does not tell who waited."""
+    kinds = [kind] if told else [kind._replace(hindered=hindered) for hindered in (True, False)]
+    found = [levels[each] for each in kinds if each in levels]
+    return max(found, key=lambda level: level.std_log, default=None)
+
+
+def run_to_run_levels(cases: Iterable[Repeated]) -> dict[Kind, Level]:
+    """The calibrated levels by kind of case.
+
+    Cases whose device waited for its host have levels of their own, so that those of kernels are
+    those of kernels.
+    """
+    groups: dict[Kind, list[Repeated]] = {}
     for case in cases:
         if case.calibrates and all(len(samples) for samples in case.rounds_ms):
-            key = (case.host, case.device, is_short(case.median_ms))
-            groups.setdefault(key, []).append(case)
+            kind = Kind(case.host, case.device, is_short(case.median_ms), case.hindered)
+            groups.setdefault(kind, []).append(case)
     return {key: run_to_run_level(group) for key, group in groups.items()}
 
 

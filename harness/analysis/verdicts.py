@@ -90,7 +90,8 @@ class Level:
     def words(self) -> str:
         """``a run-to-run level of 0.8% (3 cases in 5 processes)``."""
         how = (
-            f"{self.num_cases} cases in {self.num_processes} processes"
+            f"{self.num_cases} case{'' if self.num_cases == 1 else 's'} in {self.num_processes} "
+            "processes"
             if self.num_processes
             else "assumed: this machine has no calibration"
         )

@@ -17,7 +17,8 @@ from harness.render.table import Column, Table, finding, make_table, table
 CAPTION = (
     "Cases measured in several processes, by their longest phase. Level: the standard deviation of "
     "log time between processes, less what varies within one; verdicts on runs of this machine use "
-    "those of all cases of a kind together: {levels}."
+    "those of all cases of a kind together, apart for cases whose device waited for its host in "
+    "some round: {levels}."
 )
 
 
@@ -28,10 +29,9 @@ def build(frame: pd.DataFrame) -> Table | None:
         return None
     pooled = run_to_run_levels(rows["repeated"])
     levels = [
-        f"{level.percent} {'under 1 ms' if short else 'from 1 ms'}"
-        f"{f' on {host}' if host else ''} ({level.num_cases} cases in {level.num_processes} "
-        "processes)"
-        for (host, _, short), level in pooled.items()
+        f"{level.percent} {kind.words}{f' on {kind.host}' if kind.host else ''} "
+        f"({fmt.counted(level.num_cases, 'case')} in {level.num_processes} processes)"
+        for kind, level in sorted(pooled.items(), key=lambda item: str(item[0]))
     ]
     owned = [run_to_run_level([case]) for case in rows["repeated"]]
     rows = rows.assign(
@@ -48,6 +48,7 @@ def build(frame: pd.DataFrame) -> Table | None:
         metrics=[
             Column(key="phase", header="phase"),
             Column(key="median_ms", header="median (ms)", format=fmt.number, mark="mark"),
+            Column(key="hindered", header="host-bound in a round", format=fmt.yes_no),
             Column(key="num_processes", header="processes", format=fmt.integer),
             Column(key="num_rounds", header="rounds", format=fmt.integer),
             Column(key="level", header="level (%)", format=fmt.percent),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,14 @@ from records import in_rounds, make_record
 
 from harness.analysis.frame import build_frame
 from harness.analysis.row_verdicts import in_turns
-from harness.analysis.run_to_run import Repeated, run_to_run_level, run_to_run_levels
+from harness.analysis.run_to_run import (
+    Kind,
+    Repeated,
+    assumed_level,
+    level_of,
+    run_to_run_level,
+    run_to_run_levels,
+)
 from harness.render.table import build_table, finding_of
 
 
@@ -72,9 +80,56 @@ def test_levels_are_of_one_machine_and_of_cases_of_one_kind() -> None:
     short = repeated(random, level=0.1, spread=0.0, per_process=1, median_ms=0.2)
     few = repeated(random, level=0.1, spread=0.0, per_process=4, processes=2)
     levels = run_to_run_levels([long, short, few])
-    assert set(levels) == {("a", "CPU", False), ("a", "CPU", True)}
-    assert levels["a", "CPU", True].std_log > 2 * levels["a", "CPU", False].std_log
-    assert levels["a", "CPU", False].num_cases == 1
+    kinds = [Kind("a", "CPU", short, False) for short in (False, True)]
+    assert set(levels) == set(kinds)
+    assert levels[kinds[1]].std_log > 2 * levels[kinds[0]].std_log
+    assert levels[kinds[0]].num_cases == 1
+
+
+def test_the_level_of_kernels_is_that_of_kernels() -> None:
+    """Of two cases of one length, one waited for its host in some rounds."""
+    random = np.random.default_rng(5)
+    kernel = repeated(random, level=0.002, spread=0.0, per_process=1)
+    waited = replace(repeated(random, level=0.1, spread=0.0, per_process=1), hindered=True)
+    levels = run_to_run_levels([kernel, waited])
+    of_kernels, of_hosts = (Kind("a", "CPU", False, hindered) for hindered in (False, True))
+    assert levels[of_kernels].std_log < 0.005
+    assert levels[of_hosts].std_log > 0.05
+    assert level_of(levels, of_kernels, told=True) == levels[of_kernels]
+    # A record from before it was told may be either.
+    assert level_of(levels, of_kernels, told=False) == levels[of_hosts]
+    assert level_of({}, of_kernels, told=False) is None
+
+
+@pytest.mark.parametrize(
+    ("median_ms", "hindered", "device", "percent"),
+    [
+        (0.2, False, "cuda", "5%"),
+        (30.0, True, "cuda", "25%"),
+        (0.2, None, "cuda", "25%"),
+        (30.0, None, "cuda", "5%"),
+        (0.2, False, "cpu", "25%"),
+        (30.0, False, "cpu", "5%"),
+    ],
+)
+def test_what_is_assumed_without_a_calibration(
+    median_ms: float, hindered: bool | None, device: str, percent: str
+) -> None:
+    assert assumed_level(median_ms, hindered, device).percent == percent
+
+
+def test_a_case_that_waited_in_few_rounds_is_none_of_kernels() -> None:
+    """The H200's own calibration: 2,048 tokens waited for the host in three of eight rounds."""
+    device_ms, host_ms = 0.40, [0.44, 0.23, 0.24, 0.23, 0.22, 0.25, 0.34, 0.42]
+    times = [0.58, 0.40, 0.40, 0.40, 0.40, 0.40, 0.53, 0.56]
+    record = make_record(device="cuda", samples_ms={"step": [times]})
+    record.phases["step"].host_ms, record.phases["step"].device_ms = [host_ms], [[device_ms] * 3]
+    record.rounds = [1] * 8
+    (row,) = build_frame([record]).to_dict("records")
+    assert (row["host_bound"], row["hindered"]) == (False, True)
+    record.rounds = [8]
+    (row,) = build_frame([record]).to_dict("records")
+    assert (row["host_bound"], row["hindered"]) == (False, False)
 
 
 def test_the_table_shows_each_case_and_the_level_of_all() -> None:
