@@ -40,6 +40,10 @@ turns of some milliseconds, and a few short passes would tell of nothing else.""
 MOST_TIMES_LONGER = 20
 """The most times as many passes as were asked for."""
 
+AGAIN_WARM_S = 1.0
+"""Warm-up in rounds after the first ends with the pass after which it has taken so long. The
+processor's and the device's clocks have settled then, and a first pass loads all that is needed."""
+
 
 class Bench:
     """Stages, votes between ranks, memory and timing of one case on one rank."""
@@ -272,6 +276,8 @@ class Bench:
     ) -> None:
         """Repeat ``step`` ``warmup`` times untimed, then ``passes`` times timed.
 
+        In rounds after the first, long passes are warmed up for :data:`AGAIN_WARM_S` at most.
+
         Args:
             whole_step: name of a further phase, the whole step by the host clock, synchronised
                 at its end. Without it, passes are queued back to back and synchronised once.
@@ -288,7 +294,10 @@ class Bench:
 
         passes = self.share(passes)
         self.stage("warm-up")
+        warm_since = time.perf_counter()
         for index in range(warmup):
+            if index and self._is_warm_again(time.perf_counter() - warm_since):
+                break
             self.barrier()
             started = time.perf_counter()
             step(timer)
@@ -415,6 +424,11 @@ class Bench:
         self.synchronize()
         self.barrier()
         self.synchronize()
+
+    def _is_warm_again(self, seconds: float) -> bool:
+        """Whether a warm-up that has taken so long is enough, on one rank in a further round."""
+        # Several ranks would have to agree on it.
+        return not self.in_first_round and self.world_size == 1 and seconds > AGAIN_WARM_S
 
     def _check_results(self, check: Callable[[], None]) -> None:
         """Check the last pass on all ranks and give back the memory that this took."""

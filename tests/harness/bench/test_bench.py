@@ -103,6 +103,26 @@ def test_events_are_made_before_what_is_timed(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize(
+    ("round_index", "pass_s", "expected"),
+    [(0, 0.6, 5), (1, 0.6, 2), (1, 3.0, 1), (1, 0.01, 5)],
+)
+def test_a_further_round_warms_up_for_a_second(
+    round_index: int, pass_s: float, expected: int
+) -> None:
+    bench = Bench(device=torch.device("cpu"), rounds=5, round_index=round_index)
+    taken = []
+
+    def step(timer: PhaseTimer) -> None:
+        taken.append(bench.current_stage)
+        time.sleep(pass_s)
+
+    bench.measure(step, warmup=5, passes=5)
+    assert taken.count("warm-up") == expected
+    assert taken.count("measuring") == 1
+
+
+@pytest.mark.usefixtures("clock")
 def test_each_stage_is_noted_with_its_seconds() -> None:
     bench = Bench(device=torch.device("cpu"))
     bench.stage("set-up")

@@ -496,8 +496,8 @@ DECIDED_IN_5, ROUNDS_IN_1 = (5, True), (1, False)
         (["sweeps=quickstart"], DECIDED_IN_5),
         (["sweeps=quickstart", "until=rounds"], (5, False)),
         (["sweeps=quickstart", "until=rounds", "interleave=1"], ROUNDS_IN_1),
-        (["sweeps=benchmarking_script"], (2, False)),
-        (["sweeps=benchmarking_script", "until=decided"], (2, True)),
+        (["sweeps=benchmarking_script"], (3, False)),
+        (["sweeps=benchmarking_script", "until=decided"], (3, True)),
     ],
 )
 def test_what_compares_is_measured_until_decided(
@@ -515,7 +515,7 @@ def test_how_rounds_are_added() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "rounds"), [([], 4), (["interleave=6"], 6), (["task.measure_steps=3"], 3)]
+    ("arguments", "rounds"), [([], 5), (["interleave=6"], 6), (["task.measure_steps=3"], 3)]
 )
 def test_a_sweeps_rounds_are_its_own_or_the_users_and_never_empty(
     arguments: list[str], rounds: int

@@ -8,6 +8,7 @@ import math
 import pytest
 import yaml
 
+from harness.analysis.intervals import FEWEST_ROUNDS
 from harness.cases.case import Case
 from harness.cases.sweep import load_sweep
 from harness.paths import CONF, SWEEPS
@@ -27,6 +28,9 @@ EXPECTED = {
     *("benchmarking_script", "warmup_effect", "mixed_precision"),
     *("pytorch_attention", "torch_compile", "quickstart"),
 }
+
+OF_MEMORY = {"kv_memory", "context_parallel_memory"}
+"""Bytes need no rounds."""
 
 
 @pytest.fixture(autouse=True)
@@ -129,6 +133,24 @@ class TestNamedSweeps:
         assert sweep.tables
         assert set(sweep.tables) <= set(TABLES.names())
         assert set(sweep.figures) <= set(FIGURES.names())
+
+    @pytest.mark.parametrize("device", ["cpu", "cuda"])
+    @pytest.mark.parametrize("name", NAMES)
+    def test_what_is_compared_has_rounds_enough(self, name: str, device: str) -> None:
+        """With fewer than three nothing is told; a profile has times of its own."""
+        sweep = load_sweep(name)
+        request = compose_request([f"sweeps={name}", f"device={device}"])
+        pairs = [group for group in comparison_groups(request.cases) if len(group) > 1]
+        timed = [case for group in pairs for case in group if case.profile is None]
+        if timed and name not in OF_MEMORY:
+            assert request.options.interleave >= FEWEST_ROUNDS
+        words = {1: "", 3: "three rounds", 5: "five rounds", 8: "eight rounds"}
+        assert words[sweep.interleave] in " ".join(sweep.about.lower().split())
+        if sweep.interleave == 1:
+            assert "in turns" not in sweep.about
+        if sweep.until == "decided":
+            assert sweep.budget_s is not None, "how long it takes is known beforehand"
+            assert "UNCLEAR" in sweep.about
 
     @pytest.mark.parametrize("name", NAMES)
     def test_no_key_twice_in_a_grid(self, name: str) -> None:
