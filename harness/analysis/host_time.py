@@ -60,15 +60,19 @@ def host_time(phase: Phase | None, device: str, rounds: Sequence[int] = ()) -> H
     times_ms, hosts_ms = slowest_rank(phase.samples_ms), slowest_rank(phase.host_ms)
     device_ms = median(slowest_rank(phase.device_ms)) if any(phase.device_ms) else math.nan
     whole = _Waiting.of(times_ms, hosts_ms, device_ms)
-    by_rounds = [by_round(times_ms, rounds), by_round(hosts_ms, rounds)]
-    parts = zip(*by_rounds, strict=True) if len(set(map(len, by_rounds))) == 1 else ()
+    times, hosts = by_round(times_ms, rounds), by_round(hosts_ms, rounds)
+    parts = zip(times, hosts, strict=True) if len(times) == len(hosts) else ()
     return HostTime(
         host_ms=whole.host_ms,
         device_ms=device_ms,
         device_waits=whole.share,
         host_bound=whole.is_noticeable,
         hindered=whole.is_noticeable
-        or any(_Waiting.of(*part, device_ms).is_noticeable for part in parts if all(part)),
+        or any(
+            _Waiting.of(time_ms, host_ms, device_ms).is_noticeable
+            for time_ms, host_ms in parts
+            if time_ms and host_ms
+        ),
     )
 
 
