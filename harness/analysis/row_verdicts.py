@@ -25,6 +25,7 @@ from harness.analysis.run_to_run import (
     run_to_run_levels,
 )
 from harness.analysis.verdicts import (
+    BY_FASTEST_PASS,
     EQUIVALENCE,
     MORE,
     Level,
@@ -110,6 +111,8 @@ def rule_words(rows: pd.DataFrame) -> str:
             "; pairs that took no turns are two runs, whose interval is wider by "
             + " or ".join(sorted(levels))
         )
+    if number := int((rows["why"] == BY_FASTEST_PASS).sum()):
+        words += f". {number} decided {BY_FASTEST_PASS}"
     if len(told) < len(rows):
         words += f". With fewer than {FEWEST_ROUNDS} rounds a pair is UNCLEAR: {MORE}"
     return words

@@ -66,6 +66,27 @@ class TestComparison:
         assert list(table.rows["verdict"]) == ["UNCLEAR"]
         assert "interleave=5 or until=decided measures what a verdict needs" in table.caption
 
+    def test_the_fastest_passes_decide_where_others_were_busy_and_it_says_so(self) -> None:
+        def busy(name: str, own_ms: float, waits_ms: list[int], share: float) -> Record:
+            record = step(name, *[own_ms] * 5)
+            record.phases["step"].samples_ms = [
+                [own_ms + wait for most in waits_ms for wait in (0, 0.001, most, most, most)]
+            ]
+            for state in record.round_states:
+                state.ranks = [{"load": {"other_cpu_share": share}}]
+            return record
+
+        def records(share: float) -> list[Record]:
+            return [
+                busy("naive", 1.0, [4, 20, 8, 12, 4], share),
+                busy("sdpa", 0.9, [8, 4, 16, 4, 20], share),
+            ]
+
+        for share, word in ((0.5, "FASTER"), (0.0, "UNCLEAR")):
+            table = built("comparison", *records(share))
+            assert list(table.rows["verdict"]) == [word]
+            assert ("1 decided by the fastest pass" in table.caption) == (word == "FASTER")
+
     @pytest.mark.parametrize("name", ["comparison", "leaderboard"])
     def test_captions_say_which_way_is_faster(self, name: str) -> None:
         calls = {"forward": [[1.0, 1.0]]}
