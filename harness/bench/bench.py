@@ -74,6 +74,7 @@ class Bench:
         self._stage_began = time.perf_counter()
         self._stage_s: dict[str, float] = {}
         self.compile_watch = CompileWatch()
+        self._compiled_s = 0.0
         self._vote_group = vote_group
         self._on_stage = on_stage
         self._rounds = rounds
@@ -106,9 +107,13 @@ class Bench:
         self._on_stage(name)
 
     def _end_stage(self) -> None:
-        now = time.perf_counter()
-        spent = self._stage_s.get(self.current_stage, 0.0) + now - self._stage_began
-        self._stage_s[self.current_stage], self._stage_began = spent, now
+        now, compiled = time.perf_counter(), self.compile_watch.seconds
+        spent = now - self._stage_began
+        self._stage_s[self.current_stage] = self._stage_s.get(self.current_stage, 0.0) + spent
+        if self.current_stage == "checking":
+            # What a check's call compiles, a measured pass would have to compile otherwise.
+            self.outcome.checking_s += max(0.0, spent - (compiled - self._compiled_s))
+        self._stage_began, self._compiled_s = now, compiled
 
     def note_stages(self) -> None:
         """Record the seconds that each stage took by the host's clock."""
@@ -285,7 +290,8 @@ class Bench:
                 instead, since a pass may leave work that overlaps with the next one.
             flush_cache: empty the GPU's L2 before every pass, outside the timed region.
             check: looks at the results of the last pass: after the warm-up, about half way and
-                after the last pass. Neither its time nor its memory is measured.
+                after the last pass; in further rounds, which others precede, after the last alone.
+                Neither its time nor its memory is measured.
         """
         timer = PhaseTimer(self.device)
         scratch = None
@@ -310,21 +316,22 @@ class Bench:
 
         def pause() -> None:
             """Check, and take a pass as warm as it was before."""
-            if check is not None:
-                self._check_results(check)
-                self.stage("warm-up")
-                self.barrier()
-                step(PhaseTimer(self.device))
-                self.synchronize()
+            assert check is not None
+            self._check_results(check)
+            self.stage("warm-up")
+            self.barrier()
+            step(PhaseTimer(self.device))
+            self.synchronize()
 
-        if warmup:
+        pauses = check is not None and self.in_first_round
+        if warmup and pauses:
             pause()
         compiled_before = self.compile_watch.count
         state_before = devices.gpu_state(self.device)
         load_watch = LoadWatch(self.device)
         whole: list[float] = []
         enqueued_ms: list[float] = []
-        for index, part in enumerate(_parts(passes) if check is not None else [passes]):
+        for index, part in enumerate(_parts(passes) if pauses else [passes]):
             if index:
                 pause()
             self.stage("measuring")

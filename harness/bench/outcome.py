@@ -24,6 +24,8 @@ class Outcome:
     """Of each phase, passes that the host had enqueued before the device began; CUDA only."""
     memory: dict[str, Any] = field(default_factory=dict)
     check: dict[str, Any] | None = None
+    checking_s: float = 0.0
+    """Seconds of the numeric gate in this round, without what its calls compiled."""
     compilation: dict[str, Any] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
     device_state: dict[str, Any] = field(default_factory=dict)

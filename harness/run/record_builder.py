@@ -203,6 +203,10 @@ def _add_measurements(
     first, last = complete[0], complete[-1]
     ranks = range(len(first))
     record.check = join_checks(outcome["check"] for outcomes in complete for outcome in outcomes)
+    record.checking_s = [
+        round(max(outcome.get("checking_s", 0.0) for outcome in outcomes), 3)
+        for outcomes in complete
+    ]
     record.compilation = _worst_compilation(complete)
     record.memory = [
         _merge_max([outcomes[rank]["memory"] for outcomes in complete]) for rank in ranks

@@ -29,7 +29,7 @@ from harness.store.codec import T, decode, encode
 
 SCHEMA = 1
 
-_ADDED = frozenset({"round_states", "stopped", "source"})
+_ADDED = frozenset({"round_states", "stopped", "source", "checking_s"})
 """Fields that records from before they were kept do not have."""
 
 
@@ -87,6 +87,9 @@ class Record(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """flops, bytes, tokens per phase by formula."""
     check: dict[str, Any] | None = None
     """Relative errors against float64 and their tolerance."""
+    checking_s: list[float] = []
+    """Seconds that the numeric gate took in each round, on the slowest rank, without what its calls
+    compiled; beside ``wall_s`` the gate's share. Empty in records from before it was kept."""
     compilation: dict[str, Any] = {}
     """first_pass_s, compile_s, autotune_s, and recompilations inside the measured window."""
     notes: dict[str, Any] = {}
