@@ -19,7 +19,6 @@ from harness.gate.gate import Part, check_part
 from harness.gate.tolerances import format_of
 from harness.measure.attention_calls import AttentionCall
 from harness.measure.passes import Passes, autocast
-from kernels.reference import TOLERANCE
 
 NAMES = ("o", "dq", "dk", "dv")
 
@@ -184,38 +183,3 @@ def note(case: Case, bench: Bench, found: dict[str, Finding], *, factor: float) 
             limit = f"{case.precision.peak} should stay under {worst_of_all.tolerance:.2g}"
         raise WrongResult(f"{worst_of_all.said}; {limit}")
     bench.vote()
-
-
-def worst_of(found: list[dict[str, float]]) -> dict[str, float]:
-    """The largest error of each tensor over several comparisons."""
-    return {name: max(errors[name] for errors in found) for name in found[0]}
-
-
-def require_accurate(
-    case: Case,
-    bench: Bench,
-    errors: dict[str, float],
-    *,
-    reference: str = "float64",
-    prefix: str = "",
-    times_tolerance: float = 1.0,
-) -> None:
-    """Note relative errors by tensor, beside those already noted, and hold them to a tolerance.
-
-    Args:
-        prefix: goes before the tensors' names in the note.
-        times_tolerance: factor on the tolerance of one attention call in the case's format.
-
-    Raises WrongResult if an error exceeds the tolerance, or is NaN.
-    """
-    number_format = case.precision.peak
-    tolerance = times_tolerance * TOLERANCE[number_format]
-    noted = (bench.outcome.check or {}).get("errors", {})
-    noted = {**noted, **{f"{prefix}{name}": error for name, error in errors.items()}}
-    bench.outcome.check = {"errors": noted, "tolerance": tolerance}
-    for name, error in sorted(errors.items(), key=lambda item: -item[1]):
-        if not error <= tolerance:
-            raise WrongResult(
-                f"relative error of {name} against {reference} is {error:.2g}; "
-                f"{number_format} should stay under {tolerance:.2g}"
-            )

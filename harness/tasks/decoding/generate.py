@@ -1,13 +1,14 @@
 """``task=generate``: the whole model generates, prefill first and then greedy decoding steps.
 
 A pass is one prefill and output_len - 1 decoding steps, each a sample of its phase. The logits
-are checked against the same model without a cache.
+of whole generations and what they leave in the cache are checked against the same model without
+one, and steps of the decoder over random caches against float64.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Container
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -26,7 +27,8 @@ from harness.cases.requirements import (
     require_several,
 )
 from harness.cases.task import Task, Work, task
-from harness.measure import check, passes, profiling
+from harness.measure import passes, profiling
+from harness.tasks.decoding import decode_call, decode_check, generate_check
 from harness.tasks.decoding.shared_options import (
     LENGTHS,
     cache_of,
@@ -36,7 +38,7 @@ from harness.tasks.decoding.shared_options import (
     require_blocks,
 )
 from harness.tasks.lengths import ragged_cache_lengths
-from kernels import BACKENDS, Attention, AttentionProblem, Decoding, reference
+from kernels import BACKENDS, Attention, AttentionProblem, Decoding
 from kernels.accounting import attended_pairs
 from kernels.caches import CacheShape
 from kernels.decoding import DecodeProblem
@@ -44,10 +46,8 @@ from models import accounting, generation, transformer
 from models.config import ModelConfig
 from models.decoding import cache_shape, decode_problem
 
-CHECKED_STEPS = 4
-
-BLOCKS_TOLERANCE = 3.0
-"""Factor on the tolerance of one attention call, since rounding adds up over the blocks."""
+KEPT_LOGITS = 2**28
+"""Logits of all steps that the first check holds at most."""
 
 
 @task("generate")
@@ -207,7 +207,35 @@ class Generate(Task):
             "workspace": decode_workspace(case, self.decode_problem(case)),
         }
 
+    def _compared_steps(self, case: Case) -> range:
+        """The steps whose logits the first check keeps: all, unless they are too many to hold."""
+        elements = case.batch_size * model_of(case).vocab_size * self.output_len
+        return range(self.output_len - 1, -1, -max(1, -(-elements // KEPT_LOGITS)))
+
+    def _check_decoder(self, case: Case, bench: Bench) -> None:
+        """Check steps of the decoder alone, over random caches in the middle of the output."""
+        bench.stage("checking")
+        problem, attention = self.decode_problem(case), case.attention.role(Decoding)
+        call = decode_call.DecodeCall(
+            problem,
+            attention,
+            cache_of(case),
+            replace(self.cache_shape(case), num_layers=1),
+            [length + self.output_len // 2 for length in self.prompt_lengths(case)],
+            bench.device,
+            seed=case.seed,
+        )
+        call.plan()
+        rounds_scores = attention.rounds_scores_in_steps(problem)
+        checks = decode_check.DecodeCheck(case, bench, call, rounds_scores=rounds_scores)
+        checks.begin()
+        for _ in range(2):
+            checks.check(call.step())
+
     def run(self, case: Case, bench: Bench) -> None:
+        if bench.in_first_round:
+            with torch.no_grad():
+                self._check_decoder(case, bench)
         bandwidth = copy_bandwidth.copy_bandwidth_gb_s(bench)
         bench.stage("set-up")
         bench.release_memory()
@@ -233,17 +261,35 @@ class Generate(Task):
         )
 
         with torch.no_grad(), passes.autocast(case):
-            if bench.in_first_round:
-                _check(case, bench, model, generator, given)
+            checks = generate_check.GenerationCheck(case, bench, model, generator, given)
+            made = generate_check.Generated()
+
+            def generate(timer: PhaseTimer, kept: Container[int]) -> None:
+                made.clear()
+                with timer.phase("prefill"):
+                    logits_BV = generator.prefill(prompts)
+                    tokens_B = logits_BV.argmax(dim=-1)
+                made.add(logits_BV, tokens_B, keep=0 in kept)
+                for number in range(1, self.output_len):
+                    with timer.phase("decode"):
+                        logits_BV = generator.step(tokens_B)
+                        tokens_B = logits_BV.argmax(dim=-1)
+                    made.add(logits_BV, tokens_B, keep=number in kept)
 
             def step(timer: PhaseTimer) -> None:
-                with timer.phase("prefill"):
-                    tokens_B = generator.prefill(prompts).argmax(dim=-1)
-                for _ in range(self.output_len - 1):
-                    with timer.phase("decode"):
-                        tokens_B = generator.step(tokens_B).argmax(dim=-1)
+                generate(timer, (self.output_len - 1,))
 
-            bench.measure(step, warmup=self.warmup_steps, passes=self.measure_steps)
+            if bench.in_first_round:
+                bench.stage("checking")
+                generate(PhaseTimer(bench.device), self._compared_steps(case))
+                checks.check(made)
+            bench.measure(
+                step,
+                warmup=self.warmup_steps,
+                passes=self.measure_steps,
+                check=lambda: checks.check(made),
+            )
+            made.clear()
             profiling.profile_if_asked(case, bench, Program(step=step, model=model))
             if bench.in_last_round:
                 bench.stage("counting kernels")
@@ -261,34 +307,3 @@ class Generate(Task):
 def model_of(case: Case) -> ModelConfig:
     assert case.model is not None, "generate uses a model"
     return case.model
-
-
-def _check(
-    case: Case,
-    bench: Bench,
-    model: transformer.Transformer,
-    generator: generation.Generator,
-    prompts: Sequence[torch.Tensor],
-) -> None:
-    """Compare logits of the last sequence with those of the model without a cache."""
-    bench.stage("checking")
-    tokens_B = (logits_BV := generator.prefill(generation.Prompts.of(prompts))).argmax(dim=-1)
-    from_cache, tokens = [logits_BV[-1].clone()], [prompts[-1]]
-    for _ in range(CHECKED_STEPS):
-        if generator.cache.places.longest == generator.cache.places.max_len:
-            break
-        tokens.append(tokens_B[-1:].clone())
-        logits_BV = generator.step(tokens_B)
-        from_cache.append(logits_BV[-1].clone())
-        tokens_B = logits_BV.argmax(dim=-1)
-    whole = torch.cat(tokens)
-    positions = torch.arange(len(whole), device=whole.device)
-    expected = model(whole[None], positions)[0, len(prompts[-1]) - 1 :]
-    error = reference.relative_error(torch.stack(from_cache), expected.double())
-    check.require_accurate(
-        case,
-        bench,
-        {"logits": error},
-        reference="the model without a cache",
-        times_tolerance=BLOCKS_TOLERANCE,
-    )
