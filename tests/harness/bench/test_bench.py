@@ -261,6 +261,29 @@ class TestChecksBetweenPasses:
         for name in ("work", "step"):
             assert bench.outcome.samples_ms[name] == pytest.approx([10] * 6)
 
+    @pytest.mark.usefixtures("clock")
+    @pytest.mark.parametrize(("round_index", "checks"), [(0, 3), (1, 1), (2, 1)])
+    def test_further_rounds_are_checked_after_their_last_pass(
+        self, round_index: int, checks: int
+    ) -> None:
+        bench = Bench(device=torch.device("cpu"), rounds=3, round_index=round_index)
+        events: list[str] = []
+
+        def step(timer: PhaseTimer) -> None:
+            events.append(bench.current_stage)
+            with timer.phase("work"):
+                time.sleep(0.01)
+
+        def check() -> None:
+            events.append("check")
+            time.sleep(1)
+
+        bench.measure(step, warmup=2, passes=18, check=check)
+        bench.note_stages()
+        assert events.count("check") == checks
+        assert events[-1] == "check"
+        assert bench.outcome.checking_s == pytest.approx(checks)
+
     @pytest.mark.parametrize("warmup", [1, 2, 5])
     @pytest.mark.parametrize("passes", [2, 3, 4, 5, 6, 10, 100])
     def test_see_passes_of_both_parities(self, warmup: int, passes: int) -> None:
