@@ -1,5 +1,8 @@
 """Predicted over measured peak memory of committed records, by task, and the cases that are off.
 
+Some old records hold more than their case. :func:`also_held` says which and why; shares are
+printed of all records, and of those that hold nothing else.
+
 python benchmarks/bench_predictions.py [results/h200 ...]
 """
 
@@ -10,11 +13,17 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import median
 
-from harness.analysis.predictions import predicted_over_measured
+from harness.analysis.predictions import OFF, compared_peak
+from harness.cases.case import Case
 from harness.paths import ROOT
-from harness.store.record import RecordStore
+from harness.predictions.training import gradient_sizes
+from harness.store.record import Record, RecordStore
 
-OFF = 0.1
+LEFT_BEHIND = "what earlier cases left in their process"
+
+ATTENTION_LEFTOVERS = {"c13f4a3", "cf1b5fc+"}
+"""Revisions at which attention was measured beside what earlier cases had left behind: the same
+bytes more for every backend, 24, 73 and 171 MiB at 512, 1,024 and 2,048 tokens."""
 
 
 def kind(case: dict) -> str:
@@ -25,31 +34,78 @@ def kind(case: dict) -> str:
     return "attention, gathered" if "llama3" in case["attention"]["name"] else "attention, rings"
 
 
+def also_held(record: Record) -> str | None:
+    """What a record's peak holds besides its case; None where nothing is known of that."""
+    if any("baseline_allocated_bytes" in rank for rank in record.memory):
+        return None
+    case, revision = record.case, record.environment.get("git_revision")
+    task = case["task"]
+    match kind(case):
+        case "attention" if revision in ATTENTION_LEFTOVERS:
+            return LEFT_BEHIND
+        case "decode" if revision == "428d25a":
+            # 756 MiB more for either latent backend at 32 sequences of 16,384 tokens.
+            return LEFT_BEHIND
+        case "decode" if task["num_layers"] > 1 and case["cache"]["name"] != "contiguous":
+            # 290 to 297 MiB more, whatever the batch: measured after cases of CUDA graphs.
+            return LEFT_BEHIND
+        case "precision_audit" if case["precision"]["name"] not in ("fp32", "tf32"):
+            # Peaks were not reset: all have the first case's, to the byte.
+            return "the peak of the case before"
+        case "collectives" if case["precision"]["name"] == "fp32" and task["size_mib"] <= 0.1:
+            # 64 MiB, of two workspaces, beside buffers of 10 and 100 KB.
+            return LEFT_BEHIND
+        case "train_step" if revision == "7567eaf" and _has_loose_gradients(record):
+            # Until 6653610 gradients outside of buckets outlived being zeroed.
+            return "the gradients of the step before"
+    return None
+
+
+def _has_loose_gradients(record: Record) -> bool:
+    case = Case.from_dict(record.case)
+    return case.parallel.loose_gradients(gradient_sizes(case)) > 0
+
+
+def within(ratios: list[float], limit: float) -> float:
+    """The share of ratios that are within a limit of 1."""
+    return sum(abs(ratio - 1) <= limit for ratio in ratios) / len(ratios)
+
+
 def main(folders: list[Path]) -> None:
-    found: dict[str, list[tuple[float, str]]] = defaultdict(list)
+    found: dict[str, list[tuple[float, Record]]] = defaultdict(list)
     unpredicted: dict[str, int] = defaultdict(int)
     for folder in folders:
         records, problems = RecordStore(folder).load()
         for problem in problems:
             print(problem, file=sys.stderr)
         for record in records.values():
-            ratio = predicted_over_measured(record)
-            if ratio is not None:
-                found[kind(record.case)].append((ratio, record.case_id))
-            elif record.status == "ok" and any("peak_allocated_bytes" in x for x in record.memory):
+            peak = compared_peak(record)
+            if peak is not None and peak.ratio is not None:
+                found[kind(record.case)].append((peak.ratio, record))
+            elif peak is not None:
                 unpredicted[kind(record.case)] += 1
     print(f"{'':24}{'cases':>6}{'not predicted':>15}{'least':>8}{'median':>8}{'most':>8}", end="")
-    print(f"{'within 10%':>12}{'within 3%':>11}")
-    for name, rows in sorted(found.items()):
-        ratios = [ratio for ratio, _ in rows]
-        within = [sum(abs(r - 1) <= limit for r in ratios) / len(ratios) for limit in (0.1, 0.03)]
-        print(f"{name:24}{len(rows):6}{unpredicted[name]:15}{min(ratios):8.3f}", end="")
-        print(f"{median(ratios):8.3f}{max(ratios):8.3f}{within[0]:12.1%}{within[1]:11.1%}")
+    print(f"{'within 10%':>12}{'within 3%':>11}{'case alone':>12}{'within 10%':>12}")
+    everything = [item for rows in found.values() for item in rows]
+    for name, rows in [*sorted(found.items()), ("all", everything)]:
+        missing = sum(unpredicted.values()) if name == "all" else unpredicted[name]
+        print_row(name, rows, missing)
     print(f"\nOff by more than {OFF:.0%}, predicted over measured:")
     for name, rows in sorted(found.items()):
-        for ratio, case_id in sorted(rows):
+        for ratio, record in sorted(rows, key=lambda item: item[0]):
             if abs(ratio - 1) > OFF:
-                print(f"{ratio:8.3f}  {name}: {case_id}")
+                reason = also_held(record)
+                why = f" (with {reason})" if reason else ""
+                print(f"{ratio:8.3f}  {name}: {record.case_id}{why}")
+
+
+def print_row(name: str, rows: list[tuple[float, Record]], missing: int) -> None:
+    ratios = [ratio for ratio, _ in rows]
+    alone = [ratio for ratio, record in rows if also_held(record) is None]
+    print(f"{name:24}{len(rows):6}{missing:15}{min(ratios):8.3f}", end="")
+    print(f"{median(ratios):8.3f}{max(ratios):8.3f}", end="")
+    print(f"{within(ratios, 0.1):12.1%}{within(ratios, 0.03):11.1%}", end="")
+    print(f"{len(alone):12}{within(alone, 0.1) if alone else float('nan'):12.1%}")
 
 
 if __name__ == "__main__":
