@@ -68,7 +68,7 @@ class TestComparison:
 
     def test_the_fastest_passes_decide_where_others_were_busy_and_it_says_so(self) -> None:
         def busy(name: str, own_ms: float, waits_ms: list[int], share: float) -> Record:
-            record = step(name, *[own_ms] * 5)
+            record = step(name, *[own_ms] * 5, device="cpu")
             record.phases["step"].samples_ms = [
                 [own_ms + wait for most in waits_ms for wait in (0, 0.001, most, most, most)]
             ]
