@@ -21,7 +21,7 @@ from harness.analysis.names import Names
 from harness.analysis.overtaken import overtaken_by
 from harness.analysis.physics import RATES, WHOLES, impossible, roof_records, roofs_of
 from harness.analysis.row_verdicts import add_run_levels
-from harness.analysis.stats import by_round, latest_rank, slowest_rank, summarise
+from harness.analysis.stats import by_round, latest_rank, round_ends, slowest_rank, summarise
 from harness.cases.column import CaseColumn
 from harness.cases.columns import POINTS
 from harness.cases.plugins import choices_of, loaded_of, why_missing
@@ -110,6 +110,9 @@ def _add_rounds(
     ]
     columns = {"rounds_ms": rounds_ms, "round_processes": processes}
     series = {name: pd.Series(values, dtype=object) for name, values in columns.items()}
+    ends = pd.DataFrame(map(round_ends, rounds_ms), columns=["low_ms", "high_ms"], dtype=float)
+    series["low_ms"] = ends["low_ms"].fillna(frame["q1_ms"])
+    series["high_ms"] = ends["high_ms"].fillna(frame["q3_ms"])
     return add_run_levels(frame.assign(**series))
 
 

@@ -82,6 +82,15 @@ def by_round(samples: Sequence[float], lengths: Sequence[int]) -> list[list[floa
     return [list(samples[end - length : end]) for length, end in zip(lengths, ends, strict=True)]
 
 
+def round_ends(rounds_ms: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """The medians of the fastest and the slowest round; NaN of fewer than three, which tell little.
+
+    The median of all samples lies between them.
+    """
+    medians = [median(samples) for samples in rounds_ms if len(samples)]
+    return (min(medians), max(medians)) if len(medians) >= 3 else (np.nan, np.nan)
+
+
 def by_length(series: Sequence[Sequence[float]]) -> list[tuple[list[int], Floats]]:
     """Series of one length stacked to ``[series, samples]``, with their positions; no empty one."""
     lengths: dict[int, list[int]] = {}

@@ -17,15 +17,19 @@ def draw_bars(
     tints: Sequence[str],
     *,
     words: Sequence[str] | None = None,
+    marks: Sequence[str] | None = None,
 ) -> None:
-    """One bar for each name, from the top down; a missing value leaves its place empty."""
+    """One bar for each name, from the top down; a missing value leaves its place empty.
+
+    ``marks`` are the signs that tables put behind the values, and follow the numbers here too.
+    """
     largest = max((value for value in values if not fmt.is_missing(value)), default=1.0)
     for place, (value, tint) in enumerate(zip(values, tints, strict=True)):
         if fmt.is_missing(value):
             text, end = (words[place] if words is not None else fmt.ABSENT), 0.0
         else:
             axis.barh(place, value, height=0.7, color=tint)
-            text, end = fmt.number(value), value
+            text, end = fmt.number(value) + (marks[place] if marks is not None else ""), value
         axis.text(end + 0.01 * largest, place, text, va="center", fontsize=8)
     axis.set_yticks(range(len(names)), names)
     axis.set_ylim(len(names) - 0.5, -0.5)

@@ -9,13 +9,13 @@ from harness.cases.columns import sort_by_points
 from harness.render.figure import CaptionedFigure, describe, figure, panel_key
 from harness.render.findings import say_growth, say_out_of_memory, sentence
 from harness.render.leaders import say_over_length
+from harness.render.marked import BAR_WORDS, say_marked
 from harness.render.rows import of_task, per_case
 from harness.reports.attention.lines_over_seq_len import MAX_ROWS, draw_lines
 
 CAPTION = (
     "Median time of the attention call over sequence length, both axes logarithmic, with a bar "
-    "from the first to the third quartile where that is longer than the marker; a cross "
-    "marks where memory ran out."
+    f"{BAR_WORDS}; a cross marks where memory ran out."
 )
 
 ROW_HEIGHT_IN = 3.1
@@ -26,7 +26,9 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     frame = of_task(frame, "attention")
     if frame["seq_len"].nunique() < 2:
         return None
-    rows = per_case(frame, phases=("forward", "backward"), values=("median_ms", "q1_ms", "q3_ms"))
+    rows = per_case(
+        frame, phases=("forward", "backward"), values=("median_ms", "low_ms", "high_ms")
+    )
     if rows[["forward_median_ms", "backward_median_ms"]].isna().all(axis=None):
         return None
     phases = [phase for phase in ("forward", "backward") if rows[f"{phase}_status"].notna().any()]
@@ -46,7 +48,8 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
                 group,
                 f"{phase}_median_ms",
                 height_in=ROW_HEIGHT_IN - 0.8,
-                spread=(f"{phase}_q1_ms", f"{phase}_q3_ms"),
+                spread=(f"{phase}_low_ms", f"{phase}_high_ms"),
+                marks=f"{phase}_mark",
             )
             axis.set_title(", ".join(word for word in (phase, words) if word), pad=14)
             axis.set_xlabel("sequence length (tokens)")
@@ -58,7 +61,11 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
         found.append(say_over_length(rows, value) or (growth and f"attention {growth}"))
     parts = [f"in the {name} pass {said}" for name, said in zip(phases, found, strict=True) if said]
     return CaptionedFigure(
-        caption=f"{CAPTION} {common}".strip(),
+        caption=f"{CAPTION} {_said(rows, phases)} {common}".strip(),
         figure=figure,
         finding=sentence(*parts, say_out_of_memory(rows)),
     )
+
+
+def _said(rows: pd.DataFrame, phases: list[str]) -> str:
+    return say_marked(mark for phase in phases for mark in rows[f"{phase}_mark"])

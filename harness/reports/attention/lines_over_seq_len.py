@@ -10,6 +10,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from harness.cases import format as fmt
 from harness.cases.columns import sorted_values
 from harness.render.line_labels import draw_spread, label_line_ends
+from harness.render.marked import draw_hollow
 from harness.render.palette import colour, marker
 
 MAX_ROWS = 4
@@ -27,10 +28,12 @@ def draw_lines(
     height_in: float,
     predicted: str | None = None,
     spread: tuple[str, str] | None = None,
+    marks: str | None = None,
 ) -> None:
     """``value`` over seq_len on log-log axes; a cross at the top where memory ran out.
 
-    ``spread`` names the ends of a bar through each point, ``predicted`` a dashed line.
+    ``spread`` names the ends of a bar through each point, ``predicted`` a dashed line,
+    ``marks`` the marks of tables.
     """
     lines: list[Line2D] = []
     crosses: list[tuple[float, str]] = []
@@ -47,6 +50,9 @@ def draw_lines(
             lines += axis.plot(
                 shown["seq_len"], shown[value], color=tint, marker=marker(name), label=name
             )
+            if marks is not None:
+                x, y = shown["seq_len"], shown[value]
+                draw_hollow(axis, x, y, shown[marks], tint, marker(name))
         crosses += [(seq_len, tint) for seq_len in mine.loc[mine["status"] == "oom", "seq_len"]]
     axis.set_xscale("log", base=2)
     # A host's memory need not have grown at all, and zeros have no logarithm.

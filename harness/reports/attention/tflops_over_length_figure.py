@@ -13,13 +13,15 @@ from harness.render.figure import CaptionedFigure, figure
 from harness.render.findings import say_out_of_memory, sentence, span
 from harness.render.leaders import say_over_length
 from harness.render.line_labels import draw_spread, label_line_ends, mark_out_of_memory
+from harness.render.marked import BAR_WORDS, draw_hollow, say_marked
 from harness.render.palette import colour, marker
 from harness.render.panels import panels, whole_calls
+from harness.render.rows import marks_of
 
 CAPTION = (
     "Achieved rate of attention, forward and backward together unless the mode is forward, by the "
-    "FLOP formula over the median time, with a bar between the "
-    "rates of the quartiles; a cross above the frame marks where memory ran out."
+    f"FLOP formula over the median time, with a bar for times {BAR_WORDS}; a cross above the frame "
+    "marks where memory ran out."
 )
 
 WIDTH_IN, HEIGHT_IN = 4.8, 2.9
@@ -28,14 +30,16 @@ WIDTH_IN, HEIGHT_IN = 4.8, 2.9
 @figure("tflops_over_length")
 def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     rows = whole_calls(frame)
+    rows = rows.assign(mark=marks_of(rows))
     if rows["seq_len"].nunique() < 2 or rows["tflops"].isna().all():
         return None
     across = ["attention", "seq_len", "kv_len"]
     figure, drawn, common = panels(rows, across, width_in=WIDTH_IN, height_in=HEIGHT_IN)
     for axis, group in drawn:
         _draw(axis, group)
+    said = say_marked(pd.concat([group["mark"] for _, group in drawn]))
     return CaptionedFigure(
-        caption=f"{CAPTION} {common}".strip(),
+        caption=f"{CAPTION} {said} {common}".strip(),
         figure=figure,
         finding=sentence(
             say_over_length(rows, "tflops", highest=True),
@@ -56,9 +60,10 @@ def _draw(axis: Axes, rows: pd.DataFrame) -> None:
         if shown.empty:
             continue
         tint, x, y = colour(name), shown["seq_len"], shown["tflops"]
-        low, high = (y * shown["median_ms"] / shown[quartile] for quartile in ("q3_ms", "q1_ms"))
+        low, high = (y * shown["median_ms"] / shown[quartile] for quartile in ("high_ms", "low_ms"))
         draw_spread(axis, x, low, high, tint)
         lines += axis.plot(x, y, color=tint, marker=marker(name), label=name)
+        draw_hollow(axis, x, y, shown["mark"], tint, marker(name))
     axis.set_xscale("log", base=2)
     axis.set_xlim(lengths[0] / 1.3, lengths[-1] * 1.3)
     axis.xaxis.set_major_locator(FixedLocator(lengths))

@@ -12,6 +12,7 @@ from harness.cases.columns import sort_by_points
 from harness.render.figure import CaptionedFigure, describe, figure, panel_key
 from harness.render.findings import sentence
 from harness.render.line_labels import draw_spread, label_line_ends
+from harness.render.marked import BAR_WORDS, draw_hollow, say_marked
 from harness.render.panels import log_ticks
 from harness.reports.communication.collective_rows import UNUSED, collectives, say_bandwidths
 from parallel.collectives import COLLECTIVES
@@ -19,7 +20,7 @@ from parallel.collectives import COLLECTIVES
 CAPTION = (
     "Bus bandwidth over size, both axes logarithmic, by the formulas of nccl-tests: it compares "
     "with the speed of the links, whatever the operation and the number of ranks; "
-    "bars span the quartiles of the time."
+    f"bars are of times {BAR_WORDS}."
 )
 
 WIDTH_IN, HEIGHT_IN = 4.4, 3.2
@@ -56,7 +57,7 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     for axis in axes[:, 0]:
         axis.set_ylabel("bus bandwidth (GB/s)")
     return CaptionedFigure(
-        caption=f"{CAPTION} {common}".strip(),
+        caption=f"{CAPTION} {say_marked(rows['mark'])} {common}".strip(),
         figure=drawing,
         finding=sentence(say_bandwidths(rows)),
     )
@@ -70,9 +71,10 @@ def _draw(axis: Axes, rows: pd.DataFrame) -> None:
         if len(mine):
             x, y = mine["size_mib"], mine["bus_gb_s"]
             time = mine["collective_median_ms"]
-            low, high = (y * time / mine[f"collective_{end}_ms"] for end in ("q3", "q1"))
+            low, high = (y * time / mine[f"collective_{end}_ms"] for end in ("high", "low"))
             draw_spread(axis, x, low, high, tint)
             lines += axis.plot(x, y, color=tint, marker=shape, label=name)
+            draw_hollow(axis, x, y, mine["mark"], tint, shape)
     axis.set_xscale("log")
     axis.set_yscale("log")
     axis.xaxis.set_major_locator(FixedLocator(sorted(rows["size_mib"].unique())))

@@ -37,7 +37,7 @@ def collectives(frame: pd.DataFrame) -> pd.DataFrame:
     calls = of_task(frame, "collectives")
     if calls.empty:
         return calls
-    rows = per_case(calls, phases=("collective",), values=("median_ms", "q1_ms", "q3_ms"))
+    rows = per_case(calls, phases=("collective",), values=("median_ms", "low_ms", "high_ms"))
     seconds = rows["collective_median_ms"] / 1e3
     rows["algorithm_gb_s"] = rows["size_bytes"].astype(float) / seconds / GB
     factors = [

@@ -12,6 +12,7 @@ from harness.cases import format as fmt
 from harness.render.figure import CaptionedFigure, figure
 from harness.render.findings import percent_span, say_unlike, sentence
 from harness.render.line_labels import draw_spread, label_line_ends, mark_out_of_memory
+from harness.render.marked import BAR_WORDS
 from harness.render.palette import colour, marker
 from harness.reports.context.split_panels import LINE_STYLES, calls_by_panel
 
@@ -19,8 +20,8 @@ WIDTH_IN, HEIGHT_IN = 4.8, 3.0
 
 CAPTION = (
     "Efficiency: time of the same kernel on one device with the whole sequence, divided by the "
-    "ranks, over the time of attention split over them. 100% is a perfect split; the bars "
-    "are the quartiles of the time, the line styles transports; a hollow marker stands where the "
+    "ranks, over the time of attention split over them. 100% is a perfect split; a bar is "
+    f"of times {BAR_WORDS}, the line styles are transports; a hollow marker stands where the "
     "device and the ranks were measured at clocks over 2% apart, by two revisions or over ten "
     "minutes apart, and a cross above the frame where memory ran out."
 )
@@ -70,7 +71,9 @@ def _draw(axis: Axes, rows: pd.DataFrame) -> None:
         if shown.empty:
             continue
         tint, percent = colour(scheme), 100 * shown["efficiency"]
-        low, high = (percent * shown["whole_ms"] / shown[f"whole_{end}_ms"] for end in ("q3", "q1"))
+        low, high = (
+            percent * shown["whole_ms"] / shown[f"whole_{end}_ms"] for end in ("high", "low")
+        )
         draw_spread(axis, shown["seq_len"], low, high, tint)
         lines += axis.plot(
             shown["seq_len"],

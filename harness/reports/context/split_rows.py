@@ -40,14 +40,14 @@ def split_calls(frame: pd.DataFrame) -> pd.DataFrame:
     calls = of_task(frame, "attention")
     if calls.empty or not (calls["cp"] > 1).any():
         return calls.iloc[:0]
-    rows = per_case(calls, phases=PHASES, values=("median_ms", "q1_ms", "q3_ms"))
+    rows = per_case(calls, phases=PHASES, values=("median_ms", "low_ms", "high_ms"))
     rows = rows.assign(
         kernel=rows["scheme_kernel"],
         transport=rows["scheme_transport"],
         modes=rows["scheme_modes"],
     )
     rows["whole_ms"] = rows["forward_backward_median_ms"].fillna(rows["forward_median_ms"])
-    for value in ("q1", "q3", "iqr"):
+    for value in ("low", "high", "iqr"):
         rows[f"whole_{value}_ms"] = rows[f"forward_backward_{value}_ms"].fillna(
             rows[f"forward_{value}_ms"]
         )

@@ -11,6 +11,7 @@ from harness.cases.columns import sort_by_points
 from harness.render.figure import CaptionedFigure, describe, figure, panel_key
 from harness.render.findings import sentence, span
 from harness.render.leaders import say_fastest
+from harness.render.marked import draw_hollow, say_marked
 from harness.render.palette import colour, marker
 from harness.render.panels import log_ticks
 from harness.reports.data.step_rows import UNUSED
@@ -58,6 +59,8 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
                 marker=marker(str(name)),
                 label=name,
             )
+            y, marks = line["step_tokens_per_s"], line["step_mark"]
+            draw_hollow(axis, x, y, marks, colour(str(name)), marker(str(name)))
         axis.set_xscale("log")
         axis.set_yscale("log")
         axis.xaxis.set_major_locator(FixedLocator(ranks))
@@ -68,7 +71,9 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     handles, labels = axes[0].get_legend_handles_labels()
     drawing.legend(handles, labels, loc="outside upper center", ncols=4)
     return CaptionedFigure(
-        caption=f"{CAPTION} {common}".strip(), figure=drawing, finding=_finding(rows)
+        caption=f"{CAPTION} {say_marked(rows['step_mark'])} {common}".strip(),
+        figure=drawing,
+        finding=_finding(rows),
     )
 
 

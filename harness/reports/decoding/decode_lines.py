@@ -12,6 +12,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from harness.cases import format as fmt
 from harness.cases.columns import POINTS, point_groups, sorted_values
 from harness.render.line_labels import draw_spread, label_line_ends, mark_out_of_memory
+from harness.render.marked import draw_hollow
 from harness.render.palette import colour, marker
 
 LINE_STYLES = ("-", "--", ":", "-.")
@@ -59,6 +60,7 @@ def draw_series(
                 linestyle=LINE_STYLES[caches.index(cache) % len(LINE_STYLES)],
                 label=words,
             )
+            draw_hollow(axis, shown[x], shown[value], shown["mark"], tint, marker(name))
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_locator(FixedLocator(sizes))
     axis.xaxis.set_minor_locator(NullLocator())

@@ -6,6 +6,7 @@ import pandas as pd
 
 from harness.render.figure import CaptionedFigure, figure
 from harness.render.findings import listed, percent_span, sentence
+from harness.render.marked import BAR_WORDS, say_marked
 from harness.render.panels import panels
 from harness.reports.decoding.decode_lines import SERIES, draw_series, with_several
 from harness.reports.decoding.step_rows import UNUSED, decoded
@@ -14,8 +15,8 @@ WIDTH_IN, HEIGHT_IN = 4.8, 3.0
 
 CAPTION = (
     "Bytes that have to move over the median time of a decoding step, as a share of the copy "
-    "bandwidth that the same process measured, over the sequences of the batch; bars are of the "
-    "quartiles of the time, a cross above the frame marks where memory ran out."
+    "bandwidth that the same process measured, over the sequences of the batch, with a bar for "
+    f"times {BAR_WORDS}; a cross above the frame marks where memory ran out."
 )
 
 
@@ -31,8 +32,8 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     percent = 100 * rows["copy_share"]
     rows = rows.assign(
         percent=percent,
-        low=percent * rows["decode_median_ms"] / rows["decode_q3_ms"],
-        high=percent * rows["decode_median_ms"] / rows["decode_q1_ms"],
+        low=percent * rows["decode_median_ms"] / rows["decode_high_ms"],
+        high=percent * rows["decode_median_ms"] / rows["decode_low_ms"],
     )
     drawing, drawn, common = panels(rows, across, width_in=WIDTH_IN, height_in=HEIGHT_IN)
     for axis, group in drawn:
@@ -46,7 +47,7 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     shares = rows.groupby("attention")["copy_share"]
     words = [f"{percent_span(part)} with {name}" for name, part in shares if part.notna().any()]
     return CaptionedFigure(
-        caption=f"{CAPTION} {common}".strip(),
+        caption=f"{CAPTION} {say_marked(rows['mark'])} {common}".strip(),
         figure=drawing,
         finding=sentence(f"steps reach {listed(words)} of the copy bandwidth"),
     )

@@ -7,6 +7,7 @@ import pandas as pd
 from harness.render.figure import CaptionedFigure, figure
 from harness.render.findings import say_out_of_memory, sentence
 from harness.render.leaders import say_over_length
+from harness.render.marked import BAR_WORDS, say_marked
 from harness.render.panels import panels
 from harness.reports.decoding.decode_lines import SERIES, draw_series, with_several
 from harness.reports.decoding.step_rows import UNUSED, decoded
@@ -14,9 +15,9 @@ from harness.reports.decoding.step_rows import UNUSED, decoded
 WIDTH_IN, HEIGHT_IN = 4.8, 3.0
 
 CAPTION = (
-    "Median time of a decoding step over the tokens in each cache, with a bar between the "
-    "quartiles, both axes logarithmic. The dotted line is the time of the bytes that have to move "
-    "at the measured copy bandwidth; a cross above the frame marks where memory ran out."
+    "Median time of a decoding step over the tokens in each cache, both axes "
+    f"logarithmic, with a bar {BAR_WORDS}. The dotted line is the time of the bytes that have to "
+    "move at the measured copy bandwidth; a cross above the frame marks where memory ran out."
 )
 
 
@@ -27,7 +28,7 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
         return None
     across = [*SERIES, "seq_len", *UNUSED]
     rows = with_several(rows, "seq_len", across)
-    rows = rows.assign(low=rows["decode_q1_ms"] * 1e3, high=rows["decode_q3_ms"] * 1e3)
+    rows = rows.assign(low=rows["decode_low_ms"] * 1e3, high=rows["decode_high_ms"] * 1e3)
     drawing, drawn, common = panels(rows, across, width_in=WIDTH_IN, height_in=HEIGHT_IN)
     for axis, group in drawn:
         axis.set_yscale("log")
@@ -39,7 +40,7 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
         axis.set_xlabel("tokens in each cache")
         axis.set_ylabel("step (µs)")
     return CaptionedFigure(
-        caption=f"{CAPTION} {common}".strip(),
+        caption=f"{CAPTION} {say_marked(rows['mark'])} {common}".strip(),
         figure=drawing,
         finding=sentence(
             say_over_length(rows, "step_us", evidence="decode_evidence"), say_out_of_memory(rows)

@@ -28,7 +28,7 @@ def generated(frame: pd.DataFrame) -> pd.DataFrame:
     passes = of_task(frame, "generate")
     if passes.empty:
         return passes
-    values = ("median_ms", "q1_ms", "q3_ms", "tokens_per_s", "work_bytes", "mfu")
+    values = ("median_ms", "low_ms", "high_ms", "tokens_per_s", "work_bytes", "mfu")
     rows = per_case(passes, phases=("prefill", "decode"), values=values)
     for key in ("copy_bandwidth_gb_s", "kernels", "launches"):
         rows[key] = [

@@ -9,6 +9,7 @@ from harness.cases.columns import POINTS
 from harness.render.bars import draw_bars
 from harness.render.figure import CaptionedFigure, figure
 from harness.render.findings import sentence, span
+from harness.render.marked import SIGNS, say_marked
 from harness.render.palette import colour
 from harness.render.panels import panels
 from harness.render.rows import speedup_over, verdict_over
@@ -36,7 +37,9 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
         ]
         tints = [colour(str(name)) for name in pairs["attention"]]
         words = [fmt.STATUS_WORDS.get(status, fmt.ABSENT) for status in pairs["status"]]
-        draw_bars(axis, names, list(pairs["step_us"]), tints, words=words)
+        draw_bars(
+            axis, names, list(pairs["step_us"]), tints, words=words, marks=list(pairs["mark"])
+        )
         axis.set_xlabel("step (µs)")
     eager = ~rows["cuda_graph"].astype(bool)
     gains = speedup_over(rows, "step_us", ["cuda_graph"], eager)
@@ -49,5 +52,7 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     if len(clear):
         words_of = f"a step as a graph is {span(clear)} as fast, where verdicts tell"
     return CaptionedFigure(
-        caption=f"{CAPTION} {common}".strip(), figure=drawing, finding=sentence(words_of)
+        caption=f"{CAPTION} {say_marked(rows['mark'], SIGNS)} {common}".strip(),
+        figure=drawing,
+        finding=sentence(words_of),
     )

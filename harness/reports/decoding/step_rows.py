@@ -30,7 +30,7 @@ def decoded(frame: pd.DataFrame) -> pd.DataFrame:
     steps = of_task(frame, "decode")
     if steps.empty:
         return steps
-    values = ("median_ms", "q1_ms", "q3_ms", "work_bytes", "work_flops", "tokens_per_s")
+    values = ("median_ms", "low_ms", "high_ms", "work_bytes", "work_flops", "tokens_per_s")
     rows = per_case(steps, phases=("decode", "prefill", "step"), values=values)
     for key in ("copy_bandwidth_gb_s", "matmul_tflops", "kernels", "launches"):
         rows[key] = [

@@ -23,7 +23,7 @@ def prefilled(frame: pd.DataFrame) -> pd.DataFrame:
     calls = of_task(frame, "prefill")
     if calls.empty:
         return calls
-    values = ("median_ms", "q1_ms", "q3_ms", "tflops", "tokens_per_s")
+    values = ("median_ms", "low_ms", "high_ms", "tflops", "tokens_per_s")
     rows = per_case(calls, phases=("prefill", "attention"), values=values)
     group = point_groups(rows, ["attention", "layout"])
     padded = rows["layout"].str.startswith("padded")

@@ -8,6 +8,7 @@ from harness.cases import format as fmt
 from harness.render.bars import draw_bars
 from harness.render.figure import CaptionedFigure, figure
 from harness.render.findings import listed, sentence, span
+from harness.render.marked import SIGNS, say_marked
 from harness.render.palette import colour
 from harness.render.panels import panels
 from harness.reports.decoding.varlen_prefill import prefilled
@@ -34,12 +35,12 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
         tints = [colour(str(name)) for name in group["attention"]]
         words = [fmt.STATUS_WORDS.get(status, fmt.ABSENT) for status in group["status"]]
         thousands = [value / 1e3 for value in group["prefill_tokens_per_s"]]
-        draw_bars(axis, names, thousands, tints, words=words)
+        draw_bars(axis, names, thousands, tints, words=words, marks=list(group["mark"]))
         axis.set_xlabel("thousand tokens/s")
     rates = rows.groupby("attention")["prefill_tokens_per_s"]
     words = [f"{span(part, fmt.number)} with {name}" for name, part in rates if part.notna().any()]
     return CaptionedFigure(
-        caption=f"{CAPTION} {common}".strip(),
+        caption=f"{CAPTION} {say_marked(rows['mark'], SIGNS)} {common}".strip(),
         figure=drawing,
         finding=sentence(f"tokens/s of prompts, over their layouts: {listed(words)}"),
     )

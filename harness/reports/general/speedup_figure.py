@@ -12,7 +12,9 @@ from harness.cases import format as fmt
 from harness.cases.columns import sort_by_points, sorted_values
 from harness.render.figure import CaptionedFigure, describe, figure, panel_key
 from harness.render.findings import say_over, sentence
+from harness.render.marked import draw_hollow, say_marked
 from harness.render.palette import colour, marker
+from harness.render.rows import marks_of
 
 CAPTION = (
     "Speed-up in median time over the baseline, with its interval over rounds where there is one "
@@ -35,6 +37,7 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
         rows = compare(candidates, axis)
         out = rows["status"] == "oom"
         rows = rows[(rows["ratio"].notna() | out) & (rows["baseline"] == axis.baseline)]
+        rows = rows.assign(mark=marks_of(rows) + rows["apart_mark"])
         if rows["ratio"].notna().any():
             panels.append((axis, rows))
     if not panels:
@@ -53,8 +56,9 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
         say_over(rows, "ratio", "verdict", axis.baseline or "", axis.choice, axis.words)
         for axis, rows in panels
     ]
+    marks = pd.concat([rows.loc[rows["ratio"].notna(), "mark"] for _, rows, _ in labelled])
     return CaptionedFigure(
-        caption=f"{CAPTION} {common}".strip(),
+        caption=f"{CAPTION} {say_marked(marks)} {common}".strip(),
         figure=figure,
         finding=sentence(*found) or NOTHING_TOLD,
     )
@@ -91,6 +95,7 @@ def _draw(axes: Axes, rows: pd.DataFrame, labels: list[str], axis: Axis) -> None
             label=name,
             alpha=0.9,
         )
+        draw_hollow(axes, mine["ratio"], mine["line"], mine["mark"], colour(name), marker(name))
     for _, row in rows[rows["status"] == "oom"].iterrows():
         axes.annotate(
             f"{fmt.TIMES} OOM",

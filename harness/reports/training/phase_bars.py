@@ -15,13 +15,14 @@ from harness.cases.columns import sort_by_points, sorted_values
 from harness.render.figure import CaptionedFigure, describe, panel_key
 from harness.render.findings import percent_span, say_out_of_memory, sentence
 from harness.render.leaders import say_fastest
+from harness.render.marked import BAR_WORDS, SIGNS, say_marked
 from harness.render.palette import colour, mixed_with_white
 from harness.render.rows import of_task, per_case
 
 PHASES = {"forward": 1.0, "backward": 0.62, "optimizer": 0.3}
 """How dark each phase is."""
 
-QUARTILES = "The thin line at the end of a bar spans the quartiles of the whole step."
+SPREAD = f"The thin line at the end of a bar spans the whole step {BAR_WORDS}."
 
 MAX_PANELS = 12
 MAX_COLUMNS = 3
@@ -34,7 +35,7 @@ def phase_bars(frame: pd.DataFrame, category: str, caption: str) -> CaptionedFig
         return None
     # The bars of a training step hold those of its forward and backward passes.
     rows = per_case(
-        fullest_mode(frame), phases=(*PHASES, "step"), values=("median_ms", "q1_ms", "q3_ms")
+        fullest_mode(frame), phases=(*PHASES, "step"), values=("median_ms", "low_ms", "high_ms")
     )
     if rows[[f"{phase}_median_ms" for phase in PHASES]].isna().all(axis=None):
         return None
@@ -65,8 +66,9 @@ def phase_bars(frame: pd.DataFrame, category: str, caption: str) -> CaptionedFig
         for phase in present
     ]
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles))
+    said = say_marked(rows["mark"], SIGNS)
     return CaptionedFigure(
-        caption=f"{caption} {QUARTILES} {common}".strip(),
+        caption=f"{caption} {SPREAD} {said} {common}".strip(),
         figure=figure,
         finding=sentence(
             say_fastest(rows, "step_median_ms", columns) or _largest_part(rows),
@@ -118,15 +120,16 @@ def _draw(
                     label=f"{name}, {phase}",
                 )
                 left += value
-        whole = row["step_median_ms"]
+        whole, end = row["step_median_ms"], left
         if whole == whole:
             # Phases' medians need not add up to the step's: its spread is drawn about their sum.
-            ends = [left + row[f"step_{quartile}_ms"] - whole for quartile in ("q1", "q3")]
+            ends = [left + row[f"step_{side}_ms"] - whole for side in ("low", "high")]
+            end = max(left, *ends)
             axis.plot(ends, [place, place], color="#222222", linewidth=1.2, solid_capstyle="butt")
-        longest = max(longest, left)
+        longest = max(longest, end)
         axis.annotate(
-            fmt.number(left),
-            (left, place),
+            f"{fmt.number(left)}{row['mark']}",
+            (end, place),
             xytext=(3, 0),
             textcoords="offset points",
             va="center",
