@@ -88,6 +88,11 @@ class ComparedPeak:
         return self.ratio is not None and abs(self.ratio - 1) > OFF
 
 
+def has_baseline(record: Record) -> bool:
+    """Whether its peaks leave out what its process held before."""
+    return all("baseline_allocated_bytes" in rank for rank in record.memory)
+
+
 def compared_peak(record: Record) -> ComparedPeak | None:
     """The peak of a good record as predicted and measured; None if none was measured on CUDA."""
     ranks = [rank for rank in record.memory if rank.get("peak_allocated_bytes")]
@@ -97,7 +102,7 @@ def compared_peak(record: Record) -> ComparedPeak | None:
     predicted = peak_bytes(record)
     if math.isnan(predicted):
         return ComparedPeak(predicted=None, measured=measured)
-    if any("baseline_allocated_bytes" not in rank for rank in ranks):
+    if not has_baseline(record):
         predicted += WORKSPACE_BYTES * _threads_that_multiply(record)
     return ComparedPeak(predicted=predicted, measured=measured)
 

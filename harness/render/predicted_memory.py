@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from harness.analysis.case_columns import GIB
-from harness.analysis.predictions import OFF, compared_peak
+from harness.analysis.predictions import OFF, compared_peak, has_baseline
 from harness.cases import format as fmt
 from harness.render.table import Column
 from harness.store.record import Record
@@ -68,6 +68,8 @@ class PredictionSummary:
     """Case, predicted and measured GiB, and their ratio, of those that are furthest off."""
     more: int
     """Further cases that are off."""
+    counts_workspaces: bool
+    """Whether peaks have been compared that count what a process holds before a case."""
 
 
 def summarise(records: Sequence[Record]) -> PredictionSummary | None:
@@ -90,6 +92,11 @@ def summarise(records: Sequence[Record]) -> PredictionSummary | None:
             for case_id, predicted, measured, ratio in off[:ROWS_SHOWN]
         ],
         more=max(0, len(off) - ROWS_SHOWN),
+        counts_workspaces=any(
+            not has_baseline(record)
+            for record, (_, peak) in zip(records, found, strict=True)
+            if peak is not None and peak.predicted is not None
+        ),
     )
 
 

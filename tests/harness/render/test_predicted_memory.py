@@ -43,6 +43,7 @@ class TestSummary:
         ((case_id, _, _, ratio),) = found.off
         assert case_id.endswith("-2.0")
         assert ratio == fmt.factor(0.5)
+        assert not found.counts_workspaces
 
     def test_stays_short(self) -> None:
         records = [measured(2 + index) for index in range(ROWS_SHOWN + 3)]
@@ -86,4 +87,7 @@ def test_workspaces_of_old_records(baseline: bool) -> None:
     peak = compared_peak(record)
     assert peak is not None
     assert peak.predicted is not None
+    summary = summarise([record])
+    assert summary is not None
+    assert summary.counts_workspaces is not baseline
     assert peak.predicted - peak_bytes(record) == (0 if baseline else 64 * 2**20)
