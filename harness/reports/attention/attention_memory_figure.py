@@ -8,9 +8,9 @@ from matplotlib.lines import Line2D
 
 from harness.cases.columns import sort_by_points
 from harness.render.figure import CaptionedFigure, describe, figure, panel_key
-from harness.render.findings import percent_span, say_out_of_memory, sentence
 from harness.render.rows import of_task, per_case
 from harness.reports.attention.lines_over_seq_len import MAX_ROWS, draw_lines
+from harness.sentences.findings import percent_span, say_out_of_memory, sentence
 
 CAPTION = (
     "Memory in use between the forward and the backward pass over sequence length, both axes "

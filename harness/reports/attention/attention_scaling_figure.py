@@ -6,12 +6,12 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from harness.cases.columns import sort_by_points
+from harness.drawing.marked import BAR_WORDS, say_marked
 from harness.render.figure import CaptionedFigure, describe, figure, panel_key
-from harness.render.findings import say_growth, say_out_of_memory, sentence
-from harness.render.leaders import say_over_length
-from harness.render.marked import BAR_WORDS, say_marked
 from harness.render.rows import of_task, per_case
 from harness.reports.attention.lines_over_seq_len import MAX_ROWS, draw_lines
+from harness.sentences.findings import say_growth, say_out_of_memory, sentence
+from harness.sentences.leaders import say_over_length
 
 CAPTION = (
     "Median time of the attention call over sequence length, both axes logarithmic, with a bar "

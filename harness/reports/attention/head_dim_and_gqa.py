@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pandas as pd
 
-from harness.render.findings import from_wide, sentence
-from harness.render.leaders import say_fastest
 from harness.render.rows import of_task, per_case
 from harness.render.table import Table, finding, table
 from harness.reports.attention.by_backend import table_by_backend
+from harness.sentences.findings import from_wide, sentence
+from harness.sentences.leaders import say_fastest
 
 CAPTION = (
     "Attention alone, by backend: achieved rates of the forward pass / the backward pass, from "

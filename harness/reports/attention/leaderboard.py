@@ -12,10 +12,10 @@ from harness.analysis.comparison import Axis, compare
 from harness.analysis.row_verdicts import COLUMNS, interval_cells, rule_words
 from harness.cases import format as fmt
 from harness.cases.columns import point_groups
-from harness.render.findings import sentence, span
-from harness.render.leaders import say_fastest
 from harness.render.rows import apart_from_unsupported, of_task, per_case
 from harness.render.table import Column, Table, finding, make_table, table, time_column
+from harness.sentences.findings import sentence, span
+from harness.sentences.leaders import say_fastest
 
 CAPTION = (
     "Attention alone, the fastest first at each point: median times, and the rate of all passes "

@@ -9,8 +9,8 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from harness.cases import format as fmt
 from harness.cases.columns import sorted_values
-from harness.render.line_labels import draw_spread, label_line_ends
-from harness.render.marked import draw_hollow
+from harness.drawing.line_labels import draw_spread, label_line_ends
+from harness.drawing.marked import draw_hollow
 from harness.render.palette import colour, marker
 
 MAX_ROWS = 4

@@ -6,9 +6,9 @@ import pandas as pd
 
 from harness.cases import format as fmt
 from harness.cases.columns import BATCH_LAYOUTS, point_groups
-from harness.render.findings import listed, percent_span, sentence
 from harness.render.rows import apart_from_unsupported, of_task, per_case
 from harness.render.table import Column, Table, finding, make_table, table, time_column
+from harness.sentences.findings import listed, percent_span, sentence
 
 CAPTION = (
     "Dense batches, packed ones of equal lengths, and packed ragged ones with as many attended "

@@ -6,10 +6,10 @@ import pandas as pd
 
 from harness.analysis.case_columns import MIB
 from harness.cases import format as fmt
-from harness.render.findings import percent_span, say_out_of_memory, sentence
 from harness.render.predicted_memory import predicted_columns
 from harness.render.rows import of_task, per_case
 from harness.render.table import Column, Table, finding, make_table, table, time_column
+from harness.sentences.findings import percent_span, say_out_of_memory, sentence
 
 CAPTION = (
     "Attention alone: median forward and backward times, memory in use before the backward "

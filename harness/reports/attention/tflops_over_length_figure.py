@@ -9,14 +9,14 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from harness.cases import format as fmt
 from harness.cases.columns import sorted_values
+from harness.drawing.line_labels import draw_spread, label_line_ends, mark_out_of_memory
+from harness.drawing.marked import BAR_WORDS, draw_hollow, say_marked
+from harness.drawing.panels import panels, whole_calls
 from harness.render.figure import CaptionedFigure, figure
-from harness.render.findings import say_out_of_memory, sentence, span
-from harness.render.leaders import say_over_length
-from harness.render.line_labels import draw_spread, label_line_ends, mark_out_of_memory
-from harness.render.marked import BAR_WORDS, draw_hollow, say_marked
 from harness.render.palette import colour, marker
-from harness.render.panels import panels, whole_calls
 from harness.render.rows import marks_of
+from harness.sentences.findings import say_out_of_memory, sentence, span
+from harness.sentences.leaders import say_over_length
 
 CAPTION = (
     "Achieved rate of attention, forward and backward together unless the mode is forward, by the "

@@ -9,12 +9,12 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from harness.cases.columns import sort_by_points
+from harness.drawing.line_labels import draw_spread, label_line_ends
+from harness.drawing.marked import BAR_WORDS, draw_hollow, say_marked
+from harness.drawing.panels import log_ticks
 from harness.render.figure import CaptionedFigure, describe, figure, panel_key
-from harness.render.findings import sentence
-from harness.render.line_labels import draw_spread, label_line_ends
-from harness.render.marked import BAR_WORDS, draw_hollow, say_marked
-from harness.render.panels import log_ticks
 from harness.reports.communication.collective_rows import UNUSED, collectives, say_bandwidths
+from harness.sentences.findings import sentence
 from parallel.collectives import COLLECTIVES
 
 CAPTION = (

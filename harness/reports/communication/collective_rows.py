@@ -5,8 +5,8 @@ from __future__ import annotations
 import pandas as pd
 
 from harness.cases import format as fmt
-from harness.render.findings import span
 from harness.render.rows import of_task, per_case
+from harness.sentences.findings import span
 from parallel.collectives import bus_factor
 
 GB = 1e9

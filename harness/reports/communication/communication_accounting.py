@@ -7,8 +7,8 @@ from typing import Any
 import pandas as pd
 
 from harness.cases import format as fmt
-from harness.render.findings import listed, sentence, span
 from harness.render.table import Column, Table, finding, make_table, table
+from harness.sentences.findings import listed, sentence, span
 
 CAPTION = (
     "Feed-forward blocks of two linear layers, by formula: activations saved for backward and "

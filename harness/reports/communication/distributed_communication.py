@@ -5,9 +5,9 @@ from __future__ import annotations
 import pandas as pd
 
 from harness.cases import format as fmt
-from harness.render.findings import sentence, span
 from harness.render.table import Column, Table, finding, make_table, table, time_column
 from harness.reports.communication.collective_rows import UNUSED, collectives, say_bandwidths
+from harness.sentences.findings import sentence, span
 
 CAPTION = (
     "Median time of a collective operation, from when all ranks are ready until the slowest is "

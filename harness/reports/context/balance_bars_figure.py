@@ -7,9 +7,9 @@ from matplotlib.figure import Figure
 
 from harness.cases import format as fmt
 from harness.render.figure import CaptionedFigure, figure
-from harness.render.findings import listed, sentence
 from harness.render.palette import colour
 from harness.reports.context.split_panels import ACROSS, calls_by_panel
+from harness.sentences.findings import listed, sentence
 
 CAPTION = (
     "Computing per rank, forward and backward, from kernel times in traced passes; the line is "

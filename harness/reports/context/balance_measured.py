@@ -9,9 +9,9 @@ import pandas as pd
 from harness.analysis.evidence import words_between
 from harness.cases import format as fmt
 from harness.cases.columns import point_groups
-from harness.render.findings import listed, sentence, span, told
 from harness.render.table import Column, Table, finding, make_table, table
 from harness.reports.context.split_rows import split_calls
+from harness.sentences.findings import listed, sentence, span, told
 from parallel import BACKENDS
 from parallel.context.attention import SequenceParallelAttention
 from parallel.context.blocks.balance import count_flops

@@ -8,12 +8,12 @@ import pandas as pd
 
 from harness.cases import format as fmt
 from harness.cases.columns import POINTS
-from harness.render.findings import listed, percent_span, say_unlike, sentence, span, told
-from harness.render.leaders import say_fastest
 from harness.render.predicted_memory import predicted_columns
-from harness.render.ranking import Standing, standings
 from harness.render.table import Column, Table, finding, make_table, table, time_column
 from harness.reports.context.split_rows import split_calls
+from harness.sentences.findings import listed, percent_span, say_unlike, sentence, span, told
+from harness.sentences.leaders import say_fastest
+from harness.sentences.ranking import Standing, standings
 
 CAPTION = (
     "Attention on sequences split over several ranks: median times of the slowest rank; speed-up "

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pandas as pd
 
 from harness.cases import format as fmt
-from harness.render.findings import listed, sentence, span
 from harness.render.table import Column, Table, finding, make_table, table
 from harness.reports.context.balance_rows import COUNT_WORDS, COUNTS_EXPLAINED, counted
+from harness.sentences.findings import listed, sentence, span
 
 CAPTION = (
     "FLOPs of a causal forward pass per rank, and how uneven they are. "

@@ -7,9 +7,9 @@ from matplotlib.figure import Figure
 
 from harness.cases.columns import caption_of, sort_by_points
 from harness.render.figure import CaptionedFigure, figure
-from harness.render.findings import listed, sentence, span
 from harness.render.palette import colour
 from harness.reports.context.balance_rows import counted
+from harness.sentences.findings import listed, sentence, span
 
 MAX_POINTS = 4
 

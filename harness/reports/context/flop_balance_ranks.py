@@ -7,10 +7,10 @@ from typing import Any
 import pandas as pd
 
 from harness.cases import format as fmt
-from harness.render.findings import listed, sentence
 from harness.render.table import Column, Table, finding, make_table, table
 from harness.reports.context.balance_rows import COUNTS_EXPLAINED, counted
 from harness.reports.context.flop_balance import POINT_COLUMNS, UNUSED, gflop
+from harness.sentences.findings import listed, sentence
 
 CAPTION = (
     f"FLOPs of a causal forward pass on each rank. {COUNTS_EXPLAINED} First and second half: of "

@@ -11,10 +11,10 @@ from matplotlib.patches import Patch
 
 from harness.cases import format as fmt
 from harness.render.figure import ON_BAR_DARK, ON_BAR_LIGHT, CaptionedFigure, figure
-from harness.render.findings import listed, percent_span, sentence
 from harness.render.palette import WAITING, colour, mixed_with_white
 from harness.reports.context.split_panels import ACROSS, calls_by_panel
 from harness.reports.context.split_rows import COMPUTE
+from harness.sentences.findings import listed, percent_span, sentence
 
 MAX_BARS = 48
 """Ranks times schemes; beyond it one transport of each scheme is shown."""

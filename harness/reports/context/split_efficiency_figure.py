@@ -9,12 +9,12 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from harness.cases import format as fmt
+from harness.drawing.line_labels import draw_spread, label_line_ends, mark_out_of_memory
+from harness.drawing.marked import BAR_WORDS
 from harness.render.figure import CaptionedFigure, figure
-from harness.render.findings import percent_span, say_unlike, sentence
-from harness.render.line_labels import draw_spread, label_line_ends, mark_out_of_memory
-from harness.render.marked import BAR_WORDS
 from harness.render.palette import colour, marker
 from harness.reports.context.split_panels import LINE_STYLES, calls_by_panel
+from harness.sentences.findings import percent_span, say_unlike, sentence
 
 WIDTH_IN, HEIGHT_IN = 4.8, 3.0
 

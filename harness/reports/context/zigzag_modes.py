@@ -6,12 +6,12 @@ import pandas as pd
 
 from harness.cases import format as fmt
 from harness.cases.columns import point_groups
-from harness.render.findings import say_over, sentence
-from harness.render.leaders import say_fastest
 from harness.render.predicted_memory import predicted_columns
 from harness.render.rows import verdict_over
 from harness.render.table import Column, Table, finding, make_table, table, time_column
 from harness.reports.context.split_rows import split_calls
+from harness.sentences.findings import say_over, sentence
+from harness.sentences.leaders import say_fastest
 
 CAPTION = (
     "zigzag_llama3 on packed batches: two kernel calls, for a rank's early and its late chunks, or "

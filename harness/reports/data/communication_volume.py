@@ -5,9 +5,9 @@ from __future__ import annotations
 import pandas as pd
 
 from harness.cases import format as fmt
-from harness.render.findings import best_row, sentence
 from harness.render.table import Column, Table, finding, make_table, table
 from harness.reports.data.step_rows import UNUSED, on_ranks, traffic_of
+from harness.sentences.findings import best_row, sentence
 from parallel.collectives import COLLECTIVES
 
 CAPTION = (

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pandas as pd
 
 from harness.cases import format as fmt
-from harness.render.findings import percent_span, sentence
-from harness.render.leaders import say_fastest
 from harness.render.predicted_memory import predicted_columns
 from harness.render.table import Column, Table, finding, make_table, table, time_column
 from harness.reports.data.step_rows import UNUSED, on_ranks
 from harness.reports.data.worked_answers import TEXT_NOTE
+from harness.sentences.findings import percent_span, sentence
+from harness.sentences.leaders import say_fastest
 
 CAPTION = (
     "Training steps whose ranks have batches of their own: median times of the slowest rank; the "

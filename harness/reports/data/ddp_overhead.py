@@ -5,10 +5,10 @@ from __future__ import annotations
 import pandas as pd
 
 from harness.cases import format as fmt
-from harness.render.findings import sentence, span
-from harness.render.leaders import say_fastest
 from harness.render.table import Column, Table, finding, make_table, table, time_column
 from harness.reports.data.step_rows import UNUSED, bucketed
+from harness.sentences.findings import sentence, span
+from harness.sentences.leaders import say_fastest
 
 CAPTION = (
     "Overhead of bucketed data parallelism: n_b o + s / (n_b w) with o and w fitted to the "

@@ -9,12 +9,12 @@ from matplotlib.figure import Figure
 
 from harness.cases import format as fmt
 from harness.cases.columns import sort_by_points
+from harness.drawing.panels import log_ticks
 from harness.predictions.training import MIB
 from harness.render.figure import CaptionedFigure, describe, figure, panel_key
-from harness.render.findings import sentence
-from harness.render.panels import log_ticks
 from harness.reports.data.ddp_overhead import say_least_left
 from harness.reports.data.step_rows import UNUSED, bucketed
+from harness.sentences.findings import sentence
 
 CAPTION = (
     "Overhead of bucketed data parallelism over the size of its buckets, both axes logarithmic: "

@@ -13,9 +13,9 @@ from harness.bench.intervals import Interval, clipped, union
 from harness.cases import format as fmt
 from harness.cases.columns import sort_by_points
 from harness.render.figure import CaptionedFigure, figure
-from harness.render.findings import listed, percent_span, sentence
 from harness.render.palette import WAITING, mixed_with_white
 from harness.reports.data.step_rows import COMPUTE, lanes, on_ranks
+from harness.sentences.findings import listed, percent_span, sentence
 from parallel import STRATEGIES
 
 CAPTION = (

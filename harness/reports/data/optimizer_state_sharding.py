@@ -6,12 +6,12 @@ import pandas as pd
 
 from harness.analysis.case_columns import GIB
 from harness.cases import format as fmt
-from harness.render.findings import best_row, sentence
 from harness.render.predicted_memory import predicted_columns
 from harness.render.table import Column, Table, finding, make_table, table, time_column
 from harness.reports.data.data_parallel import ratio
 from harness.reports.data.step_rows import UNUSED, footprint_of, on_ranks, rank_gib
 from harness.reports.data.worked_answers import SHARDING_BYTES, SHARDING_STEP_MS
+from harness.sentences.findings import best_row, sentence
 
 CAPTION = (
     "Memory of the fullest rank in GiB: after initialisation, before the first optimizer step and "

@@ -11,9 +11,9 @@ from harness.analysis.case_columns import GIB
 from harness.cases import format as fmt
 from harness.cases.columns import sort_by_points
 from harness.render.figure import CaptionedFigure, describe, figure, panel_key
-from harness.render.findings import sentence
 from harness.render.palette import mixed_with_white
 from harness.reports.data.step_rows import UNUSED, footprint_of, on_ranks, rank_gib
+from harness.sentences.findings import sentence
 
 CAPTION = (
     "Memory of the fullest rank in the first training step, by what it holds: counted tensor by "

@@ -6,12 +6,12 @@ import pandas as pd
 
 from harness.cases import format as fmt
 from harness.cases.columns import point_groups
-from harness.render.findings import percent_span, say_unlike, sentence
-from harness.render.leaders import say_fastest
 from harness.render.rows import of_task, per_case, unlike
 from harness.render.table import Column, Table, finding, make_table, table, time_column
 from harness.reports.data.data_parallel import ratio
 from harness.reports.data.step_rows import UNUSED
+from harness.sentences.findings import percent_span, say_unlike, sentence
+from harness.sentences.leaders import say_fastest
 from parallel import STRATEGIES
 
 CAPTION = (

@@ -8,14 +8,14 @@ from matplotlib.ticker import FixedLocator, NullLocator
 
 from harness.cases import format as fmt
 from harness.cases.columns import sort_by_points
+from harness.drawing.marked import draw_hollow, say_marked
+from harness.drawing.panels import log_ticks
 from harness.render.figure import CaptionedFigure, describe, figure, panel_key
-from harness.render.findings import sentence, span
-from harness.render.leaders import say_fastest
-from harness.render.marked import draw_hollow, say_marked
 from harness.render.palette import colour, marker
-from harness.render.panels import log_ticks
 from harness.reports.data.step_rows import UNUSED
 from harness.reports.data.strategy_scaling import scaled
+from harness.sentences.findings import sentence, span
+from harness.sentences.leaders import say_fastest
 
 CAPTION = (
     "Tokens per second of all ranks together over ranks, both axes logarithmic; dashed: one "

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pandas as pd
 
 from harness.cases import format as fmt
-from harness.render.findings import percent_span, say_out_of_memory, sentence
-from harness.render.leaders import say_fastest
 from harness.render.rows import apart_from_unsupported
 from harness.render.table import Column, Table, finding, make_table, table
 from harness.reports.decoding.step_rows import UNUSED, decoded, operators_or_kernels
+from harness.sentences.findings import percent_span, say_out_of_memory, sentence
+from harness.sentences.leaders import say_fastest
 
 CAPTION = (
     "Steps of new tokens against caches of seq_len tokens: median time, new tokens per second of "

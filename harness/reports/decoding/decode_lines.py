@@ -11,8 +11,8 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from harness.cases import format as fmt
 from harness.cases.columns import POINTS, point_groups, sorted_values
-from harness.render.line_labels import draw_spread, label_line_ends, mark_out_of_memory
-from harness.render.marked import draw_hollow
+from harness.drawing.line_labels import draw_spread, label_line_ends, mark_out_of_memory
+from harness.drawing.marked import draw_hollow
 from harness.render.palette import colour, marker
 
 LINE_STYLES = ("-", "--", ":", "-.")

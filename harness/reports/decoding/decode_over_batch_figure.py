@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pandas as pd
 
+from harness.drawing.marked import BAR_WORDS, say_marked
+from harness.drawing.panels import panels
 from harness.render.figure import CaptionedFigure, figure
-from harness.render.findings import listed, percent_span, sentence
-from harness.render.marked import BAR_WORDS, say_marked
-from harness.render.panels import panels
 from harness.reports.decoding.decode_lines import SERIES, draw_series, with_several
 from harness.reports.decoding.step_rows import UNUSED, decoded
+from harness.sentences.findings import listed, percent_span, sentence
 
 WIDTH_IN, HEIGHT_IN = 4.8, 3.0
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pandas as pd
 
+from harness.drawing.marked import BAR_WORDS, say_marked
+from harness.drawing.panels import panels
 from harness.render.figure import CaptionedFigure, figure
-from harness.render.findings import say_out_of_memory, sentence
-from harness.render.leaders import say_over_length
-from harness.render.marked import BAR_WORDS, say_marked
-from harness.render.panels import panels
 from harness.reports.decoding.decode_lines import SERIES, draw_series, with_several
 from harness.reports.decoding.step_rows import UNUSED, decoded
+from harness.sentences.findings import say_out_of_memory, sentence
+from harness.sentences.leaders import say_over_length
 
 WIDTH_IN, HEIGHT_IN = 4.8, 3.0
 

@@ -6,11 +6,11 @@ import pandas as pd
 
 from harness.analysis.physics import OVER_PASS
 from harness.cases import format as fmt
-from harness.render.findings import listed, sentence
 from harness.render.rows import marks_of
 from harness.render.table import Column, Table, finding, make_table, table
 from harness.reports.decoding.fusion_rows import parts_of, profiled_steps
 from harness.reports.decoding.step_rows import UNUSED
+from harness.sentences.findings import listed, sentence
 
 CAPTION = (
     "Kernels of one layer of a decoding step by the part of it that launched them, from a profile; "

@@ -7,11 +7,11 @@ from matplotlib.patches import Patch
 
 from harness.cases import format as fmt
 from harness.cases.columns import sorted_values
+from harness.drawing.panels import panels
 from harness.render.figure import CaptionedFigure, figure
-from harness.render.findings import listed, sentence
-from harness.render.panels import panels
 from harness.reports.decoding.fusion_rows import PARTS, parts_of, profiled_steps
 from harness.reports.decoding.step_rows import UNUSED
+from harness.sentences.findings import listed, sentence
 
 CAPTION = (
     "Kernel time of one layer of a decoding step by the part that launched it, from a profile; on "

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pandas as pd
 
 from harness.cases import format as fmt
-from harness.render.findings import say_out_of_memory, sentence, span
-from harness.render.leaders import say_fastest
 from harness.render.rows import apart_from_unsupported, of_task, per_case
 from harness.render.table import Column, Table, finding, make_table, table, time_column
 from harness.reports.decoding.step_rows import operators_or_kernels
+from harness.sentences.findings import say_out_of_memory, sentence, span
+from harness.sentences.leaders import say_fastest
 
 CAPTION = (
     "Greedy generation with the whole model: prefill of all prompts, and one step of one token for "

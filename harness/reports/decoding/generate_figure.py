@@ -5,13 +5,13 @@ from __future__ import annotations
 import pandas as pd
 
 from harness.cases import format as fmt
-from harness.render.bars import draw_bars
+from harness.drawing.bars import draw_bars
+from harness.drawing.marked import SIGNS, say_marked
+from harness.drawing.panels import panels
 from harness.render.figure import CaptionedFigure, figure
-from harness.render.findings import listed, sentence, span
-from harness.render.marked import SIGNS, say_marked
 from harness.render.palette import colour
-from harness.render.panels import panels
 from harness.reports.decoding.generate import UNUSED, generated
+from harness.sentences.findings import listed, sentence, span
 
 CAPTION = "Tokens that the whole batch generates per second, by the median time of a step."
 

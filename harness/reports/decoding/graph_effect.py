@@ -5,10 +5,10 @@ from __future__ import annotations
 import pandas as pd
 
 from harness.cases import format as fmt
-from harness.render.findings import percent_span, sentence, span, told
 from harness.render.rows import apart_from_unsupported, speedup_over, verdict_over
 from harness.render.table import Column, Table, finding, make_table, table
 from harness.reports.decoding.step_rows import UNUSED, decoded, operators_or_kernels
+from harness.sentences.findings import percent_span, sentence, span, told
 
 CAPTION = (
     "Decoding steps with and without a CUDA graph: time, the host's launches in a step, and the "

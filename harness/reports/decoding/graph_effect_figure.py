@@ -6,14 +6,14 @@ import pandas as pd
 
 from harness.cases import format as fmt
 from harness.cases.columns import POINTS
-from harness.render.bars import draw_bars
+from harness.drawing.bars import draw_bars
+from harness.drawing.marked import SIGNS, say_marked
+from harness.drawing.panels import panels
 from harness.render.figure import CaptionedFigure, figure
-from harness.render.findings import sentence, span
-from harness.render.marked import SIGNS, say_marked
 from harness.render.palette import colour
-from harness.render.panels import panels
 from harness.render.rows import speedup_over, verdict_over
 from harness.reports.decoding.step_rows import UNUSED, decoded
+from harness.sentences.findings import sentence, span
 
 CAPTION = "Median time of a decoding step without and with a CUDA graph."
 

@@ -8,9 +8,9 @@ from harness.analysis.case_columns import GIB
 from harness.cases import format as fmt
 from harness.cases.column import Point
 from harness.cases.columns import POINTS
-from harness.render.findings import listed, sentence
 from harness.render.table import Column, Table, finding, make_table, table
 from harness.reports.decoding.step_rows import UNUSED
+from harness.sentences.findings import listed, sentence
 from kernels.registry import Look
 
 CAPTION = (

@@ -8,12 +8,12 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from harness.cases import format as fmt
 from harness.cases.columns import sorted_values
+from harness.drawing.line_labels import label_line_ends
+from harness.drawing.panels import panels
 from harness.render.figure import CaptionedFigure, figure
-from harness.render.findings import sentence
-from harness.render.line_labels import label_line_ends
 from harness.render.palette import colour
-from harness.render.panels import panels
 from harness.reports.decoding.kv_memory import NO_USE, counted
+from harness.sentences.findings import sentence
 
 CAPTION = (
     "Memory of all layers' caches over the tokens of each sequence, both axes logarithmic; above "

@@ -7,9 +7,9 @@ import pandas as pd
 from harness.analysis.evidence import words_between
 from harness.cases import format as fmt
 from harness.cases.columns import point_groups
-from harness.render.findings import sentence, span, told
 from harness.render.rows import apart_from_unsupported, of_task, per_case
 from harness.render.table import Column, Table, finding, make_table, table, time_column
+from harness.sentences.findings import sentence, span, told
 
 CAPTION = (
     "Prompts through rotary embedding, into the cache and through causal attention: median times, "

@@ -13,9 +13,9 @@ import pandas as pd
 from harness.analysis.comparison import AXES, comparable, compare, compare_with_peers, hides_kernels
 from harness.analysis.row_verdicts import interval_cells, reasons, rule_words
 from harness.cases import format as fmt
-from harness.render.findings import best_row, sentence, span
 from harness.render.rows import marks_of
 from harness.render.table import Column, Table, finding, make_table, table
+from harness.sentences.findings import best_row, sentence, span
 
 CAPTION = (
     "Each candidate against its baseline. Ratio: time of the baseline over that of the candidate, "

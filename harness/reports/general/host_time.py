@@ -7,9 +7,9 @@ import pandas as pd
 from harness.analysis.host_time import NOTICEABLE_WAIT, host_bound
 from harness.cases import format as fmt
 from harness.cases.columns import point_groups
-from harness.render.findings import percent_span, sentence
 from harness.render.rows import marks_of
 from harness.render.table import Column, Table, finding, make_table, table
+from harness.sentences.findings import percent_span, sentence
 
 CAPTION = (
     "The host's time to enqueue a pass (first quartile) beside the pass itself, and the same pass "

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from harness.render.figure import STYLE, CaptionedFigure, describe, panel_key
-from harness.render.findings import sentence
+from harness.sentences.findings import sentence
 
 TINTS = {
     "FASTER": "#0072B2",

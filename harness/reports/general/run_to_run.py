@@ -10,9 +10,9 @@ from harness.analysis.row_verdicts import calibration_rows
 from harness.analysis.run_to_run import run_to_run_level, run_to_run_levels
 from harness.analysis.stats import median
 from harness.cases import format as fmt
-from harness.render.findings import sentence
 from harness.render.rows import marks_of
 from harness.render.table import Column, Table, finding, make_table, table
+from harness.sentences.findings import sentence
 
 CAPTION = (
     "Cases measured in several processes, by their longest phase. Level: the standard deviation of "

@@ -10,11 +10,11 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from harness.analysis.comparison import AXES, Axis, comparable, compare, fullest_mode
 from harness.cases import format as fmt
 from harness.cases.columns import sort_by_points, sorted_values
+from harness.drawing.marked import draw_hollow, say_marked
 from harness.render.figure import CaptionedFigure, describe, figure, panel_key
-from harness.render.findings import say_over, sentence
-from harness.render.marked import draw_hollow, say_marked
 from harness.render.palette import colour, marker
 from harness.render.rows import marks_of
+from harness.sentences.findings import say_over, sentence
 
 CAPTION = (
     "Speed-up in median time over the baseline, with its interval over rounds where there is one "

@@ -6,10 +6,10 @@ import pandas as pd
 
 from harness.analysis.case_columns import MIB
 from harness.cases import format as fmt
-from harness.render.findings import best_row, sentence
 from harness.render.kernel_rows import UNUSED
 from harness.render.rows import cases_of
 from harness.render.table import Column, Table, finding, make_table, table
+from harness.sentences.findings import best_row, sentence
 
 CAPTION = (
     "The largest pieces of memory at the peak of one step, equal ones together, and the innermost "

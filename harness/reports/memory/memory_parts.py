@@ -8,10 +8,10 @@ import pandas as pd
 
 from harness.analysis.case_columns import MIB
 from harness.cases import format as fmt
-from harness.render.findings import percent_span, sentence
 from harness.render.kernel_rows import UNUSED
 from harness.render.rows import cases_of
 from harness.render.table import Column, Table, finding, make_table, table
+from harness.sentences.findings import percent_span, sentence
 
 CAPTION = (
     "Bytes of what memory holds: by formula, in tensors, and at the peak. Parameters, gradients "

@@ -14,8 +14,8 @@ from harness.analysis.case_columns import GIB, MIB
 from harness.cases import format as fmt
 from harness.cases.columns import sort_by_points
 from harness.render.figure import CaptionedFigure, describe, figure, panel_key
-from harness.render.findings import sentence
 from harness.render.palette import MEMORY_COLOURS
+from harness.sentences.findings import sentence
 
 CAPTION = (
     "Memory that tensors hold during one step, by what it is for, over the host's clock while it "

@@ -8,10 +8,10 @@ import pandas as pd
 
 from harness.analysis.case_columns import GIB, MIB
 from harness.cases import format as fmt
-from harness.render.findings import best_row, sentence, span
 from harness.render.kernel_rows import UNUSED
 from harness.render.rows import per_case
 from harness.render.table import Column, Table, finding, make_table, table
+from harness.sentences.findings import best_row, sentence, span
 
 CAPTION = (
     "Most memory that tensors held at once in one step, by formula and as allocated; activations "

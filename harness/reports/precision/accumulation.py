@@ -5,9 +5,9 @@ from __future__ import annotations
 import pandas as pd
 
 from harness.cases import format as fmt
-from harness.render.findings import best_row, sentence
 from harness.render.rows import per_case
 from harness.render.table import Column, Table, finding, make_table, table
+from harness.sentences.findings import best_row, sentence
 
 CAPTION = (
     "A small term added many times, one after another. The error has two parts: the term is "

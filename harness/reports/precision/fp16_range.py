@@ -7,7 +7,6 @@ from typing import Any
 import pandas as pd
 
 from harness.cases import format as fmt
-from harness.render.findings import best_row, sentence
 from harness.render.table import Column, Table, finding, make_table, table
 from harness.reports.precision.audit_rows import (
     COUNTS,
@@ -17,6 +16,7 @@ from harness.reports.precision.audit_rows import (
     total,
     without_block,
 )
+from harness.sentences.findings import best_row, sentence
 
 CAPTION = (
     "Elements of what each layer gives, and of the gradient that arrives at it, which float16 "

@@ -7,9 +7,9 @@ from typing import Any
 import pandas as pd
 
 from harness.cases.columns import POINTS, point_groups, sorted_values
-from harness.render.findings import listed, sentence
 from harness.render.table import Column, Table, finding, make_table, table
 from harness.reports.precision.audit_rows import UNUSED, audits, without_block
+from harness.sentences.findings import listed, sentence
 
 CAPTION = (
     "dtype of every tensor of a training step, in the order in which they come to be; blocks are "

@@ -7,9 +7,9 @@ from typing import Any
 import pandas as pd
 
 from harness.cases import format as fmt
-from harness.render.findings import sentence
 from harness.render.table import Column, Table, finding, make_table, table
 from harness.reports.precision.audit_rows import UNUSED, audits, relative_error, tensors_of, total
+from harness.sentences.findings import sentence
 
 CAPTION = (
     "One training step against the same in float64. Errors are relative, of gradients in the "

@@ -12,10 +12,10 @@ import pandas as pd
 
 from harness.cases import format as fmt
 from harness.profilers.kernels.categories import FLOPS_PER_ELEMENT
-from harness.render.findings import sentence, span
 from harness.render.kernel_rows import UNUSED, passes, profiled, rows_of
 from harness.render.rows import cases_of
 from harness.render.table import Column, Table, finding, make_table, table
+from harness.sentences.findings import sentence, span
 
 CAPTION = (
     "Inside explicit attention, forward, per step and rank: the two matmuls (4 B H S² D FLOPs), "

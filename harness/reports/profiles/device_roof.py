@@ -5,9 +5,9 @@ from __future__ import annotations
 import pandas as pd
 
 from harness.cases import format as fmt
-from harness.render.findings import listed, sentence, span
 from harness.render.rows import of_task, per_case
 from harness.render.table import Column, Table, finding, make_table, table
+from harness.sentences.findings import listed, sentence, span
 
 CAPTION = (
     "Copy of a large tensor, bytes read and written over time, and one large square matmul, each "

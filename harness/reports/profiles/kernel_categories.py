@@ -6,7 +6,6 @@ import pandas as pd
 
 from harness.cases import format as fmt
 from harness.profilers.kernels.categories import CATEGORIES
-from harness.render.findings import percent_span, sentence
 from harness.render.kernel_rows import (
     UNUSED,
     by_category,
@@ -18,6 +17,7 @@ from harness.render.kernel_rows import (
 )
 from harness.render.rows import cases_of
 from harness.render.table import Column, Table, finding, make_table, table
+from harness.sentences.findings import percent_span, sentence
 
 CAPTION = (
     "Shares of kernel time by what kernels do (%): matmul of a forward phase against that of the "

@@ -9,10 +9,10 @@ import pandas as pd
 
 from harness.analysis.physics import OVER_PASS
 from harness.cases import format as fmt
-from harness.render.findings import listed, percent_span, sentence
 from harness.render.kernel_rows import UNUSED, phases_of, profiled
 from harness.render.rows import marks_of
 from harness.render.table import Column, Table, finding, make_table, table
+from harness.sentences.findings import listed, percent_span, sentence
 
 CAPTION = (
     "Median time of each phase without a profiler, and its time under the profiler, on a device "

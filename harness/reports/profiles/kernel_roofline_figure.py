@@ -14,12 +14,12 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from harness.cases.columns import sort_by_points
+from harness.drawing.panels import log_ticks
 from harness.render.figure import CaptionedFigure, describe, figure, panel_key
-from harness.render.findings import sentence
 from harness.render.kernel_rows import profiled
 from harness.render.palette import KERNEL_COLOURS
-from harness.render.panels import log_ticks
 from harness.render.roof import draw_roof, with_measured_roof
+from harness.sentences.findings import sentence
 
 CAPTION = (
     "Kernels of one training step by arithmetic intensity and achieved rate, both axes "

@@ -9,7 +9,6 @@ from matplotlib.patches import Patch
 from harness.cases import format as fmt
 from harness.cases.columns import sort_by_points
 from harness.render.figure import CaptionedFigure, describe, figure, panel_key
-from harness.render.findings import percent_span, sentence
 from harness.render.kernel_rows import (
     by_category,
     passes,
@@ -19,6 +18,7 @@ from harness.render.kernel_rows import (
     total_ms,
 )
 from harness.render.palette import KERNEL_COLOURS
+from harness.sentences.findings import percent_span, sentence
 
 CAPTION = (
     "Shares of kernel time by what kernels do, for each phase and for the whole step; behind "

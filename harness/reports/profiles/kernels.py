@@ -7,10 +7,10 @@ from typing import Any
 import pandas as pd
 
 from harness.cases import format as fmt
-from harness.render.findings import best_row, percent_span, sentence
 from harness.render.kernel_rows import OF_A_KERNEL, UNUSED, passes, profiled, short_name, total_ms
 from harness.render.rows import cases_of
 from harness.render.table import Column, Table, finding, make_table, table
+from harness.sentences.findings import best_row, percent_span, sentence
 
 LEAST = 0.01
 

@@ -14,12 +14,12 @@ from matplotlib.lines import Line2D
 
 from harness.cases import format as fmt
 from harness.cases.columns import sorted_values
+from harness.drawing.line_labels import label_line_ends, mark_out_of_memory
+from harness.drawing.panels import log_ticks, panels, whole_calls
 from harness.render.figure import CaptionedFigure, figure
-from harness.render.findings import best_row, percent_span, sentence
-from harness.render.line_labels import label_line_ends, mark_out_of_memory
 from harness.render.palette import colour, marker
-from harness.render.panels import log_ticks, panels, whole_calls
 from harness.render.roof import draw_roof, with_measured_roof
+from harness.sentences.findings import best_row, percent_span, sentence
 
 CAPTION = (
     "Achieved rate of attention, forward and backward together unless the mode is forward, over "

@@ -8,7 +8,6 @@ import pandas as pd
 
 from harness.cases.columns import POINTS
 from harness.profilers.kernels.categories import SMALL_ONES
-from harness.render.findings import best_row, percent_span, sentence
 from harness.render.kernel_rows import (
     OF_A_KERNEL,
     UNUSED,
@@ -21,6 +20,7 @@ from harness.render.kernel_rows import (
 )
 from harness.render.rows import cases_of
 from harness.render.table import Column, Table, finding, make_table, table
+from harness.sentences.findings import best_row, percent_span, sentence
 
 MOST = 3
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pandas as pd
 
 from harness.cases import format as fmt
-from harness.render.findings import percent_span, say_out_of_memory, sentence, span
 from harness.render.rows import of_task, per_case
 from harness.render.table import Column, Table, finding, make_table, table
+from harness.sentences.findings import percent_span, say_out_of_memory, sentence, span
 
 CAPTION = (
     "Mean ± sample standard deviation, and median, of the phases of a training step. TFLOP/s "

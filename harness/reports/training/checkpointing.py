@@ -7,10 +7,10 @@ import pandas as pd
 from harness.analysis.case_columns import GIB
 from harness.cases import format as fmt
 from harness.cases.columns import point_groups
-from harness.render.findings import sentence, span, told
 from harness.render.predicted_memory import predicted_columns
 from harness.render.rows import of_task, per_case, verdict_over
 from harness.render.table import Column, Table, finding, make_table, table, time_column
+from harness.sentences.findings import sentence, span, told
 
 CAPTION = (
     "Median time of a training step and its peak memory, without checkpointing and with it; "

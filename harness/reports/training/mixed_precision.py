@@ -7,9 +7,9 @@ import pandas as pd
 from harness.analysis.evidence import words_between
 from harness.cases import format as fmt
 from harness.cases.columns import POINTS, point_groups, sorted_values
-from harness.render.findings import listed, sentence, span
 from harness.render.rows import per_case
 from harness.render.table import Column, Table, finding, make_table, table
+from harness.sentences.findings import listed, sentence, span
 
 CAPTION = (
     "Median times of the forward and backward pass by precision; speed-up of both together "

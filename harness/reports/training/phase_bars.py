@@ -12,12 +12,12 @@ from matplotlib.patches import Patch
 from harness.analysis.comparison import fullest_mode
 from harness.cases import format as fmt
 from harness.cases.columns import sort_by_points, sorted_values
+from harness.drawing.marked import BAR_WORDS, SIGNS, say_marked
 from harness.render.figure import CaptionedFigure, describe, panel_key
-from harness.render.findings import percent_span, say_out_of_memory, sentence
-from harness.render.leaders import say_fastest
-from harness.render.marked import BAR_WORDS, SIGNS, say_marked
 from harness.render.palette import colour, mixed_with_white
 from harness.render.rows import of_task, per_case
+from harness.sentences.findings import percent_span, say_out_of_memory, sentence
+from harness.sentences.leaders import say_fastest
 
 PHASES = {"forward": 1.0, "backward": 0.62, "optimizer": 0.3}
 """How dark each phase is."""

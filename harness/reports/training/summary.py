@@ -6,10 +6,10 @@ import pandas as pd
 
 from harness.cases import format as fmt
 from harness.cases.columns import POINTS
-from harness.render.findings import say_out_of_memory, say_over, sentence
-from harness.render.leaders import say_fastest
 from harness.render.rows import of_task, per_case, speedup_column, speedup_over, verdict_over
 from harness.render.table import Column, Table, finding, make_table, table, time_column
+from harness.sentences.findings import say_out_of_memory, say_over, sentence
+from harness.sentences.leaders import say_fastest
 
 CAPTION = "Median time of the phases of a training step"
 SPEEDUP = "; speed-up of the whole step over naive attention at the same point"

@@ -6,9 +6,9 @@ import pandas as pd
 
 from harness.cases import format as fmt
 from harness.cases.columns import POINTS
-from harness.render.findings import sentence, span, told
 from harness.render.rows import of_task, per_case, speedup_over, verdict_over
 from harness.render.table import Column, Table, finding, make_table, table, time_column
+from harness.sentences.findings import sentence, span, told
 
 CAPTION = (
     "Compiled against uncompiled: median times, and the speed-up over the same point without "

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pandas as pd
 
 from harness.cases import format as fmt
-from harness.render.findings import sentence, span
 from harness.render.rows import marks_of
 from harness.render.table import Column, Table, finding, make_table, table
+from harness.sentences.findings import sentence, span
 
 CAPTION = (
     "Time of one step by the number of warm-up steps before the measurement. Without warm-up the "

@@ -9,8 +9,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from harness.cases.columns import sort_by_points
 from harness.render.figure import CaptionedFigure, describe, figure, panel_key
-from harness.render.findings import sentence, span
 from harness.reports.training.warmup_effect import headline
+from harness.sentences.findings import sentence, span
 
 CAPTION = "Time of every measured step, in order, by the number of warm-up steps before them."
 

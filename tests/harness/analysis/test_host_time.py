@@ -9,7 +9,7 @@ import pytest
 
 from harness.analysis.frame import build_frame
 from harness.analysis.host_time import host_bound, host_time
-from harness.render.panels import whole_calls
+from harness.drawing.panels import whole_calls
 from harness.render.rows import per_case
 from harness.render.table import HOST_BOUND, build_table, finding_of
 from harness.store.record import Phase, Record

@@ -9,9 +9,9 @@ from records import in_rounds, make_record, make_strategy_record
 
 from harness.analysis.frame import build_frame
 from harness.analysis.verdicts import rule
-from harness.render.findings import sentence
 from harness.render.table import Table, build_table, finding_of
 from harness.reports.general.ratios_figure import MARKS, TINTS
+from harness.sentences.findings import sentence
 from harness.store.record import Record
 
 

@@ -20,8 +20,8 @@ from records import (
 )
 
 from harness.analysis.frame import build_frame
+from harness.drawing.line_labels import label_line_ends
 from harness.render.figure import FIGURES, CaptionedFigure, build_figure, wrap_titles
-from harness.render.line_labels import label_line_ends
 from harness.render.palette import colour, marker
 from harness.render.roof import draw_roof
 from harness.reports.context.split_panels import LINE_STYLES

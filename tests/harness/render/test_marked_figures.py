@@ -10,8 +10,8 @@ from records import in_rounds, make_record
 from harness.analysis.frame import build_frame
 from harness.analysis.stats import round_ends
 from harness.cases import format as fmt
+from harness.drawing.marked import say_marked
 from harness.render.figure import build_figure
-from harness.render.marked import say_marked
 from harness.store.record import Record
 
 WHITE = to_rgba("white")

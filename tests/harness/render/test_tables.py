@@ -31,9 +31,9 @@ from status_examples import status_examples, step_samples
 
 from harness.analysis.frame import build_frame
 from harness.cases.format import integer, number, with_spread
+from harness.drawing.line_labels import _below
 from harness.render.files import render_terminal, to_csv, to_markdown
 from harness.render.latex import escape, to_latex
-from harness.render.line_labels import _below
 from harness.render.table import TABLES, build_table
 from harness.store.record import Record
 

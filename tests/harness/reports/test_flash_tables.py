@@ -17,10 +17,10 @@ from profiles import row_of
 from records import ENVIRONMENT, Samples, in_rounds, make_record
 
 from harness.analysis.frame import build_frame
+from harness.drawing.panels import whole_calls
 from harness.render.figure import FIGURES, STYLE, draw
 from harness.render.files import to_csv, to_markdown
 from harness.render.palette import colour
-from harness.render.panels import whole_calls
 from harness.render.table import build_table
 from harness.request.compose import compose_request
 from harness.run import local

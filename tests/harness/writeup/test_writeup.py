@@ -28,7 +28,9 @@ from harness.analysis.frame import build_frame
 from harness.commands.report import main as report
 from harness.commands.writeup import main, write_document
 from harness.render.figure import FIGURES, build_figure, save
-from harness.render.findings import (
+from harness.render.palette import KINDS
+from harness.render.table import FINDINGS, TABLES, build_table, finding_of
+from harness.sentences.findings import (
     best_row,
     from_wide,
     say_growth,
@@ -36,10 +38,8 @@ from harness.render.findings import (
     sentence,
     span,
 )
-from harness.render.leaders import say_fastest, say_over_length
-from harness.render.palette import KINDS
-from harness.render.ranking import standings
-from harness.render.table import FINDINGS, TABLES, build_table, finding_of
+from harness.sentences.leaders import say_fastest, say_over_length
+from harness.sentences.ranking import standings
 from harness.store.record import Record, RecordStore
 from harness.writeup.document import Document, collect
 from harness.writeup.hover import spots

@@ -1,7 +1,7 @@
 """One sentence that says what a table or figure shows, computed from its rows.
 
 The sentences of a kind are alike, so that they can be compared between write-ups. Who is fastest,
-and from which length on, is in :mod:`harness.render.leaders`.
+and from which length on, is in :mod:`harness.sentences.leaders`.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ import pandas as pd
 
 from harness.cases import format as fmt
 from harness.cases.columns import point_groups, sorted_values
-from harness.render.findings import by_margin, listed, span
-from harness.render.ranking import Name, Standing, standings
+from harness.sentences.findings import by_margin, listed, span
+from harness.sentences.ranking import Name, Standing, standings
 
 
 def say_fastest(
@@ -30,8 +30,8 @@ def say_fastest(
 ) -> str | None:
     """``sdpa is fastest at 5 of 6 points in bf16, by 12% over the next (median), flex at 1``
 
-    Only verdicts say who is first (:func:`harness.render.ranking.standings`): those that are level
-    are all named, and points that cannot be told are counted. One part for each precision.
+    Only verdicts say who is first (:func:`harness.sentences.ranking.standings`): those that are
+    level are all named, and points that cannot be told are counted. One part for each precision.
     """
     parts = []
     for precision, part in _by_precision(rows, varied):

@@ -1,0 +1,1 @@
+"""Sentences that tables and figures support: rankings with ties, leaders, spans."""
