@@ -1,15 +1,21 @@
-"""The cost of the harness itself: its help, its plans, and a warm worker's overhead per case.
+"""The cost of the harness itself: its help, its plans, and its overhead per case and round.
 
 Run as ``python -m benchmarks.bench_harness`` in the repository. Help and plans are whole
 processes. Each is compared, in CPU time and in interleaved rounds, with a process that imports
 Hydra and does nothing, so that the ratio means the same on a fast machine and on a busy one.
 Exits with 1 if a ratio is beyond its limit.
+
+``python -m benchmarks.bench_harness --only rounds`` prints the CPU time of small cases alone, in
+three rounds of new processes: what a process costs, and what each case of a round adds to it. The
+two come from runs of few and of many cases, whose measured passes take under a millisecond.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
+import os
 import resource
 import statistics
 import subprocess
@@ -26,6 +32,8 @@ from harness.store.record import Record, RecordStore
 
 ROUNDS = 7
 WORKER_GOAL_S = 0.3
+TURNS = 3
+FEW_CASES, MANY_CASES = 2, 14
 
 
 @dataclass(kw_only=True, slots=True)
@@ -130,7 +138,44 @@ def worker_overheads() -> list[float]:
         return [value for value in watch.overheads_s if value == value]
 
 
+def cpu_s_of_rounds(num_cases: int) -> float:
+    """CPU seconds of the workers that measure some small attention cases in :data:`TURNS`."""
+    lengths = ",".join(str(32 + index) for index in range(num_cases))
+    arguments = ["task=attention", "attention=sdpa", "task.num_heads=1", f"seq_len={lengths}"]
+    arguments += ["task.warmup_steps=1", f"task.measure_steps={2 * TURNS}", "batch_size=1"]
+    with tempfile.TemporaryDirectory() as folder:
+        request = compose_request(
+            [*arguments, "device=cpu", f"interleave={TURNS}", f"results={folder}"]
+        )
+        store = RecordStore(Path(folder))
+        store.create()
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        before_s = used.ru_utime + used.ru_stime
+        Runner(request.options, store, Stopwatch()).run(request.cases)
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return used.ru_utime + used.ru_stime - before_s
+
+
+def print_rounds() -> None:
+    """Print the CPU time of a new process, and of a small case in one round of it."""
+    # Threads that wait for each other would count as work.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    few, many = FEW_CASES, MANY_CASES
+    few_s, many_s = cpu_s_of_rounds(few), cpu_s_of_rounds(many)
+    case_s = (many_s - few_s) / (many - few) / TURNS
+    start_s = few_s / TURNS - few * case_s
+    print(
+        f"Rounds on a CPU, in CPU time: {start_s:.2f} s for the new process of each round, and "
+        f"{case_s:.3f} s for each small case in it ({many} cases in {TURNS} rounds: {many_s:.1f} s)"
+    )
+
+
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=("rounds",))
+    if parser.parse_args().only:
+        print_rounds()
+        return 0
     beyond = compare_with_hydra()
     with contextlib.redirect_stdout(io.StringIO()):
         overheads = worker_overheads()
@@ -138,6 +183,7 @@ def main() -> int:
         f"\nA warm worker adds {statistics.median(overheads):.3f} s to a small case on a CPU "
         f"(median; largest {max(overheads):.3f} s; goal {WORKER_GOAL_S} s)"
     )
+    print_rounds()
     if beyond:
         print(f"bench_harness: beyond the limit: {', '.join(beyond)}", file=sys.stderr)
     return 1 if beyond else 0
