@@ -258,6 +258,9 @@ class _Trained:
                 with passes.autocast(self._case) if autocasts else nullcontext():
                     logits = model(part.batch.tokens, part.batch.positions)
                     loss = loss_of(logits, part.batch.targets, part.batch.num_targets) * part.share
+                if strategy is not None:
+                    # A rank that has failed meets the others here, and not in the exchange.
+                    self._bench.vote()
                 scaler.scale(loss).backward()
                 total += float(loss.detach())
             if strategy is not None:

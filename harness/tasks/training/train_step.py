@@ -12,8 +12,7 @@ timeline in steps after the measured ones.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
@@ -133,8 +132,7 @@ class TrainStep(Task):
             dense = attention_calls.DenseCall(case, bench.device, sequence_major=True)
             make_batch = partial(batch.whole_batch, case, bench.device, rank)
             own = case.attention.role(Attention)
-            with self._checking_strategy(case, bench, own, None):
-                self._check_and_measure(case, bench, dense, own, make_batch)
+            self._check_and_measure(case, bench, dense, own, make_batch, layout=None)
             return
         scheme = case.attention.role(SequenceParallelAttention)
         with scheme.bind(case.parallel.cp_group(), bench.device) as attention:
@@ -142,24 +140,9 @@ class TrainStep(Task):
             if split.padding:
                 bench.outcome.notes["padding_tokens"] = split.padding
             make_batch = partial(batch.split_batch, case, bench.device, rank, attention.layout)
-            with self._checking_strategy(case, bench, attention, attention.layout):
-                self._check_and_measure(case, bench, split, attention, make_batch)
-
-    @contextlib.contextmanager
-    def _checking_strategy(
-        self,
-        case: Case,
-        bench: Bench,
-        attention: layers.CoreAttention,
-        layout: Layout | None,
-    ) -> Iterator[None]:
-        """Hold the strategy to one process, before the first round and after the last."""
-        trains_together = case.world_size > 1 and self.mode != "forward"
-        if trains_together and bench.in_first_round:
-            strategy_check.check_strategy(case, bench, attention, layout, draw=0)
-        yield
-        if trains_together and bench.in_last_round:
-            strategy_check.check_strategy(case, bench, attention, layout, draw=1)
+            self._check_and_measure(
+                case, bench, split, attention, make_batch, layout=attention.layout
+            )
 
     def _check_and_measure(
         self,
@@ -168,17 +151,25 @@ class TrainStep(Task):
         call: attention_calls.AttentionCall,
         attention: layers.CoreAttention,
         make_batch: Callable[[], batch.Batch],
+        *,
+        layout: Layout | None,
     ) -> None:
-        """Check the attention call, then measure steps of a model that attends by it."""
+        """Check the attention call, then measure steps of a model that attends by it.
+
+        Over several ranks the strategy is held to one process, before the first round of measured
+        steps and after the last.
+        """
         check.check_call(case, bench, call)
         bench.vote()
+        several = case.world_size > 1
+        trains_together = several and self.mode != "forward"
+        if trains_together and bench.in_first_round:
+            strategy_check.check_strategy(case, bench, attention, layout, draw=0)
 
         bench.stage("set-up")
         bench.release_memory()
         baseline = bench.allocated_bytes()
         step = training_step.MeasuredStep(case, bench, attention, make_batch, mode=self.mode)
-        several = case.world_size > 1
-        trains_together = several and self.mode != "forward"
         # Without warm-up, nothing may run before the measured steps.
         warmup = self.warmup_steps
         if trains_together and warmup:
@@ -208,6 +199,8 @@ class TrainStep(Task):
         step.finish()
         if trains_together:
             strategy_check.check_replicas(case, bench, step.module)
+        if trains_together and bench.in_last_round:
+            strategy_check.check_strategy(case, bench, attention, layout, draw=1)
 
 
 def _note_loss(bench: Bench, own: float) -> None:
