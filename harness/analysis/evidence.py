@@ -69,9 +69,7 @@ def most_rounds(values: Sequence[Any]) -> int:
     return max((len(value["rounds_ms"]) for value in values if is_evidence(value)), default=0)
 
 
-def why_open(values: Sequence[Any]) -> str:
-    """Why no verdict can be told: ``1 round``; empty where there are rounds enough."""
+def too_few_rounds(values: Sequence[Any]) -> int | None:
+    """How many rounds there are, where they are too few for a verdict; None where they are not."""
     number = most_rounds(values)
-    if number >= FEWEST_ROUNDS:
-        return ""
-    return "1 round" if number == 1 else f"{number or 'no'} rounds"
+    return number if number < FEWEST_ROUNDS else None

@@ -62,6 +62,28 @@ def listed(names: Iterable[str]) -> str:
     return f"{', '.join(most)} and {last}" if most else last
 
 
+def by_name(values: Iterable[tuple[str, str]], unit: str = "") -> str:
+    """``1.87× the mean with ring and 1.00× with zigzag and striped``; the unit once.
+
+    Args:
+        values: in words, each with the name that has it; alike ones behind each other are joined.
+        unit: follows the first value.
+    """
+    joined: list[tuple[str, list[str]]] = []
+    for value, name in values:
+        if joined and joined[-1][0] == value:
+            joined[-1][1].append(name)
+        else:
+            joined.append((value, [name]))
+    units = [f" {unit}" if unit else "", *[""] * len(joined)]
+    parts = [
+        f"{value}{behind} with {listed(names)}"
+        for (value, names), behind in zip(joined, units, strict=False)
+    ]
+    several = any(len(names) > 1 for _, names in joined)
+    return ", ".join(parts) if several else listed(parts)
+
+
 def from_wide(rows: pd.DataFrame, suffix: str, choice: str = "attention") -> pd.DataFrame:
     """Rows with one column per choice, ``{name}_{suffix}``, as one row per choice: ``value``."""
     names = [name for name in POINTS if name in rows and name != choice]

@@ -94,9 +94,12 @@ def _say_one(standing: Standing, word: str, precision: str) -> str:
 
 
 def _why(still_open: Sequence[Standing]) -> str:
-    """`` (1 round)`` where too few rounds are the reason; else nothing."""
-    reasons = {standing.why for standing in still_open} - {""}
-    return f" ({' or '.join(sorted(reasons))})" if reasons else ""
+    """`` (only 1 or 2 rounds)`` where too few rounds are the reason; else nothing."""
+    numbers = sorted({standing.rounds for standing in still_open if standing.rounds is not None})
+    if not numbers:
+        return ""
+    words = " or ".join(str(number or "no") for number in numbers)
+    return f" (only {words} round{'' if numbers == [1] else 's'})"
 
 
 def _of_points(count: int, total: int) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from harness.analysis.evidence import is_evidence, is_host_bound, why_open, words_between
+from harness.analysis.evidence import is_evidence, is_host_bound, too_few_rounds, words_between
 from harness.analysis.host_time import host_bound
 from harness.cases.columns import point_groups
 
@@ -31,8 +31,8 @@ class Standing:
     """Whether a verdict between the best and one of the others is missing."""
     margin: float
     """How many times better the best is than the next; 1 or more."""
-    why: str
-    """For an open point: what is missing, as far as a few words tell."""
+    rounds: int | None
+    """Their number where they are too few for a verdict; else None."""
 
     @property
     def first(self) -> str | None:
@@ -103,7 +103,7 @@ def standings(
                 ),
                 is_open=any(word not in ("SLOWER", "SAME") for word in words),
                 margin=float(best[value] / second if highest else second / best[value]),
-                why=why_open(group["evidence"].tolist()),
+                rounds=too_few_rounds(group["evidence"].tolist()),
             )
         )
     return found

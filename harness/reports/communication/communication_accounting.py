@@ -8,7 +8,7 @@ import pandas as pd
 
 from harness.cases import format as fmt
 from harness.render.table import Column, Table, finding, make_table, table
-from harness.sentences.findings import listed, sentence, span
+from harness.sentences.findings import by_name, sentence, span
 
 CAPTION = (
     "Feed-forward blocks of two linear layers, by formula: activations saved for backward and "
@@ -92,19 +92,23 @@ def build(frame: pd.DataFrame) -> Table | None:
 
 @finding("communication_accounting")
 def say(rows: pd.DataFrame) -> str | None:
-    parts = []
+    found = []
     for _, case in rows.groupby("case_id", sort=False):
         values = case.set_index("quantity")["value"].astype(float)
         if not {PARAMETERS, TOKENS_A_DEVICE} <= set(values.index):
             continue
-        parameters = f"{values[PARAMETERS] / 1e9:,.0f} billion parameters"
-        parts.append(f"{parameters} from {_figure(values[TOKENS_A_DEVICE])} tokens a device on")
-    if len(set(parts)) > MOST_MODELS:
+        size = f"{values[PARAMETERS] / 1e9:,.0f} billion"
+        found.append((_figure(values[TOKENS_A_DEVICE]), size))
+    if not found:
+        return None
+    # Those with as many tokens beside each other.
+    parts = [(f"{tokens} tokens a device", size) for tokens, size in sorted(set(found))]
+    if len(parts) > MOST_MODELS:
         sizes = rows.loc[rows["quantity"] == PARAMETERS, "value"] / 1e9
         tokens = rows.loc[rows["quantity"] == TOKENS_A_DEVICE, "value"]
         models = span(sizes, "{:,.0f}".format)
-        parts = [f"{models} billion parameters from {span(tokens, _figure)} tokens a device on"]
-    return sentence(f"bound by compute are {listed(dict.fromkeys(parts))}") if parts else None
+        parts = [(f"{span(tokens, _figure)} tokens a device", f"{models} billion")]
+    return sentence(f"a step is bound by computing from {by_name(parts)} parameters on")
 
 
 PARAMETERS, TOKENS_A_DEVICE = "parameters", "the same, a device (tokens)"

@@ -9,7 +9,7 @@ from harness.cases import format as fmt
 from harness.render.figure import CaptionedFigure, figure
 from harness.render.palette import colour
 from harness.reports.context.split_panels import ACROSS, calls_by_panel
-from harness.sentences.findings import listed, sentence
+from harness.sentences.findings import by_name, sentence
 
 CAPTION = (
     "Computing per rank, forward and backward, from kernel times in traced passes; the line is "
@@ -59,12 +59,12 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     return CaptionedFigure(
         caption=f"{CAPTION} {words}",
         figure=drawing,
-        finding=sentence(f"the busiest rank computes {listed(_busiest(rows))}"),
+        finding=sentence(f"the busiest rank computes {by_name(_busiest(rows), 'the mean')}"),
     )
 
 
-def _busiest(rows: pd.DataFrame) -> list[str]:
+def _busiest(rows: pd.DataFrame) -> list[tuple[str, str]]:
     return [
-        f"{fmt.factor(max(x) / (sum(x) / len(x)))} of the mean with {name}"
+        (fmt.factor(max(x) / (sum(x) / len(x))), str(name))
         for name, x in zip(rows["scheme"], rows["compute_ms"], strict=True)
     ]

@@ -11,7 +11,7 @@ from harness.cases import format as fmt
 from harness.cases.columns import point_groups
 from harness.render.table import Column, Table, finding, make_table, table
 from harness.reports.context.split_rows import split_calls
-from harness.sentences.findings import listed, sentence, span, told
+from harness.sentences.findings import by_name, sentence, span, told
 from parallel import BACKENDS
 from parallel.context.attention import SequenceParallelAttention
 from parallel.context.blocks.balance import count_flops
@@ -82,7 +82,7 @@ def build(frame: pd.DataFrame) -> Table | None:
 @finding("balance_measured")
 def say(rows: pd.DataFrame) -> str | None:
     uneven = rows["imbalance"].groupby(rows["scheme"]).median().sort_values()
-    busiest = [f"{fmt.factor(value)} of the mean with {name}" for name, value in uneven.items()]
+    busiest = [(fmt.factor(value), str(name)) for name, value in uneven.items()]
     known = told(rows, "speedup", "speedup_verdict")
     gained = None
     if len(known):
@@ -90,7 +90,7 @@ def say(rows: pd.DataFrame) -> str | None:
             f"balance brings {span(known['speedup'])} over contiguous parts, where FLOPs alone "
             f"predict {span(known['predicted_speedup'])}"
         )
-    return sentence(f"the busiest rank computes {listed(busiest)} (median)", gained)
+    return sentence(f"the busiest rank computes {by_name(busiest, 'the mean')} (median)", gained)
 
 
 def _verdicts(

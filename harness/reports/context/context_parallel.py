@@ -76,6 +76,7 @@ def build(frame: pd.DataFrame) -> Table | None:
 
 @finding("context_parallel")
 def say(rows: pd.DataFrame) -> str | None:
+    first: str | None
     good = rows[rows["whole_ms"].notna()]
     if good.empty:
         return None
@@ -87,19 +88,30 @@ def say(rows: pd.DataFrame) -> str | None:
     gains = None
     if len(gained):
         gains = (
-            f"{span(gained['speedup'])} one device there, {percent_span(gained['efficiency'])} "
-            "efficient"
+            f"speed-ups over one device are {span(gained['speedup'])}, "
+            f"{percent_span(gained['efficiency'])} of perfect ones"
         )
     waits = (longest["exposed_ms"] / longest["whole_ms"]).dropna()
-    return sentence(
-        f"with {ranks} ranks and {length} tokens {_say_first(longest)}",
+    first, overall = _say_first(longest), None
+    if len(good) > len(longest):
+        overall = _say_first(good)
+    if overall and overall.startswith(_NONE_FIRST) and first.startswith(_NONE_FIRST):
+        # Said once, of all points.
+        first = None
+    parts = [
+        first,
         gains,
         say_unlike(compared["unlike"], "efficiency", "the one device"),
         f"busiest ranks wait for communication in {percent_span(waits)} of the time, by traces"
         if len(waits)
         else None,
-        _say_first(good) if len(good) > len(longest) else None,
-    )
+    ]
+    there = "; ".join(filter(None, parts))
+    return sentence(f"with {ranks} ranks and {length} tokens {there}" if there else None, overall)
+
+
+_NONE_FIRST = "which"
+"""How a part begins that cannot tell who is first."""
 
 
 VARIED = ("scheme", "transport", "attention", "modes", "strategy")

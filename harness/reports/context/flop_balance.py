@@ -7,7 +7,7 @@ import pandas as pd
 from harness.cases import format as fmt
 from harness.render.table import Column, Table, finding, make_table, table
 from harness.reports.context.balance_rows import COUNT_WORDS, COUNTS_EXPLAINED, counted
-from harness.sentences.findings import listed, sentence, span
+from harness.sentences.findings import by_name, listed, sentence, span
 
 CAPTION = (
     "FLOPs of a causal forward pass per rank, and how uneven they are. "
@@ -61,13 +61,17 @@ def build(frame: pd.DataFrame) -> Table | None:
 @finding("flop_balance")
 def say(rows: pd.DataFrame) -> str | None:
     over = [
-        f"{span(part['pair_over_mean'])} of the mean with {name}"
+        (span(part["pair_over_mean"]), str(name))
         for name, part in rows.groupby("split", sort=False)
     ]
     cost = rows["pair_lockstep"].groupby(rows["split"]).mean()
+    costs = cost.map(fmt.factor)
+    least = fmt.factor(cost.min())
+    names = [str(name) for name in cost.index[costs == least]]
     return sentence(
-        f"the busiest rank computes {listed(over)}",
-        f"in lockstep {cost.idxmin()} costs least, {fmt.factor(cost.min())} of a perfect split"
+        f"the busiest rank computes {by_name(over, 'the mean')}",
+        f"in lockstep {listed(names)} cost{'s' if len(names) == 1 else ''} least, {least} a "
+        "perfect split"
         if len(cost) > 1
         else None,
     )

@@ -9,7 +9,7 @@ from harness.cases.columns import caption_of, sort_by_points
 from harness.render.figure import CaptionedFigure, figure
 from harness.render.palette import colour
 from harness.reports.context.balance_rows import counted
-from harness.sentences.findings import listed, sentence, span
+from harness.sentences.findings import by_name, sentence, span
 
 MAX_POINTS = 4
 
@@ -45,11 +45,11 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
             for balance in cases.loc[cases["split"] == split, "counts"]
             for flops in [balance.per_rank("pair")]
         ]
-        shares.append(f"{span(over)} of the mean with {split}")
+        shares.append((span(over), str(split)))
     return CaptionedFigure(
         caption=f"{CAPTION} {common}".strip(),
         figure=drawing,
-        finding=sentence(f"the busiest rank computes {listed(shares)}"),
+        finding=sentence(f"the busiest rank computes {by_name(shares, 'the mean')}"),
     )
 
 

@@ -10,7 +10,7 @@ from harness.cases import format as fmt
 from harness.render.table import Column, Table, finding, make_table, table
 from harness.reports.context.balance_rows import COUNTS_EXPLAINED, counted
 from harness.reports.context.flop_balance import POINT_COLUMNS, UNUSED, gflop
-from harness.sentences.findings import listed, sentence
+from harness.sentences.findings import by_name, sentence
 
 CAPTION = (
     f"FLOPs of a causal forward pass on each rank. {COUNTS_EXPLAINED} First and second half: of "
@@ -52,5 +52,5 @@ def say(rows: pd.DataFrame) -> str | None:
     words = []
     for name, part in rows.groupby("split", sort=False):
         mean = part.groupby("rank")["pair"].mean()
-        words.append(f"{fmt.factor(mean.iloc[-1] / mean.iloc[0])} of the first with {name}")
-    return sentence(f"the last rank computes {listed(words)}")
+        words.append((fmt.factor(mean.iloc[-1] / mean.iloc[0]), str(name)))
+    return sentence(f"the last rank computes {by_name(words, 'what the first does')}")

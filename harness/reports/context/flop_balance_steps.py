@@ -10,7 +10,7 @@ from harness.cases import format as fmt
 from harness.render.table import Column, Table, finding, make_table, table
 from harness.reports.context.balance_rows import COUNT_WORDS, counted
 from harness.reports.context.flop_balance import POINT_COLUMNS, UNUSED, gflop
-from harness.sentences.findings import listed, sentence
+from harness.sentences.findings import by_name, sentence
 
 CAPTION = (
     "FLOPs of a causal forward pass in each ring step, on the least and the most busy rank, and "
@@ -56,5 +56,5 @@ def say(rows: pd.DataFrame) -> str | None:
     words = []
     for name, part in rows.groupby("split", sort=False):
         idle = (part["ranks"] - part["busy"]).sum() / part["ranks"].sum()
-        words.append(f"{100 * idle:.0f}% of the steps with {name}")
-    return sentence(f"ranks have nothing to compute in {listed(words)}")
+        words.append((f"{100 * idle:.0f}%", str(name)))
+    return sentence(f"ranks have nothing to compute in {by_name(words, 'of their steps')}")

@@ -14,7 +14,7 @@ from harness.render.figure import ON_BAR_DARK, ON_BAR_LIGHT, CaptionedFigure, fi
 from harness.render.palette import WAITING, colour, mixed_with_white
 from harness.reports.context.split_panels import ACROSS, calls_by_panel
 from harness.reports.context.split_rows import COMPUTE
-from harness.sentences.findings import listed, percent_span, sentence
+from harness.sentences.findings import by_name, percent_span, sentence
 
 MAX_BARS = 48
 """Ranks times schemes; beyond it one transport of each scheme is shown."""
@@ -64,8 +64,9 @@ def _finding(rows: pd.DataFrame) -> str:
     shares = rows["exposed_ms"] / rows["whole_ms"]
     order = shares.groupby(rows["scheme"]).median().sort_values().index
     by_scheme = dict(list(shares.groupby(rows["scheme"])))
-    words = [f"{percent_span(by_scheme[name])} of its time with {name}" for name in order]
-    return sentence(f"in traced passes the busiest rank waits for others in {listed(words)}")
+    words = [(percent_span(by_scheme[name]), str(name)) for name in order]
+    shown = by_name(words, "of its time")
+    return sentence(f"in traced passes the busiest rank waits for others in {shown}")
 
 
 def _draw(axis: Axes, row: pd.Series) -> None:

@@ -15,7 +15,7 @@ from harness.cases.columns import sort_by_points
 from harness.render.figure import CaptionedFigure, figure
 from harness.render.palette import WAITING, mixed_with_white
 from harness.reports.data.step_rows import COMPUTE, lanes, on_ranks
-from harness.sentences.findings import listed, percent_span, sentence
+from harness.sentences.findings import by_name, percent_span, sentence
 from parallel import STRATEGIES
 
 CAPTION = (
@@ -77,8 +77,8 @@ def _finding(rows: pd.DataFrame) -> str:
     if known.empty:
         return sentence("no communication was traced")
     shares = known.groupby("strategy", sort=False)["hidden_share"]
-    words = [f"{percent_span(part)} with {name}" for name, part in shares]
-    return sentence(f"of the traced communication {listed(words)} hides behind computing")
+    words = [(percent_span(part), str(name)) for name, part in shares]
+    return sentence(f"hidden behind computing is {by_name(words, 'of the traced communication')}")
 
 
 def _place(strategy: str) -> tuple[int, str]:

@@ -88,8 +88,11 @@ def say(rows: pd.DataFrame) -> str | None:
         return None
     most = known[known["world_size"] == known["world_size"].max()]
     ranks = int(most["world_size"].iloc[0])
-    clear = most.loc[most["efficiency_mark"] == "", "efficiency"]
-    claimed = f"efficiency on {ranks} ranks is {percent_span(clear)}" if len(clear) else None
+    clear = most[most["efficiency_mark"] == ""]
+    claimed = None
+    if len(clear):
+        which = f" with {clear['strategy'].iloc[0]}" if len(clear) == 1 else ""
+        claimed = f"efficiency on {ranks} ranks is {percent_span(clear['efficiency'])}{which}"
     return sentence(
         claimed,
         say_fastest(most, "step_median_ms", ("strategy",)),

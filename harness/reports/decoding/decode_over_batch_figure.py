@@ -9,7 +9,7 @@ from harness.drawing.panels import panels
 from harness.render.figure import CaptionedFigure, figure
 from harness.reports.decoding.decode_lines import SERIES, draw_series, with_several
 from harness.reports.decoding.step_rows import UNUSED, decoded
-from harness.sentences.findings import listed, percent_span, sentence
+from harness.sentences.findings import by_name, percent_span, sentence
 
 WIDTH_IN, HEIGHT_IN = 4.8, 3.0
 
@@ -45,9 +45,9 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
         axis.set_xlabel("sequences in the batch")
         axis.set_ylabel("of the copy bandwidth (%)")
     shares = rows.groupby("attention")["copy_share"]
-    words = [f"{percent_span(part)} with {name}" for name, part in shares if part.notna().any()]
+    words = [(percent_span(part), str(name)) for name, part in shares if part.notna().any()]
     return CaptionedFigure(
         caption=f"{CAPTION} {say_marked(rows['mark'])} {common}".strip(),
         figure=drawing,
-        finding=sentence(f"steps reach {listed(words)} of the copy bandwidth"),
+        finding=sentence(f"steps reach {by_name(words, 'of the copy bandwidth')}"),
     )

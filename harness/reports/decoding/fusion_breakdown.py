@@ -74,8 +74,8 @@ def build(frame: pd.DataFrame) -> Table | None:
 def say(rows: pd.DataFrame) -> str | None:
     sums = rows[rows["part"] == ALL]
     words = [
-        f"{name} runs {fmt.number(part['calls'].median())} of {fmt.number(part['us'].median())} µs"
+        f"{fmt.count(part['calls'].median())} with {name} ({fmt.number(part['us'].median())} µs)"
         for name, part in sums.groupby("attention", sort=False)
     ]
-    unit = "in kernels of a layer (operators on a CPU), by the median, "
+    unit = "a layer runs so many kernels (operators on a CPU), in the median case: "
     return sentence(f"{unit}{listed(words)}") if words else None

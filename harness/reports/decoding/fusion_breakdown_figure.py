@@ -11,7 +11,7 @@ from harness.drawing.panels import panels
 from harness.render.figure import CaptionedFigure, figure
 from harness.reports.decoding.fusion_rows import PARTS, parts_of, profiled_steps
 from harness.reports.decoding.step_rows import UNUSED
-from harness.sentences.findings import listed, sentence
+from harness.sentences.findings import by_name, sentence, span
 
 CAPTION = (
     "Kernel time of one layer of a decoding step by the part that launched it, from a profile; on "
@@ -47,7 +47,7 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     bars = int(rows["attention"].nunique())
     drawing, drawn, common = panels(rows, across, width_in=5.2, height_in=1.1 + 0.42 * bars)
     used: set[str] = set()
-    totals: dict[str, float] = {}
+    totals: dict[str, list[float]] = {}
     for axis, group in drawn:
         names = sorted_values(group, "attention")
         for place, name in enumerate(names):
@@ -57,7 +57,7 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
                 left += us
                 used.add(part)
             axis.text(left * 1.01, place, f" {fmt.number(left)}", va="center", fontsize=8)
-            totals[name] = left
+            totals.setdefault(str(name), []).append(left)
         axis.set_yticks(range(len(names)), names)
         axis.invert_yaxis()
         axis.margins(x=0.15)
@@ -71,11 +71,11 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
         for part in order
     ]
     drawing.legend(handles=handles, loc="outside lower center", ncols=min(6, len(handles)))
-    parts = [f"{name} {fmt.number(us)} µs" for name, us in totals.items()]
+    parts = [(f"{span(us, fmt.number)} µs", name) for name, us in totals.items()]
     return CaptionedFigure(
         caption=f"{CAPTION} {common}".strip(),
         figure=drawing,
-        finding=sentence(f"the kernels of a layer take {listed(parts)}"),
+        finding=sentence(f"the kernels of a layer take {by_name(parts)}"),
     )
 
 

@@ -11,7 +11,7 @@ from harness.drawing.panels import panels
 from harness.render.figure import CaptionedFigure, figure
 from harness.render.palette import colour
 from harness.reports.decoding.generate import UNUSED, generated
-from harness.sentences.findings import listed, sentence, span
+from harness.sentences.findings import by_name, sentence, span
 
 CAPTION = "Tokens that the whole batch generates per second, by the median time of a step."
 
@@ -53,11 +53,11 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     if told:
         common = f"{_models(rows)} {common}"
     rates = rows.groupby("attention")["decode_tokens_per_s"]
-    words = [f"{span(part, fmt.number)} with {name}" for name, part in rates if part.notna().any()]
+    found = [(span(part, fmt.number), str(name)) for name, part in rates if part.notna().any()]
     return CaptionedFigure(
         caption=f"{CAPTION} {say_marked(rows['mark'], SIGNS)} {common}".strip(),
         figure=drawing,
-        finding=sentence(f"tokens/s generated: {listed(words)}"),
+        finding=sentence(f"models generate {by_name(found, 'tokens/s')}"),
     )
 
 

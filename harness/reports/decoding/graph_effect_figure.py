@@ -48,7 +48,8 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     clear = gains[verdicts[gains.index].isin(["FASTER", "SLOWER", "SAME"])]
     words_of = "no graph ran here"
     if len(gains):
-        words_of = f"whether {len(gains)} graphs are faster cannot be told"
+        cases = "in the one case" if len(gains) == 1 else f"in any of {len(gains)} cases"
+        words_of = f"whether a graph is faster cannot be told {cases}"
     if len(clear):
         words_of = f"a step as a graph is {span(clear)} as fast, where verdicts tell"
     return CaptionedFigure(

@@ -10,7 +10,7 @@ from harness.cases.column import Point
 from harness.cases.columns import POINTS
 from harness.render.table import Column, Table, finding, make_table, table
 from harness.reports.decoding.step_rows import UNUSED
-from harness.sentences.findings import listed, sentence
+from harness.sentences.findings import by_name, listed, sentence
 from kernels.registry import Look
 
 CAPTION = (
@@ -90,13 +90,18 @@ def build(frame: pd.DataFrame) -> Table | None:
 
 @finding("kv_memory")
 def say(rows: pd.DataFrame) -> str | None:
-    parts = []
+    parts, ratios = [], []
     for shape, part in rows.groupby("shape", sort=False):
         per_token = part.groupby("attention_type")["bytes_per_token"]
         if {"mha", "mla"} <= set(per_token.groups) and (per_token.nunique() == 1).all():
             ratio = per_token.first()["mha"] / per_token.first()["mla"]
-            parts.append(f"{shape} keeps {fmt.factor(ratio)} the bytes of MLA a token by MHA")
+            ratios.append((fmt.factor(ratio), str(shape)))
+    if ratios:
+        parts.append(
+            f"keys and values of all heads take {by_name(ratios, 'the bytes of a latent')}"
+        )
     out = rows[~rows["fits"].astype(bool)]
     if len(out):
-        parts.append(f"{len(out)} of {len(rows)} caches do not fit")
+        fit = "does not fit" if len(out) == 1 else "do not fit"
+        parts.append(f"{len(out)} of {fmt.counted(len(rows), 'cache')} {fit}")
     return sentence(*parts)

@@ -11,7 +11,7 @@ from harness.drawing.panels import panels
 from harness.render.figure import CaptionedFigure, figure
 from harness.render.palette import colour
 from harness.reports.decoding.varlen_prefill import prefilled
-from harness.sentences.findings import listed, sentence, span
+from harness.sentences.findings import by_name, sentence, span
 
 CAPTION = "Tokens of prompts prefilled per second, padding not counted."
 
@@ -38,11 +38,11 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
         draw_bars(axis, names, thousands, tints, words=words, marks=list(group["mark"]))
         axis.set_xlabel("thousand tokens/s")
     rates = rows.groupby("attention")["prefill_tokens_per_s"]
-    words = [f"{span(part, fmt.number)} with {name}" for name, part in rates if part.notna().any()]
+    found = [(span(part, fmt.number), str(name)) for name, part in rates if part.notna().any()]
     return CaptionedFigure(
         caption=f"{CAPTION} {say_marked(rows['mark'], SIGNS)} {common}".strip(),
         figure=drawing,
-        finding=sentence(f"tokens/s of prompts, over their layouts: {listed(words)}"),
+        finding=sentence(f"over their layouts, prompts are read at {by_name(found, 'tokens/s')}"),
     )
 
 

@@ -15,7 +15,7 @@ from harness.analysis.row_verdicts import interval_cells, reasons, rule_words
 from harness.cases import format as fmt
 from harness.render.rows import marks_of
 from harness.render.table import Column, Table, finding, make_table, table
-from harness.sentences.findings import best_row, sentence, span
+from harness.sentences.findings import best_row, listed, sentence, span
 
 CAPTION = (
     "Each candidate against its baseline. Ratio: time of the baseline over that of the candidate, "
@@ -88,16 +88,23 @@ def say(rows: pd.DataFrame) -> str | None:
     name = str(best[best["axis"]])
     if best["axis"] == "compile_scope":
         name = f"{best['attention']} compiled by {name}"
-    return sentence(
-        _counts(counts),
-        f"the FASTER ones by {span(faster['ratio'])}, most {name} over {best['baseline']}",
-    )
+    lead = f"{name} is FASTER than {best['baseline']} by {fmt.factor(best['ratio'])}"
+    if len(faster) > 1:
+        lead = f"the FASTER ones by {span(faster['ratio'])}, most {name} over {best['baseline']}"
+    return sentence(_counts(counts), lead)
 
 
 def _counts(counts: pd.Series) -> str:
     """How many candidates have which verdict."""
-    return (
-        f"{counts.get('FASTER', 0)} of {counts.sum()} candidates are FASTER than their baseline, "
-        f"{counts.get('SLOWER', 0)} SLOWER, {counts.get('SAME', 0)} the SAME and "
-        f"{counts.get('UNCLEAR', 0)} UNCLEAR"
-    )
+    total = int(counts.sum())
+    if set(counts.index) == {"UNCLEAR"}:
+        pairs = "the one pair is" if total == 1 else f"all {total} pairs are"
+        return f"{pairs} UNCLEAR: none can be told from its baseline"
+    words = {"FASTER": "FASTER than its baseline", "SLOWER": "SLOWER", "SAME": "the SAME"}
+    words["UNCLEAR"] = "UNCLEAR"
+    parts = []
+    for word, text in words.items():
+        number = int(counts.get(word, 0))
+        parts.append(f"{number or 'none'} {'is' if number == 1 else 'are'} {text}")
+    told = listed(parts).replace("are FASTER than its", "are FASTER than their")
+    return f"of {fmt.counted(total, 'candidate')} {told}"

@@ -86,8 +86,12 @@ def say(rows: pd.DataFrame) -> str | None:
     without = rows.loc[rows["kernel_share"] <= 1, "kernel_share"]
     return sentence(
         f"under the profiler the device is idle for {listed(words)}",
-        f"kernels fill {percent_span(without)} of the unprofiled time of {len(without)} of "
-        f"{len(rows)} phases"
+        f"kernels fill {percent_span(without)} of the unprofiled time of "
+        f"{_all_of(len(without), len(rows))} phases"
         if len(without)
         else None,
     )
+
+
+def _all_of(count: int, total: int) -> str:
+    return f"all {total}" if count == total else f"{count} of {total}"

@@ -19,7 +19,7 @@ from harness.drawing.panels import log_ticks, panels, whole_calls
 from harness.render.figure import CaptionedFigure, figure
 from harness.render.palette import colour, marker
 from harness.render.roof import draw_roof, with_measured_roof
-from harness.sentences.findings import best_row, percent_span, sentence
+from harness.sentences.findings import percent_span, sentence, span
 
 CAPTION = (
     "Achieved rate of attention, forward and backward together unless the mode is forward, over "
@@ -60,13 +60,10 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
 
 def _finding(rows: pd.DataFrame) -> str:
     known = rows[rows["tflops"].notna()]
-    best = best_row(known, "tflops")
-    share = None
-    if best["peak_tflops"] == best["peak_tflops"]:
-        share = f"{percent_span([best['tflops'] / best['peak_tflops']])} of the dense peak"
+    shares = (known["tflops"] / known["peak_tflops"]).dropna()
+    share = f", {percent_span(shares)} of the roof" if len(shares) else ""
     return sentence(
-        f"the highest rate is {fmt.number(best['tflops'])} TFLOP/s{f', {share}' if share else ''}, "
-        f"of {best['attention']} at {fmt.number(best['flops_per_byte'])} FLOP/byte"
+        f"rates are {span(known['tflops'], fmt.number)} TFLOP/s over all backends and shapes{share}"
     )
 
 

@@ -9,6 +9,7 @@ from records import in_rounds, make_record, make_strategy_record
 
 from harness.analysis.frame import build_frame
 from harness.analysis.verdicts import rule
+from harness.cases import format as fmt
 from harness.render.table import Table, build_table, finding_of
 from harness.reports.general.ratios_figure import MARKS, TINTS
 from harness.sentences.findings import sentence
@@ -36,7 +37,9 @@ class TestComparison:
             in_rounds(make_strategy_record("ddp_torch", ms=5.0)),
             in_rounds(make_strategy_record("fsdp", ms=4.0)),
         )
-        assert finding_of(by_strategy).endswith("most fsdp over ddp_torch.")
+        assert finding_of(by_strategy).endswith(
+            f"fsdp is FASTER than ddp_torch by 1.25{fmt.TIMES}."
+        )
         by_attention = built("comparison", step("naive", 6.0, 6.0), step("sdpa", 3.0, 3.0))
         assert finding_of(by_attention).endswith("most sdpa over naive.")
         by_compile = built(
@@ -55,7 +58,7 @@ class TestComparison:
             step("naive", 10.0, 10.0, 10.0, model="tiny"),
         )
         assert sorted(table.rows["verdict"]) == ["SAME", "UNCLEAR"]
-        assert "0 SLOWER, 1 the SAME and 1 UNCLEAR" in finding_of(table)
+        assert "none are SLOWER, 1 is the SAME and 1 is UNCLEAR" in finding_of(table)
 
     def test_one_round_is_unclear_and_the_caption_says_what_it_takes(self) -> None:
         records = [

@@ -142,8 +142,8 @@ def test_generated_tokens_by_hand() -> None:
     [
         ("decode_latency", "flash_decode is fastest at "),
         ("graph_effect", "standard takes 0.50× of its time as a graph"),  # noqa: RUF001
-        ("fusion_breakdown", "standard runs 4.00 of 200 µs"),
-        ("kv_memory", "llama3_8b keeps 14.2× the bytes of MLA a token by MHA"),  # noqa: RUF001
+        ("fusion_breakdown", "4 with standard (200 µs)"),
+        ("kv_memory", "14.2× the bytes of a latent with llama3_8b"),  # noqa: RUF001
         ("varlen_prefill", "flash_triton on packed prompts is 2.00× as fast"),  # noqa: RUF001
         ("generate", "flash_decode is fastest"),
     ],

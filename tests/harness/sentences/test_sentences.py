@@ -130,7 +130,7 @@ class TestRankings:
         assert finding_of(table).startswith(
             "naive is fastest in fp32, by 33% over the next; sdpa is fastest at 1 of 3 points in "
             "bf16, by 25% over the next, sdpa and flex are level at 1, and at 1 it cannot be told "
-            "(1 round)"
+            "(only 1 round)"
         )
 
     def test_a_leader_of_one_round_is_none(self) -> None:
@@ -138,7 +138,7 @@ class TestRankings:
         table = build_table("attention_summary", rows[rows["seq_len"] == 4096])
         assert table is not None
         said = finding_of(table)
-        assert said == "Which of sdpa and naive is fastest cannot be told (1 round)."
+        assert said == "Which of sdpa and naive is fastest cannot be told (only 1 round)."
 
 
 def derived(table: Table, frame: pd.DataFrame) -> Counter[tuple[str, ...]]:

@@ -193,7 +193,7 @@ class TestFindings:
         rows = rows[rows["phase"] == "forward"]
         assert [standing.first for standing in standings(rows, "median_ms")] == [None] * 4
         said = say_fastest(rows, "median_ms")
-        assert said == "which is fastest cannot be told at any of 4 points (1 round)"
+        assert said == "which is fastest cannot be told at any of 4 points (only 1 round)"
 
     def test_nothing_to_say(self) -> None:
         rows = build_frame(scaling())
