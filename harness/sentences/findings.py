@@ -162,8 +162,8 @@ def say_unlike(differences: Iterable[list[str]], what: str, baseline: str) -> st
     if not words:
         return None
     number = sum(map(bool, rows))
-    had = listed(phrase for word, phrase in likeness.PHRASES.items() if word in words)
-    measured = f"measured {had} than {baseline}"
+    how = " or ".join(phrase for word, phrase in likeness.PHRASES.items() if word in words)
+    measured = f"measured {how} than {baseline}"
     if number == len(rows):
         return f"{what} is not claimed, as {'it was' if number == 1 else 'all were'} {measured}"
     return f"{what} is not claimed of {number} of {len(rows)}, {measured}"

@@ -77,5 +77,5 @@ def say(rows: pd.DataFrame) -> str | None:
         f"{fmt.count(part['calls'].median())} with {name} ({fmt.number(part['us'].median())} µs)"
         for name, part in sums.groupby("attention", sort=False)
     ]
-    unit = "a layer runs so many kernels (operators on a CPU), in the median case: "
+    unit = "kernels of a layer in the median case (operators on a CPU): "
     return sentence(f"{unit}{listed(words)}") if words else None

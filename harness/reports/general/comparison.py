@@ -91,7 +91,7 @@ def say(rows: pd.DataFrame) -> str | None:
     lead = f"{name} is FASTER than {best['baseline']} by {fmt.factor(best['ratio'])}"
     if len(faster) > 1:
         lead = f"the FASTER ones by {span(faster['ratio'])}, most {name} over {best['baseline']}"
-    return sentence(_counts(counts), lead)
+    return sentence(_counts(counts) if len(ranked) > 1 else None, lead)
 
 
 def _counts(counts: pd.Series) -> str:
