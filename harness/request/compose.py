@@ -146,7 +146,7 @@ def _run_values(axes: Axes) -> dict[str, Any]:
     for key, values in axes.items():
         set_value(config, key, _one_value(key, values), key)
     run = {key: config[key] for key in RUN_KEYS}
-    if run["timeout_s"] <= 0:
+    if not run["timeout_s"] > 0:
         raise ValueError(f"timeout_s={run['timeout_s']:g}: must be positive")
     require_at_least("interleave", 1 if run["interleave"] is None else run["interleave"], 1)
     require_at_least("max_rounds", run["max_rounds"], 1)

@@ -83,6 +83,7 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
     "a fraction for a count": (["batch_size=1.5"], ["batch_size=1.5:", "Integer"]),
     "wrong type in a group": (["model.d_model=wide"], ["model.d_model=wide:", "Integer"]),
     "wrong type of how to run": (["timeout_s=soon"], ["timeout_s=soon:", "Float"]),
+    "no time at all": (["timeout_s=nan"], ["timeout_s=nan:", "positive"]),
     "wrong type of a flag": (["plan=perhaps"], ["plan=perhaps:", "bool"]),
     "wrong type for the launcher": (
         ["launcher.vote_timeout_s=soon"],
