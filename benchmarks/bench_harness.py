@@ -33,7 +33,7 @@ from harness.store.record import Record, RecordStore
 ROUNDS = 7
 WORKER_GOAL_S = 0.3
 TURNS = 3
-FEW_CASES, MANY_CASES = 2, 14
+FEW_CASES, MANY_CASES = 2, 42
 
 
 @dataclass(kw_only=True, slots=True)
