@@ -129,6 +129,8 @@ def why_hidden(pair: Pair, phase: str) -> str:
     from harness.analysis.host_time import host_time
 
     for run in pair.runs:
+        if not any(run.rounds_ms(phase)):
+            continue
         if reason := _why_impossible(run, phase):
             return reason
         if pair.choice == "attention" and host_time(run.phase(phase), run.case.device).host_bound:

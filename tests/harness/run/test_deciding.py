@@ -205,6 +205,26 @@ class TestWhatRoundsDoNotTell:
         )
 
 
+def test_phases_that_a_case_does_not_have_are_no_reason(tmp_path: Path, host: Host) -> None:
+    """Attention alone has no step that its parts could exceed."""
+
+    def of_attention(median_ms: float) -> Any:
+        def outcome(turn: Turn) -> dict[str, Any]:
+            times = noisy(**{turn[0]: median_ms})(turn)
+            halves = [time / 2 for time in times]
+            samples = {"forward": halves, "backward": halves, "forward_backward": times}
+            return {"samples_ms": samples, "clocks": dict.fromkeys(samples, "host")}
+
+        return outcome
+
+    host.further = {"naive": of_attention(2.0), "sdpa": of_attention(1.0)}
+    bench = Bench(tmp_path)
+    arguments = ["task=attention", "attention=naive,sdpa", "device=cpu", f"results={tmp_path}"]
+    bench.cases = compose_request(arguments).cases
+    for record in bench.run(**DECIDED).values():
+        assert record.stopped == "decided after 5 rounds"
+
+
 def test_reasons_are_sentences() -> None:
     assert stop_reason(7) == "decided after 7 rounds"
     assert stop_reason(28, most=2) == "28 rounds, the most allowed: 2 pairs UNCLEAR"
