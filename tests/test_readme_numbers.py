@@ -186,7 +186,9 @@ UNITS = (
 )
 NUMBER = r"[\d.,]*\d"
 STATED = re.compile(rf"(?<![\w.]){NUMBER}(?:(?: to | and | or |/){NUMBER})*[ -]?(?:{UNITS})(?!\w)")
-RANKED = re.compile(r"\b(?:fastest|faster|slowest|slower|quickest|wins|as fast|level with)\b")
+RANKED = re.compile(
+    r"\b(?:fastest|faster|slowest(?! rank)|slower|quickest|wins|as fast|level with)\b"
+)
 
 
 def percent(share: float) -> str:

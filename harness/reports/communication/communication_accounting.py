@@ -108,7 +108,7 @@ def say(rows: pd.DataFrame) -> str | None:
         tokens = rows.loc[rows["quantity"] == TOKENS_A_DEVICE, "value"]
         models = span(sizes, "{:,.0f}".format)
         parts = [(f"{span(tokens, _figure)} tokens a device", f"{models} billion")]
-    return sentence(f"a step is bound by computing from {by_name(parts)} parameters on")
+    return sentence(f"a step is bound by computing once it has {by_name(parts)} parameters")
 
 
 PARAMETERS, TOKENS_A_DEVICE = "parameters", "the same, a device (tokens)"

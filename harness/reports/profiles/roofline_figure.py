@@ -61,7 +61,7 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
 def _finding(rows: pd.DataFrame) -> str:
     known = rows[rows["tflops"].notna()]
     shares = (known["tflops"] / known["peak_tflops"]).dropna()
-    share = f", {percent_span(shares)} of the roof" if len(shares) else ""
+    share = f", {percent_span(shares)} of the matmul peak" if len(shares) else ""
     return sentence(
         f"rates are {span(known['tflops'], fmt.number)} TFLOP/s over all backends and shapes{share}"
     )
