@@ -207,7 +207,7 @@ def test_the_command(tmp_path: Path, command: Command) -> None:
     """Two strategies in turns, from the sweep to the tables."""
     done = command(
         *("sweeps=naive_ddp", "device=cpu", f"results={tmp_path}", "model.num_layers=1"),
-        *("task.measure_steps=4", "task.warmup_steps=1", "seq_len=16"),
+        *("task.measure_steps=4", "task.warmup_steps=1", "seq_len=16", "until=rounds"),
         environment={"TMPDIR": str(tmp_path)},
     )
     assert done.returncode == 0, done.stderr
