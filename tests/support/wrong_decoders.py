@@ -1,4 +1,4 @@
-"""Decoders with a planted fault each, as choices of ``attention=``: ``planted_NAME``.
+"""Decoders with a planted fault each, as choices of ``attention=``: ``wrong_decoder_NAME``.
 
 They are PyTorch's operators, which are right, with something done to what they read, to what they
 give or to the cache. Calls of a layer are counted from the first of a case.
@@ -261,9 +261,9 @@ class Planted(Standard):
 @contextlib.contextmanager
 def registered() -> Iterator[None]:
     """Have them among the choices; other tests go over all that there are."""
-    names = [f"planted_{fault}" for fault in ("none", *FAULTS)]
+    names = [f"wrong_decoder_{fault}" for fault in ("none", *FAULTS)]
     for name in names:
-        attention_backend(name, fault=name.removeprefix("planted_"))(Planted)
+        attention_backend(name, fault=name.removeprefix("wrong_decoder_"))(Planted)
     try:
         yield
     finally:

@@ -50,7 +50,7 @@ def run(case: Case) -> Bench:
 @pytest.mark.parametrize("fault", wrong_decoders.FAULTS)
 def test_is_wrong(fault: str, precision: str) -> None:
     with pytest.raises(WrongResult) as caught:
-        run(case_of(*KEYS, f"attention=planted_{fault}", f"precision={precision}"))
+        run(case_of(*KEYS, f"attention=wrong_decoder_{fault}", f"precision={precision}"))
     assert "\n" not in str(caught.value)
 
 
@@ -58,7 +58,7 @@ def test_is_wrong(fault: str, precision: str) -> None:
 @pytest.mark.parametrize(
     "keys",
     [
-        (*KEYS, "attention=planted_none"),
+        (*KEYS, "attention=wrong_decoder_none"),
         (*KEYS, "attention=sdpa", "task.new_tokens=3", "task.rotary=halves"),
         (*LATENT, "attention=mla_absorbed"),
         (*LATENT, "attention=mla_materialised", "task.new_tokens=2"),

@@ -165,7 +165,7 @@ def test_a_wrong_prefill(precision: str, monkeypatch: pytest.MonkeyPatch) -> Non
 )
 def test_wrong_decoders(fault: str, precision: str) -> None:
     with pytest.raises(WrongResult):
-        run(case_of(*PAGED, f"attention=planted_{fault}", f"precision={precision}"))
+        run(case_of(*PAGED, f"attention=wrong_decoder_{fault}", f"precision={precision}"))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_pure", "fp16"])

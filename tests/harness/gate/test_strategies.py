@@ -30,6 +30,10 @@ LATE = "after_some_steps"
 
 FAULTS = [*(name for name in IN_GRADIENTS if name != LATE), *OF_SHARDS, *OF_PARTS]
 
+HIDDEN = {"bf16_pure": ["zero_element_left", "fsdp_element_left"]}
+"""By precision, faults that it cannot tell: one weight that stays where it was is no further off
+than others whose steps are lost to rounding."""
+
 
 def case_of(words: list[str]) -> Case:
     (case,) = compose_request([*SMALL, *words]).cases
@@ -88,6 +92,7 @@ def words_of(fault: str) -> list[str]:
     ],
 )
 def test_wrong_ones_are_wrong(precision: str, faults: list[str]) -> None:
+    faults = [fault for fault in faults if fault not in HIDDEN.get(precision, [])]
     choices = [[*words_of(fault), f"precision={precision}"] for fault in faults]
     by_rank = on_ranks(RANKS, said, choices)
     missed = [
