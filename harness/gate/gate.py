@@ -184,7 +184,7 @@ class _Heads:
 
         right, careful = self._both(key_rows, rows)
         yield from self._compare(rows, right, careful, number_format, reached)
-        yield from check_identities(self.tensors, reached, terms_of_dq, self.place)
+        yield from check_identities(self.tensors, reached, terms_of_dq, number_format, self.place)
 
     def _both(
         self, compute: Callable[[Arithmetic, Tensor], Rows], rows: Tensor

@@ -16,6 +16,7 @@ from torch import Tensor
 from harness.gate.comparison import Place
 from harness.gate.findings import Finding, number
 from harness.gate.sampling import TILE
+from harness.gate.tolerances import Format
 
 DEVIATIONS = 8.0
 """Multiples of the noise of a sum: of so many independent sums none reaches it by chance."""
@@ -27,7 +28,11 @@ BLOCK_ELEMENTS = 2**22
 
 
 def check_identities(
-    tensors: dict[str, Tensor], reached: dict[str, float], terms_of_dq: Tensor, place: Place
+    tensors: dict[str, Tensor],
+    reached: dict[str, float],
+    terms_of_dq: Tensor,
+    number_format: Format,
+    place: Place,
 ) -> Iterator[Finding]:
     """The two identities for every batch entry and key-value head.
 
@@ -37,7 +42,10 @@ def check_identities(
             elements, a sum of independent ones is off by the root of their squares.
         terms_of_dq: norms [B, G, H, R] of the terms of some rows of dq. Where these cancel, what is
             left of dq and dk is noise, and so is the sum.
+        number_format: of the results; it says how far errors may be shared by many elements.
+        place: says where a batch entry and key-value head are.
     """
+    deviations = DEVIATIONS * number_format.shared_factor
     length = tensors["q"].shape[-2]
     cancelled = terms_of_dq.double().square().mean(-1).sum(-1) * length * 4
     size_of_q = tensors["q"][..., :TILE, :].double().square().mean((-1, -2, -3))
@@ -55,7 +63,7 @@ def check_identities(
         yield Finding(
             name=name,
             error=error,
-            tolerance=DEVIATIONS * max(reached[part] for part in (a, b, c, d) if part in reached),
+            tolerance=deviations * max(reached[part] for part in (a, b, c, d) if part in reached),
             said=(
                 f"sum({a} {b}) and sum({c} {d}) differ by {error:.2g} of their terms' norm in "
                 f"{place(index)}"
