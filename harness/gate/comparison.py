@@ -70,13 +70,15 @@ def compare(
     *,
     rows: Tensor,
     place: Place,
+    num_terms: int = 1,
 ) -> Iterator[Finding]:
     """The errors of a kernel's rows beside those of a careful computation.
 
     Args:
         rows: their indices in the tensor, [..., R].
+        num_terms: of the sum that each element is, if a kernel may add as many one by one.
     """
-    factor, least = number_format.factor, number_format.least
+    factor, least = number_format.factor, number_format.least_of_sum(num_terms)
     tolerance = factor * max(reached.worst_head, least)
     error, where = largest(got.by_head, place)
     yield Finding(

@@ -163,7 +163,7 @@ class _Heads:
         reached: dict[str, float] = {}
         right, careful = self._both(query_rows, rows)
         terms_of_dq = right.terms.get("dq")
-        yield from self._compare(rows, right, careful, number_format, reached)
+        yield from self._compare(rows, right, careful, number_format, keys, reached)
         if "lse" in self.tensors:
             given = torch.take_along_dim(self.tensors["lse"], rows, dim=-1)
             yield from check_lse(given, right, careful, number_format, rows, self.place)
@@ -183,7 +183,7 @@ class _Heads:
             )
 
         right, careful = self._both(key_rows, rows)
-        yield from self._compare(rows, right, careful, number_format, reached)
+        yield from self._compare(rows, right, careful, number_format, group * length, reached)
         yield from check_identities(self.tensors, reached, terms_of_dq, number_format, self.place)
 
     def _both(
@@ -201,14 +201,18 @@ class _Heads:
         right: Rows,
         careful: tuple[Rows, Rows],
         number_format: Format,
+        num_terms: int,
         reached: dict[str, float],
     ) -> Iterator[Finding]:
-        """Compare what the call gave in these rows; ``reached`` learns what can be reached."""
+        """Compare what the call gave in these rows, each element a sum of so many terms.
+
+        ``reached`` learns what can be reached.
+        """
         exactly, carefully = careful
         for name, terms in right.terms.items():
             got = errors_of(exact.take(self.tensors[name], rows), right.values[name], terms)
             best = errors_of(carefully.values[name], exactly.values[name], exactly.terms[name])
-            reached[name] = max(best.worst_head, number_format.least)
+            reached[name] = max(best.worst_head, number_format.least_of_sum(num_terms))
             yield from compare(
                 name,
                 got,
@@ -216,6 +220,7 @@ class _Heads:
                 number_format,
                 rows=rows,
                 place=self.place,
+                num_terms=num_terms,
             )
 
     def _in_blocks(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 
+from harness.gate.comparison import compare, errors_of
 from harness.gate.findings import worst
 from harness.gate.gate import Part, check_part
 from harness.gate.tolerances import format_of
@@ -107,3 +109,32 @@ def test_no_alarm(number: int) -> None:
     number_format = format_of(problem.dtype)
     found = worst(f for part in parts for f in check_part(part, number_format, generator))
     assert [(f.said, f.tolerance) for f in found.values() if not f.holds] == [], (backend, problem)
+
+
+class TestLongSums:
+    """Sums in float32 of many terms, one after another, as kernels without tensor cores add."""
+
+    NUM_TERMS = 2**18
+
+    def broken(self, *, lost: int) -> list[str]:
+        """What the gate says of four rows whose sums have lost so many of their terms."""
+        terms = torch.randn(self.NUM_TERMS, 4, 16, generator=torch.Generator().manual_seed(1))
+        one_by_one = torch.from_numpy(np.cumsum(terms[lost:].numpy(), axis=0)[-1])
+        exact = terms.double().sum(0)
+        size = terms.double().square().sum((0, 2)).sqrt()
+        found = compare(
+            "dv",
+            errors_of(one_by_one, exact, size),
+            errors_of(terms.sum(0), exact, size),
+            format_of("float32"),
+            rows=torch.arange(4),
+            place=lambda index: "the only head",
+            num_terms=self.NUM_TERMS,
+        )
+        return [finding.name for finding in found if not finding.holds]
+
+    def test_their_order_is_a_kernels_own(self) -> None:
+        assert self.broken(lost=0) == []
+
+    def test_a_term_that_is_missing_shows(self) -> None:
+        assert {"dv", "dv row"} <= set(self.broken(lost=1))
