@@ -86,10 +86,10 @@ def run(arguments: list[str]) -> int:
         except ValueError as error:
             return _complain(str(error))
         return run_request(request)
-    except KeyboardInterrupt:
-        print(
-            "\nattnbench: stopped; the same command goes on where this one ended", file=sys.stderr
-        )
+    except KeyboardInterrupt as stopped:
+        # Following jobs, it says what goes on.
+        said = str(stopped) or "stopped; the same command goes on where this one ended"
+        print(f"\nattnbench: {said}", file=sys.stderr)
         sys.stdout.flush()
         # While Python shuts down, its own handlers are gone already.
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -20,6 +20,8 @@ from harness.cases import format as fmt
 from harness.run.hosts import CLOCK_TOLERANCE_S, clocks_differ
 from harness.run.run_folder import RunFolder, RunManifest, TaskState, is_running, runs_of
 from harness.run.slurm import commands as slurm
+from harness.run.slurm.answers import Answers, ask_slurm, note_cancelled
+from harness.run.slurm.jobs import identify
 from harness.store.heads import RecordHead, read_heads
 from harness.store.record import RecordStore, in_short
 from harness.store.sweep_plan import command_into, planned_labels, read_plan
@@ -57,7 +59,8 @@ class Status:
 def look(results: Path, now_s: float | None = None) -> Status:
     """Combine plans, records, runs and the queue into the state of every case.
 
-    Raises SlurmError if there are jobs and Slurm cannot be asked.
+    Slurm is asked only about submitted runs with cases that have no record; where it cannot be
+    asked, a warning says so and files alone decide.
     """
     now_s = time.time() if now_s is None else now_s
     heads, problems = read_heads(RecordStore(results))
@@ -66,14 +69,13 @@ def look(results: Path, now_s: float | None = None) -> Status:
     pace = _Pace()
     left_s = 0.0
     runs = runs_of(results)
-    queue = slurm.queued(
-        job.split("_")[0] for _, run in runs if run.is_submitted for job in run.jobs if job
-    )
-    ended = _accounts_of_the_ended(runs, queue, heads)
+    answers = ask_slurm(runs, lambda case_id, run: _is_recorded(heads, case_id, run))
+    if answers.problem:
+        status.warnings.append(f"{answers.problem}; jobs are shown as their files say")
     for folder, run in runs:
         lefts = []
         for index in range(len(run.case_ids)):
-            share = _ShareStatus(run, index, folder, queue, ended)
+            share = _ShareStatus(run, index, folder, answers)
             predicted = dict(zip(run.case_ids[index], run.predicted_s[index], strict=True))
             left = [case_id for case_id in predicted if not _is_recorded(heads, case_id, run)]
             for case_id in predicted:
@@ -142,8 +144,7 @@ class _ShareStatus:
         run: RunManifest,
         index: int,
         folder: RunFolder,
-        queue: dict[str, slurm.Job],
-        ended: dict[str, slurm.Job],
+        answers: Answers,
     ) -> None:
         self._run = run
         self._index = index
@@ -155,8 +156,9 @@ class _ShareStatus:
         except (OSError, ValueError) as error:
             self._warning = str(error)
         self._name = run.jobs[index] if run.is_submitted else None
-        self._job = queue.get(self._name or "")
-        self._ended = ended.get(self._name or "")
+        self._job = answers.queue.get(self._name or "")
+        self._ended = answers.ended.get(self._name or "")
+        self._unanswered = run.is_submitted and bool(answers.problem)
         if run.is_submitted:
             self.is_active = self._job is not None and self._job.is_active
             self.is_running = (
@@ -180,7 +182,17 @@ class _ShareStatus:
             return CaseStatus(
                 case_id=case_id, status="running", detail=f"{where} on {nodes}, for {since}"
             )
+        if self._unanswered and self._name and (state is None or state.error is None):
+            known = (
+                "not started" if state is None else f"{state.event} on {state.node} when last seen"
+            )
+            return CaseStatus(case_id=case_id, status="unknown", detail=f"{where} {known}")
+        ending = (self._ended or self._job or slurm.Job(state="")).state
+        if ending == "CANCELLED":
+            return CaseStatus(case_id=case_id, status="cancelled", detail=where)
         if self.is_active:
+            if its_turn and self._job is not None and self._job.is_ending:
+                return CaseStatus(case_id=case_id, status="running", detail=f"{where} is ending")
             if its_turn and not self.is_running:
                 return CaseStatus(
                     case_id=case_id, status="preempted", detail=f"{where} waits to start again"
@@ -188,9 +200,12 @@ class _ShareStatus:
             reason = self._job.reason if self._job and not self.is_running else ""
             waits = f" waits: {reason}" if reason not in ("", "None") else ""
             return CaseStatus(case_id=case_id, status="pending", detail=f"{where}{waits}")
-        ending = (self._ended or self._job or slurm.Job(state="")).state
-        if ending == "CANCELLED":
-            return CaseStatus(case_id=case_id, status="cancelled", detail=where)
+        if self._run.is_submitted and self._name is None:
+            return CaseStatus(
+                case_id=case_id,
+                status="missing",
+                detail=f"its submission ended before Slurm had it; run {self._command}",
+            )
         if self._name is None:
             return CaseStatus(
                 case_id=case_id, status="missing", detail=f"{where} ended; run {self._command}"
@@ -219,28 +234,12 @@ class _ShareStatus:
         lines = [line for path in logs for line in _last_lines(path)]
         if not lines:
             nodes = (self._ended or self._job or slurm.Job(state="")).nodes or "the nodes"
+            unless = "" if self._ended or self._job else ", and Slurm has no account of it"
             return (
-                f"it wrote no log: is results={self._folder.results} shared with {nodes}? "
+                f"it wrote no log{unless}: is results={self._folder.results} shared with {nodes}? "
                 "use a folder that all nodes have"
             )
         return lines[-1]
-
-
-def _accounts_of_the_ended(
-    runs: list[tuple[RunFolder, RunManifest]],
-    queue: dict[str, slurm.Job],
-    heads: dict[str, RecordHead],
-) -> dict[str, slurm.Job]:
-    """The accounts of ended jobs that left cases unmeasured; asked only if there are any."""
-    arrays = {
-        job.split("_")[0]
-        for _, run in runs
-        for job, case_ids in zip(run.jobs, run.case_ids, strict=False)
-        if job is not None
-        and not (job in queue and queue[job].is_active)
-        and any(not _is_recorded(heads, case_id, run) for case_id in case_ids)
-    }
-    return slurm.accounted(arrays)
 
 
 def _is_recorded(heads: dict[str, RecordHead], case_id: str, run: RunManifest) -> bool:
@@ -346,7 +345,9 @@ def cancel(results: Path, only: list[str]) -> list[str]:
 
     Raises ValueError if one of ``only`` is not among them.
     """
-    runs = [run for _, run in runs_of(results)]
+    found = runs_of(results)
+    identify(found)
+    runs = [run for _, run in found]
     jobs = {job for run in runs if run.is_submitted for job in run.jobs if job}
     queue = slurm.queued(job.split("_")[0] for job in jobs)
     active = {job for job in jobs if job in queue and queue[job].is_active}
@@ -356,6 +357,7 @@ def cancel(results: Path, only: list[str]) -> list[str]:
             raise ValueError(f"JOB={name}: not queued or running for {results}; those are {known}")
     chosen = {job for job in active if not only or job in only or job.split("_")[0] in only}
     slurm.cancel(sorted(chosen))
+    note_cancelled(found, chosen)
     arrays = Counter(job.split("_")[0] for job in chosen)
     lines = [f"cancelled job {array} ({number} tasks)" for array, number in sorted(arrays.items())]
     for run in runs:

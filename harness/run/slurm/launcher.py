@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import shlex
 import socket
+import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,6 +15,7 @@ from typing import Any, ClassVar
 from harness.cases.case import Case
 from harness.cases.requirements import require_at_least
 from harness.paths import ROOT
+from harness.run.held_signals import signals_held
 from harness.run.launcher import Launcher, LaunchError, PendingCases, launcher
 from harness.run.options import RunOptions
 from harness.run.run_folder import (
@@ -28,6 +28,14 @@ from harness.run.run_folder import (
 )
 from harness.run.slurm import commands as slurm
 from harness.run.slurm.follow import follow
+from harness.run.slurm.jobs import (
+    arrays_of,
+    cancel_command,
+    follow_command,
+    identify,
+    in_words,
+    job_name,
+)
 from harness.run.slurm.shares import Shape, Share, counted, pack, shape_of
 from harness.run.workers import predicted_starts_s
 from harness.store.record import RecordStore, file_case
@@ -38,8 +46,8 @@ OWN_OPTIONS = frozenset(
 )
 """Options of sbatch that follow from the cases, or that requeueing depends on."""
 
-REQUEUES = 1_000_000
-"""Effectively no limit on requeues: every start of a task finishes at least one case."""
+CLUSTERS = frozenset({"cluster", "clusters", "M"})
+"""Options of sbatch that name clusters, of which squeue and scancel would know nothing."""
 
 
 @launcher("slurm")
@@ -102,6 +110,11 @@ class Slurm(Launcher):
         for key in self.sbatch:
             if key.lstrip("-") in OWN_OPTIONS:
                 raise ValueError(f"launcher.sbatch.{key}: attnbench sets this one itself")
+            if key.lstrip("-") in CLUSTERS:
+                raise ValueError(
+                    f"launcher.sbatch.{key}: export SLURM_CLUSTERS={self.sbatch[key]} instead, "
+                    "which squeue and scancel obey as well"
+                )
 
     def resolve_device(self, device: str) -> str:
         # The host that submits need not have what the nodes have.
@@ -132,12 +145,11 @@ class Slurm(Launcher):
                 print(line, flush=True)
             follow(pending, self.poll_s)
             return []
-        results = shlex.quote(str(options.results))
         return [
             *said,
-            f"follow them  attnbench-status {results}",
-            f"cancel them  attnbench-cancel {results}",
-            f"tables       attnbench-report {results}",
+            f"follow them  {follow_command(options.results)}",
+            f"cancel them  {cancel_command(options.results)}",
+            f"tables       attnbench-report {shlex.quote(str(options.results))}",
         ]
 
     def _require_time_for(self, options: RunOptions) -> None:
@@ -175,14 +187,16 @@ class Slurm(Launcher):
             jobs=[None] * len(shares),
             shapes=[str(share.shape) for share in shares],
         )
-        self._freeze(folder, shares, pending)
-        folder.write_run(run)
         said, first = [], 0
         try:
+            self._freeze(folder, shares, pending)
+            folder.write_run(run)
             for shape, of_shape in packed.items():
                 indices = range(first, first + len(of_shape))
-                run.jobs[first : first + len(of_shape)] = self._submit_array(folder, shape, indices)
-                folder.write_run(run)
+                # Nobody could cancel a job whose id is not in the run's file yet.
+                with signals_held():
+                    run.jobs[first : indices.stop] = self._submit_array(folder, shape, indices)
+                    folder.write_run(run)
                 number = sum(len(share.cases) for share in of_shape)
                 array = str(run.jobs[first]).split("_")[0]
                 said.append(
@@ -190,11 +204,9 @@ class Slurm(Launcher):
                     f"{counted(len(of_shape), 'task')} of {shape}"
                 )
                 first += len(of_shape)
-        except BaseException:
-            # Submit all or nothing, so that no half of a sweep stays in the queue.
-            with contextlib.suppress(slurm.SlurmError):
-                slurm.cancel(job for job in run.jobs if job is not None)
-            folder.remove()
+        except BaseException as error:
+            with signals_held():
+                _take_back(folder, run, may_be_queued=isinstance(error, slurm.UnsureError))
             raise
         return said
 
@@ -209,12 +221,9 @@ class Slurm(Launcher):
     def _submit_array(self, folder: RunFolder, shape: Shape, indices: range) -> list[str]:
         """Submit one array (or one job, for a single share); returns job ids in order."""
         # submitit takes half a second to load, and only this launcher needs it.
-        import submitit
-
+        from harness.run.slurm.submission import submit_array
         from harness.run.slurm.task import ShareTask
 
-        executor = submitit.SlurmExecutor(folder.jobs, max_num_timeout=REQUEUES, python=self.python)
-        executor.update_parameters(**self._parameters(shape))
         tasks = [
             ShareTask(
                 str(folder.results),
@@ -226,17 +235,17 @@ class Slurm(Launcher):
             )
             for index in indices
         ]
-        with _one_line():
-            if len(tasks) == 1:
-                return [executor.submit(tasks[0]).job_id]
-            with executor.batch():
-                jobs = [executor.submit(task) for task in tasks]
-            return [job.job_id for job in jobs]
+        return submit_array(
+            folder,
+            tasks,
+            name=job_name(folder.path.name, indices.start),
+            parameters=self._parameters(shape),
+            python=self.python,
+        )
 
     def _parameters(self, shape: Shape) -> dict[str, Any]:
         """The parameters of submitit, which writes the batch script."""
         parameters: dict[str, Any] = {
-            "job_name": "attnbench",
             "time": self.time_min,
             "nodes": shape.nodes,
             "ntasks_per_node": shape.ranks_per_node,
@@ -250,6 +259,8 @@ class Slurm(Launcher):
             "wckey": None,
             # The nodes run the code that submits, installed there or not.
             "setup": [
+                # scancel --full signals the batch script as well.
+                "trap '' USR2",
                 *self.setup,
                 f"export PYTHONPATH={shlex.quote(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}",
             ],
@@ -271,10 +282,34 @@ class Slurm(Launcher):
         return {key: value for key, value in parameters.items() if value is not None}
 
 
+def _take_back(folder: RunFolder, run: RunManifest, *, may_be_queued: bool) -> None:
+    """Cancel what is submitted, so that no half of a sweep stays in the queue."""
+    jobs = [job for job in run.jobs if job is not None]
+    try:
+        slurm.cancel(jobs)
+    except slurm.SlurmError as error:
+        with contextlib.suppress(OSError):
+            folder.write_run(run)
+        print(
+            f"attnbench: {in_words(jobs)} may go on ({error}); "
+            f"{cancel_command(folder.results, jobs)} cancels",
+            file=sys.stderr,
+        )
+        return
+    if not may_be_queued:
+        folder.remove()
+
+
 def active_cases(results: Path) -> set[str]:
-    """Ids of the cases that queued or running jobs have."""
-    runs = [run for _, run in runs_of(results) if run.is_submitted]
-    arrays = {job.split("_")[0] for run in runs for job in run.jobs if job is not None}
+    """Ids of the cases that queued or running jobs have.
+
+    Under the planning lock: ids that a killed submission left out of a run's file go into it.
+    """
+    submitted = [(folder, run) for folder, run in runs_of(results) if run.is_submitted]
+    for folder, run in identify(submitted):
+        folder.write_run(run)
+    runs = [run for _, run in submitted]
+    arrays = arrays_of(runs)
     if not arrays:
         return set()
     jobs = slurm.queued(arrays)
@@ -294,22 +329,3 @@ def _files_by_case(store: RecordStore) -> dict[str, list[str]]:
         if found is not None:
             files.setdefault(found[0], []).append(name)
     return files
-
-
-@contextlib.contextmanager
-def _one_line() -> Iterator[None]:
-    """Turn sbatch's errors into one line."""
-    # Late, as in the submission.
-    import submitit
-
-    errors = (submitit.core.utils.FailedJobError, submitit.core.utils.FailedSubmissionError)
-    try:
-        # submitit prints what sbatch says as well.
-        with contextlib.redirect_stderr(io.StringIO()):
-            yield
-    except errors as error:
-        reason = slurm.refusal(str(error))
-        raise slurm.SlurmError(
-            f"launcher=slurm: sbatch refused: {reason}; set launcher.account, qos, constraint, "
-            "time_min or sbatch as this cluster wants them"
-        ) from error

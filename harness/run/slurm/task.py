@@ -47,6 +47,8 @@ class ShareTask:
     _leader: Leader | None = field(default=None, repr=False)
 
     def __call__(self) -> str:
+        # The start of this process has held it; submitit's handler is in place by now.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
         environment = submitit.JobEnvironment()
         folder = RunFolder(Path(self.results), self.run_id)
         if environment.global_rank > 0:

@@ -178,7 +178,8 @@ class TestSubmitting:
         ):
             assert f"#SBATCH --{flag}\n" in script
         assert "\nmodule load cuda\n" in script
-        assert "--container-image=x python9 -u -m submitit.core._submit" in script
+        assert "--container-image=x sh -c " in script
+        assert " python9 -u -m harness.run.slurm.start " in script
         assert "torchrun" not in script
 
     def test_arrays_are_packed_frozen_and_not_submitted_twice(
