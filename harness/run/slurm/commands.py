@@ -27,7 +27,7 @@ PAUSES_S: tuple[float, ...] = (1.0, 2.0, 4.0)
 """How long to wait before a question is asked again that a busy controller did not answer."""
 
 SUBMIT_TIMEOUT_S = 120.0
-_TIMEOUT_S = 30.0
+TIMEOUT_S = 30.0
 _IDS_A_CALL = 200
 
 
@@ -263,9 +263,10 @@ def _ask(*command: str, pauses_s: tuple[float, ...] | None = None) -> str:
 
 def _call(
     *command: str,
-    timeout_s: float = _TIMEOUT_S,
+    timeout_s: float | None = None,
     environment: dict[str, str] | None = None,
 ) -> str:
+    timeout_s = TIMEOUT_S if timeout_s is None else timeout_s
     try:
         done = subprocess.run(
             command,
@@ -286,7 +287,7 @@ def _call(
         raise SlurmError(f"{command[0]}: cannot be started ({error.strerror})") from error
     except subprocess.TimeoutExpired as error:
         raise UnansweredError(
-            f"{command[0]} did not answer in {timeout_s:.0f} s; is the Slurm controller up?"
+            f"{command[0]} did not answer in {timeout_s:g} s; is the Slurm controller up?"
         ) from error
     if done.returncode != 0:
         if _NO_CONTROLLER.search(done.stderr):
