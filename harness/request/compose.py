@@ -92,9 +92,16 @@ def compose_request(arguments: Sequence[str]) -> Request:
         sweep=sweep,
         scale=scale,
         label=_label(sweep, typed, cases),
-        command=shlex.join(["attnbench", *arguments]),
+        command=_command(arguments, launcher),
         plan=run["plan"],
     )
+
+
+def _command(arguments: Sequence[str], launcher: Launcher) -> str:
+    """The command as plans and runs keep it: without keys that nobody else may know."""
+    private = {f"launcher.{key}" for key in launcher.private_keys}
+    kept = [argument for argument in arguments if argument.partition("=")[0] not in private]
+    return shlex.join(["attnbench", *kept])
 
 
 def _rounds(cases: list[Case], run: dict[str, Any], sweep: Sweep, *, named: bool) -> dict[str, Any]:

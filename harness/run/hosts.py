@@ -4,14 +4,14 @@ The leader (rank 0's host) listens at the rendezvous endpoint; every other rank 
 (:mod:`harness.run.agent`) that connects to it and stays while cases are measured, so that a
 group of workers that broke can be started again. On Slurm an agent is one of the job's tasks and
 the endpoint comes from the job's environment; elsewhere a user starts the same command on every
-host and names the endpoint.
+host and names the endpoint. Both ends of a connection prove that they know the run's secret
+(:mod:`harness.run.nodes`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import socket
-import time
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -20,17 +20,27 @@ from typing import Any
 import psutil
 
 from harness import __version__
-from harness.run.link import Link
+from harness.run.nodes import address as addresses
+from harness.run.nodes.door import Door
+from harness.run.nodes.errors import HostError
+from harness.run.nodes.link import Link
+from harness.run.nodes.messages import (
+    Ended,
+    Event,
+    Hello,
+    Job,
+    Kill,
+    Killed,
+    LogLines,
+    Start,
+    WantLog,
+)
 from harness.run.rank import RankProcess, RankStart, start_rank
 
 CONNECT_TIMEOUT_S = 300.0
 """How long hosts wait for each other; one node of a job may start minutes after another."""
 
 CLOCK_TOLERANCE_S = 2.0
-
-
-class HostError(RuntimeError):
-    """Hosts could not connect; the message is one line with the remedy."""
 
 
 class Hosts:
@@ -58,69 +68,58 @@ class Hosts:
         world_size: int,
         local_ranks: int,
         ranks_per_node: int,
-        token: str,
+        key: bytes,
+        run: str,
     ) -> Iterator[Hosts]:
         """Wait until the agents of all further ranks have connected; dismiss them at the end.
+
+        Args:
+            key: follows from the run's secret; agents prove that they know it.
+            run: the run's name, which agents with the same secret must give.
 
         Raises HostError if they do not connect in time, or run another version.
         """
         hosts = cls(local_ranks, ranks_per_node)
         hosts._address = address
         try:
-            hosts._accept(port, world_size, token)
+            hosts._accept(port, world_size, key, run)
             yield hosts
         finally:
             for link in hosts._agents.values():
                 link.close()
 
-    def _accept(self, port: int, world_size: int, token: str) -> None:
-        missing = set(range(self.local_ranks or 0, world_size))
-        if not missing:
+    def _accept(self, port: int, world_size: int, key: bytes, run: str) -> None:
+        wanted = set(range(self.local_ranks or 0, world_size))
+        if not wanted:
             return
-        try:
-            listener = socket.create_server(("", port), backlog=world_size)
-        except OSError as error:
-            raise HostError(
-                f"port {port} on {socket.gethostname()} cannot be listened on ({error.strerror}); "
-                "name another one in launcher.rdzv_endpoint"
-            ) from error
-        deadline = time.monotonic() + CONNECT_TIMEOUT_S
-        with listener:
-            while missing:
-                listener.settimeout(max(0.1, deadline - time.monotonic()))
-                try:
-                    connection, _ = listener.accept()
-                except TimeoutError as error:
-                    ranks = ", ".join(map(str, sorted(missing)))
-                    raise HostError(
-                        f"no agent of ranks {ranks} came to port {port} within "
-                        f"{CONNECT_TIMEOUT_S:.0f} s; are all nodes up and can they reach this one?"
-                    ) from error
-                link = Link(connection)
-                hello = link.receive(timeout_s=10.0) or {}
-                reason = _why_refused(hello, token, missing)
-                if reason is not None:
-                    link.send({"refused": reason})
-                    link.close()
-                    # Ignore connections of other programs; refuse agents of another version.
-                    if hello.get("token") == token:
-                        raise HostError(reason)
-                    continue
-                link.host = str(hello["host"])
-                apart_s = hello["time_s"] - time.time()
-                if abs(apart_s) > CLOCK_TOLERANCE_S:
-                    self.warnings.append(clocks_differ(link.host, apart_s))
-                link.send({"welcome": True})
-                self._agents[hello["rank"]] = link
-                missing.discard(hello["rank"])
+
+        def judge(hello: Hello) -> tuple[str, bool] | None:
+            return _why_refused(hello, run, world_size)
+
+        with addresses.listen(self._address, port) as listener:
+            if warning := addresses.warning_about(self._address, listener):
+                print(f"attnbench: {warning}", file=sys.stderr, flush=True)
+            door = Door(listener, key, wanted, judge)
+            try:
+                joined = door.gather(CONNECT_TIMEOUT_S)
+            except TimeoutError as error:
+                ranks = ", ".join(map(str, sorted(door.missing)))
+                raise HostError(
+                    f"no agent of ranks {ranks} came to port {port} within "
+                    f"{CONNECT_TIMEOUT_S:.0f} s; are all nodes up and can they reach this one?"
+                ) from error
+        for rank, (link, hello, apart_s) in sorted(joined.items()):
+            self._agents[rank] = link
+            if abs(apart_s) > CLOCK_TOLERANCE_S:
+                self.warnings.append(clocks_differ(hello.host, apart_s))
 
     def rendezvous(self, world_size: int, scratch: str) -> str:
         """torch.distributed's init_method for a new group of workers."""
         if self.local_ranks is None or world_size <= self.local_ranks:
             return f"file://{scratch}/rendezvous"
-        with socket.create_server(("", 0)) as free:
+        with addresses.listen(self._address, 0) as free:
             port = free.getsockname()[1]
-        return f"tcp://{self._address}:{port}"
+        return addresses.url(self._address, port)
 
     def start(self, start: RankStart, *, logs: Path, caches: str) -> RankProcess:
         """Start one rank on its host; OSError or HostError if that host has gone."""
@@ -144,7 +143,7 @@ class RemoteRank:
         self._code: int | None = None
         self._log: list[str] = []
         self._lost = False
-        link.send({"start": asdict(start)})
+        link.send(Start(start=asdict(start)))
 
     @property
     def name(self) -> str:
@@ -155,17 +154,17 @@ class RemoteRank:
 
     def send(self, line: str) -> None:
         with contextlib.suppress(OSError):
-            self._link.send({"job": line})
+            self._link.send(Job(line=line))
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
         gone = self._link.fill(0.0)
         events = []
         for message in self._link.taken():
-            if "event" in message:
-                events.append(message["event"])
-            elif "ended" in message:
+            if isinstance(message, Event):
+                events.append(message.event)
+            elif isinstance(message, Ended):
                 self.closed = True
-                self._code, self._log = message["ended"], message["log"]
+                self._code, self._log = message.code, message.log
         if gone:
             self.closed = self._lost = True
         return events, self.closed
@@ -178,20 +177,20 @@ class RemoteRank:
             return [f"node {self._link.host} has gone"]
         if not self._log:
             with contextlib.suppress(OSError):
-                self._link.send({"log": True})
-                answer = self._link.receive_with("log", timeout_s=10.0)
-                self._log = (answer or {}).get("log", [])
+                self._link.send(WantLog())
+                answer = self._link.receive_one(LogLines, timeout_s=10.0)
+                self._log = [] if answer is None else answer.log
         return self._log[-num_lines:]
 
     def kill(self) -> list[psutil.Process]:
         with contextlib.suppress(OSError):
-            self._link.send({"kill": True})
+            self._link.send(Kill())
         return []
 
     def reap(self) -> None:
         if not self._lost:
             with contextlib.suppress(OSError):
-                self._link.receive_with("killed", timeout_s=20.0)
+                self._link.receive_one(Killed, timeout_s=20.0)
 
 
 def clocks_differ(host: str, apart_s: float) -> str:
@@ -203,14 +202,20 @@ def clocks_differ(host: str, apart_s: float) -> str:
     )
 
 
-def _why_refused(hello: dict[str, Any], token: str, missing: set[int]) -> str | None:
-    if hello.get("token") != token:
-        return "another run holds this endpoint; give both the same launcher.rdzv_id"
-    if hello.get("version") != __version__:
-        return (
-            f"{hello.get('host')}: runs attnbench {hello.get('version')}, "
+def _why_refused(hello: Hello, run: str, world_size: int) -> tuple[str, bool] | None:
+    """Why an agent cannot join, and whether that ends the run; None if it can."""
+    if hello.run != run:
+        return "another run holds this endpoint; give both the same launcher.rdzv_id", False
+    if hello.version != __version__:
+        reason = (
+            f"{hello.host}: runs attnbench {hello.version}, "
             f"the leader {__version__}; install the same on all nodes"
         )
-    if hello.get("rank") not in missing:
-        return f"{hello.get('host')}: its ranks are taken; is launcher.node_rank given twice?"
+        return reason, True
+    if hello.rank >= world_size:
+        reason = (
+            f"{hello.host}: has rank {hello.rank}, and this run has {world_size}; give "
+            "launcher.nnodes and launcher.ranks_per_node alike on all hosts"
+        )
+        return reason, True
     return None

@@ -46,6 +46,9 @@ class Launcher:
     measures_here: ClassVar[bool] = True
     """Whether cases run on the host that plans them, so that its environment is theirs."""
 
+    private_keys: ClassVar[frozenset[str]] = frozenset()
+    """Keys that are left out where the command is written down."""
+
     def resolve_device(self, device: str) -> str:
         """Turn the user's ``device=``, which may be ``auto``, into ``cpu`` or ``cuda``.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 
@@ -18,7 +19,9 @@ from harness.cases.case import Case
 from harness.cases.requirements import require_at_least
 from harness.run.agent import serve_agent
 from harness.run.hosts import Hosts
-from harness.run.launcher import Launcher, PendingCases, launcher
+from harness.run.launcher import Launcher, LaunchError, PendingCases, launcher
+from harness.run.nodes.address import is_everywhere, split_endpoint
+from harness.run.nodes.secret import VARIABLE, derived_key, given_secret, new_secret
 from harness.run.run_folder import local_run
 from harness.run.runner import Runner
 
@@ -43,6 +46,8 @@ class Local(Launcher):
     start their ranks' workers for it.
     """
 
+    private_keys: ClassVar[frozenset[str]] = frozenset({"rdzv_secret"})
+
     vote_timeout_s: float = 60.0
     """How long a rank waits for the others to agree on how a case ended."""
     nnodes: int = 1
@@ -54,6 +59,11 @@ class Local(Launcher):
     """HOST:PORT of the host with node_rank=0, as the others reach it."""
     rdzv_id: str = "attnbench"
     """Any word; hosts with different ones do not join."""
+    rdzv_secret: str | None = None
+    """Proves that hosts belong together. The one with node_rank=0 makes and prints one; the others
+    must be given it, here, in ATTNBENCH_RDZV_SECRET, or in ``rdzv_secret_file``."""
+    rdzv_secret_file: str | None = None
+    """A file with the secret that only its owner may read, for hosts that share a file system."""
 
     def __post_init__(self) -> None:
         require_at_least("launcher.nnodes", self.nnodes, 1)
@@ -65,11 +75,11 @@ class Local(Launcher):
         if self.ranks_per_node is not None:
             require_at_least("launcher.ranks_per_node", self.ranks_per_node, 1)
         if self.nnodes > 1:
-            host, _, port = (self.rdzv_endpoint or "").rpartition(":")
-            if not host or not port.isdecimal():
+            endpoint = split_endpoint(self.rdzv_endpoint)
+            if endpoint is None or is_everywhere(endpoint[0]):
                 raise ValueError(
                     f"launcher.rdzv_endpoint={self.rdzv_endpoint}: launcher.nnodes={self.nnodes} "
-                    "needs HOST:PORT of the host with launcher.node_rank=0"
+                    "needs HOST:PORT of the host with launcher.node_rank=0, as the others reach it"
                 )
         if self.vote_timeout_s <= 0:
             raise ValueError(f"launcher.vote_timeout_s={self.vote_timeout_s}: must be positive")
@@ -118,15 +128,17 @@ class Local(Launcher):
         return []
 
     def _launch_on_nodes(self, pending: PendingCases) -> list[str]:
-        assert self.rdzv_endpoint is not None
-        address, _, port = self.rdzv_endpoint.rpartition(":")
+        endpoint = split_endpoint(self.rdzv_endpoint)
+        assert endpoint is not None, "checked when the key was read"
+        address, port = endpoint
+        key = derived_key(self._secret(), "attnbench agents")
         per_node = self.ranks_per_node or len(probe_cuda()["names"])
         if self.node_rank > 0:
             logs = pending.options.results / "logs"
             logs.mkdir(parents=True, exist_ok=True)
             ranks = range(self.node_rank * per_node, (self.node_rank + 1) * per_node)
             serve = partial(
-                serve_agent, address=address, port=int(port), token=self.rdzv_id, logs=logs
+                serve_agent, address=address, port=port, key=key, run=self.rdzv_id, logs=logs
             )
             with ThreadPoolExecutor(max_workers=per_node) as pool:
                 started = sum(pool.map(lambda rank: serve(rank=rank), ranks))
@@ -134,11 +146,12 @@ class Local(Launcher):
         with (
             Hosts.gathered(
                 address=address,
-                port=int(port),
+                port=port,
                 world_size=self.nnodes * per_node,
                 local_ranks=per_node,
                 ranks_per_node=per_node,
-                token=self.rdzv_id,
+                key=key,
+                run=self.rdzv_id,
             ) as hosts,
             local_run(pending, self.name) as progress,
         ):
@@ -146,6 +159,31 @@ class Local(Launcher):
                 print(f"attnbench: {warning}", file=sys.stderr)
             Runner(pending.options, pending.store, progress, hosts).run(pending.cases)
         return []
+
+    def _secret(self) -> str:
+        """The secret that all nodes know; the leader makes and prints one if it was given none."""
+        try:
+            given = given_secret(
+                typed=self.rdzv_secret, file=self.rdzv_secret_file, environment=os.environ
+            )
+        except ValueError as error:
+            raise LaunchError(str(error)) from error
+        if given is not None:
+            return given
+        if self.node_rank > 0:
+            raise LaunchError(
+                f"launcher.node_rank={self.node_rank}: add the launcher.rdzv_secret=... that the "
+                f"command with launcher.node_rank=0 prints, or give all of them one in {VARIABLE}"
+            )
+        made = new_secret()
+        others = "1" if self.nnodes == 2 else f"1 to {self.nnodes - 1}"
+        print(
+            f"attnbench: on the other hosts, run this command with launcher.node_rank={others} "
+            f"and\n  launcher.rdzv_secret={made}",
+            file=sys.stderr,
+            flush=True,
+        )
+        return made
 
     def _ranks_per_node(self, case: Case) -> int:
         if self.ranks_per_node is not None:

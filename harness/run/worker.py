@@ -33,6 +33,9 @@ from harness.bench.bench import Bench
 from harness.bench.environment import environment, library_versions
 from harness.bench.outcome import Outcome, PeerFailed, PeerSilent, WrongResult
 from harness.cases.case import Case
+from harness.run.nodes.outcomes import OutcomeError, gather_outcomes
+from harness.run.nodes.plain_objects import restrict_object_collectives
+from harness.run.nodes.store import group_arguments
 from kernels import BACKENDS
 from kernels.toolchain import why_not_compile
 
@@ -84,12 +87,15 @@ class Worker:
                 torch.set_num_threads(max(1, cores // arguments.ranks_on_host))
             devices.limit_host_memory()
         if self.world_size > 1:
+            restrict_object_collectives()
             dist.init_process_group(
                 "nccl" if arguments.device == "cuda" else "gloo",
-                init_method=arguments.rendezvous,
-                rank=self.rank,
-                world_size=self.world_size,
-                timeout=timedelta(seconds=arguments.collective_timeout_s),
+                **group_arguments(
+                    arguments.rendezvous,
+                    rank=self.rank,
+                    world_size=self.world_size,
+                    timeout=timedelta(seconds=arguments.collective_timeout_s),
+                ),
             )
             # On the CPU whatever the device, so that ranks can agree that one of them has
             # lost its GPU's memory, and with a timeout of its own, so that they soon do.
@@ -188,17 +194,15 @@ class Worker:
 
     def _gather(self, outcome: Outcome) -> tuple[list[Outcome], bool]:
         """Every rank's outcome, and whether the group can take another case."""
-        if self.world_size == 1:
+        if self.vote_group is None:
             return [outcome], True
         if "vote" in outcome.notes:
             return [outcome], False
-        gathered: list[Any] = [None] * self.world_size
         try:
-            dist.all_gather_object(gathered, outcome, group=self.vote_group)
-        except RuntimeError as error:
+            return gather_outcomes(outcome, self.vote_group), True
+        except (RuntimeError, OutcomeError) as error:
             _note_silence(outcome, error)
             return [outcome], False
-        return gathered, True
 
     def _forget_last_case(self, case: Case) -> None:
         """Start every case alike: no cached memory, no compiled code, explicit numerics."""

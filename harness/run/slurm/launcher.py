@@ -17,6 +17,7 @@ from harness.cases.requirements import require_at_least
 from harness.paths import ROOT
 from harness.run.held_signals import signals_held
 from harness.run.launcher import Launcher, LaunchError, PendingCases, launcher
+from harness.run.nodes.secret import SECRET_FILE, write_secret
 from harness.run.options import RunOptions
 from harness.run.run_folder import (
     RunFolder,
@@ -214,6 +215,7 @@ class Slurm(Launcher):
         # A task has nobody to follow.
         options = replace(pending.options, results=folder.results, wait=False)
         files = _files_by_case(pending.store)
+        write_secret(folder.path / SECRET_FILE)
         for index, share in enumerate(shares):
             before = [name for case in share.cases for name in files.get(case.id, ())]
             folder.write_share(index, share.cases, options, before)

@@ -9,7 +9,6 @@ rest when it starts again.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import random
 import signal
@@ -25,6 +24,7 @@ from submitit.helpers import DelayedSubmission
 from harness.cases.case import Case
 from harness.run.agent import serve_agent
 from harness.run.hosts import HostError, Hosts, clocks_differ
+from harness.run.nodes.secret import SECRET_FILE, derived_key, read_secret
 from harness.run.run_folder import RunFolder, StateProgress, TaskState, clock_offset_s
 from harness.run.runner import Runner
 from harness.run.worker_group import WorkerStartError
@@ -63,13 +63,19 @@ class ShareTask:
         logs = folder.results / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         address, port = endpoint()
-        return serve_agent(address=address, port=port, rank=rank, token=self.token, logs=logs)
+        return serve_agent(
+            address=address, port=port, rank=rank, key=self.key(), run=self.run_id, logs=logs
+        )
 
-    @property
-    def token(self) -> str:
-        """A password that keeps tasks of other jobs from joining."""
-        text = f"{self.run_id} {self.index} {os.environ.get('SLURM_JOB_ID')}"
-        return hashlib.sha256(text.encode()).hexdigest()
+    def key(self) -> bytes:
+        """By which the ranks of this task know each other; it is of no use to another task's."""
+        try:
+            secret = read_secret(RunFolder(Path(self.results), self.run_id).path / SECRET_FILE)
+        except OSError as error:
+            raise HostError(
+                f"{error.filename}: cannot be read ({error.strerror}); submit the cases again"
+            ) from error
+        return derived_key(secret, f"task {self.index} of job {os.environ.get('SLURM_JOB_ID')}")
 
     def checkpoint(self) -> DelayedSubmission | None:
         """The task to run when the job restarts; called in the signal's handler."""
@@ -117,7 +123,8 @@ class Leader:
                 world_size=environment.num_tasks,
                 local_ranks=1,
                 ranks_per_node=task.ranks_per_node,
-                token=task.token,
+                key=task.key() if environment.num_tasks > 1 else b"",
+                run=task.run_id,
             ) as hosts:
                 for warning in hosts.warnings:
                     print(f"attnbench: {warning}")

@@ -26,9 +26,12 @@ from harness.request.compose import Request, compose_request
 from harness.request.session import run_request
 from harness.run import run_folder
 from harness.run.agent import serve_agent
-from harness.run.hosts import HostError, Hosts, clocks_differ
+from harness.run.hosts import Hosts, clocks_differ
 from harness.run.launcher import LaunchError, PendingCases
-from harness.run.link import Link
+from harness.run.nodes.handshake import Keys
+from harness.run.nodes.link import Link
+from harness.run.nodes.messages import Start
+from harness.run.nodes.secret import derived_key, new_secret
 from harness.run.options import RunOptions
 from harness.run.rank import RankStart
 from harness.run.run_folder import RunFolder, TaskState, runs_of
@@ -457,45 +460,14 @@ class TestRequeued:
 
 
 class TestAgents:
-    def test_another_run_and_another_version_are_told_apart(self) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-
-        def lead() -> str:
-            values: dict[str, Any] = {"address": "127.0.0.1", "port": port, "world_size": 2}
-            with Hosts.gathered(**values, local_ranks=1, ranks_per_node=1, token="ours"):
-                return "gathered"
-
-        def knock(**hello: Any) -> dict[str, Any] | None:
-            while True:
-                try:
-                    link = Link(socket.create_connection(("127.0.0.1", port)))
-                    break
-                except ConnectionRefusedError:
-                    time.sleep(0.05)
-            link.send({"rank": 1, "host": "n2", "time_s": time.time(), **hello})
-            answer = link.receive(timeout_s=GUARD_S)
-            link.close()
-            return answer
-
-        with ThreadPoolExecutor() as pool:
-            led = pool.submit(lead)
-            stranger = knock(token="theirs", version="?")
-            assert stranger is not None
-            assert "another run" in stranger["refused"]
-            other = knock(token="ours", version="0.0.0")
-            assert other is not None
-            assert "n2: runs attnbench 0.0.0" in other["refused"]
-            with pytest.raises(HostError, match="install the same on all nodes"):
-                led.result()
-
     def test_a_rank_is_told_its_place_on_its_host(self, tmp_path: Path) -> None:
         """By which it picks its GPU: the fourth of four ranks on two nodes is its node's second."""
         with socket.create_server(("127.0.0.1", 0)) as listener:
             theirs = socket.create_connection(listener.getsockname())
             ours, _ = listener.accept()
+        keys = Keys(to_leader=b"there", to_agent=b"back")
         hosts = Hosts(local_ranks=1, ranks_per_node=2)
-        hosts._agents[3] = Link(ours)
+        hosts._agents[3] = Link.of_leader(ours, keys)
         start = RankStart(
             rank=3,
             local_rank=0,
@@ -507,9 +479,9 @@ class TestAgents:
             rendezvous="",
         )
         hosts.start(start, logs=tmp_path, caches="")
-        told = Link(theirs).receive(timeout_s=GUARD_S)
-        assert told is not None
-        assert (told["start"]["local_rank"], told["start"]["ranks_on_host"]) == (1, 2)
+        told = Link.of_agent(theirs, keys).receive(timeout_s=GUARD_S)
+        assert isinstance(told, Start)
+        assert (told.start["local_rank"], told.start["ranks_on_host"]) == (1, 2)
 
     def test_two_nodes_without_slurm(self, tmp_path: Path) -> None:
         """Cases on one rank and on two, the second on another node, through one endpoint."""
@@ -517,6 +489,8 @@ class TestAgents:
             port = free.getsockname()[1]
         nodes = ("launcher.nnodes=2", "launcher.ranks_per_node=1", "attention=naive", "seq_len=8")
         nodes += (f"launcher.rdzv_endpoint=127.0.0.1:{port}", f"results={tmp_path}")
+        secret = new_secret()
+        nodes += (f"launcher.rdzv_secret={secret}",)
         tiny = ("task.warmup_steps=1", "task.measure_steps=2", "model.num_layers=1")
         ranks = ("parallel=ddp_torch", "parallel.dp=1,2")
         request = compose_request(["device=cpu", "model=tiny", *nodes, *tiny, *ranks])
@@ -526,13 +500,17 @@ class TestAgents:
                 address="127.0.0.1",
                 port=port,
                 rank=1,
-                token="attnbench",
+                key=derived_key(secret, "attnbench agents"),
+                run="attnbench",
                 logs=tmp_path,
             )
             assert run_request(request) == 0
             assert served.result(timeout=GUARD_S) == 1
         records, _ = RecordStore(tmp_path).load()
         assert {len(record.memory) for record in records.values()} == {1, 2}
+        written = [path for path in tmp_path.rglob("*") if path.is_file()]
+        assert written
+        assert not [path for path in written if secret.encode() in path.read_bytes()]
 
     @pytest.mark.parametrize(
         ("override", "words"),
