@@ -4,7 +4,8 @@ Flags (``--cfg job``, ``--info``) are Hydra's own; its ``--help`` is written by
 :mod:`harness.request.help`, which is faster. A command without flags is composed by
 :mod:`harness.request.compose`, so that every error is one line and every command a sweep.
 ``attnbench backends`` is the one subcommand: it runs nothing and lists what can run.
-Exit codes: 0 all cases have a result, 1 some failed, 2 the command is wrong, 130 interrupted.
+Exit codes: 0 all cases have a result, 1 some failed, 2 the command is wrong, 129 the terminal was
+closed (SIGHUP), 130 interrupted (SIGINT, SIGTERM). They do not depend on who reads the output.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from harness.request.session import run_request
 
 USAGE = 2
 INTERRUPTED = 130
+HUNG_UP = 129
 
 # A second Ctrl-C within this time is taken for the same request.
 STOPPING_S = 10.0
@@ -78,8 +80,7 @@ def _nothing_to_run(config: object) -> None:
 
 def run(arguments: list[str]) -> int:
     """Run a command line without flags; returns the exit code."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _interrupt)
+    _stop_on_signals()
     try:
         try:
             request = compose_request(arguments)
@@ -87,25 +88,39 @@ def run(arguments: list[str]) -> int:
             return _complain(str(error))
         return run_request(request)
     except KeyboardInterrupt as stopped:
+        # While Python shuts down, its own handlers are gone already.
+        for number in STOPPING:
+            signal.signal(number, signal.SIG_IGN)
         # Following jobs, it says what goes on.
         said = str(stopped) or "stopped; the same command goes on where this one ended"
         print(f"\nattnbench: {said}", file=sys.stderr)
         sys.stdout.flush()
-        # While Python shuts down, its own handlers are gone already.
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
-        return INTERRUPTED
+        return HUNG_UP if _stopped_by == signal.SIGHUP else INTERRUPTED
 
+
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _last_interrupt_s = -STOPPING_S
+_stopped_by = 0
+
+
+def _stop_on_signals() -> None:
+    """Let signals end the workers and remove the run folder before they end this process.
+
+    A signal that is ignored from the start stays ignored, as nohup wants SIGHUP to be and a shell
+    SIGINT in the background.
+    """
+    for number in STOPPING:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _interrupt)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     """Stop once: pressing Ctrl-C again must not cut short the ending of the workers."""
-    global _last_interrupt_s
+    global _last_interrupt_s, _stopped_by
     now_s = time.monotonic()
     if now_s - _last_interrupt_s >= STOPPING_S:
-        _last_interrupt_s = now_s
+        _last_interrupt_s, _stopped_by = now_s, number
         raise KeyboardInterrupt
 
 

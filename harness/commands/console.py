@@ -6,10 +6,14 @@ import importlib
 import sys
 
 from harness.commands import lazy_imports
+from harness.commands.output import Streams
 
+LOST = 1
 USAGE = 2
 INTERRUPTED = 130
-"""Exit codes: a command that is wrong, and after Ctrl-C."""
+"""Exit codes: what a command prints could not be written, it is wrong, and after Ctrl-C."""
+
+GOES_ON = "the command goes on, and all that it measures is recorded"
 
 
 def attnbench() -> int:
@@ -48,7 +52,21 @@ def cancel() -> int:
 
 
 def _start(command: str, function: str = "main") -> int:
-    lazy_imports.install()
+    measures = command == "attnbench"
+    name = "attnbench-cancel" if function == "cancel_main" else f"attnbench-{command}"
+    streams = Streams("attnbench", GOES_ON) if measures else Streams(name)
+    try:
+        streams.install()
+        lazy_imports.install()
+        code = _run(command, function)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("\nattnbench: stopped", file=sys.stderr)
+        return INTERRUPTED
+    return LOST if code == 0 and streams.lost and not measures else code
+
+
+def _run(command: str, function: str) -> int:
     # Imports its package, and with it torch, unless imports are lazy.
     from kernels.registry import RegistryError
 
@@ -58,6 +76,3 @@ def _start(command: str, function: str = "main") -> int:
     except RegistryError as error:
         print(f"attnbench: {error}", file=sys.stderr)
         return USAGE
-    except KeyboardInterrupt:
-        print("\nattnbench: stopped", file=sys.stderr)
-        return INTERRUPTED

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from harness.cases import format as fmt
-from harness.run.run_folder import is_running, runs_of
+from harness.run.run_folder import runs_of
 from harness.store.packing import Packed, PackingError, pack, unpack
 from harness.store.record import RecordStore, in_short
 from harness.store.sweep_plan import planned_labels
@@ -63,7 +63,7 @@ def _why_not(results: Path, named: list[str], unpacks: bool) -> str | None:
         if label not in known:
             return f"SWEEP={label}: not in {results}; one of {', '.join(known) or 'none'}"
     for folder, run in runs_of(results):
-        if not run.is_submitted and is_running(run):
+        if not run.is_submitted and folder.is_running(run):
             return f"{folder.path}: a run measures into {results}; pack when it has ended"
     return None
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import re
-import signal
-import socket
 import sys
 import time
 from collections import Counter
@@ -18,7 +15,9 @@ from pathlib import Path
 
 from harness.cases import format as fmt
 from harness.run.hosts import CLOCK_TOLERANCE_S, clocks_differ
-from harness.run.run_folder import RunFolder, RunManifest, TaskState, is_running, runs_of
+from harness.run.processes import can_be_seen, is_of_this_boot, stop
+from harness.run.run_files import RunManifest, TaskState, read_regular
+from harness.run.run_folder import RunFolder, attempts, read_runs
 from harness.run.slurm import commands as slurm
 from harness.run.slurm.answers import Answers, ask_slurm, note_cancelled
 from harness.run.slurm.jobs import identify
@@ -63,13 +62,15 @@ def look(results: Path, now_s: float | None = None) -> Status:
     asked, a warning says so and files alone decide.
     """
     now_s = time.time() if now_s is None else now_s
-    heads, problems = read_heads(RecordStore(results))
-    status = Status(warnings=in_short(problems))
+    store = RecordStore(results)
+    heads, problems = read_heads(store)
+    newest = attempts(store, heads)
+    runs, set_aside = read_runs(results)
+    status = Status(warnings=in_short(problems) + set_aside)
     found: dict[str, CaseStatus] = {}
     pace = _Pace()
     left_s = 0.0
-    runs = runs_of(results)
-    answers = ask_slurm(runs, lambda case_id, run: _is_recorded(heads, case_id, run))
+    answers = ask_slurm(runs, lambda case_id, run: _is_recorded(case_id, run, heads, newest))
     if answers.problem:
         status.warnings.append(f"{answers.problem}; jobs are shown as their files say")
     for folder, run in runs:
@@ -77,7 +78,9 @@ def look(results: Path, now_s: float | None = None) -> Status:
         for index in range(len(run.case_ids)):
             share = _ShareStatus(run, index, folder, answers)
             predicted = dict(zip(run.case_ids[index], run.predicted_s[index], strict=True))
-            left = [case_id for case_id in predicted if not _is_recorded(heads, case_id, run)]
+            left = [
+                case_id for case_id in predicted if not _is_recorded(case_id, run, heads, newest)
+            ]
             for case_id in predicted:
                 if case_id in heads and case_id not in left:
                     pace.add(predicted[case_id], heads[case_id].wall_s)
@@ -165,7 +168,7 @@ class _ShareStatus:
                 self.is_active and self._job is not None and (self._job.state == "RUNNING")
             )
         else:
-            self.is_active = self.is_running = is_running(run)
+            self.is_active = self.is_running = folder.is_running(run)
 
     @property
     def _command(self) -> str:
@@ -178,7 +181,7 @@ class _ShareStatus:
         where = f"job {self._name}" if self._name else f"process {self._run.pid}"
         if self.is_running and its_turn and state is not None and state.event == "running":
             nodes = self._job.nodes if self._job else state.node
-            since = _duration(now_s - state.since_s)
+            since = _duration(self._lasts_s(state, now_s))
             return CaseStatus(
                 case_id=case_id, status="running", detail=f"{where} on {nodes}, for {since}"
             )
@@ -218,6 +221,14 @@ class _ShareStatus:
             detail=f"{where}{how}: {reason}",
         )
 
+    def _lasts_s(self, state: TaskState, now_s: float) -> float:
+        """How long the running case has been measured, whatever was done to the clock."""
+        process = self._run.process
+        began_s = state.since_monotonic_s
+        if process is not None and began_s is not None and is_of_this_boot(process):
+            return time.monotonic() - began_s
+        return now_s - state.since_s
+
     def warnings(self) -> Iterator[str]:
         if self._warning:
             yield self._warning
@@ -242,10 +253,16 @@ class _ShareStatus:
         return lines[-1]
 
 
-def _is_recorded(heads: dict[str, RecordHead], case_id: str, run: RunManifest) -> bool:
+def _is_recorded(
+    case_id: str, run: RunManifest, heads: dict[str, RecordHead], newest: dict[str, int]
+) -> bool:
     """Whether a case has a record that this run, or a later one, wrote."""
     head = heads.get(case_id)
-    return head is not None and head.written_s >= run.created_s - run.clock_offset_s - 1
+    if head is None:
+        return False
+    if run.attempts_before is not None:
+        return newest.get(case_id, 0) > run.attempts_before.get(case_id, 0)
+    return head.written_s >= run.created_s - run.clock_offset_s - 1
 
 
 def _known(results: Path, runs: list[tuple[RunFolder, RunManifest]]) -> dict[str, str]:
@@ -267,8 +284,8 @@ def _known(results: Path, runs: list[tuple[RunFolder, RunManifest]]) -> dict[str
 
 def _last_lines(path: Path) -> list[str]:
     try:
-        text = path.read_text(errors="replace")
-    except OSError:
+        text = read_regular(path).decode(errors="replace")
+    except (OSError, ValueError):
         return []
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return [re.sub(r"^(slurmstepd|srun): (error: )?", "", line) for line in lines[-1:]]
@@ -345,10 +362,9 @@ def cancel(results: Path, only: list[str]) -> list[str]:
 
     Raises ValueError if one of ``only`` is not among them.
     """
-    found = runs_of(results)
-    identify(found)
-    runs = [run for _, run in found]
-    jobs = {job for run in runs if run.is_submitted for job in run.jobs if job}
+    runs, lines = read_runs(results)
+    identify(runs)
+    jobs = {job for _, run in runs if run.is_submitted for job in run.jobs if job}
     queue = slurm.queued(job.split("_")[0] for job in jobs)
     active = {job for job in jobs if job in queue and queue[job].is_active}
     for name in only:
@@ -357,18 +373,23 @@ def cancel(results: Path, only: list[str]) -> list[str]:
             raise ValueError(f"JOB={name}: not queued or running for {results}; those are {known}")
     chosen = {job for job in active if not only or job in only or job.split("_")[0] in only}
     slurm.cancel(sorted(chosen))
-    note_cancelled(found, chosen)
+    note_cancelled(runs, chosen)
     arrays = Counter(job.split("_")[0] for job in chosen)
-    lines = [f"cancelled job {array} ({number} tasks)" for array, number in sorted(arrays.items())]
-    for run in runs:
-        if run.is_submitted or only or not is_running(run):
-            continue
-        if run.host != socket.gethostname():
-            lines.append(f"process {run.pid} runs on {run.host}: stop it there")
-            continue
-        os.kill(run.pid, signal.SIGINT)
-        lines.append(f"stopped process {run.pid}")
+    lines += [f"cancelled job {array} ({number} tasks)" for array, number in sorted(arrays.items())]
+    for folder, run in runs:
+        if not run.is_submitted and not only and folder.is_running(run):
+            lines.append(_stop(folder, run))
     return lines
+
+
+def _stop(folder: RunFolder, run: RunManifest) -> str:
+    """Stop a local run; returns the line that says so, or why not."""
+    if not can_be_seen(run.host, run.process):
+        return f"process {run.pid} runs on {run.host}: stop it there"
+    refused = stop(run.pid, run.process, folder.lock)
+    if refused is None:
+        return f"stopped process {run.pid}"
+    return f"process {run.pid} of {folder.path} {refused}: not stopped"
 
 
 def _require_folder(results: Path) -> None:

@@ -1,4 +1,4 @@
-"""Signals to stop, held back while something is written."""
+"""Signals to stop: which they are, and how they are held back while something is written."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import contextlib
 import signal
 import threading
 from collections.abc import Iterator
+
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
+"""Ctrl-C, a polite end, the end of the terminal, and Slurm's warning before a time limit."""
 
 
 @contextlib.contextmanager
@@ -19,8 +22,8 @@ def signals_held() -> Iterator[None]:
     # A signal mask is not enough: it holds for one thread, and another would get the signal.
     before = {
         stopping: signal.signal(stopping, lambda number, frame: held.append(number))
-        for stopping in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
-        if signal.getsignal(stopping) is not None
+        for stopping in STOPPING
+        if signal.getsignal(stopping) not in (None, signal.SIG_IGN)
     }
     try:
         yield

@@ -4,7 +4,8 @@
 it. ``runs/ID/share-N.json`` is the frozen input of one task of a job array: its cases and options
 at submission, so that editing YAML afterwards changes nothing. ``runs/ID/state-N.json`` is the
 state of that task, which it alone writes. All are replaced in one step, so that
-``attnbench-status`` can read them at any time.
+``attnbench-status`` can read them at any time. ``runs/ID/lock`` is locked by the process of a
+local run for as long as it lives.
 """
 
 from __future__ import annotations
@@ -12,75 +13,29 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
 import secrets
 import shutil
 import socket
+import stat
+import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Container, Iterator
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
-
-import msgspec
-import psutil
 
 from harness.cases.case import Case
 from harness.run.launcher import PendingCases
 from harness.run.options import RunOptions
+from harness.run.processes import is_same_process, own_identity, take_lock
 from harness.run.progress import Progress
+from harness.run.run_files import SCHEMA, RunManifest, ShareFile, TaskState, read_file
 from harness.store import atomic
-from harness.store.codec import T, decode, encode
-from harness.store.record import Record
-
-SCHEMA = 1
-
-
-class RunManifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The cases that one command measures, in shares."""
-
-    id: str
-    launcher: str
-    command: str
-    created_s: float
-    """Seconds since the epoch, by the clock of ``host``."""
-    host: str
-    pid: int
-    clock_offset_s: float
-    """Seconds by which this host's clock is ahead of the results folder's file system."""
-    case_ids: list[list[str]]
-    """The ids of each share's cases."""
-    predicted_s: list[list[float]]
-    jobs: list[str | None] = []
-    """Each share's Slurm job, such as ``123_4``; None before it is submitted."""
-    shapes: list[str] = []
-    """Each share's resources, as text."""
-    schema: int = SCHEMA
-
-    @property
-    def is_submitted(self) -> bool:
-        """Whether Slurm's jobs run the shares; otherwise the process ``pid`` of ``host`` does."""
-        return bool(self.jobs)
-
-
-class TaskState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The state of one share."""
-
-    event: str = "running"
-    """running, stopped (on request, with cases left), ended, or failed."""
-    job: str = ""
-    node: str = ""
-    restart: int = 0
-    """How often Slurm has started the task again."""
-    case_id: str | None = None
-    """The case that is being measured, or was when the task stopped."""
-    since_s: float = 0.0
-    started_s: float = 0.0
-    num_measured: int = 0
-    clock_offset_s: float = 0.0
-    error: str | None = None
-    schema: int = SCHEMA
+from harness.store.codec import encode
+from harness.store.record import Record, RecordStore, file_case
 
 
 class RunFolder:
@@ -95,13 +50,20 @@ class RunFolder:
         """The folder that Slurm and submitit write to."""
         return self.path / "jobs"
 
+    @property
+    def lock(self) -> Path:
+        """The file that the process of a local run keeps locked."""
+        return self.path / "lock"
+
     def write_run(self, run: RunManifest) -> None:
-        self.path.mkdir(parents=True, exist_ok=True)
         atomic.replace(self.path / "run.json", encode(run))
 
     def read_run(self) -> RunManifest:
         """The manifest; ValueError or OSError if there is none that can be read."""
-        return _read(RunManifest, self.path / "run.json")
+        run = read_file(RunManifest, self.path / "run.json")
+        if run.id != self.path.name:
+            raise ValueError(f"{self.path / 'run.json'}: of another run, {run.id[:80]!r}")
+        return run
 
     def write_share(
         self, index: int, cases: list[Case], options: RunOptions, files_before: list[str]
@@ -115,11 +77,18 @@ class RunFolder:
         atomic.replace(self.path / f"share-{index}.json", json.dumps(values).encode())
 
     def read_share(self, index: int) -> tuple[list[Case], RunOptions, set[str]]:
-        """The cases, the options, and the records that existed at submission."""
-        values = json.loads((self.path / f"share-{index}.json").read_text(encoding="utf-8"))
-        options = values["options"] | {"results": Path(values["options"]["results"])}
-        cases = [Case.from_dict(case) for case in values["cases"]]
-        return cases, RunOptions(**options), set(values["files_before"])
+        """The cases, the options, and the records that existed at submission.
+
+        The options' results folder is this one, whatever the file says.
+        Raises ValueError with one line, or OSError.
+        """
+        path = self.path / f"share-{index}.json"
+        share = read_file(ShareFile, path)
+        try:
+            cases, options, files_before = share.typed()
+        except ValueError as error:
+            raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
+        return cases, replace(options, results=self.results), files_before
 
     def write_state(self, index: int, state: TaskState) -> None:
         atomic.replace(self.path / f"state-{index}.json", encode(state))
@@ -127,35 +96,61 @@ class RunFolder:
     def read_state(self, index: int) -> TaskState | None:
         """The state of a share; None if its task has not started."""
         try:
-            return _read(TaskState, self.path / f"state-{index}.json")
+            return read_file(TaskState, self.path / f"state-{index}.json")
         except FileNotFoundError:
             return None
+
+    def is_running(self, run: RunManifest) -> bool:
+        """Whether the process of a local run lives; where nobody can tell it is assumed to."""
+        return is_same_process(run.host, run.pid, run.process, self.lock)
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
 def new_run_id() -> str:
-    return f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(2)}"
+    return f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(4)}"
 
 
 def runs_of(results: Path) -> list[tuple[RunFolder, RunManifest]]:
     """Every readable run of a results folder, oldest first."""
-    found = []
-    for path in (results / "runs").glob("*/run.json"):
-        folder = RunFolder(results, path.parent.name)
-        # The run is being removed, or was written by another version.
-        with contextlib.suppress(OSError, ValueError):
+    return read_runs(results)[0]
+
+
+def read_runs(results: Path) -> tuple[list[tuple[RunFolder, RunManifest]], list[str]]:
+    """Every readable run, oldest first, and one line for each run file that is set aside."""
+    found: list[tuple[RunFolder, RunManifest]] = []
+    problems: list[str] = []
+    for path in _run_folders(results):
+        folder = RunFolder(results, path.name)
+        try:
             found.append((folder, folder.read_run()))
-    return sorted(found, key=lambda item: item[1].created_s)
+        except FileNotFoundError:
+            # It is being written or removed.
+            continue
+        except OSError as error:
+            problems.append(f"{path / 'run.json'}: set aside: {error.strerror}")
+        except ValueError as error:
+            problems.append(str(error).replace("run.json: ", "run.json: set aside: ", 1))
+    return sorted(found, key=lambda item: item[1].created_s), sorted(problems)
+
+
+def _run_folders(results: Path) -> list[Path]:
+    try:
+        return [path for path in (results / "runs").iterdir() if not path.name.startswith(".")]
+    except OSError:
+        return []
 
 
 @contextlib.contextmanager
 def planning_lock(results: Path) -> Iterator[None]:
     """Let one command at a time decide what to submit, so that no case is submitted twice."""
     (results / "runs").mkdir(parents=True, exist_ok=True)
-    fd = os.open(results / "runs" / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    path = results / "runs" / ".lock"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(f"{path}: not a regular file")
         fcntl.lockf(fd, fcntl.LOCK_EX)
         yield
     finally:
@@ -191,6 +186,7 @@ class StateProgress:
     def started(self, case: Case) -> None:
         self.state.case_id = case.id
         self.state.since_s = time.time()
+        self.state.since_monotonic_s = time.monotonic()
         self.write()
         if self._inner is not None:
             self._inner.started(case)
@@ -217,9 +213,40 @@ class StateProgress:
 def local_run(pending: PendingCases, launcher: str) -> Iterator[Progress]:
     """Announce a local run in the results folder for as long as it measures."""
     results = pending.options.results
+    _remove_ended(results)
+    with contextlib.ExitStack() as releases:
+        try:
+            folder, locked = _create(results, releases)
+            run = _manifest(pending, folder.path.name, launcher, locked=locked)
+            folder.write_run(run)
+        except OSError as error:
+            print(
+                f"attnbench: {results / 'runs'}: cannot be written ({error.strerror}); this run "
+                "measures, and attnbench-status does not show it",
+                file=sys.stderr,
+            )
+            yield pending.progress
+            return
+        state = TaskState(node=run.host, started_s=run.created_s)
+        yield StateProgress(folder, 0, state, pending.progress)
+
+
+def _create(results: Path, releases: contextlib.ExitStack) -> tuple[RunFolder, bool]:
+    """A new run folder, and whether its lock is held; both end with ``releases``."""
+    (results / "runs").mkdir(parents=True, exist_ok=True)
     folder = RunFolder(results, new_run_id())
-    run = RunManifest(
-        id=folder.path.name,
+    folder.path.mkdir()
+    releases.callback(folder.remove)
+    lock = take_lock(folder.lock)
+    if lock is not None:
+        releases.callback(os.close, lock)
+    return folder, lock is not None
+
+
+def _manifest(pending: PendingCases, run_id: str, launcher: str, *, locked: bool) -> RunManifest:
+    predicted_s = [pending.predict(case) for case in pending.cases]
+    return RunManifest(
+        id=run_id,
         launcher=launcher,
         command=pending.command,
         created_s=time.time(),
@@ -227,31 +254,25 @@ def local_run(pending: PendingCases, launcher: str) -> Iterator[Progress]:
         pid=os.getpid(),
         clock_offset_s=0.0,
         case_ids=[[case.id for case in pending.cases]],
-        predicted_s=[[pending.predict(case) for case in pending.cases]],
+        # A prediction may be infinite, and JSON has no such number.
+        predicted_s=[[second if math.isfinite(second) else 0.0 for second in predicted_s]],
+        process=own_identity(locked=locked),
+        attempts_before=attempts(pending.store, {case.id for case in pending.cases}),
     )
-    for other, their in runs_of(results):
-        if not their.is_submitted and their.host == run.host and not is_running(their):
-            other.remove()
-    folder.write_run(run)
-    state = TaskState(node=run.host, started_s=run.created_s)
-    try:
-        yield StateProgress(folder, 0, state, pending.progress)
-    finally:
-        folder.remove()
 
 
-def is_running(run: RunManifest) -> bool:
-    """Whether the process of a local run still lives; on another host it is assumed to."""
-    if run.host != socket.gethostname():
-        return True
-    try:
-        return psutil.Process(run.pid).create_time() <= run.created_s + 1
-    except psutil.Error:
-        return False
+def _remove_ended(results: Path) -> None:
+    """Remove what local runs of this host have left that were killed."""
+    for folder, run in runs_of(results):
+        if not run.is_submitted and not folder.is_running(run):
+            folder.remove()
 
 
-def _read(kind: type[T], path: Path) -> T:
-    try:
-        return decode(path.read_bytes(), kind, schema=SCHEMA)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+def attempts(store: RecordStore, case_ids: Container[str]) -> dict[str, int]:
+    """The number of the newest attempt at each of these cases that has one."""
+    newest: dict[str, int] = {}
+    for name in store.names():
+        found = file_case(name)
+        if found is not None and found[0] in case_ids:
+            newest[found[0]] = max(found[1], newest.get(found[0], 0))
+    return newest

@@ -1,0 +1,119 @@
+"""Ends of a run that come from outside: closed terminals, nohup, SIGQUIT, a second Ctrl-C."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import signal
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+from announced import announced
+from conftest import ROOT, Command
+from fault_folders import (
+    GUARD_S,
+    Folder,
+    descendants,
+    is_alive,
+    no_process_left,
+    wait_until,
+    workers_of,
+)
+
+STOPPED = "attnbench: stopped; the same command goes on where this one ended"
+
+
+def held(folder: Folder, process: subprocess.Popen[str]) -> None:
+    """Wait until the second case of two is being measured."""
+    wait_until(lambda: list(folder.path.glob("held-*")), "a case is held")
+
+
+class TestTerminal:
+    def test_is_closed(self, tmp_path: Path, command: Command) -> None:
+        """The kernel sends SIGHUP, and every write to the terminal fails from then on."""
+        folder = Folder(path=tmp_path, command=command)
+        (tmp_path / "hold").touch()
+        ours, theirs = pty.openpty()
+
+        def take_terminal() -> None:
+            fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
+            os.dup2(theirs, 1)
+
+        process = folder.start("attention=naive,held", preexec_fn=take_terminal)
+        os.close(theirs)
+        with no_process_left(process):
+            held(folder, process)
+            family = descendants(process.pid)
+            assert len(family) >= 2, "a worker, and a child of the worker"
+            os.close(ours)
+            _, stderr = process.communicate(timeout=GUARD_S)
+            assert process.returncode == 129
+            assert STOPPED in stderr
+            assert "Traceback" not in stderr
+            wait_until(lambda: not any(map(is_alive, family)), "all are gone")
+        assert {name: item["status"] for name, item in folder.records().items()} == {"naive": "ok"}
+        assert list((folder.results / "runs").iterdir()) == []
+
+    def test_is_closed_under_nohup(self, tmp_path: Path, command: Command) -> None:
+        folder = Folder(path=tmp_path, command=command)
+        (tmp_path / "hold").touch()
+        process = folder.start(
+            "attention=held", preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        )
+        with no_process_left(process):
+            held(folder, process)
+            process.send_signal(signal.SIGHUP)
+            (tmp_path / "hold").unlink()
+            _, stderr = process.communicate(timeout=GUARD_S)
+            assert (process.returncode, stderr) == (0, "")
+        assert folder.records()["held"]["status"] == "ok"
+
+
+class TestQuit:
+    def test_leaves_no_process_and_the_next_run_tidies(
+        self, tmp_path: Path, command: Command
+    ) -> None:
+        """SIGQUIT ends the command at once, for when Ctrl-C does not."""
+        folder = Folder(path=tmp_path, command=command)
+        (tmp_path / "hold").touch()
+        process = folder.start("attention=held")
+        with no_process_left(process):
+            held(folder, process)
+            workers = workers_of(process)
+            children = [child for worker in workers for child in descendants(worker.pid)]
+            process.send_signal(signal.SIGQUIT)
+            process.communicate(timeout=GUARD_S)
+            assert process.returncode == -signal.SIGQUIT
+            wait_until(lambda: not any(map(is_alive, workers)), "workers end")
+            for child in children:
+                child.kill()
+        (left,) = (folder.results / "runs").iterdir()
+        with announced(folder.results, ["case-1"]):
+            assert not left.exists()
+
+
+class TestStart:
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+    def test_a_signal_while_modules_load(self, number: signal.Signals, tmp_path: Path) -> None:
+        """Before the command has looked at its arguments."""
+        code = (
+            "import os, sys; from harness.commands import console, lazy_imports\n"
+            "install = lazy_imports.install\n"
+            f"lazy_imports.install = lambda: (install(), os.kill(os.getpid(), {int(number)}))\n"
+            "sys.exit(console.attnbench())"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code, "plan=true", "model=tiny", f"results={tmp_path / 'r'}"],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            timeout=GUARD_S,
+            check=False,
+        )
+        assert done.returncode in (130, -number)
+        assert "Traceback" not in done.stderr
+        assert not (tmp_path / "r").exists()
