@@ -167,7 +167,7 @@ class TestReplacements:
     def test_every_character_can_be_written(self, encoding: str) -> None:
         output.Streams("any")
         output.codecs.register_error(output.LEGIBLE, output.replace_character)
-        everything = "".join(map(chr, range(0x3000))) + "\ud800\udcff\U0001f600"
+        everything = "".join(map(chr, range(0x600))) + "\ud800\udcff\U0001f600"
         written = everything.encode(encoding, output.LEGIBLE)
         if encoding == "ascii":
             assert written.isascii()
