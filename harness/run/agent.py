@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import msgspec
-import psutil
 
 from harness import __version__
 from harness.run.hosts import CONNECT_TIMEOUT_S
@@ -27,6 +26,7 @@ from harness.run.nodes.messages import (
     Start,
     WantLog,
 )
+from harness.run.processes.deadline import POLL_S
 from harness.run.rank import LOG_LINES, LocalRank, RankStart, start_rank
 
 
@@ -71,23 +71,23 @@ def _pass_on(link: Link, worker: LocalRank) -> bool:
                         link.send(LogLines(log=worker.log_lines(LOG_LINES)))
                     elif isinstance(order, Kill):
                         return True
-                for key, _ in selector.select():
-                    if key.fileobj is link:
-                        if link.fill(0.0):
-                            return False
-                        continue
-                    events, ended = worker.read()
-                    for event in events:
-                        link.send(Event(event=event))
-                    if ended:
-                        selector.unregister(worker)
-                        code = worker.returncode(5.0)
-                        link.send(Ended(code=code, log=worker.log_lines(LOG_LINES)))
+                for key, _ in selector.select(POLL_S):
+                    if key.fileobj is link and link.fill(0.0):
+                        return False
+                if worker.closed:
+                    continue
+                # Also when it has nothing to say: its log is looked after.
+                events, ended = worker.read()
+                for event in events:
+                    link.send(Event(event=event))
+                if ended:
+                    selector.unregister(worker)
+                    code = worker.returncode(5.0)
+                    link.send(Ended(code=code, log=worker.log_lines(LOG_LINES)))
         except OSError:
             return False
         finally:
-            doomed = worker.kill()
+            worker.kill()
             worker.reap()
-            psutil.wait_procs(doomed, timeout=5)
             with contextlib.suppress(OSError):
                 link.send(Killed())

@@ -17,8 +17,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from harness import __version__
 from harness.run.nodes import address as addresses
 from harness.run.nodes.door import Door
@@ -182,10 +180,9 @@ class RemoteRank:
                 self._log = [] if answer is None else answer.log
         return self._log[-num_lines:]
 
-    def kill(self) -> list[psutil.Process]:
+    def kill(self) -> None:
         with contextlib.suppress(OSError):
             self._link.send(Kill())
-        return []
 
     def reap(self) -> None:
         if not self._lost:

@@ -7,22 +7,29 @@ the end of the events is the end of the rank.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import signal
+import select
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-import psutil
-
 from harness.paths import ROOT
+from harness.run.processes import family
+from harness.run.processes.events import EventReader
+from harness.run.processes.worker_log import WorkerLog, prune
 from harness.run.worker_main import PARENT
 
 LOG_LINES = 20
 """The last lines of a worker's log that go into a failed record."""
+
+ENTRY = "harness.run.worker_main"
+"""The module that a worker's process runs."""
+
+_READ_BYTES = 2**20
+_READS = 4
+"""Reads in one go. A pipe holds at most one MiB, so this takes all that an ended worker wrote."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -76,8 +83,8 @@ class RankProcess(Protocol):
         """The last lines that it printed."""
         ...
 
-    def kill(self) -> list[psutil.Process]:
-        """Kill it and its children without waiting; returns those of this host to wait for."""
+    def kill(self) -> None:
+        """Kill it and all that it has started, without waiting."""
         ...
 
     def reap(self) -> None:
@@ -85,39 +92,85 @@ class RankProcess(Protocol):
         ...
 
 
-@dataclass(slots=True)
 class LocalRank:
-    """A worker process on this host."""
+    """A worker process on this host.
 
-    process: subprocess.Popen[bytes]
-    events: IO[bytes]
-    log: Path
-    stage: str = "start"
-    closed: bool = False
-    _buffer: bytes = field(default=b"", repr=False)
+    Its end is noticed by the process itself (Linux: pidfd_open(2)): a child may hold the pipe of
+    its events open for longer. Jobs are written as fast as the worker reads them, and never block.
+    """
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], events: IO[bytes], log: WorkerLog, mark: str
+    ) -> None:
+        self.process = process
+        self.stage = "start"
+        self.closed = False
+        self._events = events
+        self._log = log
+        self._mark = mark
+        self._reader = EventReader()
+        self._unsent = bytearray()
+        self._family: set[int] = set()
+        self._epoll: select.epoll | None = None
+        self._pid_fd: int | None = None
+        if sys.platform == "linux":
+            self._epoll = select.epoll()
+            self._epoll.register(events, select.EPOLLIN)
+            # Kernels before 5.3 have none; a parent that looks twice a second sees it as well.
+            with contextlib.suppress(OSError):
+                self._pid_fd = os.pidfd_open(process.pid)
+                self._epoll.register(self._pid_fd, select.EPOLLIN)
 
     @property
     def name(self) -> str:
-        return str(self.log)
+        return str(self._log.path)
 
     def fileno(self) -> int:
-        return self.events.fileno()
+        return self._events.fileno() if self._epoll is None else self._epoll.fileno()
 
     def send(self, line: str) -> None:
+        self._log.trim()
+        self._unsent += line.encode() + b"\n"
+        self._send_rest()
+        if self._unsent and self._epoll is not None:
+            with contextlib.suppress(FileExistsError):
+                self._epoll.register(self._jobs, select.EPOLLOUT)
+
+    @property
+    def _jobs(self) -> IO[bytes]:
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(line.encode() + b"\n")
-            self.process.stdin.flush()
+        return self.process.stdin
+
+    def _send_rest(self) -> None:
+        if not self._unsent:
+            return
+        try:
+            while self._unsent:
+                del self._unsent[: os.write(self._jobs.fileno(), self._unsent)]
+        except BlockingIOError:
+            return
+        except OSError:
+            # It has gone, which the end of its events says.
+            self._unsent.clear()
+        if self._epoll is not None:
+            with contextlib.suppress(OSError):
+                self._epoll.unregister(self._jobs)
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
-        data = self.events.read(1 << 20)
-        if data is None:
-            return [], False
-        if not data:
-            self.closed = True
-            return [], True
-        *lines, self._buffer = (self._buffer + data).split(b"\n")
-        return [json.loads(line) for line in lines if line], False
+        self._log.trim()
+        self._send_rest()
+        # Before reading, so that what it wrote before its end has come.
+        self.closed = family.has_ended(self.process)
+        events: list[dict[str, Any]] = []
+        for _ in range(_READS):
+            data = self._events.read(_READ_BYTES)
+            if data is None:
+                break
+            if not data:
+                self.closed = True
+                break
+            events += self._reader.take(data)
+        return events, self.closed
 
     def returncode(self, wait_s: float) -> int | None:
         try:
@@ -126,38 +179,37 @@ class LocalRank:
             return None
 
     def log_lines(self, num_lines: int) -> list[str]:
-        return self.log.read_text(errors="replace").splitlines()[-num_lines:]
+        return self._log.lines(num_lines)
 
-    def kill(self) -> list[psutil.Process]:
-        doomed: list[psutil.Process] = []
-        with contextlib.suppress(psutil.NoSuchProcess):
-            parent = psutil.Process(self.process.pid)
-            # Inductor's compile workers lead sessions of their own, so a signal to the
-            # process group would miss them.
-            doomed += [parent, *parent.children(recursive=True)]
-        for process in doomed:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-        return doomed
+    def kill(self) -> None:
+        self._family |= family.kill_family(self.process, self._mark)
 
     def reap(self) -> None:
-        with contextlib.suppress(OSError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        # Those that its family started while it was being killed.
+        self.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=10)
+        family.reap(self._family)
         with contextlib.suppress(OSError):
-            if self.process.stdin is not None:
-                self.process.stdin.close()
-        self.events.close()
+            self._jobs.close()
+        self._events.close()
+        if self._epoll is not None:
+            self._epoll.close()
+        if self._pid_fd is not None:
+            os.close(self._pid_fd)
+        self._log.close()
 
 
 def start_rank(start: RankStart, *, logs: Path, caches: str) -> LocalRank:
     """Start a worker process on this host; ``caches`` is where it keeps what it compiles."""
-    read_fd, write_fd = os.pipe()
     # Hosts may share the folder, and have processes of one number.
     job = f"job{os.environ['SLURM_JOB_ID']}-" if "SLURM_JOB_ID" in os.environ else ""
-    log = logs / f"worker-{job}{os.getpid()}-{start.world_size}x-rank{start.rank}.log"
-    command = [sys.executable, "-m", "harness.run.worker_main", f"--events-fd={write_fd}"]
+    log = WorkerLog(logs, f"worker-{job}{os.getpid()}-{start.world_size}x-rank{start.rank}")
+    read_fd, write_fd = os.pipe()
+    if start.rank == 0:
+        prune(logs)
+    mark = family.new_mark()
+    command = [sys.executable, "-m", ENTRY, f"--events-fd={write_fd}"]
     command += [f"--device={start.device}", f"--rank={start.rank}"]
     command += [f"--local-rank={start.local_rank}", f"--ranks-on-host={start.ranks_on_host}"]
     command += [f"--world-size={start.world_size}", f"--vote-timeout-s={start.vote_timeout_s}"]
@@ -169,21 +221,29 @@ def start_rank(start: RankStart, *, logs: Path, caches: str) -> LocalRank:
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONUNBUFFERED": "1",
-        PARENT: str(os.getpid()),
+        PARENT: mark,
         "LOCAL_RANK": str(start.local_rank),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     }
-    with log.open("wb") as output:
+    try:
         process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
-            stdout=output,
+            stdout=log.fd,
             stderr=subprocess.STDOUT,
             pass_fds=(write_fd,),
             env=environment,
-            # Ctrl-C in a terminal goes to the parent alone, which then ends the workers.
+            # Ctrl-C and Ctrl-Z in a terminal go to the parent alone. It ends the workers then, or
+            # leaves them to finish their case, whose times a stop would spoil.
             start_new_session=True,
         )
-    os.close(write_fd)
+    except BaseException:
+        os.close(read_fd)
+        log.close()
+        raise
+    finally:
+        os.close(write_fd)
+    assert process.stdin is not None
     os.set_blocking(read_fd, False)
-    return LocalRank(process, os.fdopen(read_fd, "rb", buffering=0), log)
+    os.set_blocking(process.stdin.fileno(), False)
+    return LocalRank(process, os.fdopen(read_fd, "rb", buffering=0), log, mark)

@@ -31,9 +31,13 @@ from harness.run.interleaving import comparison_groups, turns
 from harness.run.options import RunOptions
 from harness.run.progress import Progress
 from harness.run.record_builder import RecordBuilder
+from harness.run.worker_group import Reply, WorkerStartError
 from harness.run.workers import Workers
 from harness.store.record import RecordStore, is_final
 from harness.store.rounds import RoundStore, conditions, why_not_joined
+
+MAX_REPEATS = 2
+"""How often in a row new workers take over from such as ended before they began with a case."""
 
 BATCH_S = 120.0
 """How long the first round takes on further cases before the second one begins. Starting workers
@@ -239,22 +243,7 @@ class Runner:
             self._finish(self._current)
 
     def _measure_round(self, run: RecordBuilder, round_index: int, *, last: bool) -> None:
-        case, rounds = run.case, self.options.interleave
-        group = self._workers.for_round(run)
-        run.environments = group.environments
-        planned = f" of {rounds}" if round_index < rounds else ""
-        turn = f"round {round_index + 1}{planned}, " if self.options.in_turns else ""
-        started = time.monotonic()
-        reply = group.run(
-            case,
-            rounds=rounds,
-            round_index=round_index,
-            until_decided=self.options.until_decided,
-            timeout_s=self.options.timeout_s,
-            on_stage=lambda stage: self.progress.stage(turn + stage),
-        )
-        wall_s = time.monotonic() - started
-        log_tail = "" if reply.healthy else group.log_tail()
+        reply, log_tail, wall_s = self._reply(run, round_index)
         # A signal to stop that comes now may wait until the round, or the case, is on disk.
         with signals_held():
             self._current = None
@@ -265,6 +254,37 @@ class Runner:
                 self._keep_rounds(run)
         if not reply.healthy or self.options.isolate:
             self._workers.end()
+
+    def _reply(self, run: RecordBuilder, round_index: int) -> tuple[Reply, str, float]:
+        """One round on workers that live to begin with it; also the end of their log, and seconds.
+
+        Raises WorkerStartError if several groups in a row do not.
+        """
+        rounds = self.options.interleave
+        planned = f" of {rounds}" if round_index < rounds else ""
+        turn = f"round {round_index + 1}{planned}, " if self.options.in_turns else ""
+        for _ in range(1 + MAX_REPEATS):
+            group = self._workers.for_round(run)
+            run.environments = group.environments
+            started = time.monotonic()
+            reply = group.run(
+                run.case,
+                rounds=rounds,
+                round_index=round_index,
+                until_decided=self.options.until_decided,
+                timeout_s=self.options.timeout_s,
+                on_stage=lambda stage: self.progress.stage(turn + stage),
+            )
+            if not reply.lost:
+                log_tail = "" if reply.healthy else group.log_tail()
+                return reply, log_tail, time.monotonic() - started
+            logs = group.logs
+            self._workers.end()
+            print(
+                f"attnbench: {reply.lost}, which is therefore measured by a new one; {logs}",
+                file=sys.stderr,
+            )
+        raise WorkerStartError(f"{reply.lost}, {1 + MAX_REPEATS} times in a row; {logs}")
 
     def _keep_rounds(self, run: RecordBuilder) -> None:
         try:

@@ -1,8 +1,9 @@
 """A warm worker: one rank's process, which measures one case after another.
 
-Reads one JSON line per case from standard input and writes one JSON line per event to the
-file descriptor it was given: ``ready`` once, then ``stage`` lines and one ``result`` per case.
-Python's output and that of libraries goes to the worker's log, never into the protocol.
+Reads one JSON line per job and writes one JSON line per event
+(:mod:`harness.run.processes.events`): ``ready`` once, then for each job ``began``, its stages and
+one ``result``. Python's output and that of libraries goes to the worker's log, never into the
+protocol.
 """
 
 from __future__ import annotations
@@ -11,17 +12,16 @@ import argparse
 import faulthandler
 import gc
 import importlib
-import json
 import os
 import re
 import sys
 import textwrap
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,7 @@ from harness.cases.case import Case
 from harness.run.nodes.outcomes import OutcomeError, gather_outcomes
 from harness.run.nodes.plain_objects import restrict_object_collectives
 from harness.run.nodes.store import group_arguments
+from harness.run.processes.worker_side import Channel, CleanStart
 from kernels import BACKENDS
 from kernels.toolchain import why_not_compile
 
@@ -44,9 +45,12 @@ NCCL_WATCHDOG_S = 0.25
 every 0.1 s."""
 
 
-def main() -> None:
+TRACEBACK_CHARACTERS = 50_000
+"""A record keeps so much of a traceback, from its end, where the error is."""
+
+
+def main(channel: Channel, words: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m harness.run.worker_main", description=__doc__)
-    parser.add_argument("--events-fd", type=int, required=True)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--local-rank", type=int, default=0)
@@ -57,23 +61,24 @@ def main() -> None:
     parser.add_argument("--vote-timeout-s", type=float, default=30.0)
     parser.add_argument("--dynamo", action="store_true", help="imported before the first case")
     parser.add_argument("--collective-timeout-s", type=float, default=600.0)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     faulthandler.enable()
     if arguments.dynamo:
         importlib.import_module("torch._dynamo")
-    Worker(arguments).serve()
+    Worker(arguments, channel).serve()
 
 
 class Worker:
     """One rank: its device, its process groups, and the loop over cases."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
+    def __init__(self, arguments: argparse.Namespace, channel: Channel) -> None:
         self.rank: int = arguments.rank
         self.world_size: int = arguments.world_size
         self._compile_caches = Path(arguments.caches) / f"compile-rank{self.rank}"
         names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
         self._users_caches = {name: os.environ.get(name) for name in names}
-        self._events = os.fdopen(arguments.events_fd, "w", buffering=1, encoding="utf-8")
+        self._channel = channel
+        self._job = 0
         self.vote_group: dist.ProcessGroup | None = None
         self._num_modules = 0
         """How many modules were imported when what lived then was set aside."""
@@ -104,12 +109,15 @@ class Worker:
             )
 
     def serve(self) -> None:
-        """Measure cases until standard input ends."""
+        """Measure cases until there are no more jobs."""
         gc.enable()
         self._set_aside_modules()
-        self._send(event="ready", environment=environment(self.device))
-        for line in sys.stdin:
-            job = json.loads(line)
+        clean_start = CleanStart()
+        self._channel.send(event="ready", environment=environment(self.device))
+        for job in self._channel.jobs():
+            self._job = job["job"]
+            self._channel.send(event="began", job=self._job)
+            clean_start.restore()
             case = Case.from_dict(job["case"])
             outcome = self.measure(
                 case,
@@ -121,10 +129,9 @@ class Worker:
             outcomes, healthy = self._gather(outcome)
             if self.rank == 0 or not healthy:
                 results = [asdict(item) for item in outcomes]
-                self._send(event="result", outcomes=results, healthy=healthy)
+                self._channel.send(event="result", job=self._job, outcomes=results, healthy=healthy)
             if not healthy:
                 # The group is broken: a clean shutdown would wait for ranks that are stuck.
-                self._events.flush()
                 os._exit(1)
 
     def measure(
@@ -143,7 +150,7 @@ class Worker:
             rank=self.rank,
             world_size=self.world_size,
             vote_group=self.vote_group,
-            on_stage=lambda stage: self._send(event="stage", stage=stage),
+            on_stage=lambda stage: self._channel.send(event="stage", job=self._job, stage=stage),
             rounds=rounds,
             round_index=round_index,
             longer_if_busy=until_decided,
@@ -169,7 +176,7 @@ class Worker:
         except PeerSilent as error:
             _note_silence(outcome, error)
             return outcome
-        except Exception as error:
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
             outcome.status = "wrong" if isinstance(error, WrongResult) else "failed"
             if _is_out_of_memory(error):
                 outcome.status = "oom"
@@ -179,7 +186,7 @@ class Worker:
                 "rank": self.rank,
             }
             if outcome.status == "failed":
-                outcome.error["traceback"] = traceback.format_exc()
+                outcome.error["traceback"] = traceback.format_exc()[-TRACEBACK_CHARACTERS:]
         bench.note_stages()
         outcome.compilation["compile_s"] = bench.compile_watch.seconds
         outcome.compilation["compilations"] = bench.compile_watch.count
@@ -252,9 +259,6 @@ class Worker:
         if "torch._inductor.utils" in sys.modules:
             torch._inductor.utils.clear_caches()
 
-    def _send(self, **event: Any) -> None:
-        self._events.write(json.dumps(event) + "\n")
-
 
 def why_unsupported(case: Case) -> str | None:
     """None if this machine can run the case, else the reason in one line."""
@@ -309,7 +313,3 @@ def _one_line(error: BaseException) -> str:
     # The rest of PyTorch's message is advice on its allocator, half a screen long.
     said = re.split(r" GPU \d+ has a total", lines[0])[0]
     return f"{name}: {textwrap.shorten(said, 300)}"
-
-
-if __name__ == "__main__":
-    main()

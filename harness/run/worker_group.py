@@ -7,15 +7,16 @@ import selectors
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
-
-import psutil
 
 from harness.cases.case import Case
 from harness.run.hosts import HostError, Hosts
 from harness.run.options import RunOptions
+from harness.run.processes import events
+from harness.run.processes.deadline import POLL_S, Deadline
 from harness.run.rank import LocalRank, RankProcess, RankStart
 
 # Importing torch from a cold disk can take most of a minute.
@@ -23,6 +24,9 @@ START_TIMEOUT_S = 180.0
 
 # How long the other ranks have to report, once one has ended or given up.
 GRACE_S = 3.0
+
+LAST_S = 5.0
+"""How long a worker whose events have ended has to end as well."""
 
 
 class WorkerStartError(RuntimeError):
@@ -41,6 +45,9 @@ class Reply:
     healthy: bool = True
     """Whether the group can take another case."""
     last_stages: list[str] = field(default_factory=list)
+    lost: str = ""
+    """Why the group broke before it came to the case, which is to blame for nothing and has to be
+    measured by a new group; empty otherwise."""
 
 
 class WorkerGroup:
@@ -63,8 +70,15 @@ class WorkerGroup:
         self.device = device
         self.world_size = world_size
         self._profiles = options.results / "profiles"
+        self._job = 0
+        """The number of the last job; events of earlier ones are late."""
+        self._began: set[int] = set()
+        """The ranks that have begun with it."""
+        self._staged: set[int] = set()
+        """The ranks that have come to a stage of it."""
         self.environments: list[dict[str, Any]] = []
         self._ranks: list[RankProcess] = []
+        self._arrived: deque[tuple[int, events.Event | None]] = deque()
         hosts = hosts or Hosts()
         self._selector = selectors.DefaultSelector()
         self._scratch = tempfile.TemporaryDirectory(prefix="attnbench-")
@@ -97,21 +111,29 @@ class WorkerGroup:
 
     def _await_ready(self) -> None:
         environments: dict[int, dict[str, Any]] = {}
-        deadline = time.monotonic() + START_TIMEOUT_S
+        deadline = Deadline(START_TIMEOUT_S)
         while len(environments) < self.world_size:
+            late = not deadline.left_s()
             for rank, event in self._poll(deadline):
-                if event is None:
+                if isinstance(event, events.Ready):
+                    environments[rank] = event.environment
+                else:
+                    how = self._how_it_ended(rank) if event is None else _misfit(event)
                     raise WorkerStartError(
-                        f"worker rank {rank} {self._how_it_ended(rank)} while starting; "
+                        f"worker rank {rank} {how} while starting; "
                         f"its log is {self._ranks[rank].name}"
                     )
-                environments[rank] = event["environment"]
-            if time.monotonic() > deadline:
+            if late and len(environments) < self.world_size:
                 raise WorkerStartError(
-                    f"workers took over {START_TIMEOUT_S:.0f} s to start; "
-                    f"their logs are {', '.join(rank.name for rank in self._ranks)}"
+                    f"workers took over {START_TIMEOUT_S:.0f} s to start; {self.logs}"
                 )
         self.environments = [environments[rank] for rank in range(self.world_size)]
+
+    @property
+    def logs(self) -> str:
+        """Where the ranks' logs are, as the end of a message."""
+        names = [rank.name for rank in self._ranks]
+        return f"its log is {names[0]}" if len(names) == 1 else f"their logs are {', '.join(names)}"
 
     def run(
         self,
@@ -124,47 +146,63 @@ class WorkerGroup:
         on_stage: Callable[[str], None],
     ) -> Reply:
         """Measure one case and wait for its result, a rank's death, or the time limit."""
-        job = {
-            "case": case.to_dict(),
-            "rounds": rounds,
-            "round": round_index,
-            "until_decided": until_decided,
-        }
-        # An absolute path, since a worker may run in another folder.
-        line = json.dumps(job | {"artifacts": str((self._profiles / case.id).resolve())})
+        self._send(case, rounds=rounds, round=round_index, until_decided=until_decided)
         reply = Reply()
-        for rank in self._ranks:
-            rank.stage = "start"
-            # A worker that is gone is noticed below, where its events end.
-            rank.send(line)
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
+        deadline = Deadline(timeout_s)
+        while True:
+            # What has come by now is read once more before the time is up.
+            late = not deadline.left_s()
             for rank_index, event in self._poll(deadline):
                 if event is None:
                     self._note_death(rank_index, reply)
-                elif event["event"] == "stage":
-                    self._ranks[rank_index].stage = event["stage"]
-                    if rank_index == 0:
-                        on_stage(event["stage"])
-                elif event["event"] == "result":
-                    reply.outcomes += event["outcomes"]
-                    if event["healthy"]:
+                elif isinstance(event, events.Stage) and rank_index == 0:
+                    on_stage(event.stage)
+                elif isinstance(event, events.Result):
+                    reply.outcomes += event.outcomes
+                    if event.healthy:
                         return reply
                     reply.healthy = False
+                elif isinstance(event, events.Ready | events.Junk):
+                    self._blame(rank_index, _misfit(event), reply)
             if not reply.healthy:
-                self._collect_last_words(reply)
-                if reply.fault is None:
+                if not reply.lost:
+                    self._collect_last_words(reply)
+                if reply.fault is None and not reply.lost:
                     self._note_silence(reply)
                 return reply
+            if late:
+                self._note_timeout(reply, timeout_s)
+                return reply
+
+    def _send(self, case: Case, **terms: Any) -> None:
+        self._job += 1
+        self._began.clear()
+        self._staged.clear()
+        job = {"job": self._job, "case": case.to_dict()} | terms
+        # An absolute path, since a worker may run in another folder.
+        line = json.dumps(job | {"artifacts": str((self._profiles / case.id).resolve())})
+        for rank in self._ranks:
+            rank.stage = "start"
+            # A worker that is gone is noticed later, where its events end.
+            rank.send(line)
+
+    def _had_begun(self, rank_index: int) -> bool:
+        """Whether a rank's end can be the case's doing.
+
+        Not if the rank had not begun with it. In a worker that measured other cases, the time
+        before the first stage is spent on what they left; in a new one it is the case's own.
+        """
+        return rank_index in self._staged or (rank_index in self._began and self._job == 1)
+
+    def _blame(self, rank_index: int, how: str, reply: Reply) -> None:
+        """End the group because of one rank, and the case with it unless it had not begun."""
         reply.healthy = False
-        reply.fault = "timeout"
-        reply.last_stages = [rank.stage for rank in self._ranks]
-        stages = ", ".join(
-            f"rank {index} in {stage}" for index, stage in enumerate(reply.last_stages)
-        )
-        where = stages if self.world_size > 1 else f"while {reply.last_stages[0]}"
-        reply.message = f"exceeded timeout_s={timeout_s:g} ({where})"
-        return reply
+        who = f"rank {rank_index}" if self.world_size > 1 else "the worker"
+        if not self._had_begun(rank_index):
+            reply.lost = f"{who} {how} before the case began"
+        elif reply.fault is None:
+            reply.fault = "failed"
+            reply.message = f"{who} {how} while {self._ranks[rank_index].stage}"
 
     def _note_death(self, rank_index: int, reply: Reply) -> None:
         reply.healthy = False
@@ -172,18 +210,33 @@ class WorkerGroup:
             return
         how = self._how_it_ended(rank_index)
         # NCCL's watchdog aborts a rank whose peer has gone; the peer's own words say why.
-        is_cause = self._ranks[rank_index].returncode(5.0) != -signal.SIGABRT or not any(
+        is_cause = self._ranks[rank_index].returncode(LAST_S) != -signal.SIGABRT or not any(
             outcome["status"] != "ok" for outcome in reply.outcomes
         )
-        if reply.fault is None and is_cause:
-            reply.fault = "failed"
-            who = f"rank {rank_index}" if self.world_size > 1 else "the worker"
-            reply.message = f"{who} {how} while {self._ranks[rank_index].stage}"
+        if is_cause:
+            self._blame(rank_index, how, reply)
+
+    def _note_timeout(self, reply: Reply, timeout_s: float) -> None:
+        reply.healthy = False
+        idle = [index for index in range(self.world_size) if not self._had_begun(index)]
+        if idle:
+            self._blame(idle[0], f"did not answer within timeout_s={timeout_s:g}", reply)
+            return
+        reply.fault = "timeout"
+        reply.last_stages = [rank.stage for rank in self._ranks]
+        stages = ", ".join(
+            f"rank {index} in {stage}" for index, stage in enumerate(reply.last_stages)
+        )
+        where = stages if self.world_size > 1 else f"while {reply.last_stages[0]}"
+        reply.message = f"exceeded timeout_s={timeout_s:g} ({where})"
 
     def _note_silence(self, reply: Reply) -> None:
         """Name the ranks that did not answer the others' vote."""
         heard = {outcome["rank"] for outcome in reply.outcomes}
         silent = [index for index in range(self.world_size) if index not in heard]
+        if idle := [index for index in silent if not self._had_begun(index)]:
+            self._blame(idle[0], "did not answer the others' vote", reply)
+            return
         where = ", ".join(f"rank {index} (in {reply.last_stages[index]})" for index in silent)
         reply.message = f"no answer to the other ranks' vote from {where or 'any rank'}"
 
@@ -193,35 +246,64 @@ class WorkerGroup:
         A rank that raised while its peers wait for it may be about to report, and a killed one
         may be seen to have ended only after its peers' errors.
         """
-        deadline = time.monotonic() + GRACE_S
-        while time.monotonic() < deadline and not all(rank.closed for rank in self._ranks):
+        deadline = Deadline(GRACE_S)
+        while deadline.left_s() and not all(rank.closed for rank in self._ranks):
             for rank_index, event in self._poll(deadline):
                 if event is None:
                     self._note_death(rank_index, reply)
-                elif event["event"] == "result":
-                    reply.outcomes += event["outcomes"]
+                elif isinstance(event, events.Result):
+                    reply.outcomes += event.outcomes
         reply.last_stages = [rank.stage for rank in self._ranks]
 
-    def _poll(self, deadline: float) -> list[tuple[int, dict[str, Any] | None]]:
-        """The events that have arrived, by rank; None as an event is the end of the rank."""
-        events: list[tuple[int, dict[str, Any] | None]] = []
-        wait_s = min(0.5, max(0.0, deadline - time.monotonic()))
-        if not self._selector.get_map():
+    def _poll(self, deadline: Deadline) -> Iterator[tuple[int, events.Event | None]]:
+        """The events that have arrived, by rank; None as an event is the end of the rank.
+
+        Those that are not taken, since a job has ended before, stay for the next.
+        """
+        wait_s = 0.0 if self._arrived else min(POLL_S, deadline.left_s())
+        if self._selector.get_map():
+            self._selector.select(wait_s)
+        else:
             time.sleep(wait_s)
-            return events
-        for key, _ in self._selector.select(wait_s):
-            rank_index: int = key.data
-            rank = self._ranks[rank_index]
-            arrived, ended = rank.read()
-            events += [(rank_index, event) for event in arrived]
-            if ended:
-                self._selector.unregister(rank)
-                events.append((rank_index, None))
-        return events
+        # Those as well that have nothing to say: their logs are looked after.
+        for rank_index, rank in enumerate(self._ranks):
+            if not rank.closed:
+                found, ended = rank.read()
+                self._arrived += [(rank_index, events.typed(event)) for event in found]
+                if ended:
+                    self._selector.unregister(rank)
+                    self._arrived.append((rank_index, None))
+        while self._arrived:
+            rank_index, event = self._arrived.popleft()
+            if event is None:
+                yield rank_index, None
+            elif (event := self._of_this_job(event)) is not None:
+                self._take_note(rank_index, event)
+                yield rank_index, event
+
+    def _of_this_job(self, event: events.Event) -> events.Event | None:
+        """An event of this job, or junk in its place; None for those of earlier jobs."""
+        if isinstance(event, events.Ready | events.Junk):
+            return event
+        if event.job > self._job:
+            return events.Junk("wrote of a job that it was not given")
+        if isinstance(event, events.Result):
+            ranks = sorted(outcome["rank"] for outcome in event.outcomes)
+            everyone = list(range(self.world_size))
+            if not (ranks == everyone or (set(ranks) < set(everyone) and not event.healthy)):
+                return events.Junk("wrote a result without one outcome for each rank")
+        return event if event.job == self._job else None
+
+    def _take_note(self, rank_index: int, event: events.Event) -> None:
+        if isinstance(event, events.Began):
+            self._began.add(rank_index)
+        elif isinstance(event, events.Stage):
+            self._staged.add(rank_index)
+            self._ranks[rank_index].stage = event.stage
 
     def _how_it_ended(self, rank_index: int) -> str:
         rank = self._ranks[rank_index]
-        code = rank.returncode(5.0)
+        code = rank.returncode(LAST_S)
         if code is None:
             return (
                 "closed its connection" if isinstance(rank, LocalRank) else f"{rank.name} has gone"
@@ -241,14 +323,19 @@ class WorkerGroup:
         for index, rank in enumerate(self._ranks):
             lines = rank.log_lines(num_lines)
             if lines:
-                parts.append("\n".join([f"rank {index}:", *lines]))
+                parts.append("\n".join([f"rank {index} ({rank.name}):", *lines]))
         return "\n".join(parts)
 
     def close(self) -> None:
         """End every process of the group and their children. Never fails."""
-        doomed = [process for rank in self._ranks for process in rank.kill()]
+        for rank in self._ranks:
+            rank.kill()
         for rank in self._ranks:
             rank.reap()
-        psutil.wait_procs(doomed, timeout=5)
         self._selector.close()
         self._scratch.cleanup()
+
+
+def _misfit(event: events.Event) -> str:
+    """What a worker did, by an event that it should not have sent."""
+    return event.reason if isinstance(event, events.Junk) else "wrote an event out of turn"

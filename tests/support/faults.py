@@ -70,6 +70,7 @@ def _count_call(backend: AttentionBackend) -> int:
 @attention_backend("fault_unsupported", kind="unsupported")
 @attention_backend("witness", kind="witness")
 @attention_backend("held", kind="held")
+@attention_backend("held_daemon", kind="held_daemon")
 @dataclass(kw_only=True, slots=True)
 class Fault(Attention):
     """Explicit softmax attention with one misbehaviour."""
@@ -176,6 +177,20 @@ def _held(o: Tensor) -> Tensor:
     return o
 
 
+def _daemon(o: Tensor) -> Tensor:
+    """Detach a process as daemons do: two forks, a session of its own, its parent gone."""
+    read_fd, write_fd = os.pipe()
+    if os.fork() == 0:
+        os.setsid()
+        if pid := os.fork():
+            os.write(write_fd, str(pid).encode())
+            os._exit(0)
+        time.sleep(1000)
+    pid = int(os.read(read_fd, 20))
+    (_folder() / f"daemon-{pid}").touch()
+    return o
+
+
 _MISBEHAVIOURS = {
     "raise": _raise,
     "flaky": _raise_while_broken,
@@ -190,6 +205,7 @@ _MISBEHAVIOURS = {
     "nan": lambda o: o * float("nan"),
     "witness": _witness,
     "held": _held,
+    "held_daemon": lambda o: _held(_daemon(o)),
 }
 
 

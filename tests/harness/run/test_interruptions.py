@@ -17,7 +17,6 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import psutil
 import pytest
 from conftest import ROOT, Command
 from fault_folders import (
@@ -117,14 +116,15 @@ class TestInterrupt:
         process = folder.start("attention=naive,held", "parallel=ddp_torch")
         with no_process_left(process):
             wait_until(lambda: len(list(tmp_path.glob("held-*"))) == 2, "both ranks are held")
-            workers = psutil.Process(process.pid).children()
-            children = [child for worker in workers for child in descendants(worker.pid)]
+            workers = workers_of(process)
+            family = descendants(process.pid)
             assert len(workers) == 2
+            assert len(family) >= 5, "two workers, their children, and the guard of the run"
             process.kill()
             try:
-                wait_until(lambda: not any(map(is_alive, workers)), "workers end")
+                wait_until(lambda: not any(map(is_alive, family)), "all end")
             finally:
-                for child in children:
+                for child in filter(is_alive, family):
                     child.kill()
         assert folder.records()["naive"]["status"] == "ok"
         assert not list((folder.results / "records").glob("*.tmp"))

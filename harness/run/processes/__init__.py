@@ -1,0 +1,1 @@
+"""Worker processes, from both ends: events, logs, time limits, and what dies with them."""
