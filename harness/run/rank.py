@@ -185,8 +185,9 @@ class LocalRank:
         self._family |= family.kill_family(self.process, self._mark)
 
     def reap(self) -> None:
-        # Those that its family started while it was being killed.
-        self.kill()
+        if self._family:
+            # Those that its family started while it was being killed.
+            self.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=10)
         family.reap(self._family)
