@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from harness import __version__
+from harness.run.children.deadline import POLL_S
 from harness.run.hosts import CONNECT_TIMEOUT_S
 from harness.run.nodes.entry import enter
 from harness.run.nodes.link import Link
@@ -26,7 +27,6 @@ from harness.run.nodes.messages import (
     Start,
     WantLog,
 )
-from harness.run.processes.deadline import POLL_S
 from harness.run.rank import LOG_LINES, LocalRank, RankStart, start_rank
 
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from harness.paths import ROOT
-from harness.run.processes import family
-from harness.run.processes.events import EventReader
-from harness.run.processes.worker_log import WorkerLog, prune
+from harness.run.children import family
+from harness.run.children.events import EventReader
+from harness.run.children.worker_log import WorkerLog, prune
 from harness.run.worker_main import PARENT
 
 LOG_LINES = 20

@@ -1,7 +1,7 @@
 """A warm worker: one rank's process, which measures one case after another.
 
 Reads one JSON line per job and writes one JSON line per event
-(:mod:`harness.run.processes.events`): ``ready`` once, then for each job ``began``, its stages and
+(:mod:`harness.run.children.events`): ``ready`` once, then for each job ``began``, its stages and
 one ``result``. Python's output and that of libraries goes to the worker's log, never into the
 protocol.
 """
@@ -33,10 +33,10 @@ from harness.bench.bench import Bench
 from harness.bench.environment import environment, library_versions
 from harness.bench.outcome import Outcome, PeerFailed, PeerSilent, WrongResult
 from harness.cases.case import Case
+from harness.run.children.worker_side import Channel, CleanStart
 from harness.run.nodes.outcomes import OutcomeError, gather_outcomes
 from harness.run.nodes.plain_objects import restrict_object_collectives
 from harness.run.nodes.store import group_arguments
-from harness.run.processes.worker_side import Channel, CleanStart
 from kernels import BACKENDS
 from kernels.toolchain import why_not_compile
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from harness.cases.case import Case
+from harness.run.children import events
+from harness.run.children.deadline import POLL_S, Deadline
 from harness.run.hosts import HostError, Hosts
 from harness.run.options import RunOptions
-from harness.run.processes import events
-from harness.run.processes.deadline import POLL_S, Deadline
 from harness.run.rank import LocalRank, RankProcess, RankStart
 
 # Importing torch from a cold disk can take most of a minute.

@@ -11,9 +11,9 @@ import os
 import signal
 import sys
 
-from harness.run.processes import family
-from harness.run.processes.guard_main import MARK as PARENT
-from harness.run.processes.worker_side import Channel
+from harness.run.children import family
+from harness.run.children.guard_main import MARK as PARENT
+from harness.run.children.worker_side import Channel
 
 
 def main() -> None:

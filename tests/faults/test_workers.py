@@ -26,8 +26,8 @@ from harness.cases.case import Case
 from harness.request.compose import compose_request
 from harness.run import rank as rank_module
 from harness.run import worker_group
+from harness.run.children import deadline, events, worker_log
 from harness.run.options import RunOptions
-from harness.run.processes import deadline, events, worker_log
 from harness.run.runner import Runner
 from harness.run.worker_group import WorkerStartError
 from harness.store.record import Record, RecordStore

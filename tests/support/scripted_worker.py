@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.bench.outcome import Outcome
-from harness.run.processes.guard_main import MARK
-from harness.run.processes.worker_side import Channel, CleanStart
+from harness.run.children.guard_main import MARK
+from harness.run.children.worker_side import Channel, CleanStart
 from harness.run.worker_main import die_with_parent
 
 FOLDER = "ATTNBENCH_TEST_FOLDER"

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import psutil
 
-from harness.run.processes.guard_main import marked
+from harness.run.children.guard_main import marked
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
