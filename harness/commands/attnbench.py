@@ -10,6 +10,7 @@ closed (SIGHUP), 130 interrupted (SIGINT, SIGTERM). They do not depend on who re
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -36,6 +37,10 @@ STOPPING_S = 10.0
 def main() -> int:
     """Console script; returns the exit code."""
     arguments = [item for item in sys.argv[1:] if item not in ("-m", "--multirun")]
+    try:
+        os.getcwd()
+    except OSError as error:
+        return _complain(f"the working folder is gone ({error.strerror}); cd to one that exists")
     if arguments[:1] == ["backends"]:
         return list_backends(arguments[1:])
     if any(item.startswith("-") for item in arguments):

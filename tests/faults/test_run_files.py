@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import submitit
 from announced import announced, manifest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,6 +22,7 @@ from harness.commands.status import main as status_main
 from harness.run import processes
 from harness.run.run_files import read_regular
 from harness.run.run_folder import RunFolder, planning_lock, read_runs
+from harness.run.slurm.task import Leader, ShareTask
 
 BAD_VALUES: tuple[Any, ...] = (
     *(None, True, -1, 2**63, 1.5, 1e300, float("nan"), float("inf"), 10**400),
@@ -205,6 +209,38 @@ class TestShares:
             folder.read_share(0)
         assert str(raised.value).startswith(str(folder.path / "share-0.json"))
         assert "\n" not in str(raised.value)
+
+
+class TestTask:
+    """A task of a job array whose files are not what this version reads."""
+
+    def lead(self, results: Path) -> str:
+        """The line that the task ends with."""
+        folder = RunFolder(results, "of-slurm")
+        leader = Leader(ShareTask(str(results), "of-slurm", 0, 1, 1, 30), folder)
+        environment = cast(
+            submitit.JobEnvironment, SimpleNamespace(job_id="1", hostnames=["n"], num_tasks=1)
+        )
+        before = signal.getsignal(signal.SIGTERM)
+        try:
+            with pytest.raises(SystemExit) as ended:
+                leader.lead(environment)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+        state = folder.read_state(0)
+        assert state is not None
+        assert (state.event, f"attnbench: {state.error}") == ("failed", ended.value.code)
+        return str(ended.value.code)
+
+    def test_fails_with_one_line(self, tmp_path: Path) -> None:
+        TestShares().share(tmp_path, options={"results": "x", "speed": 1})
+        line = self.lead(tmp_path)
+        assert "share-0.json: options: no option speed in this version" in line
+        assert "\n" not in line
+
+    def test_without_a_share(self, tmp_path: Path) -> None:
+        RunFolder(tmp_path, "of-slurm").path.mkdir(parents=True)
+        assert "share-0.json" in self.lead(tmp_path)
 
 
 def fifo(path: Path) -> None:

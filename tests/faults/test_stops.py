@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import pty
 import signal
@@ -117,3 +118,45 @@ class TestStart:
         assert done.returncode in (130, -number)
         assert "Traceback" not in done.stderr
         assert not (tmp_path / "r").exists()
+
+
+class TestFolders:
+    def test_the_working_folder_is_gone(self, tmp_path: Path) -> None:
+        gone = tmp_path / "gone"
+        gone.mkdir()
+        command = [sys.executable, "-m", "harness", "plan=true", "model=tiny"]
+        done = subprocess.run(
+            ["sh", "-c", 'rmdir "$PWD" && exec "$0" "$@"', *command, f"results={tmp_path / 'r'}"],
+            capture_output=True,
+            text=True,
+            cwd=gone,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            timeout=GUARD_S,
+            check=False,
+        )
+        assert done.returncode == 2
+        (line,) = done.stderr.splitlines()
+        assert line.startswith("attnbench: the working folder is gone")
+
+    def test_the_results_are_moved_away_while_it_measures(
+        self, tmp_path: Path, command: Command
+    ) -> None:
+        """What was measured is where the folder is now, and what is being measured is rescued."""
+        folder = Folder(path=tmp_path, command=command)
+        (tmp_path / "hold").touch()
+        process = folder.start("attention=naive,held", environment={"HOME": str(tmp_path / "no")})
+        with no_process_left(process):
+            held(folder, process)
+            folder.results.rename(tmp_path / "moved")
+            (tmp_path / "hold").unlink()
+            _, stderr = process.communicate(timeout=GUARD_S)
+        assert process.returncode == 2
+        (line,) = stderr.splitlines()
+        assert str(folder.results) in line
+        assert "No such file or directory" in line
+        (kept,) = (tmp_path / "moved" / "records").glob("*.json")
+        assert json.loads(kept.read_bytes())["status"] == "ok"
+        rescued = [
+            json.loads(path.read_bytes()) for path in (tmp_path / "tmp").rglob("*held*.json")
+        ]
+        assert [record["status"] for record in rescued] == ["ok"]

@@ -9,6 +9,7 @@ rest when it starts again.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -17,6 +18,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 import submitit
 from submitit.helpers import DelayedSubmission
@@ -100,7 +102,6 @@ class Leader:
         # submitit would ignore it; Slurm would then kill this process before it ends its workers.
         signal.signal(signal.SIGTERM, self._terminated)
         task = self._task
-        cases, options, files_before = self._folder.read_share(task.index)
         state = TaskState(
             job=environment.job_id,
             node=",".join(environment.hostnames),
@@ -111,7 +112,11 @@ class Leader:
         )
         self._progress = _Watchful(self._folder, task.index, state)
         self._progress.write()
-        ours = self._folder.read_run().clock_offset_s
+        try:
+            cases, options, files_before = self._folder.read_share(task.index)
+            ours = self._folder.read_run().clock_offset_s
+        except (ValueError, OSError) as error:
+            self._fail(error)
         if abs(state.clock_offset_s - ours) > 2.0:
             print(f"attnbench: {clocks_differ(state.node, state.clock_offset_s - ours)}")
         store = RecordStore(options.results)
@@ -131,13 +136,17 @@ class Leader:
                 self._runner = Runner(options, store, self._progress, hosts)
                 self._runner.run(cases, files_before)
         except (HostError, WorkerStartError, OSError) as error:
-            message = " ".join(str(error).split())
-            self._progress.write("failed", message)
-            sys.exit(f"attnbench: {message}")
+            self._fail(error)
         except _Superseded:
             return "this task has been started again elsewhere, which goes on with its cases"
         self._progress.write("ended")
         return f"measured {state.num_measured} of {len(cases)} cases"
+
+    def _fail(self, error: Exception) -> NoReturn:
+        message = " ".join(str(error).split())
+        if self._progress is not None:
+            self._progress.write("failed", message)
+        sys.exit(f"attnbench: {message}")
 
     def told_to_stop(self) -> None:
         """Write the state as stopped: the task is preempted, or its time limit is near."""
@@ -176,7 +185,10 @@ class _Watchful(StateProgress):
     """Rounds that began; an uninterleaved case is one round."""
 
     def started(self, case: Case) -> None:
-        newest = self._folder.read_state(self._index)
+        newest = None
+        # A state that cannot be read is no reason to stop measuring.
+        with contextlib.suppress(OSError, ValueError):
+            newest = self._folder.read_state(self._index)
         if newest is not None and newest.restart > self.state.restart:
             raise _Superseded
         self.num_started += 1
