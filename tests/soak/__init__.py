@@ -1,0 +1,1 @@
+"""Random faults against sweeps of small cases: ``python -m tests.soak --help``."""
