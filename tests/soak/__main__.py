@@ -40,7 +40,8 @@ class Soak:
         self.options = options
         self.folder = folder
         self.dice = random.Random(options.seed)
-        self.faults = FAULTS + (SLURM_FAULTS if options.slurm else ())
+        faults = FAULTS + (SLURM_FAULTS if options.slurm else ())
+        self.faults = [fault for fault in faults if fault.__name__ not in options.without]
         self.inflicted: Counter[str] = Counter()
         self.codes: Counter[tuple[str, int]] = Counter()
         self.num_records = 0
@@ -169,6 +170,7 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--cases", type=int, default=50, help="of each sweep")
     parser.add_argument("--slurm", action="store_true", help="on the cluster of make slurm-up")
+    parser.add_argument("--without", nargs="*", default=[], help="kinds of faults to leave out")
     parser.add_argument("--keep", type=Path, help="a new folder, kept for looking into")
     options = parser.parse_args()
     options.seed = random.randrange(1 << 32) if options.seed is None else options.seed

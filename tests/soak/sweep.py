@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import secrets
 import subprocess
 import sys
@@ -26,6 +27,12 @@ TWO_RANKS = 4
 
 SLURM = ("launcher=slurm", "wait=true", "launcher.poll_s=0.3", "launcher.cases_per_task=10")
 SLURM += ("launcher.gpus_per_node=2", "launcher.time_min=10", "timeout_s=120")
+
+MOST_BYTES = 6 << 30
+"""Address space of a process: one that reads an endless file fails instead of the machine."""
+
+HANGS_S = 120.0
+"""After this a command that only reads is taken to hang."""
 
 ENTRY = "import sys; from harness.commands import console; sys.exit(console.{}())"
 
@@ -93,6 +100,7 @@ class Sweep:
                 stdout=said,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=_limit,
             )
         (self.path / "said" / str(process.pid)).symlink_to(said.name)
         self.commands.append(process)
@@ -108,18 +116,21 @@ class Sweep:
 
     def run(self, function: str, *further: str) -> Ended:
         """Run attnbench-status, -report or -cancel on the results."""
-        done = subprocess.run(
-            [sys.executable, "-c", ENTRY.format(function), str(self.results), *further],
-            cwd=ROOT,
-            env=self.environment(),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=300,
-            check=False,
-        )
-        return Ended(
-            code=done.returncode, said=(done.stdout + done.stderr).decode(errors="replace")
-        )
+        try:
+            done = subprocess.run(
+                [sys.executable, "-c", ENTRY.format(function), str(self.results), *further],
+                cwd=ROOT,
+                env=self.environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                timeout=HANGS_S,
+                preexec_fn=_limit,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return Ended(code=-1, said=f"it hangs for {HANGS_S:g} s")
+        return Ended(code=done.returncode, said=done.stdout.decode(errors="replace"))
 
     def processes(self) -> list[psutil.Process]:
         """All processes of this sweep but the commands; zombies are none."""
@@ -139,6 +150,10 @@ class Sweep:
             with contextlib.suppress(OSError, ValueError, KeyError):
                 return list(json.loads(path.read_text(encoding="utf-8"))["case_ids"])
         return []
+
+
+def _limit() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
 
 
 def marked(token: str) -> Iterator[psutil.Process]:
