@@ -42,7 +42,7 @@ class Checks:
                 digest = hashlib.sha256(data).hexdigest()
                 if digest in self.planted:
                     continue
-                with contextlib.suppress(ValueError):
+                with contextlib.suppress(ValueError, RecursionError):
                     found[name] = json.loads(data)
                     hashes[name] = digest
         for name, digest in self.seen.items():

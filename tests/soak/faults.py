@@ -85,7 +85,8 @@ def step_clock(sweep: Sweep, checks: Checks, dice: random.Random) -> str | None:
     step_s = dice.choice((-1, 1)) * dice.choice((10.0, 3600.0, DAY_S))
     done = 0
     for path in sweep.results.glob("runs/*/run.json"):
-        with contextlib.suppress(OSError, ValueError):
+        # Junk that another fault has left there has no clock.
+        with contextlib.suppress(OSError, ValueError, RecursionError, TypeError, KeyError):
             values = json.loads(path.read_text(encoding="utf-8"))
             values["created_s"] += step_s
             aside = path.with_suffix(".stepped")

@@ -147,7 +147,7 @@ class Sweep:
 
     def case_ids(self) -> list[str]:
         for path in self.results.glob("sweeps/*/plan.json"):
-            with contextlib.suppress(OSError, ValueError, KeyError):
+            with contextlib.suppress(OSError, ValueError, RecursionError, TypeError, KeyError):
                 return list(json.loads(path.read_text(encoding="utf-8"))["case_ids"])
         return []
 
