@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from harness.escapes import printable
 from harness.render.files import render_sweep
 from harness.store.record import RecordStore
 from harness.store.sweep_plan import planned_labels
@@ -38,10 +39,13 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             rendered = render_sweep(results, label, records, problems)
         except ValueError as error:
-            print(f"attnbench-report: {error}", file=sys.stderr)
+            print(f"attnbench-report: {printable(error)}", file=sys.stderr)
             exit_code = 2
             continue
-        print(f"{label}: {len(rendered.tables)} tables, report {rendered.report}")
+        for problem in rendered.problems:
+            print(f"attnbench-report: {printable(f'{label}: {problem}')}", file=sys.stderr)
+            exit_code = 2
+        print(printable(f"{label}: {len(rendered.tables)} tables, report {rendered.report}"))
         if rendered.memory is not None:
             print(f"{label}: {rendered.memory}")
     return exit_code

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from harness.cases import format as fmt
+from harness.escapes import printable
 from harness.run.hosts import CLOCK_TOLERANCE_S, clocks_differ
 from harness.run.processes import can_be_seen, is_of_this_boot, stop
 from harness.run.run_files import RunManifest, TaskState, read_regular
@@ -308,7 +309,7 @@ def show(status: Status, *, everything: bool) -> None:
     listed = [case for case in status.cases if everything or case.status in SHOWN]
     width = max((len(case.status) for case in listed), default=0)
     for case in listed:
-        print(f"{case.status:<{width}}  {case.case_id}  {case.detail}".rstrip())
+        print(printable(f"{case.status:<{width}}  {case.case_id}  {case.detail}".rstrip()))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -333,7 +334,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     show(status, everything=options.all)
     for warning in status.warnings:
-        print(f"attnbench-status: {warning}", file=sys.stderr)
+        print(f"attnbench-status: {printable(warning)}", file=sys.stderr)
     return 0
 
 

@@ -6,10 +6,12 @@ import argparse
 import sys
 from pathlib import Path
 
+from harness.escapes import printable
 from harness.render.figure import save
 from harness.render.files import put, to_markdown
 from harness.render.report import template
 from harness.render.table import Table
+from harness.store.plain_json import readable_text
 from harness.writeup.document import Document, NumberedFigure, Section, collect, relative
 from harness.writeup.html import to_html
 from harness.writeup.latex import LatexError, compile_pdf, to_latex_document
@@ -44,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"attnbench-writeup: {folder}: cannot be written ({error})", file=sys.stderr)
         return 2
     for problem in document.problems:
-        print(f"attnbench-writeup: {problem}", file=sys.stderr)
+        print(f"attnbench-writeup: {printable(problem)}", file=sys.stderr)
     tables = sum(len(section.tables) for section in document.sections)
     figures = sum(len(section.figures) for section in document.sections)
     print(f"{len(document.sections)} sweeps, {tables} tables, {figures} figures")
@@ -70,8 +72,8 @@ def write_document(document: Document, folder: Path) -> list[Path]:
             pictures[figure.anchor] = _picture(figure, section, folder)
             put(folder / "figures" / f"{figure.anchor}.pdf", save(figure.drawn, "pdf"), [])
     text = to_markdown_document(document, folder, pictures)
-    put(folder / "writeup.md", text.encode(), written)
-    put(folder / "writeup.html", to_html(document, folder).encode(), written)
+    put(folder / "writeup.md", readable_text(text).encode(), written)
+    put(folder / "writeup.html", readable_text(to_html(document, folder)).encode(), written)
     put(folder / "writeup.tex", to_latex_document(document).encode(), written)
     pdf = compile_pdf(folder / "writeup.tex")
     return written if pdf is None else [*written, pdf]

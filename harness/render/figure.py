@@ -16,6 +16,7 @@ import matplotlib as mpl
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from PIL import Image
 
 from harness.cases.columns import POINTS, caption_of, redundant_points
@@ -69,8 +70,16 @@ def build_figure(name: str, frame: pd.DataFrame) -> CaptionedFigure | None:
         built: CaptionedFigure | None = FIGURES[name].target(frame)
         if built is not None:
             built.name = name
+            _without_formulas(built.figure)
             wrap_titles(built.figure)
     return built
+
+
+def _without_formulas(drawing: Figure) -> None:
+    """Show a dollar sign in a name as one, which would begin a formula that may not parse."""
+    for found in drawing.findobj(Text):
+        if isinstance(found, Text) and "$" in found.get_text():
+            found.set_parse_math(False)
 
 
 _LEAST_LETTER = 0.4

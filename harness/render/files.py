@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
+import pandas as pd
+
+from harness import escapes
 from harness.analysis.frame import build_frame
 from harness.cases.columns import POINTS
 from harness.cases.plugins import choices_of, why_missing
@@ -19,10 +22,12 @@ from harness.render.latex import to_latex
 from harness.render.predicted_memory import summarise
 from harness.render.registries import FIGURES, TABLES
 from harness.render.report import DrawnFigure, write_report
+from harness.render.spared import made, said
 from harness.render.table import REASONS, Table, build_table
 from harness.render.terminal import render_terminal
 from harness.store import atomic
 from harness.store.attempts import Records
+from harness.store.plain_json import readable_text
 from harness.store.sweep_plan import PlanError, read_plan
 
 __all__ = ["RenderedSweep", "render_sweep", "render_terminal"]
@@ -39,6 +44,8 @@ class RenderedSweep:
     """The sweep's tables, in the order of the plan."""
     memory: str | None = None
     """How predictions of peak memory hold, in words; None where no peak was measured on CUDA."""
+    problems: list[str] = field(default_factory=list)
+    """One line for each table and figure that could not be made."""
     paths: list[Path] = field(default_factory=list)
     """Every file written, the report last."""
 
@@ -60,22 +67,26 @@ def render_sweep(results: Path, label: str, records: Records, problems: list[str
     ]
     if reason := why_missing(planned, plan.plugins):
         raise PlanError(f"{folder}: {reason}")
-    frame = build_frame(measured, records.values(), later=records.later)
+    try:
+        frame = build_frame(measured, records.values(), later=records.later)
+    except (ValueError, MemoryError, ImportError):
+        raise
+    except Exception as error:
+        raise PlanError(f"{folder}: no table can be made of its records ({said(error)})") from error
     rendered = RenderedSweep(label=label, folder=folder, report=folder / "report.md")
     for name in plan.tables:
-        table = build_table(name, frame)
+        made_table = made(f"table {name}", partial(_texts, name, frame), rendered.problems)
+        table, texts = made_table or (None, {})
         if table is not None:
             rendered.tables.append(table)
-        texts = {"csv": to_csv, "md": to_markdown, "tex": to_latex}
-        for suffix, convert in texts.items():
-            data = None if table is None else convert(table).encode()
-            put(folder / "tables" / f"{name}.{suffix}", data, rendered.paths)
+        for suffix in ("csv", "md", "tex"):
+            put(folder / "tables" / f"{name}.{suffix}", texts.get(suffix), rendered.paths)
     figures: list[DrawnFigure] = []
     for name in plan.figures:
         # Imported late: matplotlib takes as long to load as a small sweep's tables to make.
         from harness.render.figure import draw
 
-        drawn = draw(name, frame)
+        drawn = made(f"figure {name}", partial(draw, name, frame), rendered.problems)
         if drawn is not None:
             figures.append(DrawnFigure(name=name, caption=drawn[0]))
         for suffix, data in zip(("png", "svg"), drawn[1:] if drawn else (None, None), strict=True):
@@ -87,12 +98,24 @@ def render_sweep(results: Path, label: str, records: Records, problems: list[str
         tables=[(table, to_markdown) for table in rendered.tables],
         figures=figures,
         missing=[case_id for case_id in plan.case_ids if case_id not in records],
-        problems=[problem.replace(f"{results}{os.sep}", "") for problem in problems],
+        problems=[
+            *(problem.replace(f"{results}{os.sep}", "") for problem in problems),
+            *rendered.problems,
+        ],
     )
-    put(rendered.report, report.encode(), rendered.paths)
+    put(rendered.report, readable_text(report).encode(), rendered.paths)
     predictions = summarise(measured)
     rendered.memory = None if predictions is None else predictions.sentence
     return rendered
+
+
+def _texts(name: str, frame: pd.DataFrame) -> tuple[Table | None, dict[str, bytes]]:
+    """A table, and its files by their suffixes."""
+    table = build_table(name, frame)
+    if table is None:
+        return None, {}
+    texts = {"csv": to_csv(table), "md": to_markdown(table), "tex": to_latex(table)}
+    return table, {suffix: readable_text(text).encode() for suffix, text in texts.items()}
 
 
 def to_csv(table: Table) -> str:
@@ -109,6 +132,10 @@ def to_csv(table: Table) -> str:
     found = rows[list(dict.fromkeys(keys))].copy()
     for name in words:
         found[name] = [" ".join(some) if isinstance(some, list) else "" for some in found[name]]
+    for key in found.select_dtypes(exclude="number").columns:
+        cells = found[key].tolist()
+        if any(escapes.spreadsheet(cell) is not cell for cell in cells):
+            found[key] = pd.Series(map(escapes.spreadsheet, cells), found.index, dtype=object)
     return found.to_csv(index=False, lineterminator="\n")
 
 
@@ -138,13 +165,13 @@ def to_markdown(table: Table, limit: int | None = None) -> str:
         return f"| {' | '.join(padded)} |\n"
 
     body = "".join(line(row) for row in [headers, rule, *cells])
-    notes = "".join(f"\n{note}\n" for note in table.footnotes)
-    return f"{table.caption}\n\n{body}{notes}"
+    notes = "".join(f"\n{escapes.markdown(note)}\n" for note in table.footnotes)
+    return f"{escapes.markdown(table.caption)}\n\n{body}{notes}"
 
 
 @lru_cache(maxsize=100_000)
 def _markdown_cell(text: str) -> str:
-    return " ".join(text.replace("|", "\\|").replace("<", "&lt;").split())
+    return " ".join(escapes.markdown(text).split())
 
 
 def put(path: Path, data: bytes | None, written: list[Path]) -> None:

@@ -10,6 +10,7 @@ from functools import lru_cache
 from itertools import groupby
 
 from harness.cases import format as fmt
+from harness.escapes import printable
 from harness.render.table import Column, Table
 
 LONG_TABLE_ROWS = 40
@@ -73,7 +74,7 @@ _PREAMBLE = r"""% Compiles as it stands, and in a paper that loads booktabs, gra
 @lru_cache(maxsize=100_000)
 def escape(text: str) -> str:
     """Text as LaTeX: nothing in it is a command, and all of it is ASCII."""
-    escaped = text.translate(_ESCAPES)
+    escaped = printable(text).translate(_ESCAPES)
     if escaped.isascii():
         return escaped
     return "".join(

@@ -9,11 +9,13 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
+from harness import escapes
 from harness.analysis.case_columns import GIB
 from harness.cases import format as fmt
 from harness.cases.hardware import find_hardware
 from harness.cases.source import changed_folders, is_measured
 from harness.cases.task import TASKS
+from harness.escapes import printable
 from harness.render.predicted_memory import summarise
 from harness.render.table import Table
 from harness.statuses import STATUSES
@@ -103,6 +105,11 @@ def template(name: str, *, package: str = "harness.render", autoescape: bool = F
         undefined=StrictUndefined,
         autoescape=autoescape,
     )
+    environment.filters |= {
+        "md": escapes.markdown,
+        "code": escapes.code,
+        "safe_lines": lambda text: "\n".join(map(escapes.markdown, text.split("\n"))),
+    }
     return environment.get_template(name)
 
 
@@ -211,8 +218,8 @@ def _started(records: Sequence[Record]) -> str:
 
 
 def reason_of(record: Record) -> str:
-    message = str((record.error or {}).get("message") or "")
-    return " ".join(message.replace("|", "\\|").replace("<", "&lt;").split()) or fmt.ABSENT
+    message = printable((record.error or {}).get("message") or "")
+    return " ".join(message.split()) or fmt.ABSENT
 
 
 def environment_of(records: Sequence[Record]) -> list[tuple[str, str]]:

@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 
 from harness.cases import format as fmt
+from harness.escapes import printable
 from harness.render.table import Table
 
 MAX_ROWS = 40
@@ -33,7 +34,7 @@ def render_terminal(table: Table, console: Console) -> None:
     Where columns do not fit, details are left to the files first, then the other results from
     the right; columns that say what was measured never. Where those leave no room, they share one.
     """
-    cells = [_status_once(row) for row in table.cells()[:MAX_ROWS]]
+    cells = [[*map(printable, _status_once(row))] for row in table.cells()[:MAX_ROWS]]
     headers = [
         _header(column.full_header, [row[index] for row in cells])
         for index, column in enumerate(table.columns)
@@ -67,11 +68,11 @@ def render_terminal(table: Table, console: Console) -> None:
     for row in cells:
         what = [", ".join(row[index] for index in points)] if joins else []
         shown.add_row(*(escape(cell) for cell in [*what, *(row[index] for index in chosen)]))
-    console.print(escape(table.caption), highlight=False)
+    console.print(escape(printable(table.caption)), highlight=False)
     console.print()
     console.print(shown)
     for note in table.footnotes:
-        console.print(escape(note), highlight=False)
+        console.print(escape(printable(note)), highlight=False)
     hidden = [
         f"{count} more {what if count > 1 else what[:-1]}"
         for count, what in (

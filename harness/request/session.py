@@ -10,6 +10,8 @@ from rich.console import Console
 
 from harness.cases import format as fmt
 from harness.cases.case import Case
+from harness.cases.recorded import load_for
+from harness.escapes import printable
 from harness.request.compose import Request
 from harness.request.plan import (
     PlannedCases,
@@ -42,13 +44,15 @@ def run_request(request: Request) -> int:
     if not request.plan:
         try:
             store.create()
+            for line in store.take_up_rescued():
+                print(f"attnbench: {line}", file=sys.stderr)
             RoundStore(store).tidy()
             write_plan(store.results, sweep_plan(request))
         except OSError as error:
             return _complain(f"results={store.results}: cannot be written ({error.strerror})", 2)
-    records, problems = store.load()
+    records, problems = load_for(store, request.cases)
     for problem in in_short(problems):
-        print(f"attnbench: {problem}; measured again", file=sys.stderr)
+        print(f"attnbench: {printable(problem)}; measured again", file=sys.stderr)
     device_name = _device_name(request)
     plan = plan_cases(request, records, device_name)
     if request.options.remeasure == "none" and (line := in_a_line(plan.staleness)):
@@ -108,6 +112,8 @@ def _report(console: Console, request: Request, store: RecordStore) -> int:
         rendered = render_sweep(store.results, request.label, records, problems)
     except OSError as error:
         return _complain(f"{store.results}: cannot write the tables ({error.strerror})", 2)
+    for problem in rendered.problems:
+        print(f"attnbench: {printable(problem)}", file=sys.stderr)
     if rendered.tables:
         console.print()
         render_terminal(rendered.tables[0], console)

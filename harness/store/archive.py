@@ -12,13 +12,27 @@ import json
 import lzma
 import os
 import re
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
+
+from harness.escapes import printable
+from harness.store.regular import MAX_BYTES, read_regular
 
 SUFFIX = ".jsonl.xz"
 
 PRESET = 6
 """Of xz. On 1,853 records of 26 MB: 1.95 MB, 9 gives 1.94 and gzip 3.46; read in 0.15 s."""
+
+MAX_ARCHIVE_BYTES = 256 * 2**20
+MAX_UNPACKED_BYTES = 2**30
+"""Most bytes of an archive, and of all records in it: those above take up 2 MB and 26 MB."""
+
+PIECE_BYTES = 2**22
+MEMORY_BYTES = 2**27
+"""Of the decompressor; xz's largest preset needs half of it."""
+
+_BEGINNING = b'{"file":"'
 
 _LINE = re.compile(rb'\{"file":(?P<file>"[^"\\]+"),"record":(?P<record>\{.*\})\}')
 
@@ -63,11 +77,12 @@ class Archives:
     def _found(self) -> list[_Stamp]:
         try:
             entries = [item for item in os.scandir(self.folder) if item.name.endswith(SUFFIX)]
-        except (FileNotFoundError, NotADirectoryError):
+        except OSError:
             return []
         stamps = []
         for entry in sorted(entries, key=lambda item: item.name):
-            stat = os.stat(entry.path)
+            # Of a link the link itself, which may lead nowhere.
+            stat = os.stat(entry.path) if os.path.exists(entry.path) else os.lstat(entry.path)
             stamps.append((Path(entry.path), stat.st_mtime_ns, stat.st_size, stat.st_ino))
         return stamps
 
@@ -76,25 +91,64 @@ class Archives:
 def _read(path: Path, mtime_ns: int, size: int, inode: int) -> tuple[dict[str, bytes], str]:
     """The records of an archive, and the line that says why there are none."""
     try:
-        return from_bytes(path.read_bytes()), ""
-    except (ValueError, OSError) as error:
-        reason = (getattr(error, "strerror", None) or str(error)).splitlines()[0]
-        return {}, f"{path}: not a readable archive ({reason})"
+        return read(path), ""
+    except (ValueError, OSError, MemoryError) as error:
+        reason = (getattr(error, "strerror", None) or str(error) or "no memory").splitlines()[0]
+        return {}, printable(f"{path}: not a readable archive ({reason})")
+
+
+def read(path: Path) -> dict[str, bytes]:
+    """The JSON of each record in an archive's file. Raises ValueError and OSError."""
+    return from_bytes(read_regular(path, MAX_ARCHIVE_BYTES)[0])
 
 
 def from_bytes(data: bytes) -> dict[str, bytes]:
     """The JSON of each record in an archive by its file's name. Raises ValueError."""
-    try:
-        text = lzma.decompress(data)
-    except lzma.LZMAError as error:
-        raise ValueError(str(error)) from error
     found: dict[str, bytes] = {}
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(_lines(data), 1):
         match = _LINE.fullmatch(line)
         if match is None:
             raise ValueError(f'line {number} is not {{"file": ..., "record": {{...}}}}')
-        found[json.loads(match["file"])] = match["record"]
+        name = json.loads(match["file"])
+        if name in found:
+            raise ValueError(f"line {number} is a second {name[:200]}")
+        found[name] = match["record"]
     return found
+
+
+def _lines(data: bytes) -> Iterator[bytes]:
+    """The lines of an archive, decompressed piece by piece, so that a small file makes no host run
+    out of memory. Raises ValueError."""
+    rest, total_bytes = b"", 0
+    for piece in _pieces(data):
+        total_bytes += len(piece)
+        if total_bytes > MAX_UNPACKED_BYTES:
+            raise ValueError(f"over {MAX_UNPACKED_BYTES >> 20:,} MiB of records")
+        *lines, rest = (rest + piece).split(b"\n")
+        yield from lines
+        if len(rest) > MAX_BYTES:
+            raise ValueError(f"a record of over {MAX_BYTES >> 20:,} MiB")
+        if rest and not (rest[: len(_BEGINNING)] == _BEGINNING[: len(rest)]):
+            raise ValueError("not lines of records")
+    if rest:
+        yield rest
+
+
+def _pieces(data: bytes) -> Iterator[bytes]:
+    """The text of one or more xz streams. Raises ValueError."""
+    if not data:
+        raise ValueError("it is empty")
+    try:
+        while data:
+            stream = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=MEMORY_BYTES)
+            yield stream.decompress(data, PIECE_BYTES)
+            while not stream.eof:
+                if stream.needs_input:
+                    raise ValueError("it ends in the middle")
+                yield stream.decompress(b"", PIECE_BYTES)
+            data = stream.unused_data
+    except lzma.LZMAError as error:
+        raise ValueError(str(error)) from error
 
 
 def to_bytes(records: dict[str, bytes]) -> bytes:

@@ -2,50 +2,83 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any, TypeVar
 
 import msgspec
+
+from harness.store import plain_json
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 
 def encode(value: msgspec.Struct, **layout: Any) -> bytes:
     """The JSON of a struct; ``layout`` is that of :func:`json.dumps`, such as ``indent``."""
-    return json.dumps(msgspec.to_builtins(value), **layout).encode()
+    return plain_json.to_text(msgspec.to_builtins(value), **layout).encode()
 
 
-def decode(text: bytes, kind: type[T], *, schema: int, may_lack: frozenset[str] = frozenset()) -> T:
+def decode(
+    text: bytes,
+    kind: type[T],
+    *,
+    schema: int,
+    may_lack: frozenset[str] = frozenset(),
+    shape: Any = None,
+) -> T:
     """The struct in a file: with every field of a ``kind`` that forbids others, and no other.
 
     Fields in ``may_lack`` were added to the kind later, and older files do not have them.
 
     For another kind, further fields are skipped, and those with a default may be missing.
-    Raises ValueError if the text is no JSON, of another schema, or not of this type.
+    Raises ValueError in one line if the text is no JSON, of another schema, or not of this type.
+
+    Args:
+        shape: a further type that the whole file must have, for what the kind leaves open. It
+            requires the fields that the kind has to have.
     """
-    is_whole = kind.__struct_config__.forbid_unknown_fields
     try:
-        found = msgspec.json.decode(text, type=kind)
-        keys = set(msgspec.json.decode(text, type=dict[str, msgspec.Raw])) if is_whole else set()
-    except msgspec.MsgspecError:
-        # An error, or NaN and Infinity, which Python writes although JSON does not have them.
-        values = json.loads(text.decode())
-        if isinstance(values, dict):
-            _require_schema(values.get("schema"), schema)
-        try:
-            found = msgspec.convert(values, kind)
-        except msgspec.MsgspecError as error:
-            raise ValueError(str(error)) from error
-        keys = set(values)
+        found = _decoded(text, kind, shape, may_lack)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        # An error, or what msgspec does not read: NaN and Infinity, which Python used to write
+        # although JSON does not have them, and lone surrogates.
+        found = _converted(text, kind, shape, schema, may_lack)
     _require_schema(getattr(found, "schema", None), schema)
-    if is_whole and (missing := set(kind.__struct_fields__) - keys - may_lack):
-        raise ValueError(f"without {', '.join(sorted(missing))}")
     return found
 
 
+def _decoded(text: bytes, kind: type[T], shape: Any, may_lack: frozenset[str]) -> T:
+    if plain_json.has_words(text):
+        raise msgspec.DecodeError
+    found = msgspec.json.decode(text, type=kind)
+    if shape is not None:
+        msgspec.json.decode(text, type=shape)
+    elif kind.__struct_config__.forbid_unknown_fields:
+        _require_fields(kind, set(msgspec.json.decode(text, type=dict[str, msgspec.Raw])), may_lack)
+    return found
+
+
+def _converted(text: bytes, kind: type[T], shape: Any, schema: int, may_lack: frozenset[str]) -> T:
+    values = plain_json.from_text(text)
+    if isinstance(values, dict):
+        _require_schema(values.get("schema"), schema)
+    try:
+        found = msgspec.convert(values, kind)
+        if kind.__struct_config__.forbid_unknown_fields:
+            _require_fields(kind, set(values), may_lack)
+        if shape is not None:
+            msgspec.convert(values, shape)
+    except (msgspec.MsgspecError, OverflowError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+    return found
+
+
+def _require_fields(kind: type[T], keys: set[str], may_lack: frozenset[str]) -> None:
+    if missing := set(kind.__struct_fields__) - keys - may_lack:
+        raise ValueError(f"without {', '.join(sorted(missing))}")
+
+
 def _require_schema(found: object, schema: int) -> None:
-    if found != schema:
+    if found != schema or isinstance(found, bool):
         raise ValueError(
-            f"schema {found}, this version reads {schema}: use the attnbench that wrote it, or "
-            "another results="
+            f"schema {str(found)[:20]}, this version reads {schema}: use the attnbench that wrote "
+            "it, or another results="
         )

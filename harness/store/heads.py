@@ -30,6 +30,7 @@ class RecordHead:
 class _Fields(msgspec.Struct, kw_only=True):
     """The fields of a record that make its head; the decoder skips all others."""
 
+    case_id: str
     status: str
     error: dict[str, Any] | None
     wall_s: float
@@ -83,5 +84,5 @@ def _ended_s(read: _Fields) -> float:
     """When the measuring ended, by its host's clock; 0 where a record does not say."""
     try:
         return datetime.fromisoformat(read.started_at).timestamp() + read.wall_s
-    except ValueError:
+    except (ValueError, OverflowError):
         return 0.0

@@ -77,7 +77,7 @@ def unpack(store: RecordStore) -> Packed:
     with _alone(store):
         packed = Packed()
         for path in store.archives.paths():
-            records = archive.from_bytes(path.read_bytes())
+            records = archive.read(path)
             differing = [name for name, text in records.items() if not _restored(store, name, text)]
             packed.num_records += len(records) - len(differing)
             if differing:
@@ -113,7 +113,7 @@ def _homes(store: RecordStore, problems: list[str]) -> dict[str, str]:
     """The archive of each case: the one that has it, else that of the first sweep with it."""
     homes: dict[str, str] = {}
     for path in store.archives.paths():
-        for name in archive.from_bytes(path.read_bytes()):
+        for name in archive.read(path):
             case_id, _ = file_case(name) or ("", 0)
             homes.setdefault(case_id, path.name.removesuffix(archive.SUFFIX))
     for label in planned_labels(store.results):
@@ -142,13 +142,13 @@ def _text_of(store: RecordStore, name: str, archived: bytes | None) -> bytes:
 
 def _add(path: Path, records: dict[str, bytes]) -> None:
     """Bring records into an archive, beside those that it has, and read it back."""
-    present = archive.from_bytes(path.read_bytes()) if path.exists() else {}
+    present = archive.read(path) if path.exists() else {}
     together = present | records
     if together != present:
         path.parent.mkdir(exist_ok=True)
         atomic.replace(path, archive.to_bytes(together), sync=True)
         atomic.sync_folder(path.parent)
-    found = archive.from_bytes(path.read_bytes())
+    found = archive.read(path)
     folder = path.parent.parent
     for name in records:
         if archive.expanded(found[name]) != (folder / name).read_bytes():

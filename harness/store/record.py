@@ -16,18 +16,24 @@ import os
 import re
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
+from harness.escapes import printable
 from harness.statuses import GOOD, STATUSES
-from harness.store import atomic
+from harness.store import atomic, rescue
 from harness.store.archive import Archives
 from harness.store.attempts import Records
 from harness.store.claims import Claims
 from harness.store.codec import T, decode, encode
+from harness.store.regular import read_regular
+from harness.store.shape import Options, RecordShape
 
 SCHEMA = 1
+
+Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=3.2e10)]
+"""At most a year, and in a file neither NaN nor infinite."""
 
 _ADDED = frozenset({"round_states", "stopped", "source", "checking_s"})
 """Fields that records from before they were kept do not have."""
@@ -42,12 +48,12 @@ class Phase(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     clock: str
     """``host`` (perf_counter around a synchronised region) or ``cuda_event``."""
-    samples_ms: list[list[float]]
+    samples_ms: list[list[Milliseconds]]
     """One list per rank."""
-    host_ms: list[list[float]] = []
+    host_ms: list[list[Milliseconds]] = []
     """How long the host took to enqueue the same passes, one list per rank; CUDA only. Of passes in
     a row, which fill the launch queue, instead of a few further ones from an idle device."""
-    device_ms: list[list[float]] = []
+    device_ms: list[list[Milliseconds]] = []
     """Further passes, of which the device started none before the host had enqueued it whole, one
     list per rank; CUDA only. What ``samples_ms`` take longer, the device waited for its host."""
 
@@ -112,7 +118,43 @@ class Record(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     @classmethod
     def from_json(cls, text: str) -> Record:
         """Decode a record; ValueError if the text is not a complete one of this schema."""
-        return decode(text.encode(), cls, schema=SCHEMA, may_lack=_ADDED)
+        return _decoded(text.encode(), cls)
+
+
+def _decoded(data: bytes, kind: type[T]) -> T:
+    """The fields of a record's file that ``kind`` has. Raises ValueError."""
+    if kind is not Record:
+        return decode(data, kind, schema=SCHEMA, may_lack=_ADDED)
+    found = decode(data, kind, schema=SCHEMA, may_lack=_ADDED, shape=RecordShape)
+    assert isinstance(found, Record)
+    try:
+        msgspec.convert(found.case, Options)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"case: {error}") from error
+    for name, phase in found.phases.items():
+        for ranks in (phase.samples_ms, phase.host_ms, phase.device_ms):
+            if len(ranks) > 1 and len(set(map(len, ranks))) > 1:
+                raise ValueError(f"phases.{name}: ranks have other numbers of samples")
+    return found
+
+
+def _storable(record: Record) -> Record:
+    """A record that can be read again: of one that cannot, how the case ended and why."""
+    try:
+        Record.from_json(record.to_json())
+    except ValueError as error:
+        ended = Record(
+            case_id=record.case_id,
+            case=record.case,
+            status="failed",
+            error={"message": f"what was observed cannot be kept: {error}"[:1000]},
+            environment=record.environment,
+            started_at=record.started_at,
+            wall_s=record.wall_s,
+        )
+        with contextlib.suppress(ValueError):
+            return Record.from_json(ended.to_json())
+    return record
 
 
 def require_status(status: str) -> None:
@@ -140,6 +182,17 @@ def is_file(name: str) -> bool:
     return _FILE_NAME.fullmatch(name) is not None and "/" not in name
 
 
+def _require_name(name: str, found: msgspec.Struct) -> None:
+    """Raise ValueError if the fields of a record are of another case than its file's name."""
+    case_id, number = file_case(name) or ("", 1)
+    said = getattr(found, "case_id", case_id)
+    if said != case_id:
+        raise ValueError(f"it is of case {said[:200]}: rename it to that, or move it away")
+    if isinstance(found, Record):
+        # A record that was copied or moved to another attempt counts as that one.
+        found.attempt = number
+
+
 class RecordStore:
     """The records of one results folder.
 
@@ -152,6 +205,7 @@ class RecordStore:
         self.folder = results / "records"
         self.archives = Archives(self.folder / "archive")
         self._claims = Claims(self.folder / ".lock")
+        self._set_aside: dict[str, str] = {}
 
     def create(self) -> None:
         """Make the folder; OSError if it cannot be written."""
@@ -217,15 +271,18 @@ class RecordStore:
         path = self.folder / name
         try:
             data, written_s = (archived, None) if archived else self._data(path)
-            return decode(data, kind, schema=SCHEMA, may_lack=_ADDED), written_s
-        except (ValueError, OSError, RecursionError) as error:
-            reason = (getattr(error, "strerror", None) or str(error)).splitlines()[0]
-            raise RecordError(f"{path}: not a readable record ({reason})") from error
+            found = _decoded(data, kind)
+            _require_name(name, found)
+            if name in self._set_aside:
+                raise ValueError(self._set_aside[name])
+        except (ValueError, OSError) as error:
+            reason = (getattr(error, "strerror", None) or str(error) or "empty").splitlines()[0]
+            raise RecordError(_unreadable(path, reason)) from error
+        return found, written_s
 
     def _data(self, path: Path) -> tuple[bytes, float | None]:
         try:
-            with path.open("rb") as file:
-                return file.read(), os.fstat(file.fileno()).st_mtime
+            return read_regular(path)
         except FileNotFoundError:
             if text := self.archives.records().get(path.name):
                 return text, None
@@ -251,6 +308,12 @@ class RecordStore:
             found[record.case_id, int(match["attempt"] or 1)] = record
         return found, problems
 
+    def set_aside(self, record: Record, reason: str) -> str:
+        """Read a record no more, for a reason that only a reader of its case knows; says so."""
+        path = self.path(record.case_id, record.attempt)
+        self._set_aside[path.name] = reason
+        return _unreadable(path, reason)
+
     def find(self, case_id: str) -> Record | None:
         """The newest readable attempt at one case, whether it counts or not."""
         for attempt in reversed(self.attempts(case_id)):
@@ -264,21 +327,54 @@ class RecordStore:
         Raises OSError that names a file where the record was saved instead, if the results
         folder cannot take it.
         """
-        taken = self.attempts(record.case_id)
-        record.attempt = (taken[-1] + 1) if taken else 1
+        record = _storable(record)
         try:
-            while True:
-                path = self.path(record.case_id, record.attempt)
-                try:
-                    atomic.create(path, record.to_json().encode())
-                    return path
-                except FileExistsError:
-                    record.attempt += 1
+            return self._write(record)
         except OSError as error:
+            name = self.path(record.case_id, 1).name
+            where = rescue.keep(self.results, name, record.to_json().encode())
             raise OSError(
                 f"{self.folder}: cannot write the record of {record.case_id} "
-                f"({error.strerror}); {_rescue(record)}"
+                f"({error.strerror}); {where}"
             ) from error
+
+    def _write(self, record: Record) -> Path:
+        taken = self.attempts(record.case_id)
+        record.attempt = (taken[-1] + 1) if taken else 1
+        while True:
+            path = self.path(record.case_id, record.attempt)
+            try:
+                atomic.create(path, record.to_json().encode())
+                return path
+            except FileExistsError:
+                record.attempt += 1
+
+    def take_up_rescued(self) -> list[str]:
+        """Bring records here that this folder could not take before; one line for each.
+
+        Raises OSError if it still cannot.
+        """
+        lines = []
+        with rescue.taking(self.results) as found:
+            for kept in found:
+                try:
+                    record = Record.from_json(kept.data.decode())
+                except ValueError:
+                    continue
+                if not self._has(record):
+                    self._write(record)
+                    lines.append(f"the rescued record of {record.case_id} is in {self.folder} now")
+                kept.remove()
+        return lines
+
+    def _has(self, record: Record) -> bool:
+        """Whether an attempt is this record, but for its number."""
+        for number in self.attempts(record.case_id):
+            with contextlib.suppress(RecordError):
+                other = self.read(self.path(record.case_id, number))
+                if msgspec.structs.replace(other, attempt=record.attempt) == record:
+                    return True
+        return False
 
     def claim(self, case_id: str, *, wait: bool) -> contextlib.AbstractContextManager[bool]:
         """Hold the right to measure a case; gives False if another process holds it.
@@ -292,14 +388,8 @@ class RecordStore:
         return self._claims.all()
 
 
-def _rescue(record: Record) -> str:
-    """Save a record that its folder cannot take; returns a clause that says where it is."""
-    path = Path(tempfile.gettempdir()) / f"attnbench-{record.case_id}.json"
-    try:
-        path.write_text(record.to_json(), encoding="utf-8")
-    except OSError:
-        return "and no other place took it either"
-    return f"it is kept as {path}; move it there once there is room"
+def _unreadable(path: Path, reason: str) -> str:
+    return printable(f"{path}: not a readable record ({reason})")
 
 
 def in_short(problems: list[str]) -> list[str]:

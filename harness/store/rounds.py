@@ -23,6 +23,8 @@ from harness.store import atomic
 from harness.store.codec import decode, encode
 from harness.store.record import SCHEMA as RECORD_SCHEMA
 from harness.store.record import RecordStore
+from harness.store.regular import read_regular
+from harness.store.shape import RoundsShape
 
 SCHEMA = 1
 
@@ -74,16 +76,20 @@ class RoundStore:
         if not self.folder.exists():
             return None
         try:
-            return decode(
-                self._path(case_id).read_bytes(),
-                Rounds,
-                schema=SCHEMA,
-                may_lack=frozenset({"processes", "turns_at"}),
-            )
+            data, _ = read_regular(self._path(case_id))
         except FileNotFoundError:
             return None
         except OSError as error:
             raise ValueError(error.strerror) from error
+        found = decode(
+            data,
+            Rounds,
+            schema=SCHEMA,
+            may_lack=frozenset({"processes", "turns_at"}),
+            shape=RoundsShape,
+        )
+        _require_whole(found, case_id)
+        return found
 
     def tidy(self) -> None:
         """Remove rounds whose record is written, also those that a crash has left."""
@@ -99,6 +105,20 @@ class RoundStore:
         """The file of the case's rounds, named as its next record, so that attempts never mix."""
         attempts = self._records.attempts(case_id)
         return self.folder / self._records.path(case_id, (attempts or [0])[-1] + 1).name
+
+
+def _require_whole(found: Rounds, case_id: str) -> None:
+    """Raise ValueError unless every round is there, of every rank, and of this case."""
+    if found.case_id != case_id:
+        raise ValueError(f"they are of case {found.case_id[:200]}")
+    num_rounds = len(found.outcomes)
+    times: list[Sequence[object]] = [found.started_at]
+    times += [some for some in (found.turns_at, found.processes) if some]
+    if any(len(some) != num_rounds for some in times):
+        raise ValueError("their times are of another number of rounds")
+    ranks = [[outcome["rank"] for outcome in outcomes] for outcomes in found.outcomes]
+    if any(some != list(range(len(ranks[0]))) or not some for some in ranks):
+        raise ValueError("their ranks are not the same in every round")
 
 
 def conditions(environments: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from pathlib import Path
 
 import msgspec
 
+from harness.escapes import printable
 from harness.store import atomic
 from harness.store.codec import decode, encode
+from harness.store.regular import read_regular
 
 SCHEMA = 1
 
@@ -37,8 +40,12 @@ class SweepPlan(msgspec.Struct, kw_only=True):
 
 
 def planned_labels(results: Path) -> list[str]:
-    """The sweeps of a results folder, sorted."""
-    return sorted(path.parent.name for path in results.glob("sweeps/*/plan.json"))
+    """The sweeps of a results folder, sorted: those of which a plan lies there, or its like."""
+    try:
+        folders = os.listdir(results / "sweeps")
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(label for label in folders if os.path.lexists(_path(results, label)))
 
 
 def write_plan(results: Path, plan: SweepPlan) -> None:
@@ -52,10 +59,32 @@ def read_plan(results: Path, label: str) -> SweepPlan:
     """The plan of a sweep; PlanError if there is none that can be read."""
     path = _path(results, label)
     try:
-        return decode(path.read_bytes(), SweepPlan, schema=SCHEMA)
+        plan = decode(read_regular(path)[0], SweepPlan, schema=SCHEMA)
+        _require_names(plan, label)
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise PlanError(f"{path}: not a readable plan ({reason})") from error
+        reason = (getattr(error, "strerror", None) or str(error) or "empty").splitlines()[0]
+        raise PlanError(printable(f"{path}: not a readable plan ({reason})")) from error
+    return plan
+
+
+def _require_names(plan: SweepPlan, label: str) -> None:
+    """Raise ValueError where a plan names what is not its own, or no table can be called."""
+    if plan.label != label:
+        raise ValueError(f"label {plan.label[:100]}: the folder's name is {label}")
+    names = [*plan.tables, *plan.figures]
+    if bad := next((name for name in names if not _NAME.fullmatch(name)), None):
+        raise ValueError(f"{bad[:100]!r} is no table's or figure's name")
+    if not all(plan.case_ids):
+        raise ValueError("a case id is empty")
+    if bad := next((key for key, home in plan.plugins.items() if len(home) != 2), None):
+        raise ValueError(f"plugins.{bad[:100]}: a module and a file")
+    try:
+        shlex.split(plan.command)
+    except ValueError as error:
+        raise ValueError(f"command: {error}") from error
+
+
+_NAME = re.compile(r"[\w.-]{1,100}")
 
 
 def _path(results: Path, label: str) -> Path:

@@ -13,7 +13,10 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+
+import pandas as pd
 
 from harness.analysis.frame import build_frame
 from harness.cases import format as fmt
@@ -28,6 +31,7 @@ from harness.render.report import (
     reason_of,
     template,
 )
+from harness.render.spared import made
 from harness.render.table import Table, build_table, finding_of
 from harness.store.attempts import Records
 from harness.store.record import Record, RecordStore
@@ -150,7 +154,13 @@ def collect(folders: Sequence[Path]) -> Document:
             measured = [found[case_id] for case_id in plan.case_ids if case_id in found]
             records |= {(results, record.case_id): record for record in measured}
             gaps += _gaps_of(plan, found, results)
-            section = _section(plan, measured, results, anchor, numbers, found)
+            section = made(
+                f"{results}: {label}",
+                partial(_section, plan, measured, results, anchor, numbers, found, problems),
+                problems,
+            )
+            if section is None:
+                continue
             if len(folders) > 1:
                 section.title += f" ({results.name})"
             sections.append(section)
@@ -175,6 +185,7 @@ def _section(
     anchor: str,
     numbers: Counter[str],
     found: Records,
+    problems: list[str],
 ) -> Section:
     frame = build_frame(measured, found.values(), later=found.later)
     missing = [None] * (len(plan.case_ids) - len(measured))
@@ -188,7 +199,7 @@ def _section(
         failures=_failures(measured),
     )
     for name in plan.tables:
-        table = build_table(name, frame)
+        table = made(f"{plan.label}: table {name}", partial(_table, name, frame), problems)
         if table is not None:
             numbers["table"] += 1
             section.tables.append(
@@ -201,7 +212,7 @@ def _section(
                 )
             )
     for name in plan.figures:
-        drawn = build_figure(name, frame)
+        drawn = made(f"{plan.label}: figure {name}", partial(build_figure, name, frame), problems)
         if drawn is not None:
             numbers["figure"] += 1
             section.figures.append(
@@ -213,6 +224,14 @@ def _section(
                 )
             )
     return section
+
+
+def _table(name: str, frame: pd.DataFrame) -> Table | None:
+    """A built table of which every cell can be written."""
+    table = build_table(name, frame)
+    if table is not None:
+        table.cells()
+    return table
 
 
 def _slug(text: str) -> str:

@@ -235,7 +235,7 @@ def make_strategy_record(strategy: str, *, ms: float, status: str = "ok", **opti
         notes={"timeline": [[{"spans": spans}] * 2], "traffic": [traffic] * 2},
     )
     record.case["parallel"] = {"name": strategy, "dp": 2, "cp": 1, **options}
-    record.case_id += f"-{strategy}{options.get('bucket_size_mb', '')}"
+    record.case_id += f"-{strategy}{options.get('bucket_size_mb', '')}".replace(".", "_")
     held = ("parameters", "gradients", "optimizer_state", "activations", "after_initialisation")
     record.memory = [
         {**rank, **{f"{name}_bytes": 2**30 for name in held}} for rank in record.memory

@@ -100,12 +100,11 @@ class TestFullDisk:
         self, tmp_path: Path, store: RecordStore, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         elsewhere = tmp_path / "elsewhere"
-        elsewhere.mkdir()
-        monkeypatch.setattr(tempfile, "tempdir", str(elsewhere))
+        monkeypatch.setenv("XDG_STATE_HOME", str(elsewhere))
         record = make_record(samples_ms={"step": [[1.0]]})
         with pytest.raises(OSError, match="No space left on device") as raised:
             store.write(record)
-        (rescued,) = elsewhere.iterdir()
+        (rescued,) = elsewhere.rglob("*.json")
         assert str(rescued) in str(raised.value)
         assert str(store.folder) in str(raised.value)
         assert "\n" not in str(raised.value)
@@ -121,12 +120,14 @@ class TestFullDisk:
         def no_space(fd: int) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
+        monkeypatch.setenv("XDG_STATE_HOME", "/proc/nowhere")
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
         monkeypatch.setattr(tempfile, "mkstemp", no_space_for_temporary_files)
         with pytest.raises(OSError, match="no other place took it either"):
             store.write(make_record())
         assert contents(store) == before
         monkeypatch.undo()
+        monkeypatch.setenv("XDG_STATE_HOME", "/proc/nowhere")
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
         monkeypatch.setattr(os, "fsync", no_space)
         with pytest.raises(OSError, match="it is kept as"):
@@ -269,29 +270,45 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=5,
 )
-mappings = st.dictionaries(st.text(max_size=8), json_values, max_size=3)
-samples = st.lists(st.lists(st.floats(allow_nan=False), max_size=4), max_size=3)
+free = st.dictionaries(st.text(max_size=8).map("free {}".format), json_values, max_size=3)
+"""Fields that nothing of the project reads, and that may hold anything."""
+amounts = st.floats(min_value=0, max_value=1e10)
+
+
+@st.composite
+def phases(draw: st.DrawFn) -> dict[str, Phase]:
+    num_ranks, num_samples = draw(st.integers(0, 3)), draw(st.integers(0, 4))
+    ranks = st.lists(
+        st.lists(amounts, min_size=num_samples, max_size=num_samples),
+        min_size=num_ranks,
+        max_size=num_ranks,
+    )
+    clocks = st.sampled_from(["host", "cuda_event"])
+    made = st.builds(Phase, clock=clocks, samples_ms=ranks)
+    return draw(st.dictionaries(st.text(max_size=8), made, max_size=3))
 
 
 @given(
     record=st.builds(
         Record,
         case_id=st.text(min_size=1),
-        case=mappings,
+        case=st.just(make_record().case),
         status=st.sampled_from(STATUSES),
-        error=st.none() | mappings,
-        phases=st.dictionaries(
-            st.text(max_size=8),
-            st.builds(Phase, clock=st.sampled_from(["host", "cuda_event"]), samples_ms=samples),
-            max_size=3,
+        error=st.none() | free,
+        phases=phases(),
+        rounds=st.lists(st.integers(min_value=0, max_value=9), max_size=3),
+        memory=st.lists(free, max_size=2),
+        work=st.dictionaries(
+            st.text(max_size=8), st.fixed_dictionaries({"flops": amounts}), max_size=2
         ),
-        rounds=st.lists(st.integers(min_value=0), max_size=3),
-        memory=st.lists(mappings, max_size=2),
-        work=st.dictionaries(st.text(max_size=8), mappings, max_size=2),
-        notes=mappings,
-        environment=mappings,
-        wall_s=st.floats(min_value=0, allow_nan=False),
-        attempt=st.integers(min_value=1),
+        check=st.none()
+        | st.fixed_dictionaries(
+            {"errors": st.dictionaries(st.text(max_size=8), st.floats(allow_nan=False))}
+        ),
+        notes=free,
+        environment=free,
+        wall_s=amounts,
+        attempt=st.integers(min_value=1, max_value=9),
     )
 )
 def test_json_round_trip(record: Record) -> None:
@@ -300,6 +317,7 @@ def test_json_round_trip(record: Record) -> None:
     again = Record.from_json(text)
     assert again == record
     assert again.to_json() == text
+    json.loads(text, parse_constant=pytest.fail)
 
 
 CLAIM = """

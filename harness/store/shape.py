@@ -1,0 +1,421 @@
+"""The types of all that is read from a record, as deep as tables, figures and commands read it.
+
+A record's own fields leave open what tasks, profilers and environments put into them. A file of
+which a field has another type than here is set aside as a whole, so that no table meets it. Fields
+that are not named here are free, and so are the notes of tasks from outside the project.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+_LARGE = 2**62
+"""Beyond this an integer fits no column of a table."""
+
+Integer = Annotated[int, Meta(ge=-_LARGE, le=_LARGE)]
+Count = Annotated[int, Meta(ge=0, le=_LARGE)]
+Amount = Annotated[float, Meta(ge=0, le=1e30)]
+"""A measured quantity; neither NaN nor infinite."""
+Text = Annotated[str, Meta(max_length=1_000_000)]
+Name = Annotated[str, Meta(min_length=1, max_length=1_000)]
+
+Scalar = bool | Integer | float | Text | None
+Simple = Scalar | list[Scalar] | dict[str, Scalar]
+"""A value of an option: nothing is nested deeper."""
+
+
+class _Shape(msgspec.Struct, gc=False):
+    """Decoded for its checks alone and dropped: the garbage collector need not look at it."""
+
+
+class _Precision(_Shape):
+    name: Name
+    parameters: Name
+    autocast: Name | None
+    tf32: bool
+
+
+class _Model(_Shape):
+    name: Name
+    d_model: Count
+    num_heads: Annotated[int, Meta(ge=1, le=_LARGE)]
+    num_kv_heads: Count | None = None
+
+
+class _Compile(_Shape):
+    scope: Name = "none"
+    mode: Name = "default"
+
+
+class _Checkpoint(_Shape):
+    scope: Name
+    every: Count = 2
+
+
+class _Named(_Shape):
+    name: Name
+
+
+class _Parallel(_Named):
+    dp: Count
+    cp: Count = 1
+    tp: Count = 1
+
+
+class _Task(_Named):
+    mode: Name | None = None
+    num_heads: Count | None = None
+    num_kv_heads: Count | None = None
+    head_dim: Count | None = None
+    kv_len: Count | None = None
+    causal: bool = True
+    packing: Name = "none"
+    lengths: Name = "equal"
+    rotary: Name = "none"
+    cuda_graph: bool = False
+    warmup_steps: Count | None = None
+    measure_steps: Count | None = None
+
+
+class _Case(_Shape):
+    task: _Task
+    attention: _Named
+    precision: _Precision
+    parallel: _Parallel
+    seq_len: Annotated[int, Meta(ge=1, le=_LARGE)]
+    batch_size: Annotated[int, Meta(ge=1, le=_LARGE)]
+    seed: Count
+    device: Name
+    model: _Model | None
+    compile: _Compile | None
+    checkpoint: _Checkpoint | None = None
+    profile: _Named | None = None
+    cache: _Named | None = None
+
+
+class _Error(_Shape):
+    message: Text | None = None
+    traceback: Text | None = None
+    rank: Integer | None = None
+    stage: Text | None = None
+
+
+class _Moment(_Shape):
+    """The state of a device before or after a round."""
+
+    sm_clock_mhz: Amount | None = None
+    memory_clock_mhz: Amount | None = None
+    power_w: Amount | None = None
+    temperature_c: float | None = None
+    throttle_reasons: list[Text] | None = None
+
+
+class _AtStart(_Shape):
+    device_processes: list[Any] | None = None
+
+
+class _Load(_AtStart):
+    other_cpu_share: float | None = None
+    at_start: _AtStart | None = None
+
+
+class _RankState(_Shape):
+    before: _Moment | None = None
+    after: _Moment | None = None
+    load: _Load | None = None
+
+
+class _RoundState(_Shape):
+    ranks: list[_RankState] = []
+
+
+class _Memory(_Shape):
+    """Bytes of one rank."""
+
+    source: Text | None = None
+    predicted: dict[str, Amount] | None = None
+    peak_allocated_bytes: Amount | None = None
+    peak_reserved_bytes: Amount | None = None
+    peak_rss_bytes: Amount | None = None
+    baseline_allocated_bytes: Amount = 0
+    idle_graph_bytes: Amount = 0
+    before_backward_bytes: Amount | None = None
+    after_initialisation_bytes: Amount | None = None
+    before_optimizer_bytes: Amount | None = None
+    after_optimizer_bytes: Amount | None = None
+    parameters_bytes: Amount | None = None
+    gradients_bytes: Amount | None = None
+    optimizer_state_bytes: Amount | None = None
+    activations_bytes: Amount | None = None
+
+
+class _Work(_Shape):
+    """By formula, of one phase."""
+
+    flops: Amount
+    bytes: Amount | None = None
+    tokens: Amount | None = None
+    sent_bytes: Amount | None = None
+
+
+class _Check(_Shape):
+    errors: dict[str, float] | None = None
+    tolerance: float | None = None
+
+
+class _Compilation(_Shape):
+    first_pass_s: Amount | None = None
+    compile_s: Amount | None = None
+    autotune_s: Amount | None = None
+    recompilations: Count | None = None
+    compilations: Count | None = None
+
+
+class _Host(_Shape):
+    """What tells a rank's host from others."""
+
+    host: Name | None = None
+    gpu_uuid: Name | None = None
+
+
+class _Environment(_Host):
+    device_name: Name | None = None
+    cpu_model: Name | None = None
+    num_cpus: Count | None = None
+    num_threads: Count | None = None
+    host_memory_bytes: Amount | None = None
+    device_memory_bytes: Amount | None = None
+    boot_id: Name | None = None
+    machine_id: Name | None = None
+    gpu_uuids: list[Name] | None = None
+    git_revision: Text | None = None
+    revision_stated: Any = None
+    platform: Text | None = None
+    python: Text | None = None
+    torch: Text | None = None
+    triton: Text | None = None
+    cuda: Text | None = None
+    cudnn: Scalar = None
+    nccl: Text | None = None
+    driver: Text | None = None
+    attnbench: Text | None = None
+    libraries: dict[str, Text | None] | None = None
+    variables: dict[str, Text] = {}
+    plugins: dict[str, Text | None] | None = None
+    ranks: list[_Host] = []
+
+
+class _KernelPhase(_Shape):
+    busy_ms: Amount
+    kernel_ms: Amount
+    launches: Amount
+    wall_ms: Amount
+
+
+class _KernelRow(_Shape):
+    kernel: Text
+    category: Text
+    phase: Text
+    range: Text
+    calls: Amount
+    total_ms: Amount
+    recomputed: bool = False
+    bytes: Amount | None = None
+    flops: Amount | None = None
+
+
+class _KernelProfile(_Shape):
+    phases: dict[str, _KernelPhase]
+    rows: list[_KernelRow]
+    steps: Annotated[int, Meta(ge=1, le=_LARGE)]
+    ranks: Annotated[int, Meta(ge=1, le=_LARGE)]
+    tool: Text
+    unit: Text = ""
+
+
+class _Allocation(_Shape):
+    bytes: Amount
+    category: Text
+    where: list[Text]
+    count: Count = 1
+
+
+class _MemoryProfile(_Shape):
+    at_peak: dict[str, Amount]
+    largest: list[_Allocation]
+    peak_bytes: Annotated[float, Meta(gt=0, le=1e30)]
+    peak_ms: Amount
+    phases: list[tuple[Text, float, float]]
+    residual_stream_bytes: Amount
+    saved_bytes: Amount | None
+    series: dict[str, list[Amount]]
+    tensor_bytes: dict[str, Amount]
+    times_ms: list[float]
+    source: Text
+    predicted: dict[str, Amount] = {}
+    peak_bytes_by_rank: list[Amount] = []
+
+
+class _Span(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
+    phase: Text
+    kind: Text
+    step: Integer
+    start_ms: float
+    end_ms: float
+
+
+class _TimelineRank(_Shape):
+    spans: list[_Span]
+    sent_bytes: dict[str, Amount] = {}
+
+
+class _Traffic(_Shape):
+    bytes: Amount
+    calls: Amount
+    collective: Text
+    ranks: Count
+
+
+class _AuditedTensor(_Shape):
+    name: Text
+    kind: Text
+    dtype: Text
+    elements: Count = 0
+    overflowed: Count = 0
+    underflowed: Count = 0
+    subnormal: Count = 0
+    error_norm: float | None = None
+    reference_norm: float | None = None
+
+
+class _Audit(_Shape):
+    tensors: list[_AuditedTensor]
+    loss: float
+    loss_float64: float
+    loss_scale: float
+    skipped_steps: Count
+
+
+class _Decode(_Shape):
+    unit: Text = ""
+    kernels: Amount | None = None
+    launches: Amount | None = None
+    copy_bandwidth_gb_s: Amount | None = None
+    matmul_tflops: Amount | None = None
+
+
+class _Balance(_Shape, forbid_unknown_fields=True):
+    chunk: list[list[Amount]]
+    pair: list[list[Amount]]
+    tile: list[list[Amount]]
+
+
+class _KvMemory(_Shape):
+    allocated_bytes: Amount | None = None
+    bytes_per_token: Amount | None = None
+    index_bytes: Amount | None = None
+    total_bytes: Amount | None = None
+    largest_batch: Count | None = None
+    longest_len: Count | None = None
+    fits: bool | None = None
+
+
+class _Notes(_Shape):
+    """The notes that tables and commands of this project read."""
+
+    loss: float | None = None
+    attention_choice: Text | None = None
+    autograd: Text | None = None
+    kernel: Text = ""
+    transport: Text | None = None
+    in_a_row: Scalar = None
+    padding_tokens: Count = 0
+    size_bytes: Amount | None = None
+    wrong_elements: Count | None = None
+    resumed_rounds: Count | None = None
+    interleaved_rounds: Count | None = None
+    rounds_started_at: list[Text] | None = None
+    stages_s: dict[str, float] | None = None
+    predicted_memory: dict[str, Amount] | None = None
+    predicted_before_backward: dict[str, Amount] | None = None
+    accumulation: dict[str, float] | None = None
+    audit: _Audit | None = None
+    balance: _Balance | None = None
+    communication_accounting: dict[str, float | None] | None = None
+    decode: _Decode | None = None
+    generate: _Decode | None = None
+    kernel_profile: _KernelProfile | None = None
+    kv_memory: _KvMemory | None = None
+    memory_profile: _MemoryProfile | None = None
+    timeline: list[list[_TimelineRank]] | None = None
+    traffic: list[list[_Traffic]] | None = None
+
+
+class _Clock(_Shape):
+    """Of a phase; :class:`harness.store.record.Phase` has the samples' types."""
+
+    clock: Name
+
+
+class RecordShape(_Shape, kw_only=True):
+    """A record's file."""
+
+    case_id: Name
+    case: _Case
+    status: Name
+    error: _Error | None
+    phases: dict[str, _Clock]
+    rounds: list[Count]
+    round_states: list[_RoundState] = []
+    memory: list[_Memory]
+    work: dict[str, _Work]
+    check: _Check | None
+    checking_s: list[Amount] = []
+    compilation: _Compilation
+    notes: _Notes
+    device_state: list[_RankState]
+    environment: _Environment
+    started_at: Annotated[str, Meta(max_length=100)]
+    wall_s: Amount
+    attempt: Count
+    schema: int
+
+
+class _Outcome(_Shape, kw_only=True):
+    """One rank's observations in one round."""
+
+    rank: Count
+    status: Name
+    error: _Error | None
+    clocks: dict[str, Name]
+    samples_ms: dict[str, list[Amount]]
+    host_ms: dict[str, list[Amount]] = {}
+    device_ms: dict[str, list[Amount]] = {}
+    memory: _Memory
+    check: _Check | None
+    checking_s: Amount = 0.0
+    compilation: _Compilation
+    notes: _Notes
+    device_state: _RankState
+    load: dict[str, Any] = {}
+
+
+class RoundsShape(_Shape, kw_only=True):
+    """A file of finished rounds."""
+
+    case_id: Name
+    num_rounds: Count
+    conditions: dict[str, Any]
+    started_at: list[Name]
+    turns_at: list[Name] = []
+    processes: list[Count] = []
+    wall_s: Amount
+    outcomes: list[list[_Outcome]]
+    schema: int
+
+
+Options = dict[str, Scalar | dict[str, Simple]]
+"""A case, of which every option is simple."""

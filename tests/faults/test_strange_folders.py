@@ -1,0 +1,533 @@
+"""Results folders from someone else: one bad file costs itself, is named in one line, and waits."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import os
+import random
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mutations import STRANGE, changed, examples, paths, plan_of, write_folder
+from records import make_record, write_plan
+
+from harness.analysis.loading import load_frame
+from harness.cases.case import Case
+from harness.cases.recorded import load_for
+from harness.commands import report, status
+from harness.render.files import render_sweep
+from harness.render.registries import TABLES
+from harness.store import archive, rescue
+from harness.store.heads import read_heads
+from harness.store.packing import PackingError, pack, unpack
+from harness.store.record import Record, RecordError, RecordStore
+from harness.store.rounds import Rounds, RoundStore
+from harness.store.sweep_plan import PlanError, planned_labels, read_plan
+
+SAMPLES = {"step": [[1.0, 1.1, 0.9]]}
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordStore:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    made = RecordStore(tmp_path / "results")
+    made.create()
+    return made
+
+
+def two(store: RecordStore) -> tuple[Record, Record]:
+    """Two recorded cases, and a plan of both."""
+    records = [make_record(attention=name, samples_ms=SAMPLES) for name in ("naive", "sdpa")]
+    for record in records:
+        store.write(record)
+    write_plan(store.results, "all", records, tables=["summary"])
+    return records[0], records[1]
+
+
+def seen(results: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    """Exit code of the report, and what report and status print to stdout and stderr."""
+    code = report.main([str(results)])
+    assert status.main([str(results)]) == 0
+    return code, *capsys.readouterr()
+
+
+class TestNames:
+    def test_a_record_under_the_name_of_another_case(
+        self, store: RecordStore, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        first, second = two(store)
+        path = store.path(first.case_id, 1)
+        planted = store.path(second.case_id, 1).read_bytes()
+        path.write_bytes(planted)
+        records, problems = store.load()
+        assert list(records) == [second.case_id]
+        (line,) = problems
+        assert str(path) in line
+        assert second.case_id in line
+        assert "move it away" in line
+        assert store.find(first.case_id) is None
+        assert list(read_heads(store)[0]) == [second.case_id]
+        assert "1 missing" in seen(store.results, capsys)[1]
+        # Measured as if it were not there, beside it.
+        assert store.write(first) == store.path(first.case_id, 2)
+        assert store.find(first.case_id) == first
+        assert path.read_bytes() == planted
+
+    def test_a_record_whose_case_is_another(self, store: RecordStore) -> None:
+        values = examples()[0]
+        case = Case.from_dict(values["case"])
+        record = Record.from_json(json.dumps(values | {"attempt": 1}))
+        record.case = case.to_dict() | {"seed": case.seed + 1}
+        path = store.write(record)
+        records, problems = load_for(store, [case])
+        assert not records
+        assert "its case is that of" in problems[0]
+        assert str(path) in problems[0]
+        assert store.find(case.id) is None, "the runner measures it"
+        assert store.write(Record.from_json(json.dumps(values))).name == f"{case.id}.2.json"
+
+    def test_a_copy_as_a_later_attempt_counts_as_that(self, store: RecordStore) -> None:
+        first, _ = two(store)
+        path = store.path(first.case_id, 1)
+        store.path(first.case_id, 5).write_bytes(path.read_bytes())
+        assert store.load()[0][first.case_id].attempt == 5
+
+
+class TestOtherThanFiles:
+    @pytest.mark.parametrize("kind", ["fifo", "socket", "folder", "dangling", "loop", "device"])
+    @pytest.mark.parametrize("place", ["records", "archive", "rounds", "plan"])
+    def test_are_not_opened(
+        self,
+        store: RecordStore,
+        kind: str,
+        place: str,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        first, _ = two(store)
+        case_id = "train_step-odd-0123456789"
+        path = {
+            "records": store.path(case_id, 1),
+            "archive": store.archives.folder / "odd.jsonl.xz",
+            "rounds": store.results / "rounds" / f"{case_id}.json",
+            "plan": store.results / "sweeps" / "odd" / "plan.json",
+        }[place]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        monkeypatch.chdir(path.parent)
+        if kind == "fifo":
+            os.mkfifo(path)
+        elif kind == "socket":
+            # Relative, since a socket's path is short.
+            socket.socket(socket.AF_UNIX).bind(path.name)
+        elif kind == "folder":
+            path.mkdir()
+        elif kind == "dangling":
+            path.symlink_to("nowhere")
+        elif kind == "loop":
+            path.symlink_to(path.name)
+        else:
+            path.symlink_to("/dev/zero")
+        _, out, err = seen(store.results, capsys)
+        assert "2 ok" in out
+        assert "Traceback" not in err
+        if place == "rounds":
+            if kind == "dangling":
+                assert RoundStore(store).find(case_id) is None
+            else:
+                with pytest.raises(ValueError, match=r"^[^\n]+$"):
+                    RoundStore(store).find(case_id)
+            return
+        lines = [line for line in err.splitlines() if str(path) in line]
+        assert lines
+        assert all(line.count("attnbench") == 1 for line in lines)
+        assert first.case_id in store.load()[0]
+
+    def test_a_file_of_a_size_that_no_record_has(self, store: RecordStore) -> None:
+        first, _ = two(store)
+        path = store.path("train_step-odd-0123456789", 1)
+        with path.open("wb") as file:
+            file.truncate(500 * 2**20)
+        records, problems = store.load()
+        assert first.case_id in records
+        assert "500 MiB, and at most 128 are read" in problems[0]
+
+
+BYTES = {
+    "not Unicode": b'{"case_id": "\xff"}',
+    "byte order mark": b"\xef\xbb\xbf{}",
+    "deep": b'{"case_id": ' + b"[" * 200_000 + b"]" * 200_000 + b"}",
+    "deep notes": b'{"notes": ' + b'{"a":' * 5000 + b"1" + b"}" * 5000 + b"}",
+    "long number": b'{"wall_s": ' + b"9" * 6000 + b"}",
+    "empty": b"",
+    "zeros": b"\0" * 1000,
+    "a list": b"[]",
+    "a word": b'"NaN"',
+}
+
+
+@pytest.mark.parametrize("data", BYTES.values(), ids=BYTES)
+def test_bytes_that_are_no_record_or_plan(
+    store: RecordStore, data: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two(store)
+    path = store.path("train_step-odd-0123456789", 1)
+    path.write_bytes(data)
+    plan = store.results / "sweeps" / "odd" / "plan.json"
+    plan.parent.mkdir()
+    plan.write_bytes(data)
+    code, out, err = seen(store.results, capsys)
+    assert code == 2
+    assert "2 ok" in out
+    assert f"{path}: not a readable record" in err
+    assert f"{plan}: not a readable plan" in err
+    assert "Traceback" not in err
+
+
+class TestArchives:
+    LINE = b'{"file":"a-0123456789.json","record":{"a":1}}\n'
+
+    @pytest.mark.parametrize(
+        "data",
+        [
+            lzma.compress(LINE * 2000)[:-30],
+            b"PK\x03\x04",
+            lzma.compress(b"\0" * (16 * 2**20), preset=0),
+            lzma.compress(b'{"file":"' + b"a" * (6 * 2**20), preset=0),
+            lzma.compress(LINE * 2),
+        ],
+        ids=["truncated", "not xz", "bomb of zeros", "long line", "twice"],
+    )
+    def test_cost_their_own_records_alone(
+        self, store: RecordStore, data: bytes, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(archive, "MAX_BYTES", 2**20)
+        first, _ = two(store)
+        store.archives.folder.mkdir()
+        path = store.archives.folder / "odd.jsonl.xz"
+        path.write_bytes(data)
+        records, problems = store.load()
+        assert first.case_id in records
+        (line,) = problems
+        assert f"{path}: not a readable archive" in line
+        assert "\n" not in line
+        with pytest.raises(PackingError):
+            pack(store)
+
+    def test_more_records_than_memory_holds(
+        self, store: RecordStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(archive, "MAX_UNPACKED_BYTES", 1000)
+        records = {f"a-{number:010x}.json": b'{"a":1}' for number in range(100)}
+        with pytest.raises(ValueError, match="over 0 MiB of records"):
+            archive.from_bytes(archive.to_bytes(records))
+
+    def test_names_outside_the_folder(self, store: RecordStore) -> None:
+        two(store)
+        pack(store)
+        (path,) = store.archives.paths()
+        records = archive.read(path)
+        name, text = next(iter(records.items()))
+        outside = ["../../escaped-0123456789.json", "/tmp/escaped-0123456789.json", "x/y.json"]
+        path.write_bytes(archive.to_bytes({**records, **dict.fromkeys(outside, text)}))
+        fresh = RecordStore(store.results)
+        assert name in fresh.names()
+        assert not set(outside) & set(fresh.names())
+        with pytest.raises(PackingError, match="no record's file"):
+            unpack(fresh)
+        assert not [*store.results.parent.rglob("escaped*")]
+
+
+class TestRescue:
+    @pytest.fixture
+    def full(self, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+        def no_space(*arguments: Any, **keywords: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as context:
+            context.setattr(os, "link", no_space)
+            yield context
+
+    def fail(self, store: RecordStore, record: Record) -> str:
+        with pytest.raises(OSError, match="No space left") as raised:
+            store.write(record)
+        return str(raised.value)
+
+    def test_the_next_run_takes_all_of_them(
+        self, store: RecordStore, full: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        record = make_record(samples_ms=SAMPLES)
+        again = make_record(samples_ms={"step": [[2.0]]})
+        said = [self.fail(store, record), self.fail(store, again)]
+        assert "the next run into this folder takes it" in said[0]
+        kept = sorted((tmp_path / "state").rglob("*.json"))
+        assert len(kept) == 2, "neither overwrites the other"
+        for path in (*kept, *kept[0].parents[:1]):
+            assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0
+        full.undo()
+        assert len(store.take_up_rescued()) == 2
+        attempts, problems = store.load_attempts()
+        assert len(attempts) == 2
+        assert not problems
+        assert not [*(tmp_path / "state").rglob("*.json")]
+        assert store.take_up_rescued() == []
+
+    def test_other_folders_take_none(self, store: RecordStore, full: pytest.MonkeyPatch) -> None:
+        self.fail(store, make_record(samples_ms=SAMPLES))
+        full.undo()
+        other = RecordStore(store.results.parent / "other")
+        other.create()
+        assert other.take_up_rescued() == []
+
+    def test_planted_links_and_open_folders_are_not_used(
+        self, store: RecordStore, full: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        record = make_record(samples_ms=SAMPLES)
+        self.fail(store, record)
+        (kept,) = (tmp_path / "state").rglob("*.json")
+        victim = tmp_path / "victim"
+        victim.write_text("precious", encoding="utf-8")
+        kept.unlink()
+        kept.symlink_to(victim)
+        self.fail(store, record)
+        assert victim.read_text(encoding="utf-8") == "precious"
+        kept.parent.chmod(0o777)
+        temporary = tmp_path / "temporary"
+        temporary.mkdir()
+        full.setattr(tempfile, "tempdir", str(temporary))
+        said = self.fail(store, record)
+        (fallback,) = temporary.rglob("*.json")
+        assert str(fallback) in said
+        assert "move it to" in said
+        assert stat.S_IMODE(fallback.parent.stat().st_mode) == 0o700
+        full.undo()
+        assert store.take_up_rescued() == []
+        assert rescue.keep(store.results, "a.json", b"{}")
+
+    def test_a_run_takes_it_up_and_says_so(
+        self, store: RecordStore, full: pytest.MonkeyPatch
+    ) -> None:
+        values = next(item for item in examples() if item["case"]["task"]["name"] == "flop_balance")
+        self.fail(store, Record.from_json(json.dumps(values)))
+        full.undo()
+        words = ["task=flop_balance", "seq_len=1024", "device=cpu", f"results={store.results}"]
+        done = subprocess.run(
+            [sys.executable, "-m", "harness", *words], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert f"the rescued record of {values['case_id']}" in done.stderr
+        assert store.find(values["case_id"]) is not None
+
+
+class TestNumbersAndText:
+    def test_numbers_that_json_lacks_are_words_every_parser_reads(self, store: RecordStore) -> None:
+        record = make_record(samples_ms=SAMPLES, status="wrong", message="NaN")
+        record.check = {"errors": {"o": float("inf"), "dq": float("nan")}, "tolerance": 0.1}
+        record.notes = {"loss": float("-inf")}
+        path = store.write(record)
+        plain = json.loads(path.read_bytes(), parse_constant=pytest.fail)
+        assert plain["check"]["errors"] == {"o": "Infinity", "dq": "NaN"}
+        found = store.read(path)
+        assert found.check is not None
+        assert found.check["errors"]["o"] == float("inf")
+        assert found.check["errors"]["dq"] != found.check["errors"]["dq"]
+        assert found.notes["loss"] == float("-inf")
+        assert found.error == {"message": "NaN"}, "words stay words"
+
+    def test_older_records_with_bare_nan_and_infinity(self, store: RecordStore) -> None:
+        record = make_record(samples_ms=SAMPLES)
+        path = store.write(record)
+        text = path.read_text(encoding="utf-8").replace('"check": null', '"check": {"errors": ')
+        text = text.replace('{"errors": ', '{"errors": {"o": Infinity, "dq": NaN}}')
+        path.write_text(text, encoding="utf-8")
+        found = store.read(path).check
+        assert found is not None
+        assert found["errors"]["o"] == float("inf")
+
+    def test_a_lone_surrogate_of_an_older_record(
+        self, store: RecordStore, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        first, second = two(store)
+        record = make_record(attention="flex", status="failed", message="bad \udc80 byte")
+        path = store.write(record)
+        assert "\\udc80" not in path.read_text(encoding="utf-8")
+        values = json.loads(path.read_bytes()) | {"error": {"message": "old \udc80 byte"}}
+        path.write_text(json.dumps(values), encoding="utf-8")
+        write_plan(store.results, "all", [first, second, record], tables=["summary"])
+        code, out, err = seen(store.results, capsys)
+        assert (code, err) == (0, "")
+        assert "old \ufffd byte" in out
+        text = (store.results / "sweeps/all/report.md").read_text(encoding="utf-8")
+        assert "old \ufffd byte" in text
+
+    def test_what_cannot_be_read_back_is_recorded_as_a_failure(self, store: RecordStore) -> None:
+        record = make_record(samples_ms={"step": [[1.0, float("nan")]]})
+        found = store.read(store.write(record))
+        assert found.status == "failed"
+        assert found.error is not None
+        assert "cannot be kept" in found.error["message"]
+
+
+MADE = examples()
+PLACES = [(index, path) for index, values in enumerate(MADE) for path in paths(values)]
+SHALLOW = [place for place in PLACES if len(place[1]) <= 3]
+FAST = [name for name in TABLES.names() if not name.startswith("communication_vol")]
+
+
+def act(results: Path) -> None:
+    """Load, report and show the status of a folder, as commands do."""
+    store, said = RecordStore(results), ""
+    records, problems = store.load()
+    assert all("\n" not in line for line in problems)
+    try:
+        rendered = render_sweep(results, "all", records, problems)
+        assert not [line for line in rendered.problems if "\n" in line]
+    except PlanError as error:
+        said = str(error)
+    status.look(results)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            load_frame(results, "all")
+        except ValueError as error:
+            said += str(error)
+    assert "\n" not in said
+
+
+FUZZ = settings(
+    max_examples=12,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+
+
+@FUZZ
+@given(
+    place=st.sampled_from(SHALLOW) | st.sampled_from(PLACES),
+    how=st.sampled_from(["replaced", "replaced", "dropped", "added"]),
+    strange=st.sampled_from(STRANGE),
+    seed=st.integers(0, 99),
+)
+def test_any_field_of_a_record_may_be_anything(
+    tmp_path_factory: pytest.TempPathFactory,
+    place: tuple[int, tuple[str | int, ...]],
+    how: str,
+    strange: Any,
+    seed: int,
+) -> None:
+    index, path = place
+    others = random.Random(seed).sample([i for i in range(len(MADE)) if i != index], 2)
+    mutated = changed(MADE[index], path, how, strange)
+    chosen = [MADE[index], *(MADE[i] for i in others)]
+    names = [values["case_id"] for values in chosen]
+    parent = tmp_path_factory.mktemp("fuzz")
+    plan = plan_of(chosen, random.Random(seed).sample(FAST, 8))
+    write_folder(parent / "results", [mutated, *chosen[1:]], plan=plan, names=names)
+    act(parent / "results")
+    assert os.listdir(parent) == ["results"], "nothing is written outside the folder"
+
+
+PLAN = plan_of(MADE[:2], ["summary", "cases"])
+
+
+@FUZZ
+@given(
+    path=st.sampled_from([*paths(PLAN)]),
+    how=st.sampled_from(["replaced", "dropped", "added"]),
+    strange=st.sampled_from(STRANGE),
+)
+def test_any_field_of_a_plan_may_be_anything(
+    tmp_path_factory: pytest.TempPathFactory,
+    path: tuple[str | int, ...],
+    how: str,
+    strange: Any,
+) -> None:
+    parent = tmp_path_factory.mktemp("fuzz")
+    write_folder(parent / "results", MADE[:2], plan=changed(PLAN, path, how, strange))
+    act(parent / "results")
+    assert os.listdir(parent) == ["results"]
+
+
+ROUNDS = {
+    "case_id": "a-0123456789",
+    "num_rounds": 2,
+    "conditions": {"torch": "2"},
+    "started_at": ["2026-01-01T00:00:00+00:00"],
+    "turns_at": ["2026-01-01T00:00:00+00:00"],
+    "processes": [0],
+    "wall_s": 1.0,
+    "outcomes": [
+        [
+            {
+                "rank": 0,
+                "status": "ok",
+                "error": None,
+                "clocks": {"step": "host"},
+                "samples_ms": {"step": [1.0, 2.0]},
+                "memory": {"source": "rss", "peak_rss_bytes": 5},
+                "check": {"errors": {"o": 0.1}, "tolerance": 1.0},
+                "compilation": {"compile_s": 0.0},
+                "notes": {"loss": 1.0},
+                "device_state": {"before": {}, "after": {}},
+            }
+        ]
+    ],
+    "schema": 1,
+}
+
+
+@settings(FUZZ, max_examples=150)
+@given(
+    path=st.sampled_from([*paths(ROUNDS, depth=6)]),
+    how=st.sampled_from(["replaced", "dropped", "added"]),
+    strange=st.sampled_from(STRANGE),
+)
+def test_any_field_of_finished_rounds_may_be_anything(
+    tmp_path_factory: pytest.TempPathFactory,
+    path: tuple[str | int, ...],
+    how: str,
+    strange: Any,
+) -> None:
+    store = RecordStore(tmp_path_factory.mktemp("rounds"))
+    rounds = RoundStore(store)
+    rounds.folder.mkdir()
+    file = rounds.folder / "a-0123456789.json"
+    file.write_text(json.dumps(changed(ROUNDS, path, how, strange)), encoding="utf-8")
+    said = ""
+    try:
+        found = rounds.find("a-0123456789")
+    except ValueError as error:
+        said = str(error)
+    assert "\n" not in said
+    if said:
+        return
+    assert isinstance(found, Rounds)
+    assert all(len(ranks) == len(found.outcomes[0]) for ranks in found.outcomes)
+    assert all(isinstance(rank["samples_ms"], dict) for ranks in found.outcomes for rank in ranks)
+
+
+def test_a_plan_names_its_own_folder_and_tables(store: RecordStore) -> None:
+    two(store)
+    path = store.results / "sweeps/all/plan.json"
+    values = json.loads(path.read_bytes())
+    for change in ({"label": "../../escaped"}, {"tables": ["../../escaped"]}, {"label": "other"}):
+        path.write_text(json.dumps(values | change), encoding="utf-8")
+        with pytest.raises(PlanError, match=r"^[^\n]+not a readable plan[^\n]+$"):
+            read_plan(store.results, "all")
+    assert planned_labels(store.results) == ["all"]
+
+
+def test_a_record_error_is_one_printable_line(store: RecordStore) -> None:
+    with pytest.raises(RecordError) as raised:
+        store.read(store.folder / "a\x1b[2J\nb.json")
+    assert str(raised.value).isprintable()
