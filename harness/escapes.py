@@ -55,8 +55,10 @@ def spreadsheet(value: object) -> object:
     """A cell of CSV: a text that a spreadsheet would calculate begins with an apostrophe."""
     if not isinstance(value, str):
         return value
+    # A carriage return ends a row for some readers, and pandas does not quote it.
+    plain = value.replace("\r", " ") if "\r" in value else value
     is_formula = value.startswith(_FORMULA) and not _NUMBER.fullmatch(value)
-    return "'" + value if is_formula and len(value) > 1 else value
+    return "'" + plain if is_formula and len(value) > 1 else plain
 
 
 def _code(match: re.Match[str]) -> str:

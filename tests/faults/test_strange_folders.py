@@ -8,8 +8,6 @@ import os
 import random
 import socket
 import stat
-import subprocess
-import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -27,6 +25,8 @@ from harness.cases.recorded import load_for
 from harness.commands import report, status
 from harness.render.files import render_sweep
 from harness.render.registries import TABLES
+from harness.request.compose import compose_request
+from harness.request.session import run_request
 from harness.store import archive, rescue
 from harness.store.heads import read_heads
 from harness.store.packing import PackingError, pack, unpack
@@ -314,17 +314,19 @@ class TestRescue:
         assert rescue.keep(store.results, "a.json", b"{}")
 
     def test_a_run_takes_it_up_and_says_so(
-        self, store: RecordStore, full: pytest.MonkeyPatch
+        self,
+        store: RecordStore,
+        full: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
     ) -> None:
         values = next(item for item in examples() if item["case"]["task"]["name"] == "flop_balance")
         self.fail(store, Record.from_json(json.dumps(values)))
         full.undo()
-        words = ["task=flop_balance", "seq_len=1024", "device=cpu", f"results={store.results}"]
-        done = subprocess.run(
-            [sys.executable, "-m", "harness", *words], capture_output=True, text=True, check=False
+        request = compose_request(
+            ["task=flop_balance", "seq_len=1024", "device=cpu", f"results={store.results}"]
         )
-        assert done.returncode == 0, done.stderr
-        assert f"the rescued record of {values['case_id']}" in done.stderr
+        assert run_request(request) == 0
+        assert f"the rescued record of {values['case_id']}" in capsys.readouterr().err
         assert store.find(values["case_id"]) is not None
 
 
