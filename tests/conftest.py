@@ -93,6 +93,12 @@ def pytest_report_header() -> str:
     return f"CUDA devices: {count}; tests marked gpu and multigpu skip without them"
 
 
+@pytest.fixture(autouse=True, scope="session")
+def no_records_are_rescued_at_home(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Tests of full disks leave nothing in the user's own folders."""
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+
+
 @pytest.fixture(autouse=torch.cuda.is_available())
 def gpu_memory_is_given_back() -> Iterator[None]:
     """Several processes share a GPU, and each would keep the most that any of its tests needed."""
