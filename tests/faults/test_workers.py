@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import psutil
 import pytest
 import scripted_worker
+from agents import KEY, free_port
 from conftest import ROOT
 from fault_folders import is_alive, wait_until
 
@@ -26,7 +28,9 @@ from harness.cases.case import Case
 from harness.request.compose import compose_request
 from harness.run import rank as rank_module
 from harness.run import worker_group
+from harness.run.agent import serve_agent
 from harness.run.children import deadline, events, worker_log
+from harness.run.hosts import Hosts
 from harness.run.options import RunOptions
 from harness.run.runner import Runner
 from harness.run.worker_group import WorkerStartError
@@ -67,6 +71,7 @@ class Sweep:
         ranks: int = 1,
         timeout_s: float = LONG_S,
         progress: Listener | None = None,
+        hosts: Hosts | None = None,
     ) -> dict[int, Record]:
         (self.path / "script.json").write_text(json.dumps(script))
         store = RecordStore(self.path / "results")
@@ -76,7 +81,7 @@ class Sweep:
         words += ["parallel=ddp_torch", f"parallel.dp={ranks}"] if ranks > 1 else []
         options = RunOptions(results=self.path / "results", timeout_s=timeout_s)
         began = time.perf_counter()
-        Runner(options, store, progress or Listener()).run(compose_request(words).cases)
+        Runner(options, store, progress or Listener(), hosts).run(compose_request(words).cases)
         assert time.perf_counter() - began < LONG_S / 2
         return self.records()
 
@@ -151,6 +156,24 @@ class TestInnocentCases:
         assert statuses(records) == ["ok", "ok"]
         assert len(set(sweep.asked("32", rank=0))) == 2
 
+    def test_on_another_host(self, sweep: Sweep) -> None:
+        """The second rank's worker is an agent's."""
+        script = {"32/0": ["hang", "go_well"], "32/1": ["unread_die", "go_well"]}
+        address: dict[str, Any] = {"address": "127.0.0.1", "port": free_port(), "key": KEY}
+        logs = sweep.path / "logs of the other host"
+        logs.mkdir()
+        with ThreadPoolExecutor() as pool:
+            served = pool.submit(serve_agent, **address, rank=1, run="run", logs=logs)
+            gathered = Hosts.gathered(
+                **address, world_size=2, local_ranks=1, ranks_per_node=1, run="run"
+            )
+            with gathered as hosts:
+                records = sweep.run(script, ranks=2, hosts=hosts)
+            assert served.result() == 2
+        assert statuses(records) == ["ok", "ok"]
+        assert len(set(sweep.asked("32", rank=0))) == 2
+        assert len(list(logs.iterdir())) == 2
+
     def test_a_worker_that_got_the_job_and_did_not_read_it(self, sweep: Sweep) -> None:
         assert statuses(sweep.run({"32": ["unread_die", "go_well"]})) == ["ok", "ok"]
 
@@ -195,13 +218,13 @@ class TestTimeLimits:
             ahead_s[0] += 3600.0
 
         monkeypatch.setattr(deadline.time, "monotonic", lambda: clock() + ahead_s[0])
-        records = sweep.run({}, progress=Listener(at_stage=stop))
+        script = {"16": ["take_its_time"], "32": ["take_its_time"]}
+        records = sweep.run(script, progress=Listener(at_stage=stop))
         assert statuses(records) == ["ok", "ok"]
 
     def test_a_parent_that_is_really_stopped(self, sweep: Sweep) -> None:
         """It stops itself as Ctrl-Z does, and a helper that shares nothing lets it go on later."""
-        script = {"16": ["go_well"]}
-        (sweep.path / "script.json").write_text(json.dumps(script))
+        script = {"16": ["take_its_time"]}
         pid = os.fork()
         if pid == 0:
             code = 1

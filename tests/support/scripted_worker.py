@@ -200,6 +200,7 @@ ACTS: dict[str, Callable[[Scripted], None]] = {
     "exit": lambda worker: os._exit(0),
     "raise_exit": lambda worker: sys.exit(3),
     "stop": _stop,
+    "take_its_time": lambda worker: time.sleep(0.3),
     "hang": lambda worker: time.sleep(1000),
     "close": lambda worker: (os.close(worker.channel._events_fd), time.sleep(1000))[1],
     "die_and_leave_the_pipe": _die_and_leave_the_pipe,
