@@ -215,6 +215,35 @@ def test_preempted_twice(folder: Submitted) -> None:
     assert set(folder.measured().values()) == {1}
 
 
+def test_warned_before_the_task_has_begun(folder: Submitted) -> None:
+    """The signal comes while Python starts on the node."""
+    folder.submit("attention=naive")
+    job = folder.job()
+    step = f"{job}.0"
+    wait_until(
+        lambda: step in slurm("squeue", "--noheader", "--steps", f"--jobs={job}", "--format=%i"),
+        "the ranks start",
+        timeout_s=60,
+    )
+    slurm("scancel", "--signal=USR2", job)
+    folder.wait(ok=1)
+    assert "Restarts=1" in slurm("scontrol", "show", "job", job)
+
+
+def test_a_job_that_its_command_never_knew(folder: Submitted) -> None:
+    """As after SIGKILL before sbatch has answered: found by its name, not submitted twice."""
+    folder.hold()
+    folder.submit("attention=held,sdpa", "launcher.cases_per_task=1")
+    (run,) = folder.runs()
+    (path,) = folder.results.glob("runs/*/run.json")
+    path.write_text(json.dumps(run | {"jobs": [None, None]}), encoding="utf-8")
+    assert "submitted" not in folder.submit("attention=held,sdpa").stdout
+    (found,) = folder.runs()
+    assert found["jobs"] == run["jobs"]
+    folder.release()
+    folder.wait(ok=2)
+
+
 def test_a_case_longer_than_its_job_ends_as_timeout(long: Submitted) -> None:
     """It is given up when it has had a job to itself; the cases after it are measured."""
     long.wait(ok=1, timeout=1)
