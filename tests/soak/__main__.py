@@ -103,7 +103,8 @@ class Soak:
                     self.inflicted[last] += 1
                     self._say(sweep, checks, f"{last}: {how}")
                 checks.look()
-                if how is not None and self.inflicted.total() % REPORT_EVERY == 0:
+                due = how is not None and self.inflicted.total() % REPORT_EVERY == 0
+                if due and sweep.case_ids():
                     checks.report()
             over = sweep.ended()
             checks.commands_said(over)
@@ -111,7 +112,9 @@ class Soak:
                 self.codes[last, command.code] += 1
             if over and not sweep.commands:
                 checks.look()
-                checks.status()
+                # One that was stopped at once has not made its folder yet.
+                if sweep.records.is_dir():
+                    checks.status()
                 if not sweep.slurm:
                     checks.nothing_left()
 
