@@ -17,7 +17,7 @@ from harness.cases import format as fmt
 from harness.escapes import printable
 from harness.run.hosts import CLOCK_TOLERANCE_S, clocks_differ
 from harness.run.processes import can_be_seen, is_of_this_boot, stop
-from harness.run.run_files import RunManifest, TaskState, read_regular
+from harness.run.run_files import RunManifest, TaskState, read_bytes
 from harness.run.run_folder import RunFolder, attempts, read_runs
 from harness.run.slurm import commands as slurm
 from harness.run.slurm.answers import Answers, ask_slurm, note_cancelled
@@ -285,7 +285,7 @@ def _known(results: Path, runs: list[tuple[RunFolder, RunManifest]]) -> dict[str
 
 def _last_lines(path: Path) -> list[str]:
     try:
-        text = read_regular(path).decode(errors="replace")
+        text = read_bytes(path).decode(errors="replace")
     except (OSError, ValueError):
         return []
     lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -354,7 +354,7 @@ def cancel_main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"attnbench-cancel: {error}", file=sys.stderr)
         return 2
-    print("\n".join(lines) or "nothing is queued or running")
+    print("\n".join(map(printable, lines)) or "nothing is queued or running")
     return 0
 
 

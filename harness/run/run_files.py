@@ -6,9 +6,7 @@ type and the lists fit together; otherwise the error is one line that names the 
 
 from __future__ import annotations
 
-import os
 import re
-import stat
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -19,13 +17,12 @@ from harness.cases.case import Case
 from harness.run.options import RunOptions
 from harness.run.processes import MAX_PID, ProcessIdentity
 from harness.store.codec import T, decode
+from harness.store.regular import read_regular
 
 SCHEMA = 1
 
 LATEST_S = 1e11
 """Some three thousand years; what is no time of a run is beyond it, or not a number."""
-
-MAX_FILE_BYTES = 256 << 20
 
 CASE_ID = re.compile(r"[A-Za-z0-9._-]{1,200}")
 JOB_ID = re.compile(r"[0-9]{1,20}(_[0-9]{1,20})?")
@@ -124,32 +121,25 @@ class ShareFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 def read_file(kind: type[T], path: Path) -> T:
     """The struct in a file; ValueError with one line that names the file, or OSError."""
     try:
-        return decode(read_regular(path), kind, schema=SCHEMA, may_lack=_ADDED)
+        return decode(read_bytes(path), kind, schema=SCHEMA, may_lack=_ADDED)
     except (ValueError, OverflowError, RecursionError) as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())[:300]}") from error
 
 
-def read_regular(path: Path) -> bytes:
+def read_bytes(path: Path) -> bytes:
     """The content of a regular file, without waiting for anyone to write it.
 
     Raises ValueError for a link, a pipe, a device, or a file beyond all reason.
     """
+    if path.is_symlink():
+        # No run writes one, and it may lead out of the folder.
+        raise ValueError("a link, not a regular file")
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+        return read_regular(path)[0]
     except (FileNotFoundError, PermissionError):
         raise
     except OSError as error:
-        raise ValueError(f"cannot be opened ({error.strerror})") from error
-    try:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
-            raise ValueError("not a regular file")
-        if found.st_size > MAX_FILE_BYTES:
-            raise ValueError(f"{found.st_size} bytes, which no run writes")
-        with os.fdopen(fd, "rb", closefd=False) as file:
-            return file.read(MAX_FILE_BYTES)
-    finally:
-        os.close(fd)
+        raise ValueError(error.strerror or str(error)) from error
 
 
 def _cases(values: list[dict[str, Any]]) -> list[Case]:

@@ -18,11 +18,13 @@ import pytest
 from announced import announced, manifest, states, the_run
 from conftest import ROOT, Command
 from fault_folders import GUARD_S, Folder, no_process_left, wait_until
+from records import make_record
 
 from harness.commands.status import cancel_main, look
 from harness.commands.status import main as status_main
 from harness.run import processes
 from harness.run.run_folder import RunFolder, runs_of
+from harness.store.record import RecordStore
 
 IDS = ["case-1", "case-2"]
 
@@ -68,14 +70,13 @@ class TestClock:
         self, tmp_path: Path, clock: SetClock
     ) -> None:
         """The run began at a later time than its record was written at."""
+        record = make_record(attention="naive", samples_ms={"step": [[1.0] * 3]})
         clock.ahead_s = 86400.0
-        with announced(tmp_path, IDS):
+        with announced(tmp_path, [record.case_id, "case-2"]):
             clock.ahead_s = 0.0
-            values = {"status": "ok", "error": None, "wall_s": 1.0, "started_at": "", "schema": 1}
-            (tmp_path / "records" / "case-1.json").write_text(json.dumps(values))
+            RecordStore(tmp_path).write(record)
             status = look(tmp_path)
-        assert states(status.cases) == {"case-1": "ok", "case-2": "pending"}
-        assert status.time_left_s == 1.0
+        assert states(status.cases) == {record.case_id: "ok", "case-2": "pending"}
 
 
 def rewrite(results: Path, **changed: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -74,9 +75,14 @@ def note_cancelled(runs: Sequence[tuple[RunFolder, RunManifest]], jobs: Collecti
         if ours := [job for job in run.jobs if job in jobs]:
             with (
                 contextlib.suppress(OSError),
-                (folder.path / CANCELLED).open("a", encoding="utf-8") as file,
+                open(folder.path / CANCELLED, "a", encoding="utf-8", opener=_regular) as file,
             ):
                 file.write("".join(f"{job}\n" for job in ours))
+
+
+def _regular(path: str, flags: int) -> int:
+    """Open a file, but no link, and without waiting for the other end of a pipe."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
 
 
 def _cancelled(folder: RunFolder) -> set[str]:
