@@ -91,7 +91,8 @@ class _Waiting:
         if math.isnan(device_ms):
             busy = host_ms >= (1 - NOTICEABLE_WAIT) * pass_ms
             return cls(host_ms=host_ms, share=math.nan, is_noticeable=busy)
-        share = max(0.0, min(pass_ms - device_ms, host_ms)) / pass_ms
+        # A pass of no measurable time, as a foreign record may hold, waits for nothing.
+        share = max(0.0, min(pass_ms - device_ms, host_ms)) / pass_ms if pass_ms else 0.0
         return cls(host_ms=host_ms, share=share, is_noticeable=share > NOTICEABLE_WAIT)
 
 
