@@ -124,8 +124,6 @@ class Soak:
             checks.broken(f"only {checks.num_good(found)} of {sweep.num_cases} cases are measured")
         checks.status()
         checks.report()
-        if not list(sweep.results.glob("sweeps/*/report.md")):
-            checks.broken("no report was made")
         if sweep.slurm:
             sweep.run("cancel")
             deadline_s = time.monotonic() + 90

@@ -74,7 +74,12 @@ class Checks:
         self._works("status", (0,))
 
     def report(self) -> None:
-        self._works("report", (0, 1))
+        """The report is made anew, whatever else lies in the folder and is complained of."""
+        for path in self.sweep.results.glob("sweeps/soak/report.md"):
+            path.unlink()
+        self._works("report", (0, 1, 2))
+        if not (self.sweep.results / "sweeps" / "soak" / "report.md").is_file():
+            self.broken("no report was made")
 
     def _works(self, function: str, codes: tuple[int, ...]) -> None:
         done = self.sweep.run(function)
