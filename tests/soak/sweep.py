@@ -64,7 +64,7 @@ class Sweep:
             {"task": "sleeping", "task.index": indices[TWO_RANKS:]},
             {"task": "sleeping", "task.index": indices[:TWO_RANKS], "task.ranks": 2},
         ]
-        sweep = {"title": "Soak", "tables": ["summary"], "scales": {"tiny": grids}}
+        sweep = {"title": "Soak", "tables": ["cases"], "scales": {"tiny": grids}}
         (self.path / "soak.yaml").write_text(yaml.safe_dump(sweep), encoding="utf-8")
 
     @property
