@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -156,7 +157,10 @@ class TestFolders:
         assert "No such file or directory" in line
         (kept,) = (tmp_path / "moved" / "records").glob("*.json")
         assert json.loads(kept.read_bytes())["status"] == "ok"
-        rescued = [
-            json.loads(path.read_bytes()) for path in (tmp_path / "tmp").rglob("*held*.json")
-        ]
+        # The line names the file, wherever that is.
+        named = re.search(r"kept (?:as|in) (\S+?)[;,]?(?: |$)", line)
+        assert named, line
+        place = Path(named.group(1))
+        files = [place] if place.is_file() else place.rglob("*held*.json")
+        rescued = [json.loads(path.read_bytes()) for path in files]
         assert [record["status"] for record in rescued] == ["ok"]
