@@ -39,7 +39,7 @@ class Side:
     logs: list[Floats]
     """Logs of samples, by round."""
     values: Floats
-    """The log of each round's median, or of its fastest pass."""
+    """The log of each round's median."""
     floors: Floats
     """The variance that the samples within a round alone give to its value."""
     processes: tuple[int, ...]
@@ -83,27 +83,37 @@ class Side:
         return np.array([self.values[owners == owner].mean() for owner in dict.fromkeys(owners)])
 
 
-def by_fastest_pass(sides: Sequence[Side]) -> list[Side]:
-    """The sides, with the fastest pass of each round as its value.
+def fastest_passes(sides: Sequence[Side]) -> list[Floats]:
+    """By side the logs of the fastest pass of each round, in ascending order.
 
     Of two rounds that took turns as many passes count, since the least of more is less.
     """
-    found = []
-    for side in sides:
-        lengths = [min(map(len, logs)) for logs in zip(*(one.logs for one in sides), strict=True)]
-        least = [
-            np.sort(logs[:length])[:2] for logs, length in zip(side.logs, lengths, strict=True)
-        ]
-        found.append(
-            Side(
-                logs=side.logs,
-                values=np.array([two[0] for two in least]),
-                # Of independent exponential delays the least varies as it differs from the next.
-                floors=np.array([(two[-1] - two[0]) ** 2 for two in least]),
-                processes=side.processes,
-            )
+    lengths = [min(map(len, logs)) for logs in zip(*(side.logs for side in sides), strict=True)]
+    return [
+        np.sort(
+            [logs[:length].min() for logs, length in zip(side.logs, lengths, strict=True)],
         )
-    return found
+        for side in sides
+    ]
+
+
+def interval_of_fastest(sides: Sequence[Side], ahead: int) -> tuple[float, float, float] | None:
+    """The difference of two sides' least times, and the interval in which it lies, in logs.
+
+    Its ends are where ``ahead`` rounds of one side would have passes faster than all of the
+    other's. Equal cases take turns in random order, so that each of these rounds is as likely to
+    be the one's as the other's, whatever delays them: each end is passed at a rate of at most
+    0.5 ** ahead (Rosenbaum, "Tables for a nonparametric test of location", 1954, for rounds that
+    need not be independent).
+    """
+    baseline, candidate = fastest_passes(sides)
+    if min(len(baseline), len(candidate)) < ahead:
+        return None
+    return (
+        float(np.median(baseline[:ahead]) - np.median(candidate[:ahead])),
+        float(baseline[0] - candidate[ahead - 1]),
+        float(baseline[ahead - 1] - candidate[0]),
+    )
 
 
 def _median_variance(logs: Floats) -> float:

@@ -33,9 +33,10 @@ FLUSH_BYTES = 256 * 2**20
 cached by the call before it."""
 
 
-BUSY_ROUND_S = 0.5
+BUSY_ROUND_S = 1.5
 """How long a round lasts, at least, where other processes keep the CPUs busy: a scheduler gives out
-turns of some milliseconds, and a few short passes would tell of nothing else."""
+turns of some milliseconds, and two threads may share one of two cores for a second or so, which
+makes every pass tenfold slower. Rounds of fast passes end sooner, by the next limit."""
 
 MOST_TIMES_LONGER = 20
 """The most times as many passes as were asked for."""

@@ -219,7 +219,7 @@ def test_rounds_that_go_on_from_one_another_count_for_less() -> None:
 
 
 def delayed(
-    random: np.random.Generator, *, slower: float = 1.0, number: int = 7, passes: int = 50
+    random: np.random.Generator, *, slower: float = 1.0, number: int = 14, passes: int = 50
 ) -> list[list[float]]:
     """Passes of 1 ms on a CPU that others use too: most wait for some turns of 4 ms."""
     turns = random.geometric(0.3, (number, passes)) - 1
@@ -246,12 +246,29 @@ class TestBusy:
         assert words.count("FASTER") + words.count("SLOWER") <= 6
         assert "SAME" not in words, "their typical times are not known"
 
+    def test_rounds_that_are_delayed_all_through_do_not_matter(self) -> None:
+        """Two threads on one core take turns of 4 ms in each pass of a third of the rounds."""
+        random = np.random.default_rng(15)
+
+        def half_delayed(slower: float) -> list[list[float]]:
+            found = delayed(random, slower=slower, number=28)
+            return [
+                [8.0 * time for time in samples] if random.random() < 0.35 else samples
+                for samples in found
+            ]
+
+        for _ in range(20):
+            verdict = decide(half_delayed(1.0), half_delayed(1.1), busy=True)
+            assert verdict.word == "SLOWER"
+            assert verdict.low <= 1 / 1.1 <= verdict.high < 1 / 1.01
+            assert decide(half_delayed(1.0), half_delayed(1.0), busy=True).word == "UNCLEAR"
+
     def test_more_passes_are_no_advantage(self) -> None:
         """The least of 200 samples is 8% below that of 10, for noise of 5%."""
         random = np.random.default_rng(13)
         for _ in range(20):
             few, many = (
-                np.exp(0.05 * random.standard_normal((5, passes))).tolist() for passes in (10, 200)
+                np.exp(0.05 * random.standard_normal((14, passes))).tolist() for passes in (10, 200)
             )
             assert decide(few, many, busy=True).word in ("UNCLEAR", "SAME")
 
