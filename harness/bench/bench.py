@@ -33,9 +33,9 @@ FLUSH_BYTES = 256 * 2**20
 cached by the call before it."""
 
 
-BUSY_ROUND_S = 1.5
+BUSY_ROUND_S = 1.0
 """How long a round lasts, at least, where other processes keep the CPUs busy: a scheduler gives out
-turns of some milliseconds, and two threads may share one of two cores for a second or so, which
+turns of some milliseconds, and two threads may share one of two cores for half a second, which
 makes every pass tenfold slower. Rounds of fast passes end sooner, by the next limit."""
 
 MOST_TIMES_LONGER = 20

@@ -351,7 +351,7 @@ class TestBusyRounds:
         return len(bench.outcome.samples_ms["forward"])
 
     @pytest.mark.usefixtures("clock")
-    @pytest.mark.parametrize(("others", "longer", "expected"), [(0.5, True, 150), (0.05, True, 10)])
+    @pytest.mark.parametrize(("others", "longer", "expected"), [(0.5, True, 100), (0.05, True, 10)])
     def test_until_decided(
         self, others: float, longer: bool, expected: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
