@@ -310,7 +310,7 @@ class TestDeaths:
     ) -> None:
         """The parent neither blocks on it nor loses its clock."""
         case = compose_request(["model=tiny", "attention=naive", "device=cpu"]).cases[0]
-        values = case.to_dict() | {"padding": "x" * 2**20}
+        values = case.to_dict() | {"padding": "x" * 900_000}
         monkeypatch.setattr(Case, "to_dict", lambda case: values | {"seq_len": case.seq_len})
         records = sweep.run({"16": ["late_stop"]}, timeout_s=1.0)
         assert statuses(records) == ["ok", "ok"]

@@ -72,7 +72,9 @@ class TestComparison:
 
     def test_the_fastest_passes_decide_where_others_were_busy_and_it_says_so(self) -> None:
         def busy(name: str, own_ms: float, waits_ms: list[int], share: float) -> Record:
-            record = step(name, *[own_ms] * 5, device="cpu")
+            calls = {"step": [[own_ms] * 5]}
+            record = make_record(attention=name, samples_ms=calls, device="cpu")
+            record = in_rounds(record, number=10)
             record.phases["step"].samples_ms = [
                 [own_ms + wait for most in waits_ms for wait in (0, 0.001, most, most, most)]
             ]
@@ -82,8 +84,8 @@ class TestComparison:
 
         def records(share: float) -> list[Record]:
             return [
-                busy("naive", 1.0, [4, 20, 8, 12, 4], share),
-                busy("sdpa", 0.9, [8, 4, 16, 4, 20], share),
+                busy("naive", 1.0, [4, 20, 8, 12, 4] * 2, share),
+                busy("sdpa", 0.9, [8, 4, 16, 4, 20] * 2, share),
             ]
 
         for share, word in ((0.5, "FASTER"), (0.0, "UNCLEAR")):
