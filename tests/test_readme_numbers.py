@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
@@ -33,9 +35,23 @@ def read(page: str) -> str:
     return (ROOT / page).read_text(encoding="utf-8")
 
 
+def filled_again(text: str) -> str:
+    """A page with its blocks filled in a process of its own.
+
+    Other tests register backends here, and change what hashes of the source are made of.
+    """
+    code = (
+        "import sys; from harness.commands.readme import refreshed; "
+        "sys.stdout.buffer.write(refreshed(sys.stdin.buffer.read().decode()).encode())"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, input=text.encode(), cwd=ROOT, check=True, capture_output=True)
+    return done.stdout.decode()
+
+
 @functools.cache
 def fresh(page: str) -> str:
-    return refreshed(read(page))
+    return filled_again(read(page))
 
 
 class TestBlocks:
@@ -64,7 +80,7 @@ class TestBlocks:
         page = "results/README.md"
         emptied = re.sub(r"(-->\n)[^<]*(<!-- end -->)", r"\1nonsense: 1.23x\n\2", read(page))
         assert emptied != read(page)
-        assert refreshed(emptied) == fresh(page)
+        assert filled_again(emptied) == fresh(page)
 
     @pytest.mark.parametrize(
         ("options", "message"),

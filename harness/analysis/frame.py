@@ -24,7 +24,7 @@ from harness.analysis.row_verdicts import add_run_levels
 from harness.analysis.stats import by_round, latest_rank, round_ends, slowest_rank, summarise
 from harness.cases.column import CaseColumn
 from harness.cases.columns import POINTS
-from harness.cases.plugins import choices_of, loaded_of, why_missing
+from harness.cases.plugins import MissingPlugin, choices_of, loaded_of, why_missing
 from harness.cases.profiler import PROFILERS
 from harness.cases.task import TASKS, task_type
 from harness.store.record import Record
@@ -47,12 +47,12 @@ def build_frame(
         later: by case id, a newer attempt that gave no result; see
             :class:`harness.store.attempts.Records`.
 
-    Raises ValueError in one line where a plugin is missing that a case needs.
+    Raises MissingPlugin in one line where a plugin is missing that a case needs.
     """
     records = list(records)
     plugins = loaded_of(record.environment for record in records)
     if reason := why_missing(choices_of(record.case for record in records), plugins):
-        raise ValueError(reason)
+        raise MissingPlugin(reason)
     measured = roof_records(roofs)
     frame = _rows(records)
     roof = roofs_of(_rows(measured) if measured else frame)

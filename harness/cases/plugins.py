@@ -23,6 +23,10 @@ _REGISTRIES: dict[str, Registry[Any]] = {
 }
 
 
+class MissingPlugin(ValueError):
+    """Cases need a plugin that is not loaded; the message is one line with the remedy."""
+
+
 def choices_of(cases: Iterable[Mapping[str, Any]]) -> list[Choice]:
     """The registered choices that cases made, each once. Cases are as in records."""
     found: dict[tuple[str, str], None] = {}

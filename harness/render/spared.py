@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from harness.cases.plugins import MissingPlugin
 from harness.escapes import printable
 from harness.paths import ROOT
 
@@ -21,7 +22,7 @@ def made(what: str, make: Callable[[], T], problems: list[str]) -> T | None:
     """
     try:
         return make()
-    except (MemoryError, ImportError):
+    except (MemoryError, ImportError, MissingPlugin):
         raise
     except Exception as error:
         problems.append(f"{what}: left out, these records break it ({said(error)})")

@@ -198,7 +198,7 @@ class TestOtherConditions:
         self, key: str, bench: Bench, host: Host, capsys: pytest.CaptureFixture[str]
     ) -> None:
         bench.stop(("naive", 2))
-        host.environment[key] = 999
+        host.environment[key] = "999" if key == "git_revision" else 999
         assert bench.run()["sdpa"].notes["resumed_rounds"] == 2
         assert capsys.readouterr().err == ""
 
