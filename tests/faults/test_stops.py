@@ -42,6 +42,8 @@ class TestTerminal:
         ours, theirs = pty.openpty()
 
         def take_terminal() -> None:
+            # Tests may run under nohup, which a command rightly inherits.
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
             fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
             os.dup2(theirs, 1)
 
@@ -115,6 +117,7 @@ class TestStart:
             cwd=ROOT,
             timeout=GUARD_S,
             check=False,
+            preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
         )
         assert done.returncode in (130, -number)
         assert "Traceback" not in done.stderr
