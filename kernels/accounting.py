@@ -7,9 +7,22 @@ query-key pairs that the mask keeps, the backward pass five with recomputation o
 
 from __future__ import annotations
 
+import math
+
 from kernels.problem import AttentionProblem
 
 BACKWARD_OVER_FORWARD = 2.5
+
+_SPLIT_SLOTS = 2 * 132
+"""Twice the multiprocessors of an H100 or H200 (SXM): predictions are made without a device."""
+
+_SPLIT_QUERY_BLOCK = 64
+_SPLIT_KEY_BLOCKS = ((64, 256), (128, 128), (math.inf, 64))
+"""Keys in a block of FlashAttention-2's forward pass, for widths of a head up to each."""
+
+_MOST_SPLITS = 128
+_SPLIT_WIDTH = 32
+"""The parts' results have the width of a head rounded up to a multiple of this."""
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -68,6 +81,44 @@ def kernel_peak(problem: AttentionProblem, *, backward_workspace: float) -> dict
         if backward_workspace:
             values["workspace"] = backward_workspace
     return values
+
+
+def split_forward_peak(problem: AttentionProblem) -> dict[str, float]:
+    """Bytes at the peak of a forward pass of FlashAttention-2, which may split the keys.
+
+    A call of few heads and rows has too few blocks of queries for the device. The kernel then
+    splits the keys, keeps a result and a log-sum-exp of each part in float32, and merges them at
+    the end. The output gradient is there already.
+    """
+    values = kernel_peak(problem, backward_workspace=0.0)
+    values.pop("gradients", None)
+    num_parts = flash_splits(problem)
+    if num_parts > 1:
+        rows = problem.batch_size * problem.num_heads * problem.q_len
+        width = rounded(problem.head_dim, _SPLIT_WIDTH)
+        values["partial_results"] = 4.0 * num_parts * rows * (width + 1)
+    return values
+
+
+def flash_splits(problem: AttentionProblem) -> int:
+    """Parts into which FlashAttention-2's dense forward pass splits the keys.
+
+    The fewest that fill the device nearly as evenly as any number of them. Source: PyTorch's copy
+    of the library, aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp,
+    ``num_splits_heuristic`` and ``set_params_splitkv``.
+    """
+    num_blocks = -(-problem.q_len // _SPLIT_QUERY_BLOCK) * problem.batch_size * problem.num_heads
+    key_block = next(size for width, size in _SPLIT_KEY_BLOCKS if problem.head_dim <= width)
+    key_blocks = -(-problem.kv_len // key_block)
+    if num_blocks >= 0.8 * _SPLIT_SLOTS:
+        return 1
+    evenness: dict[int, float] = {}
+    for parts in range(1, min(_MOST_SPLITS, key_blocks) + 1):
+        # One more part that leaves the longest part as long as it was gains nothing.
+        if parts == 1 or -(-key_blocks // parts) != -(-key_blocks // (parts - 1)):
+            waves = num_blocks * parts / _SPLIT_SLOTS
+            evenness[parts] = waves / math.ceil(waves)
+    return min(parts for parts, even in evenness.items() if even >= 0.85 * max(evenness.values()))
 
 
 def rounded(size: int, multiple: int) -> int:

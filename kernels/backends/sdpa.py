@@ -99,9 +99,15 @@ class Sdpa(DenseAttention, Decoding):
         return workspace
 
     def peak_memory(self, problem: AttentionProblem) -> dict[str, float] | None:
-        if self._predicted_kernel(problem) == "math" or problem.device != "cuda":
+        """Of the backward pass, or of the forward pass where FlashAttention-2 splits the keys."""
+        kernel = self._predicted_kernel(problem)
+        if kernel == "math" or problem.device != "cuda":
             return None
-        return DenseAttention.peak_memory(self, problem)
+        peak = DenseAttention.peak_memory(self, problem)
+        if kernel != "flash" or peak is None:
+            return peak
+        forward = accounting.split_forward_peak(problem)
+        return forward if sum(forward.values()) > sum(peak.values()) else peak
 
     def _predicted_kernel(self, problem: AttentionProblem) -> str:
         """The kernel; for auto what PyTorch 2.11 takes on Hopper, without asking the device."""
