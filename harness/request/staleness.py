@@ -146,15 +146,26 @@ def _other_environment(record: Record, here: Mapping[str, Any]) -> str | None:
     }
     for key, name in names.items():
         old, new = before.get(key), wanted.get(key)
-        if old is not None and new is not None and old != new:
+        if old is not None and new is not None and not _same(old, new):
             return f"another {name} ({old}, now {new})"
     for library, old in (before.get("libraries") or {}).items():
         new = environments.version_of(library)
-        if old != new:
+        if not _same(old, new):
             return f"another {library} ({old}, now {new or 'not installed'})"
     if "variables" in before and _threads(before["variables"]) != _threads(here["variables"]):
         return "other numbers of threads"
     return None
+
+
+def _same(old: object, new: object) -> bool:
+    """Whether a version is the same; 2.11.0+cu130 is 2.11.0 where one of them has no local part.
+
+    A package's metadata may lack what the module itself says, as torch's from PyPI do.
+    """
+    if old == new or not (isinstance(old, str) and isinstance(new, str)):
+        return old == new
+    (old_public, _, old_local), (new_public, _, new_local) = old.partition("+"), new.partition("+")
+    return old_public == new_public and not (old_local and new_local)
 
 
 def _threads(variables: Mapping[str, str]) -> dict[str, str]:

@@ -146,6 +146,19 @@ class TestEnvironment:
         assert found is not None
         assert found.startswith(reason)
 
+    @pytest.mark.parametrize(
+        ("before", "now", "is_same"),
+        [
+            ("2.11.0+cu130", "2.11.0", True),
+            ("2.11.0", "2.11.0+cu130", True),
+            ("2.11.0+cu130", "2.11.0+cpu", False),
+            ("2.11.0+cu130", "2.13.0", False),
+        ],
+    )
+    def test_metadata_may_lack_the_local_part(self, before: str, now: str, is_same: bool) -> None:
+        record = record_of(environment=self.environment(torch=before))
+        assert (reason_of(record, {**self.HERE, "torch": now}) is None) is is_same
+
     def test_what_an_old_record_does_not_say_is_no_difference(self) -> None:
         assert reason_of(record_of(environment={"torch": self.HERE["torch"]}), self.HERE) is None
 
