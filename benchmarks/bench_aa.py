@@ -113,7 +113,8 @@ SAME_POINTS = ["task.head_dim=32,64", "task.causal=true,false"]
 """With the lengths 36 pairs on a CPU and 40 on a GPU."""
 
 PLANTED_POINTS = ["task.head_dim=64", "task.causal=false"]
-"""With the lengths 9 pairs on a CPU and 10 on a GPU."""
+PLANTED_LENGTHS = {**LENGTHS, "cpu": f"{LENGTHS['cpu']},640"}
+"""10 pairs with :data:`PLANTED_POINTS`."""
 
 WORDS = ("FASTER", "SLOWER", "SAME", "UNCLEAR")
 
@@ -121,7 +122,7 @@ WORDS = ("FASTER", "SLOWER", "SAME", "UNCLEAR")
 class Command:
     """The real command, in a folder with the plugin."""
 
-    def __init__(self, folder: Path, device: str, planted: float, lengths: str) -> None:
+    def __init__(self, folder: Path, device: str, planted: float) -> None:
         package = folder / "aa_plugin"
         package.mkdir(parents=True, exist_ok=True)
         (package / "__init__.py").write_text("")
@@ -131,7 +132,6 @@ class Command:
             "task=attention",
             "task.mode=forward",
             f"device={device}",
-            f"seq_len={lengths}",
         ]
         self._keys += SHAPES[device]
         paths = [str(folder), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -174,10 +174,10 @@ def in_turns(command: Command, other: str, points: list[str], keys: list[str]) -
     return verdicts(table)
 
 
-def two_runs(command: Command, keys: list[str]) -> Counter[str]:
+def two_runs(command: Command, points: list[str], keys: list[str]) -> Counter[str]:
     """The verdicts on two runs of the same cases."""
     paths = [
-        command.measure("aa_one", name, "interleave=5", *SAME_POINTS, *keys)
+        command.measure("aa_one", name, "interleave=5", *points, *keys)
         for name in ("first-run", "second-run")
     ]
     return command.compare(*paths)
@@ -213,17 +213,18 @@ def main() -> int:
     missed = False
     with tempfile.TemporaryDirectory(prefix="bench-aa-") as temporary, busy(options.load):
         folder = (options.results or Path(temporary)).resolve()
-        lengths = options.lengths or LENGTHS[options.device]
-        command = Command(folder, options.device, planted / 100, lengths)
+        command = Command(folder, options.device, planted / 100)
         print(f"{'':<14}{'pairs':>6}" + "".join(f"{word:>9}" for word in WORDS) + "  minutes")
         for name in options.only or ("turns", "runs", "planted"):
             began = time.monotonic()
+            among, points = (
+                (PLANTED_LENGTHS, PLANTED_POINTS) if name == "planted" else (LENGTHS, SAME_POINTS)
+            )
+            points = [*points, f"seq_len={options.lengths or among[options.device]}"]
             if name == "runs":
-                found = two_runs(command, passes)
+                found = two_runs(command, points, passes)
             else:
-                same = name == "turns"
-                points = SAME_POINTS if same else PLANTED_POINTS
-                found = in_turns(command, "aa_two" if same else "aa_slow", points, turns)
+                found = in_turns(command, "aa_two" if name == "turns" else "aa_slow", points, turns)
             number = sum(found.values())
             label = f"planted {planted:g}%" if name == "planted" else name
             counts = "".join(f"{found[word]:>9}" for word in WORDS)

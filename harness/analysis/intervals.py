@@ -83,37 +83,52 @@ class Side:
         return np.array([self.values[owners == owner].mean() for owner in dict.fromkeys(owners)])
 
 
-def fastest_passes(sides: Sequence[Side]) -> list[Floats]:
-    """By side the logs of the fastest pass of each round, in ascending order.
+def fastest_passes(sides: Sequence[Side]) -> Floats:
+    """By round the log of the baseline's fastest pass less that of the candidate's.
 
-    Of two rounds that took turns as many passes count, since the least of more is less.
+    Of two rounds that took turns as many passes count, since the least of more is less. Rounds in
+    which one side was delayed from end to end are left out: those whose difference, of either
+    sign, is over a factor of 2 and over twice that of the closest quarter.
     """
-    lengths = [min(map(len, logs)) for logs in zip(*(side.logs for side in sides), strict=True)]
-    return [
-        np.sort(
-            [logs[:length].min() for logs, length in zip(side.logs, lengths, strict=True)],
-        )
-        for side in sides
-    ]
-
-
-def interval_of_fastest(sides: Sequence[Side], ahead: int) -> tuple[float, float, float] | None:
-    """The difference of two sides' least times, and the interval in which it lies, in logs.
-
-    Its ends are where ``ahead`` rounds of one side would have passes faster than all of the
-    other's. Equal cases take turns in random order, so that each of these rounds is as likely to
-    be the one's as the other's, whatever delays them: each end is passed at a rate of at most
-    0.5 ** ahead (Rosenbaum, "Tables for a nonparametric test of location", 1954, for rounds that
-    need not be independent).
-    """
-    baseline, candidate = fastest_passes(sides)
-    if min(len(baseline), len(candidate)) < ahead:
-        return None
-    return (
-        float(np.median(baseline[:ahead]) - np.median(candidate[:ahead])),
-        float(baseline[0] - candidate[ahead - 1]),
-        float(baseline[ahead - 1] - candidate[0]),
+    baseline, candidate = (side.logs for side in sides)
+    found = np.array(
+        [
+            one[: len(other)].min() - other[: len(one)].min()
+            for one, other in zip(baseline, candidate, strict=True)
+        ]
     )
+    # By the amount alone: a choice that looks at the sign would not leave either as likely.
+    amounts = np.abs(found)
+    return found[amounts <= max(math.log(2), 2 * float(np.quantile(amounts, 0.25)))]
+
+
+def interval_of_median(values: Floats, alpha: float) -> tuple[float, float] | None:
+    """The interval of the median by the sign test, at an error rate of ``alpha``.
+
+    It holds for any distribution (Thompson, "On confidence ranges for the median and other
+    expectation distributions for populations of unknown distribution form", 1936): its ends are
+    values that so few lie beyond as one of ``alpha`` of fair coins would give.
+
+    Returns:
+        None where there are too few values for any interval.
+    """
+    beyond = most_beyond(len(values), alpha)
+    if beyond is None:
+        return None
+    ordered = np.sort(values)
+    return float(ordered[beyond]), float(ordered[len(values) - 1 - beyond])
+
+
+def most_beyond(number: int, alpha: float) -> int | None:
+    """How many of a number of fair coins may differ from all others, at a rate of ``alpha``.
+
+    None if not even none may.
+    """
+    rate, beyond = 0.0, -1
+    while rate <= alpha:
+        beyond += 1
+        rate += 2 * math.comb(number, beyond) / 2**number
+    return beyond - 1 if beyond else None
 
 
 def _median_variance(logs: Floats) -> float:

@@ -11,8 +11,9 @@ turns and it is narrower; each spends its part of the error rate, so that the na
 Other processes on a CPU only ever delay a pass, and on two busy cores they delay all passes of some
 rounds tenfold. Where they were busy, the fastest passes of rounds may decide where medians do not,
 at half of the error rate each (Chen and Revels, "Robust benchmarking in noisy environments", 2016):
-whether one side is faster, and not that both are the same. One is if ten of its rounds
-(:data:`ROUNDS_AHEAD`) each have a pass that is faster than all of the other's.
+whether one side is faster, and not that both are the same. Of equal cases that take turns in random
+order either is as likely to have the fastest pass of a round, whatever delays them, so that the
+sign test holds (:data:`LOOKS_AT_FASTEST`).
 
 FASTER and SLOWER need the whole interval beyond a band of equivalence, SAME needs it wholly within
 (Schuirmann, "two one-sided tests", 1987); everything else is UNCLEAR. Rounds may be added to what
@@ -30,6 +31,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import median
 
 from harness.analysis.intervals import (
     CONTINUED,
@@ -40,7 +42,8 @@ from harness.analysis.intervals import (
     continued,
     fastest_passes,
     half_width,
-    interval_of_fastest,
+    interval_of_median,
+    most_beyond,
     width_of,
 )
 from harness.analysis.student import two_sided_quantile
@@ -52,19 +55,19 @@ ERROR_RATE = 0.02
 """The rate, over all looks, at which equal cases may be called FASTER or SLOWER. It is a bound for
 noise far wider than the band; noise of 3% per round comes to a quarter of it."""
 
-LOOKS = (5, 7, 10, 14, 20, 28, 40)
+LOOKS = (5, 7, 10, 14, 20, 28, 40, 56)
 """The numbers of rounds at which ``until=decided`` looks."""
 
 FIRST_LOOK = 0.6
 """The first look's part of the error rate; the later ones share the rest evenly."""
 
-MOST_ROUNDS = 28
+MOST_ROUNDS = 56
 MOST_TOLD = 1001
 """Stands for more rounds than anybody counts."""
 
-ROUNDS_AHEAD = 10
-"""Rounds of one side with passes faster than all of the other's. Equal cases come to that at a rate
-of 2 * 0.5**10 a look, 1% over the five of :data:`LOOKS` at which there can be so many."""
+LOOKS_AT_FASTEST = {14: 0.2, 28: 0.4, 56: 0.4}
+"""The looks, by their numbers of rounds, that may decide by fastest passes, and the part of their
+error rate that each spends: few looks leave each of them more."""
 
 BY_FASTEST_PASS = "by the fastest pass of each round, since other processes kept the CPUs busy"
 MORE = "interleave=5 or until=decided measures what a verdict needs"
@@ -185,7 +188,7 @@ def decide(
     by_medians = weigh(sides)
     if by_medians.word != "UNCLEAR" or not (busy and paired):
         return by_medians
-    return _by_fastest(sides, by_medians)
+    return _by_fastest(sides, by_medians, alpha_of_fastest(looks) / 2)
 
 
 def _weigh(
@@ -233,29 +236,36 @@ def _weigh(
     )
 
 
-def _by_fastest(sides: list[Side], by_medians: Verdict) -> Verdict:
+def _by_fastest(sides: list[Side], by_medians: Verdict, alpha: float) -> Verdict:
     """The verdict by the fastest passes of rounds, where medians leave it open."""
     edge = math.log1p(by_medians.band)
-    if found := interval_of_fastest(sides, ROUNDS_AHEAD):
-        shift, low, high = found
-        if low > edge or high < -edge:
-            return replace(
-                by_medians,
-                word="FASTER" if low > edge else "SLOWER",
-                ratio=math.exp(shift),
-                low=math.exp(low),
-                high=math.exp(high),
-                why=BY_FASTEST_PASS,
-                needed=0,
-            )
-    baseline, candidate = fastest_passes(sides)
-    ahead = max(
-        int((candidate + edge < baseline[0]).sum()), int((baseline + edge < candidate[0]).sum())
-    )
-    needed = math.ceil(by_medians.num_rounds * ROUNDS_AHEAD / ahead) if ahead else MOST_TOLD
-    return replace(
-        by_medians, needed=min(by_medians.needed, max(needed, by_medians.num_rounds + 1))
-    )
+    ahead = fastest_passes(sides)
+    interval = interval_of_median(ahead, alpha)
+    if interval is not None and (interval[0] > edge or interval[1] < -edge):
+        low, high = interval
+        return replace(
+            by_medians,
+            word="FASTER" if low > edge else "SLOWER",
+            ratio=math.exp(float(median(ahead))),
+            low=math.exp(low),
+            high=math.exp(high),
+            why=BY_FASTEST_PASS,
+            needed=0,
+        )
+    agreeing = max(int((ahead > edge).sum()), int((ahead < -edge).sum()))
+    needed = _fastest_needed(by_medians.num_rounds, len(ahead), agreeing)
+    return replace(by_medians, needed=min(by_medians.needed, needed))
+
+
+def _fastest_needed(num_rounds: int, num_kept: int, agreeing: int) -> int:
+    """At how many rounds fastest passes would tell, if as large a part went on to agree."""
+    for number, part in LOOKS_AT_FASTEST.items():
+        kept = num_kept * number // num_rounds
+        beyond = most_beyond(kept, ERROR_RATE / 2 * part)
+        differing = kept * (num_kept - agreeing) / num_kept
+        if number > num_rounds and beyond is not None and differing <= beyond:
+            return number
+    return MOST_TOLD
 
 
 def alpha_of(looks: int) -> float:
@@ -263,6 +273,14 @@ def alpha_of(looks: int) -> float:
     if looks <= 1:
         return ERROR_RATE * FIRST_LOOK
     return ERROR_RATE * (1 - FIRST_LOOK) / (len(LOOKS) - 1)
+
+
+def alpha_of_fastest(looks: int) -> float:
+    """:func:`alpha_of` for fastest passes, before it is halved."""
+    if looks <= 1:
+        return ERROR_RATE
+    rounds = LOOKS[looks - 1] if looks <= len(LOOKS) else 0
+    return ERROR_RATE * LOOKS_AT_FASTEST.get(rounds, 0.0)
 
 
 def looks_at(num_rounds: int, *, until_decided: bool) -> int:

@@ -55,7 +55,7 @@ class Config:
     sweep's, and without one decided where cases are compared in rounds of auto's number."""
     budget_s: float | None = None
     """Seconds for all added rounds; None is as many as the first rounds took, within limits."""
-    max_rounds: int = 28
+    max_rounds: int = 56
     scale: str = "auto"
     wait: bool = False
 

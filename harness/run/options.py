@@ -26,7 +26,7 @@ class RunOptions:
     """Whether rounds are added to compared cases that are still UNCLEAR."""
     budget_s: float | None = None
     """Time for all added rounds; None is as long as the first rounds took, within limits."""
-    max_rounds: int = 28
+    max_rounds: int = 56
     """The most rounds of a case, added ones included."""
     vote_timeout_s: float = 60.0
     wait: bool = False
