@@ -15,7 +15,7 @@ from pathlib import Path
 
 from harness.cases import format as fmt
 from harness.escapes import printable
-from harness.run.hosts import CLOCK_TOLERANCE_S, clocks_differ
+from harness.run.nodes.hosts import CLOCK_TOLERANCE_S, clocks_differ
 from harness.run.processes import can_be_seen, is_of_this_boot, stop
 from harness.run.run_files import RunManifest, TaskState, read_bytes
 from harness.run.run_folder import RunFolder, attempts, read_runs

@@ -20,9 +20,9 @@ from harness.render.registries import FIGURES, TABLES, made_by_default
 from harness.request.command_line import Axes, parse
 from harness.request.config import RUN_KEYS, group_of
 from harness.request.grid import Parts, default_config, expand, require_key, set_value
-from harness.run.interleaving import comparison_groups
 from harness.run.launcher import Launcher
-from harness.run.options import RunOptions
+from harness.run.rounds.interleaving import comparison_groups
+from harness.run.rounds.options import RunOptions
 
 REMEASURE = ("none", "stale", "all")
 

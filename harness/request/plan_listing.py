@@ -11,7 +11,7 @@ from harness.cases import format as fmt
 from harness.cases.case import Case
 from harness.request.compose import Request
 from harness.request.plan import PlannedCases, further_rounds_s
-from harness.run.workers import predicted_starts_s
+from harness.run.warm_workers import predicted_starts_s
 
 
 def minutes(seconds: float) -> str:

@@ -23,11 +23,11 @@ from harness.request.plan import (
 from harness.request.plan_listing import minutes, print_plan
 from harness.request.staleness import in_a_line
 from harness.run import local
-from harness.run.hosts import HostError
 from harness.run.launcher import LaunchError, PendingCases
+from harness.run.nodes.hosts import HostError
 from harness.run.progress import TerminalProgress
-from harness.run.worker_group import WorkerStartError
-from harness.run.workers import predicted_starts_s
+from harness.run.warm_workers import predicted_starts_s
+from harness.run.workers.worker_group import WorkerStartError
 from harness.store.attempts import Records
 from harness.store.record import RecordStore, in_short
 from harness.store.rounds import RoundStore

@@ -1,1 +1,1 @@
-"""Runs cases: launchers, warm workers, interleaved rounds, and ranks on other hosts."""
+"""Runs cases: launchers, the runner, its run folder and its lock on the device."""

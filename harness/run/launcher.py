@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from harness.cases.case import Case
-from harness.run.options import RunOptions
 from harness.run.progress import Progress
+from harness.run.rounds.options import RunOptions
 from harness.store.record import RecordStore
 from kernels.registry import Registry
 

@@ -17,10 +17,10 @@ import psutil
 
 from harness.cases.case import Case
 from harness.cases.requirements import require_at_least
-from harness.run.agent import serve_agent
-from harness.run.hosts import Hosts
 from harness.run.launcher import Launcher, LaunchError, PendingCases, launcher
 from harness.run.nodes.address import is_everywhere, split_endpoint
+from harness.run.nodes.agent import serve_agent
+from harness.run.nodes.hosts import Hosts
 from harness.run.nodes.secret import VARIABLE, derived_key, given_secret, new_secret
 from harness.run.run_folder import local_run
 from harness.run.runner import Runner

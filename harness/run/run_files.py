@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from harness.cases.case import Case
-from harness.run.options import RunOptions
 from harness.run.processes import MAX_PID, ProcessIdentity
+from harness.run.rounds.options import RunOptions
 from harness.store.codec import T, decode
 from harness.store.regular import read_regular
 

@@ -29,9 +29,9 @@ from pathlib import Path
 
 from harness.cases.case import Case
 from harness.run.launcher import PendingCases
-from harness.run.options import RunOptions
 from harness.run.processes import is_same_process, own_identity, take_lock
 from harness.run.progress import Progress
+from harness.run.rounds.options import RunOptions
 from harness.run.run_files import SCHEMA, RunManifest, ShareFile, TaskState, read_file
 from harness.store import atomic
 from harness.store.codec import encode

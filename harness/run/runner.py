@@ -22,17 +22,18 @@ from datetime import UTC, datetime
 from functools import partial
 
 from harness.cases.case import Case
-from harness.run.case_group import CaseGroup
-from harness.run.deciding import Budget, affordable
+from harness.run.children.reply import Reply
 from harness.run.device_lock import exclusive_device
 from harness.run.held_signals import signals_held
-from harness.run.hosts import Hosts
-from harness.run.interleaving import comparison_groups, turns
-from harness.run.options import RunOptions
+from harness.run.nodes.hosts import Hosts
 from harness.run.progress import Progress
-from harness.run.record_builder import RecordBuilder
-from harness.run.worker_group import Reply, WorkerStartError
-from harness.run.workers import Workers
+from harness.run.rounds.case_group import CaseGroup
+from harness.run.rounds.deciding import Budget, affordable
+from harness.run.rounds.interleaving import comparison_groups, turns
+from harness.run.rounds.options import RunOptions
+from harness.run.rounds.record_builder import RecordBuilder
+from harness.run.warm_workers import Workers
+from harness.run.workers.worker_group import WorkerStartError
 from harness.store.record import RecordStore, is_final
 from harness.store.rounds import RoundStore, conditions, why_not_joined
 

@@ -180,7 +180,8 @@ class TestObjects:
 
     def test_workers_restrict_them(self) -> None:
         code = (
-            "import sys, harness.run.worker as w, torch.distributed.distributed_c10d as c10d\n"
+            "import sys, harness.run.workers.worker as w\n"
+            "import torch.distributed.distributed_c10d as c10d\n"
             "w.dist.init_process_group = lambda *a, **k: print(c10d._unpickler.__name__)\n"
             "w.dist.new_group = lambda *a, **k: None\n"
             "import argparse\n"

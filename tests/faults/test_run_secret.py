@@ -141,7 +141,7 @@ class TestLocal:
     def test_the_leader_prints_the_key_that_the_others_need(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("harness.run.hosts.CONNECT_TIMEOUT_S", 0.05)
+        monkeypatch.setattr("harness.run.nodes.hosts.CONNECT_TIMEOUT_S", 0.05)
         assert run_request(compose_request(on_nodes(tmp_path))) == 1
         said = capsys.readouterr().err
         (key,) = [word for word in said.split() if word.startswith("launcher.rdzv_secret=")]
@@ -157,7 +157,7 @@ class TestLocal:
     def test_one_that_was_given_is_not_printed(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("harness.run.hosts.CONNECT_TIMEOUT_S", 0.05)
+        monkeypatch.setattr("harness.run.nodes.hosts.CONNECT_TIMEOUT_S", 0.05)
         monkeypatch.setenv(VARIABLE, SECRET)
         assert run_request(compose_request(on_nodes(tmp_path))) == 1
         assert SECRET not in "".join(capsys.readouterr())

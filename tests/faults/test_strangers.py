@@ -13,14 +13,14 @@ import pytest
 from agents import KEY, Led, hello, leader, wait_for
 from fault_folders import GUARD_S
 
-from harness.run.hosts import Hosts, RemoteRank
+from harness.run.children.rank import RankStart
 from harness.run.nodes import complaints, door, entry, link
 from harness.run.nodes.address import listen, split_endpoint, warning_about
 from harness.run.nodes.errors import HostError
 from harness.run.nodes.handshake import REFUSAL, Keys, agent_side
+from harness.run.nodes.hosts import Hosts, RemoteRank
 from harness.run.nodes.link import Link
 from harness.run.nodes.messages import Ended, Event, LogLines, Start, ToLeader
-from harness.run.rank import RankStart
 
 Stranger = Callable[[Led, ExitStack], None]
 
@@ -196,7 +196,7 @@ def test_an_agent_that_goes_before_the_others_came_is_waited_for_again(
 
 
 def test_agents_that_never_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.run.hosts.CONNECT_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("harness.run.nodes.hosts.CONNECT_TIMEOUT_S", 1.0)
     with leader(world_size=3) as led:
         agent = led.join(2)
         with pytest.raises(HostError, match="no agent of ranks 1 came to port"):

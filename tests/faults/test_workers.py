@@ -26,14 +26,14 @@ from fault_folders import is_alive, wait_until
 
 from harness.cases.case import Case
 from harness.request.compose import compose_request
-from harness.run import rank as rank_module
-from harness.run import worker_group
-from harness.run.agent import serve_agent
 from harness.run.children import deadline, events, worker_log
-from harness.run.hosts import Hosts
-from harness.run.options import RunOptions
+from harness.run.children import rank as rank_module
+from harness.run.nodes.agent import serve_agent
+from harness.run.nodes.hosts import Hosts
+from harness.run.rounds.options import RunOptions
 from harness.run.runner import Runner
-from harness.run.worker_group import WorkerStartError
+from harness.run.workers import worker_group
+from harness.run.workers.worker_group import WorkerStartError
 from harness.store.record import Record, RecordStore
 
 LONG_S = 600.0

@@ -141,7 +141,7 @@ class Sweep:
         found = []
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
-                if "harness.run.worker_main" in process.cmdline():
+                if "harness.run.workers.worker_main" in process.cmdline():
                     found.append(process)
         return found
 

@@ -13,8 +13,8 @@ from typing import Any
 from fault_folders import GUARD_S
 
 from harness import __version__
-from harness.run.hosts import Hosts
 from harness.run.nodes.entry import enter
+from harness.run.nodes.hosts import Hosts
 from harness.run.nodes.link import Link
 from harness.run.nodes.messages import Hello
 

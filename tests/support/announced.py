@@ -10,8 +10,8 @@ from typing import Any, cast
 
 from harness.cases.case import Case
 from harness.run.launcher import PendingCases
-from harness.run.options import RunOptions
 from harness.run.progress import Progress
+from harness.run.rounds.options import RunOptions
 from harness.run.run_files import RunManifest
 from harness.run.run_folder import RunFolder, local_run, runs_of
 from harness.store.record import Record, RecordStore

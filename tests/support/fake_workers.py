@@ -12,11 +12,11 @@ import pytest
 
 from harness.cases.case import Case
 from harness.request.compose import compose_request
-from harness.run import runner, workers
-from harness.run.interleaving import turns
-from harness.run.options import RunOptions
+from harness.run import runner, warm_workers
+from harness.run.children.reply import Reply
+from harness.run.rounds.interleaving import turns
+from harness.run.rounds.options import RunOptions
 from harness.run.runner import Runner
-from harness.run.worker_group import Reply
 from harness.store.record import Record, RecordStore
 
 ENVIRONMENT = {
@@ -94,7 +94,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Host:
 
         def close(self) -> None: ...
 
-    monkeypatch.setattr(workers, "WorkerGroup", Group)
+    monkeypatch.setattr(warm_workers, "WorkerGroup", Group)
     monkeypatch.setattr(
         runner,
         "turns",

@@ -168,7 +168,7 @@ def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     found = []
     for child in descendants(process.pid):
         with suppress(psutil.Error):
-            if "harness.run.worker_main" in child.cmdline():
+            if "harness.run.workers.worker_main" in child.cmdline():
                 found.append(child)
     return found
 

@@ -86,7 +86,9 @@ def _pool(backend: str, num_processes: int) -> list[Connection]:
     # does not survive a fork.
     context = multiprocessing.get_context("forkserver" if backend == "gloo" else "spawn")
     if backend == "gloo":
-        context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "harness.run.worker"])
+        context.set_forkserver_preload(
+            ["torch.distributed", "torch._dynamo", "harness.run.workers.worker"]
+        )
     folder = tempfile.TemporaryDirectory(prefix="attnbench-ranks-")
     ends, processes = [], []
     for rank in range(num_processes):

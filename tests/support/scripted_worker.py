@@ -22,7 +22,7 @@ from typing import Any
 from harness.bench.outcome import Outcome
 from harness.run.children.guard_main import MARK
 from harness.run.children.worker_side import Channel, CleanStart
-from harness.run.worker_main import die_with_parent
+from harness.run.workers.worker_main import die_with_parent
 
 FOLDER = "ATTNBENCH_TEST_FOLDER"
 SLEEP = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(1000)"]

@@ -1,1 +1,1 @@
-"""Worker processes, from both ends: events, logs, time limits, and what dies with them."""
+"""Processes of ranks, as a parent starts and ends them: events, logs, time limits, families."""

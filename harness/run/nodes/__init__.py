@@ -1,1 +1,1 @@
-"""Connections between the hosts of a run: secret, handshake, typed messages, torch's store."""
+"""Ranks on other hosts: agents, their leader, and what is said between them, authenticated."""

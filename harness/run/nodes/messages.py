@@ -69,7 +69,7 @@ class Start(ToAgent, kw_only=True, tag="start"):
     """Start a worker."""
 
     start: dict[str, Any]
-    """The values of a :class:`harness.run.rank.RankStart`."""
+    """The values of a :class:`harness.run.children.rank.RankStart`."""
 
 
 class Job(ToAgent, kw_only=True, tag="job"):

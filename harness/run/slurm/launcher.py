@@ -18,7 +18,7 @@ from harness.paths import ROOT
 from harness.run.held_signals import signals_held
 from harness.run.launcher import Launcher, LaunchError, PendingCases, launcher
 from harness.run.nodes.secret import SECRET_FILE, write_secret
-from harness.run.options import RunOptions
+from harness.run.rounds.options import RunOptions
 from harness.run.run_folder import (
     RunFolder,
     RunManifest,
@@ -38,7 +38,7 @@ from harness.run.slurm.jobs import (
     job_name,
 )
 from harness.run.slurm.shares import Shape, Share, counted, pack, shape_of
-from harness.run.workers import predicted_starts_s
+from harness.run.warm_workers import predicted_starts_s
 from harness.store.record import RecordStore, file_case
 
 OWN_OPTIONS = frozenset(

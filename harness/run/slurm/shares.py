@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from harness.cases.case import Case
-from harness.run.interleaving import comparison_groups
 from harness.run.launcher import LaunchError
+from harness.run.rounds.interleaving import comparison_groups
 
 
 @dataclass(kw_only=True, slots=True, frozen=True, order=True)

@@ -24,12 +24,12 @@ import submitit
 from submitit.helpers import DelayedSubmission
 
 from harness.cases.case import Case
-from harness.run.agent import serve_agent
-from harness.run.hosts import HostError, Hosts, clocks_differ
+from harness.run.nodes.agent import serve_agent
+from harness.run.nodes.hosts import HostError, Hosts, clocks_differ
 from harness.run.nodes.secret import SECRET_FILE, derived_key, read_secret
 from harness.run.run_folder import RunFolder, StateProgress, TaskState, clock_offset_s
 from harness.run.runner import Runner
-from harness.run.worker_group import WorkerStartError
+from harness.run.workers.worker_group import WorkerStartError
 from harness.store.record import RecordStore
 
 NEAR_THE_END_S = 75.0

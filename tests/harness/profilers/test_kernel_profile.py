@@ -35,7 +35,7 @@ from harness.profilers.kernels.summary import merge, summarise
 from harness.profilers.kernels.torch_profiler import TorchProfiler
 from harness.profilers.module_ranges import RANGES, RangeTimer, ranges_on
 from harness.render.figure import draw
-from harness.run.worker import why_unsupported
+from harness.run.workers.worker import why_unsupported
 from harness.store.record import Record
 from kernels.ranges import named_range, ranges_made_by
 from models.transformer import Transformer

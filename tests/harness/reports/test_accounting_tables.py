@@ -21,7 +21,7 @@ from harness.predictions.bucket_overhead import LinkModel
 from harness.render.figure import draw
 from harness.render.table import Table, build_table, finding_of
 from harness.request.compose import compose_request
-from harness.run.interleaving import comparison_groups
+from harness.run.rounds.interleaving import comparison_groups
 from harness.store.record import Phase, Record
 
 

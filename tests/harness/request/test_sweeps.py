@@ -19,7 +19,7 @@ from harness.request.compose import Request, compose_request
 from harness.request.config import GROUPS
 from harness.request.plan import predicted_seconds
 from harness.run import local
-from harness.run.interleaving import comparison_groups
+from harness.run.rounds.interleaving import comparison_groups
 
 NAMES = sorted(path.stem for path in SWEEPS.glob("*.yaml"))
 

@@ -100,7 +100,13 @@ class TestInterrupt:
             check=True,
         )
         worker = subprocess.run(
-            [sys.executable, "-m", "harness.run.worker_main", "--events-fd=2", "--device=cpu"],
+            [
+                sys.executable,
+                "-m",
+                "harness.run.workers.worker_main",
+                "--events-fd=2",
+                "--device=cpu",
+            ],
             env=os.environ | {"ATTNBENCH_PARENT": gone.stdout.strip(), "PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,

@@ -17,7 +17,7 @@ from harness.bench.bench import Bench
 from harness.bench.outcome import WrongResult
 from harness.cases.case import Case
 from harness.request.compose import compose_request
-from harness.run.worker import why_unsupported
+from harness.run.workers.worker import why_unsupported
 from harness.tasks.attention.attention import AttentionTask
 from harness.tasks.lengths import ragged_lengths
 from kernels import Packing

@@ -19,7 +19,7 @@ from harness.reports.decoding.fusion_breakdown_figure import COLOURS
 from harness.reports.decoding.fusion_rows import PARTS
 from harness.request.compose import compose_request
 from harness.request.plan import predicted_seconds
-from harness.run.worker import why_unsupported
+from harness.run.workers.worker import why_unsupported
 from harness.tasks.decoding import decode_check
 from harness.tasks.decoding.decode_call import DecodeCall
 from harness.tasks.decoding.prefill_call import PrefillCall

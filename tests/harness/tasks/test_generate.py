@@ -10,7 +10,7 @@ from profiles import case_of, run
 
 from harness.bench.copy_bandwidth import COPY_BYTES, measured_gb_s
 from harness.bench.outcome import WrongResult
-from harness.run.worker import why_unsupported
+from harness.run.workers.worker import why_unsupported
 from models.generation import Generator
 
 

@@ -13,7 +13,7 @@ from harness.bench.bench import Bench
 from harness.cases.case import Case
 from harness.render.table import Table, build_table
 from harness.request.compose import compose_request
-from harness.run.worker import why_unsupported
+from harness.run.workers.worker import why_unsupported
 from harness.store.record import Record
 from harness.tasks.precision.audit import compare
 

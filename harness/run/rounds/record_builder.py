@@ -9,7 +9,7 @@ from typing import Any
 from harness.cases.case import Case
 from harness.cases.source import source_of
 from harness.gate.findings import join_checks
-from harness.run.worker_group import Reply
+from harness.run.children.reply import Reply
 from harness.statuses import STATUSES
 from harness.store.record import Phase, Record, Round
 from harness.store.rounds import Rounds, conditions

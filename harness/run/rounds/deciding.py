@@ -19,8 +19,8 @@ from typing import Any
 from harness.cases.case import Case, label
 from harness.cases.columns import POINTS
 from harness.cases.hardware import find_hardware
-from harness.run.options import RunOptions
-from harness.run.record_builder import RecordBuilder
+from harness.run.rounds.options import RunOptions
+from harness.run.rounds.record_builder import RecordBuilder
 
 AUTO_BUDGET_S = (20.0, 300.0)
 """Without ``budget_s=``, added rounds of a batch of cases take as long as its first rounds did, but

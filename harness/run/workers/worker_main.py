@@ -12,12 +12,12 @@ import signal
 import sys
 
 from harness.run.children import family
-from harness.run.children.guard_main import MARK as PARENT
+from harness.run.children.guard_main import MARK
 from harness.run.children.worker_side import Channel
 
 
 def main() -> None:
-    die_with_parent(int(os.environ[PARENT].partition("-")[0]))
+    die_with_parent(int(os.environ[MARK].partition("-")[0]))
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--events-fd", type=int, required=True)
     known, further = parser.parse_known_args()
@@ -26,7 +26,7 @@ def main() -> None:
     # again takes a fifth of the time; the worker collects from when it is ready.
     gc.disable()
     # Only now, after the process is tied to its parent: this imports torch.
-    from harness.run.worker import main as work
+    from harness.run.workers.worker import main as work
 
     work(channel, further)
 

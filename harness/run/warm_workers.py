@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from harness.cases.case import Case
-from harness.run.hosts import Hosts
-from harness.run.options import RunOptions
-from harness.run.record_builder import RecordBuilder
-from harness.run.worker_group import WorkerGroup
+from harness.run.nodes.hosts import Hosts
+from harness.run.rounds.options import RunOptions
+from harness.run.rounds.record_builder import RecordBuilder
+from harness.run.workers.worker_group import WorkerGroup
 
 START_S = {"cpu": 3.0, "cuda": 6.0}
 """To start a worker; NCCL takes about as long again."""
@@ -62,7 +62,9 @@ class Workers:
             group = self._group = WorkerGroup(
                 device=case.device,
                 world_size=case.world_size,
-                options=self._options,
+                results=self._options.results,
+                timeout_s=self._options.timeout_s,
+                vote_timeout_s=self._options.vote_timeout_s,
                 caches=self._caches.name,
                 hosts=self._hosts,
                 dynamo=case.uses_dynamo,

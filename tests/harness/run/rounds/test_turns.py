@@ -18,8 +18,8 @@ from fake_workers import Bench, Host, Listener, stand_in
 from harness.cases.case import Case
 from harness.request.compose import compose_request
 from harness.run import runner
-from harness.run.interleaving import turns
-from harness.run.options import RunOptions
+from harness.run.rounds.interleaving import turns
+from harness.run.rounds.options import RunOptions
 from harness.run.runner import Runner
 
 ROUNDS = 4

@@ -50,7 +50,9 @@ TRACEBACK_CHARACTERS = 50_000
 
 
 def main(channel: Channel, words: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m harness.run.worker_main", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m harness.run.workers.worker_main", description=__doc__
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--local-rank", type=int, default=0)

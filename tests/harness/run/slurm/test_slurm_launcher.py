@@ -25,15 +25,15 @@ from harness.request.choices import choices
 from harness.request.compose import Request, compose_request
 from harness.request.session import run_request
 from harness.run import run_folder
-from harness.run.agent import serve_agent
-from harness.run.hosts import Hosts, clocks_differ
+from harness.run.children.rank import RankStart
 from harness.run.launcher import LaunchError, PendingCases
+from harness.run.nodes.agent import serve_agent
 from harness.run.nodes.handshake import Keys
+from harness.run.nodes.hosts import Hosts, clocks_differ
 from harness.run.nodes.link import Link
 from harness.run.nodes.messages import Start
 from harness.run.nodes.secret import derived_key, new_secret
-from harness.run.options import RunOptions
-from harness.run.rank import RankStart
+from harness.run.rounds.options import RunOptions
 from harness.run.run_folder import RunFolder, TaskState, runs_of
 from harness.run.runner import Runner
 from harness.run.slurm import commands as slurm

@@ -13,8 +13,9 @@ import msgspec
 
 from harness import __version__
 from harness.run.children.deadline import POLL_S
-from harness.run.hosts import CONNECT_TIMEOUT_S
+from harness.run.children.rank import LOG_LINES, LocalRank, RankStart, start_rank
 from harness.run.nodes.entry import enter
+from harness.run.nodes.hosts import CONNECT_TIMEOUT_S
 from harness.run.nodes.link import Link
 from harness.run.nodes.messages import (
     Ended,
@@ -27,7 +28,6 @@ from harness.run.nodes.messages import (
     Start,
     WantLog,
 )
-from harness.run.rank import LOG_LINES, LocalRank, RankStart, start_rank
 
 
 def serve_agent(*, address: str, port: int, rank: int, key: bytes, run: str, logs: Path) -> int:

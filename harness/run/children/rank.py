@@ -18,13 +18,13 @@ from typing import IO, Any, Protocol
 from harness.paths import ROOT
 from harness.run.children import family
 from harness.run.children.events import EventReader
+from harness.run.children.guard_main import MARK
 from harness.run.children.worker_log import WorkerLog, prune
-from harness.run.worker_main import PARENT
 
 LOG_LINES = 20
 """The last lines of a worker's log that go into a failed record."""
 
-ENTRY = "harness.run.worker_main"
+ENTRY = "harness.run.workers.worker_main"
 """The module that a worker's process runs."""
 
 _READ_BYTES = 2**20
@@ -222,7 +222,7 @@ def start_rank(start: RankStart, *, logs: Path, caches: str) -> LocalRank:
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONUNBUFFERED": "1",
-        PARENT: mark,
+        MARK: mark,
         "LOCAL_RANK": str(start.local_rank),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     }

@@ -9,15 +9,15 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from harness.cases.case import Case
 from harness.run.children import events
 from harness.run.children.deadline import POLL_S, Deadline
-from harness.run.hosts import HostError, Hosts
-from harness.run.options import RunOptions
-from harness.run.rank import LocalRank, RankProcess, RankStart
+from harness.run.children.rank import LocalRank, RankProcess, RankStart
+from harness.run.children.reply import Reply
+from harness.run.nodes.hosts import HostError, Hosts
 
 # Importing torch from a cold disk can take most of a minute.
 START_TIMEOUT_S = 180.0
@@ -33,27 +33,13 @@ class WorkerStartError(RuntimeError):
     """A worker could not start; the message is one line and names the log."""
 
 
-@dataclass(kw_only=True, slots=True)
-class Reply:
-    """How one case, or one round of it, ended."""
-
-    outcomes: list[dict[str, Any]] = field(default_factory=list)
-    """The ranks' reports in the order of arrival; incomplete if the group broke."""
-    fault: str | None = None
-    """``timeout`` or ``failed`` if the group had to be ended."""
-    message: str = ""
-    healthy: bool = True
-    """Whether the group can take another case."""
-    last_stages: list[str] = field(default_factory=list)
-    lost: str = ""
-    """Why the group broke before it came to the case, which is to blame for nothing and has to be
-    measured by a new group; empty otherwise."""
-
-
 class WorkerGroup:
     """``world_size`` worker processes, started together and ended together.
 
     Args:
+        results: the folder that their logs and profiles go to.
+        timeout_s: the time limit of a case.
+        vote_timeout_s: how long a rank waits for the others' vote on a case.
         caches: a folder for what they compile, which outlives them.
     """
 
@@ -62,14 +48,16 @@ class WorkerGroup:
         *,
         device: str,
         world_size: int,
-        options: RunOptions,
+        results: Path,
+        timeout_s: float,
+        vote_timeout_s: float,
         caches: str,
         hosts: Hosts | None = None,
         dynamo: bool = False,
     ) -> None:
         self.device = device
         self.world_size = world_size
-        self._profiles = options.results / "profiles"
+        self._profiles = results / "profiles"
         self._job = 0
         """The number of the last job; events of earlier ones are late."""
         self._began: set[int] = set()
@@ -82,7 +70,7 @@ class WorkerGroup:
         hosts = hosts or Hosts()
         self._selector = selectors.DefaultSelector()
         self._scratch = tempfile.TemporaryDirectory(prefix="attnbench-")
-        logs = options.results / "logs"
+        logs = results / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         try:
             rendezvous = hosts.rendezvous(world_size, self._scratch.name)
@@ -93,8 +81,8 @@ class WorkerGroup:
                     ranks_on_host=world_size,
                     world_size=world_size,
                     device=device,
-                    vote_timeout_s=options.vote_timeout_s,
-                    timeout_s=options.timeout_s,
+                    vote_timeout_s=vote_timeout_s,
+                    timeout_s=timeout_s,
                     rendezvous=rendezvous,
                     dynamo=dynamo,
                 )

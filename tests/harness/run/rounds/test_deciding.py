@@ -14,11 +14,11 @@ from fake_workers import Bench, Host, Listener, Turn, stand_in
 from harness.analysis.verdicts import LOOKS, decide, looks_at
 from harness.bench.bench import Bench as RankBench
 from harness.request.compose import compose_request
-from harness.run.case_group import CaseGroup
-from harness.run.deciding import AUTO_BUDGET_S, Budget, affordable, pairs_of, stop_reason
-from harness.run.options import RunOptions
-from harness.run.record_builder import RecordBuilder
-from harness.run.worker_group import Reply
+from harness.run.children.reply import Reply
+from harness.run.rounds.case_group import CaseGroup
+from harness.run.rounds.deciding import AUTO_BUDGET_S, Budget, affordable, pairs_of, stop_reason
+from harness.run.rounds.options import RunOptions
+from harness.run.rounds.record_builder import RecordBuilder
 
 DECIDED: dict[str, Any] = {
     "rounds": 5,

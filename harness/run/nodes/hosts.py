@@ -1,7 +1,7 @@
 """The hosts of a run: which ranks run on which, and the leader's side of ranks on other hosts.
 
 The leader (rank 0's host) listens at the rendezvous endpoint; every other rank has an agent
-(:mod:`harness.run.agent`) that connects to it and stays while cases are measured, so that a
+(:mod:`harness.run.nodes.agent`) that connects to it and stays while cases are measured, so that a
 group of workers that broke can be started again. On Slurm an agent is one of the job's tasks and
 the endpoint comes from the job's environment; elsewhere a user starts the same command on every
 host and names the endpoint. Both ends of a connection prove that they know the run's secret
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import __version__
+from harness.run.children.rank import RankProcess, RankStart, start_rank
 from harness.run.nodes import address as addresses
 from harness.run.nodes.door import Door
 from harness.run.nodes.errors import HostError
@@ -33,7 +34,6 @@ from harness.run.nodes.messages import (
     Start,
     WantLog,
 )
-from harness.run.rank import RankProcess, RankStart, start_rank
 
 CONNECT_TIMEOUT_S = 300.0
 """How long hosts wait for each other; one node of a job may start minutes after another."""

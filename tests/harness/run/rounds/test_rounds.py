@@ -25,7 +25,7 @@ import harness.store.rounds
 from harness.request import session
 from harness.request.compose import compose_request
 from harness.request.plan import SETUP_S, plan_cases, predicted_seconds
-from harness.run.options import RunOptions
+from harness.run.rounds.options import RunOptions
 from harness.run.run_folder import RunFolder, TaskState
 from harness.run.runner import Runner
 from harness.run.slurm.task import Leader, ShareTask, _Watchful

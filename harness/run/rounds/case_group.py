@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from harness.cases.case import Case
-from harness.run.deciding import (
+from harness.run.rounds.deciding import (
     Pair,
     hidden_pairs,
     is_open,
@@ -16,8 +16,8 @@ from harness.run.deciding import (
     reasons_hidden,
     stop_reason,
 )
-from harness.run.options import RunOptions
-from harness.run.record_builder import RecordBuilder
+from harness.run.rounds.options import RunOptions
+from harness.run.rounds.record_builder import RecordBuilder
 from harness.store.record import RecordStore
 
 
