@@ -49,12 +49,12 @@ class Limits:
     @property
     def vote_s(self) -> float:
         """How long ranks wait for each other: longer than a whole healthy case."""
-        return round(2 + 4 * self.healthy_s, 1)
+        return round(1 + 2 * self.healthy_s, 1)
 
     @property
     def case_s(self) -> float:
         """How long a case may take: a failing vote in it, and more than three healthy cases."""
-        return round(1 + 2 * self.vote_s, 1)
+        return round(1 + self.vote_s + 3 * self.healthy_s, 1)
 
     def arguments(self) -> tuple[str, str]:
         return f"timeout_s={self.case_s}", f"launcher.vote_timeout_s={self.vote_s}"

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,9 @@ def run(
 
 
 @pytest.fixture(scope="module")
-def single(tmp_path_factory: pytest.TempPathFactory, command: Command) -> Ended:
+def single(
+    tmp_path_factory: pytest.TempPathFactory, command: Command, waiting: Future[Ended]
+) -> Ended:
     return run(tmp_path_factory.mktemp("single"), command, {"attention": list(SINGLE)})
 
 
@@ -108,15 +111,25 @@ def limits(two_ranks: Ended) -> Limits:
 
 
 @pytest.fixture(scope="module")
-def timed_out(tmp_path_factory: pytest.TempPathFactory, command: Command, limits: Limits) -> Ended:
+def waiting(
+    tmp_path_factory: pytest.TempPathFactory, command: Command, limits: Limits
+) -> Iterator[Future[Ended]]:
+    """The sweep that time limits end, which leaves its cores to the tests of the others."""
     one, *two = TIMED_OUT
-    return run(
-        tmp_path_factory.mktemp("timed_out"),
-        command,
-        {"attention": one},
-        {"attention": two, "parallel": "ddp_bucketed"},
-        arguments=limits.arguments(),
-    )
+    with ThreadPoolExecutor() as pool:
+        yield pool.submit(
+            run,
+            tmp_path_factory.mktemp("timed_out"),
+            command,
+            {"attention": one},
+            {"attention": two, "parallel": "ddp_bucketed"},
+            arguments=limits.arguments(),
+        )
+
+
+@pytest.fixture(scope="module")
+def timed_out(waiting: Future[Ended]) -> Ended:
+    return waiting.result()
 
 
 def without_marks(cell: str) -> float:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,9 @@ STATUSES = {
 
 ENDED_BY_LIMITS = ("split_fault_raise", "split_fault_raise_backward", "split_fault_hang", "naive")
 """Rank 0 waits for keys until a vote, or the case, runs out of time; the last one works again."""
+
+SCHEMES = {"send_recv": "zigzag", "symmetric": "llama3"}
+"""By transport, the scheme that is measured over it."""
 
 VOTE_TIMEOUT_S = 60.0
 """The default, which no healthy vote comes near."""
@@ -86,15 +90,34 @@ class Sweep:
         return {record["case"]["attention"]["kernel"]: record for record in records}
 
 
-@pytest.fixture(scope="module", params=[("zigzag", "send_recv"), ("llama3", "symmetric")])
-def ended(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, command: Command
-) -> Ended:
-    scheme, transport = request.param
-    folder = tmp_path_factory.mktemp("split")
-    sweep = Sweep(folder=folder, command=command, scheme=scheme, transport=transport)
+@pytest.fixture(scope="module")
+def sweeps(
+    tmp_path_factory: pytest.TempPathFactory, command: Command
+) -> Iterator[dict[str, Future[Ended]]]:
+    """By transport, side by side: what takes time in them is that ranks wait for each other."""
+    with ThreadPoolExecutor() as pool:
+        yield {
+            transport: pool.submit(
+                _ended,
+                Sweep(
+                    folder=tmp_path_factory.mktemp(transport),
+                    command=command,
+                    scheme=scheme,
+                    transport=transport,
+                ),
+            )
+            for transport, scheme in SCHEMES.items()
+        }
+
+
+@pytest.fixture(scope="module", params=SCHEMES)
+def ended(request: pytest.FixtureRequest, sweeps: dict[str, Future[Ended]]) -> Ended:
+    return sweeps[request.param].result()
+
+
+def _ended(sweep: Sweep) -> Ended:
     statuses = dict(STATUSES)
-    if transport == "symmetric":
+    if sweep.transport == "symmetric":
         # Over either transport a rank that gives up in the backward pass does so alike.
         del statuses["split_fault_raise_backward"]
     at_once = [name for name in statuses if name not in ENDED_BY_LIMITS]
@@ -102,7 +125,7 @@ def ended(
     limits = Limits(healthy_s=sweep.records()["split_fault_none"]["wall_s"])
     # With all of them, so that the table has all; those that are recorded are left as they are.
     second = sweep.run(list(statuses), *limits.arguments())
-    (table,) = folder.glob("results/sweeps/*/tables/context_parallel.md")
+    (table,) = sweep.folder.glob("results/sweeps/*/tables/context_parallel.md")
     return Ended(
         limits=limits,
         statuses=statuses,
