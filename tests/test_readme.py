@@ -7,11 +7,12 @@ import importlib.util
 import json
 import re
 import tomllib
+from collections.abc import Callable
 
 import pandas as pd
 import pytest
 
-import harness
+from harness.analysis.loading import load_frames
 from harness.commands.writeup import ROWS_IN_MARKDOWN
 from harness.paths import ROOT
 from harness.render.files import to_markdown
@@ -32,7 +33,13 @@ def table_of(sweep: str, name: str) -> Table | None:
 
 @functools.cache
 def frame_of(sweep: str) -> pd.DataFrame:
-    return harness.load(RESULTS, sweep=sweep)
+    return frames()(sweep)
+
+
+@functools.cache
+def frames() -> Callable[[str | None], pd.DataFrame]:
+    """As ``harness.load`` makes them, of records that are read once for all sweeps."""
+    return load_frames(RESULTS)
 
 
 # Commands, choices and links

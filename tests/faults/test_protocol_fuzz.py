@@ -11,7 +11,8 @@ import msgspec
 import pytest
 from agents import KEY, leader
 from fault_folders import GUARD_S
-from hypothesis import HealthCheck, given, settings
+from fuzzing import fuzz
+from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.run.nodes import link
@@ -20,11 +21,7 @@ from harness.run.nodes.link import Link
 from harness.run.nodes.messages import FROM_AGENT, FROM_LEADER
 from harness.run.nodes.outcomes import OutcomeError, decode_outcome
 
-FUZZ = settings(
-    max_examples=40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
+FUZZ = fuzz(40)
 
 VALUES = st.recursive(
     st.none()
@@ -169,7 +166,7 @@ def test_a_changed_stream_ends_where_it_was_changed(
 
 def test_a_leader_lets_its_agent_in_whatever_strangers_send() -> None:
     @given(data=st.binary(max_size=2000) | st.lists(LINES, max_size=4).map(b"\n".join))
-    @settings(FUZZ, max_examples=40)
+    @FUZZ
     def knock(data: bytes) -> None:
         with led.connect() as knocking, suppress(ConnectionError):
             knocking.sendall(data)

@@ -14,6 +14,7 @@ from typing import Any, cast
 import pytest
 import submitit
 from announced import announced, manifest
+from fuzzing import fuzz, with_duplicates
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -116,6 +117,14 @@ class TestWrongTypes:
                 path.write_text(json.dumps(put(whole, place, value)), encoding="utf-8")
                 assert [case.case_id for case in look(results).cases] == ["case-1", "case-2"]
 
+    def test_of_a_key_that_stands_twice_the_last_counts(self, results: Path) -> None:
+        before = look(results)
+        for path in run_file(results).parent.glob("*.json"):
+            path.write_text(with_duplicates(json.loads(path.read_bytes())), encoding="utf-8")
+        assert look(results).cases == before.cases
+        assert len(read_runs(results)[0]) == 1
+
+    @fuzz(100)
     @given(text=st.binary(max_size=200) | st.text('[{"1,:}]', max_size=100).map(str.encode))
     def test_junk(self, text: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
         results = tmp_path_factory.mktemp("junk")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import lzma
 import os
@@ -14,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from fuzzing import fuzz, with_duplicates
+from hypothesis import given
 from hypothesis import strategies as st
 from mutations import STRANGE, changed, examples, paths, plan_of, write_folder
 from records import make_record, write_plan
@@ -405,12 +407,7 @@ def act(results: Path) -> None:
     assert "\n" not in said
 
 
-FUZZ = settings(
-    max_examples=12,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
+FUZZ = fuzz(12)
 
 
 @FUZZ
@@ -488,7 +485,7 @@ ROUNDS = {
 }
 
 
-@settings(FUZZ, max_examples=150)
+@fuzz(150)
 @given(
     path=st.sampled_from([*paths(ROUNDS, depth=6)]),
     how=st.sampled_from(["replaced", "dropped", "added"]),
@@ -516,6 +513,40 @@ def test_any_field_of_finished_rounds_may_be_anything(
     assert isinstance(found, Rounds)
     assert all(len(ranks) == len(found.outcomes[0]) for ranks in found.outcomes)
     assert all(isinstance(rank["samples_ms"], dict) for ranks in found.outcomes for rank in ranks)
+
+
+def test_of_a_key_that_stands_twice_the_last_counts(tmp_path: Path) -> None:
+    """As Python and most other parsers read it, in records, plans and finished rounds alike."""
+    store = RecordStore(tmp_path / "results")
+    write_folder(store.results, MADE, plan=PLAN)
+    rounds = RoundStore(store)
+    rounds.folder.mkdir()
+    (rounds.folder / "a-0123456789.json").write_text(json.dumps(ROUNDS), encoding="utf-8")
+    before = *store.load(), read_plan(store.results, "all"), rounds.find("a-0123456789")
+    for path in store.results.rglob("*.json"):
+        path.write_text(with_duplicates(json.loads(path.read_bytes())), encoding="utf-8")
+    again = RecordStore(store.results)
+    after = *again.load(), read_plan(store.results, "all"), rounds.find("a-0123456789")
+    assert after == before
+    act(store.results)
+
+
+def test_every_field_of_a_record_with_a_value_of_every_kind(tmp_path: Path) -> None:
+    """It is read, or set aside in one line; places inside the fields have some of the values."""
+    store = RecordStore(tmp_path)
+    store.create()
+    path = store.path(MADE[0]["case_id"], 1)
+    whole = {place: index for index, place in reversed(SHALLOW)}
+    assert {"case", "phases", "memory", "notes", "round_states"} <= {place[0] for place in whole}
+    values = itertools.cycle(STRANGE)
+    problems = []
+    for place, index in whole.items():
+        for strange in STRANGE if len(place) == 1 else [next(values)]:
+            text = json.dumps(changed(MADE[index], place, "replaced", strange))
+            path.write_text(text, encoding="utf-8")
+            problems += store.load()[1]
+    assert len(problems) > len(whole)
+    assert all(problem.isprintable() for problem in problems)
 
 
 def test_a_plan_names_its_own_folder_and_tables(store: RecordStore) -> None:

@@ -13,10 +13,20 @@ from harness.store.record import RecordStore
 
 RESULTS = ROOT / "results"
 
+
+def nested(depth: int, kind: list[Any] | dict[str, Any]) -> Any:
+    """A list or an object inside another, so many deep."""
+    value: Any = None
+    for _ in range(depth):
+        value = [value] if isinstance(kind, list) else {"a": value}
+    return value
+
+
 STRANGE: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1, 0.5, -2.5, 10**25, 2**63, 1e308, float("nan"), float("inf")),
     *("", "x", "NaN", "-Infinity", "\udc80", "=1+1", "<script>", "\x1b[2J", "../../x", "a|b\nc"),
     *([], [0], [None], [[]], [[-1.0]], ["x"], [[1.0], [1.0, 2.0]], [{}], [[[{}]]]),
+    *(10**400, "x" * 100_000, "\ud800", nested(200, []), nested(200, {})),
     *({}, {"": None}, {"name": 1}, {"name": "naive"}, {"x": [1, {"y": []}]}),
 )
 """Values of every JSON type, among them those that readers are least prepared for."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import pandas as pd
 
@@ -14,7 +15,7 @@ from harness.reports.context.split_rows import split_calls
 from harness.sentences.findings import by_name, sentence, span, told
 from parallel import BACKENDS
 from parallel.context.attention import SequenceParallelAttention
-from parallel.context.blocks.balance import count_flops
+from parallel.context.blocks.balance import Balance, count_flops
 from parallel.context.blocks.layouts import Contiguous, Layout
 
 CAPTION = (
@@ -115,7 +116,13 @@ def _layout(scheme: str, num_ranks: int) -> Layout:
 
 def _predicted(layout: Layout, length: int, gathers: bool) -> tuple[float, float]:
     """Imbalance and lockstep cost by pairs; a gather has one step for all keys."""
-    balance = count_flops(layout, length, num_heads=1, head_dim=1, block_q=1, block_k=1)
+    balance = _counted(layout, length)
     flops = balance.per_rank("pair")
     imbalance = max(flops) / (sum(flops) / len(flops))
     return imbalance, imbalance if gathers else balance.lockstep_cost("pair")
+
+
+@cache
+def _counted(layout: Layout, length: int) -> Balance:
+    """By pairs; a tile as long as the sequence, since tiles are not looked at."""
+    return count_flops(layout, length, num_heads=1, head_dim=1, block_q=length, block_k=length)
