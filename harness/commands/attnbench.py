@@ -5,7 +5,8 @@ Flags (``--cfg job``, ``--info``) are Hydra's own; its ``--help`` is written by
 :mod:`harness.request.compose`, so that every error is one line and every command a sweep.
 ``attnbench backends`` is the one subcommand: it runs nothing and lists what can run.
 Exit codes: 0 all cases have a result, 1 some failed, 2 the command is wrong, 129 the terminal was
-closed (SIGHUP), 130 interrupted (SIGINT, SIGTERM). They do not depend on who reads the output.
+closed (SIGHUP), 130 interrupted (SIGINT, SIGTERM). Who stops reading the output changes none of
+them; where it cannot be written, as on a full disk, 1 takes the place of 0.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ import hydra
 from hydra._internal.utils import get_args_parser
 
 from harness.commands.backends import main as list_backends
+from harness.commands.output import begin_measuring
 from harness.paths import CONF
+from harness.printing import warn
 from harness.request.compose import compose_request
 from harness.request.config_store import store_everything
 from harness.request.help import help_text, template
@@ -80,7 +83,7 @@ def _no_such_flag(item: str, arguments: list[str]) -> str:
 
 
 def _nothing_to_run(config: object) -> None:
-    print("attnbench: leave the flag out to run cases", file=sys.stderr)
+    warn("leave the flag out to run cases")
 
 
 def run(arguments: list[str]) -> int:
@@ -91,6 +94,8 @@ def run(arguments: list[str]) -> int:
             request = compose_request(arguments)
         except ValueError as error:
             return _complain(str(error))
+        if not request.plan:
+            begin_measuring()
         return run_request(request)
     except KeyboardInterrupt as stopped:
         # While Python shuts down, its own handlers are gone already.
@@ -98,7 +103,8 @@ def run(arguments: list[str]) -> int:
             signal.signal(number, signal.SIG_IGN)
         # Following jobs, it says what goes on.
         said = str(stopped) or "stopped; the same command goes on where this one ended"
-        print(f"\nattnbench: {said}", file=sys.stderr)
+        print(file=sys.stderr)
+        warn(said)
         sys.stdout.flush()
         return HUNG_UP if _stopped_by == signal.SIGHUP else INTERRUPTED
 
@@ -131,5 +137,5 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 def _complain(message: str) -> int:
     """One line on standard error."""
-    print(f"attnbench: {' '.join(message.split())}", file=sys.stderr)
+    warn(" ".join(message.split()))
     return USAGE

@@ -7,7 +7,6 @@ same problem with one thing changed at a time.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +16,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from harness.cases import format as fmt
+from harness.printing import warn
+from harness.terminal import PrintableConsole
 from kernels import Attention, AttentionBackend, AttentionProblem, DenseAttention
 from kernels.decoding import DecodeProblem
 from parallel import BACKENDS
@@ -77,12 +78,12 @@ def main(arguments: list[str]) -> int:
     try:
         device = _device(arguments)
     except ValueError as error:
-        print(f"attnbench: {error}", file=sys.stderr)
+        warn(error)
         return 2
     backends = [entry.target(name=entry.name, **entry.preset) for entry in BACKENDS]
     schemes = [item for item in backends if isinstance(item, SequenceParallelAttention)]
     rows = [features_of(item, device) for item in backends if item not in schemes]
-    console = Console(soft_wrap=False)
+    console = PrintableConsole(soft_wrap=False)
     _print(rows, device, console)
     for line in _split(schemes, device):
         console.print(f"\n{line}", highlight=False, soft_wrap=True)

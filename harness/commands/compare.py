@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
-from rich.console import Console
 
 from harness.analysis.comparison import fullest_phase, host_marks, paired
 from harness.analysis.frame import build_frame
@@ -28,6 +27,7 @@ from harness.analysis.row_verdicts import interval_cells, reasons, rule_words
 from harness.analysis.verdicts import EQUIVALENCE
 from harness.cases import format as fmt
 from harness.cases.columns import POINTS, point_groups
+from harness.printing import say, warn
 from harness.render.figure import CaptionedFigure, save
 from harness.render.files import put, render_terminal, to_csv, to_markdown
 from harness.render.latex import to_latex
@@ -36,6 +36,9 @@ from harness.render.table import Column, Table, make_table
 from harness.reports.general.ratios_figure import draw_comparison
 from harness.store.attempts import Records
 from harness.store.record import Record, RecordStore
+from harness.terminal import PrintableConsole
+
+COMMAND = "attnbench-compare"
 
 Attempts = Mapping[tuple[str, int], Record]
 """Records by case id and number of the attempt."""
@@ -68,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
         sides = _sides(options.a, options.b, options.folder)
         rows = compared(sides, options.metric, options.same / 100)
     except ValueError as error:
-        print(f"attnbench-compare: {error}", file=sys.stderr)
+        warn(error, command=COMMAND)
         return 2
     differing = differences(sides)
     table = comparison_table(rows, sides.names, options.metric, differing)
@@ -77,18 +80,18 @@ def main(arguments: list[str] | None = None) -> int:
         drawn = draw_comparison(rows, sides.names, options.bound, differing)
         paths = _write(table, drawn, output)
     except OSError as error:
-        print(f"attnbench-compare: {output}: cannot be written ({error})", file=sys.stderr)
+        warn(f"{output}: cannot be written ({error})", command=COMMAND)
         return 2
-    console = Console(soft_wrap=False)
+    console = PrintableConsole(soft_wrap=False)
     shown, elsewhere = _for_terminal(rows)
     if len(shown):
         render_terminal(comparison_table(shown, sides.names, options.metric, differing), console)
     if elsewhere:
-        console.print(elsewhere, highlight=False, soft_wrap=True)
+        say(elsewhere)
     for path in paths:
-        console.print(f"  {path}", highlight=False, soft_wrap=True)
+        say(f"  {path}")
     regressed = regressions(rows, options.bound) if options.bound is not None else rows.iloc[:0]
-    print(summary(rows, sides, options.bound, len(regressed)))
+    say(summary(rows, sides, options.bound, len(regressed)))
     return 1 if len(regressed) else 0
 
 
@@ -208,7 +211,7 @@ def _load(results: Path, key: str) -> Attempts:
         raise ValueError(f"{key}={results}: no such folder")
     records, problems = RecordStore(results).load_attempts()
     for problem in problems:
-        print(f"attnbench-compare: {problem}; left out", file=sys.stderr)
+        warn(f"{problem}; left out", command=COMMAND)
     if not records:
         raise ValueError(f"{key}={results}: holds no readable records (records/*.json)")
     return records

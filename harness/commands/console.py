@@ -7,13 +7,12 @@ import sys
 
 from harness.commands import lazy_imports
 from harness.commands.output import Streams
+from harness.printing import warn
 
 LOST = 1
 USAGE = 2
 INTERRUPTED = 130
 """Exit codes: what a command prints could not be written, it is wrong, and after Ctrl-C."""
-
-GOES_ON = "the command goes on, and all that it measures is recorded"
 
 
 def attnbench() -> int:
@@ -52,18 +51,18 @@ def cancel() -> int:
 
 
 def _start(command: str, function: str = "main") -> int:
-    measures = command == "attnbench"
     name = "attnbench-cancel" if function == "cancel_main" else f"attnbench-{command}"
-    streams = Streams("attnbench", GOES_ON) if measures else Streams(name)
+    streams = Streams(name if command != "attnbench" else "attnbench")
     try:
         streams.install()
         lazy_imports.install()
         code = _run(command, function)
         sys.stdout.flush()
     except KeyboardInterrupt:
-        print("\nattnbench: stopped", file=sys.stderr)
+        print(file=sys.stderr)
+        warn("stopped")
         return INTERRUPTED
-    return LOST if code == 0 and streams.lost and not measures else code
+    return LOST if code == 0 and streams.lost else code
 
 
 def _run(command: str, function: str) -> int:
@@ -73,6 +72,11 @@ def _run(command: str, function: str) -> int:
     try:
         module = importlib.import_module(f"harness.commands.{command}")
         return int(getattr(module, function)())
+    except SystemExit as ended:
+        # After --help, or where arguments are wrong.
+        if ended.code is None or isinstance(ended.code, int):
+            return ended.code or 0
+        raise
     except RegistryError as error:
-        print(f"attnbench: {error}", file=sys.stderr)
+        warn(error)
         return USAGE

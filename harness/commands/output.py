@@ -2,8 +2,8 @@
 
 A reader may go away (``| head``), a terminal may be closed, a disk may be full, a descriptor may be
 closed from the start, and an encoding may lack the characters of a table. From the first write that
-fails the rest of that stream goes nowhere, so a command finishes what it does and its exit code
-says how that ended.
+fails the rest of that stream goes nowhere, and a command finishes what it does. A reader that has
+gone had read enough; of any other loss the command says so in one line, and its exit code is not 0.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import select
 import sys
 from collections.abc import Callable
 from typing import IO, Any, cast
+
+from harness.printing import PrintableStream, warn
 
 LEGIBLE = "attnbench-legible"
 """The name of the handler that replaces characters which an encoding lacks."""
@@ -33,40 +35,57 @@ SIMILAR = dict(
 """One character for one, so that the columns of a table stay where they are."""
 
 
+GOES_ON = "the command goes on, and all that it measures is recorded"
+
+
 class Streams:
     """The standard streams of one command.
 
     Args:
         command: its name, for the line about a lost output.
-        goes_on: the end of that line, for a command that does more than write its output; such a
-            one says so too when a reader has gone, and others end quietly then.
     """
 
-    def __init__(self, command: str, goes_on: str = "") -> None:
+    def __init__(self, command: str) -> None:
         self._command = command
-        self._goes_on = goes_on
+        self._is_terminal = False
+        self.measures = False
+        """Whether the command does more than write its output. Such a one says so too when a reader
+        has gone, and may do without an output from the start, as in the background."""
         self.lost: OSError | None = None
         """Why standard output could not be written, unless its reader had read enough."""
 
     def install(self) -> None:
         """Put steady streams in the place of ``sys.stdout`` and ``sys.stderr``."""
+        global _installed
+        _installed = self
         codecs.register_error(LEGIBLE, replace_character)
         _open_closed()
+        self._is_terminal = os.isatty(1)
         sys.stdin = sys.stdin or os.fdopen(0, encoding="utf-8", closefd=False)
         sys.stdout = _steady(sys.stdout, 1, self._output_lost)
         sys.stderr = _steady(sys.stderr, 2, lambda error: None)
 
     def _output_lost(self, error: OSError) -> None:
-        if error.errno != errno.EPIPE:
-            self.lost = error
-        elif not self._goes_on:
+        if self.measures and error.errno == errno.EBADF:
             return
-        end = f"; {self._goes_on}" if self._goes_on else ""
-        print(
-            f"{self._command}: standard output cannot be written ({error.strerror}){end}",
-            file=sys.stderr,
-            flush=True,
+        if error.errno != errno.EPIPE and not self._is_terminal:
+            self.lost = error
+        elif not self.measures:
+            return
+        end = f"; {GOES_ON}" if self.measures else ""
+        warn(
+            f"standard output cannot be written ({error.strerror}){end}",
+            command=self._command,
         )
+
+
+_installed: Streams | None = None
+
+
+def begin_measuring() -> None:
+    """Say of the streams of this process's command that it measures."""
+    if _installed is not None:
+        _installed.measures = True
 
 
 def replace_character(error: UnicodeError) -> tuple[str | bytes, int]:
@@ -84,13 +103,13 @@ def _open_closed() -> None:
     """Open /dev/null in the place of closed standard descriptors.
 
     Otherwise a file opened later, such as a record, would get their numbers, and what somebody
-    prints would end up in it.
+    prints would end up in it. Writing to standard output fails as before.
     """
     for wanted in (0, 1, 2):
         try:
             os.fstat(wanted)
         except OSError:
-            fd = os.open(os.devnull, os.O_RDWR)
+            fd = os.open(os.devnull, os.O_RDWR if wanted == 2 else os.O_RDONLY)
             if fd != wanted:
                 os.dup2(fd, wanted)
                 os.close(fd)
@@ -103,7 +122,7 @@ def _steady(stream: IO[str] | None, fd: int, on_lost: Callable[[OSError], None])
     if stream is not None:
         stream.flush()
     is_prompt = fd == 2 or os.isatty(fd)
-    return io.TextIOWrapper(
+    return PrintableStream(
         cast(io.BufferedWriter, io.BufferedWriter(cast(Any, _SteadyFile(fd, on_lost)))),
         encoding=encoding,
         errors=LEGIBLE,

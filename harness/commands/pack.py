@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from harness.cases import format as fmt
+from harness.printing import say, warn
 from harness.run.run_folder import runs_of
 from harness.store.packing import Packed, PackingError, pack, unpack
 from harness.store.record import RecordStore, in_short
@@ -45,8 +46,8 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:
         return _complain(f"{store.folder}: {error.strerror}; what was not packed is still a file")
     for line in in_short(done.left):
-        print(f"attnbench-pack: {line}", file=sys.stderr)
-    print(_said(done, store, options.unpack))
+        warn(line, command="attnbench-pack")
+    say(_said(done, store, options.unpack))
     return 1 if done.left else 0
 
 
@@ -80,7 +81,7 @@ def _said(done: Packed, store: RecordStore, unpacked: bool) -> str:
 
 
 def _complain(message: str) -> int:
-    print(f"attnbench-pack: {message}", file=sys.stderr)
+    warn(message, command="attnbench-pack")
     return 2
 
 

@@ -6,10 +6,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from harness.escapes import printable
+from harness.printing import say, warn
 from harness.render.files import render_sweep
 from harness.store.record import RecordStore
 from harness.store.sweep_plan import planned_labels
+
+COMMAND = "attnbench-report"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -29,25 +31,25 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     results: Path = options.results
     if reason := _why_not(results, options.sweeps):
-        print(f"attnbench-report: {reason}", file=sys.stderr)
+        warn(reason, command=COMMAND)
         return 2
     records, problems = RecordStore(results).load()
     for problem in problems:
-        print(f"attnbench-report: {problem}", file=sys.stderr)
+        warn(problem, command=COMMAND)
     exit_code = 0
     for label in options.sweeps or planned_labels(results):
         try:
             rendered = render_sweep(results, label, records, problems)
         except ValueError as error:
-            print(f"attnbench-report: {printable(error)}", file=sys.stderr)
+            warn(error, command=COMMAND)
             exit_code = 2
             continue
         for problem in rendered.problems:
-            print(f"attnbench-report: {printable(f'{label}: {problem}')}", file=sys.stderr)
+            warn(f"{label}: {problem}", command=COMMAND)
             exit_code = 2
-        print(printable(f"{label}: {len(rendered.tables)} tables, report {rendered.report}"))
+        say(f"{label}: {len(rendered.tables)} tables, report {rendered.report}")
         if rendered.memory is not None:
-            print(f"{label}: {rendered.memory}")
+            say(f"{label}: {rendered.memory}")
     return exit_code
 
 

@@ -14,14 +14,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from harness.cases import format as fmt
-from harness.escapes import printable
+from harness.printing import say, warn
 from harness.run.nodes.hosts import CLOCK_TOLERANCE_S, clocks_differ
 from harness.run.processes import can_be_seen, is_of_this_boot, stop
 from harness.run.run_files import RunManifest, TaskState, read_bytes
 from harness.run.run_folder import RunFolder, attempts, read_runs
 from harness.run.slurm import commands as slurm
 from harness.run.slurm.answers import Answers, ask_slurm, note_cancelled
-from harness.run.slurm.jobs import identify
+from harness.run.slurm.jobs import arrays_of, identify, in_words
 from harness.store.heads import RecordHead, read_heads
 from harness.store.record import RecordStore, in_short
 from harness.store.sweep_plan import command_into, planned_labels, read_plan
@@ -304,12 +304,12 @@ def show(status: Status, *, everything: bool) -> None:
     words = [f"{counts[name]:,} {name}" for name in reversed(ORDER) if counts[name]]
     words += [f"{number:,} {name}" for name, number in counts.items() if name not in ORDER]
     left = "" if status.time_left_s is None else f"; about {_duration(status.time_left_s)} left"
-    print(f"{fmt.counted(len(status.cases), 'case')}: {', '.join(words) or 'none planned'}{left}")
+    say(f"{fmt.counted(len(status.cases), 'case')}: {', '.join(words) or 'none planned'}{left}")
     everything = everything or len(status.cases) <= LIST_ALL_UP_TO
     listed = [case for case in status.cases if everything or case.status in SHOWN]
     width = max((len(case.status) for case in listed), default=0)
     for case in listed:
-        print(printable(f"{case.status:<{width}}  {case.case_id}  {case.detail}".rstrip()))
+        say(f"{case.status:<{width}}  {case.case_id}  {case.detail}".rstrip())
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -327,14 +327,14 @@ def main(arguments: list[str] | None = None) -> int:
         _require_folder(options.results)
         status = look(options.results)
     except ValueError as error:
-        print(f"attnbench-status: {error}", file=sys.stderr)
+        warn(error, command="attnbench-status")
         return 2
     if options.json:
         print(json.dumps(asdict(status), indent=1))
         return 0
     show(status, everything=options.all)
     for warning in status.warnings:
-        print(f"attnbench-status: {printable(warning)}", file=sys.stderr)
+        warn(warning, command="attnbench-status")
     return 0
 
 
@@ -350,20 +350,45 @@ def cancel_main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         _require_folder(options.results)
-        lines = cancel(options.results, options.jobs)
+        runs, lines = read_runs(options.results)
+        if not options.jobs:
+            lines += stop_local(runs)
     except ValueError as error:
-        print(f"attnbench-cancel: {error}", file=sys.stderr)
+        warn(error, command="attnbench-cancel")
         return 2
-    print("\n".join(map(printable, lines)) or "nothing is queued or running")
-    return 0
+    problem = ""
+    try:
+        lines += cancel_jobs(options.results, runs, options.jobs)
+    except slurm.SlurmError as error:
+        problem = f"{error}; {_not_asked(runs)}"
+    except ValueError as error:
+        warn(error, command="attnbench-cancel")
+        return 2
+    if not lines and not problem:
+        lines = ["nothing is queued or running"]
+    for line in lines:
+        say(line)
+    if problem:
+        warn(problem, command="attnbench-cancel")
+    return 1 if problem else 0
 
 
-def cancel(results: Path, only: list[str]) -> list[str]:
-    """Cancel active jobs and local runs of the folder; returns a line for each.
+def stop_local(runs: list[tuple[RunFolder, RunManifest]]) -> list[str]:
+    """Stop the local runs among these that live; returns a line for each."""
+    return [
+        _stop(folder, run)
+        for folder, run in runs
+        if not run.is_submitted and folder.is_running(run)
+    ]
 
-    Raises ValueError if one of ``only`` is not among them.
+
+def cancel_jobs(
+    results: Path, runs: list[tuple[RunFolder, RunManifest]], only: list[str]
+) -> list[str]:
+    """Cancel active jobs of the folder; returns a line for each.
+
+    Raises SlurmError, and ValueError if one of ``only`` is not among them.
     """
-    runs, lines = read_runs(results)
     identify(runs)
     jobs = {job for _, run in runs if run.is_submitted for job in run.jobs if job}
     queue = slurm.queued(job.split("_")[0] for job in jobs)
@@ -376,11 +401,20 @@ def cancel(results: Path, only: list[str]) -> list[str]:
     slurm.cancel(sorted(chosen))
     note_cancelled(runs, chosen)
     arrays = Counter(job.split("_")[0] for job in chosen)
-    lines += [f"cancelled job {array} ({number} tasks)" for array, number in sorted(arrays.items())]
-    for folder, run in runs:
-        if not run.is_submitted and not only and folder.is_running(run):
-            lines.append(_stop(folder, run))
-    return lines
+    return [
+        f"cancelled job {array} ({fmt.counted(number, 'task')})"
+        for array, number in sorted(arrays.items())
+    ]
+
+
+def _not_asked(runs: list[tuple[RunFolder, RunManifest]]) -> str:
+    """What may go on where Slurm does not cancel it, in one line."""
+    submitted = [run for _, run in runs if run.is_submitted]
+    arrays = arrays_of(submitted)
+    unknown = any(None in run.jobs for run in submitted)
+    words = [in_words(arrays)] if arrays else []
+    words += ["jobs whose numbers are not known here"] if unknown else []
+    return f"not cancelled, should they be queued or running: {' and '.join(words)}"
 
 
 def _stop(folder: RunFolder, run: RunManifest) -> str:

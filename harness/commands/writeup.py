@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from harness.escapes import printable
+from harness.printing import say, warn
 from harness.render.figure import save
 from harness.render.files import put, to_markdown
 from harness.render.report import template
@@ -15,6 +15,8 @@ from harness.store.plain_json import readable_text
 from harness.writeup.document import Document, NumberedFigure, Section, collect, relative
 from harness.writeup.html import to_html
 from harness.writeup.latex import LatexError, compile_pdf, to_latex_document
+
+COMMAND = "attnbench-writeup"
 
 ROWS_IN_MARKDOWN = 40
 
@@ -40,26 +42,26 @@ def main(arguments: list[str] | None = None) -> int:
         document = collect(options.results)
         paths = write_document(document, folder)
     except (ValueError, LatexError) as error:
-        print(f"attnbench-writeup: {error}", file=sys.stderr)
+        warn(error, command=COMMAND)
         return 2 if isinstance(error, ValueError) else 1
     except OSError as error:
-        print(f"attnbench-writeup: {folder}: cannot be written ({error})", file=sys.stderr)
+        warn(f"{folder}: cannot be written ({error})", command=COMMAND)
         return 2
     for problem in document.problems:
-        print(f"attnbench-writeup: {printable(problem)}", file=sys.stderr)
+        warn(problem, command=COMMAND)
     tables = sum(len(section.tables) for section in document.sections)
     figures = sum(len(section.figures) for section in document.sections)
-    print(f"{len(document.sections)} sweeps, {tables} tables, {figures} figures")
+    say(f"{len(document.sections)} sweeps, {tables} tables, {figures} figures")
     for path in paths:
-        print(f"  {path}")
+        say(f"  {path}")
     if not any(path.suffix == ".pdf" for path in paths):
-        print("  no PDF: pdflatex is not installed (apt-get install texlive-latex-recommended)")
+        say("  no PDF: pdflatex is not installed (apt-get install texlive-latex-recommended)")
     if document.gaps:
         count = len(document.gaps)
         words = "thing is missing; the document says how to make it"
         if count > 1:
             words = "things are missing; the document says how to make them"
-        print(f"{count} {words}")
+        say(f"{count} {words}")
     return 0
 
 

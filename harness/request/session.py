@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -11,7 +10,7 @@ from rich.console import Console
 from harness.cases import format as fmt
 from harness.cases.case import Case
 from harness.cases.recorded import load_for
-from harness.escapes import printable
+from harness.printing import say, warn
 from harness.request.compose import Request
 from harness.request.plan import (
     PlannedCases,
@@ -32,6 +31,7 @@ from harness.store.attempts import Records
 from harness.store.record import RecordStore, in_short
 from harness.store.rounds import RoundStore
 from harness.store.sweep_plan import write_plan
+from harness.terminal import PrintableConsole
 
 LONG_S = 30.0
 """A command that is predicted to take longer says so when it starts."""
@@ -39,24 +39,24 @@ LONG_S = 30.0
 
 def run_request(request: Request) -> int:
     """Print the plan, or measure what is left of it and report; returns the exit code."""
-    console = Console(soft_wrap=False)
+    console = PrintableConsole(soft_wrap=False)
     store = RecordStore(request.options.results)
     if not request.plan:
         try:
             store.create()
             for line in store.take_up_rescued():
-                print(f"attnbench: {line}", file=sys.stderr)
+                warn(line)
             RoundStore(store).tidy()
             write_plan(store.results, sweep_plan(request))
         except OSError as error:
             return _complain(f"results={store.results}: cannot be written ({error.strerror})", 2)
     records, problems = load_for(store, request.cases)
     for problem in in_short(problems):
-        print(f"attnbench: {printable(problem)}; measured again", file=sys.stderr)
+        warn(f"{problem}; measured again")
     device_name = _device_name(request)
     plan = plan_cases(request, records, device_name)
     if request.options.remeasure == "none" and (line := in_a_line(plan.staleness)):
-        print(f"attnbench: {line}", file=sys.stderr)
+        warn(line)
 
     def predict(case: Case) -> float:
         return predicted_seconds(case, device_name, request.options.interleave)
@@ -113,7 +113,7 @@ def _report(console: Console, request: Request, store: RecordStore) -> int:
     except OSError as error:
         return _complain(f"{store.results}: cannot write the tables ({error.strerror})", 2)
     for problem in rendered.problems:
-        print(f"attnbench: {printable(problem)}", file=sys.stderr)
+        warn(problem)
     if rendered.tables:
         console.print()
         render_terminal(rendered.tables[0], console)
@@ -128,15 +128,11 @@ def _report(console: Console, request: Request, store: RecordStore) -> int:
     places |= {"figures": rendered.folder / "figures", "records": store.folder}
     for name, place in places.items():
         if place.exists():
-            console.print(f"{name:>8}  {place}", highlight=False, soft_wrap=True)
+            say(f"{name:>8}  {place}")
     broken = sum(statuses[status] for status in ("failed", "timeout", "wrong", "missing"))
     if broken:
         total = fmt.counted(len(request.cases), "case")
-        print(
-            f"attnbench: {broken} of {total} failed; the report says why, retry=true measures "
-            "them again",
-            file=sys.stderr,
-        )
+        warn(f"{broken} of {total} failed; the report says why, retry=true measures them again")
     return 1 if broken else 0
 
 
@@ -160,10 +156,9 @@ def _say_if_busy(plan: PlannedCases, store: RecordStore) -> None:
     records = [record for case in plan.todo if (record := store.find(case.id)) is not None]
     busy = sum(map(was_busy, records))
     if busy:
-        print(
-            f"attnbench: other processes kept this machine busy during {busy} of "
-            f"{fmt.counted(len(records), 'case')}; their rows are marked",
-            file=sys.stderr,
+        warn(
+            f"other processes kept this machine busy during {busy} of "
+            f"{fmt.counted(len(records), 'case')}; their rows are marked"
         )
 
 
@@ -194,5 +189,5 @@ def _device_name(request: Request) -> str:
 
 
 def _complain(message: str, code: int) -> int:
-    print(f"attnbench: {' '.join(message.split())}", file=sys.stderr)
+    warn(" ".join(message.split()))
     return code

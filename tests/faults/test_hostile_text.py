@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import argparse
+import ast
 import csv
 import io
 import json
 import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
 import pytest
+from conftest import ROOT
 from records import make_record, write_plan
+from rich.live import Live
+from rich.markup import escape as escape_markup
+from rich.table import Table as RichTable
+from rich.text import Text
 
 from harness import escapes
-from harness.commands import report, status, writeup
+from harness.commands import compare, pack, report, status, writeup
+from harness.printing import PrintableStream
 from harness.render.files import to_csv
 from harness.render.latex import escape
 from harness.render.table import Column, Table
 from harness.store.record import RecordStore
+from harness.terminal import PrintableConsole
 
 HOSTILE = (
     "<script>alert(1)</script> [x](javascript:alert(1)) ![y](http://tracker/z.png) `a` | b "
@@ -66,6 +77,115 @@ def test_terminal(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not unprintable(said.out + said.err)
     assert "\\x1b[2J" in said.out
     assert "Traceback" not in said.err
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> io.BytesIO:
+    """Standard output and error as the console scripts have them, into one buffer."""
+    written = io.BytesIO()
+    for name in ("stdout", "stderr"):
+        stream = PrintableStream(written, encoding="utf-8", write_through=True)
+        monkeypatch.setattr(sys, name, stream)
+    return written
+
+
+ESCAPES = "\x1b[2J\x1b]0;title\x07\x9b31m\u202e"
+ODD = f"odd{ESCAPES}\nattnbench: all is well"
+"""A name that is allowed on this file system, and reads like a line of its own."""
+
+
+def odd_folder(folder: Path) -> Path:
+    """A results folder with a strange name, whose files and sweeps have such names too."""
+    store = RecordStore(folder / ODD)
+    store.create()
+    records = [make_record(attention=name, samples_ms={"step": [[1.0]]}) for name in ("a", "b")]
+    for record in records:
+        record.case["attention"]["name"] = f"x{ESCAPES}"
+        store.write(record)
+    (store.folder / f"{ODD}-0123456789.json").write_text("{")
+    write_plan(store.results, "all", records, tables=["summary"])
+    other = store.results / "sweeps" / ODD
+    other.mkdir()
+    (other / "plan.json").write_text("{")
+    run = store.results / "runs" / ODD
+    run.mkdir(parents=True)
+    (run / "run.json").write_text("{")
+    store.archives.folder.mkdir()
+    (store.archives.folder / f"{ODD}.jsonl.xz").write_text("no archive")
+    return store.results
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "status": status.main,
+    "cancel": status.cancel_main,
+    "report": report.main,
+    "compare": compare.main,
+    "pack": pack.main,
+    "writeup": writeup.main,
+}
+
+
+@pytest.mark.parametrize("place", ["there", "missing", "other sweep"])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_command_prints_escapes(
+    name: str,
+    place: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    folder = odd_folder(tmp_path)
+    arguments = [str(folder)] * (2 if name == "compare" else 1)
+    if place == "missing":
+        arguments = [f"{argument}/gone{ESCAPES}\nattnbench: fine" for argument in arguments]
+    elif place == "other sweep" and name in ("report", "pack"):
+        arguments += [f"gone{ESCAPES}\nattnbench: fine"]
+    COMMANDS[name](arguments)
+    said = capsys.readouterr()
+    assert said.out or said.err
+    assert not unprintable(said.out + said.err)
+    assert "\nattnbench: all is well" not in said.out + said.err
+    assert "\nattnbench: fine" not in said.out + said.err
+
+
+def test_what_libraries_print_meets_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = install(monkeypatch)
+    print(f"a {HOSTILE}\nb")
+    argparse.ArgumentParser(prog="x").print_usage()
+    text = installed.getvalue().decode()
+    assert text.startswith("a <script>")
+    assert "\nb\n" in text
+    assert not unprintable(text)
+
+
+def test_a_console_keeps_its_own_codes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = install(monkeypatch)
+    console = PrintableConsole(force_terminal=True, width=200, color_system="standard")
+    table = RichTable("name")
+    table.add_row(Text(f"cell {HOSTILE}"))
+    with Live(table, console=console, transient=True, auto_refresh=False) as live:
+        live.refresh()
+        console.print(f"line {escape_markup(HOSTILE)}", style="red")
+        print(f"redirected \x9b31m \u202e {ESCAPES}")
+    text = installed.getvalue().decode()
+    assert "\x1b[31mline" in text
+    assert "\x1b[2K" in text, "the cursor of the live line"
+    assert "\x1b[2J" not in text
+    assert "\x1b]0" not in text
+    assert not unprintable(text.replace("\x1b", "").replace("\r", ""))
+
+
+def test_everything_draws_with_that_console() -> None:
+    """None of rich's own, which writes what it is given."""
+    made = [
+        f"{path.name}:{node.lineno}"
+        for path in (ROOT / "harness").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_bytes()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "Console"
+    ]
+    assert made == []
 
 
 def test_markdown(results: Path) -> None:

@@ -1,7 +1,7 @@
 """Readers that go away, full disks, closed descriptors and terminals that know only ASCII.
 
 Every test runs the real commands. Nothing that happens to their output may change what is
-measured, or how it ends.
+measured, and a reader that has gone not even how it ends.
 """
 
 from __future__ import annotations
@@ -16,11 +16,15 @@ from typing import Any
 import pytest
 from conftest import ROOT, Command
 from fault_folders import GUARD_S, Folder
+from records import make_record, write_plan
 
 from harness.commands import output
+from harness.store.record import RecordStore
 
 LOST = "attnbench: standard output cannot be written ({}); the command goes on, and all that it "
 LOST += "measures is recorded"
+
+TWO = ("naive", "sdpa")
 
 ASCII = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii:strict", "TERM": "dumb", "PYTHONUTF8": "0"}
 
@@ -113,14 +117,17 @@ class TestMeasuring:
         assert bars[0] == bars[1]
         assert rows[0].rstrip().endswith("1.00x")
 
-    def test_disk_full(self, tmp_path: Path) -> None:
+    def test_disk_full(self, unread: tuple[Folder, subprocess.CompletedProcess[str]]) -> None:
+        """All is measured already, so this is the table alone."""
+        folder, _ = unread
         with open("/dev/full", "w") as full:
             done = run_with(
-                ["-m", "harness", "plan=true", "model=tiny", "device=cpu", f"results={tmp_path}"],
+                ["-m", "harness", *folder.arguments("attention=naive,witness")],
                 full,
+                folder.environment(),
             )
         assert (done.returncode, done.stderr) == (
-            0,
+            1,
             LOST.format("No space left on device") + "\n",
         )
 
@@ -138,28 +145,76 @@ class TestMeasuring:
         assert done.returncode == 0
 
 
+PLAN = ("attnbench", "plan=true", "model=tiny", "device=cpu", "results=RESULTS")
+HELP = ("attnbench", "--help")
+CONFIG = ("attnbench", "--cfg", "job")
+HELP_OF_ANOTHER = ("status", "--help")
+READERS = (
+    ("status", "RESULTS"),
+    ("report", "RESULTS"),
+    ("compare", "RESULTS", "RESULTS"),
+    ("pack", "RESULTS"),
+    ("cancel", "RESULTS"),
+)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two cases that nobody has to measure."""
+    folder = tmp_path_factory.mktemp("two") / "results"
+    records = [make_record(attention=name, samples_ms={"step": [[1.0]]}) for name in TWO]
+    store = RecordStore(folder)
+    store.create()
+    for record in records:
+        store.write(record)
+    write_plan(folder, "all", records, tables=["summary"])
+    return folder
+
+
 class TestOtherCommands:
-    @pytest.mark.parametrize("function", ["status", "report", "compare"])
+    """Those whose output is all that they are for, or says what they have done."""
+
+    def started(self, words: tuple[str, ...], results: Path) -> list[str]:
+        """The command line of a console script and its arguments."""
+        return console(*(word.replace("RESULTS", str(results)) for word in words))
+
+    @pytest.mark.parametrize("words", [PLAN, HELP, CONFIG, *READERS], ids=" ".join)
     def test_end_quietly_when_the_reader_has_gone(
-        self,
-        function: str,
-        unread: tuple[Folder, subprocess.CompletedProcess[str]],
+        self, words: tuple[str, ...], results: Path
     ) -> None:
-        folder, _ = unread
-        results = [str(folder.results)] * (2 if function == "compare" else 1)
-        done = run_with(console(function, *results), closed_pipe(), folder.environment())
+        done = run_with(self.started(words, results), closed_pipe())
         assert (done.returncode, done.stderr) == (0, "")
 
-    def test_say_that_the_disk_is_full(
-        self, unread: tuple[Folder, subprocess.CompletedProcess[str]]
-    ) -> None:
-        folder, _ = unread
+    @pytest.mark.parametrize("words", [PLAN, HELP, CONFIG, HELP_OF_ANOTHER, *READERS], ids=" ".join)
+    def test_say_that_the_disk_is_full(self, words: tuple[str, ...], results: Path) -> None:
         with open("/dev/full", "w") as full:
-            done = run_with(console("status", str(folder.results)), full)
-        assert done.returncode == 1
-        assert done.stderr == (
-            "attnbench-status: standard output cannot be written (No space left on device)\n"
+            done = run_with(self.started(words, results), full)
+        name = words[0] if words[0] == "attnbench" else f"attnbench-{words[0]}"
+        assert (done.returncode, done.stderr) == (
+            1,
+            f"{name}: standard output cannot be written (No space left on device)\n",
         )
+
+    @pytest.mark.parametrize("words", [PLAN, HELP, HELP_OF_ANOTHER, READERS[0]], ids=" ".join)
+    def test_say_that_the_output_is_closed(self, words: tuple[str, ...], results: Path) -> None:
+        arguments = ["-c", 'exec "$0" "$@" >&-', sys.executable, *self.started(words, results)]
+        done = subprocess.run(
+            ["sh", *arguments],
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
+            timeout=GUARD_S,
+            check=False,
+        )
+        assert done.returncode == 1
+        (line,) = done.stderr.splitlines()
+        assert line.endswith("standard output cannot be written (Bad file descriptor)")
+
+    def test_a_wrong_command_stays_wrong(self) -> None:
+        with open("/dev/full", "w") as full:
+            done = run_with(console("attnbench", "nonsense=1"), full)
+        assert done.returncode == 2
 
 
 class TestReplacements:
