@@ -63,12 +63,17 @@ class RankProcess(Protocol):
         """Its log or its host, for messages."""
         ...
 
+    @property
+    def gone(self) -> str:
+        """What it has done if it ended without an exit code, for messages."""
+        ...
+
     def fileno(self) -> int:
         """A file descriptor that is readable when events have arrived."""
         ...
 
     def send(self, line: str) -> None:
-        """Send one line; if the rank has gone, the end of its events will say so."""
+        """Send one line without waiting; if the rank has gone, the end of its events says so."""
         ...
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
@@ -124,6 +129,10 @@ class LocalRank:
     @property
     def name(self) -> str:
         return str(self._log.path)
+
+    @property
+    def gone(self) -> str:
+        return "closed its connection"
 
     def fileno(self) -> int:
         return self._events.fileno() if self._epoll is None else self._epoll.fileno()

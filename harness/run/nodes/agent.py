@@ -14,20 +14,13 @@ import msgspec
 from harness import __version__
 from harness.run.children.deadline import POLL_S
 from harness.run.children.rank import LOG_LINES, LocalRank, RankStart, start_rank
+from harness.run.nodes import messages
 from harness.run.nodes.entry import enter
 from harness.run.nodes.hosts import CONNECT_TIMEOUT_S
 from harness.run.nodes.link import Link
-from harness.run.nodes.messages import (
-    Ended,
-    Event,
-    Hello,
-    Job,
-    Kill,
-    Killed,
-    LogLines,
-    Start,
-    WantLog,
-)
+
+MOST_UNSENT_BYTES = 8 << 20
+"""Beyond, a leader that is stopped or slow is waited for before the worker is heard again."""
 
 
 def serve_agent(*, address: str, port: int, rank: int, key: bytes, run: str, logs: Path) -> int:
@@ -39,7 +32,7 @@ def serve_agent(*, address: str, port: int, rank: int, key: bytes, run: str, log
     Raises HostError if the leader cannot be reached or refuses.
     """
     host = socket.gethostname().encode("ascii", "replace").decode()
-    hello = Hello(run=run, rank=rank, host=host, version=__version__, time_s=time.time())
+    hello = messages.Hello(run=run, rank=rank, host=host, version=__version__, time_s=time.time())
     with (
         contextlib.closing(enter(address, port, key, hello, timeout_s=CONNECT_TIMEOUT_S)) as link,
         # Workers that are started anew for another round find what the last ones compiled.
@@ -47,7 +40,7 @@ def serve_agent(*, address: str, port: int, rank: int, key: bytes, run: str, log
     ):
         number = 0
         while (order := link.receive(timeout_s=None)) is not None:
-            if not isinstance(order, Start):
+            if not isinstance(order, messages.Start):
                 continue
             number += 1
             worker = start_rank(msgspec.convert(order.start, RankStart), logs=logs, caches=caches)
@@ -65,29 +58,34 @@ def _pass_on(link: Link, worker: LocalRank) -> bool:
         try:
             while True:
                 for order in link.taken():
-                    if isinstance(order, Job):
+                    if isinstance(order, messages.Job):
                         worker.send(order.line)
-                    elif isinstance(order, WantLog):
-                        link.send(LogLines(log=worker.log_lines(LOG_LINES)))
-                    elif isinstance(order, Kill):
+                    elif isinstance(order, messages.WantLog):
+                        link.send(messages.LogLines(log=worker.log_lines(LOG_LINES)))
+                    elif isinstance(order, messages.Kill):
                         return True
-                for key, _ in selector.select(POLL_S):
-                    if key.fileobj is link and link.fill(0.0):
+                if link.unsent_bytes > MOST_UNSENT_BYTES:
+                    # The worker waits meanwhile, as it would for a stopped parent of its own.
+                    if link.fill(POLL_S):
                         return False
+                    continue
+                selector.select(POLL_S)
+                if link.fill(0.0):
+                    return False
                 if worker.closed:
                     continue
                 # Also when it has nothing to say: its log is looked after.
                 events, ended = worker.read()
                 for event in events:
-                    link.send(Event(event=event))
+                    link.send(messages.Event(event=event))
                 if ended:
                     selector.unregister(worker)
                     code = worker.returncode(5.0)
-                    link.send(Ended(code=code, log=worker.log_lines(LOG_LINES)))
+                    link.send(messages.Ended(code=code, log=worker.log_lines(LOG_LINES)))
         except OSError:
             return False
         finally:
             worker.kill()
             worker.reap()
             with contextlib.suppress(OSError):
-                link.send(Killed())
+                link.send(messages.Killed())

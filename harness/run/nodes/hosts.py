@@ -20,25 +20,21 @@ from typing import Any
 from harness import __version__
 from harness.run.children.rank import RankProcess, RankStart, start_rank
 from harness.run.nodes import address as addresses
+from harness.run.nodes import messages
 from harness.run.nodes.door import Door
 from harness.run.nodes.errors import HostError
 from harness.run.nodes.link import Link
-from harness.run.nodes.messages import (
-    Ended,
-    Event,
-    Hello,
-    Job,
-    Kill,
-    Killed,
-    LogLines,
-    Start,
-    WantLog,
-)
 
 CONNECT_TIMEOUT_S = 300.0
 """How long hosts wait for each other; one node of a job may start minutes after another."""
 
 CLOCK_TOLERANCE_S = 2.0
+
+LOG_WAIT_S = 10.0
+"""How long an agent may take to send its worker's last lines."""
+
+KILL_WAIT_S = 20.0
+"""How long an agent may take to end its worker, before its leader gives it up."""
 
 
 class Hosts:
@@ -91,7 +87,7 @@ class Hosts:
         if not wanted:
             return
 
-        def judge(hello: Hello) -> tuple[str, bool] | None:
+        def judge(hello: messages.Hello) -> tuple[str, bool] | None:
             return _why_refused(hello, run, world_size)
 
         with addresses.listen(self._address, port) as listener:
@@ -140,54 +136,60 @@ class RemoteRank:
         self._link = link
         self._code: int | None = None
         self._log: list[str] = []
-        self._lost = False
-        link.send(Start(start=asdict(start)))
+        link.send(messages.Start(start=asdict(start)))
 
     @property
     def name(self) -> str:
         return f"on {self._link.host}"
+
+    @property
+    def gone(self) -> str:
+        return f"on {self._link.host} {self._link.why_broken}"
 
     def fileno(self) -> int:
         return self._link.fileno()
 
     def send(self, line: str) -> None:
         with contextlib.suppress(OSError):
-            self._link.send(Job(line=line))
+            self._link.send(messages.Job(line=line))
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
         gone = self._link.fill(0.0)
         events = []
         for message in self._link.taken():
-            if isinstance(message, Event):
+            if isinstance(message, messages.Event):
                 events.append(message.event)
-            elif isinstance(message, Ended):
+            elif isinstance(message, messages.Ended):
                 self.closed = True
                 self._code, self._log = message.code, message.log
-        if gone:
-            self.closed = self._lost = True
+        self.closed = self.closed or gone
         return events, self.closed
 
     def returncode(self, wait_s: float) -> int | None:
         return self._code
 
     def log_lines(self, num_lines: int) -> list[str]:
-        if self._lost:
-            return [f"node {self._link.host} has gone"]
-        if not self._log:
+        if not self._log and not self._link.broken:
             with contextlib.suppress(OSError):
-                self._link.send(WantLog())
-                answer = self._link.receive_one(LogLines, timeout_s=10.0)
-                self._log = [] if answer is None else answer.log
+                self._link.send(messages.WantLog())
+                answer = self._link.receive_one(messages.LogLines, timeout_s=LOG_WAIT_S)
+                if answer is not None:
+                    self._log = answer.log
+                else:
+                    # Asked once: what comes later would be taken for another answer.
+                    self._link.give_up(f"did not send its log for {LOG_WAIT_S:g} s")
+        if self._link.broken and not self._log:
+            return [f"node {self._link.host} {self._link.why_broken}"]
         return self._log[-num_lines:]
 
     def kill(self) -> None:
         with contextlib.suppress(OSError):
-            self._link.send(Kill())
+            self._link.send(messages.Kill())
 
     def reap(self) -> None:
-        if not self._lost:
-            with contextlib.suppress(OSError):
-                self._link.receive_one(Killed, timeout_s=20.0)
+        if not self._link.broken and not self._link.receive_one(messages.Killed, KILL_WAIT_S):
+            # What its worker says later would be taken for the words of the next one.
+            self._link.give_up(f"did not end its worker for {KILL_WAIT_S:g} s")
 
 
 def clocks_differ(host: str, apart_s: float) -> str:
@@ -199,7 +201,7 @@ def clocks_differ(host: str, apart_s: float) -> str:
     )
 
 
-def _why_refused(hello: Hello, run: str, world_size: int) -> tuple[str, bool] | None:
+def _why_refused(hello: messages.Hello, run: str, world_size: int) -> tuple[str, bool] | None:
     """Why an agent cannot join, and whether that ends the run; None if it can."""
     if hello.run != run:
         return "another run holds this endpoint; give both the same launcher.rdzv_id", False

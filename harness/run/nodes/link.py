@@ -3,6 +3,9 @@
 A message is one line: an HMAC-SHA256 over its number and its text, a blank, and its text, which
 is one JSON object. Numbers count from 0 in each direction, so that a message that was changed,
 left out, repeated or put in from outside ends the link. Messages are not encrypted.
+
+Sending never waits: what the other end does not take yet is kept and goes whenever something is
+read, so that a host which hangs delays nobody but itself.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import contextlib
 import hashlib
 import hmac
 import json
+import select
 import socket
 import time
 from dataclasses import dataclass, field
@@ -18,14 +22,20 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from harness.run.children.deadline import POLL_S, Deadline
 from harness.run.nodes.handshake import Keys
 from harness.run.nodes.messages import FROM_AGENT, FROM_LEADER
 
 MESSAGE_BYTES = 64 << 20
 """The longest message; a result of thousands of passes on eight ranks has a hundredth of it."""
 
+LEADER_PATIENCE_S = 30.0
+"""How long an agent may take nothing of what was sent to it, before its leader gives it up. An
+agent waits for as long as its connection lasts: its leader may be stopped (Ctrl-Z) and go on."""
+
+GONE = "has gone"
+
 _MAC_BYTES = 64
-_SEND_TIMEOUT_S = 30.0
 
 M = TypeVar("M", bound=msgspec.Struct)
 
@@ -37,6 +47,7 @@ class Link:
     Args:
         kinds: the messages that may come.
         host: the other end's name, for messages to the user.
+        patience_s: how long the other end may take nothing of what waits for it; None is for ever.
     """
 
     connection: socket.socket
@@ -44,8 +55,14 @@ class Link:
     receiving_key: bytes
     kinds: Any
     host: str = ""
+    patience_s: float | None = None
     broken: bool = False
     """Whether something came, or went, that leaves nothing to go on with."""
+    why_broken: str = GONE
+    """What the other end has done then, as a verb."""
+    _unsent: bytearray = field(default_factory=bytearray)
+    _give_up: Deadline | None = None
+    """When to, while the other end takes nothing."""
     _buffer: bytearray = field(default_factory=bytearray)
     _searched: int = 0
     """Bytes at the buffer's front that hold no end of a line."""
@@ -55,11 +72,13 @@ class Link:
 
     def __post_init__(self) -> None:
         keep_alive(self.connection)
+        self.connection.setblocking(False)
 
     @classmethod
     def of_leader(cls, connection: socket.socket, keys: Keys, rest: bytes = b"") -> Link:
         """The leader's end; ``rest`` is what came behind the handshake."""
         link = cls(connection, keys.to_agent, keys.to_leader, FROM_AGENT)
+        link.patience_s = LEADER_PATIENCE_S
         link._take(rest)
         return link
 
@@ -74,35 +93,76 @@ class Link:
         return self.connection.fileno()
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send one message; OSError if the other end has gone or does not read."""
+        """Send one message, or keep what cannot go yet; OSError if the link has ended."""
         # Events may hold NaN and lone surrogates, which Python's JSON carries and msgspec's not.
         text = json.dumps(msgspec.to_builtins(message)).encode()
-        if self.broken or len(text) > MESSAGE_BYTES:
+        if len(text) > MESSAGE_BYTES:
             raise ConnectionAbortedError(f"a message of {len(text)} bytes cannot be sent")
         mac = _mac(self.sending_key, self._num_sent, text)
         self._num_sent += 1
-        self.connection.settimeout(_SEND_TIMEOUT_S)
+        self._unsent += mac + b" " + text + b"\n"
+        self._send_rest()
+        if self.broken:
+            raise ConnectionAbortedError(f"{self.host or 'the other end'} {self.why_broken}")
+
+    @property
+    def unsent_bytes(self) -> int:
+        """What the other end has not taken yet."""
+        return len(self._unsent)
+
+    def give_up(self, why: str) -> None:
+        """End the link, because the other end does not do what it should."""
+        if not self.broken:
+            self.broken, self.why_broken = True, why
+
+    def _send_rest(self) -> None:
         try:
-            self.connection.sendall(mac + b" " + text + b"\n")
+            while self._unsent and not self.broken:
+                del self._unsent[: self.connection.send(self._unsent)]
+                self._give_up = None
+        except (BlockingIOError, TimeoutError):
+            self._lose_patience()
         except OSError:
             # Perhaps half of it has gone.
             self.broken = True
-            raise
+
+    def _lose_patience(self) -> None:
+        if self.patience_s is None:
+            return
+        if self._give_up is None:
+            self._give_up = Deadline(self.patience_s)
+        elif not self._give_up.left_s():
+            self.give_up(f"took nothing for {self.patience_s:g} s")
+
+    def _wait(self, timeout_s: float | None) -> None:
+        """Wait until something can be read, or sent of what is kept."""
+        if self._unsent and self._give_up is not None:
+            timeout_s = POLL_S if timeout_s is None else min(timeout_s, POLL_S)
+        poll = select.poll()
+        poll.register(self.connection, select.POLLIN | (select.POLLOUT if self._unsent else 0))
+        poll.poll(None if timeout_s is None else 1000 * timeout_s)
 
     def fill(self, timeout_s: float | None) -> bool:
-        """Read what has arrived, waiting up to ``timeout_s``; True if the link has ended."""
+        """Read what has arrived and send what is kept, waiting up to ``timeout_s`` for either.
+
+        Returns True if the link has ended.
+        """
         if self.broken:
             return True
-        self.connection.settimeout(timeout_s)
         try:
+            if timeout_s != 0:
+                self._wait(timeout_s)
+            # Reading comes first: what came before the end of a link is heard.
             data = self.connection.recv(1 << 20)
         except (BlockingIOError, TimeoutError):
-            return False
+            self._send_rest()
+            return self.broken
         except OSError:
             self.broken = True
             return True
         self._take(data)
         self.broken = self.broken or not data
+        self._send_rest()
         return self.broken
 
     def taken(self) -> list[Any]:

@@ -15,7 +15,7 @@ from typing import Any
 from harness.cases.case import Case
 from harness.run.children import events
 from harness.run.children.deadline import POLL_S, Deadline
-from harness.run.children.rank import LocalRank, RankProcess, RankStart
+from harness.run.children.rank import RankProcess, RankStart
 from harness.run.children.reply import Reply
 from harness.run.nodes.hosts import HostError, Hosts
 
@@ -293,9 +293,7 @@ class WorkerGroup:
         rank = self._ranks[rank_index]
         code = rank.returncode(LAST_S)
         if code is None:
-            return (
-                "closed its connection" if isinstance(rank, LocalRank) else f"{rank.name} has gone"
-            )
+            return rank.gone
         if code >= 0:
             return f"exited with code {code}"
         name = signal.Signals(-code).name
