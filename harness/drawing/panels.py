@@ -13,6 +13,7 @@ from harness.cases.columns import sort_by_points
 from harness.render.figure import describe, panel_key
 from harness.render.rows import of_task
 
+STEPS = ["warmup_steps", "measure_steps"]
 MAX_PANELS = 8
 MAX_COLUMNS = 2
 
@@ -42,10 +43,16 @@ def panels(
 ) -> tuple[Figure, list[tuple[Axes, pd.DataFrame]], str]:
     """A figure with a titled panel for each point that differs beyond ``across``.
 
+    Numbers of steps that follow from the point, such as fewer for long sequences, part none.
+
     Returns:
         The figure, each panel with its rows, and the sentence on what all panels share.
     """
+    across = [name for name in across if name in rows]
     varying, common = panel_key(rows, across)
+    without_steps, _ = panel_key(rows, [*across, *STEPS])
+    if not rows.duplicated([*across, *without_steps]).any():
+        varying = without_steps
     rows = sort_by_points(rows, [*varying, "attention"])
     groups = list(rows.groupby(varying, dropna=False, sort=False)) if varying else [((), rows)]
     if len(groups) > MAX_PANELS:

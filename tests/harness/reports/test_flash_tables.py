@@ -407,6 +407,30 @@ class TestTflopsOverLength:
             assert cross.xy[0] == 65536  # type: ignore[attr-defined]
             assert cross.get_color() == colour("naive")
 
+    @pytest.mark.parametrize(
+        ("steps", "titles"),
+        [
+            # Fewer passes of the long sequence belong to the same line.
+            ([(64, 30), (128, 12)], [""]),
+            (
+                [(64, 30), (128, 30), (64, 12), (128, 12)],
+                ["12 measured steps", "30 measured steps"],
+            ),
+        ],
+    )
+    def test_steps_part_what_has_nothing_else(
+        self, steps: list[tuple[int, int]], titles: list[str]
+    ) -> None:
+        records = [
+            call("flex", samples(1, 2), seq_len=seq_len, task_measure_steps=number)
+            for seq_len, number in steps
+        ]
+        built = build_figure("tflops_over_length", build_frame(records))
+        assert built is not None
+        axes = built[1].get_axes()
+        assert [axis.get_title() for axis in axes] == titles
+        assert [list(axis.lines[0].get_xdata()) for axis in axes] == [[64, 128]] * len(titles)
+
     def test_one_length_is_no_line(self) -> None:
         frame = build_frame([call("naive", samples(1, 2))])
         assert build_figure("tflops_over_length", frame) is None
