@@ -87,19 +87,19 @@ def is_same_process(host: str, pid: int, identity: ProcessIdentity | None, lock:
         return host != socket.gethostname() or (exists(pid) and is_attnbench(pid) is not False)
     here = host == socket.gethostname()
     if identity.boot_id is None or boot_id() is None:
-        held = _is_held(lock)
+        held = is_held(lock)
         return not here or (exists(pid) if held is None else held)
     if not is_of_this_boot(identity):
         machine_id = _digest(MACHINE_ID)
         restarted = here and (identity.machine_id is None or identity.machine_id == machine_id)
-        return not restarted or _is_held(lock) is True
+        return not restarted or is_held(lock) is True
     if identity.pid_namespace == _pid_namespace() and identity.start_ticks is not None:
         found = start_ticks(pid)
         if found is not None or not exists(pid) or (PROC / str(pid)).exists():
             return found == identity.start_ticks
         # /proc hides other users' processes here (hidepid).
     # Another container on this kernel, whose locks are seen here too.
-    return not identity.locked or _is_held(lock) is not False
+    return not identity.locked or is_held(lock) is not False
 
 
 def can_be_seen(host: str, identity: ProcessIdentity | None) -> bool:
@@ -205,7 +205,7 @@ def take_lock(path: Path) -> int | None:
     return fd
 
 
-def _is_held(lock: Path) -> bool | None:
+def is_held(lock: Path) -> bool | None:
     """Whether another process holds the lock of a run folder; None if nobody can tell."""
     try:
         fd = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

@@ -28,6 +28,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from harness.cases.case import Case
+from harness.run import unfinished
 from harness.run.launcher import PendingCases
 from harness.run.processes import is_same_process, own_identity, take_lock
 from harness.run.progress import Progress
@@ -235,9 +236,10 @@ def _create(results: Path, releases: contextlib.ExitStack) -> tuple[RunFolder, b
     """A new run folder, and whether its lock is held; both end with ``releases``."""
     (results / "runs").mkdir(parents=True, exist_ok=True)
     folder = RunFolder(results, new_run_id())
-    folder.path.mkdir()
-    releases.callback(folder.remove)
-    lock = take_lock(folder.lock)
+    with unfinished.being_made(results / "runs"):
+        folder.path.mkdir()
+        releases.callback(folder.remove)
+        lock = take_lock(folder.lock)
     if lock is not None:
         releases.callback(os.close, lock)
     return folder, lock is not None
@@ -263,6 +265,7 @@ def _manifest(pending: PendingCases, run_id: str, launcher: str, *, locked: bool
 
 def _remove_ended(results: Path) -> None:
     """Remove what local runs of this host have left that were killed."""
+    unfinished.remove(results / "runs")
     for folder, run in runs_of(results):
         if not run.is_submitted and not folder.is_running(run):
             folder.remove()
