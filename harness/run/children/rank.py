@@ -11,6 +11,7 @@ import os
 import select
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -210,6 +211,18 @@ class LocalRank:
         self._log.close()
 
 
+def library_caches(environment: Mapping[str, str], caches: str) -> dict[str, str]:
+    """Variables that have libraries keep what they compile for other processes of the run.
+
+    flash-attn-4 compiles for 10 to 15 s in each process unless it is told to, and where it is not
+    told where, it loads from a folder that others can foresee.
+    """
+    name = "FLASH_ATTENTION_CUTE_DSL_CACHE"
+    if f"{name}_ENABLED" in environment:
+        return {}
+    return {f"{name}_ENABLED": "1", f"{name}_DIR": os.path.join(caches, "flash-attn-4")}
+
+
 def start_rank(start: RankStart, *, logs: Path, caches: str) -> LocalRank:
     """Start a worker process on this host; ``caches`` is where it keeps what it compiles."""
     # Hosts may share the folder, and have processes of one number.
@@ -234,6 +247,7 @@ def start_rank(start: RankStart, *, logs: Path, caches: str) -> LocalRank:
         MARK: mark,
         "LOCAL_RANK": str(start.local_rank),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        **library_caches(os.environ, caches),
     }
     try:
         process = subprocess.Popen(
