@@ -208,6 +208,7 @@ def test_the_command(tmp_path: Path, command: Command) -> None:
     done = command(
         *("sweeps=naive_ddp", "device=cpu", f"results={tmp_path}", "model.num_layers=1"),
         *("task.measure_steps=4", "task.warmup_steps=1", "seq_len=16", "until=rounds"),
+        "fresh_rounds=false",
         environment={"TMPDIR": str(tmp_path)},
     )
     assert done.returncode == 0, done.stderr
