@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from harness.escapes import printable
 from harness.paths import ROOT
 from harness.store import atomic
 from harness.store.codec import decode, encode
@@ -110,7 +111,7 @@ class RoundStore:
 def _require_whole(found: Rounds, case_id: str) -> None:
     """Raise ValueError unless every round is there, of every rank, and of this case."""
     if found.case_id != case_id:
-        raise ValueError(f"they are of case {found.case_id[:200]}")
+        raise ValueError(f"they are of case {printable(found.case_id[:200])}")
     num_rounds = len(found.outcomes)
     times: list[Sequence[object]] = [found.started_at]
     times += [some for some in (found.turns_at, found.processes) if some]
@@ -141,8 +142,12 @@ def why_not_joined(kept: Rounds, num_rounds: int, now: dict[str, Any]) -> str | 
     for key in dict.fromkeys([*now, *kept.conditions]):
         before, after = kept.conditions.get(key), now.get(key)
         if before != after:
-            return f"{key} was {before} and is {after}"
+            return f"{_short(key)} was {_short(before)} and is {_short(after)}"
     return None
+
+
+def _short(value: object) -> str:
+    return printable(str(value)[:200])
 
 
 @cache

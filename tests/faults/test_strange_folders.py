@@ -33,7 +33,7 @@ from harness.store import archive, rescue
 from harness.store.heads import read_heads
 from harness.store.packing import PackingError, pack, unpack
 from harness.store.record import Record, RecordError, RecordStore
-from harness.store.rounds import Rounds, RoundStore
+from harness.store.rounds import Rounds, RoundStore, why_not_joined
 from harness.store.sweep_plan import PlanError, planned_labels, read_plan
 
 SAMPLES = {"step": [[1.0, 1.1, 0.9]]}
@@ -513,6 +513,30 @@ def test_any_field_of_finished_rounds_may_be_anything(
     assert isinstance(found, Rounds)
     assert all(len(ranks) == len(found.outcomes[0]) for ranks in found.outcomes)
     assert all(isinstance(rank["samples_ms"], dict) for ranks in found.outcomes for rank in ranks)
+
+
+@pytest.mark.parametrize(
+    "words", ["a\nb", "\x1b[2J", "x" * 100_000], ids=["lines", "escape", "long"]
+)
+def test_what_finished_rounds_say_of_themselves_is_told_in_one_short_line(
+    tmp_path: Path, words: str
+) -> None:
+    store = RoundStore(RecordStore(tmp_path))
+    store.folder.mkdir()
+    file = store.folder / "a-0123456789.json"
+    file.write_text(json.dumps(ROUNDS | {"conditions": {words: words}}), encoding="utf-8")
+    kept = store.find("a-0123456789")
+    assert kept is not None
+    reason = why_not_joined(kept, 2, {"torch": "2"})
+    assert reason == "torch was None and is 2"
+    reason = why_not_joined(kept, 2, {})
+    file.write_text(json.dumps(ROUNDS | {"case_id": words}), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"of case|at `\$.case_id`") as raised:
+        store.find("a-0123456789")
+    for line in (reason, str(raised.value)):
+        assert line is not None
+        assert line.isprintable()
+        assert len(line) < 1000
 
 
 def test_of_a_key_that_stands_twice_the_last_counts(tmp_path: Path) -> None:
