@@ -47,16 +47,16 @@ def status() -> int:
 
 def cancel() -> int:
     """Stop what is queued or running."""
-    return _start("status", "cancel_main")
+    return _start("cancel")
 
 
-def _start(command: str, function: str = "main") -> int:
-    name = "attnbench-cancel" if function == "cancel_main" else f"attnbench-{command}"
+def _start(command: str) -> int:
+    name = f"attnbench-{command}"
     streams = Streams(name if command != "attnbench" else "attnbench")
     try:
         streams.install()
         lazy_imports.install()
-        code = _run(command, function)
+        code = _run(command)
         sys.stdout.flush()
     except KeyboardInterrupt:
         print(file=sys.stderr)
@@ -65,13 +65,13 @@ def _start(command: str, function: str = "main") -> int:
     return LOST if code == 0 and streams.lost else code
 
 
-def _run(command: str, function: str) -> int:
+def _run(command: str) -> int:
     # Imports its package, and with it torch, unless imports are lazy.
     from kernels.registry import RegistryError
 
     try:
         module = importlib.import_module(f"harness.commands.{command}")
-        return int(getattr(module, function)())
+        return int(module.main())
     except SystemExit as ended:
         # After --help, or where arguments are wrong.
         if ended.code is None or isinstance(ended.code, int):

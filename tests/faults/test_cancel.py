@@ -14,7 +14,7 @@ from announced import announced
 from fake_slurm import FakeSlurm
 from fake_slurm import install as install_slurm
 
-from harness.commands import status
+from harness.commands import cancel
 from harness.request.compose import compose_request
 from harness.request.session import run_request
 from harness.run.slurm import commands
@@ -46,7 +46,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def note(pid: int, *others: Any) -> None:
         found.append(pid)
 
-    monkeypatch.setattr(status, "stop", note)
+    monkeypatch.setattr(cancel, "stop", note)
     return found
 
 
@@ -77,7 +77,7 @@ def test_local_runs_are_stopped_all_the_same(
 ) -> None:
     with announced(results, ["case-1"]):
         fault(fake, monkeypatch)
-        code = status.cancel_main([str(results)])
+        code = cancel.main([str(results)])
     out, err = capsys.readouterr()
     assert stopped == [os.getpid()]
     assert out == f"stopped process {os.getpid()}\n"
@@ -91,7 +91,7 @@ def test_a_job_that_is_named_stops_no_local_run(
     results: Path, stopped: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with announced(results, ["case-1"]):
-        assert status.cancel_main([str(results), "701"]) == 0
+        assert cancel.main([str(results), "701"]) == 0
     assert stopped == []
     assert capsys.readouterr().out == "cancelled job 701 (1 task)\n"
 
@@ -100,7 +100,7 @@ def test_both(
     results: Path, fake: FakeSlurm, stopped: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with announced(results, ["case-1"]):
-        assert status.cancel_main([str(results)]) == 0
+        assert cancel.main([str(results)]) == 0
     assert stopped == [os.getpid()]
     assert fake.read("cancelled")
     assert capsys.readouterr().err == ""
@@ -114,6 +114,6 @@ def test_without_jobs_slurm_is_not_missed(
 ) -> None:
     with announced(tmp_path, ["case-1"]):
         monkeypatch.setenv("PATH", "")
-        assert status.cancel_main([str(tmp_path)]) == 0
+        assert cancel.main([str(tmp_path)]) == 0
     assert stopped == [os.getpid()]
     assert capsys.readouterr().err == ""

@@ -22,7 +22,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from harness import escapes
-from harness.commands import compare, pack, report, status, writeup
+from harness.commands import cancel, compare, pack, report, status, writeup
 from harness.printing import PrintableStream
 from harness.render.files import to_csv
 from harness.render.latex import escape
@@ -116,7 +116,7 @@ def odd_folder(folder: Path) -> Path:
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "status": status.main,
-    "cancel": status.cancel_main,
+    "cancel": cancel.main,
     "report": report.main,
     "compare": compare.main,
     "pack": pack.main,

@@ -20,7 +20,8 @@ from conftest import ROOT, Command
 from fault_folders import GUARD_S, Folder, no_process_left, wait_until
 from records import make_record
 
-from harness.commands.status import cancel_main, look
+from harness.commands.cancel import main as cancel_main
+from harness.commands.status import look
 from harness.commands.status import main as status_main
 from harness.run import processes
 from harness.run.run_folder import RunFolder, runs_of

@@ -18,7 +18,8 @@ from fuzzing import fuzz, with_duplicates
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.commands.status import cancel_main, look
+from harness.commands.cancel import main as cancel_main
+from harness.commands.status import look
 from harness.commands.status import main as status_main
 from harness.run import processes
 from harness.run.run_files import read_bytes

@@ -18,7 +18,9 @@ from fake_slurm import FakeSlurm, install
 from fault_folders import GUARD_S, wait_until
 
 from harness.cases.case import Case
-from harness.commands.status import CaseStatus, cancel_main, look
+from harness.commands.cancel import main as cancel_main
+from harness.commands.share_status import CaseStatus
+from harness.commands.status import look
 from harness.commands.status import main as status_main
 from harness.request.compose import compose_request
 from harness.request.session import run_request

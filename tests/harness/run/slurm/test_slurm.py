@@ -27,7 +27,7 @@ REQUIRED = bool(os.environ.get("ATTNBENCH_REQUIRE_SLURM"))
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
 
-CANCEL = "import sys; from harness.commands.status import cancel_main; sys.exit(cancel_main())"
+CANCEL = "import sys; from harness.commands.cancel import main; sys.exit(main())"
 
 FAST = ("launcher=slurm", "launcher.gpus_per_node=2", "launcher.poll_s=0.5")
 

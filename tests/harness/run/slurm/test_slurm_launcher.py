@@ -18,7 +18,8 @@ import pytest
 from fault_folders import GUARD_S
 
 from harness.cases.case import Case
-from harness.commands.status import cancel_main, look
+from harness.commands.cancel import main as cancel_main
+from harness.commands.status import look
 from harness.commands.status import main as status_main
 from harness.paths import CONF
 from harness.request.choices import choices
