@@ -12,6 +12,7 @@ one line on standard error.
 
 from __future__ import annotations
 
+import difflib
 import ast
 import contextlib
 import importlib
@@ -190,7 +191,9 @@ class Registry(Generic[T]):
                 ) from error
         if name not in self._entries:
             choices = ", ".join(self.names())
-            raise ValueError(f"{self.group}={name}: no such choice; one of {choices}")
+            close = difflib.get_close_matches(name, self.names(), n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ValueError(f"{self.group}={name}: no such choice, one of {choices}{hint}")
         return self._entries[name]
 
 

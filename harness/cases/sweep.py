@@ -7,6 +7,7 @@ stands for every combination of them.
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,9 +59,12 @@ def load_sweep(name: str) -> Sweep:
     """Read a sweep by name or by path. ValueError in one line if it is not one."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else SWEEPS / f"{name}.yaml"
     if not path.is_file():
-        known = ", ".join(sorted(item.stem for item in SWEEPS.glob("*.yaml")))
+        known = sorted(item.stem for item in SWEEPS.glob("*.yaml"))
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
         raise ValueError(
-            f"sweeps={name}: no such sweep; one of {known}, or the path of a YAML file"
+            f"sweeps={name}: no such sweep, one of {', '.join(known)}, or the path of a YAML "
+            f"file{hint}"
         )
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))

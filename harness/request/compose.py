@@ -157,6 +157,8 @@ def _run_values(axes: Axes) -> dict[str, Any]:
         raise ValueError(f"timeout_s={run['timeout_s']:g}: must be positive")
     require_at_least("interleave", 1 if run["interleave"] is None else run["interleave"], 1)
     require_at_least("max_rounds", run["max_rounds"], 1)
+    if not str(run["results"] or "").strip():
+        raise ValueError("results=: must name a folder")
     require_choice("until", run["until"], ("auto", *UNTIL))
     if run["budget_s"] is not None and run["budget_s"] < 0:
         raise ValueError(f"budget_s={run['budget_s']:g}: must not be negative")
