@@ -12,9 +12,9 @@ one line on standard error.
 
 from __future__ import annotations
 
-import difflib
 import ast
 import contextlib
+import difflib
 import importlib
 import os
 import re
