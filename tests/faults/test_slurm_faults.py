@@ -27,7 +27,7 @@ from harness.request.session import run_request
 from harness.run.launcher import PendingCases
 from harness.run.run_folder import RunFolder, RunManifest, TaskState, runs_of
 from harness.run.slurm import commands, follow
-from harness.run.slurm.launcher import active_cases
+from harness.run.slurm.queue import active_cases
 from harness.store.record import Record, RecordStore
 
 SMALL = ("device=cpu", "model=tiny", "launcher=slurm", "seq_len=8,16")

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 import socket
-import sys
 import time
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 from harness.cases.case import Case
@@ -25,18 +22,15 @@ from harness.run.run_folder import (
     clock_offset_s,
     new_run_id,
     planning_lock,
-    runs_of,
 )
 from harness.run.slurm import commands as slurm
 from harness.run.slurm.follow import follow
 from harness.run.slurm.jobs import (
-    arrays_of,
     cancel_command,
     follow_command,
-    identify,
-    in_words,
     job_name,
 )
+from harness.run.slurm.queue import active_cases, take_back
 from harness.run.slurm.shares import Shape, Share, counted, pack, shape_of
 from harness.run.warm_workers import predicted_starts_s
 from harness.store.record import RecordStore, file_case
@@ -207,7 +201,7 @@ class Slurm(Launcher):
                 first += len(of_shape)
         except BaseException as error:
             with signals_held():
-                _take_back(folder, run, may_be_queued=isinstance(error, slurm.UnsureError))
+                take_back(folder, run, may_be_queued=isinstance(error, slurm.UnsureError))
             raise
         return said
 
@@ -282,46 +276,6 @@ class Slurm(Launcher):
         further |= {key.lstrip("-"): value or True for key, value in self.sbatch.items()}
         parameters["additional_parameters"] = further
         return {key: value for key, value in parameters.items() if value is not None}
-
-
-def _take_back(folder: RunFolder, run: RunManifest, *, may_be_queued: bool) -> None:
-    """Cancel what is submitted, so that no half of a sweep stays in the queue."""
-    jobs = [job for job in run.jobs if job is not None]
-    try:
-        slurm.cancel(jobs)
-    except slurm.SlurmError as error:
-        with contextlib.suppress(OSError):
-            folder.write_run(run)
-        print(
-            f"attnbench: {in_words(jobs)} may go on ({error}); "
-            f"{cancel_command(folder.results, jobs)} cancels",
-            file=sys.stderr,
-        )
-        return
-    if not may_be_queued:
-        folder.remove()
-
-
-def active_cases(results: Path) -> set[str]:
-    """Ids of the cases that queued or running jobs have.
-
-    Under the planning lock: ids that a killed submission left out of a run's file go into it.
-    """
-    submitted = [(folder, run) for folder, run in runs_of(results) if run.is_submitted]
-    for folder, run in identify(submitted):
-        folder.write_run(run)
-    runs = [run for _, run in submitted]
-    arrays = arrays_of(runs)
-    if not arrays:
-        return set()
-    jobs = slurm.queued(arrays)
-    return {
-        case_id
-        for run in runs
-        for job, case_ids in zip(run.jobs, run.case_ids, strict=True)
-        if job in jobs and jobs[job].is_active
-        for case_id in case_ids
-    }
 
 
 def _files_by_case(store: RecordStore) -> dict[str, list[str]]:

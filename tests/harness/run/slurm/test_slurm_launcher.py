@@ -38,7 +38,8 @@ from harness.run.rounds.options import RunOptions
 from harness.run.run_folder import RunFolder, TaskState, runs_of
 from harness.run.runner import Runner
 from harness.run.slurm import commands as slurm
-from harness.run.slurm.launcher import Slurm, active_cases
+from harness.run.slurm.launcher import Slurm
+from harness.run.slurm.queue import active_cases
 from harness.run.slurm.shares import Shape, pack, shape_of
 from harness.store.record import SCHEMA, Record, RecordStore
 
