@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from announced import announced, manifest, states, the_run
 from conftest import ROOT, Command
-from fault_folders import GUARD_S, Folder, no_process_left, wait_until
+from fault_folders import GUARD_S, Folder, no_process_left, wait_until, wait_until_held
 from records import make_record
 
 from harness.commands.cancel import main as cancel_main
@@ -306,7 +306,7 @@ class TestCancel:
         (ours.path / "hold").touch()
         process = ours.start("attention=held")
         with no_process_left(process):
-            wait_until(lambda: list(ours.path.glob("held-*")), "a case is held")
+            wait_until_held(ours)
             theirs = tmp_path / "theirs"
             shutil.copytree(ours.results / "runs", theirs / "runs")
             assert states(look(theirs).cases).popitem()[1] == "running"

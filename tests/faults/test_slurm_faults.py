@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from announced import the_run
 from conftest import ROOT
 from fake_slurm import FakeSlurm, install
 from fault_folders import GUARD_S, wait_until
@@ -25,7 +26,7 @@ from harness.commands.status import main as status_main
 from harness.request.compose import compose_request
 from harness.request.session import run_request
 from harness.run.launcher import PendingCases
-from harness.run.run_folder import RunFolder, RunManifest, TaskState, runs_of
+from harness.run.run_folder import TaskState, runs_of
 from harness.run.slurm import commands, follow
 from harness.run.slurm.queue import active_cases
 from harness.store.record import Record, RecordStore
@@ -62,11 +63,6 @@ def start(results: Path, *further: str) -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,
     )
-
-
-def the_run(results: Path) -> tuple[RunFolder, RunManifest]:
-    (item,) = runs_of(results)
-    return item
 
 
 def record_all(results: Path) -> None:

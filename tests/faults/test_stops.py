@@ -22,16 +22,11 @@ from fault_folders import (
     descendants,
     is_alive,
     no_process_left,
+    stops_cleanly,
     wait_until,
+    wait_until_held,
     workers_of,
 )
-
-STOPPED = "attnbench: stopped; the same command goes on where this one ended"
-
-
-def held(folder: Folder, process: subprocess.Popen[str]) -> None:
-    """Wait until the second case of two is being measured."""
-    wait_until(lambda: list(folder.path.glob("held-*")), "a case is held")
 
 
 class TestTerminal:
@@ -50,17 +45,8 @@ class TestTerminal:
         process = folder.start("attention=naive,held", preexec_fn=take_terminal)
         os.close(theirs)
         with no_process_left(process):
-            held(folder, process)
-            family = descendants(process.pid)
-            assert len(family) >= 2, "a worker, and a child of the worker"
-            os.close(ours)
-            _, stderr = process.communicate(timeout=GUARD_S)
-            assert process.returncode == 129
-            assert STOPPED in stderr
-            assert "Traceback" not in stderr
-            wait_until(lambda: not any(map(is_alive, family)), "all are gone")
-        assert {name: item["status"] for name, item in folder.records().items()} == {"naive": "ok"}
-        assert list((folder.results / "runs").iterdir()) == []
+            wait_until_held(folder)
+            stops_cleanly(folder, process, lambda: os.close(ours), 129)
 
     def test_is_closed_under_nohup(self, tmp_path: Path, command: Command) -> None:
         folder = Folder(path=tmp_path, command=command)
@@ -69,7 +55,7 @@ class TestTerminal:
             "attention=held", preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)
         )
         with no_process_left(process):
-            held(folder, process)
+            wait_until_held(folder)
             process.send_signal(signal.SIGHUP)
             (tmp_path / "hold").unlink()
             _, stderr = process.communicate(timeout=GUARD_S)
@@ -86,7 +72,7 @@ class TestQuit:
         (tmp_path / "hold").touch()
         process = folder.start("attention=held")
         with no_process_left(process):
-            held(folder, process)
+            wait_until_held(folder)
             workers = workers_of(process)
             children = [child for worker in workers for child in descendants(worker.pid)]
             process.send_signal(signal.SIGQUIT)
@@ -150,7 +136,7 @@ class TestFolders:
         (tmp_path / "hold").touch()
         process = folder.start("attention=naive,held", environment={"HOME": str(tmp_path / "no")})
         with no_process_left(process):
-            held(folder, process)
+            wait_until_held(folder)
             folder.results.rename(tmp_path / "moved")
             (tmp_path / "hold").unlink()
             _, stderr = process.communicate(timeout=GUARD_S)

@@ -10,7 +10,14 @@ from pathlib import Path
 
 import psutil
 from conftest import Command
-from fault_folders import Folder, descendants, is_alive, no_process_left, wait_until
+from fault_folders import (
+    Folder,
+    descendants,
+    is_alive,
+    no_process_left,
+    wait_until,
+    wait_until_held,
+)
 
 
 def daemons(path: Path) -> list[int]:
@@ -40,7 +47,7 @@ def test_nothing_survives_the_kill_of_the_command(tmp_path: Path, command: Comma
     (tmp_path / "hold").touch()
     process = folder.start("attention=held_daemon")
     with no_process_left(process), no_daemon_left(tmp_path):
-        wait_until(lambda: list(tmp_path.glob("held-*")), "a case is held")
+        wait_until_held(folder)
         family = [*descendants(process.pid), *map(psutil.Process, daemons(tmp_path))]
         assert len(family) >= 4, "a worker, its child, a daemon, and the guard of the run"
         process.kill()

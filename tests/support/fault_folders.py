@@ -36,6 +36,8 @@ TINY = {
     "task.measure_steps": 2,
 }
 
+STOPPED = "attnbench: stopped; the same command goes on where this one ended"
+
 GUARD_S = 240.0
 """After this a test takes something to hang; nothing that works on a busy machine needs as long."""
 
@@ -154,6 +156,34 @@ def no_process_left(process: subprocess.Popen[str]) -> Iterator[None]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.communicate()
+
+
+def wait_until_held(folder: Folder, processes: int = 1) -> None:
+    """Wait until so many processes hold a case, as the backend ``held`` does."""
+    what = f"{processes} processes hold a case"
+    wait_until(lambda: len(list(folder.path.glob("held-*"))) == processes, what)
+
+
+def stops_cleanly(
+    folder: Folder, process: subprocess.Popen[str], stop: Callable[[], None], returncode: int
+) -> None:
+    """A command that has measured one case and holds another says one line, and leaves nothing.
+
+    Stopping takes no longer than the command took to get to where it is, which included starting
+    an interpreter and workers.
+    """
+    family = descendants(process.pid)
+    assert len(family) >= 2, "a worker, and a child of the worker"
+    began = time.monotonic()
+    limit_s = max(5.0, time.time() - psutil.Process(process.pid).create_time())
+    stop()
+    _, stderr = process.communicate(timeout=GUARD_S)
+    assert time.monotonic() - began < limit_s
+    assert process.returncode == returncode
+    assert stderr.strip().splitlines() == [STOPPED]
+    wait_until(lambda: not any(map(is_alive, family)), "all are gone")
+    assert {name: item["status"] for name, item in folder.records().items()} == {"naive": "ok"}
+    assert list((folder.results / "runs").iterdir()) == []
 
 
 def descendants(pid: int) -> list[psutil.Process]:

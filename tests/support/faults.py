@@ -26,6 +26,7 @@ from torch import Tensor
 
 from kernels import Attention, AttentionBackend, AttentionProblem, AttentionSpec, attention_backend
 from kernels.backends.naive import Naive
+from tests.support.daemons import detach
 
 FOLDER_VARIABLE = "ATTNBENCH_TEST_FOLDER"
 
@@ -178,16 +179,7 @@ def _held(o: Tensor) -> Tensor:
 
 
 def _daemon(o: Tensor) -> Tensor:
-    """Detach a process as daemons do: two forks, a session of its own, its parent gone."""
-    read_fd, write_fd = os.pipe()
-    if os.fork() == 0:
-        os.setsid()
-        if pid := os.fork():
-            os.write(write_fd, str(pid).encode())
-            os._exit(0)
-        time.sleep(1000)
-    pid = int(os.read(read_fd, 20))
-    (_folder() / f"daemon-{pid}").touch()
+    (_folder() / f"daemon-{detach()}").touch()
     return o
 
 

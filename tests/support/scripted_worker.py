@@ -23,6 +23,7 @@ from harness.bench.outcome import Outcome
 from harness.run.children.guard_main import MARK
 from harness.run.children.worker_side import Channel, CleanStart
 from harness.run.workers.worker_main import die_with_parent
+from tests.support.daemons import detach
 
 FOLDER = "ATTNBENCH_TEST_FOLDER"
 SLEEP = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(1000)"]
@@ -135,15 +136,7 @@ def _fork_and_die(worker: Scripted) -> None:
 
 
 def _daemon(worker: Scripted) -> None:
-    """Detach a process as daemons do: fork, lead a session, fork again, first parent gone."""
-    read_fd, write_fd = os.pipe()
-    if os.fork() == 0:
-        os.setsid()
-        if pid := os.fork():
-            os.write(write_fd, str(pid).encode())
-            os._exit(0)
-        time.sleep(1000)
-    worker.note("daemon", int(os.read(read_fd, 20)))
+    worker.note("daemon", detach())
 
 
 def _daemon_without_environment(worker: Scripted) -> None:

@@ -25,7 +25,9 @@ from fault_folders import (
     descendants,
     is_alive,
     no_process_left,
+    stops_cleanly,
     wait_until,
+    wait_until_held,
     workers_of,
 )
 
@@ -45,23 +47,10 @@ class TestInterrupt:
     ) -> None:
         folder = Folder(path=tmp_path, command=command)
         (tmp_path / "hold").touch()
-        began = time.monotonic()
         process = folder.start("attention=naive,held")
         with no_process_left(process):
-            wait_until(lambda: list(tmp_path.glob("held-*")), "a case is held")
-            limit_s = stops_within(began)
-            family = descendants(process.pid)
-            assert len(family) >= 2, "a worker, and a child of the worker"
-            process.send_signal(number)
-            started = time.monotonic()
-            _, stderr = process.communicate(timeout=GUARD_S)
-            assert time.monotonic() - started < limit_s
-            assert process.returncode == 130
-            assert stderr.strip().splitlines() == [
-                "attnbench: stopped; the same command goes on where this one ended"
-            ]
-            wait_until(lambda: not any(map(is_alive, family)), "all are gone")
-        assert {name: item["status"] for name, item in folder.records().items()} == {"naive": "ok"}
+            wait_until_held(folder)
+            stops_cleanly(folder, process, lambda: process.send_signal(number), 130)
         if number == signal.SIGTERM:
             return
         before = folder.files()
@@ -121,7 +110,7 @@ class TestInterrupt:
         (tmp_path / "hold").touch()
         process = folder.start("attention=naive,held", "parallel=ddp_torch")
         with no_process_left(process):
-            wait_until(lambda: len(list(tmp_path.glob("held-*"))) == 2, "both ranks are held")
+            wait_until_held(folder, 2)
             workers = workers_of(process)
             family = descendants(process.pid)
             assert len(workers) == 2
@@ -153,7 +142,7 @@ class TestTwoSweepsAtOnce:
             folder.start(*arguments, environment={"TMPDIR": str(host)}) for host in hosts
         )
         with no_process_left(first), no_process_left(second):
-            wait_until(lambda: len(list(tmp_path.glob("held-*"))) == 2, "both are held")
+            wait_until_held(folder, 2)
             (tmp_path / "hold").unlink()
             for process in (first, second):
                 _, stderr = process.communicate(timeout=GUARD_S)
