@@ -9,6 +9,7 @@ from pathlib import Path
 import pandas as pd
 
 from harness.analysis.frame import build_frame
+from harness.cases.recorded import load
 from harness.store.record import RecordStore
 from harness.store.sweep_plan import planned_labels, read_plan
 
@@ -25,7 +26,7 @@ def load_frames(results: Path) -> Callable[[str | None], pd.DataFrame]:
     """
     if not results.is_dir():
         raise ValueError(f"{results}: no such folder")
-    records, problems = RecordStore(results).load()
+    records, problems = load(RecordStore(results))
     for problem in problems:
         warnings.warn(problem, stacklevel=4)
 

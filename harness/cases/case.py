@@ -10,8 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Hashable
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from typing import Any
+from functools import cache
+from typing import Any, cast
 
 from harness.cases.checkpoint import Checkpoint
 from harness.cases.compilation import Compile
@@ -116,9 +118,7 @@ class Case:
     @property
     def id(self) -> str:
         """A slug that a person can read and a hash of everything that defines the case."""
-        canonical = json.dumps(_defining(self), sort_keys=True, separators=(",", ":"))
-        digest = hashlib.sha256(canonical.encode()).hexdigest()[:10]
-        return f"{self.slug}-{digest}"
+        return f"{self.slug}-{_digest(_defining(self))}"
 
     @property
     def slug(self) -> str:
@@ -188,8 +188,44 @@ def _restored(key: str, value: Any) -> Any:
     """One of a case's fields from its JSON value."""
     if not isinstance(value, dict):
         return value
-    kind = _CHOICES[key][value["name"]].target if key in _CHOICES else _OPTIONS[key]
-    return kind(**value)
+    return _kind(key, value)(**value)
+
+
+def _kind(key: str, value: dict[str, Any]) -> type[Any]:
+    """The type of one of a case's fields, from its JSON value."""
+    return _CHOICES[key][value["name"]].target if key in _CHOICES else _OPTIONS[key]
+
+
+def digest_of(values: dict[str, Any]) -> str:
+    """The hash at the end of the id of a recorded case, without building the case.
+
+    Of values that a case would change or refuse it is no case's hash. Raises KeyError,
+    AttributeError and :class:`kernels.registry.RegistryError` for choices that there are not.
+    """
+    defining = _without_defaults(values, Case)
+    for key, value in defining.items():
+        if isinstance(value, dict):
+            defining[key] = _without_defaults(value, _kind(key, value))
+    return _digest(defining)
+
+
+def _digest(defining: dict[str, Any]) -> str:
+    canonical = json.dumps(defining, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()[:10]
+
+
+def _without_defaults(values: dict[str, Any], kind: type[Any]) -> dict[str, Any]:
+    """Plain values as :func:`_defining` has them."""
+    later = _joined_later(cast(Hashable, kind))
+    return {key: value for key, value in values.items() if key not in later or value != later[key]}
+
+
+@cache
+def _joined_later(kind: Hashable) -> dict[str, Any]:
+    """The options of a dataclass that joined later, and their defaults."""
+    return {
+        item.name: item.default for item in fields(cast(Any, kind)) if JOINED_LATER in item.metadata
+    }
 
 
 def _that_split_sequences() -> list[str]:

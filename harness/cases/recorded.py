@@ -2,39 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
-
-from harness.cases.case import Case
+from harness.cases.case import Case, digest_of
 from harness.store.attempts import Records
-from harness.store.record import RecordStore
+from harness.store.record import Record, RecordStore
 
 
-def load_for(store: RecordStore, cases: Iterable[Case]) -> tuple[Records, list[str]]:
-    """The records of a folder, without those named as one of the cases that hold another one.
+def load(store: RecordStore) -> tuple[Records, list[str]]:
+    """The record of every case that counts, without those that hold another case than they say.
 
-    Such a case is measured as if the file were not there: the store reads it no more. A record
+    Such a case is measured as if the file were not there, and the store reads it no more. A record
     whose case cannot be built here, as that of another version or of a plugin, stands under its
     name.
 
     Returns:
         As :meth:`harness.store.record.RecordStore.load`.
     """
-    attempts, problems = store.load_attempts()
-    wanted = {case.id: case for case in cases}
-    for case_id, number in [key for key in attempts if key[0] in wanted]:
-        record = attempts[case_id, number]
-        derived = case_id
-        if record.case != wanted[case_id].to_dict():
-            derived = _id_of(record.case) or case_id
-        if derived != case_id:
-            problems.append(store.set_aside(record, f"its case is that of {derived}"))
-            del attempts[case_id, number]
+    attempts, problems = load_attempts(store)
     return Records(attempts), problems
 
 
-def _id_of(values: Mapping[str, Any]) -> str | None:
+def load_attempts(store: RecordStore) -> tuple[dict[tuple[str, int], Record], list[str]]:
+    """As :func:`load`, but every attempt by case id and number."""
+    attempts, problems = store.load_attempts()
+    for key, record in list(attempts.items()):
+        if case_id := _other_id(record):
+            problems.append(store.set_aside(record, f"its case is that of {case_id}"))
+            del attempts[key]
+    return attempts, problems
+
+
+def _other_id(record: Record) -> str | None:
+    """The id of the case that a record holds, where that is another than it says."""
     try:
-        return Case.from_dict(dict(values)).id
-    except (ValueError, TypeError, KeyError, AttributeError):
+        # Twenty times faster than building the case.
+        if record.case_id.endswith(f"-{digest_of(record.case)}"):
+            return None
+        derived = Case.from_dict(dict(record.case)).id
+    except _NOT_BUILT:
         return None
+    return derived if derived != record.case_id else None
+
+
+_NOT_BUILT = (ValueError, TypeError, KeyError, AttributeError)

@@ -27,6 +27,7 @@ from harness.analysis.row_verdicts import interval_cells, reasons, rule_words
 from harness.analysis.verdicts import EQUIVALENCE
 from harness.cases import format as fmt
 from harness.cases.columns import POINTS, point_groups
+from harness.cases.recorded import load_attempts
 from harness.printing import say, warn
 from harness.render.figure import CaptionedFigure, save
 from harness.render.files import put, render_terminal, to_csv, to_markdown
@@ -209,7 +210,7 @@ def _load(results: Path, key: str) -> Attempts:
     """Every readable attempt of a folder; one line if there are none."""
     if not results.is_dir():
         raise ValueError(f"{key}={results}: no such folder")
-    records, problems = RecordStore(results).load_attempts()
+    records, problems = load_attempts(RecordStore(results))
     for problem in problems:
         warn(f"{problem}; left out", command=COMMAND)
     if not records:

@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from harness.cases.recorded import load
 from harness.printing import say, warn
 from harness.render.files import render_sweep
 from harness.store.record import RecordStore
@@ -33,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     if reason := _why_not(results, options.sweeps):
         warn(reason, command=COMMAND)
         return 2
-    records, problems = RecordStore(results).load()
+    records, problems = load(RecordStore(results))
     for problem in problems:
         warn(problem, command=COMMAND)
     exit_code = 0

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from harness.cases import format as fmt
 from harness.cases.case import Case
-from harness.cases.recorded import load_for
+from harness.cases.recorded import load
 from harness.printing import say, warn
 from harness.request.compose import Request
 from harness.request.plan import (
@@ -50,7 +50,7 @@ def run_request(request: Request) -> int:
             write_plan(store.results, sweep_plan(request))
         except OSError as error:
             return _complain(f"results={store.results}: cannot be written ({error.strerror})", 2)
-    records, problems = load_for(store, request.cases)
+    records, problems = load(store)
     for problem in in_short(problems):
         warn(f"{problem}; measured again")
     device_name = _device_name(request)
@@ -107,7 +107,7 @@ def _report(console: Console, request: Request, store: RecordStore) -> int:
     # A plan renders nothing, and pandas and matplotlib take a second to load.
     from harness.render.files import render_sweep, render_terminal
 
-    records, problems = store.load()
+    records, problems = load(store)
     try:
         rendered = render_sweep(store.results, request.label, records, problems)
     except OSError as error:

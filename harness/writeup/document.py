@@ -20,6 +20,7 @@ import pandas as pd
 
 from harness.analysis.frame import build_frame
 from harness.cases import format as fmt
+from harness.cases.recorded import load
 from harness.cases.sweep import Sweep, load_sweep
 from harness.cases.task import TASKS
 from harness.paths import SWEEPS
@@ -142,7 +143,7 @@ def collect(folders: Sequence[Path]) -> Document:
         labels = planned_labels(results)
         if not labels:
             raise ValueError(f"RESULTS={results}: not a results folder (no sweeps/*/plan.json)")
-        found, unreadable = RecordStore(results).load()
+        found, unreadable = load(RecordStore(results))
         problems += unreadable
         for label in labels:
             try:

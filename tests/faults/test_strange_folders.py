@@ -23,7 +23,7 @@ from records import make_record, write_plan
 
 from harness.analysis.loading import load_frame
 from harness.cases.case import Case
-from harness.cases.recorded import load_for
+from harness.cases.recorded import load
 from harness.commands import report, status
 from harness.render.files import render_sweep
 from harness.render.registries import TABLES
@@ -91,7 +91,7 @@ class TestNames:
         record = Record.from_json(json.dumps(values | {"attempt": 1}))
         record.case = case.to_dict() | {"seed": case.seed + 1}
         path = store.write(record)
-        records, problems = load_for(store, [case])
+        records, problems = load(store)
         assert not records
         assert "its case is that of" in problems[0]
         assert str(path) in problems[0]

@@ -110,7 +110,9 @@ def make_record(
         if trains
         else ["forward", "backward", "forward_backward"]
     )
-    digest = hashlib.sha256(json.dumps(case, sort_keys=True).encode()).hexdigest()[:10]
+    digest = hashlib.sha256(
+        json.dumps(case, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()[:10]
     tokens = batch_size * seq_len
     values: dict[str, Any] = {
         "work": {name: {"flops": flops, "bytes": None, "tokens": tokens} for name in names},
