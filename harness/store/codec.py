@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from harness.escapes import printable
 from harness.store import plain_json
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -67,7 +68,7 @@ def _converted(text: bytes, kind: type[T], shape: Any, schema: int, may_lack: fr
         if shape is not None:
             msgspec.convert(values, shape)
     except (msgspec.MsgspecError, OverflowError, RecursionError) as error:
-        raise ValueError(str(error)) from error
+        raise ValueError(printable(str(error)[:500])) from error
     return found
 
 
@@ -78,7 +79,8 @@ def _require_fields(kind: type[T], keys: set[str], may_lack: frozenset[str]) -> 
 
 def _require_schema(found: object, schema: int) -> None:
     if found != schema or isinstance(found, bool):
+        wrote = printable(str(found)[:20])
         raise ValueError(
-            f"schema {str(found)[:20]}, this version reads {schema}: use the attnbench that wrote "
-            "it, or another results="
+            f"schema {wrote}, this version reads {schema}: use the attnbench that wrote it, or "
+            "another results="
         )

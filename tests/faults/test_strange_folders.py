@@ -530,11 +530,13 @@ def test_what_finished_rounds_say_of_themselves_is_told_in_one_short_line(
     reason = why_not_joined(kept, 2, {"torch": "2"})
     assert reason == "torch was None and is 2"
     reason = why_not_joined(kept, 2, {})
-    file.write_text(json.dumps(ROUNDS | {"case_id": words}), encoding="utf-8")
-    with pytest.raises(ValueError, match=r"of case|at `\$.case_id`") as raised:
-        store.find("a-0123456789")
-    for line in (reason, str(raised.value)):
-        assert line is not None
+    lines = [reason or ""]
+    for change in ({"case_id": words}, {"schema": words}, {words: 1}):
+        file.write_text(json.dumps(ROUNDS | change), encoding="utf-8")
+        with pytest.raises(ValueError, match=r"case|schema|field") as raised:
+            store.find("a-0123456789")
+        lines.append(str(raised.value))
+    for line in lines:
         assert line.isprintable()
         assert len(line) < 1000
 
