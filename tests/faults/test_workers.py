@@ -32,7 +32,7 @@ from harness.run.nodes.agent import serve_agent
 from harness.run.nodes.hosts import Hosts
 from harness.run.rounds.options import RunOptions
 from harness.run.runner import Runner
-from harness.run.workers import worker_group
+from harness.run.workers import job_watch, worker_group
 from harness.run.workers.worker_group import WorkerStartError
 from harness.store.record import Record, RecordStore
 
@@ -300,7 +300,7 @@ class TestDeaths:
     def test_a_worker_that_closes_its_pipe_and_runs_on(
         self, sweep: Sweep, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(worker_group, "LAST_S", 0.2)
+        monkeypatch.setattr(job_watch, "LAST_S", 0.2)
         records = sweep.run({"16": ["close"]})
         assert statuses(records) == ["failed", "ok"]
         assert message(records[16]) == "the worker closed its connection while measuring"
@@ -348,7 +348,7 @@ class TestJunk:
         self, sweep: Sweep, act: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Also if it comes in one read with the result."""
-        monkeypatch.setattr(worker_group, "LAST_S", 0.2)
+        monkeypatch.setattr(job_watch, "LAST_S", 0.2)
         assert statuses(sweep.run({"16": [act]})) == ["ok", "ok"]
 
     def test_a_second_answer_is_not_the_next_cases(self, sweep: Sweep) -> None:
