@@ -16,7 +16,7 @@ import pytest
 from announced import the_run
 from conftest import ROOT
 from fake_slurm import FakeSlurm, install
-from fault_folders import GUARD_S, wait_until
+from fault_folders import GUARD_S, heed_signals, wait_until
 
 from harness.cases.case import Case
 from harness.commands.cancel import main as cancel_main
@@ -62,6 +62,7 @@ def start(results: Path, *further: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=heed_signals,
     )
 
 

@@ -42,6 +42,12 @@ GUARD_S = 240.0
 """After this a test takes something to hang; nothing that works on a busy machine needs as long."""
 
 
+def heed_signals() -> None:
+    """Undo, in a process that starts, what nohup and a shell's background jobs ignore."""
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Limits:
     """Time limits for cases that hang, from what a healthy case of their kind took just now."""
@@ -110,7 +116,7 @@ class Folder:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            **options,
+            **{"preexec_fn": heed_signals, **options},
         )
 
     def files(self) -> dict[str, tuple[int, bytes]]:

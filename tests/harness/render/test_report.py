@@ -19,6 +19,7 @@ from records import (
 )
 from status_examples import status_examples
 
+from harness.cases.case import digest_of
 from harness.commands import report
 from harness.render.files import RenderedSweep, render_sweep
 from harness.render.table import TABLES
@@ -54,7 +55,13 @@ def examples() -> list[Record]:
         )
         for attention, base in (("naive", 20.0), ("flex", 9.0))
     ]
-    return [*status_examples(), *itertools.chain(*(make() for make in others)), *timed]
+    found = [*status_examples(), *itertools.chain(*(make() for make in others)), *timed]
+    for record in found:
+        digest = digest_of(record.case)
+        # Those that were changed after they were made; another's id would be set aside.
+        if not record.case_id.endswith(f"-{digest}"):
+            record.case_id += f"-{digest}"
+    return found
 
 
 def write_examples(folder: Path, records: list[Record]) -> RecordStore:

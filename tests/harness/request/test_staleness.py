@@ -219,9 +219,9 @@ class TestRemeasure:
             found = real(files)
             return {**found, "kernels/backends": "1" * 12} if files == naive else found
 
-        monkeypatch.setattr(case_source, "hashes", changed)
         case_source._hashes_of.cache_clear()
-        try:
+        with monkeypatch.context() as patched:
+            patched.setattr(case_source, "hashes", changed)
             self.run(tmp_path)
             said = capsys.readouterr().err
             line = "1 recorded with other kernels since abc; remeasure=stale measures it again"
@@ -233,8 +233,7 @@ class TestRemeasure:
             assert store.attempts(CASES[1].id) == [1]
             self.run(tmp_path, "remeasure=stale")
             assert len(host.turns) == 3
-        finally:
-            case_source._hashes_of.cache_clear()
+        case_source._hashes_of.cache_clear()
         self.run(tmp_path, "remeasure=all")
         assert sorted(host.turns[3:]) == [("naive", 0), ("sdpa", 0)]
         newest = store.find(CASES[0].id)
