@@ -177,35 +177,43 @@ def build_table(name: str, frame: pd.DataFrame) -> Table | None:
     built: Table | None = TABLES[name].target(frame)
     if built is not None:
         built.name = name
-        built.footnotes += [*_revisions(built.rows), *_hosts(built.rows)]
+        cases = _measured_cases(built, frame)
+        built.footnotes += [*_revisions(cases), *_hosts(cases)]
     return built
 
 
-def _revisions(rows: pd.DataFrame) -> list[str]:
-    """A footnote with the revisions that measured the rows, where there are several."""
-    if "revision" not in rows or "case_id" not in rows:
-        return []
-    cases = rows.drop_duplicates("case_id")
+def _measured_cases(built: Table, frame: pd.DataFrame) -> pd.DataFrame:
+    """One row of the frame for each case that the table shows, in whichever column, if it ran."""
+    keys = {"case_id", *(column.record for column in built.columns)} & set(built.rows.columns)
+    shown = {case_id for key in keys for case_id in built.rows[key]}
+    cases = frame.drop_duplicates("case_id")
+    return cases[cases["case_id"].isin(shown) & (cases["status"] != "unsupported")]
+
+
+def _revisions(cases: pd.DataFrame) -> list[str]:
+    """A footnote with the revisions that measured the cases, where there are several."""
     counts = cases["revision"].value_counts()
     if len(counts) < 2:
         return []
-    if "source" in cases and cases["source"].map(bool).all() and not cases["stale"].any():
+    if cases["source"].map(bool).all() and not cases["stale"].any():
         return [f"Measured by {len(counts)} revisions whose measured code is that of now."]
     found = sorted(counts.items(), key=lambda item: (-item[1], str(item[0])))
     words = [f"{revision} ({fmt.counted(int(number), 'case')})" for revision, number in found]
     return [f"Measured by {len(words)} revisions: {', '.join(words)}."]
 
 
-def _hosts(rows: pd.DataFrame) -> list[str]:
-    """A footnote with the hosts that measured the rows, where there are several."""
-    if "host" not in rows or "case_id" not in rows:
-        return []
-    counts = rows.drop_duplicates("case_id")["host"].value_counts()
-    if len(counts) < 2:
-        return []
+def _hosts(cases: pd.DataFrame) -> list[str]:
+    """A footnote with the hosts that measured the cases, where they may be several."""
+    counts = cases["host"].value_counts()
     found = sorted(counts.items(), key=lambda item: (-item[1], str(item[0])))
     words = [f"{host} ({fmt.counted(int(number), 'case')})" for host, number in found]
-    return [f"Measured on {len(words)} hosts, whose times may differ: {', '.join(words)}."]
+    unknown = int(cases["host"].isna().sum())
+    if unknown and words:
+        words.append(f"not recorded ({fmt.counted(unknown, 'case')})")
+    if len(words) < 2:
+        return []
+    hosts = "hosts" if unknown else f"{len(found)} hosts,"
+    return [f"Measured on {hosts} whose times may differ: {', '.join(words)}."]
 
 
 def make_table(

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import pandas as pd
 
+from harness.analysis.comparison import host_marks
+from harness.analysis.machines import Machine
 from harness.cases import format as fmt
 from harness.cases.columns import POINTS, point_groups, sorted_values
 from harness.render.rows import apart_from_unsupported
@@ -37,6 +39,7 @@ def table_by_backend(
     """
     cases, footnotes = apart_from_unsupported(cases)
     group = point_groups(cases, ["attention"])
+    cases = cases.assign(mark=cases["mark"] + _other_host_marks(cases, group))
     names = [name for name in POINTS if name != "attention" and name in cases]
     rows = cases.assign(group=group).drop_duplicates("group").set_index("group")[names]
     columns = []
@@ -70,6 +73,20 @@ def table_by_backend(
     )
     table.footnotes += footnotes
     return table
+
+
+def _other_host_marks(cases: pd.DataFrame, group: pd.Series) -> pd.Series:
+    """The mark of each cell that was measured on another host than most of its row."""
+    measured = cases.loc[cases["status"] == "ok", "machine"]
+    usual = measured.groupby(group[measured.index]).agg(_most_common)
+    marks = host_marks(measured, group[measured.index].map(usual))
+    return pd.Series(marks, measured.index, dtype=object).reindex(cases.index, fill_value="")
+
+
+def _most_common(machines: pd.Series) -> Machine:
+    """The first of the machines that most of them may be."""
+    found: list[Machine] = machines.tolist()
+    return max(found, key=lambda one: sum(not one.is_other(machine) for machine in found))
 
 
 def _values(

@@ -94,6 +94,43 @@ def test_a_table_names_its_revisions_where_there_are_several() -> None:
     assert "Measured by 2 revisions: 0123abc (1 case), fedcba9 (1 case)." in summary([one, other])
 
 
+class TestColumnsOfBackends:
+    """Tables with a column for each backend, whose rows hold several cases."""
+
+    @staticmethod
+    def text(*records: Record) -> str:
+        table = build_table("head_dim_and_gqa", build_frame(list(records)))
+        assert table is not None
+        return to_markdown(table)
+
+    def test_names_revisions_where_there_are_several(self) -> None:
+        assert "Measured" not in self.text(record("naive"), record("sdpa"))
+        other = record("sdpa", environment={"git_revision": "fedcba9"})
+        other.source = {}
+        text = self.text(record("naive"), other)
+        assert "Measured by 2 revisions: 0123abc (1 case), fedcba9 (1 case)." in text
+
+    def test_a_cell_of_another_host_than_most_of_its_row_is_marked(self) -> None:
+        here, there = ({"host": name} for name in ("alpha", "beta"))
+        alike = [record(name, environment=here) for name in ("naive", "sdpa", "flex")]
+        assert "hosts" not in self.text(*alike)
+        text = self.text(*alike[:2], record("flex", environment=there))
+        assert (
+            "Measured on 2 hosts, whose times may differ: alpha (2 cases), beta (1 case)." in text
+        )
+        assert OTHER_HOST in text
+        header, _, row = (line.split("|") for line in text.splitlines() if line.startswith("|"))
+        marked = [name.strip() for name, cell in zip(header, row, strict=True) if "△" in cell]
+        assert marked == ["flex (TFLOP/s)"]
+
+    def test_hosts_that_are_not_recorded(self) -> None:
+        text = self.text(record("naive", environment={"host": "alpha"}), record("sdpa"))
+        assert (
+            "Measured on hosts whose times may differ: alpha (1 case), not recorded (1 case)."
+        ) in text
+        assert "hosts" not in self.text(record("naive"), record("sdpa"))
+
+
 def test_revisions_of_the_code_of_now_are_only_counted() -> None:
     one, other = record("naive"), record("sdpa", environment={"git_revision": "fedcba9+"})
     assert "Measured by 2 revisions whose measured code is that of now." in summary([one, other])
