@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -84,3 +87,18 @@ def _require_schema(found: object, schema: int) -> None:
             f"schema {wrote}, this version reads {schema}: use the attnbench that wrote it, or "
             "another results="
         )
+
+
+@contextlib.contextmanager
+def decoding_many() -> Iterator[None]:
+    """Leave the garbage collector out while many files are decoded, of which nothing is garbage.
+
+    It would look again and again at all that was decoded, for longer than decoding takes.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

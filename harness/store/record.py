@@ -26,9 +26,9 @@ from harness.store import atomic, rescue
 from harness.store.archive import Archives
 from harness.store.attempts import Records
 from harness.store.claims import Claims
-from harness.store.codec import T, decode, encode
+from harness.store.codec import T, decode, decoding_many, encode
 from harness.store.regular import read_regular
-from harness.store.shape import Options, RecordShape
+from harness.store.shape import CaseOptions, RecordShape
 
 SCHEMA = 1
 
@@ -128,9 +128,9 @@ def _decoded(data: bytes, kind: type[T]) -> T:
     found = decode(data, kind, schema=SCHEMA, may_lack=_ADDED, shape=RecordShape)
     assert isinstance(found, Record)
     try:
-        msgspec.convert(found.case, Options)
+        msgspec.convert({"case": found.case}, CaseOptions)
     except msgspec.ValidationError as error:
-        raise ValueError(f"case: {error}") from error
+        raise ValueError(str(error)) from error
     for name, phase in found.phases.items():
         for ranks in (phase.samples_ms, phase.host_ms, phase.device_ms):
             if len(ranks) > 1 and len(set(map(len, ranks))) > 1:
@@ -297,15 +297,15 @@ class RecordStore:
         """Every readable record by case id and attempt, and one line per unreadable file."""
         found: dict[tuple[str, int], Record] = {}
         problems = self.archives.problems()
-        for name, archived in self.names().items():
-            match = _FILE_NAME.fullmatch(name)
-            assert match is not None, "names() returns no others"
-            try:
-                record, _ = self.read_as(name, Record, archived)
-            except RecordError as error:
-                problems.append(str(error))
-                continue
-            found[record.case_id, int(match["attempt"] or 1)] = record
+        with decoding_many():
+            for name, archived in self.names().items():
+                try:
+                    record, _ = self.read_as(name, Record, archived)
+                except RecordError as error:
+                    problems.append(str(error))
+                    continue
+                # The number in the file's name, whatever the record says.
+                found[record.case_id, record.attempt] = record
         return found, problems
 
     def set_aside(self, record: Record, reason: str) -> str:

@@ -269,5 +269,8 @@ class RoundsShape(_Shape, kw_only=True):
     schema: int
 
 
-Options = dict[str, Scalar | dict[str, Simple]]
-"""A case, of which every option is simple."""
+class CaseOptions(_Shape):
+    """A record's case, of which every option is simple."""
+
+    # In a struct, whose type msgspec works out once and not in each call.
+    case: dict[str, Scalar | dict[str, Simple]]

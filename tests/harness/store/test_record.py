@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import subprocess
@@ -252,6 +253,24 @@ class TestReading:
         assert problems == []
         assert sorted(number for _, number in found) == [1] * 80 + [2] * 80
         assert len(store.load()[0]) == 80
+
+    def test_many_are_read_without_a_look_for_garbage(
+        self, store: RecordStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It would take longer than reading, and none of it is garbage."""
+        for seq_len in (64, 128):
+            store.write(make_record(seq_len=seq_len))
+        looks_for_garbage: list[bool] = []
+        read_as = store.read_as
+
+        def watched(*arguments: Any) -> Any:
+            looks_for_garbage.append(gc.isenabled())
+            return read_as(*arguments)
+
+        monkeypatch.setattr(store, "read_as", watched)
+        store.load_attempts()
+        assert looks_for_garbage == [False, False]
+        assert gc.isenabled()
 
     def test_other_files_are_left_alone(self, store: RecordStore) -> None:
         (store.folder / "abc.tmp").write_text("half a rec", encoding="utf-8")
