@@ -24,7 +24,7 @@ _TOKENS = re.compile(
 
 _PREDICTION = re.compile(
     r"^    def (?:predicted_memory|predicted_step_memory|predicted_before_backward|keeps_scores"
-    r"|peak_memory|split_peak_memory|backward_workspace|decode_workspace)\(self\b.*\n"
+    r"|peak_memory|split_peak_memory|backward_workspace|decode_workspace)\( ?self\b.*\n"
     r"(?:     .*\n)*",
     re.MULTILINE,
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from harness.source.text import cpp_that_runs, python_that_runs
+from harness.source.text import cpp_that_runs, python_that_runs, that_runs
 
 FILES = sorted(
     path
@@ -85,6 +85,55 @@ def test_comments_docstrings_and_line_breaks_do_not_count() -> None:
 )
 def test_code_and_strings_count(before: str, after: str) -> None:
     assert python_that_runs(SAME) != python_that_runs(SAME.replace(before, after))
+
+
+PREDICTING = """
+class A(Backend):
+    def forward(self, q):
+        return q + 1
+
+    @property
+    def keeps_scores(self) -> bool:
+        return True
+
+    def peak_memory(
+        self, problem: Problem
+    ) -> dict[str, float]:
+        if problem.causal:
+            return {"x": 4.0}
+
+        return {"x": 8.0}
+
+    def backward(self, q):
+        return q + 2
+
+
+def peak_memory(problem):
+    return 5
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "counts"),
+    [
+        ("4.0", "5.0", False),
+        ("8.0", "9.0", False),
+        ("return True", "return False", False),
+        ("problem.causal", "not problem.causal", False),
+        ("q + 1", "q + 3", True),
+        ("q + 2", "q + 3", True),
+        ("return 5", "return 6", True),
+        ("def peak_memory(\n", "def peak_memory_passed(\n", True),
+        ("class A(Backend)", "class A(Other)", True),
+    ],
+)
+def test_of_methods_only_those_that_predict_memory_do_not_count(
+    before: str, after: str, counts: bool
+) -> None:
+    """A better formula makes no measurement old; what is timed around it still does."""
+    assert PREDICTING.count(before) == 1
+    edited = that_runs(PREDICTING.replace(before, after), ".py")
+    assert (edited != that_runs(PREDICTING, ".py")) is counts
 
 
 def test_indentation_counts() -> None:
