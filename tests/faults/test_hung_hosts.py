@@ -115,7 +115,9 @@ def read_until(rank: RemoteRank, *, closed: bool) -> list[dict[str, Any]]:
     """What a rank says until there is something, or until its end."""
     events: list[dict[str, Any]] = []
     ended = False
+    until_s = time.monotonic() + GUARD_S
     while not (ended if closed else events):
+        assert time.monotonic() < until_s, "it is not given up, or not heard"
         found, ended = rank.read()
         events += found
         time.sleep(0.01)
@@ -125,6 +127,8 @@ def read_until(rank: RemoteRank, *, closed: bool) -> list[dict[str, Any]]:
 class TestLinks:
     def test_a_host_that_takes_nothing_keeps_no_other_waiting(self, agents: Agents) -> None:
         hung, other = agents.remote(1), agents.remote(0)
+        waits = [link.connection.gettimeout() for link in agents.hosts._agents.values()]
+        assert waits == [0, 0], "a send never waits"
         hung.send(LONG)
         agents.work(0)
         other.send("{}")
@@ -142,8 +146,7 @@ class TestLinks:
         agents.hosts._agents[1].patience_s = GUARD_S
         rank.send(LONG)
         agents.work(1)
-        while not rank.read()[0]:
-            time.sleep(0.01)
+        read_until(rank, closed=False)
         rank.send("{}")
         read_until(rank, closed=False)
         assert agents.heard[:2] == ["Start", "Job"]
