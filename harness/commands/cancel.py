@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import Counter
 from pathlib import Path
 
 from harness.cases import format as fmt
-from harness.commands.status import require_folder
+from harness.commands.results_folder import complain, require_folder, results_parser
 from harness.printing import say, warn
 from harness.run.processes import can_be_seen, stop
 from harness.run.run_files import RunManifest
@@ -17,15 +16,16 @@ from harness.run.slurm import commands as slurm
 from harness.run.slurm.answers import note_cancelled
 from harness.run.slurm.jobs import arrays_of, identify, in_words
 
+COMMAND = "attnbench-cancel"
+
 
 def main(arguments: list[str] | None = None) -> int:
     """``attnbench-cancel``; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="attnbench-cancel",
-        description="Stop what is queued or running for a results folder: Slurm jobs, and local "
+    parser = results_parser(
+        COMMAND,
+        "Stop what is queued or running for a results folder: Slurm jobs, and local "
         "runs on this host. What is recorded stays; the same command goes on with the rest.",
     )
-    parser.add_argument("results", type=Path, metavar="RESULTS", help="a results folder")
     parser.add_argument("jobs", nargs="*", metavar="JOB", help="such as 123 or 123_4; all if none")
     options = parser.parse_args(arguments)
     try:
@@ -34,22 +34,20 @@ def main(arguments: list[str] | None = None) -> int:
         if not options.jobs:
             lines += stop_local(runs)
     except ValueError as error:
-        warn(error, command="attnbench-cancel")
-        return 2
+        return complain(error, COMMAND)
     problem = ""
     try:
         lines += cancel_jobs(options.results, runs, options.jobs)
     except slurm.SlurmError as error:
         problem = f"{error}; {_not_asked(runs)}"
     except ValueError as error:
-        warn(error, command="attnbench-cancel")
-        return 2
+        return complain(error, COMMAND)
     if not lines and not problem:
         lines = ["nothing is queued or running"]
     for line in lines:
         say(line)
     if problem:
-        warn(problem, command="attnbench-cancel")
+        warn(problem, command=COMMAND)
     return 1 if problem else 0
 
 

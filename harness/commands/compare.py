@@ -28,6 +28,7 @@ from harness.analysis.verdicts import EQUIVALENCE
 from harness.cases import format as fmt
 from harness.cases.columns import POINTS, point_groups
 from harness.cases.recorded import load_attempts
+from harness.commands.results_folder import complain
 from harness.printing import say, warn
 from harness.render.figure import CaptionedFigure, save
 from harness.render.files import put, render_terminal, to_csv, to_markdown
@@ -72,8 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
         sides = _sides(options.a, options.b, options.folder)
         rows = compared(sides, options.metric, options.same / 100)
     except ValueError as error:
-        warn(error, command=COMMAND)
-        return 2
+        return complain(error, COMMAND)
     differing = differences(sides)
     table = comparison_table(rows, sides.names, options.metric, differing)
     output: Path = options.output or sides.folder
@@ -81,8 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
         drawn = draw_comparison(rows, sides.names, options.bound, differing)
         paths = _write(table, drawn, output)
     except OSError as error:
-        warn(f"{output}: cannot be written ({error})", command=COMMAND)
-        return 2
+        return complain(f"{output}: cannot be written ({error})", COMMAND)
     console = PrintableConsole(soft_wrap=False)
     shown, elsewhere = _for_terminal(rows)
     if len(shown):

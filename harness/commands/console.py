@@ -60,7 +60,7 @@ def _start(command: str) -> int:
         sys.stdout.flush()
     except KeyboardInterrupt:
         print(file=sys.stderr)
-        warn("stopped")
+        warn("stopped", command=name)
         return INTERRUPTED
     return LOST if code == 0 and streams.lost else code
 

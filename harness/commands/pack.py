@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 from harness.cases import format as fmt
+from harness.commands.results_folder import (
+    complain,
+    require_folder,
+    require_sweeps,
+    results_parser,
+)
 from harness.printing import say, warn
 from harness.run.run_folder import runs_of
 from harness.store.packing import Packed, PackingError, pack, unpack
 from harness.store.record import RecordStore, in_short
-from harness.store.sweep_plan import planned_labels
+
+COMMAND = "attnbench-pack"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Pack or unpack the records of a results folder; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="attnbench-pack",
-        description="Move records into compressed archives, records/archive/SWEEP.jsonl.xz, which "
+    parser = results_parser(
+        COMMAND,
+        "Move records into compressed archives, records/archive/SWEEP.jsonl.xz, which "
         "every command reads like files. Each file is removed once the archive has given it back "
         "byte for byte. New records join the archive of their sweep; none is dropped.",
-    )
-    parser.add_argument("results", type=Path, metavar="RESULTS", help="a results folder")
-    parser.add_argument(
-        "sweeps",
-        nargs="*",
-        metavar="SWEEP",
-        help="whose records to pack; all records if none is named",
+        sweeps="whose records to pack; all records if none is named",
     )
     parser.add_argument(
         "--unpack",
@@ -37,36 +37,34 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     results: Path = options.results
     store = RecordStore(results)
-    if reason := _why_not(results, options.sweeps, options.unpack):
-        return _complain(reason)
+    try:
+        require_folder(results, ["records"])
+        if options.unpack and options.sweeps:
+            raise ValueError("--unpack: makes all records files again; name no SWEEP")
+        require_sweeps(results, options.sweeps)
+        _require_no_run(results)
+    except ValueError as error:
+        return complain(error, COMMAND)
     try:
         done = unpack(store) if options.unpack else pack(store, options.sweeps)
     except PackingError as error:
-        return _complain(str(error))
+        return complain(error, COMMAND)
     except OSError as error:
-        return _complain(f"{store.folder}: {error.strerror}; what was not packed is still a file")
+        problem = f"{store.folder}: {error.strerror}; what was not packed is still a file"
+        return complain(problem, COMMAND)
     for line in in_short(done.left):
-        warn(line, command="attnbench-pack")
+        warn(line, command=COMMAND)
     say(_said(done, store, options.unpack))
     return 1 if done.left else 0
 
 
-def _why_not(results: Path, named: list[str], unpacks: bool) -> str | None:
-    """The mistake in the arguments, or the run that measures, in one line."""
-    if not results.is_dir():
-        return f"RESULTS={results}: no such folder"
-    if not (results / "records").is_dir():
-        return f"RESULTS={results}: not a results folder (without records)"
-    if unpacks and named:
-        return "--unpack: makes all records files again; name no SWEEP"
-    known = planned_labels(results)
-    for label in named:
-        if label not in known:
-            return f"SWEEP={label}: not in {results}; one of {', '.join(known) or 'none'}"
+def _require_no_run(results: Path) -> None:
+    """Raise ValueError if a run measures into the folder."""
     for folder, run in runs_of(results):
         if not run.is_submitted and folder.is_running(run):
-            return f"{folder.path}: a run measures into {results}; pack when it has ended"
-    return None
+            raise ValueError(
+                f"{folder.path}: a run measures into {results}; pack when it has ended"
+            )
 
 
 def _said(done: Packed, store: RecordStore, unpacked: bool) -> str:
@@ -78,11 +76,6 @@ def _said(done: Packed, store: RecordStore, unpacked: bool) -> str:
     size = sum(path.stat().st_size for path in done.archives) / 1e6
     archives = fmt.counted(len(done.archives), "archive")
     return f"{records} packed into {archives} of {size:.2f} MB in {store.archives.folder}"
-
-
-def _complain(message: str) -> int:
-    warn(message, command="attnbench-pack")
-    return 2
 
 
 if __name__ == "__main__":

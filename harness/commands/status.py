@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import sys
@@ -12,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from harness.cases import format as fmt
+from harness.commands.results_folder import complain, require_folder, results_parser
 from harness.commands.share_status import CaseStatus, ShareStatus, duration
 from harness.printing import say, warn
 from harness.run.run_files import RunManifest
@@ -20,6 +20,8 @@ from harness.run.slurm.answers import ask_slurm
 from harness.store.heads import RecordHead, read_heads
 from harness.store.record import RecordStore, in_short
 from harness.store.sweep_plan import command_into, planned_labels, read_plan
+
+COMMAND = "attnbench-status"
 
 SHOWN = ("running", "preempted", "failed", "wrong", "timeout", "cancelled", "missing")
 """Statuses whose cases are listed one by one however many cases there are."""
@@ -170,12 +172,11 @@ def show(status: Status, *, everything: bool) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """``attnbench-status``; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="attnbench-status",
-        description="What has become of the cases of a results folder, run locally or on Slurm: "
+    parser = results_parser(
+        COMMAND,
+        "What has become of the cases of a results folder, run locally or on Slurm: "
         "done, running on which job and node, waiting, failed and why, and the time left.",
     )
-    parser.add_argument("results", type=Path, metavar="RESULTS", help="a results folder")
     parser.add_argument("--all", action="store_true", help="list every case, however many")
     parser.add_argument("--json", action="store_true", help="for other programs")
     options = parser.parse_args(arguments)
@@ -183,25 +184,14 @@ def main(arguments: list[str] | None = None) -> int:
         require_folder(options.results)
         status = look(options.results)
     except ValueError as error:
-        warn(error, command="attnbench-status")
-        return 2
+        return complain(error, COMMAND)
     if options.json:
         print(json.dumps(asdict(status), indent=1))
         return 0
     show(status, everything=options.all)
     for warning in status.warnings:
-        warn(warning, command="attnbench-status")
+        warn(warning, command=COMMAND)
     return 0
-
-
-def require_folder(results: Path) -> None:
-    """Raise ValueError unless a folder is one of results."""
-    if not results.is_dir():
-        raise ValueError(f"RESULTS={results}: no such folder")
-    if not any((results / name).is_dir() for name in ("sweeps", "runs", "records")):
-        raise ValueError(
-            f"RESULTS={results}: not a results folder (without sweeps, runs or records)"
-        )
 
 
 if __name__ == "__main__":

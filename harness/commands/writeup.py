@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from harness.commands.results_folder import complain
 from harness.printing import say, warn
 from harness.render.figure import save
 from harness.render.files import put, to_markdown
@@ -45,8 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
         warn(error, command=COMMAND)
         return 2 if isinstance(error, ValueError) else 1
     except OSError as error:
-        warn(f"{folder}: cannot be written ({error})", command=COMMAND)
-        return 2
+        return complain(f"{folder}: cannot be written ({error})", COMMAND)
     for problem in document.problems:
         warn(problem, command=COMMAND)
     tables = sum(len(section.tables) for section in document.sections)
