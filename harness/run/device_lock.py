@@ -12,10 +12,11 @@ import fcntl
 import os
 import re
 import stat
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from harness.printing import warn
 
 FURTHER_PLACES = ("/run/lock", "/dev/shm")
 """Folders that every user may write to, for hosts whose temporary folder is full or read-only."""
@@ -113,7 +114,4 @@ def _open(path: Path) -> int:
 def _say_once(message: str) -> None:
     if message not in _said:
         _said.add(message)
-        print(
-            f"attnbench: {message}: runs of other users may disturb this one's times",
-            file=sys.stderr,
-        )
+        warn(f"{message}: runs of other users may disturb this one's times")

@@ -17,6 +17,7 @@ import psutil
 
 from harness.cases.case import Case
 from harness.cases.requirements import require_at_least
+from harness.printing import warn
 from harness.run.launcher import Launcher, LaunchError, PendingCases, launcher
 from harness.run.nodes.address import is_everywhere, split_endpoint
 from harness.run.nodes.agent import serve_agent
@@ -156,7 +157,7 @@ class Local(Launcher):
             local_run(pending, self.name) as progress,
         ):
             for warning in hosts.warnings:
-                print(f"attnbench: {warning}", file=sys.stderr)
+                warn(warning)
             Runner(pending.options, pending.store, progress, hosts).run(pending.cases)
         return []
 
@@ -177,11 +178,9 @@ class Local(Launcher):
             )
         made = new_secret()
         others = "1" if self.nnodes == 2 else f"1 to {self.nnodes - 1}"
-        print(
-            f"attnbench: on the other hosts, run this command with launcher.node_rank={others} "
-            f"and\n  launcher.rdzv_secret={made}",
-            file=sys.stderr,
-            flush=True,
+        warn(
+            f"on the other hosts, run this command with launcher.node_rank={others} "
+            f"and launcher.rdzv_secret={made}"
         )
         return made
 
@@ -204,10 +203,9 @@ def _warn_if_busy() -> None:
     share = psutil.cpu_percent(interval=BUSY_S) / 100
     if share > BUSY_CPUS:
         number = psutil.cpu_count() or 1
-        print(
-            f"attnbench: this machine is busy: other processes use {share * number:.1f} of its "
-            f"{number} CPUs; times will vary, and more pairs stay UNCLEAR",
-            file=sys.stderr,
+        warn(
+            f"this machine is busy: other processes use {share * number:.1f} of its "
+            f"{number} CPUs; times will vary, and more pairs stay UNCLEAR"
         )
 
 

@@ -19,7 +19,6 @@ import secrets
 import shutil
 import socket
 import stat
-import sys
 import tempfile
 import time
 from collections.abc import Container, Iterator
@@ -28,6 +27,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from harness.cases.case import Case
+from harness.printing import warn
 from harness.run import unfinished
 from harness.run.launcher import PendingCases
 from harness.run.processes import is_same_process, own_identity, take_lock
@@ -221,10 +221,9 @@ def local_run(pending: PendingCases, launcher: str) -> Iterator[Progress]:
             run = _manifest(pending, folder.path.name, launcher, locked=locked)
             folder.write_run(run)
         except OSError as error:
-            print(
-                f"attnbench: {results / 'runs'}: cannot be written ({error.strerror}); this run "
-                "measures, and attnbench-status does not show it",
-                file=sys.stderr,
+            warn(
+                f"{results / 'runs'}: cannot be written ({error.strerror}); this run "
+                "measures, and attnbench-status does not show it"
             )
             yield pending.progress
             return

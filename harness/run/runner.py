@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import sys
 import time
 from collections import Counter, deque
 from collections.abc import Iterable
@@ -22,6 +21,7 @@ from datetime import UTC, datetime
 from functools import partial
 
 from harness.cases.case import Case
+from harness.printing import warn
 from harness.run.children.reply import Reply
 from harness.run.device_lock import exclusive_device
 from harness.run.held_signals import signals_held
@@ -218,10 +218,7 @@ class Runner:
                 not_used[reason] += 1
         for reason, number in not_used.items():
             cases = "a case" if number == 1 else f"{number} cases"
-            print(
-                f"attnbench: finished rounds of {cases} are measured again: {reason}",
-                file=sys.stderr,
-            )
+            warn(f"finished rounds of {cases} are measured again: {reason}")
 
     def _device_of(self, case: Case) -> contextlib.AbstractContextManager[None]:
         waiting = partial(self.progress.stage, "waiting for another run on this device")
@@ -281,10 +278,7 @@ class Runner:
                 return reply, log_tail, time.monotonic() - started
             logs = group.logs
             self._workers.end()
-            print(
-                f"attnbench: {reply.lost}, which is therefore measured by a new one; {logs}",
-                file=sys.stderr,
-            )
+            warn(f"{reply.lost}, which is therefore measured by a new one; {logs}")
         raise WorkerStartError(f"{reply.lost}, {1 + MAX_REPEATS} times in a row; {logs}")
 
     def _keep_rounds(self, run: RecordBuilder) -> None:
@@ -292,8 +286,7 @@ class Runner:
             self._rounds.keep(run.to_rounds())
         except OSError as error:
             # The rounds are still held here, and a record that has no place either is rescued.
-            print(
-                f"attnbench: {self._rounds.folder}: cannot keep the rounds of {run.case.id} "
-                f"({error.strerror}); they are lost if this run is stopped",
-                file=sys.stderr,
+            warn(
+                f"{self._rounds.folder}: cannot keep the rounds of {run.case.id} "
+                f"({error.strerror}); they are lost if this run is stopped"
             )

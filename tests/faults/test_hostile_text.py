@@ -188,6 +188,22 @@ def test_everything_draws_with_that_console() -> None:
     assert made == []
 
 
+def test_what_is_said_on_standard_error_is_made_printable() -> None:
+    """By ``harness.printing.warn``; an empty line alone may be printed directly."""
+    printed = [
+        f"{path.name}:{node.lineno}"
+        for path in (ROOT / "harness").rglob("*.py")
+        if path.name != "printing.py"
+        for node in ast.walk(ast.parse(path.read_bytes()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "print"
+        and node.args
+        and any(keyword.arg == "file" for keyword in node.keywords)
+    ]
+    assert printed == []
+
+
 def test_markdown(results: Path) -> None:
     report.main([str(results)])
     writeup.main([str(results)])

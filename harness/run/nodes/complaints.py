@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import time
+
+from harness.printing import warn
 
 AT_ONCE = 5
 """Lines that are printed as they come."""
@@ -26,7 +27,7 @@ class Complaints:
             self._num_held += 1
             return
         further = f" (and {self._num_held} more before it)" if self._num_held else ""
-        print(f"attnbench: {line}{further}", file=sys.stderr, flush=True)
+        warn(f"{line}{further}")
         self._num_printed += 1
         self._num_held = 0
         self._next_at = now + APART_S
@@ -34,5 +35,5 @@ class Complaints:
     def close(self) -> None:
         """Say how many were held back."""
         if self._num_held:
-            print(f"attnbench: {self._num_held} more were dropped", file=sys.stderr, flush=True)
+            warn(f"{self._num_held} more were dropped")
         self._num_held = 0

@@ -11,13 +11,13 @@ host and names the endpoint. Both ends of a connection prove that they know the 
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from harness import __version__
+from harness.printing import warn
 from harness.run.children.rank import RankProcess, RankStart, start_rank
 from harness.run.nodes import address as addresses
 from harness.run.nodes import messages
@@ -92,7 +92,7 @@ class Hosts:
 
         with addresses.listen(self._address, port) as listener:
             if warning := addresses.warning_about(self._address, listener):
-                print(f"attnbench: {warning}", file=sys.stderr, flush=True)
+                warn(warning)
             door = Door(listener, key, wanted, judge)
             try:
                 joined = door.gather(CONNECT_TIMEOUT_S)

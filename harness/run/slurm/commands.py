@@ -6,12 +6,12 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.printing import warn
 from harness.run.launcher import LaunchError
 
 ACTIVE = frozenset(
@@ -256,7 +256,7 @@ def _ask(*command: str, pauses_s: tuple[float, ...] | None = None) -> str:
                 # It has been waited for already.
                 raise
             if number == 0:
-                print(f"attnbench: {error}; asking again", file=sys.stderr, flush=True)
+                warn(f"{error}; asking again")
             time.sleep(pause_s)
     return _call(*command)
 

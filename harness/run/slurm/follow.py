@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Iterable
 
 from harness.cases.case import Case
+from harness.printing import warn
 from harness.run.launcher import PendingCases
 from harness.run.run_folder import RunFolder, RunManifest, runs_of
 from harness.run.slurm import commands as slurm
@@ -96,24 +96,20 @@ class _Queue:
         except slurm.SlurmError as error:
             if self._silent_since_s is None:
                 self._silent_since_s = now_s
-                _say(f"{error}; records are followed on, and squeue is asked again")
+                warn(f"{error}; records are followed on, and squeue is asked again")
             if time.monotonic() - self._silent_since_s > UNANSWERED_S:
                 raise
             self._pause_s = min(2 * self._pause_s, max(LONGEST_PAUSE_S, self._poll_s))
             self._next_s = time.monotonic() + self._pause_s
             return None
         if self._silent_since_s is not None:
-            _say("squeue answers again")
+            warn("squeue answers again")
         self._silent_since_s, self._pause_s = None, self._poll_s
         held = {name for name, job in jobs.items() if job.is_held}
         if new := sorted(held - self._held):
-            _say(f"{in_words(new)} held ({jobs[new[0]].reason}): scontrol release {','.join(new)}")
+            warn(f"{in_words(new)} held ({jobs[new[0]].reason}): scontrol release {','.join(new)}")
         self._held = held
         return jobs
-
-
-def _say(line: str) -> None:
-    print(f"attnbench: {line}", file=sys.stderr, flush=True)
 
 
 def _runs_with(pending: PendingCases, waiting: set[str]) -> list[tuple[RunFolder, RunManifest]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import socket
+import sys
 import time
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -12,6 +13,7 @@ from typing import Any, ClassVar
 from harness.cases.case import Case
 from harness.cases.requirements import require_at_least
 from harness.paths import ROOT
+from harness.printing import say
 from harness.run.held_signals import signals_held
 from harness.run.launcher import Launcher, LaunchError, PendingCases, launcher
 from harness.run.nodes.secret import SECRET_FILE, write_secret
@@ -137,7 +139,8 @@ class Slurm(Launcher):
                 said += self._submit(cases, pending)
         if options.wait:
             for line in said:
-                print(line, flush=True)
+                say(line)
+            sys.stdout.flush()
             follow(pending, self.poll_s)
             return []
         return [

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from pathlib import Path
 
+from harness.printing import warn
 from harness.run.run_folder import RunFolder, RunManifest, runs_of
 from harness.run.slurm import commands as slurm
 from harness.run.slurm.jobs import arrays_of, cancel_command, identify, in_words
@@ -41,10 +41,8 @@ def take_back(folder: RunFolder, run: RunManifest, *, may_be_queued: bool) -> No
     except slurm.SlurmError as error:
         with contextlib.suppress(OSError):
             folder.write_run(run)
-        print(
-            f"attnbench: {in_words(jobs)} may go on ({error}); "
-            f"{cancel_command(folder.results, jobs)} cancels",
-            file=sys.stderr,
+        warn(
+            f"{in_words(jobs)} may go on ({error}); {cancel_command(folder.results, jobs)} cancels"
         )
         return
     if not may_be_queued:

@@ -24,8 +24,9 @@ import submitit
 from submitit.helpers import DelayedSubmission
 
 from harness.cases.case import Case
+from harness.printing import say
 from harness.run.nodes.agent import serve_agent
-from harness.run.nodes.hosts import HostError, Hosts, clocks_differ
+from harness.run.nodes.hosts import CLOCK_TOLERANCE_S, HostError, Hosts, clocks_differ
 from harness.run.nodes.secret import SECRET_FILE, derived_key, read_secret
 from harness.run.run_folder import RunFolder, StateProgress, TaskState, clock_offset_s
 from harness.run.runner import Runner
@@ -117,8 +118,9 @@ class Leader:
             ours = self._folder.read_run().clock_offset_s
         except (ValueError, OSError) as error:
             self._fail(error)
-        if abs(state.clock_offset_s - ours) > 2.0:
-            print(f"attnbench: {clocks_differ(state.node, state.clock_offset_s - ours)}")
+        apart_s = state.clock_offset_s - ours
+        if abs(apart_s) > CLOCK_TOLERANCE_S:
+            say(f"attnbench: {clocks_differ(state.node, apart_s)}")
         store = RecordStore(options.results)
         address, port = endpoint()
         try:
@@ -132,7 +134,7 @@ class Leader:
                 run=task.run_id,
             ) as hosts:
                 for warning in hosts.warnings:
-                    print(f"attnbench: {warning}")
+                    say(f"attnbench: {warning}")
                 self._runner = Runner(options, store, self._progress, hosts)
                 self._runner.run(cases, files_before)
         except (HostError, WorkerStartError, OSError) as error:
