@@ -21,6 +21,12 @@ def require_at_least(key: str, value: float, least: float) -> None:
         raise ValueError(f"{key}={value}: must be at least {least}")
 
 
+def require_at_most(key: str, value: float, most: float) -> None:
+    """Raise ValueError unless ``value`` is at most ``most``."""
+    if value > most:
+        raise ValueError(f"{key}={value}: must be at most {most:,}")
+
+
 def require_one_process(case: Case) -> None:
     """Raise ValueError, naming the mesh axis, for a task that does not run on several ranks."""
     for axis, ranks in case.parallel.axes.items():

@@ -68,20 +68,58 @@ def load_sweep(name: str) -> Sweep:
         )
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         problem = " ".join(str(error).split())
         raise ValueError(f"{path}: not valid YAML: {problem}") from error
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
     if not isinstance(values, dict) or not isinstance(values.get("scales"), dict):
         raise ValueError(f"{path}: needs a mapping 'scales' with a list of grids for each scale")
-    unknown = sorted(set(values) - _KEYS)
+    unknown = sorted(map(str, set(values) - _KEYS))
     if unknown:
         raise ValueError(f"{path}: unknown key {unknown[0]}; known are {', '.join(sorted(_KEYS))}")
+    _require_types(path, values)
+    values.setdefault("title", path.stem)
+    return Sweep(name=path.stem, **values)
+
+
+def _require_types(path: Path, values: dict[str, Any]) -> None:
+    """Raise ValueError unless every key of a sweep file has its type."""
+    for key in ("title", "about"):
+        if not isinstance(values.get(key, ""), str):
+            raise ValueError(f"{path}: {key} must be text")
+    for key in ("tables", "figures"):
+        names = values.get(key, [])
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"{path}: {key} must be a list of names")
     for scale, grids in values["scales"].items():
-        if not isinstance(grids, list) or not all(isinstance(grid, dict) for grid in grids):
+        if not isinstance(grids, list) or not all(map(_is_grid, grids)):
             raise ValueError(
                 f"{path}: scales.{scale} must be a list of mappings from key to values"
             )
     if values.get("until", UNTIL[0]) not in UNTIL:
         raise ValueError(f"{path}: until: {values['until']}: one of {', '.join(UNTIL)}")
-    values.setdefault("title", path.stem)
-    return Sweep(name=path.stem, **values)
+    rounds = values.get("interleave", 1)
+    if not _is_number(rounds, int) or rounds < 1:
+        raise ValueError(f"{path}: interleave: {rounds}: must be a number of rounds, at least 1")
+    budget_s = values.get("budget_s")
+    if budget_s is not None and not (_is_number(budget_s, int | float) and budget_s >= 0):
+        raise ValueError(f"{path}: budget_s: {budget_s}: must be a number of seconds, at least 0")
+    if not isinstance(values.get("isolate", False), bool):
+        raise ValueError(f"{path}: isolate: {values['isolate']}: must be true or false")
+
+
+def _is_number(value: object, kind: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _is_grid(grid: object) -> bool:
+    """Whether a grid maps keys to one simple value or a list of them."""
+    return isinstance(grid, dict) and all(
+        isinstance(key, str)
+        and all(
+            item is None or isinstance(item, str | int | float)
+            for item in (value if isinstance(value, list) else [value])
+        )
+        for key, value in grid.items()
+    )

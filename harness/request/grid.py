@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import math
 from dataclasses import fields
 from functools import cache
 from typing import Any, cast
@@ -16,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from harness.cases.case import Case
+from harness.cases.requirements import require_at_most
 from harness.cases.task import TASKS
 from harness.request.choices import (
     REGISTRIES,
@@ -34,6 +36,12 @@ from harness.request.config import (
     group_of,
 )
 from harness.request.config_store import compose_config
+
+LARGEST = 2**62
+"""Beyond this an integer fits neither a record nor the seed of a generator."""
+
+MOST_SEQUENCES = 2**20
+"""Of a batch: plans list the length of each of them."""
 
 
 def expand(grids: list[dict[str, Any]], typed: Axes, device: str) -> list[Case]:
@@ -105,6 +113,7 @@ class Parts:
             config = default_config().copy()
             for key, value in changes.items():
                 set_value(config, key, value, key)
+            require_at_most("batch_size", config["batch_size"], MOST_SEQUENCES)
             self._made[made] = {key: config[key] for key in CASE_VALUES}
         return cast(dict[str, Any], self._made[made])
 
@@ -132,8 +141,19 @@ def set_value(config: DictConfig, key: str, value: Any, full_key: str) -> None:
         raise ValueError(_no_such_key(full_key, [str(name) for name in config]))
     try:
         OmegaConf.update(config, key, value, merge=False)
+        found = config[key]
     except OmegaConfBaseException as error:
         raise ValueError(f"{full_key}={value}: {_first_line(error)}") from error
+    _require_number(full_key, found)
+
+
+def _require_number(key: str, value: object) -> None:
+    """Raise ValueError for a number that no size, time or seed can be."""
+    if isinstance(value, int):
+        require_at_most(key, abs(value), LARGEST)
+    # Without a limit is a time of its own; a size is not.
+    if isinstance(value, float) and (math.isnan(value) or (math.isinf(value) and "." in key)):
+        raise ValueError(f"{key}={value:g}: must be a number that is finite")
 
 
 def require_key(key: str) -> None:

@@ -29,6 +29,9 @@ from harness.run.runner import Runner
 BUSY_S = 0.3
 """How long other processes are watched before the first case."""
 
+RANK_BYTES = 100 * 2**20
+"""Memory that no worker process does without: an interpreter with torch has twice as much."""
+
 _PROBE = """
 import json, torch
 count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -102,16 +105,15 @@ class Local(Launcher):
                     f"launcher.nnodes={self.nnodes}: {case.title} needs {case.world_size} ranks, "
                     f"and {self._ranks_per_node(case)} run on a host; use more nodes or fewer ranks"
                 )
+            if case.device == "cpu":
+                _require_room(case, self.ranks_per_node or case.world_size)
             if (
                 self.nnodes == 1
                 and case.device == "cuda"
                 and case.world_size > len(probe_cuda()["names"])
             ):
-                axes = case.parallel.axes
-                typed = " ".join(f"parallel.{axis}={ranks}" for axis, ranks in axes.items())
-                typed = typed or f"task.ranks={case.world_size}"
                 raise ValueError(
-                    f"{typed}: needs {case.world_size} GPUs, this host has "
+                    f"{_typed_ranks(case)}: needs {case.world_size} GPUs, this host has "
                     f"{len(probe_cuda()['names'])}; use fewer ranks, a scale= of the sweep that "
                     "has fewer, or device=cpu"
                 )
@@ -192,6 +194,23 @@ class Local(Launcher):
         raise ValueError(
             f"launcher.nnodes={self.nnodes}: say with launcher.ranks_per_node how many ranks "
             "run on the CPU of each host"
+        )
+
+
+def _typed_ranks(case: Case) -> str:
+    """The keys that give a case its ranks, as a user types them."""
+    axes = case.parallel.axes
+    typed = " ".join(f"parallel.{axis}={ranks}" for axis, ranks in axes.items())
+    return typed or f"task.ranks={case.world_size}"
+
+
+def _require_room(case: Case, ranks: int) -> None:
+    """Raise ValueError for more processes than the memory of any host like this one holds."""
+    host_bytes = psutil.virtual_memory().total
+    if ranks > 1 and ranks * RANK_BYTES > host_bytes:
+        raise ValueError(
+            f"{_typed_ranks(case)}: {ranks:,} processes need {ranks * RANK_BYTES / 2**30:,.0f} GiB "
+            f"before they begin, and this host has {host_bytes / 2**30:,.0f}; use fewer ranks"
         )
 
 

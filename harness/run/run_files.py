@@ -6,6 +6,7 @@ type and the lists fit together; otherwise the error is one line that names the 
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -23,6 +24,9 @@ SCHEMA = 1
 
 LATEST_S = 1e11
 """Some three thousand years; what is no time of a run is beyond it, or not a number."""
+
+LONGEST_S = 1e10
+"""What a prediction beyond three hundred years is written as."""
 
 CASE_ID = re.compile(r"[A-Za-z0-9._-]{1,200}")
 JOB_ID = re.compile(r"[0-9]{1,20}(_[0-9]{1,20})?")
@@ -116,6 +120,11 @@ class ShareFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def typed(self) -> tuple[list[Case], RunOptions, set[str]]:
         """The cases, the options, and the records that existed; ValueError if one is none."""
         return _cases(self.cases), _options(self.options), set(self.files_before)
+
+
+def writable_s(predicted_s: float) -> float:
+    """A prediction as a run file takes it: at most :data:`LONGEST_S`, and 0 for none."""
+    return min(predicted_s, LONGEST_S) if math.isfinite(predicted_s) else 0.0
 
 
 def read_file(kind: type[T], path: Path) -> T:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import math
 import os
 import secrets
 import shutil
@@ -33,7 +32,14 @@ from harness.run.launcher import PendingCases
 from harness.run.processes import is_same_process, own_identity, take_lock
 from harness.run.progress import Progress
 from harness.run.rounds.options import RunOptions
-from harness.run.run_files import SCHEMA, RunManifest, ShareFile, TaskState, read_file
+from harness.run.run_files import (
+    SCHEMA,
+    RunManifest,
+    ShareFile,
+    TaskState,
+    read_file,
+    writable_s,
+)
 from harness.store import atomic
 from harness.store.codec import encode
 from harness.store.record import Record, RecordStore, file_case
@@ -233,15 +239,36 @@ def local_run(pending: PendingCases, launcher: str) -> Iterator[Progress]:
 
 def _create(results: Path, releases: contextlib.ExitStack) -> tuple[RunFolder, bool]:
     """A new run folder, and whether its lock is held; both end with ``releases``."""
+    folder, lock = _made(results)
+    releases.callback(folder.remove)
+    if lock is not None:
+        releases.callback(os.close, lock)
+    return folder, lock is not None
+
+
+@contextlib.contextmanager
+def submitted_run(results: Path) -> Iterator[RunFolder]:
+    """A new folder for a run of jobs, which no other command removes while this one submits them,
+    however long that takes."""
+    folder, lock = _made(results)
+    try:
+        folder.jobs.mkdir()
+        yield folder
+    finally:
+        # Jobs outlive whoever submits them: nobody asks for this lock once the run file is there.
+        with contextlib.suppress(OSError):
+            folder.lock.unlink()
+        if lock is not None:
+            os.close(lock)
+
+
+def _made(results: Path) -> tuple[RunFolder, int | None]:
+    """A new run folder, and its lock, which is None where the file system has none."""
     (results / "runs").mkdir(parents=True, exist_ok=True)
     folder = RunFolder(results, new_run_id())
     with unfinished.being_made(results / "runs"):
         folder.path.mkdir()
-        releases.callback(folder.remove)
-        lock = take_lock(folder.lock)
-    if lock is not None:
-        releases.callback(os.close, lock)
-    return folder, lock is not None
+        return folder, take_lock(folder.lock)
 
 
 def _manifest(pending: PendingCases, run_id: str, launcher: str, *, locked: bool) -> RunManifest:
@@ -255,8 +282,7 @@ def _manifest(pending: PendingCases, run_id: str, launcher: str, *, locked: bool
         pid=os.getpid(),
         clock_offset_s=0.0,
         case_ids=[[case.id for case in pending.cases]],
-        # A prediction may be infinite, and JSON has no such number.
-        predicted_s=[[second if math.isfinite(second) else 0.0 for second in predicted_s]],
+        predicted_s=[list(map(writable_s, predicted_s))],
         process=own_identity(locked=locked),
         attempts_before=attempts(pending.store, {case.id for case in pending.cases}),
     )

@@ -1,9 +1,9 @@
 """Run folders without ``run.json``: of a run that is just beginning, or was killed as it began.
 
-A local run makes its folder and takes the folder's lock while it holds a shared lock (flock(2)) on
+A command makes its folder and takes the folder's lock while it holds a shared lock (flock(2)) on
 ``runs``. Who removes such folders holds that alone, so that no folder is between the two steps, and
-leaves those whose lock is held. Where a folder has no lock, as those of job arrays and on file
-systems without locks, only its age tells that nobody is making it any more.
+leaves those whose lock is held. Where a folder has no lock, as on file systems without locks, only
+its age tells that nobody is making it any more.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from harness.escapes import printable
-from harness.store.regular import MAX_BYTES, read_regular
+from harness.store.regular import MAX_BYTES, read_regular, unlisted
 
 SUFFIX = ".jsonl.xz"
 
@@ -67,8 +67,9 @@ class Archives:
         return self._records
 
     def problems(self) -> list[str]:
-        """One line for each archive that cannot be read."""
-        return [problem for stamp in self._found() if (problem := _read(*stamp)[1])]
+        """One line for each archive that cannot be read, or for their folder."""
+        unread = [problem for stamp in self._found() if (problem := _read(*stamp)[1])]
+        return [*unlisted(self.folder), *unread]
 
     def holder(self, name: str) -> Path | None:
         """The archive that holds the record of a file, if one does."""

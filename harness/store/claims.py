@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,7 +42,7 @@ class Claims:
     @contextlib.contextmanager
     def _held(self, length: int, offset: int, *, wait: bool) -> Iterator[bool]:
         if self._fd is None:
-            self._fd = os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o644)
+            self._fd = _open(self._lock)
         mode = fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB
         try:
             fcntl.lockf(self._fd, mode, length, offset)
@@ -51,3 +53,16 @@ class Claims:
             yield True
         finally:
             fcntl.lockf(self._fd, fcntl.LOCK_UN, length, offset)
+
+
+def _open(path: Path) -> int:
+    """A descriptor of the file that is locked, which is created if there is none.
+
+    Raises OSError where something else lies there, which a link may have put outside the folder.
+    """
+    # As many may write it as the user's umask allows: who shares the folder locks it as well.
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file; remove it", str(path))
+    return fd

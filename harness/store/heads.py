@@ -49,7 +49,7 @@ def read_heads(store: RecordStore) -> tuple[dict[str, RecordHead], list[str]]:
         if found is not None:
             attempts.setdefault(found[0], []).append((found[1], name, archived))
     heads: dict[str, RecordHead] = {}
-    problems = store.archives.problems()
+    problems = store.problems()
     for case_id, files in attempts.items():
         newest: list[tuple[int, _Fields, float | None]] = []
         for number, name, archived in sorted(files, reverse=True, key=lambda item: item[0]):

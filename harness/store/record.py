@@ -27,7 +27,7 @@ from harness.store.archive import Archives
 from harness.store.attempts import Records
 from harness.store.claims import Claims
 from harness.store.codec import T, decode, decoding_many, encode
-from harness.store.regular import read_regular
+from harness.store.regular import read_regular, unlisted
 from harness.store.shape import CaseOptions, RecordShape
 
 SCHEMA = 1
@@ -247,9 +247,14 @@ class RecordStore:
         return sorted(item[1] for item in found if item is not None and item[0] == case_id)
 
     def _listed(self) -> list[str]:
-        with contextlib.suppress(FileNotFoundError):
+        """The folder's names; none where it cannot be read, which :meth:`problems` tells."""
+        with contextlib.suppress(OSError):
             return os.listdir(self.folder)
         return []
+
+    def problems(self) -> list[str]:
+        """One line for each place of records that cannot be read."""
+        return [*unlisted(self.folder), *self.archives.problems()]
 
     def read(self, path: Path) -> Record:
         """The record of a file in this folder, which may lie in an archive by now.
@@ -296,7 +301,7 @@ class RecordStore:
     def load_attempts(self) -> tuple[dict[tuple[str, int], Record], list[str]]:
         """Every readable record by case id and attempt, and one line per unreadable file."""
         found: dict[tuple[str, int], Record] = {}
-        problems = self.archives.problems()
+        problems = self.problems()
         with decoding_many():
             for name, archived in self.names().items():
                 try:

@@ -7,6 +7,8 @@ import os
 import stat
 from pathlib import Path
 
+from harness.escapes import printable
+
 MAX_BYTES = 128 * 2**20
 """Most bytes of a file that is read: the largest committed record has 0.4 MB."""
 
@@ -35,6 +37,17 @@ def read_regular(path: Path, limit_bytes: int = MAX_BYTES) -> tuple[bytes, float
             size, limit = about.st_size >> 20, limit_bytes >> 20
             raise OSError(errno.EFBIG, f"{size:,} MiB, and at most {limit:,} are read")
         return file.read(limit_bytes), about.st_mtime
+
+
+def unlisted(folder: Path) -> list[str]:
+    """One line if a folder cannot be listed, unless there is none."""
+    try:
+        with os.scandir(folder):
+            return []
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) and not folder.is_symlink():
+            return []
+        return [printable(f"{folder}: not a readable folder ({error.strerror})")]
 
 
 def _require_regular(about: os.stat_result) -> None:

@@ -197,3 +197,36 @@ class TestGroups:
         group.close()
         with pytest.raises(WorkerStartError, match="rank 1: n1 did not end its worker for"):
             agents.group(tmp_path)
+
+    @pytest.mark.parametrize("wait", ["log_tail", "close"])
+    def test_waits_for_hosts_that_hang_do_not_add_up(
+        self, wait: str, agents: Agents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Each wait ends where that for the first host ends, and reads what has come by then."""
+        waits_s: list[float] = []
+        receive_one = Link.receive_one
+
+        def noted(link: Link, kind: type[Any], timeout_s: float) -> Any:
+            waits_s.append(timeout_s)
+            return receive_one(link, kind, timeout_s)
+
+        monkeypatch.setattr(Link, "receive_one", noted)
+        agents.hang_when_ready(0)
+        agents.hang_when_ready(1)
+        group = agents.group(tmp_path)
+        getattr(group, wait)()
+        assert [wait_s <= 0.01 for wait_s in waits_s] == [False, True]
+        group.close()
+
+    def test_an_answer_that_came_while_another_host_was_waited_for(
+        self, agents: Agents, tmp_path: Path
+    ) -> None:
+        agents.hang_when_ready(0)
+        agents.work(1)
+        group = agents.group(tmp_path)
+        run(group, PATIENCE_S, [])
+        tail = group.log_tail()
+        assert f"node n0 did not send its log for {PATIENCE_S:g} s" in tail
+        assert "rank 1 (on n1):\na line" in tail
+        group.close()
+        assert not agents.hosts._agents[1].broken

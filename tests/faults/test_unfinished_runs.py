@@ -45,11 +45,25 @@ write_run = run_folder.RunFolder.write_run
 run_folder.RunFolder.write_run = lambda self, run: (pause(), write_run(self, run))[1]
 """
 
+SUBMISSION = """
+import sys
+from pathlib import Path
+from harness.run.run_folder import submitted_run
+with submitted_run(Path(sys.argv[1])):
+    {pause}
+"""
+
 
 @contextmanager
 def held_at(patch: str, results: Path) -> Iterator[subprocess.Popen[str]]:
     """A run in another process that waits at one step of its beginning."""
-    code = CODE.format(pause=PAUSE, patch=patch)
+    with held_in(CODE.format(pause=PAUSE, patch=patch), results) as process:
+        yield process
+
+
+@contextmanager
+def held_in(code: str, results: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that runs code and waits in it."""
     with subprocess.Popen(
         [sys.executable, "-c", code, str(results)],
         stdin=subprocess.PIPE,
@@ -88,6 +102,26 @@ def test_one_that_is_just_being_made_stays(patch: str, tmp_path: Path) -> None:
 
 def test_one_of_a_killed_command_goes(tmp_path: Path) -> None:
     with held_at(BEFORE_THE_RUN_FILE, tmp_path) as process:
+        (name,) = folders(tmp_path)
+        process.kill()
+        process.wait()
+        with announced(tmp_path, ["case-2"]):
+            assert name not in folders(tmp_path)
+
+
+def test_a_submission_that_is_stopped_for_hours_keeps_its_folder(tmp_path: Path) -> None:
+    with held_in(SUBMISSION.format(pause=PAUSE), tmp_path) as process:
+        (name,) = folders(tmp_path)
+        age(tmp_path / "runs" / name)
+        with announced(tmp_path, ["case-2"]):
+            assert name in folders(tmp_path)
+        process.communicate("go on\n", timeout=GUARD_S)
+        assert process.returncode == 0
+    assert not (tmp_path / "runs" / name / "lock").exists()
+
+
+def test_a_submission_that_was_killed_as_it_began_goes(tmp_path: Path) -> None:
+    with held_in(SUBMISSION.format(pause=PAUSE), tmp_path) as process:
         (name,) = folders(tmp_path)
         process.kill()
         process.wait()

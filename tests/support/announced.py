@@ -26,7 +26,7 @@ class Silent:
 
 
 @contextlib.contextmanager
-def announced(results: Path, case_ids: list[str]) -> Iterator[Progress]:
+def announced(results: Path, case_ids: list[str], predicted_s: float = 1.0) -> Iterator[Progress]:
     """A run of this process that measures the first of some cases."""
     # A case is known to a run file by its id alone.
     cases = cast(list[Case], [SimpleNamespace(id=case_id) for case_id in case_ids])
@@ -38,7 +38,7 @@ def announced(results: Path, case_ids: list[str]) -> Iterator[Progress]:
         store=store,
         progress=Silent(),
         command="attnbench",
-        predict=lambda case: 1.0,
+        predict=lambda case: predicted_s,
     )
     with local_run(pending, "local") as progress:
         progress.started(cases[0])

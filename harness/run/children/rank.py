@@ -85,6 +85,10 @@ class RankProcess(Protocol):
         """The exit code, negative for a signal; None if it is unknown after ``wait_s``."""
         ...
 
+    def ask_for_log(self) -> None:
+        """Ask for the last lines that it printed, without waiting."""
+        ...
+
     def log_lines(self, num_lines: int) -> list[str]:
         """The last lines that it printed."""
         ...
@@ -187,6 +191,9 @@ class LocalRank:
             return self.process.wait(timeout=wait_s)
         except subprocess.TimeoutExpired:
             return None
+
+    def ask_for_log(self) -> None:
+        """Do nothing: its log is a file here."""
 
     def log_lines(self, num_lines: int) -> list[str]:
         return self._log.lines(num_lines)

@@ -11,6 +11,7 @@ host and names the endpoint. Both ends of a connection prove that they know the 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -136,6 +137,8 @@ class RemoteRank:
         self._link = link
         self._code: int | None = None
         self._log: list[str] = []
+        self._log_until_s: float | None = None
+        self._killed_until_s: float | None = None
         link.send(messages.Start(start=asdict(start)))
 
     @property
@@ -168,26 +171,37 @@ class RemoteRank:
     def returncode(self, wait_s: float) -> int | None:
         return self._code
 
-    def log_lines(self, num_lines: int) -> list[str]:
-        if not self._log and not self._link.broken:
+    def ask_for_log(self) -> None:
+        if not self._log and not self._link.broken and self._log_until_s is None:
+            self._log_until_s = time.monotonic() + LOG_WAIT_S
             with contextlib.suppress(OSError):
                 self._link.send(messages.WantLog())
-                answer = self._link.receive_one(messages.LogLines, timeout_s=LOG_WAIT_S)
-                if answer is not None:
-                    self._log = answer.log
-                else:
-                    # Asked once: what comes later would be taken for another answer.
-                    self._link.give_up(f"did not send its log for {LOG_WAIT_S:g} s")
+
+    def log_lines(self, num_lines: int) -> list[str]:
+        self.ask_for_log()
+        if not self._log and not self._link.broken and self._log_until_s is not None:
+            wait_s = self._log_until_s - time.monotonic()
+            answer = self._link.receive_one(messages.LogLines, wait_s)
+            if answer is not None:
+                self._log = answer.log
+                self._log_until_s = None
+            else:
+                # Asked once: what comes later would be taken for another answer.
+                self._link.give_up(f"did not send its log for {LOG_WAIT_S:g} s")
         if self._link.broken and not self._log:
             return [f"node {self._link.host} {self._link.why_broken}"]
         return self._log[-num_lines:]
 
     def kill(self) -> None:
+        if self._killed_until_s is None:
+            self._killed_until_s = time.monotonic() + KILL_WAIT_S
         with contextlib.suppress(OSError):
             self._link.send(messages.Kill())
 
     def reap(self) -> None:
-        if not self._link.broken and not self._link.receive_one(messages.Killed, KILL_WAIT_S):
+        now_s = time.monotonic()
+        until_s = now_s + KILL_WAIT_S if self._killed_until_s is None else self._killed_until_s
+        if not self._link.broken and not self._link.receive_one(messages.Killed, until_s - now_s):
             # What its worker says later would be taken for the words of the next one.
             self._link.give_up(f"did not end its worker for {KILL_WAIT_S:g} s")
 

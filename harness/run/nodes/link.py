@@ -214,16 +214,17 @@ class Link:
 
     def _next(self, kind: type[Any], timeout_s: float | None) -> Any:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        ended = False
         while True:
             while self._waiting:
                 message = self._waiting.pop(0)
                 if isinstance(message, kind):
                     return message
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
+            if ended:
                 return None
-            if self.fill(left) and not self._waiting:
-                return None
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            # What has come by now is read although the time is up.
+            ended = self.fill(left) or left == 0
 
 
 def keep_alive(connection: socket.socket) -> None:

@@ -18,12 +18,13 @@ from harness.run.held_signals import signals_held
 from harness.run.launcher import Launcher, LaunchError, PendingCases, launcher
 from harness.run.nodes.secret import SECRET_FILE, write_secret
 from harness.run.rounds.options import RunOptions
+from harness.run.run_files import writable_s
 from harness.run.run_folder import (
     RunFolder,
     RunManifest,
     clock_offset_s,
-    new_run_id,
     planning_lock,
+    submitted_run,
 )
 from harness.run.slurm import commands as slurm
 from harness.run.slurm.follow import follow
@@ -170,8 +171,17 @@ class Slurm(Launcher):
             together=pending.options.in_turns,
         )
         shares = [share for of_shape in packed.values() for share in of_shape]
-        folder = RunFolder(pending.options.results.resolve(), new_run_id())
-        folder.jobs.mkdir(parents=True)
+        with submitted_run(pending.options.results.resolve()) as folder:
+            return self._submit_shares(folder, packed, shares, pending)
+
+    def _submit_shares(
+        self,
+        folder: RunFolder,
+        packed: dict[Shape, list[Share]],
+        shares: list[Share],
+        pending: PendingCases,
+    ) -> list[str]:
+        """Write the run's files and submit an array for each shape; returns lines for the user."""
         run = RunManifest(
             id=folder.path.name,
             launcher="slurm",
@@ -181,7 +191,7 @@ class Slurm(Launcher):
             pid=os.getpid(),
             clock_offset_s=clock_offset_s(folder.path),
             case_ids=[[case.id for case in share.cases] for share in shares],
-            predicted_s=[share.predicted_s for share in shares],
+            predicted_s=[list(map(writable_s, share.predicted_s)) for share in shares],
             jobs=[None] * len(shares),
             shapes=[str(share.shape) for share in shares],
         )

@@ -207,6 +207,9 @@ class WorkerGroup:
     def log_tail(self, num_lines: int = 20) -> str:
         """The last lines that the ranks printed, for a failed record."""
         parts = []
+        # All are asked before any is waited for, so that the waits for hosts that hang are one.
+        for rank in self._ranks:
+            rank.ask_for_log()
         for index, rank in enumerate(self._ranks):
             lines = rank.log_lines(num_lines)
             if lines:

@@ -1,0 +1,64 @@
+"""Folders of results in which something else lies where a folder or a lock should."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from records import make_record, write_plan
+
+from harness.commands import pack, report, status
+from harness.store.record import RecordStore
+
+SAMPLES = {"step": [[1.0, 1.1, 0.9]]}
+
+
+def a_file(path: Path) -> None:
+    path.write_text("hello")
+
+
+def a_link_to_nothing(path: Path) -> None:
+    path.symlink_to(path.parent / "gone" / "there")
+
+
+PLACES = [a_file, os.mkfifo, a_link_to_nothing]
+Place = Callable[[Path], None]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> RecordStore:
+    made = RecordStore(tmp_path / "results")
+    made.create()
+    records = [make_record(attention=name, samples_ms=SAMPLES) for name in ("naive", "sdpa")]
+    for record in records:
+        made.write(record)
+    write_plan(made.results, "all", records, tables=["summary"])
+    return made
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", ["records", "records/archive"])
+def test_what_is_no_folder_of_records_is_named(
+    name: str, place: Place, store: RecordStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = store.results / name
+    shutil.rmtree(path, ignore_errors=True)
+    place(path)
+    line = f"{path}: not a readable folder ("
+    report.main([str(store.results)])
+    assert line in capsys.readouterr().err
+    assert status.main([str(store.results)]) == 0
+    assert line in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", PLACES[1:])
+def test_a_lock_that_is_no_file_is_not_opened(place: Place, store: RecordStore) -> None:
+    path = store.folder / ".lock"
+    place(path)
+    with pytest.raises(OSError, match=r"\.lock"), store.claim("case-0123456789", wait=False):
+        pass
+    assert not (store.folder / "gone").exists()
+    assert pack.main([str(store.results)]) == 2
