@@ -188,6 +188,7 @@ def test_short_sequences() -> None:
         key = record.case["attention"]["name"], graph, record.case["seq_len"]
         times[key] = slowest(record, "forward_backward")
     rows = rows_of("short_sequences", "CUDA graph")
+    assert len(rows) > 5
     for row in rows:
         for length in (512, 1024, 2048):
             ms = times[row["attention"], row["CUDA graph"], length]

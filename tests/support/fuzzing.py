@@ -1,4 +1,4 @@
-"""How many examples the tests with generated input try, and strange values for fields of files.
+"""How many examples the tests with generated input try, and JSON with keys that stand twice.
 
 ``ATTNBENCH_FUZZ=50`` tries fifty times as many, other ones in each run; without it they are the
 same few in every run.

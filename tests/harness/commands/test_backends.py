@@ -227,6 +227,7 @@ class TestAuto:
                 choose.cache_clear()
                 assert backend.choice(problem) == name
                 able.remove(name)
+        assert not able, "the chain has all of them"
 
     @pytest.mark.parametrize(
         ("changes", "with_lse", "name"),
