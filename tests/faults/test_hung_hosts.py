@@ -14,6 +14,7 @@ import pytest
 from accounting_cases import case_of
 from fault_folders import GUARD_S
 
+from harness.run.children import deadline
 from harness.run.children.rank import RankStart
 from harness.run.children.reply import Reply
 from harness.run.nodes import hosts as hosts_module
@@ -79,6 +80,12 @@ class Agents:
     def hang_when_ready(self, rank: int) -> None:
         """Say that a worker is ready, and never read again."""
         self.links[rank].send(Event(event={"event": "ready", "environment": {}}))
+
+    def take_what_came(self, rank: int) -> None:
+        """Take from the socket what is there, as a slow agent does."""
+        with suppress(BlockingIOError):
+            while True:
+                self.links[rank].connection.recv(1 << 20)
 
     def group(self, results: Path) -> WorkerGroup:
         limits: dict[str, Any] = {"timeout_s": 1.0, "vote_timeout_s": 1.0}
@@ -150,6 +157,32 @@ class TestLinks:
         rank.send("{}")
         read_until(rank, closed=False)
         assert agents.heard[:2] == ["Start", "Job"]
+
+    def test_a_host_that_takes_it_slowly_is_not_given_up(
+        self, agents: Agents, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Less than its patience passes from piece to piece, and more of it in all."""
+        now_s = [100.0]
+        monkeypatch.setattr(deadline.time, "monotonic", lambda: now_s[0])
+        rank, link = agents.remote(1), agents.hosts._agents[1]
+        rank.send(LONG)
+        for _ in range(4):
+            before = link.unsent_bytes
+            now_s[0] += 0.8 * PATIENCE_S
+            agents.take_what_came(1)
+            assert rank.read() == ([], False)
+            assert link.unsent_bytes < before
+        now_s[0] += 1.2 * PATIENCE_S
+        assert rank.read() == ([], True)
+
+    def test_a_host_that_talks_all_the_time_is_sent_what_waits(self, agents: Agents) -> None:
+        rank, link = agents.remote(1), agents.hosts._agents[1]
+        rank.send(LONG)
+        before = link.unsent_bytes
+        agents.take_what_came(1)
+        agents.hang_when_ready(1)
+        assert len(read_until(rank, closed=False)) == 1
+        assert link.unsent_bytes < before
 
     def test_an_agent_waits_for_a_leader_that_is_stopped(self, agents: Agents) -> None:
         """For longer than a leader waits for an agent."""
