@@ -211,7 +211,8 @@ class Runner:
             with self._device_of(run.case):
                 run.environments = self._workers.for_case(run.case).environments
             now = conditions(run.environments)
-            reason = why_not_joined(kept, self.options.interleave, now)
+            ranks = run.case.world_size
+            reason = why_not_joined(kept, self.options.interleave, ranks, now)
             if reason is None:
                 run.take_up(kept)
             else:

@@ -139,6 +139,7 @@ class Notes(_Shape):
     attention_choice: Text | None = None
     autograd: Text | None = None
     kernel: Text = ""
+    libraries: dict[str, Text | None] | None = None
     transport: Text | None = None
     in_a_row: Scalar = None
     padding_tokens: Count = 0

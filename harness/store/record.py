@@ -16,7 +16,7 @@ import os
 import re
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
@@ -29,11 +29,9 @@ from harness.store.claims import Claims
 from harness.store.codec import T, decode, decoding_many, encode
 from harness.store.regular import read_regular, unlisted
 from harness.store.shape import CaseOptions, RecordShape
+from harness.store.shape_types import Milliseconds
 
 SCHEMA = 1
-
-Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=3.2e10)]
-"""At most a year, and in a file neither NaN nor infinite."""
 
 _ADDED = frozenset({"round_states", "stopped", "source", "checking_s"})
 """Fields that records from before they were kept do not have."""

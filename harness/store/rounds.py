@@ -40,6 +40,10 @@ pages between hosts of one kind, a requeued job gets other CPUs and GPUs of its 
 sets other variables than the one before."""
 
 
+_LOAD = frozenset({"root", "own_cpus", "other_cpus", "other_cpu_share"})
+"""What is there of the host's load, if anything is."""
+
+
 class Rounds(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The successful rounds of one case so far."""
 
@@ -120,6 +124,27 @@ def _require_whole(found: Rounds, case_id: str) -> None:
     ranks = [[outcome["rank"] for outcome in outcomes] for outcomes in found.outcomes]
     if any(some != list(range(len(ranks[0]))) or not some for some in ranks):
         raise ValueError("their ranks are not the same in every round")
+    for outcomes in found.outcomes:
+        _require_alike(outcomes, found.outcomes[0][0])
+
+
+def _require_alike(outcomes: list[dict[str, Any]], first: dict[str, Any]) -> None:
+    """Raise ValueError unless the ranks' outcomes of one round can be joined with the first."""
+    for outcome in outcomes:
+        if outcome["status"] != "ok":
+            raise ValueError("one of them did not end well")
+        if outcome["clocks"].keys() != first["clocks"].keys():
+            raise ValueError("their phases are not the same in every round")
+        load = outcome.get("load", {})
+        if load and not load.keys() >= _LOAD:
+            raise ValueError("the host's load during one of them is not whole")
+    for kind in ("samples_ms", "host_ms", "device_ms"):
+        counts = [
+            {name: len(samples) for name, samples in outcome.get(kind, {}).items()}
+            for outcome in outcomes
+        ]
+        if any(some != counts[0] for some in counts):
+            raise ValueError("their ranks have other numbers of samples")
 
 
 def conditions(environments: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -135,8 +160,12 @@ def conditions(environments: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def why_not_joined(kept: Rounds, num_rounds: int, now: dict[str, Any]) -> str | None:
+def why_not_joined(
+    kept: Rounds, num_rounds: int, num_ranks: int, now: dict[str, Any]
+) -> str | None:
     """The first reason not to join rounds of an earlier run; None if there is none."""
+    if any(len(outcomes) != num_ranks for outcomes in kept.outcomes):
+        return f"they are of another number of ranks than {num_ranks}"
     if kept.num_rounds != num_rounds:
         return f"interleave was {kept.num_rounds} and is {num_rounds}"
     for key in dict.fromkeys([*now, *kept.conditions]):

@@ -18,6 +18,7 @@ from harness.store.shape_types import (
     Amount,
     Count,
     Integer,
+    Milliseconds,
     Name,
     Scalar,
     Simple,
@@ -236,6 +237,33 @@ class RecordShape(_Shape, kw_only=True):
     schema: int
 
 
+class _Limit(_Shape):
+    error: float
+    tolerance: float
+
+
+class _RoundCheck(_Shape):
+    """Of one round; those of several are joined."""
+
+    errors: dict[str, float]
+    tolerance: float
+    limits: dict[str, _Limit] = {}
+
+
+class _RoundCompilation(_Compilation):
+    recompilations: Count = 0
+
+
+class _RoundLoad(_AtStart):
+    """Around one round, or empty; its processes are told from those of the host's other ranks."""
+
+    root: Integer = 0
+    own_cpus: Amount = 0.0
+    other_cpus: Amount = 0.0
+    other_cpu_share: Amount = 0.0
+    at_start: _AtStart | None = None
+
+
 class _Outcome(_Shape, kw_only=True):
     """One rank's observations in one round."""
 
@@ -243,16 +271,16 @@ class _Outcome(_Shape, kw_only=True):
     status: Name
     error: _Error | None
     clocks: dict[str, Name]
-    samples_ms: dict[str, list[Amount]]
-    host_ms: dict[str, list[Amount]] = {}
-    device_ms: dict[str, list[Amount]] = {}
+    samples_ms: dict[str, list[Milliseconds]]
+    host_ms: dict[str, list[Milliseconds]] = {}
+    device_ms: dict[str, list[Milliseconds]] = {}
     memory: _Memory
-    check: _Check | None
+    check: _RoundCheck | None
     checking_s: Amount = 0.0
-    compilation: _Compilation
+    compilation: _RoundCompilation
     notes: Notes
     device_state: _RankState
-    load: dict[str, Any] = {}
+    load: _RoundLoad = msgspec.field(default_factory=_RoundLoad)
 
 
 class RoundsShape(_Shape, kw_only=True):

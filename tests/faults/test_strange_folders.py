@@ -29,6 +29,7 @@ from harness.render.files import render_sweep
 from harness.render.registries import TABLES
 from harness.request.compose import compose_request
 from harness.request.session import run_request
+from harness.run.rounds.record_builder import RecordBuilder
 from harness.store import archive, rescue
 from harness.store.heads import read_heads
 from harness.store.packing import PackingError, pack, unpack
@@ -485,9 +486,48 @@ ROUNDS = {
 }
 
 
+TWO_RANKS = compose_request(
+    ["model=tiny", "attention=naive", "device=cpu", "parallel=ddp_torch", "parallel.dp=2"]
+).cases[0]
+
+
+def whole_outcome(rank: int) -> dict[str, Any]:
+    """A rank's outcome with everything that joining looks at."""
+    limit = {"error": 0.1, "tolerance": 1.0}
+    return ROUNDS["outcomes"][0][0] | {  # type: ignore[index]
+        "rank": rank,
+        "clocks": {"step": "host"},
+        "samples_ms": {"step": [1.0, 2.0]},
+        "host_ms": {"step": [0.5]},
+        "check": {"errors": {"o": 0.1}, "tolerance": 1.0, "limits": {"o": limit}},
+        "compilation": {"compile_s": 0.0, "recompilations": 0},
+        "notes": {"loss": 1.0, "libraries": {"x": "1"}, "attention_choice": "naive"},
+        "device_state": {"before": {"power_w": 1.0}, "after": {}},
+        "load": {"root": rank, "own_cpus": 1.0, "other_cpus": 2.0, "other_cpu_share": 0.5},
+    }
+
+
+WHOLE = ROUNDS | {
+    "case_id": TWO_RANKS.id,
+    "started_at": ["2026-01-01T00:00:00+00:00"] * 2,
+    "turns_at": ["2026-01-01T00:00:00+00:00"] * 2,
+    "processes": [0, 1],
+    "outcomes": [[whole_outcome(rank) for rank in range(2)] for _ in range(2)],
+}
+
+
+def record_of(rounds: Rounds) -> Record:
+    """The record of the rounds as the runner makes it after those of an earlier run."""
+    run = RecordBuilder(TWO_RANKS, 2)
+    run.environments = [{"torch": "2", "host": "n", "boot_id": "b"}] * 2
+    run.take_up(rounds)
+    assert len(run.rounds_ms("step")) == len(run.loads()) // 2 == 2
+    return run.to_record()
+
+
 @fuzz(150)
 @given(
-    path=st.sampled_from([*paths(ROUNDS, depth=6)]),
+    path=st.sampled_from([*paths(WHOLE, depth=7)]),
     how=st.sampled_from(["replaced", "dropped", "added"]),
     strange=st.sampled_from(STRANGE),
 )
@@ -497,22 +537,22 @@ def test_any_field_of_finished_rounds_may_be_anything(
     how: str,
     strange: Any,
 ) -> None:
+    """They are set aside in one line, or make a record that is good."""
     store = RecordStore(tmp_path_factory.mktemp("rounds"))
+    store.create()
     rounds = RoundStore(store)
     rounds.folder.mkdir()
-    file = rounds.folder / "a-0123456789.json"
-    file.write_text(json.dumps(changed(ROUNDS, path, how, strange)), encoding="utf-8")
-    said = ""
+    file = rounds.folder / f"{TWO_RANKS.id}.json"
+    file.write_text(json.dumps(changed(WHOLE, path, how, strange)), encoding="utf-8")
+    said, found = "", None
     try:
-        found = rounds.find("a-0123456789")
+        found = rounds.find(TWO_RANKS.id)
     except ValueError as error:
         said = str(error)
     assert "\n" not in said
-    if said:
-        return
-    assert isinstance(found, Rounds)
-    assert all(len(ranks) == len(found.outcomes[0]) for ranks in found.outcomes)
-    assert all(isinstance(rank["samples_ms"], dict) for ranks in found.outcomes for rank in ranks)
+    assert said or isinstance(found, Rounds)
+    if found is not None and why_not_joined(found, 2, 2, {"torch": "2"}) is None:
+        assert store.read(store.write(record_of(found))).status == "ok"
 
 
 @pytest.mark.parametrize(
@@ -527,9 +567,9 @@ def test_what_finished_rounds_say_of_themselves_is_told_in_one_short_line(
     file.write_text(json.dumps(ROUNDS | {"conditions": {words: words}}), encoding="utf-8")
     kept = store.find("a-0123456789")
     assert kept is not None
-    reason = why_not_joined(kept, 2, {"torch": "2"})
+    reason = why_not_joined(kept, 2, 1, {"torch": "2"})
     assert reason == "torch was None and is 2"
-    reason = why_not_joined(kept, 2, {})
+    reason = why_not_joined(kept, 2, 1, {})
     lines = [reason or ""]
     for change in ({"case_id": words}, {"schema": words}, {words: 1}):
         file.write_text(json.dumps(ROUNDS | change), encoding="utf-8")

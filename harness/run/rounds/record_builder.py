@@ -184,7 +184,7 @@ class RecordBuilder:
             }
             # Ranks that another process has started are not others.
             further = sum(cpus for root, cpus in own.items() if root != load.get("root"))
-            if further:
+            if load and further:
                 others = max(0.0, load["other_cpus"] - further)
                 load["other_cpu_share"] *= others / load["other_cpus"] if others else 0.0
                 load["other_cpus"] = others
@@ -260,7 +260,8 @@ def _merge_max(per_round: list[dict[str, Any]]) -> dict[str, Any]:
     for values in per_round:
         for key, value in values.items():
             old = merged.get(key)
-            merged[key] = max(old, value) if isinstance(old, int | float) else value
+            numbers = isinstance(old, int | float) and isinstance(value, int | float)
+            merged[key] = max(old, value) if numbers else value
     return merged
 
 
