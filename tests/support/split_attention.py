@@ -1,0 +1,131 @@
+"""Batches and schemes with which attention on split sequences is compared with float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels import BACKENDS, AttentionProblem, Packing
+from kernels.problem import AttentionSpec
+from parallel.context.attention import ContextParallelAttention
+
+CPU = torch.device("cpu")
+
+SCHEMES = ("ring", "zigzag", "striped", "llama3", "zigzag_llama3")
+
+TRANSPORTS = {
+    **dict.fromkeys(("ring", "zigzag", "striped"), ("send_recv", "symmetric")),
+    **dict.fromkeys(("llama3", "zigzag_llama3"), ("all_gather", "symmetric")),
+}
+
+KERNELS = ("naive", "flash_torch", "sdpa_flash")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """q, k, v and do of whole sequences, the same on every rank."""
+
+    lengths: tuple[int, ...]
+    """One length for each sequence; a dense batch has equal ones."""
+    packed: bool = False
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 8
+    causal: bool = True
+    dtype: torch.dtype = torch.float32
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        generator = torch.Generator().manual_seed(7)
+
+        def randn(heads: int) -> Tensor:
+            shape = (sum(self.lengths), heads, self.head_dim)
+            x = torch.randn(shape, generator=generator)
+            return x.to(self.dtype) if self.packed else dense(x.to(self.dtype), len(self.lengths))
+
+        q_heads, kv_heads = self.num_heads, self.num_kv_heads
+        return randn(q_heads), randn(kv_heads), randn(kv_heads), randn(q_heads)
+
+    def packing(self) -> Packing:
+        starts = torch.tensor([0, *self.lengths]).cumsum(0).int()
+        longest = max(self.lengths)
+        return Packing(
+            cu_seqlens_q=starts, cu_seqlens_k=starts, max_q_len=longest, max_kv_len=longest
+        )
+
+
+def dense(x_THD: Tensor, batch_size: int) -> Tensor:
+    return x_THD.unflatten(0, (batch_size, -1)).transpose(1, 2)
+
+
+SCALE = 0.3
+
+
+def exact(batch: Batch) -> list[Tensor]:
+    """(o, dq, dk, dv) in float64, sequence by sequence."""
+    tensors = [x.double() for x in batch.tensors()]
+    if not batch.packed:
+        return [
+            torch.stack(parts)
+            for parts in zip(
+                *(
+                    exact_sequence(*(x[b] for x in tensors), batch.causal)
+                    for b in range(len(batch.lengths))
+                ),
+                strict=True,
+            )
+        ]
+    parts = zip(*(x.split(batch.lengths) for x in tensors), strict=True)
+    found = [
+        [
+            y.transpose(0, 1)
+            for y in exact_sequence(*(x.transpose(0, 1) for x in part), batch.causal)
+        ]
+        for part in parts
+    ]
+    return [torch.cat(wholes) for wholes in zip(*found, strict=True)]
+
+
+def exact_sequence(q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool) -> list[Tensor]:
+    """One sequence [H, S, D]."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    q, k, v = leaves
+    k, v = (x.repeat_interleave(q.shape[0] // x.shape[0], dim=0) for x in (k, v))
+    scores = q @ k.mT * SCALE
+    if causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:]).tril() == 0, -torch.inf)
+    o = scores.softmax(-1) @ v
+    return [o.detach(), *torch.autograd.grad(o, leaves, do)]
+
+
+def scheme_of(name: str, **options: Any) -> ContextParallelAttention:
+    entry = BACKENDS[name]
+    return entry.target(name=name, **entry.preset, **options)
+
+
+def shard(bound: Any, x: Tensor, batch: Batch) -> Tensor:
+    if batch.packed:
+        return bound.layout.shard_packed(x, batch.lengths, bound.rank)
+    return bound.layout.shard(x, bound.rank, dim=2)
+
+
+def attend(bound: Any, leaves: list[Tensor], batch: Batch) -> Tensor:
+    packing = batch.packing() if batch.packed else None
+    return bound.attend(*leaves, AttentionSpec(causal=batch.causal, scale=SCALE, packing=packing))
+
+
+PROBLEM = AttentionProblem(
+    batch_size=1,
+    num_heads=4,
+    num_kv_heads=2,
+    q_len=64,
+    kv_len=64,
+    head_dim=16,
+    dtype="float32",
+    device="cpu",
+    causal=True,
+    needs_grad=True,
+    cp=4,
+)
