@@ -18,5 +18,5 @@ def finish(model: nn.Module) -> None:
 
 
 def sharded(module: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
-    """Biases too, unlike by :func:`test_data_parallel.fsdp`."""
+    """Biases too, unlike by :func:`data_parallel_training.fsdp`."""
     return FSDP(module, replicate_below=0, group=group)

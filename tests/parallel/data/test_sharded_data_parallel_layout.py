@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from data_parallel_training import IN_PARTS, Plain, Tied, Wrap, fsdp
 from ranks import on_ranks
-from test_data_parallel import IN_PARTS, Plain, Tied, Wrap, case_of, fsdp
+from strategy_training import case_of
 from torch import nn
 
 from parallel.data import FSDP, Zero1, optimizer_of_shards

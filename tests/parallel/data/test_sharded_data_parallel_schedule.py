@@ -11,9 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
-from sharded_steps import finish, loss_of, sharded
-from test_data_parallel import (
+from data_parallel_training import (
     IN_PARTS,
     WIDTH,
     Large,
@@ -27,6 +25,8 @@ from test_data_parallel import (
     zero_1,
     zero_2,
 )
+from ranks import on_ranks
+from sharded_steps import finish, loss_of, sharded
 from torch import Tensor, nn
 
 from parallel import STRATEGIES

@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
-from sharded_steps import finish, loss_of, sharded
-from test_data_parallel import (
+from data_parallel_training import (
     IN_PARTS,
     WIDTH,
     Large,
@@ -25,6 +23,8 @@ from test_data_parallel import (
     train_on_rank,
     zero_1,
 )
+from ranks import on_ranks
+from sharded_steps import finish, loss_of, sharded
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 

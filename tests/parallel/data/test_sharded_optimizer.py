@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
-from test_data_parallel import case_of, train_case, train_case_on_rank
+from strategy_training import case_of, train_case, train_case_on_rank
 from torch import Tensor, nn
 
 from harness.tasks.training.train_step import TrainStep
