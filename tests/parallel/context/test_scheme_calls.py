@@ -6,14 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
-from split_attention import (
-    CPU,
-    TRANSPORTS,
-    Batch,
-    attend,
-    scheme_of,
-    shard,
-)
+from split_attention import CPU, TRANSPORTS, Batch, attend, scheme_of, shard
 from torch import Tensor
 
 from kernels.backends.naive import Naive

@@ -10,14 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import on_ranks
-from split_attention import (
-    CPU,
-    KERNELS,
-    PROBLEM,
-    SCHEMES,
-    TRANSPORTS,
-    scheme_of,
-)
+from split_attention import CPU, KERNELS, PROBLEM, SCHEMES, TRANSPORTS, scheme_of
 
 
 class TestSupport:
