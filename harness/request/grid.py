@@ -153,7 +153,7 @@ def _require_number(key: str, value: object) -> None:
         require_at_most(key, abs(value), LARGEST)
     # Without a limit is a time of its own; a size is not.
     if isinstance(value, float) and (math.isnan(value) or (math.isinf(value) and "." in key)):
-        raise ValueError(f"{key}={value:g}: must be a number that is finite")
+        raise ValueError(f"{key}={value:g}: must be a finite number")
 
 
 def require_key(key: str) -> None:

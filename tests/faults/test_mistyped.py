@@ -32,9 +32,9 @@ def refused(*arguments: str) -> str:
         ("seed=-99999999999999999999", "must be at most"),
         ("seq_len='???'", "Missing mandatory value"),
         ("task.num_heads='???'", "Missing mandatory value"),
-        ("timeout_s=nan", "must be a number that is finite"),
-        ("budget_s=nan", "must be a number that is finite"),
-        ("launcher.vote_timeout_s=inf", "must be a number that is finite"),
+        ("timeout_s=nan", "must be a finite number"),
+        ("budget_s=nan", "must be a finite number"),
+        ("launcher.vote_timeout_s=inf", "must be a finite number"),
     ],
 )
 def test_sizes_that_nothing_has(typed: str, why: str) -> None:

@@ -317,7 +317,15 @@ class TestStrategies:
             assert torch.equal(got, want)
 
     @pytest.mark.parametrize("name", ["ddp_bucketed", "zero_1", "zero_2"])
-    @pytest.mark.parametrize("size", ["0", "-1", "inf", "nan"])
-    def test_bucket_size_names_the_key(self, name: str, size: str) -> None:
-        with pytest.raises(ValueError, match=r"^parallel\.bucket_size_mb=.*positive and finite$"):
+    @pytest.mark.parametrize(
+        ("size", "words"),
+        [
+            ("0", "positive and finite"),
+            ("-1", "positive and finite"),
+            ("inf", "a finite number"),
+            ("nan", "a finite number"),
+        ],
+    )
+    def test_bucket_size_names_the_key(self, name: str, size: str, words: str) -> None:
+        with pytest.raises(ValueError, match=rf"^parallel\.bucket_size_mb=.* must be {words}$"):
             case_of(f"parallel={name}", f"parallel.bucket_size_mb={size}")
