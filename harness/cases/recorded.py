@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from harness.cases.case import Case, digest_of
 from harness.store.attempts import Records
 from harness.store.record import Record, RecordStore
@@ -25,22 +27,22 @@ def load_attempts(store: RecordStore) -> tuple[dict[tuple[str, int], Record], li
     """As :func:`load`, but every attempt by case id and number."""
     attempts, problems = store.load_attempts()
     for key, record in list(attempts.items()):
-        if case_id := _other_id(record):
-            problems.append(store.set_aside(record, f"its case is that of {case_id}"))
+        if reason := why_not(record.case_id, record.case):
+            problems.append(store.set_aside(record, reason))
             del attempts[key]
     return attempts, problems
 
 
-def _other_id(record: Record) -> str | None:
-    """The id of the case that a record holds, where that is another than it says."""
+def why_not(case_id: str, case: dict[str, Any]) -> str:
+    """Why a record is not read that holds another case than its id says; empty if it does not."""
     try:
         # Twenty times faster than building the case.
-        if record.case_id.endswith(f"-{digest_of(record.case)}"):
-            return None
-        derived = Case.from_dict(dict(record.case)).id
+        if case_id.endswith(f"-{digest_of(case)}"):
+            return ""
+        derived = Case.from_dict(dict(case)).id
     except _NOT_BUILT:
-        return None
-    return derived if derived != record.case_id else None
+        return ""
+    return f"its case is that of {derived}" if derived != case_id else ""
 
 
 _NOT_BUILT = (ValueError, TypeError, KeyError, AttributeError)

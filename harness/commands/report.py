@@ -47,6 +47,11 @@ def main(arguments: list[str] | None = None) -> int:
             warn(error, command=COMMAND)
             exit_code = 2
             continue
+        except OSError as error:
+            place = error.filename or results / "sweeps" / label
+            warn(f"{place}: cannot be written ({error.strerror})", command=COMMAND)
+            exit_code = 2
+            continue
         for problem in rendered.problems:
             warn(f"{label}: {problem}", command=COMMAND)
             exit_code = 2

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from harness.cases import format as fmt
+from harness.cases.recorded import why_not
 from harness.commands.results_folder import complain, require_folder, results_parser
 from harness.commands.share_status import CaseStatus, ShareStatus, duration
 from harness.printing import say, warn
@@ -51,7 +52,7 @@ def look(results: Path, now_s: float | None = None) -> Status:
     """
     now_s = time.time() if now_s is None else now_s
     store = RecordStore(results)
-    heads, problems = read_heads(store)
+    heads, problems = read_heads(store, why_not)
     newest = attempts(store, heads)
     runs, set_aside = read_runs(results)
     status = Status(warnings=in_short(problems) + set_aside)

@@ -13,6 +13,7 @@ from harness.render.files import put, to_markdown
 from harness.render.report import template
 from harness.render.table import Table
 from harness.store.plain_json import readable_text
+from harness.store.regular import require_inside
 from harness.writeup.document import Document, NumberedFigure, Section, collect, relative
 from harness.writeup.html import to_html
 from harness.writeup.latex import LatexError, compile_pdf, to_latex_document
@@ -41,6 +42,9 @@ def main(arguments: list[str] | None = None) -> int:
     folder: Path = options.output or options.results[0] / "writeup"
     try:
         document = collect(options.results)
+        if options.output is None:
+            for written in (folder, folder / "figures"):
+                require_inside(written, options.results[0])
         paths = write_document(document, folder)
     except (ValueError, LatexError) as error:
         warn(error, command=COMMAND)

@@ -28,6 +28,7 @@ from harness.render.terminal import render_terminal
 from harness.store import atomic
 from harness.store.attempts import Records
 from harness.store.plain_json import readable_text
+from harness.store.regular import require_inside
 from harness.store.sweep_plan import PlanError, read_plan
 
 __all__ = ["RenderedSweep", "render_sweep", "render_terminal"]
@@ -56,9 +57,13 @@ def render_sweep(results: Path, label: str, records: Records, problems: list[str
     Args:
         records: the readable records of the results folder by case id; others are ignored.
         problems: one line per unreadable file, for the report.
+
+    Raises PlanError, and OSError where the folder cannot be written.
     """
     plan = read_plan(results, label)
     folder = results / "sweeps" / label
+    for written in (folder, folder / "tables", folder / "figures"):
+        require_inside(written, results)
     measured = [records[case_id] for case_id in plan.case_ids if case_id in records]
     choices = choices_of(record.case for record in measured)
     choices += [(TABLES, name) for name in plan.tables] + [(FIGURES, name) for name in plan.figures]

@@ -26,7 +26,8 @@ PRESET = 6
 
 MAX_ARCHIVE_BYTES = 256 * 2**20
 MAX_UNPACKED_BYTES = 2**30
-"""Most bytes of an archive, and of all records in it: those above take up 2 MB and 26 MB."""
+"""Most bytes of an archive, and of all archived records of a folder: those above take up 2 MB and
+26 MB."""
 
 PIECE_BYTES = 2**22
 MEMORY_BYTES = 2**27
@@ -50,6 +51,8 @@ class Archives:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._stamps: list[_Stamp] = []
+        self._contents: list[tuple[Path, dict[str, bytes], str]] = []
+        """Of each archive its records, and the line that says why there are none."""
         self._records: dict[str, bytes] = {}
 
     def paths(self) -> list[Path]:
@@ -58,22 +61,30 @@ class Archives:
 
     def records(self) -> dict[str, bytes]:
         """The JSON of every archived record by the name of its file."""
-        stamps = self._found()
-        if stamps != self._stamps:
-            self._records = {}
-            for stamp in stamps:
-                self._records |= _read(*stamp)[0]
-            self._stamps = stamps
+        self._look()
         return self._records
 
     def problems(self) -> list[str]:
         """One line for each archive that cannot be read, or for their folder."""
-        unread = [problem for stamp in self._found() if (problem := _read(*stamp)[1])]
-        return [*unlisted(self.folder), *unread]
+        return [*unlisted(self.folder), *(problem for *_, problem in self._look() if problem)]
 
     def holder(self, name: str) -> Path | None:
         """The archive that holds the record of a file, if one does."""
-        return next((stamp[0] for stamp in self._found() if name in _read(*stamp)[0]), None)
+        return next((path for path, records, _ in self._look() if name in records), None)
+
+    def _look(self) -> list[tuple[Path, dict[str, bytes], str]]:
+        """The contents of the archives, which together are limited like one."""
+        stamps = self._found()
+        if stamps != self._stamps:
+            self._contents, self._records = [], {}
+            left_bytes = MAX_UNPACKED_BYTES
+            for stamp in stamps:
+                found, problem = _read(*stamp, left_bytes)
+                left_bytes -= sum(len(name) + len(text) for name, text in found.items())
+                self._contents.append((stamp[0], found, problem))
+                self._records |= found
+            self._stamps = stamps
+        return self._contents
 
     def _found(self) -> list[_Stamp]:
         try:
@@ -89,24 +100,30 @@ class Archives:
 
 
 @lru_cache(maxsize=256)
-def _read(path: Path, mtime_ns: int, size: int, inode: int) -> tuple[dict[str, bytes], str]:
+def _read(
+    path: Path, mtime_ns: int, size: int, inode: int, limit_bytes: int
+) -> tuple[dict[str, bytes], str]:
     """The records of an archive, and the line that says why there are none."""
     try:
-        return read(path), ""
+        return read(path, limit_bytes), ""
     except (ValueError, OSError, MemoryError) as error:
         reason = (getattr(error, "strerror", None) or str(error) or "no memory").splitlines()[0]
         return {}, printable(f"{path}: not a readable archive ({reason})")
 
 
-def read(path: Path) -> dict[str, bytes]:
-    """The JSON of each record in an archive's file. Raises ValueError and OSError."""
-    return from_bytes(read_regular(path, MAX_ARCHIVE_BYTES)[0])
+def read(path: Path, limit_bytes: int | None = None) -> dict[str, bytes]:
+    """The JSON of each record in an archive's file, which may hold so many bytes of them.
+
+    Raises ValueError and OSError.
+    """
+    return from_bytes(read_regular(path, MAX_ARCHIVE_BYTES)[0], limit_bytes)
 
 
-def from_bytes(data: bytes) -> dict[str, bytes]:
+def from_bytes(data: bytes, limit_bytes: int | None = None) -> dict[str, bytes]:
     """The JSON of each record in an archive by its file's name. Raises ValueError."""
     found: dict[str, bytes] = {}
-    for number, line in enumerate(_lines(data), 1):
+    limit_bytes = MAX_UNPACKED_BYTES if limit_bytes is None else limit_bytes
+    for number, line in enumerate(_lines(data, limit_bytes), 1):
         match = _LINE.fullmatch(line)
         if match is None:
             raise ValueError(f'line {number} is not {{"file": ..., "record": {{...}}}}')
@@ -117,14 +134,16 @@ def from_bytes(data: bytes) -> dict[str, bytes]:
     return found
 
 
-def _lines(data: bytes) -> Iterator[bytes]:
+def _lines(data: bytes, limit_bytes: int) -> Iterator[bytes]:
     """The lines of an archive, decompressed piece by piece, so that a small file makes no host run
     out of memory. Raises ValueError."""
     rest, total_bytes = b"", 0
     for piece in _pieces(data):
         total_bytes += len(piece)
-        if total_bytes > MAX_UNPACKED_BYTES:
-            raise ValueError(f"over {MAX_UNPACKED_BYTES >> 20:,} MiB of records")
+        if total_bytes > limit_bytes:
+            limit = f"{MAX_UNPACKED_BYTES >> 20:,} MiB of records"
+            others = "" if limit_bytes == MAX_UNPACKED_BYTES else " with the archives before it"
+            raise ValueError(f"over {limit}{others}")
         *lines, rest = (rest + piece).split(b"\n")
         yield from lines
         if len(rest) > MAX_BYTES:

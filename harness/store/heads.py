@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from harness.statuses import that_counts
-from harness.store.record import RecordError, RecordStore, file_case, require_status
+from harness.store.record import RecordError, RecordStore, file_case, require_status, unreadable
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -31,6 +31,7 @@ class _Fields(msgspec.Struct, kw_only=True):
     """The fields of a record that make its head; the decoder skips all others."""
 
     case_id: str
+    case: dict[str, Any]
     status: str
     error: dict[str, Any] | None
     wall_s: float
@@ -41,8 +42,14 @@ class _Fields(msgspec.Struct, kw_only=True):
         require_status(self.status)
 
 
-def read_heads(store: RecordStore) -> tuple[dict[str, RecordHead], list[str]]:
-    """The newest readable attempt at every case by its id, and one line per unreadable file."""
+def read_heads(
+    store: RecordStore, why_not: Callable[[str, dict[str, Any]], str] = lambda case_id, case: ""
+) -> tuple[dict[str, RecordHead], list[str]]:
+    """The newest readable attempt at every case by its id, and one line per unreadable file.
+
+    Args:
+        why_not: says of a record's case id and case why it is not read; empty if it is.
+    """
     attempts: dict[str, list[tuple[int, str, bytes | None]]] = {}
     for name, archived in store.names().items():
         found = file_case(name)
@@ -54,10 +61,14 @@ def read_heads(store: RecordStore) -> tuple[dict[str, RecordHead], list[str]]:
         newest: list[tuple[int, _Fields, float | None]] = []
         for number, name, archived in sorted(files, reverse=True, key=lambda item: item[0]):
             try:
-                newest.insert(0, (number, *store.read_as(name, _Fields, archived)))
+                fields, written_s = store.read_as(name, _Fields, archived)
             except RecordError as error:
                 problems.append(str(error))
                 continue
+            if reason := why_not(fields.case_id, fields.case):
+                problems.append(unreadable(store.folder / name, reason))
+                continue
+            newest.insert(0, (number, fields, written_s))
             if that_counts(["ok", newest[0][1].status]):
                 # No earlier attempt counts instead.
                 break

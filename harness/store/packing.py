@@ -16,6 +16,7 @@ from pathlib import Path
 
 from harness.store import archive, atomic
 from harness.store.record import Record, RecordError, RecordStore, file_case
+from harness.store.regular import require_inside
 from harness.store.sweep_plan import PlanError, planned_labels, read_plan
 
 UNPLANNED = "unplanned"
@@ -102,6 +103,7 @@ def _alone(store: RecordStore) -> Iterator[None]:
             raise PackingError(f"{store.results}: a run measures into it; pack when it has ended")
         if problems := store.archives.problems():
             raise PackingError(f"{problems[0]}; restore it first, or move it away")
+        require_inside(store.archives.folder, store.results)
         with contextlib.suppress(FileNotFoundError):
             for path in store.archives.folder.glob(f"*{archive.SUFFIX}.*.tmp"):
                 # A process that was killed has left it.

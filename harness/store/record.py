@@ -280,7 +280,7 @@ class RecordStore:
                 raise ValueError(self._set_aside[name])
         except (ValueError, OSError) as error:
             reason = (getattr(error, "strerror", None) or str(error) or "empty").splitlines()[0]
-            raise RecordError(_unreadable(path, reason)) from error
+            raise RecordError(unreadable(path, reason)) from error
         return found, written_s
 
     def _data(self, path: Path) -> tuple[bytes, float | None]:
@@ -315,7 +315,7 @@ class RecordStore:
         """Read a record no more, for a reason that only a reader of its case knows; says so."""
         path = self.path(record.case_id, record.attempt)
         self._set_aside[path.name] = reason
-        return _unreadable(path, reason)
+        return unreadable(path, reason)
 
     def find(self, case_id: str) -> Record | None:
         """The newest readable attempt at one case, whether it counts or not."""
@@ -391,7 +391,8 @@ class RecordStore:
         return self._claims.all()
 
 
-def _unreadable(path: Path, reason: str) -> str:
+def unreadable(path: Path, reason: str) -> str:
+    """The line about a record's file that is not read."""
     return printable(f"{path}: not a readable record ({reason})")
 
 

@@ -50,6 +50,12 @@ def unlisted(folder: Path) -> list[str]:
         return [printable(f"{folder}: not a readable folder ({error.strerror})")]
 
 
+def require_inside(folder: Path, results: Path) -> None:
+    """Raise OSError for a folder of ``results`` that a link puts elsewhere, and is not written."""
+    if not folder.resolve().is_relative_to(results.resolve()):
+        raise OSError(errno.EXDEV, "a link leads out of the results folder", str(folder))
+
+
 def _require_regular(about: os.stat_result) -> None:
     if not stat.S_ISREG(about.st_mode):
         kind = _KINDS.get(stat.S_IFMT(about.st_mode), "something else")

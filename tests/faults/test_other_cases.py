@@ -14,7 +14,7 @@ from records import make_record, write_plan
 from harness.analysis.loading import load_frame
 from harness.cases.case import Case, digest_of
 from harness.cases.recorded import load
-from harness.commands import compare, report
+from harness.commands import compare, report, status
 from harness.store.record import Record, RecordStore
 from harness.writeup.document import collect
 
@@ -42,6 +42,16 @@ def test_load(changed: tuple[Path, str]) -> None:
     with pytest.warns(UserWarning, match=f"{case_id}.json: .*its case is that of train_step-"):
         frame = load_frame(results)
     assert list(frame["attention"].unique()) == ["sdpa"]
+
+
+def test_status(changed: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
+    results, case_id = changed
+    assert status.main([str(results)]) == 0
+    printed = capsys.readouterr()
+    (line,) = [line for line in printed.err.splitlines() if "its case is that of" in line]
+    assert f"{case_id}.json" in line
+    assert f"missing  {case_id}" in printed.out
+    assert f"ok       {case_id}" not in printed.out
 
 
 def test_report(changed: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:

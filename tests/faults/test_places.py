@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from records import make_record, write_plan
 
-from harness.commands import pack, report, status
+from harness.commands import pack, report, status, writeup
 from harness.store.record import RecordStore
 
 SAMPLES = {"step": [[1.0, 1.1, 0.9]]}
@@ -62,3 +62,48 @@ def test_a_lock_that_is_no_file_is_not_opened(place: Place, store: RecordStore) 
         pass
     assert not (store.folder / "gone").exists()
     assert pack.main([str(store.results)]) == 2
+
+
+@pytest.mark.parametrize(
+    "name", ["sweeps", "sweeps/all", "sweeps/all/tables", "sweeps/all/figures"]
+)
+def test_a_report_is_not_written_through_a_link(
+    below: str, store: RecordStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, elsewhere = store.results / "sweeps" / below, store.results.parent / "elsewhere"
+    path.mkdir(exist_ok=True)
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+    before = sorted(elsewhere.rglob("*"))
+    assert report.main([str(store.results)]) == 2
+    assert "cannot be written (a link leads out of the results folder)" in capsys.readouterr().err
+    assert sorted(elsewhere.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ["writeup", "records/archive"])
+def test_a_document_and_archives_are_not_written_through_a_link(
+    name: str, store: RecordStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    elsewhere = store.results.parent / "elsewhere"
+    elsewhere.mkdir()
+    (store.results / name).symlink_to(elsewhere)
+    command = writeup.main if name == "writeup" else pack.main
+    assert command([str(store.results)]) == 2
+    assert "a link leads out of the results folder" in capsys.readouterr().err
+    assert not [*elsewhere.iterdir()]
+
+
+def test_a_report_that_cannot_be_written_costs_its_sweep(
+    store: RecordStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = (store.results / "sweeps/all/plan.json").read_text()
+    (store.results / "sweeps/others").mkdir()
+    changed = plan.replace('"label": "all"', '"label": "others"')
+    (store.results / "sweeps/others/plan.json").write_text(changed)
+    place = store.results / "sweeps/all/tables"
+    a_file(place)
+    assert report.main([str(store.results)]) == 2
+    printed = capsys.readouterr()
+    (line,) = printed.err.strip().splitlines()
+    assert line.startswith(f"attnbench-report: {place}")
+    assert "others: 1 tables" in printed.out

@@ -234,6 +234,23 @@ class TestArchives:
         with pytest.raises(ValueError, match="over 0 MiB of records"):
             archive.from_bytes(archive.to_bytes(records))
 
+    def test_many_archives_of_more_than_memory_holds(
+        self, store: RecordStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Each is small enough: those behind the limit cost their records alone."""
+        monkeypatch.setattr(archive, "MAX_UNPACKED_BYTES", 1000)
+        store.archives.folder.mkdir()
+        for number in range(5):
+            names = [f"a-{10 * number + index:010x}.json" for index in range(10)]
+            data = archive.to_bytes(dict.fromkeys(names, b'{"a":1}'))
+            (store.archives.folder / f"{number}{archive.SUFFIX}").write_bytes(data)
+        problems = store.archives.problems()
+        assert sum(map(len, store.archives.records().values())) < 1000
+        assert len(problems) > 0
+        assert all("over 0 MiB of records with the archives before it" in it for it in problems)
+        held = [store.archives.holder(f"a-{10 * number:010x}.json") for number in range(5)]
+        assert held.count(None) == len(problems)
+
     def test_names_outside_the_folder(self, store: RecordStore) -> None:
         two(store)
         pack(store)
