@@ -6,17 +6,19 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from accounting_cases import case_of
-from fault_folders import GUARD_S
+from fault_folders import GUARD_S, wait_until
 
 from harness.run.children import deadline
 from harness.run.children.rank import RankStart
 from harness.run.children.reply import Reply
+from harness.run.nodes import agent as agent_module
 from harness.run.nodes import hosts as hosts_module
 from harness.run.nodes import link as link_module
 from harness.run.nodes.handshake import Keys
@@ -200,6 +202,46 @@ class TestLinks:
         rank.kill()
 
 
+class Talking:
+    """A worker that has always something to say, and is heard only while its leader takes it."""
+
+    closed = False
+
+    def __init__(self, link: Link, readable: socket.socket) -> None:
+        self.fileno = readable.fileno
+        self._link = link
+
+    def read(self) -> tuple[list[dict[str, Any]], bool]:
+        assert self._link.unsent_bytes <= agent_module.MOST_UNSENT_BYTES
+        return [{"text": "x" * (1 << 20)}], False
+
+    def kill(self) -> None: ...
+
+    def reap(self) -> None: ...
+
+
+def test_an_agent_keeps_a_worker_waiting_that_says_more_than_its_leader_takes(
+    agents: Agents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_module, "MOST_UNSENT_BYTES", 1 << 20)
+    rank, link = agents.remote(1), agents.links[1]
+    ours, theirs = socket.socketpair()
+    with ours, theirs, ThreadPoolExecutor() as pool:
+        theirs.send(b"x")
+        worker: Any = Talking(link, ours)
+        passed = pool.submit(agent_module._pass_on, link, worker)
+
+        def is_full() -> bool:
+            return passed.done() or link.unsent_bytes > agent_module.MOST_UNSENT_BYTES
+
+        for _ in range(2):
+            wait_until(is_full, "the leader has taken nothing for a while")
+            read_until(rank, closed=False)
+        wait_until(is_full, "the agent goes on")
+        rank.kill()
+        assert passed.result(GUARD_S)
+
+
 class TestGroups:
     def test_a_rank_that_hangs_is_lost_and_the_others_are_heard(
         self, agents: Agents, tmp_path: Path
@@ -217,6 +259,13 @@ class TestGroups:
         assert agents.heard == ["Start", "Job", "WantLog", "Kill"]
         with pytest.raises(WorkerStartError, match="rank 1: n1 took nothing for"):
             agents.group(tmp_path)
+
+    def test_a_rank_that_sends_no_log_is_asked_once(self, agents: Agents) -> None:
+        """What it sends once it goes on would be taken for another answer."""
+        rank = agents.remote(1)
+        assert rank.log_lines(20) == [f"node n1 did not send its log for {PATIENCE_S:g} s"]
+        assert agents.hosts._agents[1].broken
+        assert rank.read() == ([], True)
 
     def test_a_rank_that_never_answers_is_not_started_again(
         self, agents: Agents, tmp_path: Path
