@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -211,10 +212,17 @@ class TestOtherCommands:
         (line,) = done.stderr.splitlines()
         assert line.endswith("standard output cannot be written (Bad file descriptor)")
 
-    def test_a_wrong_command_stays_wrong(self) -> None:
+    def test_what_has_failed_anyway_keeps_its_exit_code(
+        self, results: Path, tmp_path: Path
+    ) -> None:
+        """A report of two sweeps of which one cannot be read."""
+        folder = shutil.copytree(results, tmp_path / "results")
+        (folder / "sweeps" / "odd").mkdir()
+        (folder / "sweeps" / "odd" / "plan.json").write_text("{")
         with open("/dev/full", "w") as full:
-            done = run_with(console("attnbench", "nonsense=1"), full)
+            done = run_with(self.started(("report", "RESULTS"), folder), full)
         assert done.returncode == 2
+        assert "standard output cannot be written" in done.stderr
 
 
 class TestReplacements:

@@ -222,6 +222,25 @@ class TestTimeLimits:
         records = sweep.run(script, progress=Listener(at_stage=stop))
         assert statuses(records) == ["ok", "ok"]
 
+    def test_a_result_that_is_there_counts_although_the_time_is_up(
+        self, sweep: Sweep, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Also where none of the time is given back."""
+        monkeypatch.setattr(deadline, "STOPPED_S", 1e9)
+        ahead_s = [0.0]
+        clock = time.monotonic
+
+        def wait_for_the_answer(stage: str) -> None:
+            if stage.endswith("measuring"):
+                (sweep.path / "told").touch()
+                wait_until((sweep.path / "answered").exists, "the worker answers")
+                ahead_s[0] = 3600.0
+
+        monkeypatch.setattr(deadline.time, "monotonic", lambda: clock() + ahead_s[0])
+        listener = Listener(at_stage=wait_for_the_answer)
+        records = sweep.run({"16": ["answer_when_told"]}, lengths=(16,), progress=listener)
+        assert statuses(records) == ["ok"]
+
     def test_a_parent_that_is_really_stopped(self, sweep: Sweep) -> None:
         """It stops itself as Ctrl-Z does, and a helper that shares nothing lets it go on later."""
         script = {"16": ["take_its_time"]}

@@ -135,6 +135,14 @@ def _fork_and_die(worker: Scripted) -> None:
     _die(worker)
 
 
+def _answer_when_told(worker: Scripted) -> None:
+    """Answer once there is a file ``told``, and say so; the usual answer that follows is late."""
+    while not (worker.folder / "told").exists():
+        time.sleep(0.01)
+    worker.result()
+    worker.note("answered", os.getpid())
+
+
 def _daemon(worker: Scripted) -> None:
     worker.note("daemon", detach())
 
@@ -213,6 +221,7 @@ ACTS: dict[str, Callable[[Scripted], None]] = {
     "no_outcome": lambda worker: worker.result(outcomes=[]),
     "ready_again": lambda worker: worker.channel.send(event="ready", environment={}),
     "answer_twice": lambda worker: worker.result(),
+    "answer_when_told": _answer_when_told,
     "answer_for_another": lambda worker: worker.result(job=worker.job + 1),
     "flood": lambda worker: [worker.stage(f"stage {i}") for i in range(100_000)] and None,
     "escape": lambda worker: worker.stage("\x1b[2J"),
