@@ -19,7 +19,10 @@ from triton_interpreter import patch_the_language_once
 ROOT = Path(__file__).parents[1]
 
 # When an assertion in them fails, it shows its values, as one in a test file does.
-pytest.register_assert_rewrite("decode_checks", "exact_attention", "fault_folders")
+pytest.register_assert_rewrite(
+    *("attention_by_definition", "data_parallel_training", "decode_checks", "exact_attention"),
+    "fault_folders",
+)
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 

@@ -1,4 +1,4 @@
-"""Every attention backend against float64 attention written out in loops, and the check itself.
+"""Every attention backend against float64 attention written out in loops.
 
 Parametrised over the registry: a new backend is tested by being registered. Each shape is
 either computed correctly or declared unsupported with a reason.
@@ -6,183 +6,38 @@ either computed correctly or declared unsupported with a reason.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
 
 import pytest
 import torch
+from attention_by_definition import (
+    COMPILING,
+    INTERPRETED,
+    SHAPES,
+    assert_close,
+    attention_by_definition,
+    backend_of,
+    broken,
+    compare,
+    expected_of,
+    problem_of,
+    require_support,
+    scale_of,
+    tensors_of,
+)
 from torch import Tensor
 
-from harness.gate.findings import Finding, worst
-from harness.gate.gate import Part, check_part
-from harness.gate.tolerances import format_of
-from kernels import BACKENDS, Attention, AttentionProblem, AttentionSpec, accounting
+from kernels import Attention, AttentionSpec, accounting
 from kernels.toolchain import why_not_compile
 from parallel.context.attention import kernels
 
 NO_CUDA = "needs a CUDA device, and torch sees none"
+
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_CUDA)
 
-# Each shape takes torch.compile ten seconds or more on a CPU, so these see few of them.
-COMPILING = ("compiled", "flex")
-
-# Triton's interpreter takes a second for some shapes: each is tried with either mask and in
-# either type through autograd, and the other way round with an explicit lse.
-INTERPRETED = () if torch.cuda.is_available() else ("flash_triton",)
 PAIRED = (("float32", True), ("bfloat16", False))
 
-# Largest error allowed, relative to the largest entry of the expected tensor.
-CLOSENESS = {"float32": 2e-5, "bfloat16": 3e-2, "float16": 4e-3}
-
-
-@dataclass(kw_only=True, slots=True)
-class Expected:
-    """Float64 attention of one problem."""
-
-    o: Tensor
-    lse: Tensor
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-
-
-def attention_by_definition(
-    q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, do_BHSD: Tensor, *, causal: bool, scale: float
-) -> Expected:
-    """One query at a time, over the keys that it sees; gradients by the chain rule, by hand."""
-    q, k, v, do = (x.detach().double().cpu() for x in (q_BHSD, k_BHSD, v_BHSD, do_BHSD))
-    batch_size, num_heads, q_len, _ = q.shape
-    kv_len = k.shape[2]
-    group_size = num_heads // k.shape[1]
-    o, dq, dk, dv = map(torch.zeros_like, (q, q, k, v))
-    lse = torch.zeros(batch_size, num_heads, q_len, dtype=torch.float64)
-    for b in range(batch_size):
-        for h in range(num_heads):
-            g = h // group_size
-            for i in range(q_len):
-                seen = max(0, i + kv_len - q_len + 1) if causal else kv_len
-                if seen == 0:
-                    lse[b, h, i] = -torch.inf
-                    continue
-                keys, values = k[b, g, :seen], v[b, g, :seen]
-                scores = keys @ q[b, h, i] * scale
-                largest = scores.max()
-                weights = (scores - largest).exp()
-                lse[b, h, i] = largest + weights.sum().log()
-                p = weights / weights.sum()
-                o[b, h, i] = p @ values
-                dp = values @ do[b, h, i]
-                ds = p * (dp - (p * dp).sum()) * scale
-                dq[b, h, i] = ds @ keys
-                dk[b, g, :seen] += torch.outer(ds, q[b, h, i])
-                dv[b, g, :seen] += torch.outer(p, do[b, h, i])
-    return Expected(o=o, lse=lse, dq=dq, dk=dk, dv=dv)
-
-
-def problem_of(**changes: object) -> AttentionProblem:
-    plain = AttentionProblem(
-        batch_size=2,
-        num_heads=2,
-        num_kv_heads=2,
-        q_len=33,
-        kv_len=33,
-        head_dim=16,
-        dtype="float32",
-        device="cpu",
-        causal=True,
-        needs_grad=True,
-    )
-    return replace(plain, **changes)  # type: ignore[arg-type]
-
-
-SHAPES = {
-    "plain": {},
-    "one token": {"q_len": 1, "kv_len": 1},
-    "five tokens": {"q_len": 5, "kv_len": 5},
-    "head_dim 40": {"head_dim": 40},
-    "grouped queries": {"num_heads": 6, "num_kv_heads": 2},
-    "one KV head": {"num_heads": 4, "num_kv_heads": 1, "batch_size": 1},
-    "more keys": {"q_len": 5, "kv_len": 33},
-    "one query": {"q_len": 1, "kv_len": 33, "num_heads": 4},
-    "fewer keys": {"q_len": 33, "kv_len": 5},
-    "two blocks": {"q_len": 130, "kv_len": 130, "batch_size": 1, "head_dim": 40},
-}
 COMPILED_SHAPES = ("grouped queries",)
-
-
-@cache
-def tensors_of(problem: AttentionProblem) -> tuple[Tensor, ...]:
-    """q, k, v, do: the same for every backend."""
-    generator = torch.Generator().manual_seed(11)
-
-    def randn(heads: int, length: int) -> Tensor:
-        shape = (problem.batch_size, heads, length, problem.head_dim)
-        x = torch.randn(shape, generator=generator, dtype=torch.float64)
-        return x.to(problem.device, getattr(torch, problem.dtype))
-
-    return (
-        randn(problem.num_heads, problem.q_len),
-        randn(problem.num_kv_heads, problem.kv_len),
-        randn(problem.num_kv_heads, problem.kv_len),
-        randn(problem.num_heads, problem.q_len),
-    )
-
-
-@cache
-def expected_of(problem: AttentionProblem) -> Expected:
-    q, k, v, do = tensors_of(problem)
-    return attention_by_definition(q, k, v, do, causal=problem.causal, scale=scale_of(problem))
-
-
-def scale_of(problem: AttentionProblem) -> float:
-    """Not the usual 1/sqrt(d), so that a backend which ignores it is found out."""
-    return 0.7 * problem.head_dim**-0.5
-
-
-def backend_of(name: str) -> Attention:
-    entry = BACKENDS[name]
-    return entry.target(name=name, **entry.preset)
-
-
-def assert_close(got: Tensor, expected: Tensor, dtype: str, what: str) -> None:
-    assert got.shape == expected.shape, what
-    got = got.detach().double().cpu()
-    # Rows without a key have lse minus infinity, on both sides or it is an error.
-    infinite = expected.isinf()
-    assert torch.equal(got[infinite], expected[infinite]), what
-    got, expected = (x.masked_fill(infinite, 0.0) for x in (got, expected))
-    error = float((got - expected).abs().max())
-    # Inputs are standard normal; the gradients of a single token's scores are zero but for
-    # what terms of that size leave when they cancel.
-    limit = CLOSENESS[dtype] * max(0.1, float(expected.abs().max()))
-    assert error <= limit, f"{what} is off by {error:.3g}, more than {limit:.3g}"
-
-
-def require_support(backend: Attention, problem: AttentionProblem) -> None:
-    reason = backend.supports(problem)
-    if reason is not None:
-        assert reason.strip(), "a backend says why"
-        assert "\n" not in reason
-        pytest.skip(f"{backend.name}: {reason}")
-
-
-def compare(name: str, problem: AttentionProblem) -> None:
-    """A backend's output and, if asked for, its gradients against the definition."""
-    backend = backend_of(name)
-    require_support(backend, problem)
-    q, k, v, do = tensors_of(problem)
-    leaves = [x.clone().requires_grad_(problem.needs_grad) for x in (q, k, v)]
-    expected = expected_of(problem)
-    with torch.set_grad_enabled(problem.needs_grad):
-        o = backend.attend(*leaves, AttentionSpec(causal=problem.causal, scale=scale_of(problem)))
-    assert o.dtype == q.dtype
-    assert_close(o, expected.o, problem.dtype, "o")
-    if problem.needs_grad:
-        gradients = torch.autograd.grad(o, leaves, do)
-        for what, gradient in zip(("dq", "dk", "dv"), gradients, strict=True):
-            assert gradient.dtype == q.dtype
-            assert_close(gradient, getattr(expected, what), problem.dtype, what)
 
 
 def grid() -> list[object]:
@@ -329,155 +184,6 @@ class TestExplicitLse:
             ("dq", "dk", "dv"), torch.autograd.grad(o, leaves, do), strict=True
         ):
             assert_close(gradient, getattr(expected, what), "float32", what)
-
-
-CHECKED = {
-    "causal": {},
-    "full": {"causal": False},
-    "grouped": {"num_heads": 6, "num_kv_heads": 2},
-    "short": {"q_len": 5, "kv_len": 5},
-    "more keys": {"q_len": 5, "kv_len": 33},
-    "long": {"q_len": 700, "kv_len": 700, "batch_size": 1, "num_heads": 1, "num_kv_heads": 1},
-    "long, full": {
-        "q_len": 700,
-        "kv_len": 700,
-        "batch_size": 1,
-        "num_heads": 1,
-        "num_kv_heads": 1,
-        "causal": False,
-    },
-}
-
-
-def right_result(problem: AttentionProblem) -> dict[str, Tensor]:
-    q, k, v, do = tensors_of(problem)
-    expected = expected_of(problem)
-    dtype = q.dtype
-    return {
-        "q": q,
-        "k": k,
-        "v": v,
-        "do": do,
-        **{what: getattr(expected, what).to(dtype) for what in ("o", "dq", "dk", "dv")},
-    }
-
-
-def findings(
-    problem: AttentionProblem, tensors: dict[str, Tensor], name: str = "sdpa"
-) -> dict[str, Finding]:
-    part = Part(
-        tensors=tensors,
-        causal=problem.causal,
-        scale=scale_of(problem),
-        rounds_scores=backend_of(name).rounds_scores(problem),
-    )
-    return worst(check_part(part, format_of(problem.dtype), torch.Generator().manual_seed(0)))
-
-
-def broken(
-    problem: AttentionProblem, tensors: dict[str, Tensor], name: str = "sdpa"
-) -> dict[str, Finding]:
-    found = findings(problem, tensors, name)
-    return {name: finding for name, finding in found.items() if not finding.holds}
-
-
-class TestTheGate:
-    """It finds small planted errors, and reports no others."""
-
-    @pytest.mark.parametrize(
-        "length",
-        [
-            1,
-            2,
-        ],
-    )
-    @pytest.mark.parametrize("head_dim", [16, 40, 64, 128])
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-    @pytest.mark.parametrize("name", ["naive", "sdpa_flash", "sdpa_math"])
-    def test_gradients_that_cancel(self, length: int, head_dim: int, dtype: str, name: str) -> None:
-        """A softmax over one key is constant: what is left of dq and dk is rounding."""
-        problem = problem_of(q_len=length, kv_len=length, dtype=dtype, head_dim=head_dim)
-        q, k, v, do = tensors_of(problem)
-        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-        o = backend_of(name).attend(*leaves, AttentionSpec(causal=True, scale=scale_of(problem)))
-        dq, dk, dv = torch.autograd.grad(o, leaves, do)
-        tensors = {"q": q, "k": k, "v": v, "do": do, "o": o.detach(), "dq": dq, "dk": dk, "dv": dv}
-        assert broken(problem, tensors, name) == {}
-
-    @pytest.mark.parametrize("kind", CHECKED)
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-    def test_passes_what_is_right(self, kind: str, dtype: str) -> None:
-        problem = problem_of(**CHECKED[kind], dtype=dtype)
-        found = findings(problem, right_result(problem))
-        assert set(found) >= {"o", "dq", "dk", "dv", "q dq = k dk", "o do = v dv"}
-        assert all(finding.share < 0.8 for finding in found.values())
-
-    def test_without_gradients(self) -> None:
-        problem = problem_of(needs_grad=False)
-        tensors = right_result(problem)
-        forward = {name: tensors[name] for name in ("q", "k", "v", "o")}
-        assert set(findings(problem, forward)) == {"o", "o row", "o factor", "o finite"}
-
-    @pytest.mark.parametrize("kind", CHECKED)
-    @pytest.mark.parametrize("what", ["o", "dq", "dk", "dv"])
-    @pytest.mark.parametrize("where", ["first", "last"])
-    def test_finds_one_wrong_row(self, kind: str, what: str, where: str) -> None:
-        problem = problem_of(**CHECKED[kind])
-        tensors = right_result(problem)
-        length = tensors[what].shape[2]
-        row = 0 if where == "first" else length - 1
-        wrong = tensors[what].clone()
-        wrong[-1, -1, row] += 0.02 * wrong[-1, -1].norm(dim=-1).max()
-        found = broken(problem, {**tensors, what: wrong})
-        assert found
-        # The gradient of keys is computed from o, here as in kernels.
-        expected = {what, "dk"} if what == "o" else {what}
-        assert all(expected & set(name.split()) for name in found)
-
-    @pytest.mark.parametrize("what", ["o", "dq", "dk", "dv"])
-    @pytest.mark.parametrize("value", [math.nan, math.inf])
-    def test_finds_a_single_value_that_is_no_number(self, what: str, value: float) -> None:
-        problem = problem_of()
-        tensors = right_result(problem)
-        wrong = tensors[what].clone()
-        wrong[-1, -1, -1, 3] = value
-        assert broken(problem, {**tensors, what: wrong})[f"{what} finite"].error == math.inf
-
-    @pytest.mark.parametrize(
-        ("mistake", "found_in"),
-        [
-            ("the mask is missing", {"o", "dq", "dk", "dv"}),
-            ("the scale is another", {"o", "dq", "dk", "dv"}),
-            ("top-left alignment", {"o", "dq", "dk", "dv"}),
-            ("heads grouped the other way", {"o", "dq", "dk", "dv"}),
-        ],
-    )
-    def test_finds_the_usual_mistakes(self, mistake: str, found_in: set[str]) -> None:
-        problem = problem_of(num_heads=6, num_kv_heads=2, q_len=20, kv_len=33)
-        q, k, v, do = tensors_of(problem)
-        scale, causal = scale_of(problem), True
-        if mistake == "the mask is missing":
-            causal = False
-        elif mistake == "the scale is another":
-            scale *= 1.01
-        if mistake == "top-left alignment":
-            seen = problem.q_len
-            part = attention_by_definition(
-                q, k[:, :, :seen], v[:, :, :seen], do, causal=True, scale=scale
-            )
-            pad = (0, 0, 0, problem.kv_len - seen)
-            part.dk, part.dv = (torch.nn.functional.pad(x, pad) for x in (part.dk, part.dv))
-            got = part
-        elif mistake == "heads grouped the other way":
-            order = [0, 2, 4, 1, 3, 5]
-            got = attention_by_definition(q[:, order], k, v, do[:, order], causal=True, scale=scale)
-            back = sorted(range(6), key=order.__getitem__)
-            got.o, got.dq = got.o[:, back], got.dq[:, back]
-        else:
-            got = attention_by_definition(q, k, v, do, causal=causal, scale=scale)
-        tensors = {"q": q, "k": k, "v": v, "do": do}
-        tensors |= {what: getattr(got, what).float() for what in ("o", "dq", "dk", "dv")}
-        assert found_in <= set(broken(problem, tensors))
 
 
 class TestAccounting:
