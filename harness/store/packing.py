@@ -9,6 +9,7 @@ removes. Nothing leaves an archive but to become a file again.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -79,13 +80,10 @@ def unpack(store: RecordStore) -> Packed:
         packed = Packed()
         for path in store.archives.paths():
             records = archive.read(path)
-            differing = [name for name, text in records.items() if not _restored(store, name, text)]
-            packed.num_records += len(records) - len(differing)
-            if differing:
-                packed.left += [
-                    f"{store.folder / name}: another record than in {path}, which stays"
-                    for name in differing
-                ]
+            left = [line for name, text in records.items() if (line := _left(store, name, text))]
+            packed.num_records += len(records) - len(left)
+            if left:
+                packed.left += [f"{line} {path}, which stays" for line in left]
                 continue
             atomic.sync_folder(store.folder)
             path.unlink()
@@ -107,7 +105,8 @@ def _alone(store: RecordStore) -> Iterator[None]:
         with contextlib.suppress(FileNotFoundError):
             for path in store.archives.folder.glob(f"*{archive.SUFFIX}.*.tmp"):
                 # A process that was killed has left it.
-                path.unlink()
+                with contextlib.suppress(OSError):
+                    path.unlink()
         yield
 
 
@@ -159,14 +158,21 @@ def _add(path: Path, records: dict[str, bytes]) -> None:
         raise PackingError(f"{path}: does not give back what was written; the files stay")
 
 
-def _restored(store: RecordStore, name: str, text: bytes) -> bool:
-    """Make a record a file again; False if there is another one of that name."""
+def _left(store: RecordStore, name: str, text: bytes) -> str:
+    """Make a record a file again, or begin the line that says why it stays in its archive."""
     path = store.folder / name
     if file_case(name) is None or os.path.basename(name) != name:
         raise PackingError(f"{store.archives.holder(name)}: {name} is no record's file")
-    data = archive.expanded(text)
+    try:
+        data = archive.expanded(text)
+    except (ValueError, RecursionError):
+        return f"{name[:200]}: not a readable record in"
     try:
         atomic.create(path, data)
     except FileExistsError:
-        return path.read_bytes() == data
-    return True
+        return "" if path.read_bytes() == data else f"{path}: another record than in"
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        return f"{name[:200]}...: too long a name for a file in"
+    return ""

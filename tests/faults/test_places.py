@@ -64,9 +64,7 @@ def test_a_lock_that_is_no_file_is_not_opened(place: Place, store: RecordStore) 
     assert pack.main([str(store.results)]) == 2
 
 
-@pytest.mark.parametrize(
-    "name", ["sweeps", "sweeps/all", "sweeps/all/tables", "sweeps/all/figures"]
-)
+@pytest.mark.parametrize("below", ["", "all", "all/tables", "all/figures"])
 def test_a_report_is_not_written_through_a_link(
     below: str, store: RecordStore, capsys: pytest.CaptureFixture[str]
 ) -> None:

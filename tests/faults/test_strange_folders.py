@@ -251,6 +251,28 @@ class TestArchives:
         held = [store.archives.holder(f"a-{10 * number:010x}.json") for number in range(5)]
         assert held.count(None) == len(problems)
 
+    @pytest.mark.parametrize(
+        "text",
+        [
+            b"{nope}",
+            b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}",
+            b'{"a":' + b"9" * 5000 + b"}",
+        ],
+        ids=["no JSON", "deep", "long number"],
+    )
+    def test_one_record_that_cannot_be_unpacked(self, text: bytes, store: RecordStore) -> None:
+        first, second = two(store)
+        pack(store)
+        (path,) = store.archives.paths()
+        strange = {"strange-0123456789.json": text, f"{'x' * 300}.json": b"{}"}
+        path.write_bytes(archive.to_bytes(archive.read(path) | strange))
+        unpacked = unpack(RecordStore(store.results))
+        assert unpacked.num_records == 2
+        assert all(store.path(case_id, 1).exists() for case_id in (first.case_id, second.case_id))
+        assert sorted(line[:8] for line in unpacked.left) == ["strange-", "xxxxxxxx"]
+        assert all(line.endswith(f"{path}, which stays") for line in unpacked.left)
+        assert path.exists()
+
     def test_names_outside_the_folder(self, store: RecordStore) -> None:
         two(store)
         pack(store)
