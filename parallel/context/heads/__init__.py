@@ -1,0 +1,1 @@
+"""Sequences exchanged for heads: each rank attends to whole sequences in some of the heads."""

@@ -1,0 +1,54 @@
+"""Ranks compare what they were called with, before a collective that would hang or mix data."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+import torch.distributed as dist
+
+_LONGEST = 1024
+"""Bytes of a rank's statement that are compared; of longer ones the beginning and a checksum."""
+
+
+def agree(
+    group: dist.ProcessGroup, device: torch.device, facts: str, complaint: str | None = None
+) -> None:
+    """Compare statements between the ranks of a group; a collective, which waits for all ranks.
+
+    Args:
+        facts: what this rank was called with; must be equal on all ranks.
+        complaint: why this rank cannot go on, in one line.
+
+    Raises ValueError on every rank, with the first rank's complaint, or with the first that differs
+    from rank 0.
+    """
+    found = _gathered(group, device, f"!{complaint}" if complaint else f"={facts}")
+    for rank, said in enumerate(found):
+        if said.startswith("!"):
+            raise ValueError(f"rank {rank}: {said[1:]}")
+    for rank, said in enumerate(found):
+        if said != found[0]:
+            raise ValueError(
+                f"ranks disagree on what they attend to: rank 0 has {found[0][1:]}, "
+                f"rank {rank} has {said[1:]}"
+            )
+
+
+def _gathered(group: dist.ProcessGroup, device: torch.device, statement: str) -> list[str]:
+    """The statement of every rank, in rank order; as bytes in a tensor, nothing is unpickled."""
+    own = torch.zeros(_LONGEST, dtype=torch.uint8)
+    data = torch.frombuffer(bytearray(_shortened(statement)), dtype=torch.uint8)
+    own[: len(data)] = data
+    own = own.to(device)
+    every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, own, group=group)
+    return [bytes(part.tolist()).rstrip(b"\0").decode(errors="replace") for part in every]
+
+
+def _shortened(statement: str) -> bytes:
+    data = statement.encode()
+    if len(data) <= _LONGEST:
+        return data
+    digest = hashlib.sha256(data).hexdigest()
+    return data[: _LONGEST - len(digest) - 4] + f"... {digest}".encode()

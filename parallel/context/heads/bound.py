@@ -1,0 +1,164 @@
+"""Attention over heads, bound to the ranks that it runs on, differentiable."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from kernels import Attention, AttentionSpec
+from parallel.context.blocks.layouts import Layout
+from parallel.context.blocks.tracing import COMPUTE
+from parallel.context.bound import SplitAttention
+from parallel.context.heads.agreement import agree
+from parallel.context.heads.exchange import Exchange
+from parallel.context.heads.sequences import DenseSequences, PackedSequences, Sequences
+from parallel.context.heads.split import HeadSplit, Piece
+
+_PACKINGS_KEPT = 16
+"""A training run packs each batch anew, and its layers share the batch's packing."""
+
+
+class HeadAttention(SplitAttention):
+    """A kernel over the ranks of a group, each with whole sequences of some heads."""
+
+    def __init__(self, kernel: Attention, layout: Layout, group: dist.ProcessGroup) -> None:
+        super().__init__(layout, group)
+        self._kernel = kernel
+        self._packings: dict[tuple[int, int], tuple[Tensor, PackedSequences]] = {}
+        self._agreed: set[str] = set()
+        # As a decorator it would import torch._dynamo with this module, in more than a second.
+        self.attend = torch.compiler.disable(self.attend)  # type: ignore[method-assign]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        """Attention over all ranks of the group.
+
+        Raises ValueError on all ranks if they differ in shape, dtype or packing, or one of them
+        has other tokens than its part of the packing; looked at for each new shape and packing.
+        """
+        if self.layout.num_ranks == 1:
+            return self._kernel.attend(q, k, v, spec)
+        exchange = self._exchange(q, k, v, spec)
+        whole = _Inwards.apply(q, k, v, exchange)
+        with self.tracer.span(COMPUTE, 0):
+            parts = [
+                self._kernel.attend(*_piece(exchange, whole, piece), spec)
+                for piece in exchange.split.pieces(self.rank)
+            ]
+        o: Tensor = _Outwards.apply(_joined(parts, exchange.sequences.head_dim), exchange)
+        return o
+
+    def attend_with_lse(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
+    ) -> tuple[Tensor, Tensor] | None:
+        if not self._kernel.gives_lse:
+            return None
+        if self.layout.num_ranks == 1:
+            return self._kernel.forward(q, k, v, spec)
+        exchange = self._exchange(q, k, v, spec)
+        whole = exchange.inwards(q, k, v)
+        pieces = exchange.split.pieces(self.rank)
+        found = [self._kernel.forward(*_piece(exchange, whole, piece), spec) for piece in pieces]
+        o = _joined([part for part, _ in found], exchange.sequences.head_dim)
+        packed = spec.packing is not None
+        lse = _joined([part for _, part in found], 0 if packed else 1)
+        # With a last dimension of one, the lse has the form of o.
+        column = (lse.mT if packed else lse).unsqueeze(-1)
+        own = exchange.outwards_as_queries(column).squeeze(-1)
+        return exchange.outwards_as_queries(o), own.mT if packed else own
+
+    def _exchange(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Exchange:
+        sequences = self._sequences((q, k, v), spec)
+        return Exchange(
+            group=self._group,
+            rank=self.rank,
+            split=HeadSplit(
+                num_ranks=self.layout.num_ranks, num_heads=q.shape[1], num_kv_heads=k.shape[1]
+            ),
+            sequences=sequences,
+            tracer=self.tracer,
+        )
+
+    def _sequences(self, tensors: tuple[Tensor, ...], spec: AttentionSpec) -> Sequences:
+        facts = ", ".join(f"{list(x.shape)} {str(x.dtype)[6:]}" for x in tensors)
+        facts += f", {'causal' if spec.causal else 'full'}"
+        device = tensors[0].device
+        if spec.packing is None:
+            self._agree(device, facts)
+            return DenseSequences(num_ranks=self.layout.num_ranks)
+        # By identity: to compare lengths would wait for the device in every call.
+        starts = spec.packing.cu_seqlens_q
+        key = (id(starts), starts._version)
+        if key not in self._packings:
+            lengths = [end - start for start, end in itertools.pairwise(starts.tolist())]
+            self._agree(device, f"{facts}, lengths {lengths}", self._complaint(tensors, lengths))
+            if len(self._packings) >= _PACKINGS_KEPT:
+                self._packings.pop(next(iter(self._packings)))
+            # The offsets stay alive with what is known of them, so that no others get their id.
+            self._packings[key] = starts, PackedSequences(self.layout, lengths, device)
+        return self._packings[key][1]
+
+    def _complaint(self, tensors: tuple[Tensor, ...], lengths: list[int]) -> str | None:
+        expected = sum(map(self.layout.local_len, lengths))
+        found = [x.shape[0] for x in tensors]
+        if found == [expected] * len(found):
+            return None
+        return (
+            f"q, k and v have {', '.join(map(str, found))} tokens; its part of sequences of "
+            f"{', '.join(map(str, lengths))} has {expected}: lengths are those of whole sequences"
+        )
+
+    def _agree(self, device: torch.device, facts: str, complaint: str | None = None) -> None:
+        if facts not in self._agreed:
+            agree(self._group, device, facts, complaint)
+            self._agreed.add(facts)
+
+
+def _piece(
+    exchange: Exchange, whole: tuple[Tensor, Tensor, Tensor], piece: Piece
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of one kernel call."""
+    dim = exchange.sequences.head_dim
+    q, k, v = (
+        x.narrow(dim, heads.start, heads.stop - heads.start)
+        for x, heads in zip(whole, (piece.q, piece.kv, piece.kv), strict=True)
+    )
+    return q, k, v
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+class _Inwards(torch.autograd.Function):
+    """Whole sequences of this rank's heads, from its tokens of all heads."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, exchange: Exchange
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.exchange = exchange
+        return exchange.inwards(q, k, v)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> Any:
+        return *ctx.exchange.outwards(dq, dk, dv), None
+
+
+class _Outwards(torch.autograd.Function):
+    """This rank's tokens of all heads, from whole sequences of its own heads."""
+
+    @staticmethod
+    def forward(ctx: Any, o: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.outwards_as_queries(o)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor) -> Any:
+        return ctx.exchange.inwards_as_queries(do), None

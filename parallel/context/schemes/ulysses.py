@@ -1,0 +1,111 @@
+"""attention=ulysses: sequences exchanged for heads (DeepSpeed-Ulysses, Jacobs et al. 2023).
+
+Each rank holds contiguous parts of all sequences. Before attention they are exchanged, all to all,
+for whole sequences of some of the heads, and the results are exchanged back: what a rank sends
+shrinks with the number of ranks, and any kernel computes, in one call, as on one device. Heads
+limit the number of ranks. Fewer key heads than ranks are copied to all that need them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+
+from kernels import AttentionProblem, attention_backend
+from kernels.backends.auto import choose
+from kernels.registry import Look
+from parallel.context.attention import SequenceParallelAttention
+from parallel.context.blocks.layouts import Contiguous, Layout
+from parallel.context.bound import SplitAttention
+from parallel.context.heads.bound import HeadAttention
+from parallel.context.heads.split import HeadSplit
+
+
+@attention_backend("ulysses", look=Look(colour="#999933", marker="h", place=15))
+@dataclass(kw_only=True, slots=True)
+class Ulysses(SequenceParallelAttention):
+    """A kernel over whole sequences of a rank's share of the heads."""
+
+    transport: str = "auto"
+    """How tokens travel: one collective each way (all_to_all), which auto is as well."""
+
+    transports: ClassVar[tuple[str, ...]] = ("all_to_all",)
+
+    def __post_init__(self) -> None:
+        SequenceParallelAttention.__post_init__(self)
+        choices = ("auto", *self.transports)
+        if self.transport not in choices:
+            raise ValueError(
+                f"attention.transport={self.transport}: must be one of {', '.join(choices)}"
+            )
+
+    def layout(self, num_ranks: int) -> Layout:
+        return Contiguous(num_ranks=num_ranks)
+
+    def choice(self, problem: AttentionProblem) -> str:
+        if problem.cp == 1:
+            return self.on_one_device.choice(problem)
+        return f"{self.name}(kernel={self.kernel_of(problem)}, transport={self.transports[0]})"
+
+    def kernel_of(self, problem: AttentionProblem) -> str:
+        if self.kernel != "auto":
+            return self.kernel
+        return choose(self._calls(problem)[0], with_lse=False).name
+
+    def transport_of(self, problem: AttentionProblem) -> str:
+        return self.transports[0]
+
+    def why_not_split(self, problem: AttentionProblem) -> str | None:
+        if problem.q_len != problem.kv_len:
+            return "queries and keys of a split sequence are the same tokens, equally many"
+        if problem.num_heads < problem.cp:
+            return (
+                f"{problem.num_heads} query heads are too few for {problem.cp} ranks, which attend "
+                "with at least one each"
+            )
+        if not problem.causal and problem.q_len % problem.cp:
+            return (
+                f"{problem.q_len} tokens do not divide by {problem.cp}, and without a causal "
+                "mask the padding would be attended to"
+            )
+        for call in self._calls(problem):
+            reason = self.on_one_device.supports(call)
+            if reason is not None:
+                return f"attention.kernel={self.kernel}: {reason}"
+        return None
+
+    def _calls(self, problem: AttentionProblem) -> list[AttentionProblem]:
+        """The kernel calls of all ranks, without repetitions; the largest first."""
+        split = HeadSplit(
+            num_ranks=problem.cp, num_heads=problem.num_heads, num_kv_heads=problem.num_kv_heads
+        )
+        shapes = {
+            (piece.q.stop - piece.q.start, piece.kv.stop - piece.kv.start)
+            for rank in range(problem.cp)
+            for piece in split.pieces(rank)
+        }
+        length = problem.q_len if problem.packed else self.layout(problem.cp).padded(problem.q_len)
+        return [
+            replace(
+                problem,
+                cp=1,
+                num_heads=heads,
+                num_kv_heads=kv_heads,
+                q_len=length,
+                kv_len=length,
+            )
+            for heads, kv_heads in sorted(shapes, reverse=True)
+        ]
+
+    def split_peak_memory(self, problem: AttentionProblem) -> dict[str, float] | None:
+        """Not predicted."""
+        return None
+
+    @contextlib.contextmanager
+    def bind(self, group: dist.ProcessGroup, device: torch.device) -> Iterator[SplitAttention]:
+        yield HeadAttention(self.on_one_device, self.layout(group.size()), group)

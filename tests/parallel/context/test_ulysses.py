@@ -1,0 +1,260 @@
+"""Ulysses against float64 attention of the whole, and which heads each rank attends with."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+from test_context_parallel import (
+    CPU,
+    SCALE,
+    Batch,
+    attend,
+    check,
+    different_shapes,
+    passes_through,
+    scheme_of,
+    shard,
+    usual_uses,
+)
+
+from kernels import BACKENDS, AttentionProblem, Packing
+from kernels.problem import AttentionSpec
+from parallel.context.blocks.tracing import RecordingTracer
+from parallel.context.heads.split import HeadSplit
+
+SHAPES = [(4, 4), (4, 2), (8, 1), (6, 6), (6, 3), (10, 2), (12, 4), (7, 7), (9, 3)]
+
+
+class TestHeads:
+    @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+    @pytest.mark.parametrize(("num_heads", "num_kv_heads"), SHAPES)
+    def test_each_query_head_is_in_one_call_beside_its_key_head(
+        self, num_heads: int, num_kv_heads: int, num_ranks: int
+    ) -> None:
+        split = HeadSplit(num_ranks=num_ranks, num_heads=num_heads, num_kv_heads=num_kv_heads)
+        found = []
+        for rank in range(num_ranks):
+            q_heads, kv_heads = split.q_heads(rank), split.kv_heads(rank)
+            for piece in split.pieces(rank):
+                own_q, own_kv = q_heads[piece.q], kv_heads[piece.kv]
+                each = len(own_q) // len(own_kv)
+                assert each * len(own_kv) == len(own_q)
+                for place, head in enumerate(own_q):
+                    assert own_kv[place // each] == head // (num_heads // num_kv_heads)
+                found += list(own_q)
+        assert found == list(range(num_heads))
+        sizes = [len(split.q_heads(rank)) for rank in range(num_ranks)]
+        assert max(sizes) - min(sizes) <= 1
+
+    @pytest.mark.parametrize(("num_heads", "num_kv_heads"), SHAPES)
+    def test_shared_key_heads(self, num_heads: int, num_kv_heads: int) -> None:
+        split = HeadSplit(num_ranks=4, num_heads=num_heads, num_kv_heads=num_kv_heads)
+        owned = [set(split.kv_heads(rank)) for rank in range(4)]
+        shared = any(one & other for one, other in itertools.combinations(owned, 2))
+        assert split.shares_kv_heads == shared
+
+    def test_one_call_where_heads_divide(self) -> None:
+        for num_heads, num_kv_heads in ((8, 8), (8, 4), (8, 2), (32, 8)):
+            split = HeadSplit(num_ranks=4, num_heads=num_heads, num_kv_heads=num_kv_heads)
+            assert [len(split.pieces(rank)) for rank in range(4)] == [1, 1, 1, 1]
+
+
+def batch(**options: Any) -> Batch:
+    return Batch(**{"lengths": (24, 24), **options})
+
+
+class TestAgainstOneDevice:
+    @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+    @pytest.mark.parametrize("kernel", ["naive", "flash_torch", "sdpa"])
+    def test_dense(self, num_ranks: int, kernel: str) -> None:
+        """sdpa gives no log-sum-exp, and needs none here."""
+        check(num_ranks, "ulysses", {"kernel": kernel}, batch())
+
+    @pytest.mark.parametrize(("num_heads", "num_kv_heads"), SHAPES)
+    @pytest.mark.parametrize("packed", [False, True])
+    def test_heads_that_do_not_divide_and_few_key_heads(
+        self, num_heads: int, num_kv_heads: int, packed: bool
+    ) -> None:
+        heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+        check(4, "ulysses", {"kernel": "naive"}, batch(packed=packed, **heads))
+
+    @pytest.mark.parametrize("num_ranks", [2, 3])
+    def test_packed(self, num_ranks: int) -> None:
+        ragged = Batch(lengths=(24, 7, 1, 13), packed=True)
+        check(num_ranks, "ulysses", {"kernel": "naive"}, ragged)
+
+    def test_a_length_that_does_not_divide(self) -> None:
+        check(2, "ulysses", {"kernel": "naive"}, Batch(lengths=(23,)))
+
+    @pytest.mark.parametrize("packed", [False, True])
+    def test_without_a_mask(self, packed: bool) -> None:
+        check(3, "ulysses", {"kernel": "naive"}, batch(causal=False, packed=packed))
+
+    def test_auto_picks_a_kernel(self) -> None:
+        check(2, "ulysses", {}, Batch(lengths=(24,)))
+
+
+def test_usual_uses() -> None:
+    """No gradients, several graphs, the transformer's memory layout, torch.compile around it."""
+    assert max(on_ranks(3, usual_uses, "ulysses", "all_to_all")) < 1e-5
+
+
+def test_one_rank_is_the_kernel_itself() -> None:
+    assert on_ranks(1, passes_through, "ulysses") == [True]
+
+
+def lse_error(group: dist.ProcessGroup, batch: Batch) -> float:
+    """Largest error of o and lse without gradients, against the kernel on whole sequences."""
+    packing = batch.packing() if batch.packed else None
+    spec = AttentionSpec(causal=True, scale=SCALE, packing=packing)
+    q, k, v, _ = batch.tensors()
+    with scheme_of("ulysses", kernel="flash_torch").bind(group, CPU) as bound:
+        found = bound.attend_with_lse(*(shard(bound, x, batch) for x in (q, k, v)), spec)
+        o, lse = BACKENDS["flash_torch"].target(name="flash_torch").forward(q, k, v, spec)
+        column = lse.mT if batch.packed else lse
+        wanted = (shard(bound, o, batch), shard(bound, column, batch))
+    assert found is not None
+    got_lse = found[1].mT if batch.packed else found[1]
+    # Padding, which no real query sees, has an lse of its own.
+    real = shard(bound, torch.ones_like(column), batch) > 0
+    differences = ((found[0] - wanted[0])[real], (got_lse - wanted[1])[real])
+    return max(float(difference.abs().max()) for difference in differences)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        Batch(lengths=(23,), num_heads=6, num_kv_heads=3),
+        Batch(lengths=(24, 7, 1, 13), packed=True, num_heads=6, num_kv_heads=3),
+    ],
+    ids=["dense", "packed"],
+)
+def test_the_lse_comes_home_too(batch: Batch) -> None:
+    assert max(on_ranks(4, lse_error, batch)) < 1e-6
+
+
+def sent_in_passes(group: dist.ProcessGroup, batch: Batch) -> tuple[int, int]:
+    """Bytes that leave this rank in a forward pass, and in a backward pass."""
+    with scheme_of("ulysses", kernel="naive").bind(group, CPU) as bound:
+        q, k, v, do = (shard(bound, x, batch) for x in batch.tensors())
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        bound.tracer = recorder = RecordingTracer(CPU)
+        o = attend(bound, leaves, batch)
+        forward = recorder.sent_bytes
+        torch.autograd.grad(o, leaves, do)
+    return forward, recorder.sent_bytes - forward
+
+
+class TestBytes:
+    ROW = 6 * 8 * 4
+    """6 tokens of one head of 8 float32, on each of 4 ranks."""
+
+    def test_three_of_four_parts_of_q_k_v_and_o(self) -> None:
+        """Of 4 heads of q, k, v and o, all but one of each leave; and of their gradients."""
+        batch = Batch(lengths=(24,), num_kv_heads=4)
+        assert on_ranks(4, sent_in_passes, batch) == [(12 * self.ROW, 12 * self.ROW)] * 4
+
+    def test_key_heads_go_to_all_that_need_them(self) -> None:
+        """Two ranks to a key head: 3 rows of q and of o, and k and v to three ranks."""
+        batch = Batch(lengths=(24,), num_kv_heads=2)
+        assert on_ranks(4, sent_in_passes, batch) == [(12 * self.ROW, 12 * self.ROW)] * 4
+
+
+def message_of(
+    group: dist.ProcessGroup, lengths_by_rank: list[list[int]], extra_tokens: list[int]
+) -> str:
+    """What a rank raises whose packing, or whose number of tokens, is its own."""
+    rank = dist.get_rank(group)
+    lengths = lengths_by_rank[rank]
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    longest = max(lengths)
+    packing = Packing(
+        cu_seqlens_q=starts, cu_seqlens_k=starts, max_q_len=longest, max_kv_len=longest
+    )
+    with scheme_of("ulysses", kernel="naive").bind(group, CPU) as bound:
+        num_local = sum(map(bound.layout.local_len, lengths)) + extra_tokens[rank]
+        q = torch.zeros(num_local, 2, 4)
+        try:
+            bound.attend(q, q, q, AttentionSpec(causal=True, scale=1.0, packing=packing))
+        except ValueError as error:
+            return str(error)
+    return "nothing was raised"
+
+
+class TestDisagreement:
+    def test_shapes(self) -> None:
+        for message in on_ranks(3, different_shapes, "ulysses"):
+            assert message.startswith("ranks disagree on what they attend to: rank 0 has [1, 2, 8,")
+            assert "rank 1 has [1, 2, 9, 4] float32" in message
+
+    def test_packings_of_as_many_tokens(self) -> None:
+        for message in on_ranks(2, message_of, [[8, 4], [4, 8]], [0, 0]):
+            assert "lengths [8, 4], rank 1 has" in message
+            assert message.endswith("causal, lengths [4, 8]")
+
+    def test_lengths_of_local_parts(self) -> None:
+        """All ranks say it, also those whose own call is right."""
+        for message in on_ranks(2, message_of, [[8, 4], [8, 4]], [0, 3]):
+            assert message == (
+                "rank 1: q, k and v have 9, 9, 9 tokens; its part of sequences of 8, 4 has 6: "
+                "lengths are those of whole sequences"
+            )
+
+    def test_equal_calls(self) -> None:
+        assert on_ranks(2, message_of, [[8, 4], [8, 4]], [0, 0]) == ["nothing was raised"] * 2
+
+    def test_long_statements_differ_by_their_checksums(self) -> None:
+        many = [[1] * 600 + [2, 4], [1] * 600 + [4, 2]]
+        for message in on_ranks(2, message_of, many, [0, 0]):
+            assert message.startswith("ranks disagree")
+
+
+class TestSupport:
+    PROBLEM = AttentionProblem(
+        batch_size=1,
+        num_heads=4,
+        num_kv_heads=2,
+        q_len=64,
+        kv_len=64,
+        head_dim=16,
+        dtype="float32",
+        device="cpu",
+        causal=True,
+        needs_grad=True,
+        cp=4,
+    )
+
+    @pytest.mark.parametrize(
+        ("options", "changes", "reason"),
+        [
+            ({}, {"cp": 8}, "4 query heads are too few for 8 ranks"),
+            ({}, {"causal": False, "q_len": 63, "kv_len": 63}, "63 tokens do not divide by 4"),
+            ({}, {"kv_len": 32}, "queries and keys of a split sequence are the same tokens"),
+            ({"kernel": "sdpa_cudnn"}, {}, "attention.kernel=sdpa_cudnn: "),
+        ],
+    )
+    def test_reasons(self, options: dict[str, Any], changes: dict[str, Any], reason: str) -> None:
+        found = scheme_of("ulysses", **options).supports(replace(self.PROBLEM, **changes))
+        assert found is not None
+        assert found.startswith(reason)
+        assert "\n" not in found
+
+    @pytest.mark.parametrize("kernel", ["auto", "naive", "sdpa", "flash_torch"])
+    def test_what_works_is_supported(self, kernel: str) -> None:
+        assert scheme_of("ulysses", kernel=kernel).supports(self.PROBLEM) is None
+
+    def test_an_unknown_transport(self) -> None:
+        with pytest.raises(ValueError, match=r"attention\.transport=ring: must be one of auto, al"):
+            scheme_of("ulysses", transport="ring")
+
+    def test_the_choice_of_auto_is_told(self) -> None:
+        choice = scheme_of("ulysses").choice(self.PROBLEM)
+        kernel = scheme_of("ulysses").kernel_of(self.PROBLEM)
+        assert kernel in BACKENDS
+        assert choice == f"ulysses(kernel={kernel}, transport=all_to_all)"
