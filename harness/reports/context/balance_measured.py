@@ -11,12 +11,14 @@ from harness.analysis.evidence import words_between
 from harness.cases import format as fmt
 from harness.cases.columns import point_groups
 from harness.render.table import Column, Table, finding, make_table, table
+from harness.reports.context.points import HEADS
 from harness.reports.context.split_rows import split_calls
 from harness.sentences.findings import by_name, sentence, span, told
 from parallel import BACKENDS
 from parallel.context.attention import SequenceParallelAttention
 from parallel.context.blocks.balance import Balance, count_flops
 from parallel.context.blocks.layouts import Contiguous, Layout
+from parallel.context.heads.split import SplitsHeads
 
 CAPTION = (
     "Computing per rank, forward and backward, from kernel times in traced passes, beside FLOPs "
@@ -33,14 +35,11 @@ def build(frame: pd.DataFrame) -> Table | None:
     if rows.empty or not rows["causal"].any():
         return None
     rows = rows[rows["causal"].astype(bool)].reset_index(drop=True)
-    layouts = [_layout(name, ranks) for name, ranks in rows[["scheme", "world_size"]].values]
-    rows["split"] = [layout.name for layout in layouts]
-    counted = [
-        _predicted(layout, int(length), gathers)
-        for layout, length, gathers in zip(layouts, rows["seq_len"], rows["gathers"], strict=True)
-    ]
-    rows["predicted_imbalance"] = [imbalance for imbalance, _ in counted]
-    rows["predicted_lockstep"] = [lockstep for _, lockstep in counted]
+    names = ["scheme", "world_size", "seq_len", "gathers", "num_heads", "num_kv_heads"]
+    counted = [_predicted(*point) for point in rows[names].itertuples(index=False)]
+    rows["split"] = [split for split, _, _ in counted]
+    rows["predicted_imbalance"] = [imbalance for _, imbalance, _ in counted]
+    rows["predicted_lockstep"] = [lockstep for _, _, lockstep in counted]
     rows["imbalance"] = [max(x) / (sum(x) / len(x)) for x in rows["compute_ms"]]
     rows["least_ms"] = [min(x) for x in rows["compute_ms"]]
     rows["most_ms"] = [max(x) for x in rows["compute_ms"]]
@@ -107,19 +106,24 @@ def _verdicts(
     return words_between(baselines, rows["whole_evidence"].tolist())
 
 
-def _layout(scheme: str, num_ranks: int) -> Layout:
+def _predicted(
+    scheme: str, ranks: int, length: int, gathers: bool | None, num_heads: int, num_kv_heads: int
+) -> tuple[str, float, float]:
+    """What is split how, and imbalance and lockstep cost by pairs.
+
+    A gather has one step for all keys, and so has a rank with whole sequences of its heads.
+    """
     entry = BACKENDS[scheme]
     attention = entry.target(name=scheme, **entry.preset)
     assert isinstance(attention, SequenceParallelAttention), "it ran on several ranks"
-    return attention.layout(int(num_ranks))
-
-
-def _predicted(layout: Layout, length: int, gathers: bool) -> tuple[float, float]:
-    """Imbalance and lockstep cost by pairs; a gather has one step for all keys."""
-    balance = _counted(layout, length)
+    if isinstance(attention, SplitsHeads):
+        imbalance = attention.head_split(int(ranks), int(num_heads), int(num_kv_heads)).imbalance
+        return HEADS, imbalance, imbalance
+    layout = attention.layout(int(ranks))
+    balance = _counted(layout, int(length))
     flops = balance.per_rank("pair")
     imbalance = max(flops) / (sum(flops) / len(flops))
-    return imbalance, imbalance if gathers else balance.lockstep_cost("pair")
+    return layout.name, imbalance, imbalance if gathers else balance.lockstep_cost("pair")
 
 
 @cache

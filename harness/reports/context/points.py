@@ -9,11 +9,14 @@ from kernels.registry import Look
 from parallel import BACKENDS
 from parallel.context.blocks.layouts import Contiguous
 
+HEADS = "heads"
+"""Instead of a layout: each rank attends to whole sequences in some of the heads."""
+
 LAYOUTS = {
     Contiguous.name: Look(colour="#44AA99", marker="X"),
-    **in_order("zigzag", "striped"),
+    **in_order("zigzag", "striped", HEADS),
 }
-"""How tokens are laid out over ranks; schemes of the same name have looks of their own."""
+"""How work is laid out over ranks; schemes of the same name have looks of their own."""
 
 MODES = in_order("two_kernels / two_kernels", "two_kernels / fused", "fused / two_kernels")
 

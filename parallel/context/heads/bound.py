@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from typing import Any
 
@@ -12,11 +13,11 @@ from torch.autograd.function import once_differentiable
 
 from kernels import Attention, AttentionSpec
 from parallel.context.blocks.layouts import Layout
-from parallel.context.blocks.tracing import COMPUTE
+from parallel.context.blocks.tracing import COMPUTE, Tracer
 from parallel.context.bound import SplitAttention
 from parallel.context.heads.agreement import agree
 from parallel.context.heads.exchange import Exchange
-from parallel.context.heads.sequences import DenseSequences, PackedSequences, Sequences
+from parallel.context.heads.sequences import HEAD_DIM, DenseSequences, PackedSequences, Sequences
 from parallel.context.heads.split import HeadSplit, Piece
 
 _PACKINGS_KEPT = 16
@@ -43,13 +44,14 @@ class HeadAttention(SplitAttention):
         if self.layout.num_ranks == 1:
             return self._kernel.attend(q, k, v, spec)
         exchange = self._exchange(q, k, v, spec)
-        whole = _Inwards.apply(q, k, v, exchange)
+        backward = _BackwardSpan(self.tracer)
+        whole = _Inwards.apply(q, k, v, exchange, backward)
         with self.tracer.span(COMPUTE, 0):
             parts = [
-                self._kernel.attend(*_piece(exchange, whole, piece), spec)
+                self._kernel.attend(*_piece(whole, piece), spec)
                 for piece in exchange.split.pieces(self.rank)
             ]
-        o: Tensor = _Outwards.apply(_joined(parts, exchange.sequences.head_dim), exchange)
+        o: Tensor = _Outwards.apply(_joined(parts, HEAD_DIM), exchange, backward)
         return o
 
     def attend_with_lse(
@@ -62,8 +64,8 @@ class HeadAttention(SplitAttention):
         exchange = self._exchange(q, k, v, spec)
         whole = exchange.inwards(q, k, v)
         pieces = exchange.split.pieces(self.rank)
-        found = [self._kernel.forward(*_piece(exchange, whole, piece), spec) for piece in pieces]
-        o = _joined([part for part, _ in found], exchange.sequences.head_dim)
+        found = [self._kernel.forward(*_piece(whole, piece), spec) for piece in pieces]
+        o = _joined([part for part, _ in found], HEAD_DIM)
         packed = spec.packing is not None
         lse = _joined([part for _, part in found], 0 if packed else 1)
         # With a last dimension of one, the lse has the form of o.
@@ -118,13 +120,10 @@ class HeadAttention(SplitAttention):
             self._agreed.add(facts)
 
 
-def _piece(
-    exchange: Exchange, whole: tuple[Tensor, Tensor, Tensor], piece: Piece
-) -> tuple[Tensor, Tensor, Tensor]:
+def _piece(whole: tuple[Tensor, Tensor, Tensor], piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v of one kernel call."""
-    dim = exchange.sequences.head_dim
     q, k, v = (
-        x.narrow(dim, heads.start, heads.stop - heads.start)
+        x.narrow(HEAD_DIM, heads.start, heads.stop - heads.start)
         for x, heads in zip(whole, (piece.q, piece.kv, piece.kv), strict=True)
     )
     return q, k, v
@@ -134,31 +133,48 @@ def _joined(parts: list[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
+class _BackwardSpan:
+    """The span of the kernel's backward pass, which autograd runs between the two exchanges."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+        self._open = contextlib.ExitStack()
+
+    def begin(self) -> None:
+        self._open.enter_context(self._tracer.span(COMPUTE, 0))
+
+    def end(self) -> None:
+        self._open.close()
+
+
 class _Inwards(torch.autograd.Function):
     """Whole sequences of this rank's heads, from its tokens of all heads."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, exchange: Exchange
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, exchange: Exchange, span: _BackwardSpan
     ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.exchange = exchange
+        ctx.exchange, ctx.span = exchange, span
         return exchange.inwards(q, k, v)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> Any:
-        return *ctx.exchange.outwards(dq, dk, dv), None
+        ctx.span.end()
+        return *ctx.exchange.outwards(dq, dk, dv), None, None
 
 
 class _Outwards(torch.autograd.Function):
     """This rank's tokens of all heads, from whole sequences of its own heads."""
 
     @staticmethod
-    def forward(ctx: Any, o: Tensor, exchange: Exchange) -> Tensor:
-        ctx.exchange = exchange
+    def forward(ctx: Any, o: Tensor, exchange: Exchange, span: _BackwardSpan) -> Tensor:
+        ctx.exchange, ctx.span = exchange, span
         return exchange.outwards_as_queries(o)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> Any:
-        return ctx.exchange.inwards_as_queries(do), None
+        whole_do = ctx.exchange.inwards_as_queries(do)
+        ctx.span.begin()
+        return whole_do, None, None

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.context.blocks.tracing import WAIT, Tracer
-from parallel.context.heads.sequences import Sequences
+from parallel.context.heads.sequences import HEAD_DIM, Sequences
 from parallel.context.heads.split import HeadSplit
 
 
@@ -86,10 +86,10 @@ class Exchange:
         return total.to(parts[0].dtype)
 
     def _rows(self, x: Tensor) -> Tensor:
-        return x.transpose(0, self.sequences.head_dim)
+        return x.transpose(0, HEAD_DIM)
 
     def _from_rows(self, rows: Tensor) -> Tensor:
-        return rows.transpose(0, self.sequences.head_dim).contiguous()
+        return rows.transpose(0, HEAD_DIM).contiguous()
 
     def _all_to_all(
         self, sent: Tensor, counts: Sequence[int], coming: Sequence[int], *, step: int

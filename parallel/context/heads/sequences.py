@@ -15,12 +15,12 @@ from torch import Tensor
 
 from parallel.context.blocks.layouts import Layout
 
+HEAD_DIM = 1
+"""The dimension of heads in [B, H, S, D] and in [T, H, D]."""
+
 
 class Sequences(Protocol):
     """How a batch's tensors hold heads and tokens."""
-
-    head_dim: int
-    """The dimension of heads."""
 
     def join(self, parts: Tensor) -> Tensor:
         """Rows of all ranks [P, heads, ...] -> whole sequences, without padding between them."""
@@ -39,7 +39,6 @@ class DenseSequences:
     """
 
     num_ranks: int
-    head_dim: int = 1
 
     def join(self, parts: Tensor) -> Tensor:
         return parts.permute(2, 1, 0, 3, 4).flatten(2, 3)
@@ -54,8 +53,6 @@ class PackedSequences:
     Args:
         lengths: real tokens of each whole sequence.
     """
-
-    head_dim = 1
 
     def __init__(self, layout: Layout, lengths: Sequence[int], device: torch.device) -> None:
         self._num_ranks = layout.num_ranks

@@ -8,6 +8,7 @@ and where a range ends inside a group of query heads, two neighbours do.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -46,6 +47,12 @@ class HeadSplit:
         """Whether two ranks have a key head in common, so that its gradients are summed."""
         return sum(len(self.kv_heads(rank)) for rank in range(self.num_ranks)) > self.num_kv_heads
 
+    @property
+    def imbalance(self) -> float:
+        """Query heads of the busiest rank over the mean, and so its FLOPs, under any mask."""
+        busiest = max(len(self.q_heads(rank)) for rank in range(self.num_ranks))
+        return busiest * self.num_ranks / self.num_heads
+
     def pieces(self, rank: int) -> list[Piece]:
         """The kernel calls of ``rank``: whole groups of query heads in one, parts in their own."""
         own, size = self.q_heads(rank), self.group_size
@@ -63,6 +70,15 @@ class HeadSplit:
             )
             start = stop
         return found
+
+
+@runtime_checkable
+class SplitsHeads(Protocol):
+    """A scheme whose ranks attend to whole sequences in some of the heads each."""
+
+    def head_split(self, num_ranks: int, num_heads: int, num_kv_heads: int) -> HeadSplit:
+        """The heads of each rank."""
+        ...
 
 
 def _end_of_group(head: int, size: int) -> int:

@@ -47,6 +47,9 @@ class Ulysses(SequenceParallelAttention):
     def layout(self, num_ranks: int) -> Layout:
         return Contiguous(num_ranks=num_ranks)
 
+    def head_split(self, num_ranks: int, num_heads: int, num_kv_heads: int) -> HeadSplit:
+        return HeadSplit(num_ranks=num_ranks, num_heads=num_heads, num_kv_heads=num_kv_heads)
+
     def choice(self, problem: AttentionProblem) -> str:
         if problem.cp == 1:
             return self.on_one_device.choice(problem)
@@ -81,9 +84,7 @@ class Ulysses(SequenceParallelAttention):
 
     def _calls(self, problem: AttentionProblem) -> list[AttentionProblem]:
         """The kernel calls of all ranks, without repetitions; the largest first."""
-        split = HeadSplit(
-            num_ranks=problem.cp, num_heads=problem.num_heads, num_kv_heads=problem.num_kv_heads
-        )
+        split = self.head_split(problem.cp, problem.num_heads, problem.num_kv_heads)
         shapes = {
             (piece.q.stop - piece.q.start, piece.kv.stop - piece.kv.start)
             for rank in range(problem.cp)

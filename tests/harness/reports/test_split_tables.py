@@ -177,6 +177,19 @@ class TestBalanceMeasured:
         assert rows.loc["zigzag", "speedup"] == pytest.approx(10 / 8)
         assert pd.isna(rows.loc["ring", "speedup"])
 
+    def test_heads_that_do_not_divide(self) -> None:
+        """Three query heads on two ranks: 2 and 1, whatever the mask and the layout."""
+        heads = ("task.num_heads=3", "task.num_kv_heads=1", "parallel.cp=2", "seq_len=512")
+        ulysses = record_of(
+            *("attention=ulysses", "attention.kernel=naive", *heads),
+            notes=notes(UNEVEN, "all_to_all"),
+        )
+        rows = table_of("balance_measured", [*split_records(), ulysses]).rows.set_index("scheme")
+        assert rows.loc["ulysses", "split"] == "heads"
+        assert rows.loc["ulysses", "predicted_imbalance"] == pytest.approx(4 / 3)
+        assert rows.loc["ulysses", "predicted_lockstep"] == pytest.approx(4 / 3)
+        assert pd.isna(rows.loc["ulysses", "speedup"])
+
 
 class TestZigzagModes:
     def test_numbers(self) -> None:

@@ -30,6 +30,7 @@ pytestmark = [
 TRANSPORTS = {
     **dict.fromkeys(("ring", "zigzag", "striped"), ("send_recv", "symmetric")),
     **dict.fromkeys(("llama3", "zigzag_llama3"), ("all_gather", "symmetric")),
+    "ulysses": ("all_to_all",),
 }
 
 KERNELS = ("flash_triton", "sdpa_cudnn", "sdpa_flash", "naive")

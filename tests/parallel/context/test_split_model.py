@@ -72,7 +72,9 @@ def train_split(group: dist.ProcessGroup, name: str, case: Case) -> Trained:
         return train(case, attention, batch, group)
 
 
-@pytest.mark.parametrize("name", ["ring", "zigzag", "striped", "llama3", "zigzag_llama3"])
+@pytest.mark.parametrize(
+    "name", ["ring", "zigzag", "striped", "llama3", "zigzag_llama3", "ulysses"]
+)
 @pytest.mark.parametrize(("num_ranks", "seq_len"), [(2, 24), (4, 24), (3, 23)])
 def test_losses_and_gradients_are_those_of_one_device(
     name: str, num_ranks: int, seq_len: int

@@ -25,7 +25,7 @@ from test_context_parallel import (
 
 from kernels import BACKENDS, AttentionProblem, Packing
 from kernels.problem import AttentionSpec
-from parallel.context.blocks.tracing import RecordingTracer
+from parallel.context.blocks.tracing import COMPUTE, WAIT, RecordingTracer
 from parallel.context.heads.split import HeadSplit
 
 SHAPES = [(4, 4), (4, 2), (8, 1), (6, 6), (6, 3), (10, 2), (12, 4), (7, 7), (9, 3)]
@@ -149,6 +149,25 @@ def sent_in_passes(group: dist.ProcessGroup, batch: Batch) -> tuple[int, int]:
         forward = recorder.sent_bytes
         torch.autograd.grad(o, leaves, do)
     return forward, recorder.sent_bytes - forward
+
+
+def spans_of(group: dist.ProcessGroup) -> list[tuple[str, str]]:
+    """Phase and kind of each span of a traced pass, in order."""
+    batch = Batch(lengths=(24,))
+    with scheme_of("ulysses", kernel="naive").bind(group, CPU) as bound:
+        q, k, v, do = (shard(bound, x, batch) for x in batch.tensors())
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        bound.tracer = recorder = RecordingTracer(CPU)
+        o = attend(bound, leaves, batch)
+        recorder.phase = "backward"
+        torch.autograd.grad(o, leaves, do)
+    return [(span.phase, span.kind) for span in recorder.spans()]
+
+
+def test_a_timeline_shows_both_exchanges_and_the_kernel_between() -> None:
+    once = [WAIT, COMPUTE, WAIT]
+    wanted = [(phase, kind) for phase in ("forward", "backward") for kind in once]
+    assert on_ranks(2, spans_of) == [wanted] * 2
 
 
 class TestBytes:
