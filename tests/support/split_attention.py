@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from ranks import on_ranks
 from torch import Tensor
 
 from kernels import BACKENDS, AttentionProblem, Packing
@@ -129,3 +131,34 @@ PROBLEM = AttentionProblem(
     needs_grad=True,
     cp=4,
 )
+
+
+CLOSENESS = 2e-5
+"""Largest error, relative to the largest expected entry."""
+
+
+def errors_on_rank(
+    group: dist.ProcessGroup, name: str, options: dict[str, Any], batch: Batch
+) -> list[float]:
+    """Largest error of this rank's part of o, dq, dk, dv, relative to the largest entry."""
+    with scheme_of(name, **options).bind(group, CPU) as bound:
+        q, k, v, do = (shard(bound, x, batch) for x in batch.tensors())
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        o = attend(bound, leaves, batch)
+        found = [o.detach(), *torch.autograd.grad(o, leaves, do)]
+        expected = [shard(bound, x, batch) for x in exact(batch)]
+        real = [shard(bound, torch.ones_like(x), batch) for x in exact(batch)]
+    errors = []
+    for got, wanted, mask in zip(found, expected, real, strict=True):
+        assert got.shape == wanted.shape
+        assert got.dtype == batch.dtype
+        # Results of padded queries are never used.
+        difference = (got.double() - wanted).abs() * mask
+        errors.append(float(difference.max() / wanted.abs().max().clamp_min(0.1)))
+    return errors
+
+
+def check(num_ranks: int, name: str, options: dict[str, Any], batch: Batch) -> None:
+    for rank, errors in enumerate(on_ranks(num_ranks, errors_on_rank, name, options, batch)):
+        for what, error in zip(("o", "dq", "dk", "dv"), errors, strict=True):
+            assert error < CLOSENESS, f"{what} on rank {rank} is off by {error:.2g}"

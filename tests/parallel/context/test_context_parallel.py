@@ -16,6 +16,7 @@ from split_attention import (
     TRANSPORTS,
     Batch,
     attend,
+    check,
     exact,
     scheme_of,
     shard,
@@ -25,37 +26,6 @@ from torch import Tensor
 from kernels.backends.naive import Naive
 from kernels.problem import AttentionSpec
 from parallel.context.schemes.zigzag_llama3 import MODES
-
-CLOSENESS = 2e-5
-"""Largest error, relative to the largest expected entry."""
-
-
-def errors_on_rank(
-    group: dist.ProcessGroup, name: str, options: dict[str, Any], batch: Batch
-) -> list[float]:
-    """Largest error of this rank's part of o, dq, dk, dv, relative to the largest entry."""
-    with scheme_of(name, **options).bind(group, CPU) as bound:
-        q, k, v, do = (shard(bound, x, batch) for x in batch.tensors())
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        o = attend(bound, leaves, batch)
-        found = [o.detach(), *torch.autograd.grad(o, leaves, do)]
-        expected = [shard(bound, x, batch) for x in exact(batch)]
-        real = [shard(bound, torch.ones_like(x), batch) for x in exact(batch)]
-    errors = []
-    for got, wanted, mask in zip(found, expected, real, strict=True):
-        assert got.shape == wanted.shape
-        assert got.dtype == batch.dtype
-        # Results of padded queries are never used.
-        difference = (got.double() - wanted).abs() * mask
-        errors.append(float(difference.max() / wanted.abs().max().clamp_min(0.1)))
-    return errors
-
-
-def check(num_ranks: int, name: str, options: dict[str, Any], batch: Batch) -> None:
-    for rank, errors in enumerate(on_ranks(num_ranks, errors_on_rank, name, options, batch)):
-        for what, error in zip(("o", "dq", "dk", "dv"), errors, strict=True):
-            assert error < CLOSENESS, f"{what} on rank {rank} is off by {error:.2g}"
-
 
 SHOWN = (("zigzag", "send_recv"), ("zigzag_llama3", "symmetric"))
 """Scheme and transport under which every kernel runs; the others run naive alone."""
@@ -230,7 +200,10 @@ def usual_uses(group: dist.ProcessGroup, name: str, transport: str) -> float:
     )
 
 
-@pytest.mark.parametrize(("name", "transport"), [(n, t) for n in SCHEMES for t in TRANSPORTS[n]])
+@pytest.mark.parametrize(
+    ("name", "transport"),
+    [*((n, t) for n in SCHEMES for t in TRANSPORTS[n]), ("ulysses", "all_to_all")],
+)
 def test_usual_uses(name: str, transport: str) -> None:
     assert max(on_ranks(3, usual_uses, name, transport)) < 1e-5
 
@@ -264,6 +237,6 @@ def passes_through(group: dist.ProcessGroup, name: str) -> bool:
         return torch.equal(bound.attend(q, k, v, AttentionSpec(causal=True, scale=SCALE)), alone)
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", [*SCHEMES, "ulysses"])
 def test_one_rank_is_the_kernel_itself(name: str) -> None:
     assert on_ranks(1, passes_through, name) == [True]

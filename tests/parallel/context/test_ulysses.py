@@ -10,18 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
-from test_context_parallel import (
-    CPU,
-    SCALE,
-    Batch,
-    attend,
-    check,
-    different_shapes,
-    passes_through,
-    scheme_of,
-    shard,
-    usual_uses,
-)
+from split_attention import CPU, SCALE, Batch, attend, check, scheme_of, shard
 
 from kernels import BACKENDS, AttentionProblem, Packing
 from kernels.problem import AttentionSpec
@@ -98,15 +87,6 @@ class TestAgainstOneDevice:
 
     def test_auto_picks_a_kernel(self) -> None:
         check(2, "ulysses", {}, Batch(lengths=(24,)))
-
-
-def test_usual_uses() -> None:
-    """No gradients, several graphs, the transformer's memory layout, torch.compile around it."""
-    assert max(on_ranks(3, usual_uses, "ulysses", "all_to_all")) < 1e-5
-
-
-def test_one_rank_is_the_kernel_itself() -> None:
-    assert on_ranks(1, passes_through, "ulysses") == [True]
 
 
 def lse_error(group: dist.ProcessGroup, batch: Batch) -> float:
@@ -206,9 +186,19 @@ def message_of(
     return "nothing was raised"
 
 
+def message_of_shapes(group: dist.ProcessGroup) -> str:
+    with scheme_of("ulysses", kernel="naive").bind(group, CPU) as bound:
+        q = torch.zeros(1, 2, 8 + bound.rank, 4)
+        try:
+            bound.attend(q, q, q, AttentionSpec(causal=True, scale=1.0))
+        except ValueError as error:
+            return str(error)
+    return "nothing was raised"
+
+
 class TestDisagreement:
     def test_shapes(self) -> None:
-        for message in on_ranks(3, different_shapes, "ulysses"):
+        for message in on_ranks(2, message_of_shapes):
             assert message.startswith("ranks disagree on what they attend to: rank 0 has [1, 2, 8,")
             assert "rank 1 has [1, 2, 9, 4] float32" in message
 
