@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pandas as pd
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from harness.cases.columns import sort_by_points
-from harness.render.figure import CaptionedFigure, describe, figure, panel_key
+from harness.drawing.panels import panels
+from harness.render.figure import CaptionedFigure, figure
 from harness.render.rows import of_task, per_case
-from harness.reports.attention.lines_over_seq_len import MAX_ROWS, draw_lines
+from harness.reports.attention.lines_over_seq_len import draw_lines
 from harness.sentences.findings import percent_span, say_out_of_memory, sentence
 
 CAPTION = (
@@ -18,8 +17,7 @@ CAPTION = (
     "memory ran out."
 )
 
-HEIGHT_IN = 3.3
-MAX_COLUMNS = 2
+WIDTH_IN, HEIGHT_IN = 4.6, 3.2
 
 
 @figure("attention_memory")
@@ -29,29 +27,17 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
         return None
     rows = per_case(frame)
     rows["predicted_mib"] = rows["predicted_before_backward_mib"]
-    varying, common = panel_key(rows, ["attention", "seq_len"])
-    rows = sort_by_points(rows, [*varying, "attention", "seq_len"])
-    groups = list(rows.groupby(varying, dropna=False, sort=False)) if varying else [((), rows)]
-    if len(groups) > MAX_ROWS:
-        common = f"The first {MAX_ROWS} of {len(groups)} points. {common}"
-        groups = groups[:MAX_ROWS]
-    num_columns = min(MAX_COLUMNS, len(groups))
-    num_rows = -(-len(groups) // num_columns)
-    figure = Figure(
-        figsize=(max(5.4, 4.6 * num_columns), HEIGHT_IN * num_rows), layout="constrained"
+    drawing, drawn, common = panels(
+        rows, ["attention", "seq_len"], width_in=WIDTH_IN, height_in=HEIGHT_IN
     )
-    axes = figure.subplots(num_rows, num_columns, squeeze=False).ravel()
-    for axis in axes[len(groups) :]:
-        axis.set_visible(False)
-    for axis, (_, group) in zip(axes, groups, strict=False):
+    for axis, group in drawn:
         draw_lines(
             axis,
             group,
             "before_backward_mib",
-            height_in=HEIGHT_IN - 0.9,
+            height_in=HEIGHT_IN - 0.8,
             predicted="predicted_mib",
         )
-        axis.set_title(describe(group.iloc[0], varying), pad=14)
         axis.set_xlabel("sequence length (tokens)")
         axis.set_ylabel("memory (MiB)")
     styles = {"measured": "-", "predicted": "--"}
@@ -59,12 +45,12 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
         Line2D([], [], color="#444444", linestyle=style, label=name)
         for name, style in styles.items()
     ]
-    axes[0].legend(handles=handles, loc="upper left")
+    drawn[0][0].legend(handles=handles, loc="upper left")
     known = rows[rows["before_backward_mib"].notna() & (rows["predicted_mib"] > 0)]
     ratio = known["before_backward_mib"] / known["predicted_mib"]
     return CaptionedFigure(
         caption=f"{CAPTION} {common}".strip(),
-        figure=figure,
+        figure=drawing,
         finding=sentence(
             f"memory in use is {percent_span(ratio)} of the prediction" if len(ratio) else None,
             say_out_of_memory(rows),

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from harness.cases.columns import sort_by_points
 from harness.drawing.line_labels import draw_spread, label_line_ends
 from harness.drawing.marked import BAR_WORDS, draw_hollow, say_marked
-from harness.drawing.panels import log_ticks
-from harness.render.figure import CaptionedFigure, describe, figure, panel_key
+from harness.drawing.panels import log_ticks, panels
+from harness.render.figure import CaptionedFigure, figure
 from harness.reports.communication.collective_rows import UNUSED, collectives, say_bandwidths
 from harness.sentences.findings import sentence
 from parallel.collectives import COLLECTIVES
@@ -23,9 +22,7 @@ CAPTION = (
     f"bars are of times {BAR_WORDS}."
 )
 
-WIDTH_IN, HEIGHT_IN = 4.4, 3.2
-NUM_COLUMNS = 2
-MAX_PANELS = 8
+WIDTH_IN, HEIGHT_IN = 6.4, 3.2
 
 TINTS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#555555")
 MARKERS = "osD^vP"
@@ -36,26 +33,16 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     rows = collectives(frame)
     if rows.empty or rows["bus_gb_s"].notna().sum() == 0:
         return None
-    varying, common = panel_key(rows, ["collective", "size_mib", *UNUSED])
-    rows = sort_by_points(rows, [*varying, "collective", "size_mib"])
-    groups = list(rows.groupby(varying, dropna=False, sort=False)) if varying else [((), rows)]
-    if len(groups) > MAX_PANELS:
-        common = f"The first {MAX_PANELS} of {len(groups)} points. {common}"
-        groups = groups[:MAX_PANELS]
-    num_columns = min(NUM_COLUMNS, len(groups))
-    num_rows = -(-len(groups) // num_columns)
-    drawing = Figure(
-        figsize=(max(6.4, WIDTH_IN * num_columns), HEIGHT_IN * num_rows + 0.2),
-        layout="constrained",
+    across = ["collective", "size_mib"]
+    drawing, drawn, common = panels(
+        sort_by_points(rows, across),
+        [*across, *UNUSED],
+        width_in=WIDTH_IN,
+        height_in=HEIGHT_IN,
+        share_y=True,
     )
-    axes = drawing.subplots(num_rows, num_columns, squeeze=False, sharey=True)
-    for axis in axes.ravel()[len(groups) :]:
-        axis.set_visible(False)
-    for axis, (_, group) in zip(axes.ravel(), groups, strict=False):
-        axis.set_title(describe(group.iloc[0], varying))
+    for axis, group in drawn:
         _draw(axis, group)
-    for axis in axes[:, 0]:
-        axis.set_ylabel("bus bandwidth (GB/s)")
     return CaptionedFigure(
         caption=f"{CAPTION} {say_marked(rows['mark'])} {common}".strip(),
         figure=drawing,
@@ -81,4 +68,6 @@ def _draw(axis: Axes, rows: pd.DataFrame) -> None:
     axis.xaxis.set_minor_locator(NullLocator())
     log_ticks(axis)
     axis.set_xlabel("size (MiB)")
+    if axis.get_subplotspec().is_first_col():  # type: ignore[union-attr]
+        axis.set_ylabel("bus bandwidth (GB/s)")
     label_line_ends(axis, lines, HEIGHT_IN - 0.9)
