@@ -8,10 +8,10 @@ import pytest
 import torch
 import wrong_decoders
 from profiles import case_of
+from roofs import shrink_roofs
 from torch import Tensor
 
 from harness.bench.bench import Bench
-from harness.bench.copy_bandwidth import COPY_BYTES, measured_gb_s
 from harness.bench.outcome import WrongResult
 from harness.cases.case import Case
 from models.generation import Generator, Prompts
@@ -113,8 +113,7 @@ def only_after_the_check(generator: Generator, tokens: Tensor, step: Step, numbe
 
 @pytest.fixture(autouse=True)
 def prepared(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setitem(COPY_BYTES, "cpu", 2**20)
-    measured_gb_s.cache_clear()
+    shrink_roofs(monkeypatch)
     with wrong_decoders.registered():
         yield
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from profiles import SHORT, case_of, run
+from roofs import shrink_roofs
 from torch import Tensor
 
 from harness.analysis.frame import build_frame
-from harness.bench.copy_bandwidth import COPY_BYTES, measured_gb_s
 from harness.bench.outcome import WrongResult
 from harness.cases.case import Case
 from harness.reports.decoding.fusion_breakdown_figure import COLOURS
@@ -42,8 +42,7 @@ OLD_ID = "train_step-train_step-tiny-naive-fp32-b4-s64-cpu-4756de7e2a"
 
 @pytest.fixture(autouse=True)
 def small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(COPY_BYTES, "cpu", 2**20)
-    measured_gb_s.cache_clear()
+    shrink_roofs(monkeypatch)
 
 
 class TestFormulas:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from profiles import case_of, run
+from roofs import shrink_roofs
 
-from harness.bench.copy_bandwidth import COPY_BYTES, measured_gb_s
 from harness.bench.outcome import WrongResult
 from harness.run.workers.worker import why_unsupported
 from models.generation import Generator
@@ -17,8 +17,7 @@ from models.generation import Generator
 class TestTask:
     @pytest.fixture(autouse=True)
     def small_copies(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(COPY_BYTES, "cpu", 2**20)
-        measured_gb_s.cache_clear()
+        shrink_roofs(monkeypatch)
 
     KEYS = (
         *("task=generate", "model=tiny", "model.num_layers=1", "seq_len=6", "batch_size=2"),
