@@ -104,14 +104,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: item.path not in runs_commands)
 
 
+_num_modules = 0
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
     leave_out_what_lives()
     gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """The bench collects garbage several times a case, at 0.4 s each if it saw all modules."""
+    if len(sys.modules) > _num_modules + 100:
+        leave_out_what_lives()
+
+
 def leave_out_what_lives() -> None:
     """Have later collections of garbage pass over all objects that live now."""
+    global _num_modules
+    _num_modules = len(sys.modules)
     gc.collect()
     gc.freeze()
 
@@ -125,18 +137,6 @@ def pytest_report_header() -> str:
 def no_records_are_rescued_at_home(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Tests of full disks leave nothing in the user's own folders."""
     os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
-
-
-_num_modules = 0
-
-
-@pytest.fixture(autouse=True, scope="module")
-def modules_are_left_out_of_collections() -> None:
-    """Tests collect garbage to measure memory, at 0.2 s a time where Dynamo has been imported."""
-    global _num_modules
-    if len(sys.modules) > _num_modules + 100:
-        _num_modules = len(sys.modules)
-        leave_out_what_lives()
 
 
 @pytest.fixture(autouse=torch.cuda.is_available())
