@@ -654,6 +654,41 @@ def test_every_field_of_a_record_with_a_value_of_every_kind(tmp_path: Path) -> N
     assert all(problem.isprintable() for problem in problems)
 
 
+OPEN_TO_RECORDS: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"memory": [{"source": "rss", "peak_rss_bytes": "much"}]}, "peak_rss_bytes"),
+    ({"work": {"step": {"flops": None, "bytes": None, "tokens": 1}}}, "flops"),
+    ({"environment": {"libraries": 5}}, "libraries"),
+    ({"environment": {"device_name": ["x"]}}, "device_name"),
+    ({"notes": {"loss": "low"}}, "loss"),
+    ({"notes": {"traffic": [[{"bytes": 1}]]}}, "calls"),
+    ({"check": {"errors": {"o": "x"}, "tolerance": 1.0}}, "errors"),
+    ({"compilation": {"compile_s": []}}, "compile_s"),
+    ({"device_state": [{"before": 5, "after": {}}]}, "before"),
+    ({"error": {"message": 7}}, "message"),
+    (
+        {"round_states": [{"started_at": "x", "process": 0, "ranks": [{"load": 3}]}]},
+        "load",
+    ),
+)
+"""Fields whose types a record's own leave open, and that tables, figures or commands read."""
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"), OPEN_TO_RECORDS, ids=[name for _, name in OPEN_TO_RECORDS]
+)
+def test_what_readers_look_at_has_its_type_or_the_file_is_set_aside(
+    store: RecordStore, fields: dict[str, Any], name: str
+) -> None:
+    path = store.write(make_record(samples_ms=SAMPLES))
+    assert store.load()[1] == []
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | fields), encoding="utf-8")
+    records, problems = store.load()
+    assert not records
+    (line,) = problems
+    assert f"{path}: not a readable record (" in line
+    assert name in line.removeprefix(str(path))
+
+
 def test_a_plan_names_its_own_folder_and_tables(store: RecordStore) -> None:
     two(store)
     path = store.results / "sweeps/all/plan.json"
