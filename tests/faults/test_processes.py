@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from announced import announced, manifest, states, the_run
 from conftest import ROOT, Command
@@ -275,6 +276,21 @@ class TestCancel:
             assert cancel_main([str(tmp_path)]) == 0
         assert victim.poll() is None
         assert capsys.readouterr().out == "nothing is queued or running\n"
+
+    def test_a_number_that_another_takes_between_two_looks(
+        self,
+        victim: subprocess.Popen[bytes],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """Whoever stops a process looks once more at what it is."""
+        monkeypatch.setattr(processes, "is_attnbench", lambda pid: True)
+        ours = processes.own_identity(locked=False)
+        for changed in ({"start_ticks": 5}, {"boot_id": "another"}):
+            of_another = msgspec.structs.replace(ours, **changed)
+            refused = processes.stop(victim.pid, of_another, tmp_path / "lock")
+            assert refused == "is not the one that wrote the run file"
+        assert victim.poll() is None
 
     def test_another_users_process(
         self,

@@ -33,8 +33,12 @@ def test_one_head(seq_len: int, head_dim: int, splits: int) -> None:
 
 
 def test_a_full_device_splits_nothing() -> None:
-    """Blocks of 64 queries for 264 slots: 272 are enough, though 4 parts would fill more evenly."""
-    assert flash_splits(problem(17, 1024, 128)) == 1
+    """212 blocks of queries are 0.8 of 264 slots; with fewer, even parts are worth it."""
+    assert flash_splits(problem(212, 64, 128)) == 1
+    # Six blocks of queries a head. Of 216 and of 210, six parts are the most even.
+    assert flash_splits(problem(36, 384, 256)) == 1
+    assert flash_splits(problem(35, 384, 256)) == 6
+    assert flash_splits(problem(14, 1024, 128)) == 1
     assert flash_splits(problem(13, 1024, 128)) == 1
     assert flash_splits(problem(8, 1024, 128)) == 2
 

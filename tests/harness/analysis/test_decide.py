@@ -272,6 +272,13 @@ class TestBusy:
             )
             assert decide(few, many, busy=True).word in ("UNCLEAR", "SAME")
 
+    def test_what_is_within_the_band_is_not_called_different(self) -> None:
+        """Half a percent, which the fastest passes tell from none."""
+        random = np.random.default_rng(16)
+        for _ in range(20):
+            one, other = (delayed(random, slower=slower, number=56) for slower in (1.0, 1.005))
+            assert decide(one, other, busy=True).word == "UNCLEAR"
+
     def test_only_for_rounds_that_took_turns(self) -> None:
         random = np.random.default_rng(14)
         one, other = delayed(random), delayed(random, slower=1.1)

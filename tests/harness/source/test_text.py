@@ -108,7 +108,7 @@ class A(Backend):
         return q + 2
 
 
-def peak_memory(problem):
+def peak_memory(self):
     return 5
 """
 
