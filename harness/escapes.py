@@ -52,11 +52,13 @@ def code(text: object) -> str:
 
 
 def spreadsheet(value: object) -> object:
-    """A cell of CSV: a text that a spreadsheet would calculate begins with an apostrophe."""
+    """A cell of CSV, on one line, with the codes of controls, since it may be shown on a terminal.
+
+    A text that a spreadsheet would calculate begins with an apostrophe.
+    """
     if not isinstance(value, str):
         return value
-    # A carriage return ends a row for some readers, and pandas does not quote it.
-    plain = value.replace("\r", " ") if "\r" in value else value
+    plain = value if value.isprintable() else printable(value)
     is_formula = value.startswith(_FORMULA) and not _NUMBER.fullmatch(value)
     return "'" + plain if is_formula and len(value) > 1 else plain
 

@@ -38,6 +38,7 @@ from harness.render.table import Column, Table, make_table
 from harness.reports.general.ratios_figure import draw_comparison
 from harness.store.attempts import Records
 from harness.store.record import Record, RecordStore
+from harness.store.regular import require_inside
 from harness.terminal import PrintableConsole
 
 COMMAND = "attnbench-compare"
@@ -78,6 +79,9 @@ def main(arguments: list[str] | None = None) -> int:
     table = comparison_table(rows, sides.names, options.metric, differing)
     output: Path = options.output or sides.folder
     try:
+        if options.output is None:
+            # RESULTS/comparisons/LABEL, of a folder that somebody else may have made.
+            require_inside(output, output.parent.parent)
         drawn = draw_comparison(rows, sides.names, options.bound, differing)
         paths = _write(table, drawn, output)
     except OSError as error:

@@ -74,8 +74,10 @@ def render_sweep(results: Path, label: str, records: Records, problems: list[str
         raise PlanError(f"{folder}: {reason}")
     try:
         frame = build_frame(measured, records.values(), later=records.later)
-    except (ValueError, MemoryError, ImportError):
+    except (MemoryError, ImportError):
         raise
+    except ValueError as error:
+        raise PlanError(f"{folder}: {error}") from error
     except Exception as error:
         raise PlanError(f"{folder}: no table can be made of its records ({said(error)})") from error
     rendered = RenderedSweep(label=label, folder=folder, report=folder / "report.md")

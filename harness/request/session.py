@@ -112,6 +112,8 @@ def _report(console: Console, request: Request, store: RecordStore) -> int:
         rendered = render_sweep(store.results, request.label, records, problems)
     except OSError as error:
         return _complain(f"{store.results}: cannot write the tables ({error.strerror})", 2)
+    except ValueError as error:
+        return _complain(str(error), 2)
     for problem in rendered.problems:
         warn(problem)
     if rendered.tables:

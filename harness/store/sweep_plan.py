@@ -61,6 +61,8 @@ def read_plan(results: Path, label: str) -> SweepPlan:
     try:
         plan = decode(read_regular(path)[0], SweepPlan, schema=SCHEMA)
         _require_names(plan, label)
+        # A case that is listed twice is one row all the same.
+        plan.case_ids = list(dict.fromkeys(plan.case_ids))
     except (OSError, ValueError) as error:
         reason = (getattr(error, "strerror", None) or str(error) or "empty").splitlines()[0]
         raise PlanError(printable(f"{path}: not a readable plan ({reason})")) from error

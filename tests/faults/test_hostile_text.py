@@ -246,8 +246,16 @@ def test_csv(cell: str) -> None:
         rows=rows,
     )
     first, second = csv.DictReader(io.StringIO(to_csv(table)))
-    assert first["reason"] == first["case_id"] == "'" + cell.replace("\r", " ")
+    assert first["reason"] == first["case_id"] == "'" + re.sub("[\r\t]", " ", cell)
     assert (first["ms"], second["ms"], second["reason"]) == ("-1.5", "2.0", "")
+
+
+@pytest.mark.parametrize("cell", ["a\x1b[31mb", "a\u2028b", "=1\x9b31m", "a\nb"])
+def test_csv_on_a_terminal(cell: str) -> None:
+    found = escapes.spreadsheet(cell)
+    assert isinstance(found, str)
+    assert not unprintable(found)
+    assert "\n" not in found
 
 
 @pytest.mark.parametrize("cell", ["-1.5", "+3", "-1e-7", "-inf", "-", "1,234", "a=b", ""])

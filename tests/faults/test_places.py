@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from records import make_record, write_plan
 
-from harness.commands import pack, report, status, writeup
+from harness.commands import compare, pack, report, status, writeup
+from harness.render import files
+from harness.request.compose import compose_request
+from harness.request.session import run_request
 from harness.store.record import RecordStore
 
 SAMPLES = {"step": [[1.0, 1.1, 0.9]]}
@@ -105,3 +110,47 @@ def test_a_report_that_cannot_be_written_costs_its_sweep(
     (line,) = printed.err.strip().splitlines()
     assert line.startswith(f"attnbench-report: {place}")
     assert "others: 1 tables" in printed.out
+
+
+def test_a_comparison_is_not_written_through_a_link(
+    store: RecordStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    elsewhere = store.results.parent / "elsewhere"
+    elsewhere.mkdir()
+    (store.results / "comparisons").symlink_to(elsewhere)
+    assert compare.main([str(store.results), str(store.results)]) == 2
+    assert "a link leads out of the results folder" in capsys.readouterr().err
+    assert not [*elsewhere.iterdir()]
+
+
+def test_a_sweep_whose_records_break_every_table_is_named(
+    store: RecordStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the report, and by a run that has measured."""
+
+    def breaks(*arguments: object, **keywords: object) -> None:
+        raise ValueError("math domain error")
+
+    monkeypatch.setattr(files, "build_frame", breaks)
+    assert report.main([str(store.results)]) == 2
+    line = f"attnbench-report: {store.results / 'sweeps/all'}: math domain error"
+    assert capsys.readouterr().err.splitlines() == [line]
+    arguments = ["task=flop_balance", "seq_len=1024", "device=cpu", f"results={store.results}"]
+    request = compose_request(arguments)
+    store.write(
+        replace(make_record(), case=request.cases[0].to_dict(), case_id=request.cases[0].id)
+    )
+    assert run_request(request) == 2
+    assert capsys.readouterr().err.strip().endswith(": math domain error")
+
+
+def test_a_plan_that_names_a_case_twice(
+    store: RecordStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = store.results / "sweeps/all/plan.json"
+    plan = json.loads(path.read_text())
+    path.write_text(json.dumps(plan | {"case_ids": plan["case_ids"] * 3}))
+    assert report.main([str(store.results)]) == 0
+    rows = (path.parent / "tables/summary.csv").read_text().splitlines()
+    assert len(rows) == 1 + len(plan["case_ids"])
+    assert capsys.readouterr().err == ""
