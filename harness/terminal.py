@@ -16,7 +16,7 @@ class PrintableConsole(Console):
 
     @property
     def file(self) -> IO[str]:
-        """Where it writes; of a :class:`harness.printing.PrintableStream` the styled one."""
+        """Its stream; of a :class:`harness.printing.PrintableStream` the styled one."""
         found = super().file
         return getattr(found, "styled", found)
 

@@ -86,13 +86,13 @@ def cancel_jobs(
 
 
 def _not_asked(runs: list[tuple[RunFolder, RunManifest]]) -> str:
-    """What may go on where Slurm does not cancel it, in one line."""
+    """The jobs that may go on because Slurm did not cancel them, in one line."""
     submitted = [run for _, run in runs if run.is_submitted]
     arrays = arrays_of(submitted)
     unknown = any(None in run.jobs for run in submitted)
     words = [in_words(arrays)] if arrays else []
     words += ["jobs whose numbers are not known here"] if unknown else []
-    return f"not cancelled, should they be queued or running: {' and '.join(words)}"
+    return f"{' and '.join(words)} may still be queued or running"
 
 
 def _stop(folder: RunFolder, run: RunManifest) -> str:

@@ -49,8 +49,8 @@ class Streams:
         self._command = command
         self._is_terminal = False
         self.measures = False
-        """Whether the command does more than write its output. Such a one says so too when a reader
-        has gone, and may do without an output from the start, as in the background."""
+        """Whether the command does more than write its output. If so, it also says that its reader
+        has gone, and it may have no output from the start, as in the background."""
         self.lost: OSError | None = None
         """Why standard output could not be written, unless its reader had read enough."""
 
@@ -83,7 +83,7 @@ _installed: Streams | None = None
 
 
 def begin_measuring() -> None:
-    """Say of the streams of this process's command that it measures."""
+    """Tell the streams of this process's command that it measures."""
     if _installed is not None:
         _installed.measures = True
 

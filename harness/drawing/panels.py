@@ -43,7 +43,7 @@ def panels(
 ) -> tuple[Figure, list[tuple[Axes, pd.DataFrame]], str]:
     """A figure with a titled panel for each point that differs beyond ``across``.
 
-    Numbers of steps that follow from the point, such as fewer for long sequences, part none.
+    Numbers of steps that follow from the point, such as fewer for long sequences, make no panels.
 
     Returns:
         The figure, each panel with its rows, and the sentence on what all panels share.

@@ -1,9 +1,9 @@
 """Run folders without ``run.json``: of a run that is just beginning, or was killed as it began.
 
 A command makes its folder and takes the folder's lock while it holds a shared lock (flock(2)) on
-``runs``. Who removes such folders holds that alone, so that no folder is between the two steps, and
-leaves those whose lock is held. Where a folder has no lock, as on file systems without locks, only
-its age tells that nobody is making it any more.
+``runs``. A command that removes such folders holds that lock alone, so that no folder is between
+the two steps, and leaves the folders whose own lock is held. Where a folder has no lock, as on file
+systems without locks, only its age tells that nobody is making it any more.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OURS = re.compile(r"lock|jobs|secret|(run|share-\d+|state-\d+)\.json(\..*\.tmp)
 
 @contextlib.contextmanager
 def being_made(runs: Path) -> Iterator[None]:
-    """Keep folders from being removed that do not have their lock yet."""
+    """Keep folders that do not have their lock yet from being removed."""
     with _locked(runs, fcntl.LOCK_SH):
         yield
 

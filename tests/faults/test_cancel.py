@@ -84,7 +84,7 @@ def test_local_runs_are_stopped_all_the_same(
     assert code == 1
     line = err.splitlines()[-1]
     assert words in line
-    assert line.endswith("; not cancelled, should they be queued or running: job 701")
+    assert line.endswith("; job 701 may still be queued or running")
 
 
 def test_a_job_that_is_named_stops_no_local_run(

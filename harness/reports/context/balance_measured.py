@@ -128,5 +128,5 @@ def _predicted(
 
 @cache
 def _counted(layout: Layout, length: int) -> Balance:
-    """By pairs; a tile as long as the sequence, since tiles are not looked at."""
+    """FLOPs by pairs; tiles are as long as the sequence, since nobody looks at them."""
     return count_flops(layout, length, num_heads=1, head_dim=1, block_q=length, block_k=length)

@@ -20,7 +20,7 @@ from harness.run.nodes.hosts import CONNECT_TIMEOUT_S
 from harness.run.nodes.link import Link
 
 MOST_UNSENT_BYTES = 8 << 20
-"""Beyond, a leader that is stopped or slow is waited for before the worker is heard again."""
+"""With more than this unsent, an agent waits for its leader before it reads its worker's events."""
 
 
 def serve_agent(*, address: str, port: int, rank: int, key: bytes, run: str, logs: Path) -> int:
