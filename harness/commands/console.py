@@ -51,8 +51,8 @@ def cancel() -> int:
 
 
 def _start(command: str) -> int:
-    name = f"attnbench-{command}"
-    streams = Streams(name if command != "attnbench" else "attnbench")
+    name = command if command == "attnbench" else f"attnbench-{command}"
+    streams = Streams(name)
     try:
         streams.install()
         lazy_imports.install()

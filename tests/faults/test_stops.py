@@ -153,3 +153,22 @@ class TestFolders:
         files = [place] if place.is_file() else place.rglob("*held*.json")
         rescued = [json.loads(path.read_bytes()) for path in files]
         assert [record["status"] for record in rescued] == ["ok"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "line"),
+    [("attnbench", "attnbench: stopped"), ("status", "attnbench-status: stopped")],
+)
+def test_ctrl_c_while_a_command_loads_names_the_command(entry: str, line: str) -> None:
+    code = f"""
+import sys
+from harness.commands import console
+def stopped(command):
+    raise KeyboardInterrupt
+console._run = stopped
+sys.exit(console.{entry}())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert (done.returncode, done.stderr.strip()) == (130, line)
