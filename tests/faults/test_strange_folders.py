@@ -453,7 +453,8 @@ def whole_outcome(rank: int) -> dict[str, Any]:
         "samples_ms": {"step": [1.0, 2.0]},
         "host_ms": {"step": [0.5]},
         "check": {"errors": {"o": 0.1}, "tolerance": 1.0, "limits": {"o": limit}},
-        "compilation": {"compile_s": 0.0, "recompilations": 0},
+        "memory": {"source": "rss", "peak_rss_bytes": 5, "further": 1},
+        "compilation": {"compile_s": 0.0, "recompilations": 0, "further": 1},
         "notes": {"loss": 1.0, "libraries": {"x": "1"}, "attention_choice": "naive"},
         "device_state": {"before": {"power_w": 1.0}, "after": {}},
         "load": {"root": rank, "own_cpus": 1.0, "other_cpus": 2.0, "other_cpu_share": 0.5},
@@ -506,6 +507,39 @@ def test_any_field_of_finished_rounds_may_be_anything(
     assert said or isinstance(found, Rounds)
     if found is not None and why_not_joined(found, 2, 2, {"torch": "2"}) is None:
         assert store.read(store.write(record_of(found))).status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        (("status",), "failed", "did not end well"),
+        (("clocks",), {}, "phases are not the same"),
+        (("samples_ms", "step"), [1.0], "other numbers of samples"),
+        (("load",), {"root": 5}, "load during one of them is not whole"),
+        (("check", "tolerance"), None, "tolerance"),
+        (("rank",), 7, "ranks are not the same"),
+        (("memory", "further"), "of another type", None),
+        (("load",), {}, None),
+    ],
+)
+def test_one_rank_of_finished_rounds_that_differs(
+    tmp_path: Path, place: tuple[str, ...], value: Any, said: str | None
+) -> None:
+    store = RecordStore(tmp_path)
+    store.create()
+    rounds = RoundStore(store)
+    rounds.folder.mkdir()
+    file = rounds.folder / f"{TWO_RANKS.id}.json"
+    file.write_text(json.dumps(changed(WHOLE, ("outcomes", 1, 1, *place), "replaced", value)))
+    if said is not None:
+        with pytest.raises(ValueError, match=said):
+            rounds.find(TWO_RANKS.id)
+        return
+    found = rounds.find(TWO_RANKS.id)
+    assert found is not None
+    assert record_of(found).status == "ok"
+    reason = why_not_joined(found, 2, 4, {"torch": "2"})
+    assert reason == "they are of another number of ranks than 4"
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,7 @@ def peak_memory(self):
         ("q + 1", "q + 3", True),
         ("q + 2", "q + 3", True),
         ("return 5", "return 6", True),
+        ("\ndef peak_memory(self)", "\ndef peak_memory(self, more)", True),
         ("def peak_memory(\n", "def peak_memory_passed(\n", True),
         ("class A(Backend)", "class A(Other)", True),
     ],
