@@ -31,6 +31,7 @@ from harness.store import archive
 from harness.store.heads import read_heads
 from harness.store.packing import PackingError, pack, unpack
 from harness.store.record import Record, RecordError, RecordStore
+from harness.store.regular import read_regular
 from harness.store.rounds import Rounds, RoundStore, why_not_joined
 from harness.store.sweep_plan import PlanError, planned_labels, read_plan
 
@@ -152,6 +153,27 @@ class TestOtherThanFiles:
         assert all(line.count("attnbench") == 1 for line in lines)
         assert first.case_id in store.load()[0]
 
+    def test_one_that_takes_a_files_place_meanwhile_is_not_read(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Between the look at it and its opening."""
+        (tmp_path / "file").touch()
+        (tmp_path / "fifo").touch()
+        os.mkfifo(tmp_path / "other")
+        look = os.stat
+
+        def replaced(path: Any, **more: Any) -> os.stat_result:
+            found = look(path, **more)
+            if str(path) == str(tmp_path / "fifo"):
+                (tmp_path / "other").replace(path)
+            return found
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "stat", replaced)
+            assert read_regular(tmp_path / "file")[0] == b""
+            with pytest.raises(OSError, match="a FIFO, not a regular file"):
+                read_regular(tmp_path / "fifo")
+
     def test_a_file_of_a_size_that_no_record_has(self, store: RecordStore) -> None:
         first, _ = two(store)
         path = store.path("train_step-odd-0123456789", 1)
@@ -197,18 +219,19 @@ class TestArchives:
     LINE = b'{"file":"a-0123456789.json","record":{"a":1}}\n'
 
     @pytest.mark.parametrize(
-        "data",
+        ("data", "reason"),
         [
-            lzma.compress(LINE * 2000)[:-30],
-            b"PK\x03\x04",
-            lzma.compress(b"\0" * (16 * 2**20), preset=0),
-            lzma.compress(b'{"file":"' + b"a" * (6 * 2**20), preset=0),
-            lzma.compress(LINE * 2),
+            (lzma.compress(LINE)[:-30], "it ends in the middle"),
+            (b"PK\x03\x04" * 10, "Input format not supported"),
+            (lzma.compress(b"\0" * (16 * 2**20), preset=0), "a record of over 1 MiB"),
+            (lzma.compress(b"\0" * 2**19, preset=0), "not lines of records"),
+            (lzma.compress(b'{"file":"' + b"a" * (6 * 2**20), preset=0), "a record of over 1 MiB"),
+            (lzma.compress(LINE * 2), "line 2 is a second a-0123456789.json"),
         ],
-        ids=["truncated", "not xz", "bomb of zeros", "long line", "twice"],
+        ids=["truncated", "not xz", "bomb of zeros", "zeros", "long line", "twice"],
     )
     def test_cost_their_own_records_alone(
-        self, store: RecordStore, data: bytes, monkeypatch: pytest.MonkeyPatch
+        self, store: RecordStore, data: bytes, reason: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(archive, "MAX_BYTES", 2**20)
         first, _ = two(store)
@@ -218,7 +241,7 @@ class TestArchives:
         records, problems = store.load()
         assert first.case_id in records
         (line,) = problems
-        assert f"{path}: not a readable archive" in line
+        assert line.startswith(f"{path}: not a readable archive ({reason}")
         assert "\n" not in line
         with pytest.raises(PackingError):
             pack(store)
