@@ -660,6 +660,20 @@ def test_what_readers_look_at_has_its_type_or_the_file_is_set_aside(
     assert name in line.removeprefix(str(path))
 
 
+@pytest.mark.parametrize("option", [{"a": {"b": 1}}, [[1]], [{"a": 1}]])
+def test_a_case_with_an_option_that_is_not_simple_is_set_aside(
+    store: RecordStore, option: Any
+) -> None:
+    path = store.write(make_record(samples_ms=SAMPLES))
+    values = json.loads(path.read_bytes())
+    values["case"]["attention"]["option"] = option
+    path.write_text(json.dumps(values), encoding="utf-8")
+    records, problems = store.load()
+    assert not records
+    (line,) = problems
+    assert "$.case" in line
+
+
 def test_a_plan_names_its_own_folder_and_tables(store: RecordStore) -> None:
     two(store)
     path = store.results / "sweeps/all/plan.json"
