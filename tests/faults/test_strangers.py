@@ -6,6 +6,7 @@ import json
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
@@ -314,7 +315,9 @@ def joined() -> Iterator[tuple[RemoteRank, Link, socket.socket]]:
 def read_until_closed(rank: RemoteRank) -> list[dict[str, object]]:
     events: list[dict[str, object]] = []
     ended = False
+    until_s = time.monotonic() + GUARD_S
     while not ended:
+        assert time.monotonic() < until_s, "the link goes on"
         rank._link.connection.settimeout(GUARD_S)
         found, ended = rank.read()
         events += found
