@@ -425,14 +425,22 @@ class TestLogs:
         assert log.lines(1) == ["line 199"]
         log.close()
 
-    def test_a_gigabyte_is_not_read(self, tmp_path: Path) -> None:
+    def test_a_gigabyte_is_not_read(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         log = worker_log.WorkerLog(tmp_path, "worker-1")
         os.ftruncate(log.fd, 2**30)
         os.write(log.fd, b"\nthe end\n" + b"z" * 5000 + b"\n")
-        before = psutil.Process().memory_info().rss
+        asked_bytes: list[int] = []
+        pread = os.pread
+
+        def watched(fd: int, number: int, start: int) -> bytes:
+            asked_bytes.append(number)
+            return pread(fd, number, start)
+
+        monkeypatch.setattr(os, "pread", watched)
         lines = log.lines(20)
         log.trim()
-        assert psutil.Process().memory_info().rss - before < 2**26
+        assert len(asked_bytes) == 2
+        assert max(asked_bytes) <= worker_log.TAIL_BYTES
         assert lines[-2] == "the end"
         assert lines[-1].endswith("z ... (4000 characters more)")
         assert log.path.stat().st_size < worker_log.MAX_BYTES
