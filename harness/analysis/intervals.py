@@ -23,6 +23,9 @@ Rounds = Sequence[Sequence[float]]
 FEWEST_ROUNDS = 3
 """With two, equal medians of a coarse clock pass for certainty."""
 
+SHORTEST = 1e-9
+"""A clock may show no time at all, which has no logarithm; no clock counts as finely as this."""
+
 DIFFERENCES = 0.15
 """The part of a look's error rate that the interval of differences spends."""
 
@@ -47,11 +50,12 @@ class Side:
     @classmethod
     def of(cls, rounds: Rounds, processes: Sequence[int]) -> Side:
         kept = [index for index, samples in enumerate(rounds) if len(samples)]
-        logs = [np.log(np.asarray(rounds[index], dtype=float)) for index in kept]
+        times = [np.maximum(np.asarray(rounds[index], dtype=float), SHORTEST) for index in kept]
+        logs = [np.log(samples) for samples in times]
         known = len(processes) == len(rounds)
         return cls(
             logs=logs,
-            values=np.array([math.log(float(np.median(rounds[index]))) for index in kept]),
+            values=np.array([math.log(float(np.median(samples))) for samples in times]),
             floors=np.array([_median_variance(samples) for samples in logs]),
             processes=tuple(processes[index] if known else 0 for index in kept),
         )

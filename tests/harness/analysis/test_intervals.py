@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from records import make_record
 
+from harness.analysis.frame import build_frame
 from harness.analysis.intervals import Side, fastest_passes, interval_of_median, most_beyond
+from harness.render.table import build_table
 
 
 @pytest.mark.parametrize(
@@ -44,3 +47,14 @@ def test_rounds_that_were_delayed_as_a_whole_are_left_out_on_either_side() -> No
 def test_a_difference_of_any_size_is_kept() -> None:
     sides = [Side.of([[5.0]] * 10 + [[0.01]], ()), Side.of([[1.0]] * 11, ())]
     assert np.exp(fastest_passes(sides)) == pytest.approx([5.0] * 10)
+
+
+def test_a_clock_that_shows_no_time() -> None:
+    """Every table of a sweep was lost to one such record."""
+    side = Side.of([[0.0, 0.0, 0.0]] * 3, [1, 2, 3])
+    assert np.isfinite(side.values).all()
+    assert all(np.isfinite(logs).all() for logs in side.logs)
+    zero = make_record(samples_ms={"step": [[0.0] * 5], "forward": [[0.0] * 5]})
+    table = build_table("summary", build_frame([zero, make_record(attention="sdpa")]))
+    assert table is not None
+    assert len(table.rows) == 2
