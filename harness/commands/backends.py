@@ -22,6 +22,7 @@ from kernels import Attention, AttentionBackend, AttentionProblem, DenseAttentio
 from kernels.decoding import DecodeProblem
 from parallel import BACKENDS
 from parallel.context.attention import ContextParallelAttention, SequenceParallelAttention
+from parallel.context.heads.split import SplitsHeads
 
 USAGE = "attnbench backends [device=auto|cpu|cuda]"
 
@@ -98,7 +99,9 @@ def _split(schemes: list[SequenceParallelAttention], device: str) -> Iterable[st
     if ours:
         kernels = "attention.kernel= any usable one whose ring column says yes"
         yield f"Over parallel.cp ranks, with {kernels}: {', '.join(ours)}."
-    if others := [item.name for item in able if item.name not in ours]:
+    if by_heads := [item.name for item in able if isinstance(item, SplitsHeads)]:
+        yield f"Over parallel.cp ranks, with any usable attention.kernel=: {', '.join(by_heads)}."
+    if others := [item.name for item in able if item.name not in (*ours, *by_heads)]:
         yield f"Over parallel.cp ranks, with kernels of their own: {', '.join(others)}."
     for name, reason in reasons.items():
         if reason is not None:
