@@ -77,7 +77,8 @@ def _measure(
     """Launch the cases that are left, then report."""
     predicted_s = sum(map(predict, plan.todo)) + predicted_starts_s(plan.todo, request.options)
     console.print(_opening(request, plan, predicted_s), highlight=False)
-    with TerminalProgress(console, plan.todo, predict) as progress:
+    rounds = request.options.interleave
+    with TerminalProgress(console, plan.todo, predict, rounds) as progress:
         pending = PendingCases(
             cases=plan.todo,
             options=request.options,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
 
@@ -30,15 +31,29 @@ class Progress(Protocol):
 
 
 class TerminalProgress:
-    """One line per finished case, and in a real terminal a live line below them."""
+    """One line per finished case, and in a real terminal a live line below them.
+
+    Cases that take turns finish together, long after they began: time left follows the rounds that
+    are done, and where there is no live line each round has a line when it begins.
+
+    Args:
+        rounds: of each case, at first.
+    """
 
     def __init__(
-        self, console: Console, cases: list[Case], predict: Callable[[Case], float]
+        self,
+        console: Console,
+        cases: list[Case],
+        predict: Callable[[Case], float],
+        rounds: int = 1,
     ) -> None:
         self.console = console
         self._predicted = {case.id: predict(case) for case in cases}
         self._titles = {case.id: case.title for case in cases}
-        self._left_s = sum(self._predicted.values())
+        self._rounds = rounds
+        self._begun: Counter[str] = Counter()
+        self._round = 1
+        self._to_do_s = dict(self._predicted)
         self._done_s = 0.0
         self._num_done = 0
         self._total = len(cases)
@@ -66,17 +81,39 @@ class TerminalProgress:
         self._live.stop()
 
     def started(self, case: Case) -> None:
+        self._end_round()
         self._case = case
         self._stage = ""
+        self._begun[case.id] += 1
+        begun = self._begun[case.id]
+        if begun > self._round and not self.console.is_terminal:
+            of_all = f" of {self._rounds}" if begun <= self._rounds else ""
+            self.console.print(f"      round {begun}{of_all}, {self._time_left()}", highlight=False)
+        # Cases that are measured for the first time begin another batch.
+        self._round = max(self._round, begun) if begun > 1 else 1
+
+    def _end_round(self) -> None:
+        """Count a round of the case that ran as done."""
+        if self._case is not None:
+            self._count(self._case.id, self._predicted.get(self._case.id, 0.0) / self._rounds)
+            self._case = None
+
+    def _count(self, case_id: str, predicted_s: float) -> None:
+        """Count so much of a case's predicted time as done, as far as it has it left."""
+        counted_s = min(predicted_s, self._to_do_s.get(case_id, 0.0))
+        if counted_s:
+            self._to_do_s[case_id] -= counted_s
+            self._done_s += counted_s
 
     def stage(self, name: str) -> None:
         self._stage = name
 
     def finished(self, record: Record, *, measured_now: bool) -> None:
         self._num_done += 1
-        predicted = self._predicted.get(record.case_id, 0.0)
-        self._left_s -= predicted
-        self._done_s += predicted
+        self._end_round()
+        left_s = self._to_do_s.pop(record.case_id, 0.0)
+        if measured_now:
+            self._done_s += left_s
         self._bar.update(self._task, completed=self._num_done)
         title = self._titles.get(record.case_id, "")
         status = record.status if measured_now else f"{record.status} (by another run)"
@@ -88,10 +125,10 @@ class TerminalProgress:
             self.console.print(f"      {self._time_left()}", highlight=False)
 
     def _time_left(self) -> str:
-        """The predicted time of the cases left, scaled by the pace of the finished ones."""
+        """The predicted time of what is left, scaled by the pace of what is done."""
         elapsed = time.monotonic() - self._started
         pace = elapsed / self._done_s if self._done_s > 0 else 1.0
-        seconds = max(0, round(self._left_s * pace))
+        seconds = max(0, round(sum(self._to_do_s.values()) * pace))
         return f"about {seconds // 60}:{seconds % 60:02d} left"
 
     def _render(self) -> Table:
