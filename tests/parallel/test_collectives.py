@@ -181,7 +181,7 @@ class TestCase:
             ("task.ranks=1", "task.ranks=1: must be at least 2"),
             ("task.size_mib=0", "task.size_mib=0: must be positive and finite"),
             ("task.size_mib=-1", "task.size_mib=-1: must be positive and finite"),
-            ("task.size_mib=inf", "task.size_mib=inf: must be positive and finite"),
+            ("task.size_mib=inf", "task.size_mib=inf: must be a finite number"),
             ("task.size_mib=0.000001", "task.size_mib=1e-06: holds no element for each of"),
             ("parallel=ddp_naive", "parallel.dp: task=collectives trains nothing; say task.ranks="),
         ],

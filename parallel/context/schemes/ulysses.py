@@ -19,10 +19,10 @@ import torch.distributed as dist
 from kernels import AttentionProblem, attention_backend
 from kernels.backends.auto import choose
 from kernels.registry import Look
+from parallel.context import bound
 from parallel.context.attention import SequenceParallelAttention
 from parallel.context.blocks.layouts import Contiguous, Layout
-from parallel.context.bound import SplitAttention
-from parallel.context.heads.bound import HeadAttention
+from parallel.context.heads import head_attention
 from parallel.context.heads.split import HeadSplit
 
 
@@ -108,5 +108,7 @@ class Ulysses(SequenceParallelAttention):
         return None
 
     @contextlib.contextmanager
-    def bind(self, group: dist.ProcessGroup, device: torch.device) -> Iterator[SplitAttention]:
-        yield HeadAttention(self.on_one_device, self.layout(group.size()), group)
+    def bind(
+        self, group: dist.ProcessGroup, device: torch.device
+    ) -> Iterator[bound.SplitAttention]:
+        yield head_attention.HeadAttention(self.on_one_device, self.layout(group.size()), group)

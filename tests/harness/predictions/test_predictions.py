@@ -171,7 +171,7 @@ class TestCommunicationAccounting:
         ("argument", "message"),
         [
             ("task.d_ff=0", "task.d_ff=0: must be at least 1"),
-            ("task.tflops=inf", "task.tflops=inf: must be positive and finite"),
+            ("task.tflops=inf", "task.tflops=inf: must be a finite number"),
             ("parallel=ddp_naive", "parallel.dp=2: task=communication_accounting runs in one"),
         ],
     )
