@@ -87,8 +87,11 @@ class TerminalProgress:
         self._begun[case.id] += 1
         begun = self._begun[case.id]
         if begun > self._round and not self.console.is_terminal:
-            of_all = f" of {self._rounds}" if begun <= self._rounds else ""
-            self.console.print(f"      round {begun}{of_all}, {self._time_left()}", highlight=False)
+            first = begun <= self._rounds
+            what = (
+                f" of {self._rounds}, {self._time_left()}" if first else ", until pairs are decided"
+            )
+            self.console.print(f"      round {begun}{what}", highlight=False)
         # Cases that are measured for the first time begin another batch.
         self._round = max(self._round, begun) if begun > 1 else 1
 
@@ -121,14 +124,21 @@ class TerminalProgress:
         number = f"[{self._num_done:>{len(str(self._total))}}/{self._total}]"
         line = f"{escape(number)} {escape(title or record.case_id)}  [{style}]{status}[/]"
         self.console.print(f"{line}  {escape(_result(record))}", highlight=False, soft_wrap=True)
-        if not self.console.is_terminal and self._num_done < self._total:
-            self.console.print(f"      {self._time_left()}", highlight=False)
+        left = self._time_left()
+        if left and not self.console.is_terminal and self._num_done < self._total:
+            self.console.print(f"      {left}", highlight=False)
 
     def _time_left(self) -> str:
-        """The predicted time of what is left, scaled by the pace of what is done."""
+        """The predicted time of what is left, scaled by the pace of what is done.
+
+        Empty where nothing predicted is left: rounds that are added have no prediction.
+        """
+        left_s = sum(self._to_do_s.values())
+        if left_s < 1e-6 * self._done_s:
+            return ""
         elapsed = time.monotonic() - self._started
         pace = elapsed / self._done_s if self._done_s > 0 else 1.0
-        seconds = max(0, round(sum(self._to_do_s.values()) * pace))
+        seconds = max(0, round(left_s * pace))
         return f"about {seconds // 60}:{seconds % 60:02d} left"
 
     def _render(self) -> Table:
