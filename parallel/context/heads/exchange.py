@@ -1,8 +1,9 @@
 """All-to-all exchange of sequences for heads, and back, one collective each way.
 
 DeepSpeed-Ulysses (Jacobs et al. 2023, section 3.1): a rank sends its tokens of each head to the
-rank that attends with it. Of q, k, v, o and their gradients together that is 4 (P-1)/P of the
-local bytes each way, however long the sequence is; a ring sends (P-1) times k and v.
+rank that attends with it. In a forward pass that is (P-1)/P of its part of q, k, v and o, and in a
+backward pass as much of their gradients; k and v go to each rank that needs a copy. A ring sends
+k and v P-1 times.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 Each rank holds contiguous parts of all sequences. Before attention they are exchanged, all to all,
 for whole sequences of some of the heads, and the results are exchanged back: what a rank sends
-shrinks with the number of ranks, and any kernel computes, in one call, as on one device. Heads
-limit the number of ranks. Fewer key heads than ranks are copied to all that need them.
+shrinks with the number of ranks, and any kernel computes as on one device: in one call where each
+rank has whole groups of query heads or parts of one, else in up to three. There may be at most as
+many ranks as query heads. A key head that several ranks need is copied to all of them.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
-from split_attention import CPU, SCALE, Batch, attend, check, scheme_of, shard
+from split_attention import CPU, PROBLEM, SCALE, Batch, attend, check, scheme_of, shard
 
-from kernels import BACKENDS, AttentionProblem, Packing
+from kernels import BACKENDS, Packing
 from kernels.problem import AttentionSpec
 from parallel.context.blocks.tracing import COMPUTE, WAIT, RecordingTracer
 from parallel.context.heads.split import HeadSplit
@@ -225,20 +225,6 @@ class TestDisagreement:
 
 
 class TestSupport:
-    PROBLEM = AttentionProblem(
-        batch_size=1,
-        num_heads=4,
-        num_kv_heads=2,
-        q_len=64,
-        kv_len=64,
-        head_dim=16,
-        dtype="float32",
-        device="cpu",
-        causal=True,
-        needs_grad=True,
-        cp=4,
-    )
-
     @pytest.mark.parametrize(
         ("options", "changes", "reason"),
         [
@@ -249,21 +235,21 @@ class TestSupport:
         ],
     )
     def test_reasons(self, options: dict[str, Any], changes: dict[str, Any], reason: str) -> None:
-        found = scheme_of("ulysses", **options).supports(replace(self.PROBLEM, **changes))
+        found = scheme_of("ulysses", **options).supports(replace(PROBLEM, **changes))
         assert found is not None
         assert found.startswith(reason)
         assert "\n" not in found
 
     @pytest.mark.parametrize("kernel", ["auto", "naive", "sdpa", "flash_torch"])
     def test_what_works_is_supported(self, kernel: str) -> None:
-        assert scheme_of("ulysses", kernel=kernel).supports(self.PROBLEM) is None
+        assert scheme_of("ulysses", kernel=kernel).supports(PROBLEM) is None
 
     def test_an_unknown_transport(self) -> None:
         with pytest.raises(ValueError, match=r"attention\.transport=ring: must be one of auto, al"):
             scheme_of("ulysses", transport="ring")
 
     def test_the_choice_of_auto_is_told(self) -> None:
-        choice = scheme_of("ulysses").choice(self.PROBLEM)
-        kernel = scheme_of("ulysses").kernel_of(self.PROBLEM)
+        choice = scheme_of("ulysses").choice(PROBLEM)
+        kernel = scheme_of("ulysses").kernel_of(PROBLEM)
         assert kernel in BACKENDS
         assert choice == f"ulysses(kernel={kernel}, transport=all_to_all)"
