@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel.data.gradients import Averager, GradientTransfer, OneGradient, buckets_of
+from parallel.data.step_guard import guard_steps
 
 MIB = 2**20
 
@@ -63,7 +64,9 @@ class DataParallel(nn.Module):
             )
         # The last layers' gradients are there first.
         self._trained.reverse()
-        self._synchronizes = True
+        self._synchronizes, self._overlaps = True, overlap
+        self._own_gradients = bytearray(len(self._trained))
+        """1 for each trained parameter with a gradient that has not been averaged."""
         self._transfers: Sequence[GradientTransfer] = ()
         self._progress = _Progress(())
         self._averager: Averager | None = None
@@ -77,8 +80,8 @@ class DataParallel(nn.Module):
         self._used = torch.ones(
             len(self._trained), dtype=torch.uint8, device=self._trained[0].device
         )
-        if overlap:
-            self._register_hooks()
+        self._register_hooks()
+        guard_steps(self)
 
     @property
     def world_size(self) -> int:
@@ -126,6 +129,28 @@ class DataParallel(nn.Module):
                 if used[number]:
                     transfer.give(place)
         self._progress.start_over()
+        self._own_gradients = bytearray(len(self._trained))
+
+    def name_of_unaveraged(self, parameters: Iterable[Tensor]) -> str | None:
+        """The first of an optimizer's parameters whose gradient is not an average yet."""
+        if 1 not in self._own_gradients:
+            return None
+        numbers = {self._stepped(p): number for number, p in enumerate(self._trained)}
+        for parameter in parameters:
+            number = numbers.get(parameter)
+            if number is not None and self._own_gradients[number] and self._has_own(number):
+                names = {p: name for name, p in self.module.named_parameters()}
+                return names[self._trained[number]]
+        return None
+
+    def _stepped(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What an optimizer steps for a parameter of the module."""
+        return parameter
+
+    def _has_own(self, number: int) -> bool:
+        """Whether a gradient has neither been thrown away nor zeroed since it came."""
+        gradient = self._trained[number].grad
+        return gradient is not None and bool(gradient.any())
 
     def _unused(self) -> list[tuple[int, GradientTransfer, int]]:
         """Parameters without a gradient here: number, transfer, and place in the transfer."""
@@ -148,18 +173,20 @@ class DataParallel(nn.Module):
         return dist.all_reduce(self._used, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def _register_hooks(self) -> None:
-        """Call :meth:`_complete` when autograd has completed a gradient."""
+        """Note each gradient that autograd has completed, and start transfers if they overlap."""
         # Parameters outlive the container where the caller keeps the module.
         this = weakref.ref(self)
-        for index, transfer in enumerate(self._transfers):
+        indices = {p: n for n, transfer in enumerate(self._transfers) for p in transfer.parameters}
+        for number, parameter in enumerate(self._trained):
 
-            def complete(parameter: Tensor, index: int = index) -> None:
+            def complete(_: Tensor, number: int = number, index: int = indices[parameter]) -> None:
                 container = this()
-                if container is not None and container._synchronizes:
-                    container._complete(index)
+                if container is not None:
+                    container._own_gradients[number] = 1
+                    if container._overlaps and container._synchronizes:
+                        container._complete(index)
 
-            for parameter in transfer.parameters:
-                parameter.register_post_accumulate_grad_hook(complete)
+            parameter.register_post_accumulate_grad_hook(complete)
 
     def _complete(self, index: int) -> None:
         """Note a complete gradient of transfer ``index``, and start the transfers that are ready.

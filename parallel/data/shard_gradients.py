@@ -213,6 +213,13 @@ class ShardedDataParallel(DataParallel):
         for name, parameter in super().named_parameters(*arguments, **options):
             yield name, self._shards.get(parameter, parameter)
 
+    def _stepped(self, parameter: nn.Parameter) -> nn.Parameter:
+        return self._shards.get(parameter, parameter)
+
+    def _has_own(self, number: int) -> bool:
+        # A transfer takes the whole gradient, and its shard has one when the transfer ends.
+        return self._progress.num_started > 0 or super()._has_own(number)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         # Whole gradients too, which passes in no_sync() leave.
         self.module.zero_grad(set_to_none=True)

@@ -1,0 +1,49 @@
+"""Refuses optimizer steps on gradients that ranks have not averaged.
+
+Such a step would move each rank's replica by the gradients of its own batch, and no later error
+would tell. PyTorch runs the check before every step of every optimizer; it costs a look at each
+container, and a look at each parameter only where a gradient is waiting to be averaged.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from functools import cache
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+
+class Averaging(Protocol):
+    """A container that averages gradients."""
+
+    def name_of_unaveraged(self, parameters: Iterable[Tensor]) -> str | None:
+        """The first of an optimizer's parameters whose gradient is not an average yet."""
+
+
+_containers: weakref.WeakSet[Averaging] = weakref.WeakSet()
+
+
+def guard_steps(container: Averaging) -> None:
+    """Have optimizers refuse gradients of ``container`` before they are averages."""
+    _register()
+    _containers.add(container)
+
+
+@cache
+def _register() -> None:
+    register_optimizer_step_pre_hook(_require_averages)
+
+
+def _require_averages(optimizer: Optimizer, *_: Any) -> None:
+    for container in tuple(_containers):
+        stepped = (p for group in optimizer.param_groups for p in group["params"])
+        name = container.name_of_unaveraged(stepped)
+        if name is not None:
+            raise RuntimeError(
+                f"optimizer.step(): the gradient of {name} is this rank's own: call the model's "
+                "finish_gradient_synchronization() after backward, outside of no_sync()"
+            )
