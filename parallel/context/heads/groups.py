@@ -1,0 +1,179 @@
+"""Heads exchanged inside groups of ranks, and keys that travel from group to group.
+
+A rank's group holds one part of every sequence. After the exchange a rank has all of that part in
+some of the heads, and attends by a ring that it forms with the ranks of the same heads in the
+other groups.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kernels import Attention, AttentionSpec, Packing
+from parallel.context.blocks.layouts import Contiguous
+from parallel.context.blocks.tracing import COMPUTE, Tracer
+from parallel.context.bound import SplitAttention
+from parallel.context.heads.agreement import agree
+from parallel.context.heads.head_attention import HeadAttention
+from parallel.context.heads.mesh import HeadMesh
+from parallel.context.heads.nested import Nested
+
+_PACKINGS_KEPT = 16
+"""A training run packs each batch anew, and its layers share the batch's packing."""
+
+
+class GroupAttention(SplitAttention):
+    """Attention over a mesh of ranks.
+
+    Args:
+        ring: attention of a rank's group over the groups, bound to ``mesh.ring``.
+        group: all ranks of the mesh.
+    """
+
+    def __init__(
+        self, ring: SplitAttention, layout: Nested, mesh: HeadMesh, group: dist.ProcessGroup
+    ) -> None:
+        super().__init__(layout, group)
+        self._inner = Contiguous(num_ranks=layout.inner_degree)
+        self._ring = ring
+        self._heads = HeadAttention(_RingKernel(name="ring", ring=ring), self._inner, mesh.inner)
+        self._packings: dict[tuple[int, int], tuple[Tensor, _GroupPacking]] = {}
+        self._agreed: set[str] = set()
+        # As a decorator it would import torch._dynamo with this module, in more than a second.
+        self.attend = torch.compiler.disable(self.attend)  # type: ignore[method-assign]
+
+    @property
+    def outside_bytes(self) -> int:
+        return self._ring.outside_bytes
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        """Attention over all ranks of the group.
+
+        Raises ValueError on all ranks if they differ in shape, dtype or packing, or the packing
+        does not fit one of them; looked at for each new shape and packing.
+        """
+        return self._heads.attend(q, k, v, self._prepared((q, k, v), spec))
+
+    def attend_with_lse(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
+    ) -> tuple[Tensor, Tensor] | None:
+        return self._heads.attend_with_lse(q, k, v, self._prepared((q, k, v), spec))
+
+    def _prepared(self, tensors: tuple[Tensor, ...], spec: AttentionSpec) -> AttentionSpec:
+        """The call as a group sees it, when all ranks are known to make the same one."""
+        self._ring.tracer = self.tracer
+        self._heads.tracer = _WithoutComputing(self.tracer)
+        facts = ", ".join(f"{list(x.shape)} {str(x.dtype)[6:]}" for x in tensors)
+        facts += f", {'causal' if spec.causal else 'full'}"
+        device = tensors[0].device
+        if spec.packing is None:
+            self._agree(device, facts)
+            return spec
+        # By identity: to compare lengths would wait for the device in every call.
+        starts = spec.packing.cu_seqlens_q
+        key = (id(starts), starts._version)
+        if key not in self._packings:
+            lengths = [end - start for start, end in itertools.pairwise(starts.tolist())]
+            complaint = self._complaint(tensors, lengths, spec.causal)
+            self._agree(device, f"{facts}, lengths {lengths}", complaint)
+            if len(self._packings) >= _PACKINGS_KEPT:
+                self._packings.pop(next(iter(self._packings)))
+            # The offsets stay alive with what is known of them, so that no others get their id.
+            self._packings[key] = starts, self._group_packing(lengths, device)
+        return replace(spec, packing=self._packings[key][1])
+
+    def _group_packing(self, lengths: Sequence[int], device: torch.device) -> _GroupPacking:
+        whole = _packing([self.layout.padded(length) for length in lengths], device)
+        group = _packing(
+            [self.layout.local_len(length) * self._inner.num_ranks for length in lengths], device
+        )
+        return _GroupPacking(
+            cu_seqlens_q=group.cu_seqlens_q,
+            cu_seqlens_k=group.cu_seqlens_k,
+            max_q_len=group.max_q_len,
+            max_kv_len=group.max_kv_len,
+            whole=whole,
+        )
+
+    def _complaint(
+        self, tensors: tuple[Tensor, ...], lengths: Sequence[int], causal: bool
+    ) -> str | None:
+        expected = sum(map(self.layout.local_len, lengths))
+        found = [x.shape[0] for x in tensors]
+        if found != [expected] * len(found):
+            return (
+                f"q, k and v have {', '.join(map(str, found))} tokens; its part of sequences of "
+                f"{', '.join(map(str, lengths))} has {expected}: lengths are those of whole "
+                "sequences"
+            )
+        uneven = [length for length in lengths if length % self.layout.multiple]
+        if uneven and not causal:
+            return (
+                f"a sequence of {uneven[0]} tokens does not divide by {self.layout.multiple}, and "
+                "without a causal mask the padding would be attended to"
+            )
+        return None
+
+    def _agree(self, device: torch.device, facts: str, complaint: str | None = None) -> None:
+        if facts not in self._agreed:
+            agree(self._group, device, facts, complaint)
+            self._agreed.add(facts)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class _GroupPacking(Packing):
+    """The parts of a batch's sequences that a group holds, with their padding."""
+
+    whole: Packing
+    """The whole sequences, with their padding."""
+
+
+def _packing(lengths: Sequence[int], device: torch.device) -> Packing:
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32).to(device)
+    longest = max(lengths)
+    return Packing(cu_seqlens_q=starts, cu_seqlens_k=starts, max_q_len=longest, max_kv_len=longest)
+
+
+@dataclass(kw_only=True, slots=True)
+class _RingKernel(Attention):
+    """The attention that a group's exchange is made for: over the keys of all groups."""
+
+    ring: SplitAttention
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        return self.ring.attend(q, k, v, _of_whole(spec))
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
+    ) -> tuple[Tensor, Tensor]:
+        found = self.ring.attend_with_lse(q, k, v, _of_whole(spec))
+        assert found is not None, "a ring merges by the lse"
+        return found
+
+
+def _of_whole(spec: AttentionSpec) -> AttentionSpec:
+    """The call as the ring sees it."""
+    if spec.packing is None:
+        return spec
+    assert isinstance(spec.packing, _GroupPacking), "GroupAttention made it"
+    return replace(spec, packing=spec.packing.whole)
+
+
+class _WithoutComputing(Tracer):
+    """Leaves the spans of computing to the ring, which also waits between its kernel calls."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+
+    def span(self, kind: str, step: int) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if kind == COMPUTE else self._tracer.span(kind, step)
+
+    def sent(self, num_bytes: int) -> None:
+        self._tracer.sent(num_bytes)

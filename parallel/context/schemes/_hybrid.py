@@ -1,0 +1,198 @@
+"""Schemes that exchange heads among neighbouring ranks, and keys between groups of them.
+
+With u ranks to a group and P/u groups (USP, Fang and Zhao 2024; LoongTrain, Gu et al. 2024): a rank
+sends its tokens of all heads but its own to u - 1 neighbours, as Ulysses does, and a ring of P/u
+ranks has u times fewer hops than one of P, with 1/u of the heads. So there may be u times as many
+ranks as heads, and a part of a sequence is as long as for a ring of P/u.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+
+from kernels import AttentionProblem
+from parallel.context import bound
+from parallel.context.attention import (
+    SYMMETRIC,
+    RingAttention,
+    SequenceParallelAttention,
+    why_not_peers,
+    why_not_symmetric,
+)
+from parallel.context.blocks.layouts import Contiguous, Layout
+from parallel.context.heads import groups, mesh
+from parallel.context.heads.nested import Nested
+from parallel.context.heads.split import HeadSplit
+from parallel.context.schemes.ulysses import Ulysses
+
+_MOST_INNER = 8
+"""Ranks of a group that are chosen without being asked for: the GPUs of most hosts, and as many as
+most models have key heads; of more, a part would need copies of them."""
+
+
+@dataclass(kw_only=True, slots=True)
+class HybridAttention(SequenceParallelAttention):
+    """Ulysses inside groups of ranks and a ring between them; one of both where one is left."""
+
+    transport: str = "auto"
+    """How keys travel between groups, as in a ring; heads are exchanged by a collective."""
+    ulysses: int = 0
+    """Neighbouring ranks that exchange heads, a divisor of parallel.cp; 0 is the largest one below
+    it, up to 8."""
+
+    ring_type: ClassVar[type[RingAttention]]
+
+    def __post_init__(self) -> None:
+        SequenceParallelAttention.__post_init__(self)
+        self._ring()
+        if self.ulysses < 0:
+            raise ValueError(
+                f"attention.ulysses={self.ulysses}: must be a divisor of parallel.cp, or 0 for "
+                "the largest below it"
+            )
+
+    def inner_degree(self, num_ranks: int) -> int:
+        """Ranks of a group. Raises ValueError unless it divides ``num_ranks``."""
+        if num_ranks == 1:
+            return 1
+        if self.ulysses:
+            reason = self._why_not_divided(num_ranks)
+            if reason is not None:
+                raise ValueError(reason)
+            return self.ulysses
+        most = min(num_ranks - 1, _MOST_INNER)
+        return max(size for size in range(1, most + 1) if num_ranks % size == 0)
+
+    def _why_not_divided(self, num_ranks: int) -> str | None:
+        if not self.ulysses or num_ranks % self.ulysses == 0:
+            return None
+        return f"attention.ulysses={self.ulysses}: must divide parallel.cp={num_ranks}"
+
+    def layout(self, num_ranks: int) -> Layout:
+        size, outer = self.inner_degree(num_ranks), self.group_layout(num_ranks)
+        if size == 1:
+            return outer
+        if size == num_ranks:
+            return Contiguous(num_ranks=num_ranks)
+        return Nested(num_ranks=num_ranks, outer=outer)
+
+    def group_layout(self, num_ranks: int) -> Layout:
+        return self._ring().layout(num_ranks // self.inner_degree(num_ranks))
+
+    def head_split(self, num_ranks: int, num_heads: int, num_kv_heads: int) -> HeadSplit:
+        """The heads of each rank of a group."""
+        return HeadSplit(
+            num_ranks=self.inner_degree(num_ranks), num_heads=num_heads, num_kv_heads=num_kv_heads
+        )
+
+    def choice(self, problem: AttentionProblem) -> str:
+        if problem.cp == 1:
+            return self.on_one_device.choice(problem)
+        size = self.inner_degree(problem.cp)
+        mesh = f"{problem.cp // size} x {size} ranks"
+        # Where the mesh has one axis, what does not happen.
+        idle = {1: ", no heads exchanged", problem.cp: ", no keys travel"}.get(size, "")
+        kernel, transport = self.kernel_of(problem), self.transport_of(problem)
+        return f"{self.name}(kernel={kernel}, transport={transport}, {mesh}{idle})"
+
+    def kernel_of(self, problem: AttentionProblem) -> str:
+        alone = self._alone(problem.cp)
+        return (
+            alone.kernel_of(problem) if alone else self._ring().kernel_of(self._calls(problem)[0])
+        )
+
+    def transport_of(self, problem: AttentionProblem) -> str:
+        # Whether all ranks of the mesh are on one host; a ring's may be, and not the next one's.
+        return (self._alone(problem.cp) or self._ring()).transport_of(problem)
+
+    def why_not_split(self, problem: AttentionProblem) -> str | None:
+        reason = self._why_not_divided(problem.cp)
+        if reason is not None:
+            return reason
+        alone = self._alone(problem.cp)
+        if alone is not None:
+            return alone.why_not_split(problem)
+        size, multiple = self.inner_degree(problem.cp), self.layout(problem.cp).multiple
+        if problem.q_len != problem.kv_len:
+            return "queries and keys of a split sequence are the same tokens, equally many"
+        if problem.num_heads < size:
+            return (
+                f"{problem.num_heads} query heads are too few for groups of {size} ranks, which "
+                "attend with at least one each; attention.ulysses= sets how many"
+            )
+        reasons = [self._ring().why_not_split(call) for call in self._calls(problem)]
+        if self.transport_of(problem) == SYMMETRIC:
+            reasons.append(why_not_symmetric(problem))
+        if not problem.causal and problem.q_len % multiple:
+            reasons.append(
+                f"{problem.q_len} tokens do not divide by {multiple}, and without a causal "
+                "mask the padding would be attended to"
+            )
+        return next(filter(None, reasons), None)
+
+    def _calls(self, problem: AttentionProblem) -> list[AttentionProblem]:
+        """The problems that rings solve, without repetitions; the one of most heads first."""
+        split = self.head_split(problem.cp, problem.num_heads, problem.num_kv_heads)
+        shapes = {
+            (piece.q.stop - piece.q.start, piece.kv.stop - piece.kv.start)
+            for rank in range(split.num_ranks)
+            for piece in split.pieces(rank)
+        }
+        length = self.layout(problem.cp).padded(problem.q_len)
+        return [
+            replace(
+                problem,
+                cp=problem.cp // split.num_ranks,
+                num_heads=heads,
+                num_kv_heads=kv_heads,
+                q_len=length,
+                kv_len=length,
+            )
+            for heads, kv_heads in sorted(shapes, reverse=True)
+        ]
+
+    def split_peak_memory(self, problem: AttentionProblem) -> dict[str, float] | None:
+        return None
+
+    def _ring(self, transport: str = "") -> RingAttention:
+        """The scheme between groups."""
+        return self.ring_type(
+            name=self.name, kernel=self.kernel, transport=transport or self.transport
+        )
+
+    def _alone(self, num_ranks: int) -> SequenceParallelAttention | None:
+        """The scheme of a mesh with one axis; None if it has two."""
+        size = self.inner_degree(num_ranks)
+        if size == 1:
+            return self._ring()
+        return Ulysses(name=self.name, kernel=self.kernel) if size == num_ranks else None
+
+    @contextlib.contextmanager
+    def bind(
+        self, group: dist.ProcessGroup, device: torch.device
+    ) -> Iterator[bound.SplitAttention]:
+        alone = self._alone(group.size())
+        if alone is not None:
+            with alone.bind(group, device) as found:
+                yield found
+            return
+        layout = self.layout(group.size())
+        assert isinstance(layout, Nested), "a mesh has two axes"
+        ring = self._ring(self._transport(group, device))
+        with (
+            mesh.head_mesh(group, layout.inner_degree, device) as ranks,
+            ring.bind(ranks.ring, device) as between,
+        ):
+            yield groups.GroupAttention(between, layout, ranks, group)
+
+    def _transport(self, group: dist.ProcessGroup, device: torch.device) -> str:
+        if self.transport != "auto":
+            return self.transport
+        direct = device.type == "cuda" and why_not_peers(group.size()) is None
+        return SYMMETRIC if direct else self.ring_type.transports[0]
