@@ -22,6 +22,7 @@ from kernels import Attention, AttentionBackend, AttentionProblem, DenseAttentio
 from kernels.decoding import DecodeProblem
 from parallel import BACKENDS
 from parallel.context.attention import ContextParallelAttention, SequenceParallelAttention
+from parallel.context.heads.nested import SplitsGroups
 from parallel.context.heads.split import SplitsHeads
 
 USAGE = "attnbench backends [device=auto|cpu|cuda]"
@@ -95,11 +96,13 @@ def _split(schemes: list[SequenceParallelAttention], device: str) -> Iterable[st
     """The schemes for sequences split over several ranks: usable or not, and why not."""
     reasons = {item.name: _why_not_split(item, device) for item in schemes}
     able = [item for item in schemes if reasons[item.name] is None]
-    ours = [item.name for item in able if isinstance(item, ContextParallelAttention)]
+    merging = (ContextParallelAttention, SplitsGroups)
+    ours = [item.name for item in able if isinstance(item, merging)]
     if ours:
         kernels = "attention.kernel= any usable one whose ring column says yes"
         yield f"Over parallel.cp ranks, with {kernels}: {', '.join(ours)}."
-    if by_heads := [item.name for item in able if isinstance(item, SplitsHeads)]:
+    whole = [item for item in able if isinstance(item, SplitsHeads) and item.name not in ours]
+    if by_heads := [item.name for item in whole]:
         yield f"Over parallel.cp ranks, with any usable attention.kernel=: {', '.join(by_heads)}."
     if others := [item.name for item in able if item.name not in (*ours, *by_heads)]:
         yield f"Over parallel.cp ranks, with kernels of their own: {', '.join(others)}."
