@@ -1,0 +1,200 @@
+"""A call of attention on split sequences: its arguments, and what they come to on this rank."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels import BACKENDS, AttentionProblem, AttentionSpec, Packing
+from parallel.context.attention import SequenceParallelAttention
+from parallel.context.blocks.layouts import Layout
+from parallel.split import checks
+from parallel.split.checks import Offsets
+from parallel.split.offsets import LENGTHS
+from parallel.split.session import Session
+
+
+def scheme_names() -> list[str]:
+    """The choices of ``attention=`` that split sequences, those of plugins included."""
+    return [entry.name for entry in BACKENDS if issubclass(entry.target, SequenceParallelAttention)]
+
+
+def scheme_of(name: str, options: tuple[tuple[str, Any], ...] = ()) -> SequenceParallelAttention:
+    """A scheme with its options. Raises ValueError in one line if there is none like it."""
+    entry = BACKENDS[name]
+    if not issubclass(entry.target, SequenceParallelAttention):
+        raise ValueError(
+            f"scheme={name!r}: attends on one device; must be one of {', '.join(scheme_names())}"
+        )
+    known = set(inspect.signature(entry.target).parameters) - {"name"}
+    for key, _ in options:
+        if key not in known:
+            raise ValueError(f"{name}_attention({key}=...): its options are {', '.join(known)}")
+    return entry.target(name=name, **{**entry.preset, **dict(options)})
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Request:
+    """The arguments of a call beside its tensors; :func:`split_attention` explains them."""
+
+    scheme: str
+    options: tuple[tuple[str, Any], ...]
+    causal: bool = False
+    scale: float | None = None
+    layout: str = "bshd"
+    length: int | None = None
+    cu_seqlens: Offsets | None = None
+    local_cu_seqlens: Offsets | None = None
+    cu_seqlens_k: Offsets | None = None
+
+    @property
+    def packed(self) -> bool:
+        return self.cu_seqlens is not None or self.local_cu_seqlens is not None
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Checked:
+    """A kind of call that all ranks have agreed on."""
+
+    scheme: SequenceParallelAttention
+    spec: AttentionSpec
+    real: Tensor | None
+    """True for rows of real tokens, in a form that broadcasts to o; None without padding."""
+
+
+def eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, not to be traced where torch.compile is tracing its caller."""
+    # As a decorator it would import torch._dynamo with this module, in more than a second.
+    return torch.compiler.disable(function) if torch.compiler.is_compiling() else function
+
+
+def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cast to the dtype of torch.autocast where that is on, as PyTorch's attention does."""
+    if not torch.is_autocast_enabled(q.device.type):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(q.device.type)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def needs_grad(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def given_lengths(request: Request) -> tuple[int, ...] | None:
+    """Lengths as they were given, of whole sequences or of parts."""
+    if not request.packed:
+        if request.cu_seqlens_k is not None:
+            raise ValueError("cu_seqlens_k: needs cu_seqlens, offsets of whole sequences")
+        return None
+    if request.cu_seqlens is not None and request.local_cu_seqlens is not None:
+        raise ValueError("cu_seqlens and local_cu_seqlens: give whole sequences or parts, not both")
+    if request.length is not None:
+        raise ValueError("length: is of dense sequences; cu_seqlens has those of a packed batch")
+    name = "cu_seqlens" if request.cu_seqlens is not None else "local_cu_seqlens"
+    found = LENGTHS.of(getattr(request, name), name)
+    if request.cu_seqlens_k is not None and request.cu_seqlens_k is not getattr(request, name):
+        checks.check_keys(found, request.cu_seqlens_k, name)
+    return found
+
+
+def kind_of(
+    request: Request, lengths: tuple[int, ...] | None, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Any, ...]:
+    return (
+        request.scheme,
+        request.options,
+        request.causal,
+        request.scale,
+        request.layout,
+        request.length,
+        "cu_seqlens" if request.cu_seqlens is not None else "local_cu_seqlens",
+        lengths,
+        needs_grad(q, k, v),
+        q.device.type,
+        *((tuple(x.shape), x.dtype) for x in (q, k, v)),
+    )
+
+
+def facts_of(kind: tuple[Any, ...]) -> str:
+    scheme, options, causal, scale, layout, length, name, lengths, with_grad, device, *tensors = (
+        kind
+    )
+    words = [f"{list(shape)} {str(dtype)[6:]}" for shape, dtype in tensors]
+    words += [scheme, *(f"{key}={value}" for key, value in options)]
+    words += ["causal" if causal else "full", "with gradients" if with_grad else "no gradients"]
+    words += [device, f"scale={scale}"]
+    words += [f"layout={layout}, length={length}"] if lengths is None else []
+    words += [f"{name} of {list(lengths)}"] if lengths is not None else []
+    return ", ".join(words)
+
+
+def checked(
+    session: Session,
+    request: Request,
+    given: tuple[int, ...] | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+) -> Checked:
+    """Everything that can be said of a call without the other ranks."""
+    scheme = scheme_of(request.scheme, request.options)
+    sizes = checks.sizes_of(q, k, v, layout=request.layout, packed=request.packed)
+    layout = scheme.layout(session.num_ranks)
+    if given is None:
+        lengths: tuple[int, ...] = (
+            checks.check_dense_part(sizes.num_tokens, request.length, layout),
+        )
+    else:
+        whole = given if request.cu_seqlens is not None else checks.whole_lengths(given, layout)
+        checks.check_packed_part(sizes.num_tokens, whole, layout, causal=request.causal)
+        # A sequence without tokens changes no result, and some schemes do not expect one.
+        lengths = tuple(length for length in whole if length)
+    problem = AttentionProblem(
+        batch_size=len(lengths) if request.packed else sizes.batch_size,
+        num_heads=sizes.num_heads,
+        num_kv_heads=sizes.num_kv_heads,
+        q_len=max(lengths),
+        kv_len=max(lengths),
+        head_dim=sizes.head_dim,
+        dtype=str(q.dtype).removeprefix("torch."),
+        device=q.device.type,
+        causal=request.causal,
+        needs_grad=needs_grad(q, k, v),
+        packed=request.packed,
+        cp=session.num_ranks,
+        autocast=torch.is_autocast_enabled(q.device.type),
+    )
+    reason = scheme.supports(problem)
+    if reason is not None:
+        raise ValueError(f"{request.scheme}_attention: {reason}")
+    return Checked(
+        scheme=scheme,
+        spec=AttentionSpec(
+            causal=request.causal,
+            scale=q.shape[-1] ** -0.5 if request.scale is None else request.scale,
+            packing=_packing(lengths, q.device) if request.packed else None,
+        ),
+        real=_real_rows(layout, session.rank, lengths, q.device, packed=request.packed),
+    )
+
+
+def _packing(lengths: tuple[int, ...], device: torch.device) -> Packing:
+    """The packing of whole sequences; one object for all calls, by which schemes know it again."""
+    starts = torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
+    longest = max(lengths)
+    return Packing(cu_seqlens_q=starts, cu_seqlens_k=starts, max_q_len=longest, max_kv_len=longest)
+
+
+def _real_rows(
+    layout: Layout, rank: int, lengths: tuple[int, ...], device: torch.device, *, packed: bool
+) -> Tensor | None:
+    """Which of this rank's rows are real tokens: [1, 1, S, 1], packed [T, 1, 1], or None: all."""
+    rows = torch.cat([layout.positions(rank, length) < length for length in lengths])
+    if bool(rows.all()):
+        return None
+    return rows.to(device)[:, None, None] if packed else rows.to(device)[None, None, :, None]
