@@ -111,7 +111,9 @@ def position_ids(
     if device is None:
         device = cu_seqlens.device if isinstance(cu_seqlens, Tensor) else "cpu"
     lengths = _lengths(length or 0, cu_seqlens)
-    return torch.cat([layout.positions(rank, length) for length in lengths]).to(device)
+    # Not every layout expects a sequence without tokens.
+    parts = [layout.positions(rank, length) for length in lengths if length]
+    return torch.cat([torch.arange(0), *parts]).to(device)
 
 
 def local_cu_seqlens(
