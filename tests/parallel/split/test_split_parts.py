@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import ROOT
 from ranks import on_ranks
 
 from parallel.split import (
@@ -93,3 +96,22 @@ def neither(group: dist.ProcessGroup) -> bool:
     with pytest.raises(ValueError, match="give length= or cu_seqlens="):
         position_ids("ring", group=group)
     return True
+
+
+def run_the_page(group: dist.ProcessGroup, code: str) -> dict[str, list[int]]:
+    names: dict[str, object] = {}
+    exec(compile(code, "docs/library.md", "exec"), names)
+    return {
+        name: list(x.shape) for name, x in names.items() if isinstance(x, torch.Tensor)
+    }  # fmt: skip
+
+
+def test_the_page_runs_as_it_stands() -> None:
+    """Its blocks of Python, in order, on four ranks."""
+    page = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
+    code = "\n".join(re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL))
+    assert code.count("_attention(") >= 2
+    for shapes in on_ranks(4, run_the_page, code):
+        assert shapes["labels"] == [2, 16]
+        assert shapes["lse"] == [4, 4]
+        assert shapes["o"] == [2, 4, 16, 16]

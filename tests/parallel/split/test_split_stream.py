@@ -32,6 +32,10 @@ STREAMS = {
     "empty sequences": Batch(lengths=(0, 9, 0, 0, 15, 0), packed=True),
     "does not divide": Batch(lengths=(7, 11, 5), packed=True),
     "last ranks without tokens": Batch(lengths=(3, 2), packed=True),
+    # An eighth of the lengths in ring-flash-attention's test of its llama3 functions.
+    "an odd number of heads": Batch(
+        lengths=(15, 141, 372), packed=True, num_heads=5, num_kv_heads=5
+    ),
 }
 
 
