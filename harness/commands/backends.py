@@ -106,13 +106,18 @@ def _split(schemes: list[SequenceParallelAttention], device: str) -> Iterable[st
         yield f"Over parallel.cp ranks, with any usable attention.kernel=: {', '.join(by_heads)}."
     if others := [item.name for item in able if item.name not in (*ours, *by_heads)]:
         yield f"Over parallel.cp ranks, with kernels of their own: {', '.join(others)}."
-    for name, reason in reasons.items():
-        if reason is not None:
-            yield f"Not over parallel.cp ranks here: {name} ({reason})."
+    refused = [item for item in schemes if item not in able]
+    packed = [item.name for item in refused if _why_not_split(item, device, packed=True) is None]
+    if packed:
+        kernels = "any usable attention.kernel= that takes them"
+        yield f"Over parallel.cp ranks, packed batches alone, with {kernels}: {', '.join(packed)}."
+    for item in refused:
+        if item.name not in packed:
+            yield f"Not over parallel.cp ranks here: {item.name} ({reasons[item.name]})."
 
 
-def _why_not_split(scheme: AttentionBackend, device: str) -> str | None:
-    problems = [replace(problem, cp=2) for problem in _plain_problems(device)]
+def _why_not_split(scheme: AttentionBackend, device: str, *, packed: bool = False) -> str | None:
+    problems = [replace(problem, cp=2, packed=packed) for problem in _plain_problems(device)]
     if _first_supported(scheme, problems) is not None:
         return None
     return scheme.supports(problems[0])

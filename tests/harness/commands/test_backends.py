@@ -145,9 +145,10 @@ class TestCommand:
         assert " decode " in usable["standard"]
         assert " decode " in usable["mla_absorbed"]
         assert re.search("\n  standard +contiguous, paged\n", below)
-        schemes = sorted(splitting - {"context_parallel_torch", "ulysses"})
+        schemes = sorted(splitting - {"context_parallel_torch", "ulysses", "documents"})
         assert f"ring column says yes: {', '.join(schemes)}.\n" in below
         assert "Over parallel.cp ranks, with any usable attention.kernel=: ulysses.\n" in below
+        assert re.search(r"packed batches alone, with any usable [^:]+: documents\.\n", below)
         assert "Not over parallel.cp ranks here: context_parallel_torch (PyTorch's" in below
         assert re.search("  flash_attn_4 +runs on CUDA devices only", done.stdout)
         assert "attention=auto would choose sdpa here." in done.stdout

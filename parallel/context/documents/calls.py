@@ -1,0 +1,215 @@
+"""The kernel calls of one rank, and the rows that travel for them, as tensors on its device.
+
+A rank makes at most two calls in a forward pass. The first one needs the rank's own keys alone
+and runs while others are on their way; the second one is for the waiting runs. Their *diagonals*,
+the scores between a run's own queries and keys, can be in either:
+
+    joined   the second call has every key that a waiting query sees, so each query is in one call
+    first    the first call has the diagonals too, so that it hides more of the transfer; waiting
+             queries are in both, merged by log-sum-exp
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kernels import AttentionSpec, Packing
+from parallel.context.documents import routes
+from parallel.context.documents.placement import Run
+from parallel.context.documents.routes import Routes
+
+PAIRS_THAT_HIDE_A_ROW = 1024
+"""Causal pairs in the first call, for each row to receive, from which on diagonals are joined.
+
+A row of k and v is 4 H_kv D bytes in a half precision, and a pair costs 4 H D FLOPs: at four query
+heads for each key head, 200 GB/s and 600 TFLOP/s a row takes as long as 750 pairs.
+"""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Call:
+    """One kernel call, for consecutive local queries."""
+
+    rows: slice
+    packing: Packing
+    causal: bool
+
+    def spec(self, like: AttentionSpec) -> AttentionSpec:
+        return replace(like, packing=self.packing, causal=self.causal)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class RankCalls:
+    """What one rank computes, sends and receives."""
+
+    num_rows: int
+    """Local tokens without padding."""
+    local: Call | None
+    """The call that needs own keys alone, those at its queries' rows."""
+    halves: tuple[Call, ...]
+    """The same in one or two calls of about equal work."""
+    rest: Call | None
+    """The call of the waiting runs."""
+    merges: bool
+    """Whether the waiting runs are in both calls."""
+    travels: bool
+    """Whether rows travel between any ranks; then all of them take part."""
+    keeps_keys: bool
+    """Whether keys of other ranks are kept for the backward pass."""
+    send: Tensor
+    """int64: the rows to send, for rank 0, then for rank 1, ...; some go to several."""
+    send_counts: list[int]
+    receive_counts: list[int]
+    gather: Tensor
+    """int64: the keys of the second call, as rows among those that arrived."""
+    layers: list[tuple[int, int]]
+    """Parts of :attr:`gather` in which no row is twice."""
+
+    @property
+    def num_arriving(self) -> int:
+        return sum(self.receive_counts)
+
+
+def make_calls(
+    plan: Routes, rank: int, device: torch.device, *, joined: bool, keeps_keys: bool
+) -> RankCalls:
+    """The calls of ``rank``; ranks may differ in ``joined``, and not in ``keeps_keys``."""
+    placement, causal = plan.placement, plan.causal
+    runs = placement.parts[rank]
+    num_local = routes.num_local_runs(placement, rank, causal)
+    merges = not joined and num_local < len(runs)
+    own = runs if merges else runs[:num_local]
+    sends = [plan.sent(rank, to, diagonals=to != rank or joined) for to in _ranks(plan)]
+    comes = [plan.sent(of, rank, diagonals=of != rank or joined) for of in _ranks(plan)]
+    if not joined:
+        # The keys before the last waiting run of each document, whoever holds them.
+        asked = routes.needed(placement, rank, causal, diagonals=False)
+        assert all(part.stop <= asked[part.document] for part in itertools.chain(*comes))
+    rest, gather, layers = _rest(plan, rank, num_local, comes, joined, device)
+    return RankCalls(
+        num_rows=placement.tokens(rank),
+        local=_own_call(runs, 0, len(own), causal, device),
+        halves=tuple(_halves(runs, len(own), causal, device)),
+        rest=rest,
+        merges=merges,
+        travels=plan.travels(),
+        keeps_keys=keeps_keys,
+        send=_index((part.rows for part in itertools.chain(*sends)), device),
+        send_counts=[_count(parts) for parts in sends],
+        receive_counts=[_count(parts) for parts in comes],
+        gather=gather,
+        layers=layers,
+    )
+
+
+def joins_well(plan: Routes, rank: int) -> bool:
+    """Whether what needs own keys alone hides the transfer, without diagonals."""
+    placement = plan.placement
+    runs = placement.parts[rank][: routes.num_local_runs(placement, rank, plan.causal)]
+    pairs = sum(run.pairs for run in runs)
+    return pairs >= PAIRS_THAT_HIDE_A_ROW * plan.received(rank)
+
+
+def _ranks(plan: Routes) -> range:
+    return range(plan.placement.num_ranks)
+
+
+def _count(parts: Iterable[routes.Segment]) -> int:
+    return sum(part.stop - part.start for part in parts)
+
+
+def _index(parts: Iterable[range], device: torch.device) -> Tensor:
+    ranges = [torch.arange(part.start, part.stop) for part in parts]
+    return torch.cat([torch.empty(0, dtype=torch.int64), *ranges]).to(device)
+
+
+def _own_call(
+    runs: Sequence[Run], first: int, last: int, causal: bool, device: torch.device
+) -> Call | None:
+    """The call for ``runs[first:last]`` and their own keys."""
+    if first == last:
+        return None
+    start = sum(run.tokens for run in runs[:first])
+    lens = [run.tokens for run in runs[first:last]]
+    return Call(
+        rows=slice(start, start + sum(lens)), packing=_packing(lens, lens, device), causal=causal
+    )
+
+
+def _halves(
+    runs: Sequence[Run], num_own: int, causal: bool, device: torch.device
+) -> Iterable[Call]:
+    """The call for the first ``num_own`` runs, cut between two of them near half of its work."""
+    work = [0, *itertools.accumulate(run.tokens**2 for run in runs[:num_own])]
+    cut = min(range(num_own + 1), key=lambda at: abs(2 * work[at] - work[-1]))
+    for first, last in ((0, cut), (cut, num_own)):
+        call = _own_call(runs, first, last, causal, device)
+        if call is not None:
+            yield call
+
+
+def _rest(
+    plan: Routes,
+    rank: int,
+    num_local: int,
+    comes: Sequence[Sequence[routes.Segment]],
+    joined: bool,
+    device: torch.device,
+) -> tuple[Call | None, Tensor, list[tuple[int, int]]]:
+    """The second call, its keys among the rows that arrive, and their parts without repetition."""
+    placement = plan.placement
+    runs = placement.parts[rank]
+    waiting = runs[num_local:]
+    if not waiting:
+        return None, _index((), device), []
+    there = routes.arrivals(comes)
+    stops = [_keys(plan, run, joined) for run in waiting]
+    found = [
+        part
+        for run, stop in zip(waiting, stops, strict=True)
+        for part in routes.rows_up_to(there[run.document], stop)
+    ]
+    q_lens = [run.tokens for run in waiting]
+    start = sum(run.tokens for run in runs[:num_local])
+    call = Call(
+        rows=slice(start, start + sum(q_lens)),
+        packing=_packing(q_lens, stops, device),
+        causal=plan.causal and joined,
+    )
+    return call, _index(found, device), _layers(waiting, stops)
+
+
+def _keys(plan: Routes, run: Run, joined: bool) -> int:
+    """How many of its document's first keys a waiting run has in the second call."""
+    if not plan.causal:
+        return plan.placement.lengths[run.document]
+    return run.stop if joined else run.start
+
+
+def _layers(waiting: Sequence[Run], stops: Sequence[int]) -> list[tuple[int, int]]:
+    """Bounds of the keys of consecutive runs of different documents."""
+    bounds = [0]
+    seen: set[int] = set()
+    total = 0
+    for run, stop in zip(waiting, stops, strict=True):
+        if run.document in seen:
+            bounds.append(total)
+            seen = set()
+        seen.add(run.document)
+        total += stop
+    return list(itertools.pairwise([*bounds, total]))
+
+
+def _packing(q_lens: Sequence[int], kv_lens: Sequence[int], device: torch.device) -> Packing:
+    cu_q, cu_k = (
+        torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32).to(device)
+        for lens in (q_lens, kv_lens)
+    )
+    return Packing(
+        cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_q_len=max(q_lens), max_kv_len=max(kv_lens)
+    )

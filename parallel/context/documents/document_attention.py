@@ -1,0 +1,261 @@
+"""Attention over placed documents, bound to the ranks that it runs on, differentiable."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from kernels import Attention, AttentionProblem, AttentionSpec, Packing
+from parallel.context.blocks.tracing import COMPUTE
+from parallel.context.bound import SplitAttention
+from parallel.context.documents.calls import RankCalls, joins_well, make_calls
+from parallel.context.documents.exchange import Arriving, KeyExchange
+from parallel.context.documents.layout import WHY_NOT_DENSE, Documents
+from parallel.context.documents.passes import OWN, REST, WAITING, DocumentPass
+from parallel.context.documents.placement import place
+from parallel.context.documents.routes import Routes
+from parallel.context.heads.agreement import agree
+
+_PACKINGS_KEPT = 16
+"""A training run packs each batch anew, and its layers share the batch's packing."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Choices:
+    """What is open in :mod:`parallel.context.documents.calls`; None decides by the placement."""
+
+    joined: bool | None = None
+    keeps_keys: bool | None = None
+
+
+class DocumentAttention(SplitAttention):
+    """A kernel over the ranks of a group, each with whole documents and parts of others."""
+
+    def __init__(
+        self, kernel: Attention, layout: Documents, group: dist.ProcessGroup, choices: Choices
+    ) -> None:
+        super().__init__(layout, group)
+        self._kernel = kernel
+        self._choices = choices
+        self._calls: dict[tuple[Any, ...], tuple[Tensor, RankCalls]] = {}
+        self._agreed: set[str] = set()
+        # As a decorator it would import torch._dynamo with this module, in more than a second.
+        self.attend = torch.compiler.disable(self.attend)  # type: ignore[method-assign]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        """Attention over all ranks of the group.
+
+        Raises ValueError on all ranks if they differ in shape, dtype or packing, one of them has
+        other tokens than its part of the packing, or the batch is dense; looked at for each new
+        shape and packing.
+        """
+        if self.layout.num_ranks == 1:
+            return self._kernel.attend(q, k, v, spec)
+        calls = self._prepared(q, k, v, spec)
+        if not self._kernel.gives_lse:
+            return self._attend_without_lse(q, k, v, spec, calls)
+        o: Tensor = _Attention.apply(q, k, v, self, calls, spec)
+        return o
+
+    def attend_with_lse(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
+    ) -> tuple[Tensor, Tensor] | None:
+        if not self._kernel.gives_lse:
+            return None
+        if self.layout.num_ranks == 1:
+            return self._kernel.forward(q, k, v, spec)
+        calls = self._prepared(q, k, v, spec)
+        o, lse, _ = self.new_pass(calls, spec).forward(q, k, v)
+        return o, lse
+
+    def new_pass(self, calls: RankCalls, spec: AttentionSpec) -> DocumentPass:
+        """A pass over the rank's runs."""
+        return DocumentPass(
+            kernel=self._kernel,
+            calls=calls,
+            exchange=self._exchange(calls),
+            like=spec,
+            tracer=self.tracer,
+        )
+
+    def _exchange(self, calls: RankCalls) -> KeyExchange:
+        return KeyExchange(group=self._group, rank=self.rank, calls=calls, tracer=self.tracer)
+
+    def _attend_without_lse(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, calls: RankCalls
+    ) -> Tensor:
+        """By the kernel's own backward pass, which keeps the keys of other ranks until then.
+
+        Autograd runs backward what was computed last first: gradients of other ranks' keys are on
+        their way home while those of the rank's own ones are computed.
+        """
+        exchange, box = self._exchange(calls), _Box()
+        rows_on_the_way = _Fetch.apply(k, v, exchange, box) if calls.travels else None
+        parts = []
+        if calls.local is not None:
+            rows = calls.local.rows
+            with self.tracer.span(COMPUTE, OWN):
+                tensors = q[rows], k[rows], v[rows]
+                parts.append(self._kernel.attend(*tensors, calls.local.spec(spec)))
+        if rows_on_the_way is not None:
+            arrived = _Wait.apply(rows_on_the_way, exchange, box)
+            if calls.rest is not None:
+                with self.tracer.span(COMPUTE, WAITING):
+                    tensors = (q[calls.rest.rows], *exchange.keys(arrived))
+                    parts.append(self._kernel.attend(*tensors, calls.rest.spec(spec)))
+            else:
+                # Its backward pass is a collective, which this rank has to take part in.
+                parts.append(arrived[:0, 0, :1].expand(-1, *q.shape[1:]))
+        return torch.cat([*parts, q[calls.num_rows :] * 0])
+
+    def _prepared(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> RankCalls:
+        if spec.packing is None:
+            raise ValueError(WHY_NOT_DENSE)
+        # By identity: to compare lengths would wait for the device in every call.
+        starts = spec.packing.cu_seqlens_q
+        shapes = ((x.shape, x.dtype) for x in (q, k, v))
+        key = (id(starts), starts._version, spec.causal, *shapes)
+        if key not in self._calls:
+            lengths = self._agreed_lengths((q, k, v), spec.packing, spec.causal)
+            if len(self._calls) >= _PACKINGS_KEPT:
+                self._calls.pop(next(iter(self._calls)))
+            # The offsets stay alive with what is known of them, so that no others get their id.
+            self._calls[key] = starts, self._make(q, k, spec.causal, lengths)
+        return self._calls[key][1]
+
+    def _make(self, q: Tensor, k: Tensor, causal: bool, lengths: tuple[int, ...]) -> RankCalls:
+        plan = Routes.of(place(lengths, self.layout.num_ranks), causal)
+        joined, keeps_keys = self._choices.joined, self._choices.keeps_keys
+        if not causal or not self._kernel.gives_lse:
+            joined = True
+        elif joined is None:
+            rectangle = _problem(q, k, max(lengths))
+            fits = self._kernel.supports(rectangle) is None
+            joined = fits and joins_well(plan, self.rank)
+        if keeps_keys is None:
+            keeps_keys = plan.keeps_keys()
+        return make_calls(plan, self.rank, q.device, joined=joined, keeps_keys=keeps_keys)
+
+    def _agreed_lengths(
+        self, tensors: tuple[Tensor, ...], packing: Packing, causal: bool
+    ) -> tuple[int, ...]:
+        """Lengths of the whole batch's documents, the same on all ranks."""
+        starts, key_starts = packing.cu_seqlens_q.tolist(), packing.cu_seqlens_k.tolist()
+        lengths = tuple(end - start for start, end in itertools.pairwise(starts))
+        complaint = None
+        if starts != key_starts:
+            complaint = "queries and keys of a split document are the same tokens, equally many"
+        elif min(lengths, default=0) < 0 or starts[0] != 0:
+            complaint = "cu_seqlens must begin with 0 and not decrease"
+        else:
+            complaint = self._complaint(tensors, lengths)
+        facts = ", ".join(f"{list(x.shape)} {str(x.dtype)[6:]}" for x in tensors)
+        facts += f", {'causal' if causal else 'full'}, lengths {list(lengths)}"
+        if complaint is not None or facts not in self._agreed:
+            agree(self._group, tensors[0].device, facts, complaint)
+            self._agreed.add(facts)
+        return lengths
+
+    def _complaint(self, tensors: tuple[Tensor, ...], lengths: tuple[int, ...]) -> str | None:
+        expected = place(lengths, self.layout.num_ranks).local_len
+        found = [x.shape[0] for x in tensors]
+        if found != [expected] * len(found):
+            return (
+                f"q, k and v have {', '.join(map(str, found))} tokens; its part of documents of "
+                f"{', '.join(map(str, lengths))} has {expected}: lengths are those of whole "
+                "documents"
+            )
+        if tensors[1].shape != tensors[2].shape:
+            return "k and v differ in shape; they travel together"
+        return None
+
+
+def _problem(q: Tensor, k: Tensor, longest: int) -> AttentionProblem:
+    """A causal kernel call with fewer queries than keys."""
+    return AttentionProblem(
+        batch_size=1,
+        num_heads=q.shape[1],
+        num_kv_heads=k.shape[1],
+        q_len=max(1, longest // 2),
+        kv_len=longest,
+        head_dim=q.shape[2],
+        dtype=str(q.dtype).removeprefix("torch."),
+        device=q.device.type,
+        causal=True,
+        needs_grad=True,
+        packed=True,
+    )
+
+
+class _Attention(torch.autograd.Function):
+    """Saves local q, k, v, o and lse, and keys of other ranks where the calls keep them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bound: DocumentAttention,
+        calls: RankCalls,
+        spec: AttentionSpec,
+    ) -> Tensor:
+        o, lse, arrived = bound.new_pass(calls, spec).forward(q, k, v)
+        ctx.save_for_backward(q, k, v, o, lse, arrived if calls.keeps_keys else None)
+        ctx.bound, ctx.calls, ctx.spec = bound, calls, spec
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor) -> Any:
+        this_pass = ctx.bound.new_pass(ctx.calls, ctx.spec)
+        return *this_pass.backward(do, *ctx.saved_tensors), None, None, None
+
+
+class _Box:
+    """Gradients on their way home, between two steps of a backward pass."""
+
+    returning: Arriving | None = None
+
+
+class _Fetch(torch.autograd.Function):
+    """Rows of other ranks, on their way; their gradients, when they are home."""
+
+    @staticmethod
+    def forward(ctx: Any, k: Tensor, v: Tensor, exchange: KeyExchange, box: _Box) -> Tensor:
+        ctx.exchange, ctx.box, ctx.dtype = exchange, box, k.dtype
+        ctx.shape = (k.shape[0], 2, *k.shape[1:])
+        box.returning = exchange.fetch(k, v)
+        return box.returning.rows
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, carried: Tensor) -> Any:
+        returned = ctx.box.returning.wait(REST)
+        total = carried.new_zeros(ctx.shape, dtype=torch.float32)
+        ctx.exchange.add_home(total, returned)
+        dk, dv = (total[:, place].to(ctx.dtype) for place in (0, 1))
+        return dk, dv, None, None
+
+
+class _Wait(torch.autograd.Function):
+    """Rows that were on their way; their gradients begin to go home."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, exchange: KeyExchange, box: _Box) -> Tensor:
+        assert box.returning is not None, "fetched before"
+        box.returning.wait(WAITING)
+        ctx.exchange, ctx.box = exchange, box
+        return rows.view_as(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradients: Tensor) -> Any:
+        ctx.box.returning = ctx.exchange.give_back(gradients)
+        return gradients, None, None
