@@ -18,13 +18,14 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parallel.data.clipping import Clipped, clip_by_global_norm
 from parallel.data.gradients import Averager, GradientTransfer, OneGradient, buckets_of
 from parallel.data.step_guard import guard_steps
 
@@ -142,6 +143,57 @@ class DataParallel(nn.Module):
                 names = {p: name for name, p in self.module.named_parameters()}
                 return names[self._trained[number]]
         return None
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        *,
+        split_group: dist.ProcessGroup | None = None,
+        is_split: Callable[[str], bool] = lambda name: True,
+    ) -> Tensor:
+        """``torch.nn.utils.clip_grad_norm_`` of the whole model's gradients, wherever they lie.
+
+        After :meth:`finish_gradient_synchronization` (and a GradScaler's ``unscale_``), by all
+        ranks together. Ranks of the context-parallel axis are among the container's.
+
+        Args:
+            split_group: the tensor-parallel ranks, if the model is split over some.
+            is_split: whether these ranks hold parts of the parameter of a name, and not copies,
+                such as by :func:`parallel.tensor.plan.split_dim`.
+
+        Returns:
+            The norm before, equal on all ranks.
+
+        Raises:
+            RuntimeError: a gradient is not an average yet; or, with ``error_if_nonfinite``, the
+                norm is not finite, on all ranks.
+        """
+        parameters = [(name.removeprefix("module."), p) for name, p in self.named_parameters()]
+        own = self.name_of_unaveraged(p for _, p in parameters)
+        if own is not None:
+            raise RuntimeError(
+                f"clip_grad_norm_(): the gradient of {own} is this rank's own: call the model's "
+                "finish_gradient_synchronization() first"
+            )
+        splits = split_group is not None
+        clipped = [self._clipped(p, is_split=splits and is_split(n)) for n, p in parameters]
+        if not any(c.is_part or c.is_split for c in clipped):
+            return nn.utils.clip_grad_norm_(
+                [p for _, p in parameters], max_norm, norm_type, error_if_nonfinite
+            )
+        return clip_by_global_norm(
+            clipped,
+            max_norm,
+            norm_type,
+            error_if_nonfinite=error_if_nonfinite,
+            group=self._group,
+            split_group=split_group,
+        )
+
+    def _clipped(self, parameter: nn.Parameter, *, is_split: bool) -> Clipped:
+        return Clipped(parameter=parameter, is_part=False, is_split=is_split)
 
     def _stepped(self, parameter: nn.Parameter) -> nn.Parameter:
         """What an optimizer steps for a parameter of the module."""

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parallel.data.clipping import Clipped, PartOfGradient
 from parallel.data.containers import DataParallel
 from parallel.data.flat import FlatLayout
 from parallel.data.gradients import Averager
@@ -76,12 +77,15 @@ class ShardTransfer:
         gradient = received
         if converts:
             gradient = self._new(layout.shard_size, self.shards[0].dtype)
+        gradients = layout.split_shard(gradient, self._index)
+        if layout.num_shards > 1:
+            gradients = [part.as_subclass(PartOfGradient) for part in gradients]
         return _TransferMemory(
             buffer=buffer,
             views=layout.views(buffer) if keeps else [],
             received=received,
             gradient=gradient,
-            gradients=layout.split_shard(gradient, self._index),
+            gradients=gradients,
         )
 
     def start(self, averager: Averager | None) -> None:
@@ -219,6 +223,11 @@ class ShardedDataParallel(DataParallel):
     def _has_own(self, number: int) -> bool:
         # A transfer takes the whole gradient, and its shard has one when the transfer ends.
         return self._progress.num_started > 0 or super()._has_own(number)
+
+    def _clipped(self, parameter: nn.Parameter, *, is_split: bool) -> Clipped:
+        origin = getattr(parameter, "origin", None)
+        is_part = origin is not None and origin.is_part
+        return Clipped(parameter=parameter, is_part=is_part, is_split=is_split)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         # Whole gradients too, which passes in no_sync() leave.

@@ -40,6 +40,8 @@ class ShardOrigin:
     stop: int
     group: dist.ProcessGroup | None
     owner: Callable[[], ShardOwner | None]
+    is_part: bool
+    """Whether other ranks hold other elements; else every rank holds all of them."""
 
     @property
     def num_elements(self) -> int:
@@ -81,6 +83,7 @@ def make_shards(
             stop=stop,
             group=group,
             owner=owner,
+            is_part=layout.num_shards > 1,
         )
         found.append(shard)
     return found
