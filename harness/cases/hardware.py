@@ -12,10 +12,9 @@ from functools import cache
 from typing import Any
 
 from omegaconf import OmegaConf
+from yaml import YAMLError
 
-from harness.paths import CONF
-
-FOLDER = CONF / "hardware"
+from harness.paths import config_files
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -40,9 +39,15 @@ def find_hardware(device_name: str | None) -> Hardware | None:
 @cache
 def _by_device_name() -> dict[str, Hardware]:
     found: dict[str, Hardware] = {}
-    for path in sorted(FOLDER.glob("*.yaml")):
-        values: Any = OmegaConf.to_container(OmegaConf.load(path))
-        hardware = Hardware(**{**values, "match": tuple(values["match"])})
+    for path in config_files("hardware").values():
+        try:
+            values: Any = OmegaConf.to_container(OmegaConf.load(path))
+            hardware = Hardware(**{**values, "match": tuple(values["match"])})
+        except (OSError, YAMLError, TypeError, KeyError) as error:
+            problem = " ".join(f"{error}".split())
+            raise ValueError(
+                f"{path}: no hardware ({problem}); write it like those in conf/hardware"
+            ) from error
         found.update(dict.fromkeys(map(_normalised, hardware.match), hardware))
     return found
 

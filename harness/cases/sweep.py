@@ -7,14 +7,14 @@ stands for every combination of them.
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from harness.paths import SWEEPS
+from harness.did_you_mean import did_you_mean
+from harness.paths import config_files
 
 _KEYS = {"title", "about", "tables", "figures", "isolate", "scales"}
 _KEYS |= {"interleave", "until", "budget_s"}
@@ -57,14 +57,12 @@ def ad_hoc_sweep(tables: list[str], figures: list[str]) -> Sweep:
 
 def load_sweep(name: str) -> Sweep:
     """Read a sweep by name or by path. ValueError in one line if it is not one."""
-    path = Path(name) if name.endswith((".yaml", ".yml")) else SWEEPS / f"{name}.yaml"
-    if not path.is_file():
-        known = sorted(item.stem for item in SWEEPS.glob("*.yaml"))
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
+    known = config_files("sweeps")
+    path = Path(name) if name.endswith((".yaml", ".yml")) else known.get(name)
+    if path is None or not path.is_file():
         raise ValueError(
-            f"sweeps={name}: no such sweep, one of {', '.join(known)}, or the path of a YAML "
-            f"file{hint}"
+            f"sweeps={name}: no such sweep{did_you_mean(name, known)}; there are "
+            f"{', '.join(known)}; or give the path of a YAML file"
         )
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))

@@ -1,7 +1,6 @@
 """The command ``attnbench``: compose, plan, launch, record, render.
 
-Flags (``--cfg job``, ``--info``) are Hydra's own; its ``--help`` is written by
-:mod:`harness.request.help`, which is faster. A command without flags is composed by
+Flags are those of :mod:`harness.commands.flags`. A command without flags is composed by
 :mod:`harness.request.compose`, so that every error is one line and every command a sweep.
 ``attnbench backends`` is the one subcommand: it runs nothing and lists what can run.
 Exit codes: 0 all cases have a result, 1 some failed, 2 the command is wrong, 129 the terminal was
@@ -15,18 +14,14 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from types import FrameType
 
-import hydra
-from hydra._internal.utils import get_args_parser
-
 from harness.commands.backends import main as list_backends
+from harness.commands.flags import run_flags, without_own_folders
 from harness.commands.output import begin_measuring
-from harness.paths import CONF
 from harness.printing import warn
 from harness.request.compose import compose_request
-from harness.request.config_store import store_everything
-from harness.request.help import help_text, template
 from harness.request.session import run_request
 
 USAGE = 2
@@ -39,59 +34,32 @@ STOPPING_S = 10.0
 
 def main() -> int:
     """Console script; returns the exit code."""
-    arguments = [item for item in sys.argv[1:] if item not in ("-m", "--multirun")]
     try:
         os.getcwd()
     except OSError as error:
         return _complain(f"the working folder is gone ({error.strerror}); cd to one that exists")
-    if arguments[:1] == ["backends"]:
-        return list_backends(arguments[1:])
-    if any(item.startswith("-") for item in arguments):
-        return _flags(arguments)
-    return run(arguments)
-
-
-def _flags(arguments: list[str]) -> int:
-    """A command line with flags: Hydra's, or a key written with dashes by mistake."""
-    flags, unknown = get_args_parser().parse_known_args(arguments)
-    if mistakes := [item for item in unknown if item.startswith("-")]:
-        return _complain(_no_such_flag(mistakes[0], arguments))
-    of_hydra = flags.config_dir or flags.config_path or flags.config_name
-    if not flags.help or of_hydra or any(map(_is_of_hydra, flags.overrides)):
-        store_everything(template())
-        main = hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")
-        main(_nothing_to_run)()
-        return 0
     try:
-        print(help_text(flags.overrides, resolve=flags.resolve))
+        arguments, flags = without_own_folders(sys.argv[1:])
+        if arguments[:1] == ["backends"]:
+            return list_backends(arguments[1:])
+        if any(item.startswith("-") for item in arguments):
+            run_flags(arguments)
+            return 0
     except ValueError as error:
         return _complain(str(error))
-    return 0
+    return run(arguments, flags)
 
 
-def _is_of_hydra(override: str) -> bool:
-    return override.lstrip("+~").startswith("hydra")
+def run(arguments: list[str], flags: Sequence[str] = ()) -> int:
+    """Run a command line without flags; returns the exit code.
 
-
-def _no_such_flag(item: str, arguments: list[str]) -> str:
-    """The error for a key that is written with dashes, like another program's flag."""
-    flag, _, value = item.partition("=")
-    following = arguments[arguments.index(item) + 1 :][:1]
-    if not value and following and "=" not in following[0] and not following[0].startswith("-"):
-        value = following[0]
-    return f"{flag}: no such flag; write {flag.lstrip('-') or 'KEY'}={value or 'VALUE'}"
-
-
-def _nothing_to_run(config: object) -> None:
-    warn("leave the flag out to run cases")
-
-
-def run(arguments: list[str]) -> int:
-    """Run a command line without flags; returns the exit code."""
+    Args:
+        flags: those that were typed and have been followed, for the command that records keep.
+    """
     _stop_on_signals()
     try:
         try:
-            request = compose_request(arguments)
+            request = compose_request(arguments, flags)
         except ValueError as error:
             return _complain(str(error))
         if not request.plan:

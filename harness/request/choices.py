@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
+import itertools
 from functools import cache
 from typing import Any
 
@@ -10,8 +10,10 @@ import yaml
 
 from harness.cases.profiler import PROFILERS
 from harness.cases.task import TASKS
-from harness.paths import CONF
+from harness.did_you_mean import did_you_mean
+from harness.paths import CONF, config_files
 from harness.run.launcher import LAUNCHERS
+from kernels.backends.auto import CHAINS
 from kernels.caches import CACHES
 from kernels.registry import Registry
 from parallel import BACKENDS, STRATEGIES
@@ -27,12 +29,12 @@ REGISTRIES: dict[str, Registry[Any]] = {
 def choices(group: str) -> list[str]:
     """Names that can be chosen for a group, sorted."""
     registered = REGISTRIES[group].names() if group in REGISTRIES else []
-    return sorted({*registered, *(path.stem for path in (CONF / group).glob("*.yaml"))})
+    return sorted({*registered, *config_files(group)})
 
 
 def is_file(group: str, name: str) -> bool:
     """Whether a choice is a YAML file."""
-    return (CONF / group / f"{name}.yaml").exists()
+    return name in config_files(group)
 
 
 def options(group: str, name: str) -> Any:
@@ -61,6 +63,18 @@ def require_choice_of_group(group: str, name: str) -> None:
     if group == STRATEGIES.group and name in AXES_BY_NAME:
         axis = AXES_BY_NAME[name]
         raise ValueError(f"parallel={name}: a mesh axis of every choice; write parallel.{axis}=2")
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    raise ValueError(f"{group}={name}: no such choice, one of {', '.join(known)}{hint}")
+    liked = _by_preference(known) if group == BACKENDS.group else known
+    raise ValueError(
+        f"{group}={name}: no such choice{did_you_mean(name, liked)}; there are {', '.join(known)}"
+    )
+
+
+def _by_preference(names: list[str]) -> list[str]:
+    """Attention backends: those that are installed first, and among them auto's order for a GPU."""
+    order = [*itertools.chain.from_iterable(CHAINS.values()), *names]
+
+    def preference(name: str) -> tuple[bool, int]:
+        version = options(BACKENDS.group, name).version() if name in BACKENDS else None
+        return version is None, order.index(name)
+
+    return sorted(names, key=preference)

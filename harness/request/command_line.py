@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,8 +10,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override, OverrideType
 from hydra.errors import HydraException
 
+from harness.paths import config_files
 from harness.request.choices import choices
 from harness.request.config import GROUPS, group_of
+
+PATH_KEY = "results="
 
 Axes = dict[str, list[Any]]
 """The values of each key that a grid combines."""
@@ -24,7 +28,11 @@ def parse(arguments: Sequence[str]) -> Axes:
         try:
             override = parser.parse_override(argument)
         except HydraException as error:
-            raise ValueError(f"{argument}: write KEY=VALUE or KEY=VALUE,VALUE") from error
+            if argument.startswith(PATH_KEY):
+                # A shell's quotes are gone by now, and a path may hold any sign.
+                axes.setdefault(PATH_KEY[:-1], []).append(argument.removeprefix(PATH_KEY))
+                continue
+            raise ValueError(f"{argument}: {_instead_of(argument)}") from error
         if override.type != OverrideType.CHANGE:
             raise ValueError(f"{argument}: keys can be set, not added or removed; write KEY=VALUE")
         key = override.key_or_group
@@ -34,6 +42,32 @@ def parse(arguments: Sequence[str]) -> Axes:
             raise ValueError(f"{key}: given twice; separate several values by commas")
         axes[key] = list(_values(override, parser))
     return axes
+
+
+def _instead_of(argument: str) -> str:
+    """How to write what is not in Hydra's grammar."""
+    key, equals, value = argument.partition("=")
+    if not equals:
+        if argument in config_files("sweeps"):
+            return f"a sweep; write sweeps={argument}"
+        if close := difflib.get_close_matches(argument, COMMANDS, n=1):
+            return f"write {COMMANDS[close[0]]}"
+        return "write KEY=VALUE or KEY=VALUE,VALUE"
+    return (
+        f"write KEY=VALUE or KEY=VALUE,VALUE; quote a value with other signs: '{key}=\"{value}\"'"
+    )
+
+
+COMMANDS = {
+    "backends": "attnbench backends",
+    "report": "attnbench-report RESULTS",
+    "writeup": "attnbench-writeup RESULTS",
+    "compare": "attnbench-compare A B",
+    "pack": "attnbench-pack RESULTS",
+    "status": "attnbench-status RESULTS",
+    "cancel": "attnbench-cancel RESULTS",
+}
+"""How to write the commands that are no keys."""
 
 
 def _values(override: Override, parser: OverridesParser) -> Iterator[Any]:

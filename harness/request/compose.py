@@ -13,9 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from omegaconf import DictConfig
+
 from harness.cases.case import Case
 from harness.cases.requirements import require_at_least, require_choice
 from harness.cases.sweep import UNTIL, Sweep, ad_hoc_sweep, load_sweep
+from harness.did_you_mean import did_you_mean
 from harness.render.registries import FIGURES, TABLES, made_by_default
 from harness.request.command_line import Axes, parse
 from harness.request.config import RUN_KEYS, group_of
@@ -47,8 +50,13 @@ class Request:
     plan: bool
 
 
-def compose_request(arguments: Sequence[str]) -> Request:
-    """Parse, compose and validate a command line (without flags)."""
+def compose_request(arguments: Sequence[str], flags: Sequence[str] = ()) -> Request:
+    """Parse, compose and validate a command line.
+
+    Args:
+        arguments: keys with values.
+        flags: those that were typed and have been followed, for :attr:`Request.command`.
+    """
     typed = parse(arguments)
     names = typed.pop("sweeps", [None])
     if len(names) != 1:
@@ -65,16 +73,13 @@ def compose_request(arguments: Sequence[str]) -> Request:
         require_key(key)
 
     device = launcher.resolve_device(run["device"])
-    scale = run["scale"]
     require_choice("remeasure", run["remeasure"], REMEASURE)
-    require_choice("scale", scale, ["auto", *sweep.scales])
-    if scale == "auto":
-        scale = "full" if device == "cuda" or "tiny" not in sweep.scales else "tiny"
+    scale = _scale(sweep, run["scale"], device)
     cases = expand(sweep.scales[scale], typed, device)
     launcher.validate(cases)
     _require_rendering(sweep)
     options = RunOptions(
-        results=Path(run["results"]),
+        results=Path(run["results"]).expanduser(),
         timeout_s=run["timeout_s"],
         isolate=run["isolate"] or sweep.isolate,
         retry=run["retry"],
@@ -92,9 +97,23 @@ def compose_request(arguments: Sequence[str]) -> Request:
         sweep=sweep,
         scale=scale,
         label=_label(sweep, typed, cases),
-        command=_command(arguments, launcher),
+        command=_command([*flags, *arguments], launcher),
         plan=run["plan"],
     )
+
+
+def scale_of(sweep: Sweep, config: DictConfig) -> str:
+    """The scale of a sweep that a configuration chooses. ValueError if it has no such scale."""
+    chosen = str(config["launcher"]["name"])
+    launcher = _launcher({"launcher": [chosen]})
+    return _scale(sweep, config["scale"], launcher.resolve_device(config["device"]))
+
+
+def _scale(sweep: Sweep, scale: str, device: str) -> str:
+    require_choice("scale", scale, ["auto", *sweep.scales])
+    if scale == "auto":
+        return "full" if device == "cuda" or "tiny" not in sweep.scales else "tiny"
+    return scale
 
 
 def _command(arguments: Sequence[str], launcher: Launcher) -> str:
@@ -141,9 +160,10 @@ def _require_rendering(sweep: Sweep) -> None:
     for registry, names in ((TABLES, sweep.tables), (FIGURES, sweep.figures)):
         for name in names:
             if name not in registry:
+                known = registry.names()
                 raise ValueError(
-                    f"sweeps={sweep.name}: {registry.group}s: {name}: no such {registry.group}, "
-                    f"one of {', '.join(registry.names())}"
+                    f"sweeps={sweep.name}: {registry.group}s: {name}: no such {registry.group}"
+                    f"{did_you_mean(name, known)}; there are {', '.join(known)}"
                 )
 
 

@@ -13,8 +13,9 @@ from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
-from harness.paths import CONF, SWEEPS
+from harness.paths import CONF, config_files, own_folders
 from harness.request.choices import REGISTRIES, default_choice, options
 from harness.request.config import Config, group_of
 
@@ -30,10 +31,25 @@ def compose_config(overrides: Sequence[str] = ()) -> DictConfig:
         _store_sweeps()
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            return compose(config_name="config", overrides=list(overrides))
+            return compose(config_name="config", overrides=[*overrides, *_search_path()])
     except (HydraException, OmegaConfBaseException) as error:
         where = overrides[0] if overrides else "config.yaml"
         raise ValueError(f"conf: {where}: {str(error).strip().splitlines()[0]}") from error
+    except YAMLError as error:
+        problem = " ".join(str(error).split())
+        raise ValueError(f"conf: {overrides[0]}: not valid YAML: {problem}") from error
+
+
+def _search_path() -> list[str]:
+    """Hydra's override that lets it find the files in folders of the user's own."""
+    folders = own_folders()
+    if not folders:
+        return []
+    quoted = ",".join(f"'file://{str(folder).translate(_ESCAPED)}'" for folder in folders)
+    return [f"hydra.searchpath=[{quoted}]"]
+
+
+_ESCAPED = str.maketrans({"'": "\\'"})
 
 
 def store_everything(help_template: str) -> None:
@@ -58,8 +74,8 @@ def _store_help(template: str) -> None:
 
 def _store_sweeps() -> None:
     """Named sweeps are read by harness.cases.sweep; this lets Hydra's flags accept their names."""
-    for path in SWEEPS.glob("*.yaml"):
-        ConfigStore.instance().store(group="sweeps", name=path.stem, node={}, package="_global_")
+    for name in config_files("sweeps"):
+        ConfigStore.instance().store(group="sweeps", name=name, node={}, package="_global_")
 
 
 def _store_choices(group: str, names: Iterable[str]) -> None:

@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from harness.cases.case import Case
 from harness.cases.requirements import require_at_most
 from harness.cases.task import TASKS
+from harness.paths import config_files
 from harness.request.choices import (
     REGISTRIES,
     default_choice,
@@ -73,6 +74,8 @@ def expand(grids: list[dict[str, Any]], typed: Axes, device: str) -> list[Case]:
 def _applicable(typed: Axes, axes: Axes) -> Axes:
     """The typed keys that a grid's tasks use: a grid of attention calls has no model to change."""
     tasks = typed.get("task") or axes.get("task") or [default_choice("task")]
+    for name in tasks:
+        require_choice_of_group("task", str(name))
     uses = frozenset().union(*(TASKS[str(name)].target.uses for name in tasks))
     return {
         key: values
@@ -131,7 +134,13 @@ def _group_node(group: str, name: str) -> DictConfig:
     if name == default_choice(group):
         return cast(DictConfig, default_config()[group])
     if is_file(group, name):
-        return cast(DictConfig, compose_config([f"{group}={name}"])[group])
+        found = cast(DictConfig, compose_config([f"{group}={name}"])[group])
+        if group not in REGISTRIES and found.get("name", name) != name:
+            path = config_files(group)[name]
+            raise ValueError(
+                f"{path}: name: {found['name']}: must be {name}, as the file is called"
+            )
+        return found
     return cast(DictConfig, OmegaConf.structured(options(group, name)))
 
 

@@ -12,7 +12,7 @@ from string import Template
 
 from omegaconf import OmegaConf
 
-from harness.paths import SWEEPS
+from harness.paths import config_files
 from harness.request.choices import choices
 from harness.request.config import GROUPS
 from harness.request.config_store import compose_config
@@ -70,7 +70,9 @@ How to run, rather than what to measure:
   until       decided adds rounds to compared cases that are still UNCLEAR, up to max_rounds=
               and for budget_s= seconds in all; rounds adds none
 
-Flags: --cfg job prints the composed configuration, --info all tells more, --hydra-help too.
+Flags: --config-dir DIR adds choices of your own (DIR/model/mine.yaml, DIR/sweeps/mine.yaml), as
+ATTNBENCH_CONFIG=DIR does; --cfg job prints the composed configuration; --info all and --hydra-help
+tell more.
 """
 
 
@@ -83,7 +85,7 @@ def help_text(overrides: Sequence[str], *, resolve: bool = False) -> str:
 def template() -> str:
     """Hydra's help template, with the choices of every group."""
     names = {group: choices(group) for group in GROUPS}
-    names["sweeps"] = sorted(path.stem for path in SWEEPS.glob("*.yaml"))
+    names["sweeps"] = sorted(config_files("sweeps"))
     lines = [f"  {group:<10} {', '.join(found)}" for group, found in names.items()]
     text = _TEMPLATE.replace("@CHOICES@", "\n".join(lines))
     text = text.replace("@DECODE_CHAINS@", _chains(DECODE_CHAINS))

@@ -50,6 +50,8 @@ def run_request(request: Request) -> int:
             write_plan(store.results, sweep_plan(request))
         except OSError as error:
             return _complain(f"results={store.results}: cannot be written ({error.strerror})", 2)
+    elif store.results.exists() and not store.results.is_dir():
+        return _complain(f"results={store.results}: is a file; must be a folder", 2)
     records, problems = load(store)
     for problem in in_short(problems):
         warn(f"{problem}; measured again")

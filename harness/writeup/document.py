@@ -23,7 +23,7 @@ from harness.cases import format as fmt
 from harness.cases.recorded import load
 from harness.cases.sweep import Sweep, load_sweep
 from harness.cases.task import TASKS
-from harness.paths import SWEEPS
+from harness.paths import project_sweeps
 from harness.render.figure import CaptionedFigure, build_figure
 from harness.render.report import (
     counts_of,
@@ -305,20 +305,20 @@ def _sweeps_without(
     What is measured belongs beside what a GPU has measured, if there is any; what is only counted
     needs no device, and goes into the first folder.
     """
-    for path in sorted(SWEEPS.glob("*.yaml")):
-        if any(label == path.stem or label.startswith(f"{path.stem}-") for label in labels):
+    for name in project_sweeps():
+        if any(label == name or label.startswith(f"{name}-") for label in labels):
             continue
-        command = f"attnbench sweeps={path.stem}"
-        if not _measures(load_sweep(path.stem)):
-            yield Gap(what=f"{path.stem}: not run", command=command_into(command, folders[0]))
+        command = f"attnbench sweeps={name}"
+        if not _measures(load_sweep(name)):
+            yield Gap(what=f"{name}: not run", command=command_into(command, folders[0]))
         elif cuda is not None:
             yield Gap(
-                what=f"{path.stem}: not run",
+                what=f"{name}: not run",
                 command=command_into(command, cuda, device="cuda"),
             )
         else:
             yield Gap(
-                what=f"{path.stem}: not run (on a CPU at a size for one; in full on a GPU, into a "
+                what=f"{name}: not run (on a CPU at a size for one; in full on a GPU, into a "
                 "folder of its own)",
                 command=command_into(command, folders[0]),
             )

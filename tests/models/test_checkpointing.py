@@ -81,7 +81,7 @@ def test_counts_in_the_id_once_it_is_used() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("checkpoint=blocks",), "checkpoint=blocks: no such choice, .*did you mean block"),
+        (("checkpoint=blocks",), r"checkpoint=blocks: no such choice \(did you mean block\?\)"),
         (("checkpoint=block", "checkpoint.every=3"), "checkpoint.every=3: .*every_k"),
         (("checkpoint=every_k", "checkpoint.every=0"), "checkpoint.every=0: must be at least 1"),
         (("checkpoint=every_k", "checkpoint.every=99"), "checkpoint.every=99: .*num_layers=2"),

@@ -13,7 +13,8 @@ from status_examples import step_samples
 
 from harness.analysis.frame import build_frame
 from harness.analysis.stats import by_round, quartiles, slowest_rank
-from harness.cases.hardware import FOLDER, find_hardware
+from harness.cases.hardware import find_hardware
+from harness.paths import config_files
 from harness.render.files import to_markdown
 from harness.render.table import TABLES, build_table
 from harness.statuses import STATUSES
@@ -109,7 +110,7 @@ class TestFrame:
 
 class TestHardware:
     def test_every_file_is_complete_and_names_its_source(self) -> None:
-        paths = list(FOLDER.glob("*.yaml"))
+        paths = list(config_files("hardware").values())
         assert paths
         for path in paths:
             values: Any = OmegaConf.load(path)

@@ -229,7 +229,7 @@ class TestDecode:
             "cache.num_blocks=3: the batch needs 4",
         ),
         (["cache=paged", "cache.block_size=0"], "cache.block_size=0: must be at least 1"),
-        (["cache=page"], "cache=page: no such choice, one of contiguous"),
+        (["cache=page"], "cache=page: no such choice (did you mean paged?); there are"),
         (["parallel=ddp_torch"], "parallel.dp=2: task=decode runs in one process"),
         (["task.prefill_attention=fast"], "task.prefill_attention=fast: must be one of"),
         (["attention=mla_absorbed", "attention.implementation=c"], "attention.implementation=c"),
