@@ -1,7 +1,8 @@
 """Distributed data parallelism, step by step: every rank holds the model and a batch of its own.
 
 Read in this order: ``gradients`` (transfers that average one gradient or a bucket of them),
-``containers`` (when transfers start: after the backward pass, or during it),
+``data_parallel`` and ``containers`` (when transfers start: after the backward pass, or during
+it), ``clipping`` (gradients by the norm of all),
 ``sharded_optimizer`` (the optimizer's state, divided among the ranks by whole parameters),
 ``flat`` and ``shards`` (tensors in one buffer, cut into a shard for each rank),
 ``shard_gradients`` (reduce-scatter), ``zero`` (ranks update shards of replicated parameters) and

@@ -83,6 +83,7 @@ class FSDP(ShardedDataParallel):
         self._compute_dtype, self._replicate_below = compute_dtype, replicate_below
         self._weights: list[FlatWeights] = []
         self._units: list[Unit] = []
+        self._transfer_of: dict[FlatWeights, ShardTransfer] = {}
         # In a list, which does not register them as modules of their own.
         self._blocks = [blocks_of(module) if blocks is None else list(blocks)]
         super().__init__(module, overlap=True, group=group)
@@ -96,7 +97,7 @@ class FSDP(ShardedDataParallel):
 
     def _arrange(self, parameters: Sequence[nn.Parameter]) -> Sequence[GradientTransfer]:
         device = parameters[0].device
-        gathering, reducing = SideStream(device), SideStream(device)
+        gathering, self._reducing = SideStream(device), SideStream(device)
         (blocks,) = self._blocks
         inside, outside = parameters_of_blocks(self.module, blocks)
         small = [p for p in self.module.parameters() if p.numel() < self._replicate_below]
@@ -112,23 +113,34 @@ class FSDP(ShardedDataParallel):
                 self._units.append(unit)
         rest = self._flatten([p for p in outside if p not in replicated], shards=True)
         self._rest = Unit([*rest, *self._flatten(small, shards=False)], Slot(), gathering)
-        transfers: list[ShardTransfer] = []
-        for unit in (*reversed(self._units), self._rest):
+        for unit in (*self._units, self._rest):
             unit.place()
-            transfers += [
-                ShardTransfer(
-                    weights.sharded,
-                    side_stream=reducing,
-                    # Replicated parameters are few, and their gradients may as well be accurate.
-                    dtype=weights.compute_dtype if weights.is_sharded else weights.master.dtype,
-                )
-                for weights in unit.weights
-                if weights.parameters[0].requires_grad
-            ]
-            unit.end_of_transfers = len(transfers)
+        transfers = self._list_transfers()
         for unit in (*self._units[:NUM_SLOTS], self._rest):
             # Until the first pass nothing is whole.
             unit.vacate()
+        return transfers
+
+    def _arrange_more(self, parameters: Sequence[nn.Parameter]) -> Sequence[GradientTransfer]:
+        return self._list_transfers()
+
+    def _list_transfers(self) -> list[ShardTransfer]:
+        """One for all weights that train, in the order of the backward pass."""
+        transfers: list[ShardTransfer] = []
+        for unit in (*reversed(self._units), self._rest):
+            for weights in unit.weights:
+                if weights not in self._transfer_of and any(
+                    p.requires_grad for p in weights.parameters
+                ):
+                    self._transfer_of[weights] = ShardTransfer(
+                        weights.sharded,
+                        side_stream=self._reducing,
+                        # Replicated parameters are few, and their gradients may be accurate.
+                        dtype=weights.compute_dtype if weights.is_sharded else weights.master.dtype,
+                    )
+                if weights in self._transfer_of:
+                    transfers.append(self._transfer_of[weights])
+            unit.end_of_transfers = len(transfers)
         return transfers
 
     def _flatten(self, parameters: Sequence[nn.Parameter], *, shards: bool) -> list[FlatWeights]:
@@ -150,6 +162,7 @@ class FSDP(ShardedDataParallel):
         if self._level < len(self._units):
             # The last backward pass was in no_sync().
             self._end_backward(reduces=False)
+        self._take_in_thawed()
         self._begin_forward()
         inputs, kwargs = tree_map(self._cast, (inputs, kwargs))
         outputs = self.module(*inputs, **kwargs)

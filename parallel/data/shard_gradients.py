@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel.data.clipping import Clipped, PartOfGradient
-from parallel.data.containers import DataParallel
+from parallel.data.data_parallel import DataParallel
 from parallel.data.flat import FlatLayout
 from parallel.data.gradients import Averager
 from parallel.streams import SideStream, StreamEvent
@@ -211,6 +211,17 @@ class ShardedDataParallel(DataParallel):
                     "further, and this container does not"
                 )
         super().__init__(module, overlap=overlap, group=group)
+        self._train_flags = [shard.requires_grad for shard in self._shards.values()]
+
+    def _take_in_thawed(self) -> None:
+        # A user sees shards in parameters(), and the module's own parameters in the module.
+        for number, (whole, shard) in enumerate(self._shards.items()):
+            before = self._train_flags[number]
+            if whole.requires_grad is not before or shard.requires_grad is not before:
+                self._train_flags[number] = not before
+                whole.requires_grad_(not before)
+                shard.requires_grad_(not before)
+        super()._take_in_thawed()
 
     def named_parameters(self, *arguments: Any, **options: Any) -> Iterator[tuple[str, Any]]:
         """This rank's shards, by the names of the whole parameters, equal on all ranks."""
@@ -238,7 +249,8 @@ class ShardedDataParallel(DataParallel):
         super().finish_gradient_synchronization()
         if self._synchronizes:
             for transfer in self._transfers:
-                cast("ShardTransfer", transfer).let_go()
+                if isinstance(transfer, ShardTransfer):
+                    transfer.let_go()
 
     def _start_up_to(self, number: int) -> None:
         if self.IN_FLIGHT is not None:

@@ -11,7 +11,6 @@ Stage 2 frees a bucket's gradients once they are reduced; each rank keeps those 
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -21,9 +20,9 @@ import torch.distributed as dist
 from torch import nn
 
 from parallel.data.buckets import bucket_tensors
-from parallel.data.containers import MIB
+from parallel.data.containers import bucket_bytes
 from parallel.data.flat import FlatLayout, start_all_gather
-from parallel.data.gradients import GradientTransfer
+from parallel.data.gradients import GradientTransfer, buckets_of
 from parallel.data.model_blocks import waiting_points
 from parallel.data.shard_gradients import ShardedDataParallel, ShardedParameters, ShardTransfer
 from parallel.data.shards import make_shards
@@ -94,13 +93,11 @@ class Zero(ShardedDataParallel):
     def __init__(
         self,
         module: nn.Module,
-        bucket_size_mb: float = 25.0,
+        bucket_size_mb: float | None = 25.0,
         *,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        if not 0 < bucket_size_mb < math.inf:
-            raise ValueError(f"bucket_size_mb={bucket_size_mb:g}: must be positive and finite")
-        self._max_bytes = bucket_size_mb * MIB
+        self._max_bytes = bucket_bytes(bucket_size_mb)
         self._buckets: list[ZeroBucket] = []
         self._stale = False
         super().__init__(module, overlap=True, group=group)
@@ -123,7 +120,12 @@ class Zero(ShardedDataParallel):
             self._buckets.append(bucket)
         return self._buckets
 
+    def _arrange_more(self, parameters: Sequence[nn.Parameter]) -> Sequence[GradientTransfer]:
+        # Optimizers may have them already: they stay whole, and every rank updates them.
+        return [*self._transfers, *buckets_of(parameters, self._max_bytes)]
+
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        self._take_in_thawed()
         if self._stale:
             self._gather()
         # A module that has not been called may be one whose parameters others use.

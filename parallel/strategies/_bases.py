@@ -8,7 +8,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 
-from parallel.data import containers, elementwise_optimizer
+from parallel.data import data_parallel, elementwise_optimizer
 from parallel.strategies.strategy import Strategy
 
 COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
@@ -21,7 +21,7 @@ class DataParallelStrategy(Strategy):
     dp: int = 2
 
     def after_backward(self, model: torch.nn.Module) -> None:
-        cast("containers.DataParallel", model).finish_gradient_synchronization()
+        cast("data_parallel.DataParallel", model).finish_gradient_synchronization()
 
 
 @dataclass(kw_only=True, slots=True)

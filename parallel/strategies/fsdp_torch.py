@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.registry import Look
-from parallel.data import containers, model_blocks
+from parallel.data import data_parallel, model_blocks
 from parallel.strategies._bases import FullyShardedStrategy
 from parallel.strategies.strategy import strategy
 
@@ -33,7 +33,7 @@ class TorchFSDP(FullyShardedStrategy):
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         mesh = self.data_mesh()
-        containers.broadcast_from_first(model, self.data_group())
+        data_parallel.broadcast_from_first(model, self.data_group())
         dtype = self.torch_dtype()
         # As in our FSDP, inputs of blocks are not cast: the rotary tables stay in float32.
         policy = MixedPrecisionPolicy(param_dtype=dtype, cast_forward_inputs=False)

@@ -37,7 +37,7 @@ from ranks import on_ranks
 from strategy_training import case_of, train_case, train_case_on_rank
 from torch import Tensor, nn
 
-from parallel.data import BucketedDDP, NaiveDDP
+from parallel.data import BucketedDDP, NaiveDDP, Zero1, Zero2
 from parallel.data.gradients import Averager, buckets_of
 
 
@@ -329,3 +329,13 @@ class TestStrategies:
     def test_bucket_size_names_the_key(self, name: str, size: str, words: str) -> None:
         with pytest.raises(ValueError, match=rf"^parallel\.bucket_size_mb=.* must be {words}$"):
             case_of(f"parallel={name}", f"parallel.bucket_size_mb={size}")
+
+
+def without_a_limit(group: dist.ProcessGroup, kind: type[nn.Module]) -> int:
+    model = kind(Plain(), bucket_size_mb=None, group=group)
+    return len(model._transfers)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [BucketedDDP, Zero1, Zero2])
+def test_no_bucket_size_is_one_bucket(kind: type[nn.Module]) -> None:
+    assert on_ranks(2, without_a_limit, kind) == [1, 1]

@@ -1,0 +1,339 @@
+"""The base of all containers: averages gradients over the ranks that hold one model.
+
+Containers differ in their transfers (which gradients travel together) and in when these start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parallel.data.clipping import Clipped, clip_by_global_norm
+from parallel.data.gradients import Averager, GradientTransfer
+from parallel.data.step_guard import guard_steps
+
+
+class DataParallel(nn.Module):
+    """Base of all containers: makes replicas equal at the start, and averages gradients later.
+
+    The constructor notes the parameters that require gradients, each once however many modules
+    share it. It broadcasts buffers too, which from then on are each rank's own.
+
+    A parameter that no rank used in a step keeps ``grad=None``, so that optimizers pass it over
+    as they do in one process; one that some ranks used has the mean over all of them.
+
+    Args:
+        module: on its device already; may have parameters of several dtypes.
+        overlap: start averaging during the backward pass.
+        group: the ranks to average over, all of which make the container together; the world
+            if None, and one rank where there is no process group.
+
+    Raises:
+        ValueError: nothing in the module trains, or it lies on several devices.
+    """
+
+    def __init__(
+        self, module: nn.Module, *, overlap: bool, group: dist.ProcessGroup | None = None
+    ) -> None:
+        super().__init__()
+        require_one_device(module)
+        self.module = module
+        self._group = dist.group.WORLD if group is None and dist.is_initialized() else group
+        self._trained = [p for p in module.parameters() if p.requires_grad]
+        if not self._trained:
+            raise ValueError(
+                "the module has no parameter that requires gradients: there is nothing to average"
+            )
+        # The last layers' gradients are there first.
+        self._trained.reverse()
+        self._frozen: list[nn.Parameter] = []
+        """Parameters that have never trained."""
+        self._index_of: dict[Tensor, int] = {}
+        """The transfer of each trained parameter."""
+        self._synchronizes, self._overlaps = True, overlap
+        self._own_gradients = bytearray(len(self._trained))
+        """1 for each trained parameter with a gradient that has not been averaged."""
+        self._transfers: Sequence[GradientTransfer] = ()
+        self._progress = _Progress(())
+        self._averager: Averager | None = None
+        if not self._has_work():
+            return
+        if self._group is not None and self.world_size > 1:
+            broadcast_from_first(module, self._group)
+            self._averager = Averager(self._group)
+        self._frozen = [p for p in module.parameters() if not p.requires_grad]
+        self._transfers = self._arrange(self._trained)
+        self._prepare(self._trained)
+        guard_steps(self)
+
+    @property
+    def world_size(self) -> int:
+        return 1 if self._group is None else self._group.size()
+
+    def _has_work(self) -> bool:
+        """Whether training the module needs more than the module itself."""
+        return self.world_size > 1
+
+    def _arrange(self, parameters: Sequence[nn.Parameter]) -> Sequence[GradientTransfer]:
+        """The transfers, in the order in which the backward pass completes their gradients."""
+        raise NotImplementedError
+
+    def _arrange_more(self, parameters: Sequence[nn.Parameter]) -> Sequence[GradientTransfer]:
+        """All transfers, once ``parameters`` have begun to train too."""
+        return [*self._transfers, *self._arrange(parameters)]
+
+    def _prepare(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Get ready for gradients of ``parameters``, which train from now on."""
+        transfers = self._transfers
+        self._index_of = {p: n for n, transfer in enumerate(transfers) for p in transfer.parameters}
+        trained = set(self._trained)
+        self._progress = _Progress(
+            [sum(p in trained for p in transfer.parameters) for transfer in transfers]
+        )
+        num_parameters = sum(len(transfer.parameters) for transfer in transfers)
+        self._used = torch.ones(num_parameters, dtype=torch.uint8, device=self._trained[0].device)
+        self._register_hooks(parameters)
+
+    def _take_in_thawed(self) -> None:
+        """Train parameters that were frozen until now, as layers are in gradual unfreezing.
+
+        All ranks thaw the same ones between the same passes.
+        """
+        thawed = [p for p in self._frozen if p.requires_grad]
+        if not thawed:
+            return
+        if self._progress.has_begun:
+            names = {p: name for name, p in self.module.named_parameters()}
+            raise RuntimeError(
+                f"{names[thawed[0]]} trains since the last backward pass, whose gradients are not "
+                "averaged yet: call finish_gradient_synchronization() before requires_grad_()"
+            )
+        self._frozen = [p for p in self._frozen if not p.requires_grad]
+        thawed.reverse()
+        self._trained += thawed
+        self._own_gradients += bytes(len(thawed))
+        self._transfers = self._arrange_more(thawed)
+        self._prepare(thawed)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        self._take_in_thawed()
+        return self.module(*inputs, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes in here add to each rank's own gradients; the next pass averages all."""
+        before = self._synchronizes
+        self._synchronizes = False
+        try:
+            yield
+        finally:
+            self._synchronizes = before
+
+    def finish_gradient_synchronization(self) -> None:
+        """Complete the averages of all gradients; called after every backward pass.
+
+        On a GPU the stream waits, and not the host.
+        """
+        if not self._transfers or not self._synchronizes:
+            return
+        # Where the module was called in place of the container.
+        self._take_in_thawed()
+        self._start_up_to(len(self._transfers))
+        unused = self._unused()
+        work = self._start_exchanging_used([number for number, *_ in unused])
+        for transfer in self._transfers:
+            transfer.wait()
+        if work is not None:
+            work.wait()
+        if unused and work is not None:
+            # Read only where something is missing: on a GPU reading waits for the device.
+            used = self._used.tolist()
+            for number, transfer, place in unused:
+                if used[number]:
+                    transfer.give(place)
+        self._progress.start_over()
+        self._own_gradients = bytearray(len(self._trained))
+
+    def name_of_unaveraged(self, parameters: Iterable[Tensor]) -> str | None:
+        """The first of an optimizer's parameters whose gradient is not an average yet."""
+        if 1 not in self._own_gradients:
+            return None
+        numbers = {self._stepped(p): number for number, p in enumerate(self._trained)}
+        for parameter in parameters:
+            number = numbers.get(parameter)
+            if number is not None and self._own_gradients[number] and self._has_own(number):
+                names = {p: name for name, p in self.module.named_parameters()}
+                return names[self._trained[number]]
+        return None
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        *,
+        split_group: dist.ProcessGroup | None = None,
+        is_split: Callable[[str], bool] = lambda name: True,
+    ) -> Tensor:
+        """``torch.nn.utils.clip_grad_norm_`` of the whole model's gradients, wherever they lie.
+
+        After :meth:`finish_gradient_synchronization` (and a GradScaler's ``unscale_``), by all
+        ranks together. Ranks of the context-parallel axis are among the container's.
+
+        Args:
+            split_group: the tensor-parallel ranks, if the model is split over some.
+            is_split: whether these ranks hold parts of the parameter of a name, and not copies,
+                such as by :func:`parallel.tensor.plan.split_dim`.
+
+        Returns:
+            The norm before, equal on all ranks.
+
+        Raises:
+            RuntimeError: a gradient is not an average yet; or, with ``error_if_nonfinite``, the
+                norm is not finite, on all ranks.
+        """
+        parameters = [(name.removeprefix("module."), p) for name, p in self.named_parameters()]
+        own = self.name_of_unaveraged(p for _, p in parameters)
+        if own is not None:
+            raise RuntimeError(
+                f"clip_grad_norm_(): the gradient of {own} is this rank's own: call the model's "
+                "finish_gradient_synchronization() first"
+            )
+        splits = split_group is not None
+        clipped = [self._clipped(p, is_split=splits and is_split(n)) for n, p in parameters]
+        if not any(c.is_part or c.is_split for c in clipped):
+            return nn.utils.clip_grad_norm_(
+                [p for _, p in parameters], max_norm, norm_type, error_if_nonfinite
+            )
+        return clip_by_global_norm(
+            clipped,
+            max_norm,
+            norm_type,
+            error_if_nonfinite=error_if_nonfinite,
+            group=self._group,
+            split_group=split_group,
+        )
+
+    def _clipped(self, parameter: nn.Parameter, *, is_split: bool) -> Clipped:
+        return Clipped(parameter=parameter, is_part=False, is_split=is_split)
+
+    def _stepped(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What an optimizer steps for a parameter of the module."""
+        return parameter
+
+    def _has_own(self, number: int) -> bool:
+        """Whether a gradient has neither been thrown away nor zeroed since it came."""
+        gradient = self._trained[number].grad
+        return gradient is not None and bool(gradient.any())
+
+    def _unused(self) -> list[tuple[int, GradientTransfer, int]]:
+        """Parameters without a gradient here: number, transfer, and place in the transfer."""
+        found, first = [], 0
+        for transfer in self._transfers:
+            found += [(first + place, transfer, place) for place in transfer.absent]
+            first += len(transfer.parameters)
+        return found
+
+    def _start_exchanging_used(self, unused: list[int]) -> dist.Work | None:
+        """Begin to find out which parameters have a gradient on any rank, a byte a parameter.
+
+        In every step, since a rank that has all gradients cannot know of the others.
+        """
+        if self.world_size == 1:
+            return None
+        self._used.fill_(1)
+        if unused:
+            self._used[torch.tensor(unused, device=self._used.device)] = 0
+        return dist.all_reduce(self._used, dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+    def _register_hooks(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Note each gradient that autograd has completed, and start transfers if they overlap."""
+        # Parameters outlive the container where the caller keeps the module.
+        this = weakref.ref(self)
+        first = len(self._trained) - len(parameters)
+        for number, parameter in enumerate(parameters, first):
+
+            def complete(parameter: Tensor, number: int = number) -> None:
+                container = this()
+                if container is not None:
+                    container._own_gradients[number] = 1
+                    if container._overlaps and container._synchronizes:
+                        container._complete(container._index_of[parameter])
+
+            parameter.register_post_accumulate_grad_hook(complete)
+
+    def _complete(self, index: int) -> None:
+        """Note a complete gradient of transfer ``index``, and start the transfers that are ready.
+
+        In one order on all ranks, in whatever order gradients come: ranks that used different
+        parameters would else pair all-reduces of different ones.
+        """
+        progress = self._progress
+        if progress.missing[index] == 0:
+            raise RuntimeError(
+                "a gradient came again before finish_gradient_synchronization(): call that after "
+                "every backward pass, or run all passes but the last in no_sync()"
+            )
+        progress.missing[index] -= 1
+        number = progress.num_started
+        while number < len(progress.missing) and not progress.missing[number]:
+            number += 1
+        self._start_up_to(number)
+
+    def _start_up_to(self, number: int) -> None:
+        """Start the transfers before ``number`` that have not been started."""
+        progress = self._progress
+        while progress.num_started < number:
+            self._transfers[progress.num_started].start(self._averager)
+            progress.num_started += 1
+
+
+class _Progress:
+    """How far a backward pass has come; attributes of a module would be slow to set."""
+
+    __slots__ = ("_sizes", "missing", "num_started")
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes = sizes
+        self.start_over()
+
+    def start_over(self) -> None:
+        self.num_started = 0
+        """Transfers that have started."""
+        self.missing = list(self._sizes)
+        """Gradients that each transfer still waits for."""
+
+    @property
+    def has_begun(self) -> bool:
+        return self.num_started > 0 or self.missing != self._sizes
+
+
+def require_one_device(module: nn.Module) -> None:
+    """Raise ValueError that names the first tensor on another device than the ones before it."""
+    first: tuple[str, torch.device] | None = None
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if first is None:
+            first = name, tensor.device
+        if tensor.device != first[1]:
+            raise ValueError(
+                f"{name} is on {tensor.device} and {first[0]} on {first[1]}: move the whole module "
+                "to the device of this rank"
+            )
+        if tensor.is_meta:
+            raise ValueError(f"{name} is on the meta device: give the module memory first")
+
+
+def broadcast_from_first(module: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Give all ranks the parameters and buffers of the group's first."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        values = tensor.detach()
+        sent = values.contiguous()
+        dist.broadcast(sent, group=group, group_src=0)
+        if sent is not values:
+            values.copy_(sent)
