@@ -34,7 +34,9 @@ def scheme_of(name: str, options: tuple[tuple[str, Any], ...] = ()) -> SequenceP
     known = set(inspect.signature(entry.target).parameters) - {"name"}
     for key, _ in options:
         if key not in known:
-            raise ValueError(f"{name}_attention({key}=...): its options are {', '.join(known)}")
+            raise ValueError(
+                f"{name}_attention({key}=...): its options are {', '.join(sorted(known))}"
+            )
     return entry.target(name=name, **{**entry.preset, **dict(options)})
 
 

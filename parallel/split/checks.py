@@ -115,11 +115,7 @@ def check_keys(
 def whole_lengths(local: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
     """Lengths of whole sequences from those of this rank's parts, which hold no padding."""
     for length in local:
-        if length % layout.chunks_per_rank:
-            raise ValueError(
-                f"local_cu_seqlens has a part of {length} tokens: a {layout.name} part is made of "
-                f"{layout.chunks_per_rank} equal chunks"
-            )
+        _check_chunks(length, layout, "local_cu_seqlens has a part of")
     return tuple(length * layout.num_ranks for length in local)
 
 
@@ -159,20 +155,24 @@ def _wrong_tokens(found: int, expected: int, lengths: Sequence[int], num_ranks: 
 
 def check_dense_part(num_tokens: int, length: int | None, layout: Layout) -> int:
     """The length of whole sequences. Raises ValueError unless a rank holds its part of them."""
-    whole = num_tokens * layout.num_ranks
-    if layout.local_len(whole) != num_tokens:
-        raise ValueError(
-            f"q has {num_tokens} tokens: a {layout.name} part is made of {layout.chunks_per_rank} "
-            "equal chunks"
-        )
+    _check_chunks(num_tokens, layout, "q has")
     if length is None:
-        return whole
+        return num_tokens * layout.num_ranks
     if length < 1 or layout.local_len(length) != num_tokens:
         raise ValueError(
             f"length={length}: its part on one of {layout.num_ranks} ranks has "
             f"{layout.local_len(length)} tokens, and q has {num_tokens}"
         )
     return length
+
+
+def _check_chunks(num_tokens: int, layout: Layout, what: str) -> None:
+    """Raise ValueError unless a rank can hold so many tokens of a sequence without padding."""
+    if layout.local_len(num_tokens * layout.num_ranks) != num_tokens:
+        chunks = layout.multiple // layout.num_ranks
+        raise ValueError(
+            f"{what} {num_tokens} tokens: a {layout.name} part is made of {chunks} equal chunks"
+        )
 
 
 def _short(values: Sequence[int]) -> str:

@@ -1,9 +1,13 @@
-"""A rank's part of whole tensors, as its scheme lays sequences out: shards, positions, labels."""
+"""A rank's part of whole tensors, as its scheme lays sequences out: shards, positions, labels.
+
+``options`` are those of the scheme, where its layout depends on them.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +31,7 @@ def shard(
     cu_seqlens: Offsets | None = None,
     pad_value: float | None = None,
     group: dist.ProcessGroup | None = None,
+    **options: Any,
 ) -> Tensor:
     """This rank's part of ``x`` along ``dim``, where ``x`` is whole on every rank; differentiable.
 
@@ -38,17 +43,20 @@ def shard(
             tokens and -100 for labels. A dense batch's attention then needs ``length=``.
 
     Raises:
-        ValueError: a length does not divide and there is no ``pad_value``.
+        ValueError: a length does not divide and there is no ``pad_value``, or lengths do not add
+            up to the tokens of x.
     """
-    layout, rank = _place(scheme, group)
-    lengths = _lengths(x.shape[dim], cu_seqlens)
+    layout, rank = _place(scheme, group, options)
+    lengths = _with_tokens(x.shape[dim], cu_seqlens)
+    if sum(lengths) != x.shape[dim]:
+        raise ValueError(f"cu_seqlens ends at {sum(lengths)}: x has {x.shape[dim]} tokens")
     for length in lengths:
         if pad_value is None and length % layout.multiple:
             raise ValueError(
                 f"{length} tokens do not divide by {layout.multiple}, as {scheme} over "
                 f"{layout.num_ranks} ranks needs: give pad_value="
             )
-    return layout.shard_packed(x, lengths, rank, dim, pad_value or 0)
+    return layout.shard_packed(x, lengths, rank, dim, pad_value or 0) if lengths else x
 
 
 def unshard(
@@ -59,6 +67,7 @@ def unshard(
     length: int | None = None,
     cu_seqlens: Offsets | None = None,
     group: dist.ProcessGroup | None = None,
+    **options: Any,
 ) -> Tensor:
     """The whole tensor from all ranks' parts, without padding; the inverse of :func:`shard`.
 
@@ -73,9 +82,9 @@ def unshard(
     """
     session = session_of(group)
     try:
-        layout, _ = _place(scheme, group)
+        layout, _ = _place(scheme, group, options)
         whole = x.shape[dim] * layout.num_ranks if length is None else length
-        lengths = _lengths(whole, cu_seqlens)
+        lengths = _with_tokens(whole, cu_seqlens)
         expected = sum(map(layout.local_len, lengths))
         if x.shape[dim] != expected:
             raise ValueError(
@@ -85,7 +94,7 @@ def unshard(
     except Exception as error:
         session.refuse(error)
     parts = gathered(session, x, f"unshard {scheme} {lengths}")
-    return layout.unshard_packed(parts, lengths, dim)
+    return layout.unshard_packed(parts, lengths, dim) if lengths else x
 
 
 def position_ids(
@@ -95,6 +104,7 @@ def position_ids(
     cu_seqlens: Offsets | None = None,
     group: dist.ProcessGroup | None = None,
     device: torch.device | str | None = None,
+    **options: Any,
 ) -> Tensor:
     """The position of each of this rank's tokens in its own sequence, int64 [tokens].
 
@@ -105,22 +115,21 @@ def position_ids(
 
     Those of padding run on past the end of their sequence.
     """
-    layout, rank = _place(scheme, group)
+    layout, rank = _place(scheme, group, options)
     if (length is None) == (cu_seqlens is None):
         raise ValueError("position_ids: give length= or cu_seqlens=")
     if device is None:
         device = cu_seqlens.device if isinstance(cu_seqlens, Tensor) else "cpu"
-    lengths = _lengths(length or 0, cu_seqlens)
-    # Not every layout expects a sequence without tokens.
-    parts = [layout.positions(rank, length) for length in lengths if length]
+    lengths = _with_tokens(length or 0, cu_seqlens)
+    parts = [layout.positions(rank, length) for length in lengths]
     return torch.cat([torch.arange(0), *parts]).to(device)
 
 
 def local_cu_seqlens(
-    scheme: str, cu_seqlens: Offsets, *, group: dist.ProcessGroup | None = None
+    scheme: str, cu_seqlens: Offsets, *, group: dist.ProcessGroup | None = None, **options: Any
 ) -> Tensor:
     """Offsets of this rank's parts, padding included, int32 [sequences + 1]; equal on all ranks."""
-    layout, _ = _place(scheme, group)
+    layout, _ = _place(scheme, group, options)
     local = [layout.local_len(length) for length in _lengths(0, cu_seqlens)]
     device = cu_seqlens.device if isinstance(cu_seqlens, Tensor) else None
     return torch.tensor([0, *itertools.accumulate(local)], dtype=torch.int32, device=device)
@@ -160,10 +169,18 @@ def gathered(session: Session, x: Tensor, what: str) -> list[Tensor]:
     return parts
 
 
-def _place(scheme: str, group: dist.ProcessGroup | None) -> tuple[Layout, int]:
+def _place(
+    scheme: str, group: dist.ProcessGroup | None, options: dict[str, Any]
+) -> tuple[Layout, int]:
     group = resolved(group)
-    return scheme_of(scheme).layout(dist.get_world_size(group)), dist.get_rank(group)
+    layout = scheme_of(scheme, tuple(options.items())).layout(dist.get_world_size(group))
+    return layout, dist.get_rank(group)
 
 
 def _lengths(length: int, cu_seqlens: Offsets | None) -> Sequence[int]:
     return [length] if cu_seqlens is None else LENGTHS.of(cu_seqlens, "cu_seqlens")
+
+
+def _with_tokens(length: int, cu_seqlens: Offsets | None) -> list[int]:
+    """Lengths of the sequences that have tokens; not every layout expects others."""
+    return [length for length in _lengths(length, cu_seqlens) if length]

@@ -8,6 +8,7 @@ that later calls of the same kind cost nothing.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 from collections.abc import Callable, Hashable
 from typing import Any, NoReturn, TypeVar
@@ -105,9 +106,9 @@ def session_of(group: dist.ProcessGroup | None) -> Session:
     group = resolved(group)
     found = _SESSIONS.get(id(group))
     if found is None:
-        for key, session in list(_SESSIONS.items()):
-            if _is_destroyed(session.group):
-                _SESSIONS.pop(key).close()
+        if not _SESSIONS:
+            atexit.register(_forget_destroyed)
+        _forget_destroyed()
         # The session keeps its group alive, so that no other gets its id.
         found = _SESSIONS[id(group)] = Session(group)
     return found
@@ -115,7 +116,7 @@ def session_of(group: dist.ProcessGroup | None) -> Session:
 
 def release(group: dist.ProcessGroup | None = None) -> None:
     """Free what the functions of :mod:`parallel.split` keep for a group; the next call makes it
-    anew. All ranks call it together; before ``destroy_process_group``, where that is called.
+    anew. All ranks call it together.
     """
     session = _SESSIONS.pop(id(resolved(group)), None)
     if session is not None:
@@ -130,6 +131,15 @@ def resolved(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
         raise ValueError("group: must be a process group that this process is a member of")
     return group
+
+
+def _forget_destroyed() -> None:
+    """Leave the sessions of groups that are no more."""
+    for key, session in list(_SESSIONS.items()):
+        if _is_destroyed(session.group):
+            # With the world went what its schemes would release.
+            with contextlib.suppress(Exception):
+                _SESSIONS.pop(key).close()
 
 
 def _is_destroyed(group: dist.ProcessGroup) -> bool:

@@ -24,9 +24,12 @@ from parallel.split import (
     unshard,
 )
 
-SCHEMES = ("ring", "zigzag", "striped", "llama3", "zigzag_llama3", "ulysses")
+SCHEMES = (
+    *("ring", "zigzag", "striped", "llama3", "zigzag_llama3"),
+    *("ulysses", "ulysses_ring", "ulysses_zigzag"),
+)
 
-FULL = ("ring", "llama3", "ulysses")
+FULL = ("ring", "llama3", "ulysses", "ulysses_ring")
 """Schemes that take a full mask."""
 
 DENSE = Batch(lengths=(24, 24))
@@ -147,6 +150,24 @@ def test_defaults() -> None:
     for error, same in on_ranks(4, defaults):
         assert error < 1e-6
         assert same
+
+
+def hybrid_errors(group: dist.ProcessGroup, degree: int) -> float:
+    """A hybrid whose layout follows its option, padded."""
+    q, k, v, _ = Batch(lengths=(23,)).tensors()
+    options: dict[str, Any] = {"ulysses": degree, "group": group}
+    own = [shard(x, "ulysses_zigzag", dim=2, pad_value=0, **options) for x in (q, k, v)]
+    o = split_attention(
+        "ulysses_zigzag", *own, causal=True, scale=SCALE, layout="bhsd", length=23, **options
+    )
+    whole = unshard(o, "ulysses_zigzag", dim=2, length=23, **options)
+    release(group)
+    return float((whole - exact(Batch(lengths=(23,)))[0]).abs().max())
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+def test_options_of_a_hybrid(degree: int) -> None:
+    assert max(on_ranks(4, hybrid_errors, degree)) < 1e-5
 
 
 def twice(group: dist.ProcessGroup, scheme: str, batch: Batch) -> bool:

@@ -20,7 +20,10 @@ from parallel.split import (
     unshard_stream,
 )
 
-SCHEMES = ("ring", "zigzag", "striped", "llama3", "zigzag_llama3", "ulysses")
+SCHEMES = (
+    *("ring", "zigzag", "striped", "llama3", "zigzag_llama3"),
+    *("ulysses", "ulysses_ring", "ulysses_zigzag"),
+)
 
 STARTS = [0, 24, 31, 31, 44]
 
@@ -115,3 +118,44 @@ def test_the_page_runs_as_it_stands() -> None:
         assert shapes["labels"] == [2, 16]
         assert shapes["lse"] == [4, 4]
         assert shapes["o"] == [2, 4, 16, 16]
+
+
+def parts_of_nothing(group: dist.ProcessGroup) -> list[list[int]]:
+    x = torch.zeros(0, 3)
+    own = shard(x, "zigzag", dim=0, cu_seqlens=[0, 0], group=group)
+    positions = position_ids("zigzag", cu_seqlens=[0, 0], group=group)
+    return [list(own.shape), list(positions.shape)]
+
+
+def test_no_tokens() -> None:
+    assert on_ranks(2, parts_of_nothing) == [[[0, 3], [0]]] * 2
+
+
+def hybrid_parts(group: dist.ProcessGroup) -> list[bool]:
+    """The layout of a hybrid follows how many ranks exchange heads."""
+    x = torch.arange(24)
+    found = []
+    for degree in (1, 2, 4):
+        own = shard(x, "ulysses_zigzag", dim=0, group=group, ulysses=degree)
+        at = position_ids("ulysses_zigzag", length=24, group=group, ulysses=degree)
+        joined = unshard(own, "ulysses_zigzag", dim=0, group=group, ulysses=degree)
+        found += [torch.equal(own, at), torch.equal(joined, x)]
+    zigzag = position_ids("zigzag", length=24, group=group)
+    return [
+        *found,
+        torch.equal(zigzag, position_ids("ulysses_zigzag", length=24, ulysses=1, group=group)),
+    ]
+
+
+def test_options_that_change_the_layout() -> None:
+    assert on_ranks(4, hybrid_parts) == [[True] * 7] * 4
+
+
+def wrong_sum(group: dist.ProcessGroup) -> str:
+    with pytest.raises(ValueError, match="cu_seqlens ends at 9: x has 8 tokens") as raised:
+        shard(torch.zeros(8), "ring", dim=0, cu_seqlens=[0, 9], group=group)
+    return str(raised.value)
+
+
+def test_lengths_must_add_up() -> None:
+    assert len(on_ranks(1, wrong_sum)) == 1

@@ -15,7 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from parallel.examples import split_training as example
 from parallel.split import release, shard, split_sdpa
 
-SCHEMES = ("ring", "zigzag", "striped", "llama3", "zigzag_llama3", "ulysses")
+SCHEMES = (
+    *("ring", "zigzag", "striped", "llama3", "zigzag_llama3"),
+    *("ulysses", "ulysses_ring", "ulysses_zigzag"),
+)
 
 WHOLE = F.scaled_dot_product_attention
 
