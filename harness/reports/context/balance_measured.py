@@ -18,6 +18,8 @@ from parallel import BACKENDS
 from parallel.context.attention import SequenceParallelAttention
 from parallel.context.blocks.balance import Balance, count_flops
 from parallel.context.blocks.layouts import Contiguous, Layout
+from parallel.context.documents.counts import count_documents
+from parallel.context.documents.layout import Documents
 from parallel.context.heads.split import SplitsHeads
 
 CAPTION = (
@@ -36,6 +38,7 @@ def build(frame: pd.DataFrame) -> Table | None:
         return None
     rows = rows[rows["causal"].astype(bool)].reset_index(drop=True)
     names = ["scheme", "world_size", "seq_len", "gathers", "num_heads", "num_kv_heads"]
+    names += ["packed_lengths"]
     counted = [_predicted(*point) for point in rows[names].itertuples(index=False)]
     rows["split"] = [split for split, _, _ in counted]
     rows["predicted_imbalance"] = [imbalance for _, imbalance, _ in counted]
@@ -107,11 +110,18 @@ def _verdicts(
 
 
 def _predicted(
-    scheme: str, ranks: int, length: int, gathers: bool | None, num_heads: int, num_kv_heads: int
+    scheme: str,
+    ranks: int,
+    length: int,
+    gathers: bool | None,
+    num_heads: int,
+    num_kv_heads: int,
+    packed_lengths: list[int] | None,
 ) -> tuple[str, float, float]:
     """What is split how, and imbalance and lockstep cost by pairs.
 
-    A gather has one step for all keys, and so has a rank with whole sequences of its heads.
+    A gather has one step for all keys, and so have a rank with whole sequences of its heads and
+    one with whole documents.
     """
     entry = BACKENDS[scheme]
     attention = entry.target(name=scheme, **entry.preset)
@@ -120,6 +130,10 @@ def _predicted(
         imbalance = attention.head_split(int(ranks), int(num_heads), int(num_kv_heads)).imbalance
         return HEADS, imbalance, imbalance
     layout = attention.layout(int(ranks))
+    if isinstance(layout, Documents):
+        assert packed_lengths is not None, "documents are those of a packed batch"
+        imbalance = count_documents(layout, packed_lengths).imbalance
+        return layout.name, imbalance, imbalance
     balance = _counted(layout, int(length))
     flops = balance.per_rank("pair")
     imbalance = max(flops) / (sum(flops) / len(flops))

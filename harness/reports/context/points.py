@@ -8,13 +8,14 @@ from harness.cases.columns import POINTS
 from kernels.registry import Look
 from parallel import BACKENDS
 from parallel.context.blocks.layouts import Contiguous
+from parallel.context.documents.layout import Documents
 
 HEADS = "heads"
 """Instead of a layout: each rank attends to whole sequences in some of the heads."""
 
 LAYOUTS = {
     Contiguous.name: Look(colour="#44AA99", marker="X"),
-    **in_order("zigzag", "striped", HEADS),
+    **in_order("zigzag", "striped", HEADS, Documents.name),
 }
 """How work is laid out over ranks; schemes of the same name have looks of their own."""
 

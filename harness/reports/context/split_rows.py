@@ -37,7 +37,7 @@ def split_calls(frame: pd.DataFrame) -> pd.DataFrame:
     ``exposed_ms``, ``lockstep`` and ``sent_mib``; ``gathers``,
     whether all keys are held at once, None for a peer that does not say.
     """
-    calls = of_task(frame, "attention")
+    calls = of_task(frame, "attention", "document_batch")
     if calls.empty or not (calls["cp"] > 1).any():
         return calls.iloc[:0]
     rows = per_case(calls, phases=PHASES, values=("median_ms", "low_ms", "high_ms"))
