@@ -31,6 +31,8 @@ def kind(case: dict) -> str:
     name = str(case["task"]["name"])
     if name != "attention" or case["parallel"].get("cp", 1) == 1:
         return name
+    if "ulysses" in case["attention"]["name"]:
+        return "attention, heads exchanged"
     return "attention, gathered" if "llama3" in case["attention"]["name"] else "attention, rings"
 
 

@@ -26,7 +26,7 @@ from parallel.context.attention import (
     why_not_symmetric,
 )
 from parallel.context.blocks.layouts import Contiguous, Layout
-from parallel.context.heads import groups, mesh
+from parallel.context.heads import groups, memory, mesh
 from parallel.context.heads.nested import Nested
 from parallel.context.heads.split import HeadSplit
 from parallel.context.schemes.ulysses import Ulysses
@@ -158,7 +158,18 @@ class HybridAttention(SequenceParallelAttention):
         ]
 
     def split_peak_memory(self, problem: AttentionProblem) -> dict[str, float] | None:
-        return None
+        """Of the fullest rank: the peak of its ring, and what the exchanges hold beside it."""
+        alone = self._alone(problem.cp)
+        if alone is not None:
+            return alone.split_peak_memory(problem)
+        split = self.head_split(problem.cp, problem.num_heads, problem.num_kv_heads)
+        whole, ring = self._calls(problem)[0], self._ring()
+
+        def attended(num_heads: int, num_kv_heads: int) -> dict[str, float] | None:
+            call = replace(whole, num_heads=num_heads, num_kv_heads=num_kv_heads)
+            return ring.split_peak_memory(call)
+
+        return memory.peak(problem, self.layout(problem.cp), split, attended)
 
     def _ring(self, transport: str = "") -> RingAttention:
         """The scheme between groups."""

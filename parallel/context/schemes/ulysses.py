@@ -105,8 +105,17 @@ class Ulysses(SequenceParallelAttention):
         ]
 
     def split_peak_memory(self, problem: AttentionProblem) -> dict[str, float] | None:
-        """Not predicted."""
-        return None
+        """Of the fullest rank, by :mod:`parallel.context.heads.memory`."""
+        from parallel.context.heads import memory
+
+        split = self.head_split(problem.cp, problem.num_heads, problem.num_kv_heads)
+        whole = self._calls(problem)[0]
+
+        def attended(num_heads: int, num_kv_heads: int) -> dict[str, float] | None:
+            call = replace(whole, num_heads=num_heads, num_kv_heads=num_kv_heads)
+            return self.on_one_device.peak_memory(call)
+
+        return memory.peak(problem, self.layout(problem.cp), split, attended)
 
     @contextlib.contextmanager
     def bind(

@@ -45,6 +45,7 @@ def test_of_all_cases(ratios: tuple[Ratios, Ratios]) -> None:
         ("attention", 0.1, 0.95),
         ("attention, rings", 0.1, 1.0),
         ("attention, gathered", 0.03, 1.0),
+        ("attention, heads exchanged", 0.03, 1.0),
         ("prefill", 0.03, 1.0),
         ("generate", 0.1, 1.0),
         ("roofline", 0.03, 1.0),
