@@ -16,6 +16,7 @@ use a block takes part in its collectives all the same.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -28,7 +29,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 from parallel.data.buckets import bucket_tensors
 from parallel.data.fsdp_weights import FlatWeights, Slot, Unit
 from parallel.data.gradients import GradientTransfer
-from parallel.data.model_blocks import blocks_of, parameters_of_blocks
+from parallel.data.model_blocks import (
+    Blocks,
+    blocks_of,
+    named_blocks,
+    parameters_of_blocks,
+    what_stays_whole,
+)
 from parallel.data.shard_gradients import ShardedDataParallel, ShardTransfer
 from parallel.streams import SideStream
 
@@ -55,7 +62,8 @@ class FSDP(ShardedDataParallel):
         module: on its device already, whole.
         compute_dtype: None leaves parameters as they are.
         blocks: modules that are gathered one after another, in the order in which they run,
-            each once a pass; :func:`blocks_of` the module if None. A parameter that is also used
+            each once a pass; or their classes, by themselves or by name; :func:`blocks_of` the
+            module if None. A parameter that is also used
             outside of its block is gathered with what is outside of blocks.
         replicate_below: parameters of fewer elements are whole on every rank, and their
             gradients are all-reduced.
@@ -72,9 +80,9 @@ class FSDP(ShardedDataParallel):
     def __init__(
         self,
         module: nn.Module,
-        *,
         compute_dtype: torch.dtype | None = None,
-        blocks: Sequence[nn.Module] | None = None,
+        *,
+        blocks: Blocks | None = None,
         replicate_below: int = REPLICATE_BELOW,
         group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -85,12 +93,22 @@ class FSDP(ShardedDataParallel):
         self._units: list[Unit] = []
         self._transfer_of: dict[FlatWeights, ShardTransfer] = {}
         # In a list, which does not register them as modules of their own.
-        self._blocks = [blocks_of(module) if blocks is None else list(blocks)]
+        self._blocks = [blocks_of(module) if blocks is None else named_blocks(module, blocks)]
         super().__init__(module, overlap=True, group=group)
         self._next = 0
         """The first block that the forward pass has not gathered."""
         self._level = len(self._units)
         """The block that the backward pass is at; their number before it begins."""
+        if self.world_size > 1 and dist.get_rank(self._group) == 0:
+            whole = self._rest.weights
+            warning = what_stays_whole(
+                [w.layout.sizes for w in self._weights],
+                outside=[w.layout.sizes for w in whole if w.is_sharded],
+                replicate_below=replicate_below,
+                names_blocks=blocks is not None,
+            )
+            if warning is not None:
+                warnings.warn(warning, stacklevel=2)
 
     def _has_work(self) -> bool:
         return super()._has_work() or self._compute_dtype is not None

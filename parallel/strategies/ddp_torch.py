@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,13 +18,18 @@ class TorchDDP(Strategy):
     """Bucketed gradient all-reduce that overlaps with the backward pass (Li et al., 2020)."""
 
     dp: int = 2
-    bucket_size_mb: int = 25
+    bucket_size_mb: float = 25
     """Gradients are all-reduced in buckets of about this many MiB; 25 is PyTorch's default."""
 
     def __post_init__(self) -> None:
         Strategy.__post_init__(self)
-        if self.bucket_size_mb < 1:
-            raise ValueError(f"parallel.bucket_size_mb={self.bucket_size_mb}: must be at least 1")
+        if not 0 < self.bucket_size_mb < math.inf:
+            raise ValueError(
+                f"parallel.bucket_size_mb={self.bucket_size_mb:g}: must be positive and finite"
+            )
+        if self.bucket_size_mb == int(self.bucket_size_mb):
+            # Ids of cases are hashes of their options, and were made with whole numbers.
+            self.bucket_size_mb = int(self.bucket_size_mb)
 
     def gradient_buffers(self, sizes: Sequence[float]) -> float:
         return 1.0 if self.world_size > 1 else 0.0

@@ -310,13 +310,26 @@ class TestStrategies:
             for got, want in zip(found, wanted, strict=True):
                 torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
+    @pytest.mark.parametrize("name", ["ddp_torch", "zero_redundancy_torch"])
+    def test_pytorchs_buckets_may_be_small_too(self, name: str) -> None:
+        case = case_of(f"parallel={name}", "parallel.bucket_size_mb=0.01", "parallel.dp=4")
+        assert case.parallel.bucket_size_mb == 0.01  # type: ignore[attr-defined]
+        wanted = train_case(case_of(), 0, 4)
+        for found in on_ranks(4, train_case_on_rank, case):
+            for got, want in zip(found, wanted, strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+        whole = [case_of(f"parallel={name}", f"parallel.bucket_size_mb={n}") for n in (3, 3.0)]
+        assert whole[0].id == whole[1].id
+
     @pytest.mark.parametrize("name", STRATEGIES)
     def test_one_rank(self, name: str) -> None:
         found = train_case(case_of(f"parallel={name}", "parallel.dp=1"), 0, 1)
         for got, want in zip(found, train_case(case_of(), 0, 1), strict=True):
             assert torch.equal(got, want)
 
-    @pytest.mark.parametrize("name", ["ddp_bucketed", "zero_1", "zero_2"])
+    @pytest.mark.parametrize(
+        "name", ["ddp_bucketed", "zero_1", "zero_2", "ddp_torch", "zero_redundancy_torch"]
+    )
     @pytest.mark.parametrize(
         ("size", "words"),
         [
