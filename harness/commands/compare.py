@@ -1,8 +1,9 @@
 """``attnbench-compare A B``: what became faster or slower, and whether the measurement can tell.
 
 A and B are two results folders, or two git revisions or two attention backends within the
-folder ``--in``. Cases that are equal in everything else are paired, and each pair is FASTER,
-SLOWER, SAME or UNCLEAR: B against A.
+folder ``--in``; ``--sweep`` leaves all cases but a sweep's out. Files are written where
+``--output`` says, and nowhere else. Cases that are equal in everything else are paired, and each
+pair is FASTER, SLOWER, SAME or UNCLEAR: B against A.
 
 The two sides are runs, each with clocks, addresses and neighbours of its own, which no number of
 samples shows. The interval of a ratio is therefore widened by the machine's run-to-run level: that
@@ -13,7 +14,6 @@ measured in turns need no such level.
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -28,7 +28,9 @@ from harness.analysis.verdicts import EQUIVALENCE
 from harness.cases import format as fmt
 from harness.cases.columns import POINTS, point_groups
 from harness.cases.recorded import load_attempts
+from harness.commands.compare_summary import for_terminal, summary
 from harness.commands.results_folder import complain
+from harness.did_you_mean import did_you_mean
 from harness.printing import say, warn
 from harness.render.figure import CaptionedFigure, save
 from harness.render.files import put, render_terminal, to_csv, to_markdown
@@ -38,7 +40,7 @@ from harness.render.table import Column, Table, make_table
 from harness.reports.general.ratios_figure import draw_comparison
 from harness.store.attempts import Records
 from harness.store.record import Record, RecordStore
-from harness.store.regular import require_inside
+from harness.store.sweep_plan import planned_labels, read_plan
 from harness.terminal import PrintableConsole
 
 COMMAND = "attnbench-compare"
@@ -49,8 +51,6 @@ Attempts = Mapping[tuple[str, int], Record]
 WHOLE = "whole"
 MEMORY = "peak_memory"
 
-ROWS_IN_TERMINAL = 40
-
 
 @dataclass(kw_only=True, slots=True)
 class Sides:
@@ -59,8 +59,6 @@ class Sides:
     names: tuple[str, str]
     frames: tuple[pd.DataFrame, pd.DataFrame]
     """One frame for each side, whose column ``pair`` is equal for the two sides of one case."""
-    folder: Path
-    """The default folder for the comparison's files."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -71,48 +69,32 @@ def main(arguments: list[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     try:
-        sides = _sides(options.a, options.b, options.folder)
+        sides = _sides(options.a, options.b, options.folder, options.sweep)
         rows = compared(sides, options.metric, options.same / 100)
     except ValueError as error:
         return complain(error, COMMAND)
     differing = differences(sides)
     table = comparison_table(rows, sides.names, options.metric, differing)
-    output: Path = options.output or sides.folder
-    try:
-        if options.output is None:
-            # RESULTS/comparisons/LABEL, of a folder that somebody else may have made.
-            require_inside(output, output.parent.parent)
-        drawn = draw_comparison(rows, sides.names, options.bound, differing)
-        paths = _write(table, drawn, output)
-    except OSError as error:
-        return complain(f"{output}: cannot be written ({error})", COMMAND)
+    paths: list[Path] = []
+    if options.output is not None:
+        try:
+            drawn = draw_comparison(rows, sides.names, options.bound, differing)
+            paths = _write(table, drawn, options.output)
+        except OSError as error:
+            return complain(f"--output={options.output}: cannot be written ({error})", COMMAND)
     console = PrintableConsole(soft_wrap=False)
-    shown, elsewhere = _for_terminal(rows)
+    shown, elsewhere = for_terminal(rows)
     if len(shown):
-        render_terminal(comparison_table(shown, sides.names, options.metric, differing), console)
+        printed = comparison_table(shown, sides.names, options.metric, differing)
+        render_terminal(printed, console, has_files=bool(paths))
     if elsewhere:
-        say(elsewhere)
+        say(elsewhere if paths else f"{elsewhere} --output FOLDER writes all rows and a figure.")
     for path in paths:
         say(f"  {path}")
     regressed = regressions(rows, options.bound) if options.bound is not None else rows.iloc[:0]
-    say(summary(rows, sides, options.bound, len(regressed)))
+    totals = [frame["pair"].nunique() for frame in sides.frames]
+    say(summary(rows, sides.names, (totals[0], totals[1]), options.bound, len(regressed)))
     return 1 if len(regressed) else 0
-
-
-def _for_terminal(rows: pd.DataFrame) -> tuple[pd.DataFrame, str]:
-    """The rows worth printing, and one line on those that are not; SAME first to go."""
-    for hidden in (["SAME"], ["SAME", "UNCLEAR"]):
-        shown = rows[~rows["outcome"].isin(hidden)]
-        if len(shown) <= ROWS_IN_TERMINAL:
-            counts = rows["outcome"].value_counts()
-            words = [f"{counts[word]} {word}" for word in hidden if word in counts]
-            one = len(rows) - len(shown) == 1
-            noun = "row is" if one else "rows are"
-            return shown, f"{' and '.join(words)} {noun} in the files." if words else ""
-    return rows.iloc[:0], (
-        f"{len(shown)} rows are neither SAME nor UNCLEAR, which is more than the "
-        f"{ROWS_IN_TERMINAL} of a table here: all {len(rows)} are in the files."
-    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -150,7 +132,15 @@ def _parser() -> argparse.ArgumentParser:
         help="SAME where the whole interval is closer than this, FASTER and SLOWER where all of it "
         "is beyond (default: %(default)g)",
     )
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="where to write")
+    parser.add_argument(
+        "--sweep", metavar="NAME", help="compare the cases of this sweep alone, such as leaderboard"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FOLDER",
+        help="write the whole table (CSV, Markdown, LaTeX) and a figure there",
+    )
     return parser
 
 
@@ -164,7 +154,7 @@ def _percent(text: str) -> float:
     return value
 
 
-def _sides(a: str, b: str, folder: Path | None) -> Sides:
+def _sides(a: str, b: str, folder: Path | None, sweep: str | None) -> Sides:
     """The two sides that A and B name; ValueError in one line where they name nothing."""
     if folder is None:
         missing = [(name, path) for name, path in (("A", a), ("B", b)) if not Path(path).is_dir()]
@@ -174,16 +164,14 @@ def _sides(a: str, b: str, folder: Path | None) -> Sides:
                 f"{name}={path}: no such results folder; name the folder of two revisions or "
                 "backends with --in RESULTS"
             )
-        return _of_folders(Path(a), Path(b))
-    records = _load(folder, "--in")
-    label = f"{_slug(a)}..{_slug(b)}"
-    output = folder / "comparisons" / label
+        return _of_folders(Path(a), Path(b), sweep)
+    records = _load(folder, "--in", sweep)
     revisions = sorted({str(record.environment.get("git_revision")) for record in records.values()})
     chosen = [_revision(text, revisions) for text in (a, b)]
     if chosen[0] and chosen[1]:
         parts = [_counting(records, revision) for revision in chosen if revision]
         parts = [part.assign(pair=part["case_id"]) for part in parts]
-        return Sides(names=(a, b), frames=(parts[0], parts[1]), folder=output)
+        return Sides(names=(a, b), frames=(parts[0], parts[1]))
     frame = _counting(records)
     backends = sorted(frame["attention"].unique())
     for key, text in (("A", a), ("B", b)):
@@ -194,23 +182,20 @@ def _sides(a: str, b: str, folder: Path | None) -> Sides:
             )
     frame = frame.assign(pair=point_groups(frame, ["attention"]))
     one, other = (frame[frame["attention"] == text] for text in (a, b))
-    return Sides(names=(a, b), frames=(one, other), folder=output)
+    return Sides(names=(a, b), frames=(one, other))
 
 
-def _of_folders(a: Path, b: Path) -> Sides:
+def _of_folders(a: Path, b: Path, sweep: str | None) -> Sides:
+    if a.samefile(b):
+        raise ValueError(f"A={a} and B={b}: are one folder, whose records are equal to themselves")
     names = (a.name, b.name) if a.name != b.name else (str(a), str(b))
-    frames = [_counting(_load(path, key)) for key, path in (("A", a), ("B", b))]
+    frames = [_counting(_load(path, key, sweep)) for key, path in (("A", a), ("B", b))]
     frames = [frame.assign(pair=frame["case_id"]) for frame in frames]
-    output = b / "comparisons" / f"{_slug(names[0])}..{_slug(names[1])}"
-    return Sides(names=names, frames=(frames[0], frames[1]), folder=output)
+    return Sides(names=names, frames=(frames[0], frames[1]))
 
 
-def _slug(text: str) -> str:
-    return re.sub(r"[^a-zA-Z0-9.]+", "-", text).strip("-.")
-
-
-def _load(results: Path, key: str) -> Attempts:
-    """Every readable attempt of a folder; one line if there are none."""
+def _load(results: Path, key: str, sweep: str | None) -> Attempts:
+    """Every readable attempt of a folder, or of a sweep of it; one line if there are none."""
     if not results.is_dir():
         raise ValueError(f"{key}={results}: no such folder")
     records, problems = load_attempts(RecordStore(results))
@@ -218,7 +203,16 @@ def _load(results: Path, key: str) -> Attempts:
         warn(f"{problem}; left out", command=COMMAND)
     if not records:
         raise ValueError(f"{key}={results}: holds no readable records (records/*.json)")
-    return records
+    if sweep is None:
+        return records
+    known = planned_labels(results)
+    if sweep not in known:
+        raise ValueError(
+            f"--sweep={sweep}: {results} has no such sweep{did_you_mean(sweep, known)}; there are "
+            f"{', '.join(known) or 'none'}"
+        )
+    chosen = set(read_plan(results, sweep).case_ids)
+    return {key: record for key, record in records.items() if record.case_id in chosen}
 
 
 def _revision(text: str, revisions: Iterable[str]) -> str | None:
@@ -293,33 +287,6 @@ def regressions(rows: pd.DataFrame, bound: float) -> pd.DataFrame:
     """Rows that are SLOWER (or need MORE) by more than ``bound`` percent, or have no result now."""
     worse = rows["outcome"].isin(["SLOWER", "MORE"]) & (1 / rows["ratio"] - 1 > bound / 100)
     return rows[worse | (rows["outcome"] == "lost")]
-
-
-def summary(rows: pd.DataFrame, sides: Sides, bound: float | None, num_regressions: int) -> str:
-    """One line: ``96 cases: 2 FASTER, 1 SLOWER, 93 SAME; ...``."""
-    counts = rows["outcome"].value_counts()
-    words = [f"{count} {name}" for name, count in counts.items()]
-    neither = int(rows["outcome"].isna().sum())
-    if neither:
-        words.append(f"{neither} without a result on either side")
-    totals = [frame["pair"].nunique() for frame in sides.frames]
-    alone = [
-        f"{total - len(rows)} only in {name}"
-        for total, name in zip(totals, sides.names, strict=True)
-        if total > len(rows)
-    ]
-    ratio = rows["ratio"].dropna()
-    noun = "case" if len(rows) == 1 else "cases"
-    parts = [f"{len(rows)} {noun}: {', '.join(words)}"]
-    if len(ratio):
-        parts.append(
-            f"median ratio {ratio.median():.3f}, from {ratio.min():.3f} to {ratio.max():.3f}"
-        )
-    parts += alone
-    if bound is not None:
-        verb = "regressions" if num_regressions != 1 else "regression"
-        parts.append(f"{num_regressions} {verb} beyond {bound:g}%")
-    return f"{sides.names[1]} against {sides.names[0]}: {'; '.join(parts)}"
 
 
 CAPTION = (

@@ -28,11 +28,14 @@ NARROWEST = 30
 """Characters of the one column that names the measured point."""
 
 
-def render_terminal(table: Table, console: Console) -> None:
+def render_terminal(table: Table, console: Console, *, has_files: bool = True) -> None:
     """Print the table as wide as the console allows.
 
     Where columns do not fit, details are left to the files first, then the other results from
     the right; columns that say what was measured never. Where those leave no room, they share one.
+
+    Args:
+        has_files: whether there are files with what is left out here.
     """
     cells = [[*map(printable, _status_once(row))] for row in table.cells()[:MAX_ROWS]]
     headers = [
@@ -82,7 +85,8 @@ def render_terminal(table: Table, console: Console) -> None:
         if count
     ]
     if hidden:
-        console.print(f"{' and '.join(hidden)} in the files.", style="dim", highlight=False)
+        where = "in the files" if has_files else "not shown"
+        console.print(f"{' and '.join(hidden)} {where}.", style="dim", highlight=False)
 
 
 def _header(text: str, cells: list[str]) -> str:

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 from records import make_record, write_plan
 
-from harness.commands import compare, pack, report, status, writeup
+from harness.commands import pack, report, status, writeup
 from harness.render import files
 from harness.request.compose import compose_request
 from harness.request.session import run_request
@@ -110,17 +110,6 @@ def test_a_report_that_cannot_be_written_costs_its_sweep(
     (line,) = printed.err.strip().splitlines()
     assert line.startswith(f"attnbench-report: {place}")
     assert "others: 1 tables" in printed.out
-
-
-def test_a_comparison_is_not_written_through_a_link(
-    store: RecordStore, capsys: pytest.CaptureFixture[str]
-) -> None:
-    elsewhere = store.results.parent / "elsewhere"
-    elsewhere.mkdir()
-    (store.results / "comparisons").symlink_to(elsewhere)
-    assert compare.main([str(store.results), str(store.results)]) == 2
-    assert "a link leads out of the results folder" in capsys.readouterr().err
-    assert not [*elsewhere.iterdir()]
 
 
 def test_a_sweep_whose_records_break_every_table_is_named(

@@ -11,7 +11,6 @@ from records import ENVIRONMENT, in_rounds, make_record
 
 from harness.analysis.frame import build_frame
 from harness.commands.compare import (
-    ROWS_IN_TERMINAL,
     Sides,
     compared,
     comparison_table,
@@ -19,6 +18,7 @@ from harness.commands.compare import (
     main,
     regressions,
 )
+from harness.commands.compare_summary import ROWS_IN_TERMINAL
 from harness.reports.general.ratios_figure import MAX_ROWS, draw_comparison
 from harness.store.record import Record, RecordStore, Round
 
@@ -139,7 +139,7 @@ def test_a_machine_without_calibration_is_assumed_to_vary() -> None:
 def sides_of(one: list[Record], other: list[Record]) -> Sides:
     frames = [build_frame(records) for records in (one, other)]
     first, second = (frame.assign(pair=frame["case_id"]) for frame in frames)
-    return Sides(names=("one", "other"), frames=(first, second), folder=Path())
+    return Sides(names=("one", "other"), frames=(first, second))
 
 
 def test_a_planted_slowdown_is_found_and_nothing_else(
@@ -207,7 +207,7 @@ def test_a_narrow_terminal_shows_the_verdict(
         lines = capsys.readouterr().out.splitlines()
         header = next(line for line in lines if "verdict" in line)
         assert "ratio" in header
-        end = lines.index("8 SAME rows are in the files.")
+        end = lines.index(next(line for line in lines if line.startswith("Not shown: 8 SAME.")))
         table = "\n".join(lines[lines.index("") : end])
         assert not any(word in table for word in left_out)
         assert sum("0.500" in line and line.rstrip().endswith("SLOWER") for line in lines) == 8
@@ -216,11 +216,14 @@ def test_a_narrow_terminal_shows_the_verdict(
 def test_a_terminal_says_which_rows_it_leaves_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Wide intervals go before a table does, and where it is still too long a line says so."""
+    """Wide intervals go before others do, and then those whose ratios are nearest to 1."""
     wide = [1.0, 5.0, 10.0]
     for num_slower, words in (
-        (2, "1 SAME and 45 UNCLEAR rows are in the files."),
-        (ROWS_IN_TERMINAL + 1, "which is more than the 40 of a table here: all 87 are in the"),
+        (2, "Not shown: 45 UNCLEAR, 1 SAME."),
+        (
+            ROWS_IN_TERMINAL + 1,
+            "The 40 rows farthest from 1; not shown: 45 UNCLEAR, 1 SAME, 1 SLOWER.",
+        ),
     ):
         sides = []
         for name, factor in (("a", 1.0), ("b", 2.0)):
@@ -239,7 +242,9 @@ def test_a_terminal_says_which_rows_it_leaves_out(
         assert main(sides) == 0
         out = capsys.readouterr().out
         assert words in out
-        assert ("verdict" in out) == (num_slower == 2)
+        assert sum(line.rstrip().endswith("SLOWER") for line in out.splitlines()) == min(
+            num_slower, ROWS_IN_TERMINAL
+        )
 
 
 def test_a_figure_says_that_it_shows_the_most_changed() -> None:
@@ -258,9 +263,14 @@ def test_a_figure_says_that_it_shows_the_most_changed() -> None:
     assert few.figure.axes[0].get_title() == ""
 
 
-def test_table_and_figure_are_written(runs: dict[str, Path]) -> None:
-    assert main([str(runs["first"]), str(runs["second"])]) == 0
-    folder = runs["second"] / "comparisons" / "first..second"
+def test_files_are_written_where_the_user_says_and_nowhere_else(
+    runs: dict[str, Path], tmp_path: Path
+) -> None:
+    before = {path for name in ("first", "second") for path in runs[name].rglob("*")}
+    sides, folder = [str(runs["first"]), str(runs["second"])], tmp_path / "out"
+    assert main(sides) == 0
+    assert main([*sides, "--output", str(folder)]) == 0
+    assert {path for name in ("first", "second") for path in runs[name].rglob("*")} == before
     names = {path.name for path in folder.iterdir()}
     assert names == {f"comparison.{end}" for end in ("csv", "md", "tex", "png", "svg", "pdf")}
     text = (folder / "comparison.md").read_text()
@@ -339,6 +349,8 @@ def test_memory_has_no_interval(tmp_path: Path) -> None:
         (["naive", "flex", "--in", "gone"], "--in=gone: no such folder"),
         (["{first}", "{second}", "--metric", "speed"], "--metric=speed: no case has it; one of"),
         (["{first}", "{empty}"], "holds no readable records"),
+        (["{first}", "{first}"], "are one folder, whose records are equal to themselves"),
+        (["naive", "flex", "--in", "{first}", "--sweep", "x"], "has no such sweep; there are none"),
     ],
 )
 def test_what_cannot_be_compared_is_one_line(
