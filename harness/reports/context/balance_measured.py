@@ -11,7 +11,7 @@ from harness.analysis.evidence import words_between
 from harness.cases import format as fmt
 from harness.cases.columns import point_groups
 from harness.render.table import Column, Table, finding, make_table, table
-from harness.reports.context.points import HEADS
+from harness.reports.context.points import HEADS, IN_GROUPS
 from harness.reports.context.split_rows import split_calls
 from harness.sentences.findings import by_name, sentence, span, told
 from parallel import BACKENDS
@@ -20,6 +20,7 @@ from parallel.context.blocks.balance import Balance, count_flops
 from parallel.context.blocks.layouts import Contiguous, Layout
 from parallel.context.documents.counts import count_documents
 from parallel.context.documents.layout import Documents
+from parallel.context.heads.nested import SplitsGroups
 from parallel.context.heads.split import SplitsHeads
 
 CAPTION = (
@@ -38,7 +39,7 @@ def build(frame: pd.DataFrame) -> Table | None:
         return None
     rows = rows[rows["causal"].astype(bool)].reset_index(drop=True)
     names = ["scheme", "world_size", "seq_len", "gathers", "num_heads", "num_kv_heads"]
-    names += ["packed_lengths"]
+    names += ["packed_lengths", "scheme_groups_of"]
     counted = [_predicted(*point) for point in rows[names].itertuples(index=False)]
     rows["split"] = [split for split, _, _ in counted]
     rows["predicted_imbalance"] = [imbalance for _, imbalance, _ in counted]
@@ -117,27 +118,43 @@ def _predicted(
     num_heads: int,
     num_kv_heads: int,
     packed_lengths: list[int] | None,
+    groups_of: float,
 ) -> tuple[str, float, float]:
     """What is split how, and imbalance and lockstep cost by pairs.
 
     A gather has one step for all keys, and so have a rank with whole sequences of its heads and
-    one with whole documents.
+    one with whole documents. Of ranks that form groups, each computes its share of heads in the
+    blocks of its group.
     """
     entry = BACKENDS[scheme]
-    attention = entry.target(name=scheme, **entry.preset)
+    options = {} if pd.isna(groups_of) else {"ulysses": int(groups_of)}
+    attention = entry.target(name=scheme, **entry.preset, **options)
     assert isinstance(attention, SequenceParallelAttention), "it ran on several ranks"
+    by_heads = 1.0
     if isinstance(attention, SplitsHeads):
-        imbalance = attention.head_split(int(ranks), int(num_heads), int(num_kv_heads)).imbalance
-        return HEADS, imbalance, imbalance
+        by_heads = attention.head_split(int(ranks), int(num_heads), int(num_kv_heads)).imbalance
+    if isinstance(attention, SplitsGroups):
+        layout = attention.group_layout(int(ranks))
+        if layout.num_ranks > 1:
+            balance = _counted(layout, int(length))
+            name = layout.name if layout.num_ranks == ranks else IN_GROUPS.format(layout.name)
+            return name, _imbalance(balance) * by_heads, balance.lockstep_cost("pair") * by_heads
+    if isinstance(attention, SplitsHeads):
+        return HEADS, by_heads, by_heads
     layout = attention.layout(int(ranks))
     if isinstance(layout, Documents):
         assert packed_lengths is not None, "documents are those of a packed batch"
         imbalance = count_documents(layout, packed_lengths).imbalance
         return layout.name, imbalance, imbalance
     balance = _counted(layout, int(length))
-    flops = balance.per_rank("pair")
-    imbalance = max(flops) / (sum(flops) / len(flops))
+    imbalance = _imbalance(balance)
     return layout.name, imbalance, imbalance if gathers else balance.lockstep_cost("pair")
+
+
+def _imbalance(balance: Balance) -> float:
+    """FLOPs of the busiest rank over the mean."""
+    flops = balance.per_rank("pair")
+    return max(flops) / (sum(flops) / len(flops))
 
 
 @cache

@@ -190,6 +190,30 @@ class TestBalanceMeasured:
         assert rows.loc["ulysses", "predicted_lockstep"] == pytest.approx(4 / 3)
         assert pd.isna(rows.loc["ulysses", "speedup"])
 
+    @pytest.mark.parametrize(
+        ("scheme", "degree", "split", "imbalance"),
+        [
+            # The late half of a sequence has three quarters of its pairs.
+            ("ulysses_ring", 2, "heads, contiguous", 1.5 * 6 / 5),
+            ("ulysses_zigzag", 2, "heads, zigzag", 6 / 5),
+            ("ulysses_zigzag", 4, "heads", 8 / 5),
+            ("ulysses_zigzag", 1, "zigzag", 1),
+        ],
+    )
+    def test_heads_in_groups(self, scheme: str, degree: int, split: str, imbalance: float) -> None:
+        """Five query heads: 2 and 3 on two ranks of a group, or 1, 1, 1 and 2."""
+        heads = ("task.num_heads=5", "task.num_kv_heads=1", "parallel.cp=4", "seq_len=512")
+        four = {"timeline": [UNEVEN * 2] * 3, "kernel": "naive", "transport": "send_recv"}
+        found = record_of(
+            f"attention={scheme}",
+            *("attention.kernel=naive", f"attention.ulysses={degree}", *heads),
+            notes=four,
+        )
+        (row,) = table_of("balance_measured", [found]).rows.to_dict("records")
+        assert row["split"] == split
+        assert row["predicted_imbalance"] == pytest.approx(imbalance, rel=4e-3)
+        assert row["predicted_lockstep"] == pytest.approx(imbalance, rel=4e-3)
+
 
 class TestZigzagModes:
     def test_numbers(self) -> None:
