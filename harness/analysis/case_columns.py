@@ -216,7 +216,7 @@ CASE_COLUMNS: Mapping[str, Callable[[Reading], Any]] = {
     "scheme_kernel": lambda of: of.scheme[1],
     "scheme_transport": lambda of: of.scheme[2],
     "scheme_modes": lambda of: of.scheme_modes,
-    "scheme_groups_of": lambda of: of.case["attention"].get("ulysses", np.nan),
+    "scheme_options": lambda of: of.case["attention"],
     "seed": lambda of: of.case["seed"],
     "device": lambda of: of.case["device"],
     "device_name": lambda of: of.device_name,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import pandas as pd
 
@@ -39,7 +40,7 @@ def build(frame: pd.DataFrame) -> Table | None:
         return None
     rows = rows[rows["causal"].astype(bool)].reset_index(drop=True)
     names = ["scheme", "world_size", "seq_len", "gathers", "num_heads", "num_kv_heads"]
-    names += ["packed_lengths", "scheme_groups_of"]
+    names += ["packed_lengths", "scheme_options"]
     counted = [_predicted(*point) for point in rows[names].itertuples(index=False)]
     rows["split"] = [split for split, _, _ in counted]
     rows["predicted_imbalance"] = [imbalance for _, imbalance, _ in counted]
@@ -118,7 +119,7 @@ def _predicted(
     num_heads: int,
     num_kv_heads: int,
     packed_lengths: list[int] | None,
-    groups_of: float,
+    options: dict[str, Any],
 ) -> tuple[str, float, float]:
     """What is split how, and imbalance and lockstep cost by pairs.
 
@@ -126,9 +127,7 @@ def _predicted(
     one with whole documents. Of ranks that form groups, each computes its share of heads in the
     blocks of its group.
     """
-    entry = BACKENDS[scheme]
-    options = {} if pd.isna(groups_of) else {"ulysses": int(groups_of)}
-    attention = entry.target(name=scheme, **entry.preset, **options)
+    attention = BACKENDS[scheme].target(**options)
     assert isinstance(attention, SequenceParallelAttention), "it ran on several ranks"
     by_heads = 1.0
     if isinstance(attention, SplitsHeads):

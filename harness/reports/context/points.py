@@ -19,7 +19,7 @@ IN_GROUPS = "heads, {}"
 LAYOUTS = {
     Contiguous.name: Look(colour="#44AA99", marker="X"),
     **in_order("zigzag", "striped", HEADS, Documents.name),
-    **in_order(*(IN_GROUPS.format(name) for name in (Contiguous.name, "zigzag"))),
+    **in_order("heads, contiguous", "heads, zigzag"),
 }
 """How work is laid out over ranks; schemes of the same name have looks of their own."""
 
