@@ -149,6 +149,8 @@ def _attend(
         q, k, v = calls.autocast(q, k, v)
         lengths = calls.given_lengths(request)
         kind = calls.kind_of(request, lengths, q, k, v)
+        # An option may be a list.
+        hash(kind)
     except Exception as error:
         session.refuse(error)
 

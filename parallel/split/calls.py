@@ -107,6 +107,7 @@ def given_lengths(request: Request) -> tuple[int, ...] | None:
 def kind_of(
     request: Request, lengths: tuple[int, ...] | None, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Any, ...]:
+    """What tells calls apart, hashable: equal kinds have the same checks and the same results."""
     return (
         request.scheme,
         request.options,
@@ -117,19 +118,20 @@ def kind_of(
         "cu_seqlens" if request.cu_seqlens is not None else "local_cu_seqlens",
         lengths,
         needs_grad(q, k, v),
-        q.device.type,
+        q.device,
         *((tuple(x.shape), x.dtype) for x in (q, k, v)),
     )
 
 
 def facts_of(kind: tuple[Any, ...]) -> str:
+    """A kind of call in words, without what may differ between ranks."""
     scheme, options, causal, scale, layout, length, name, lengths, with_grad, device, *tensors = (
         kind
     )
     words = [f"{list(shape)} {str(dtype)[6:]}" for shape, dtype in tensors]
     words += [scheme, *(f"{key}={value}" for key, value in options)]
     words += ["causal" if causal else "full", "with gradients" if with_grad else "no gradients"]
-    words += [device, f"scale={scale}"]
+    words += [device.type, f"scale={scale}"]
     words += [f"layout={layout}, length={length}"] if lengths is None else []
     words += [f"{name} of {list(lengths)}"] if lengths is not None else []
     return ", ".join(words)

@@ -96,7 +96,14 @@ def _attend(
         if offsets[1] is not None and offsets[1] is not offsets[0]:
             checks.check_keys(lengths, offsets[1])
         tensors_kind = [(tuple(x.shape), x.dtype) for x in (q, k, v)]
-        kind = ("stream", choices, lengths, calls.needs_grad(q, k, v), q.device.type, *tensors_kind)
+        kind: tuple[Any, ...] = (
+            "stream",
+            choices,
+            lengths,
+            calls.needs_grad(q, k, v),
+            q.device,
+            *tensors_kind,
+        )
     except Exception as error:
         session.refuse(error)
 
@@ -112,7 +119,12 @@ def _facts(kind: tuple[Any, ...]) -> str:
     _, (causal, scale, kernel, heads_at_once), lengths, with_grad, device, *tensors = kind
     words = [f"{list(shape)} {str(dtype)[6:]}" for shape, dtype in tensors]
     words += ["causal" if causal else "full", "with gradients" if with_grad else "no gradients"]
-    words += [device, f"scale={scale}", f"kernel={kernel}", f"kv_heads_at_once={heads_at_once}"]
+    words += [
+        device.type,
+        f"scale={scale}",
+        f"kernel={kernel}",
+        f"kv_heads_at_once={heads_at_once}",
+    ]
     return ", ".join([*words, f"a stream of {list(lengths)}"])
 
 

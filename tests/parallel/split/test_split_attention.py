@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
-from split_attention import CLOSENESS, SCALE, Batch, dense, exact
+from split_attention import CLOSENESS, SCALE, Batch, exact
 from torch import Tensor
 
 import parallel.split
-from kernels import BACKENDS
+from kernels import BACKENDS, AttentionSpec
+from parallel.context.attention import GatherAttention
+from parallel.context.blocks.layouts import Layout, Zigzag
 from parallel.split import (
     bound_attention,
     local_cu_seqlens,
@@ -185,8 +187,6 @@ def lse_errors(group: dist.ProcessGroup, scheme: str, batch: Batch, with_grad: b
     """Errors of o and lse, and of dq where gradients are needed."""
     q, k, v, do = batch.tensors()
     whole_lse = BACKENDS["flash_torch"].target(name="flash_torch")
-    from kernels import AttentionSpec
-
     packing = batch.packing() if batch.packed else None
     spec = AttentionSpec(causal=True, scale=SCALE, packing=packing)
     o, lse = whole_lse.forward(q, k, v, spec)
@@ -297,6 +297,31 @@ def test_inside_a_compiled_module() -> None:
     assert on_ranks(2, compiled_error) == [0.0] * 2
 
 
+def plugin_error(group: dist.ProcessGroup) -> float:
+    """Of a scheme that a plugin registers: zigzag's layout, keys gathered."""
+    registered = BACKENDS.register("from_outside")(_FromOutside)
+    try:
+        q, k, v, _ = DENSE.tensors()
+        own = [shard(x, "from_outside", dim=2, group=group) for x in (q, k, v)]
+        arguments: dict[str, Any] = {"scale": SCALE, "layout": "bhsd", "group": group}
+        o = parallel.split.from_outside_attention(*own, causal=True, **arguments)
+        whole = unshard(o, "from_outside", dim=2, group=group)
+        assert registered is _FromOutside
+    finally:
+        del BACKENDS._entries["from_outside"], parallel.split.from_outside_attention
+    release(group)
+    return float((whole - exact(DENSE)[0]).abs().max())
+
+
+@dataclass(kw_only=True, slots=True)
+class _FromOutside(GatherAttention):
+    layout_type: ClassVar[type[Layout]] = Zigzag
+
+
+def test_a_scheme_of_a_plugin() -> None:
+    assert max(on_ranks(3, plugin_error)) < 1e-5
+
+
 class TestNames:
     def test_a_function_for_each_scheme(self) -> None:
         listed = dir(parallel.split)
@@ -311,6 +336,3 @@ class TestNames:
     def test_no_others(self, name: str) -> None:
         with pytest.raises(AttributeError, match=name):
             getattr(parallel.split, name)
-
-    def test_the_support_of_these_tests_is_dense(self) -> None:
-        assert dense(torch.zeros(6, 2, 3), 2).shape == (2, 2, 3, 3)

@@ -65,6 +65,29 @@ def test_results_and_gradients(scheme: str, packed: bool, recomputes: bool) -> N
         assert max(found) < CLOSENESS
 
 
+def compiled_errors(group: dist.ProcessGroup) -> list[float]:
+    """Of a compiled function before, inside and after, and how far inside is from before."""
+
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(x * 2, x, x, is_causal=True) + 1
+
+    compiled = torch.compile(attend, backend="eager")
+    torch.manual_seed(0)
+    x = shard(torch.randn(1, 2, 16, 4), "ring", dim=2, group=group)
+    before = compiled(x)
+    with split_sdpa("ring", group=group):
+        inside, wanted = compiled(x), attend(x)
+    after = compiled(x)
+    differences = (before - attend(x), inside - wanted, after - before, inside - before)
+    return [float(difference.abs().max()) for difference in differences]
+
+
+def test_a_compiled_function_inside_and_outside() -> None:
+    first, last = on_ranks(2, compiled_errors)
+    assert max(*first[:3], *last[:3]) < 1e-6
+    assert last[3] > 0.1, "the second part sees the first, inside only"
+
+
 def refused(group: dist.ProcessGroup, wrong_rank: int, arguments: dict[str, Any]) -> str:
     q = torch.zeros(1, 4, 8, 2)
     k = torch.zeros(1, arguments.pop("heads", 4), 8, 2)
