@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.split.sdpa import as_packed, why_not
-from parallel.split.session import session_of
+from parallel.split.session import Session, session_of
 
 AttentionFunction = Callable[..., tuple[Tensor, None]]
 
@@ -57,7 +57,8 @@ def attention_function(
 
     A model's ``cu_seq_lens_q=`` are the offsets of whole sequences over all ranks, packed into a
     batch of one; ``position_ids=`` must be those of the split tokens, which the model's rotary
-    angles follow. Masks, dropout and windows that hide something are refused on all ranks.
+    angles follow: where models tell them, positions that begin at 0 on every rank are refused, at
+    each new shape. Masks, dropout and windows that hide something are refused on all ranks.
     """
 
     def attention(
@@ -81,6 +82,7 @@ def attention_function(
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         arguments: dict[str, Any] = {"causal": causal, "scale": scaling, "group": group, **options}
         if cu_seq_lens_q is None:
+            _check_positions(session, more.get("position_ids"), query)
             o = attend(query, key, value, layout="bhsd", **arguments)
             return o.transpose(1, 2).contiguous(), None
         o = attend(
@@ -92,6 +94,26 @@ def attention_function(
         return o.unsqueeze(0), None
 
     return attention
+
+
+def _check_positions(session: Session, positions: Tensor | None, query: Tensor) -> None:
+    """Raise ValueError on all ranks if one takes its part for the beginning of the sequences.
+
+    A model that is given no positions counts from 0.
+    """
+
+    def check() -> bool:
+        # Beyond the first rank no part of any layout has the first token.
+        if session.rank and positions is not None and bool((positions[..., 0] == 0).all()):
+            raise ValueError(
+                "position_ids begin at 0: give the model those of split tokens, such as "
+                "parallel.split.position_ids has"
+            )
+        return True
+
+    shape = tuple(query.shape)
+    kind = ("positions", shape, query.device)
+    session.agreed(kind, check, lambda: f"queries {list(shape)} of a model", compare="new")
 
 
 def _why_not_more(more: dict[str, Any], num_tokens: int) -> str | None:

@@ -25,6 +25,7 @@ from parallel.split import (
     unshard,
     zigzag_attention,
 )
+from parallel.split.hugging_face import attention_function
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -117,6 +118,26 @@ def refused(group: dist.ProcessGroup, arguments: dict[str, Any]) -> str:
 def test_calls_that_it_cannot_split(arguments: dict[str, Any], reason: str) -> None:
     for message in on_ranks(2, refused, arguments):
         assert message.startswith(f"rank 0: {reason}")
+
+
+def with_positions(group: dist.ProcessGroup, given: bool) -> str:
+    """What is raised for a model that was given positions, or that counts from 0 by itself."""
+    q = torch.zeros(1, 2, 8, 4)
+    at = position_ids("zigzag", length=8 * group.size(), group=group) if given else torch.arange(8)
+    attention = attention_function(zigzag_attention, group=group)
+    try:
+        attention(Layer(), q, q, q, None, scaling=1.0, position_ids=at[None])
+    except ValueError as error:
+        return str(error)
+    finally:
+        release(group)
+    return "nothing was raised"
+
+
+def test_positions_that_were_forgotten() -> None:
+    assert on_ranks(3, with_positions, True) == ["nothing was raised"] * 3
+    for message in on_ranks(3, with_positions, False):
+        assert message.startswith("rank 1: position_ids begin at 0: give the model those of split")
 
 
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
