@@ -27,7 +27,9 @@ from torch import Tensor
 from kernels import BACKENDS, Packing
 from kernels.backends.naive import Naive
 from kernels.problem import AttentionSpec
-from parallel.context.blocks.tracing import COMPUTE, WAIT, RecordingTracer
+from parallel.context.blocks.tracing import COMPUTE, NO_TRACING, WAIT, RecordingTracer
+from parallel.context.documents.calls import make_calls
+from parallel.context.documents.exchange import KeyExchange
 from parallel.context.documents.placement import place
 from parallel.context.documents.routes import Routes
 
@@ -273,6 +275,43 @@ def test_a_timeline_begins_with_what_needs_own_keys_alone() -> None:
             assert WAIT in kinds
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("joined", [True, False])
+@pytest.mark.parametrize("lengths", [RAGGED, (48,), (30, 31, 3)])
+def test_no_row_is_twice_in_a_layer(lengths: tuple[int, ...], joined: bool, num_ranks: int) -> None:
+    """On CUDA, additions to a row that is twice in one call come in any order."""
+    plan = Routes.of(place(lengths, num_ranks), causal=True)
+    several = 0
+    for rank in range(num_ranks):
+        calls = make_calls(plan, rank, CPU, joined=joined, keeps_keys=False)
+        parts = [calls.gather[start:stop].tolist() for start, stop in calls.layers]
+        assert all(len(set(part)) == len(part) for part in parts)
+        assert [row for part in parts for row in part] == calls.gather.tolist()
+        assert set(calls.gather.tolist()) == set(range(calls.num_arriving))
+        several += len(parts) > 1
+    assert several or lengths != (48,) or num_ranks == 2
+
+
+def summed_gradients(group: dist.ProcessGroup) -> list[float]:
+    """Gradients of one key that three runs have seen, in bfloat16."""
+    plan = Routes.of(place((4,), 2), causal=True)
+    calls = make_calls(plan, dist.get_rank(group), CPU, joined=True, keeps_keys=False)
+    calls = replace(
+        calls,
+        receive_counts=[1, 0],
+        gather=torch.zeros(3, dtype=torch.int64),
+        layers=[(0, 1), (1, 2), (2, 3)],
+    )
+    exchange = KeyExchange(group=group, rank=0, calls=calls, tracer=NO_TRACING)
+    parts = torch.tensor([256.0, 1.0, 1.0], dtype=torch.bfloat16)[:, None, None]
+    return [float(x) for x in exchange.gradients(parts, 2 * parts).flatten()]
+
+
+def test_gradients_of_a_key_are_summed_in_float32() -> None:
+    """In bfloat16, 256 + 1 is 256."""
+    assert on_ranks(2, summed_gradients) == [[258.0, 516.0]] * 2
+
+
 def message_of(
     group: dist.ProcessGroup,
     lengths_by_rank: list[list[int]],
@@ -301,7 +340,30 @@ def message_of(
     return "nothing was raised"
 
 
+def message_of_differing(group: dist.ProcessGroup, what: str) -> str:
+    """What a rank raises whose heads, dtype or mask are those of its own."""
+    batch = ragged()
+    other = what if dist.get_rank(group) == 1 else ""
+    num_heads = 4 if other == "heads" else 2
+    dtype = torch.bfloat16 if other == "dtype" else torch.float32
+    with scheme_of("documents", kernel="naive").bind(group, CPU) as bound:
+        q = torch.zeros(bound.layout.packed_len(RAGGED), num_heads, 4, dtype=dtype)
+        spec = AttentionSpec(causal=other != "mask", scale=1.0, packing=batch.packing())
+        try:
+            bound.attend(q, q, q, spec)
+        except ValueError as error:
+            return str(error)
+    return "nothing was raised"
+
+
 class TestDisagreement:
+    @pytest.mark.parametrize("what", ["heads", "dtype", "mask"])
+    def test_other_facts(self, what: str) -> None:
+        for message in on_ranks(3, message_of_differing, what):
+            assert message.startswith(
+                "ranks disagree on what they attend to: rank 0 has [36, 2, 4]"
+            )
+
     def test_packings_of_as_many_tokens(self) -> None:
         for message in on_ranks(3, message_of, [[8, 4], [4, 8], [8, 4]], [0, 0, 0]):
             assert "lengths [8, 4], rank 1 has" in message
