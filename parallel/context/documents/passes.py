@@ -1,8 +1,8 @@
 """The forward and the backward pass of one rank, for kernels that give a log-sum-exp.
 
-While keys are on their way, the kernel computes what needs the rank's own keys alone. The backward
-pass does a part of that first, while keys come again if they were not kept, then what the waiting
-runs' keys are needed for, and the other part while gradients of those keys go home.
+While keys are on their way, the kernel computes what needs the rank's own keys alone. A backward
+pass begins with the waiting runs, and computes the rest while gradients of other ranks' keys go
+home. Where these keys were not kept, they come again while one half of that rest is computed.
 """
 
 from __future__ import annotations
@@ -104,18 +104,23 @@ class DocumentPass:
             total[call.rows, 0] = dk
             total[call.rows, 1] = dv
 
-        for call in calls.halves[:1]:
+        # Two calls where both ways are to be hidden, else one.
+        own_first: tuple[Call, ...] = ()
+        own_last: tuple[Call, ...] = () if calls.local is None else (calls.local,)
+        if arriving is not None:
+            own_first, own_last = calls.halves[:1], calls.halves[1:]
+        for call in own_first:
             attend_own(call, OWN)
         returning = None
         if calls.travels:
             arrived = arriving.wait(WAITING) if arriving is not None else arrived
             assert arrived is not None
-            gradients = torch.zeros_like(arrived)
+            gradients = arrived  # without rows, where no run waits
             if calls.rest is not None:
                 keys = self.exchange.keys(arrived)
                 gradients = self.exchange.gradients(*attend(calls.rest, keys, WAITING))
             returning = self.exchange.give_back(gradients)
-        for call in calls.halves[1:]:
+        for call in own_last:
             attend_own(call, REST)
         if returning is not None:
             self.exchange.add_home(total, returning.wait(REST))

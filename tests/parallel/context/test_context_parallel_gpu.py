@@ -202,6 +202,15 @@ def test_modes_of_zigzag_llama3(
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("diagonals", ["joined", "first"])
+@pytest.mark.parametrize("keep_keys", ["always", "never"])
+def test_placed_documents(num_ranks: int, diagonals: str, keep_keys: str) -> None:
+    options = {"kernel": "flash_triton", "diagonals": diagonals, "keep_keys": keep_keys}
+    for ratio in on_gpus(num_ranks, ratios_to_one_device, "documents", options, True)[0]:
+        assert ratio <= 1.5
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
 @pytest.mark.parametrize("rotate", ["allgather", "alltoall"])
 @pytest.mark.parametrize("kernel", ["sdpa_flash", "sdpa_cudnn"])
 def test_pytorchs_own(num_ranks: int, rotate: str, kernel: str) -> None:
