@@ -24,6 +24,14 @@ from harness.analysis.verdicts import Level
 SHORT_MS = 1.0
 """Shorter cases vary more: they are over before a processor that they share comes back to them."""
 
+LEAST_DEVIATIONS = 4
+"""Processes less one, over all cases of a kind, that a calibration takes: with two, two runs whose
+levels differ by 2% were called FASTER or SLOWER in 5%."""
+
+LEAST_SHARE = 0.25
+"""Of the variance of processes' means, the part that counts as theirs at least. What a few of them
+leave after that within processes is often nothing, which no two runs of a machine keep to."""
+
 ASSUMED = {True: Level(std_log=0.25, df=30), False: Level(std_log=0.05, df=30)}
 """Levels of a machine without calibration, of times that a host may have a part in and of others.
 In the committed records 54 phases of the same code were measured twice, hours apart, on one kind of
@@ -101,7 +109,12 @@ def run_to_run_levels(cases: Iterable[Repeated]) -> dict[Kind, Level]:
         if case.calibrates and all(len(samples) for samples in case.rounds_ms):
             kind = Kind(case.host, case.device, is_short(case.median_ms), case.hindered)
             groups.setdefault(kind, []).append(case)
-    return {key: run_to_run_level(group) for key, group in groups.items()}
+    return {key: run_to_run_level(group) for key, group in groups.items() if _are_enough(group)}
+
+
+def _are_enough(cases: Sequence[Repeated]) -> bool:
+    """Whether their processes tell a level: one case in three of them says next to nothing."""
+    return sum(len(set(case.processes)) - 1 for case in cases) >= LEAST_DEVIATIONS
 
 
 def run_to_run_level(cases: Sequence[Repeated]) -> Level:
@@ -112,7 +125,11 @@ def run_to_run_level(cases: Sequence[Repeated]) -> Level:
     """
     found = [_Processes.of(case) for case in cases]
     weights = np.array([len(one.means) - 1.0 for one in found])
-    variance = float(np.average([one.variance for one in found], weights=weights))
+    variance, scatter = (
+        float(np.average(values, weights=weights))
+        for values in ([one.variance for one in found], [one.scatter for one in found])
+    )
+    variance = max(variance, LEAST_SHARE * scatter)
     return Level(
         std_log=math.sqrt(variance),
         df=_degrees_of_freedom(found, weights),
@@ -125,11 +142,14 @@ def run_to_run_level(cases: Sequence[Repeated]) -> Level:
 
 @dataclass(kw_only=True, slots=True)
 class _Processes:
-    """One case: the mean log time of each process, and the variance between processes."""
+    """One case: the mean log time of each process, and how these means differ."""
 
     owners: tuple[int, ...]
     means: Floats
+    scatter: float
+    """The variance of these means."""
     variance: float
+    """The part of it that does not come from within processes."""
 
     @classmethod
     def of(cls, case: Repeated) -> _Processes:
@@ -143,8 +163,10 @@ class _Processes:
             squares = sum(float(((values - values.mean()) ** 2).sum()) for values in several)
             within = squares / sum(len(values) - 1 for values in several)
         within *= float(np.mean([1 / len(values) for values in rounds]))
-        variance = max(float(means.var(ddof=1)) - within, 0.0)
-        return cls(owners=owners, means=means, variance=variance)
+        scatter = float(means.var(ddof=1))
+        return cls(
+            owners=owners, means=means, scatter=scatter, variance=max(scatter - within, 0.0)
+        )
 
 
 def _degrees_of_freedom(found: Sequence[_Processes], weights: Floats) -> float:

@@ -74,6 +74,22 @@ def test_cases_that_a_process_slows_together_count_as_one() -> None:
     assert "50 cases in 6 processes" in found.words
 
 
+def test_what_varies_within_processes_does_not_hide_all_of_the_level() -> None:
+    """Means of processes differ by 1%, less than rounds that differ by 20% explain."""
+    rounds = [[10.0 * factor * side] * 3 for factor in (1.0, 1.01, 1.02) for side in (0.9, 1.1)]
+    case = Repeated(rounds_ms=rounds, processes=[0, 0, 1, 1, 2, 2], host="a", device="CPU")
+    (level,) = run_to_run_levels([case, case, case]).values()
+    assert level.std_log == pytest.approx(0.5 * statistics.stdev(map(math.log, (1, 1.01, 1.02))))
+
+
+def test_one_case_in_three_processes_is_no_calibration() -> None:
+    """Else two runs of equal cases were called FASTER or SLOWER in one of twenty."""
+    random = np.random.default_rng(6)
+    case = repeated(random, level=0.02, spread=0.0, per_process=1, processes=3)
+    assert run_to_run_levels([case]) == {}
+    assert len(run_to_run_levels([case, case])) == 1
+
+
 def test_levels_are_of_one_machine_and_of_cases_of_one_kind() -> None:
     random = np.random.default_rng(4)
     long = repeated(random, level=0.01, spread=0.0, per_process=1)
