@@ -164,9 +164,7 @@ class _Processes:
             within = squares / sum(len(values) - 1 for values in several)
         within *= float(np.mean([1 / len(values) for values in rounds]))
         scatter = float(means.var(ddof=1))
-        return cls(
-            owners=owners, means=means, scatter=scatter, variance=max(scatter - within, 0.0)
-        )
+        return cls(owners=owners, means=means, scatter=scatter, variance=max(scatter - within, 0.0))
 
 
 def _degrees_of_freedom(found: Sequence[_Processes], weights: Floats) -> float:

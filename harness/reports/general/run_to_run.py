@@ -16,10 +16,12 @@ from harness.sentences.findings import sentence
 
 CAPTION = (
     "Cases measured in several processes, by their longest phase. Level: the standard deviation of "
-    "log time between processes, less what varies within one; verdicts on runs of this machine use "
-    "those of all cases of a kind together, apart for cases whose device waited for its host in "
-    "some round: {levels}."
+    "log time between processes, less what varies within one, and at least half of it; verdicts on "
+    "runs of this machine use those of all cases of a kind together, apart for cases whose device "
+    "waited for its host in some round: {levels}."
 )
+
+NONE = "none, as one case in three processes tells too little"
 
 
 @table("run_to_run")
@@ -42,7 +44,7 @@ def build(frame: pd.DataFrame) -> Table | None:
         widest=[_widest(case.rounds_ms) for case in rows["repeated"]],
     )
     return make_table(
-        caption=CAPTION.format(levels="; ".join(levels)),
+        caption=CAPTION.format(levels="; ".join(levels) or NONE),
         rows=rows,
         lead=["task", "model", "attention"],
         metrics=[

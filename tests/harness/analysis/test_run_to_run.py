@@ -166,6 +166,13 @@ def test_the_table_shows_each_case_and_the_level_of_all() -> None:
     assert build_table("run_to_run", build_frame([make_record()])) is None
 
 
+def test_a_case_that_alone_gives_no_level_is_said_to() -> None:
+    record = in_rounds(make_record(samples_ms={"step": [[10.0, 10.1, 10.2]]}), 3)
+    table = build_table("run_to_run", build_frame([record]))
+    assert table is not None
+    assert "in some round: none, as one case in three processes" in table.caption
+
+
 class TestInTurns:
     def moments(self, *seconds: float) -> list[str]:
         return [f"2026-01-02T03:04:{second:06.3f}+00:00" for second in seconds]
