@@ -21,6 +21,15 @@ from harness.store.record import Phase
 NOTICEABLE_WAIT = 0.05
 """The share of a pass above which the device's wait for its host makes the pass host-bound."""
 
+FASTEST, MOST = 0.1, 0.75
+"""The share of passes that counts as the fastest, and the one that counts as most of them."""
+
+FOLLOWS = 0.3
+"""Rank correlation of passes with the host's times above which the host may have made them long."""
+
+LEAST_PASSES = 20
+"""Fewer passes tell no such correlation."""
+
 HOST_COLUMNS = ("host_ms", "device_ms", "device_waits", "host_bound", "hindered")
 
 
@@ -48,8 +57,9 @@ def host_time(phase: Phase | None, device: str, rounds: Sequence[int] = ()) -> H
         rounds: passes of each round, for :attr:`HostTime.hindered`; one round if it is left out.
 
     The device never waits longer than the host works, so that higher clocks in the passes of
-    ``device_ms`` do not pass for waiting. Without such passes (several ranks, or more kernels
-    than the launch queue takes), a pass is host-bound if the host was busy all the time.
+    ``device_ms`` do not pass for waiting. A host that was ahead (:func:`_is_ahead`) can make it
+    wait no longer than in the fastest passes. Without passes of the device alone (several ranks, or
+    more kernels than the launch queue takes), one is host-bound if the host was busy all the time.
     """
     if phase is None or not any(phase.samples_ms):
         return HostTime()
@@ -60,6 +70,9 @@ def host_time(phase: Phase | None, device: str, rounds: Sequence[int] = ()) -> H
     times_ms, hosts_ms = slowest_rank(phase.samples_ms), slowest_rank(phase.host_ms)
     device_ms = median(slowest_rank(phase.device_ms)) if any(phase.device_ms) else math.nan
     whole = _Waiting.of(times_ms, hosts_ms, device_ms)
+    if whole.is_noticeable and _is_ahead(times_ms, hosts_ms, device_ms):
+        fastest_ms = [float(np.quantile(times_ms, FASTEST))]
+        whole = _Waiting.of(fastest_ms, hosts_ms, device_ms)
     times, hosts = by_round(times_ms, rounds), by_round(hosts_ms, rounds)
     parts = zip(times, hosts, strict=True) if len(times) == len(hosts) else ()
     return HostTime(
@@ -74,6 +87,22 @@ def host_time(phase: Phase | None, device: str, rounds: Sequence[int] = ()) -> H
             if time_ms and host_ms
         ),
     )
+
+
+def _is_ahead(times_ms: list[float], hosts_ms: list[float], device_ms: float) -> bool:
+    """Whether the host was ahead of the device, so that what passes differ by is not its doing.
+
+    Most passes were enqueued in less than the device alone takes, so that it can have waited only
+    as they began, in the fastest ones as well; and a pass was no longer where the host took longer.
+    So it is where a device that keeps to a limit of power is at lower clocks than in the few passes
+    of ``device_ms``.
+    """
+    if math.isnan(device_ms) or not LEAST_PASSES <= len(times_ms) == len(hosts_ms):
+        return False
+    if np.quantile(hosts_ms, MOST) >= device_ms:
+        return False
+    ranks = [np.argsort(np.argsort(values)) for values in (times_ms, hosts_ms)]
+    return bool(np.corrcoef(*ranks)[0, 1] < FOLLOWS)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -11,6 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from harness import escapes
 from harness.analysis.case_columns import GIB
+from harness.analysis.predictions import has_baseline
 from harness.cases import format as fmt
 from harness.cases.hardware import find_hardware
 from harness.cases.source import changed_folders, is_measured
@@ -126,6 +127,12 @@ def measurement_facts(records: Sequence[Record]) -> dict[str, set[Any]]:
             bool(record.notes.get("in_a_row"))
             for record in records
             if "step" in record.phases and len(record.phases["step"].samples_ms) > 1
+        },
+        "checked_whole": {"limits" in record.check for record in records if record.check},
+        "baselines": {
+            has_baseline(record)
+            for record in records
+            if any(rank.get("source") == "cuda" for rank in record.memory)
         },
     }
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import pandas as pd
 
-from harness.analysis.comparison import Axis, compare
+from harness.analysis.comparison import HIDDEN, Axis, compare
+from harness.analysis.evidence import is_host_bound
 from harness.analysis.row_verdicts import COLUMNS, interval_cells, rule_words
 from harness.cases import format as fmt
 from harness.cases.columns import point_groups
@@ -20,8 +21,10 @@ from harness.sentences.leaders import say_fastest
 CAPTION = (
     "Attention alone, the fastest first at each point: median times, and the rate of all passes "
     "by the FLOP formula. Ratio: time of the baseline over that of the backend, so that above 1 is "
-    "faster, with {rule}."
+    "faster, with {rule}.{hidden}"
 )
+
+WAITED = " but those that waited for their host"
 
 PHASES = ("forward", "backward", "forward_backward")
 
@@ -48,7 +51,12 @@ def build(frame: pd.DataFrame) -> Table | None:
     rows = _compared(rows, calls)
     only_forward = rows["forward_backward_status"].isna().all()
     built = make_table(
-        caption=CAPTION.format(rule=rule_words(rows[rows["num_rounds"].notna()])),
+        caption=CAPTION.format(
+            rule=rule_words(rows[rows["num_rounds"].notna()]),
+            hidden=f" Also UNCLEAR where, for either, {HIDDEN}."
+            if (rows["why"] == HIDDEN).any()
+            else "",
+        ),
         rows=rows,
         lead=["head_dim", "call_compiled", "attention"],
         keep=["attention"],
@@ -79,10 +87,13 @@ def say(rows: pd.DataFrame) -> str | None:
     if rows["all_tflops"].isna().all():
         return None
     plain = rows[~rows["call_compiled"].astype(bool)]
-    return sentence(
-        say_fastest(rows if plain.empty else plain, "all_median_ms"),
-        f"rates are {span(rows['all_tflops'], fmt.number)} TFLOP/s over all backends",
-    )
+    kernels = rows["all_tflops"].where(~rows["all_evidence"].map(is_host_bound).astype(bool))
+    rates = None
+    if kernels.notna().any():
+        some = kernels.count() < rows["all_tflops"].count()
+        rates = f"rates are {span(kernels, fmt.number)} TFLOP/s over all backends"
+        rates += WAITED if some else ""
+    return sentence(say_fastest(rows if plain.empty else plain, "all_median_ms"), rates)
 
 
 def _compared(rows: pd.DataFrame, calls: pd.DataFrame) -> pd.DataFrame:

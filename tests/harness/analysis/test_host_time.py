@@ -50,6 +50,32 @@ def test_without_passes_of_the_device_alone(host: float, bound: bool) -> None:
     assert time.device_waits != time.device_waits
 
 
+HOSTS_MS = [0.35, 0.6, 0.8, 0.45, 0.9] * 8
+
+
+@pytest.mark.parametrize(
+    ("times", "hosts", "waits", "bound"),
+    [
+        # 16,384 tokens on an H200 at its limit of power: some passes were at the clocks of those
+        # that measured the device alone, and none took longer for its host.
+        ([5.6] * 10 + [6.3] * 30, HOSTS_MS, 0.0, False),
+        # The longer passes are those of a slow host.
+        ([5.0 + 2 * host for host in HOSTS_MS], HOSTS_MS, 0.55 / 6.2, True),
+        # No pass was as fast as the device alone.
+        ([6.0] * 10 + [6.3] * 30, HOSTS_MS, 0.45 / 6.3, True),
+        # The host takes as long as the device, so that it can be late at any kernel.
+        ([5.6] * 10 + [6.3] * 30, [8 * host for host in HOSTS_MS], 0.7 / 6.3, True),
+    ],
+)
+def test_lower_clocks_are_no_waiting_where_the_host_was_ahead(
+    times: list[float], hosts: list[float], waits: float, bound: bool
+) -> None:
+    found = Phase(clock="cuda_event", samples_ms=[times], host_ms=[hosts], device_ms=[[5.6] * 3])
+    time = host_time(found, "cuda")
+    assert time.host_bound is bound
+    assert time.device_waits == pytest.approx(waits, abs=0.03)
+
+
 def test_what_a_record_does_not_tell_is_unknown() -> None:
     assert host_time(phase(1.0), "cuda").host_bound is None
     assert host_time(None, "cuda").host_bound is None

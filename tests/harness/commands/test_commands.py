@@ -131,6 +131,24 @@ class TestCounted:
         assert ("without a pause" in text) == in_a_row
         assert text.count("- **") == text.count("\n- **") + text.startswith("- **")
 
+    def test_records_from_before_the_gate_and_the_baseline_are_said_to_be(self) -> None:
+        """What the method says of checks and of memory is that of every record in the report."""
+        early, later = (make_record(device="cuda", seq_len=length) for length in (512, 1024))
+        early.check = {"errors": {"o": 1e-3}, "tolerance": 1e-2}
+        later.check = early.check | {"limits": {"o": {"error": 1e-3, "tolerance": 1e-2}}}
+        for record in (early, later):
+            record.memory = [{"source": "cuda", "peak_allocated_bytes": 2**30}]
+        later.memory[0]["baseline_allocated_bytes"] = 0
+
+        def method(*records: Record) -> str:
+            return template("method.md.j2").render(**measurement_facts(records))
+
+        assert "Before, between and after the measured passes" in method(later)
+        assert "Some records here are" not in method(later)
+        both = method(early, later)
+        assert "they were checked once, on a slice of the problem" in both
+        assert "theirs are of all that was allocated" in both
+
 
 class TestTerminal:
     def test_what_was_counted_is_never_cut(self) -> None:

@@ -21,7 +21,7 @@ from harness.drawing.panels import whole_calls
 from harness.render.figure import FIGURES, STYLE, draw
 from harness.render.files import to_csv, to_markdown
 from harness.render.palette import colour
-from harness.render.table import build_table
+from harness.render.table import build_table, finding_of
 from harness.request.compose import compose_request
 from harness.run import local
 from harness.store.record import Record
@@ -183,6 +183,25 @@ class TestLeaderboard:
         assert row_of(table, attention="flash_triton")["ratio"] == "0.50×"
         assert row_of(table, attention="sdpa_flash")["verdict"] == "SAME"
         assert row_of(table, attention="sdpa_cudnn")["ratio"] == "–"
+
+    def test_a_host_s_time_is_no_rate_of_a_kernel(self, frame: pd.DataFrame) -> None:
+        table = build_table("leaderboard", frame)
+        assert table is not None
+        assert finding_of(table).endswith("rates are 50.0 to 200 TFLOP/s over all backends.")
+        assert "Also UNCLEAR" not in table.caption
+        records = [
+            call("sdpa_cudnn", steady(4.0), flops=4e11),
+            call("flex", steady(2.0), flops=4e11),
+        ]
+        phase = records[1].phases["forward_backward"]
+        phase.host_ms, phase.device_ms = [[2.0] * len(phase.samples_ms[0])], [[1.0] * 3]
+        table = build_table("leaderboard", build_frame([in_rounds(each) for each in records]))
+        assert table is not None
+        assert row_of(table, attention="flex")["verdict"] == "UNCLEAR"
+        assert table.caption.count("Also UNCLEAR where, for either, the device waited") == 1
+        assert finding_of(table) == (
+            "Rates are 100 TFLOP/s over all backends but those that waited for their host."
+        )
 
     def test_the_fastest_first_and_what_did_not_finish_last(self, frame: pd.DataFrame) -> None:
         table = build_table("leaderboard", frame)
