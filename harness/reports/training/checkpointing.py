@@ -5,6 +5,7 @@ from __future__ import annotations
 import pandas as pd
 
 from harness.analysis.case_columns import GIB
+from harness.analysis.evidence import is_host_bound
 from harness.cases import format as fmt
 from harness.cases.columns import point_groups
 from harness.render.predicted_memory import predicted_columns
@@ -70,10 +71,12 @@ def say(rows: pd.DataFrame) -> str | None:
     known = rows[(rows["checkpoint"] != "none") & rows["memory_ratio"].notna()]
     if known.empty:
         return None
+    # What computing again costs is not told by a host that takes longer to ask for it.
+    host_bound = rows["step_evidence"].map(is_host_bound).astype(bool)
     parts = []
     for name, part in known.groupby("checkpoint", sort=False):
         words = f"checkpoint={name} needs {span(part['memory_ratio'])} the memory of none"
-        times = told(part, "time_ratio", "verdict")
+        times = told(part[~host_bound[part.index]], "time_ratio", "verdict")
         if len(times):
             words += f" and {span(times['time_ratio'])} its time"
             words += "" if len(times) == len(part) else f" (told for {len(times)} of {len(part)})"
