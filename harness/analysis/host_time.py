@@ -101,8 +101,8 @@ def _is_ahead(times_ms: list[float], hosts_ms: list[float], device_ms: float) ->
         return False
     if np.quantile(hosts_ms, MOST) >= device_ms:
         return False
-    ranks = [np.argsort(np.argsort(values)) for values in (times_ms, hosts_ms)]
-    return bool(np.corrcoef(*ranks)[0, 1] < FOLLOWS)
+    of_time, of_host = (np.argsort(np.argsort(values)) for values in (times_ms, hosts_ms))
+    return bool(np.corrcoef(of_time, of_host)[0, 1] < FOLLOWS)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 
 from harness.analysis import likeness
+from harness.analysis.evidence import is_host_bound
 from harness.cases import format as fmt
 from harness.cases.columns import POINTS, point_groups
 from parallel import BACKENDS, STRATEGIES
@@ -116,9 +117,18 @@ def say_over(
     baseline: str,
     choice: str = "attention",
     words: str = "",
+    *,
+    evidence: str | None = None,
 ) -> str | None:
-    """``5 of 8 are FASTER than naive, by 1.10× to 2.05×, most by sdpa``, by their verdicts."""
+    """``5 of 8 are FASTER than naive, by 1.10× to 2.05×, most by sdpa``, by their verdicts.
+
+    Args:
+        evidence: the column with the evidence of times that rank kernels. Those of a host do not,
+            and are left out with all that is compared with them.
+    """
     known = rows[rows[speedup].notna() & (rows[choice] != baseline)]
+    if evidence is not None and evidence in rows:
+        known = known[~_hidden(rows, choice, baseline, evidence)[known.index]]
     faster = known[known[verdict] == "FASTER"]
     if known.empty:
         return None
@@ -137,6 +147,14 @@ def say_over(
         f"{len(faster)} of {len(known)} {verb} FASTER than {over}, by {span(faster[speedup])}, "
         f"{most}{best[choice]}{_where(best, known, choice)}"
     )
+
+
+def _hidden(rows: pd.DataFrame, choice: str, baseline: str, evidence: str) -> pd.Series:
+    """Which rows have a time of the host, or are compared with one."""
+    bound = rows[evidence].map(is_host_bound).astype(bool)
+    points = point_groups(rows, [choice])
+    hidden = bound | points.isin(points[bound & (rows[choice] == baseline)])
+    return hidden.astype(bool)
 
 
 def _where(row: pd.Series, rows: pd.DataFrame, choice: str) -> str:

@@ -65,6 +65,6 @@ def say(rows: pd.DataFrame) -> str | None:
     both = rows["forward_backward_median_ms"].fillna(rows["forward_median_ms"])
     return sentence(
         say_fastest(rows.assign(both=both), "both", evidence="both_evidence"),
-        say_over(rows, "speedup", "verdict", "naive"),
+        say_over(rows, "speedup", "verdict", "naive", evidence="both_evidence"),
         say_out_of_memory(rows),
     )

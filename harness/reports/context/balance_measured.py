@@ -95,6 +95,8 @@ def say(rows: pd.DataFrame) -> str | None:
             f"balance brings {span(known['speedup'])} over contiguous parts, where FLOPs alone "
             f"predict {span(known['predicted_speedup'])}"
         )
+        if len(known) < (number := int(rows["speedup"].count())):
+            gained += f" (told for {len(known)} of {number})"
     return sentence(f"the busiest rank computes {by_name(busiest, 'the mean')} (median)", gained)
 
 

@@ -61,7 +61,7 @@ def build(frame: pd.DataFrame) -> Table | None:
 def say(rows: pd.DataFrame) -> str | None:
     return sentence(
         f"the softmax takes {span(rows['time_ratio'])} the time of the matmuls in attention, with "
-        f"{_three_digits(rows['flops_ratio'].median())} their FLOPs"
+        f"{span(rows['flops_ratio'], _three_digits)} their FLOPs"
     )
 
 

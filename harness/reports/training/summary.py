@@ -50,6 +50,6 @@ def build(frame: pd.DataFrame) -> Table | None:
 def say(rows: pd.DataFrame) -> str | None:
     return sentence(
         say_fastest(rows, "step_median_ms"),
-        say_over(rows, "speedup", "verdict", "naive"),
+        say_over(rows, "speedup", "verdict", "naive", evidence="step_evidence"),
         say_out_of_memory(rows),
     )

@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001 - sentences use typographic signs
 """What checkpointing is said to cost, from records."""
 
 from __future__ import annotations
