@@ -6,7 +6,10 @@
     step       every rank updates its shard of each block
 
 At most two blocks are whole at any time, and none between the passes; weights outside of blocks
-are whole from the forward pass to the end of the backward pass. ZeRO stage 3 (Rajbhandari et al.,
+are whole from the forward pass to the end of the backward pass. Where blocks run in another order
+than they are registered, or again, they are gathered when they run; where several forward passes
+come before a backward pass, or blocks run in another order, gradients are reduced once they are
+complete, and are whole until then. ZeRO stage 3 (Rajbhandari et al.,
 2020); PyTorch FSDP (Zhao et al., 2023), whose fully_shard is the peer.
 
 Every rank asks for the same collectives in the same order, whatever modules it uses: the order
@@ -44,6 +47,16 @@ NUM_SLOTS = 2
 
 REPLICATE_BELOW = 2**15
 """Elements: above norms and biases of most models, below any matrix worth dividing."""
+
+
+class ForwardPass:
+    """A forward pass that made a graph, for the hooks of that graph to name it."""
+
+    __slots__ = ("step",)
+
+    def __init__(self, step: int) -> None:
+        self.step: int | None = step
+        """The step that its gradients belong to; None once its backward pass has ended."""
 
 
 class FSDP(ShardedDataParallel):
@@ -99,6 +112,21 @@ class FSDP(ShardedDataParallel):
         """The first block that the forward pass has not gathered."""
         self._level = len(self._units)
         """The block that the backward pass is at; their number before it begins."""
+        self._step = self._num_open = 0
+        """Forward passes of this step whose backward pass has not ended: all ranks count alike,
+        which they might not if they looked at which graphs are still there."""
+        self._forward_pass = ForwardPass(self._step)
+        """The last one that made a graph."""
+        self._in_order = True
+        """Whether all open passes ran blocks in their order, each once."""
+        self._last_block: int | None = None
+        """The block that the forward pass has run last; None outside of a forward pass."""
+        self._at: int | None = None
+        """The block that the backward pass is at, where blocks ran in another order."""
+        self._backward_of: ForwardPass | None = None
+        """The forward pass that the backward pass is in."""
+        self._is_last = True
+        """Whether no other forward pass is open, whose gradients are still to come."""
         if self.world_size > 1 and dist.get_rank(self._group) == 0:
             whole = self._rest.weights
             warning = what_stays_whole(
@@ -177,23 +205,40 @@ class FSDP(ShardedDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if not self._weights:
             return self.module(*inputs, **kwargs)
-        if self._level < len(self._units):
+        if self._backward_of is not None:
             # The last backward pass was in no_sync().
             self._end_backward(reduces=False)
         self._take_in_thawed()
         self._begin_forward()
         inputs, kwargs = tree_map(self._cast, (inputs, kwargs))
-        outputs = self.module(*inputs, **kwargs)
+        outputs = self._run(inputs, kwargs)
         self._gather_before(len(self._units))
-        if not torch.is_grad_enabled():
-            self._rest.release()
-            self._forget()
-        else:
+        if torch.is_grad_enabled():
             # The last blocks come again when the backward pass does. Until then their memory is the
             # loss's, where a step has its peak.
             for unit in self._units[-NUM_SLOTS:]:
                 unit.forget()
+        elif self._num_open:
+            # A graph from before has saved the weights outside of blocks.
+            for unit in self._units:
+                unit.forget()
+        else:
+            self._rest.release()
+            self._forget()
         return outputs
+
+    def _run(self, inputs: Any, kwargs: Any) -> Any:
+        """The module's forward pass, noted if it makes a graph."""
+        if torch.is_grad_enabled():
+            self._forward_pass = ForwardPass(self._step)
+            # Of all open passes, whose backward passes may come in any order.
+            self._in_order |= self._num_open == 0
+            self._num_open += 1
+        self._last_block = -1
+        try:
+            return self.module(*inputs, **kwargs)
+        finally:
+            self._last_block = None
 
     def finish_gradient_synchronization(self) -> None:
         if self._weights and self._synchronizes:
@@ -270,31 +315,68 @@ class FSDP(ShardedDataParallel):
             self._next += 1
 
     def _before_block(self, number: int) -> None:
+        if self._last_block is not None:
+            if number <= self._last_block and torch.is_grad_enabled():
+                self._in_order = False
+            self._last_block = number
         self._gather_before(number + 1)
         if self._next == number + 1:
             self._gather_before(number + 2)
         self._units[number].use()
 
     def _after_block(self, number: int, outputs: Any) -> None:
-        if self._level <= number:
+        if self._last_block is None and (self._level <= number or self._at == number):
             # Activations are made again, and the backward pass is about to use them.
             return
         self._units[number].release()
         this = weakref.ref(self)
+        # In the backward pass, activations are made again for the pass that it is in.
+        now = self._backward_of if self._last_block is None else None
+        forward_pass = now or self._forward_pass
 
         def enter(_: Tensor) -> None:
             container = this()
             if container is not None:
-                container._enter_backward(number)
+                container._enter_backward(forward_pass, number)
 
         for output in tree_leaves(outputs):
             if isinstance(output, Tensor) and output.requires_grad:
                 output.register_hook(enter)
 
-    def _enter_backward(self, number: int) -> None:
+    def _enter_backward(self, forward_pass: ForwardPass, number: int) -> None:
         """The backward pass reaches a block, and has left the blocks after it."""
-        self._go_back_to(number, reduces=self._synchronizes)
+        again = self._in_order and number > self._level
+        if forward_pass is not self._backward_of or again:
+            self._begin_backward(forward_pass)
+        if self._in_order:
+            self._go_back_to(number, reduces=self._synchronizes and self._is_last)
+        elif self._at != number:
+            self._leave_any()
+            self._at = number
         self._units[number].use()
+
+    def _begin_backward(self, forward_pass: ForwardPass) -> None:
+        """Begin with the blocks of a forward pass; those of others may have come before."""
+        if self._backward_of is not None:
+            self._leave_any()
+            if self._level < len(self._units):
+                # Up to the first, as a rank does that uses other blocks.
+                self._go_back_to(0, reduces=False)
+                self._leave(reduces=False)
+            self._close(self._backward_of)
+        self._backward_of = forward_pass
+        self._is_last = self._num_open == int(forward_pass.step == self._step)
+        self._level = len(self._units)
+
+    def _close(self, forward_pass: ForwardPass) -> None:
+        if forward_pass.step == self._step:
+            self._num_open -= 1
+        forward_pass.step = None
+
+    def _leave_any(self) -> None:
+        if self._at is not None:
+            self._units[self._at].release()
+            self._at = None
 
     def _go_back_to(self, number: int, *, reduces: bool) -> None:
         while self._level > number:
@@ -318,9 +400,16 @@ class FSDP(ShardedDataParallel):
 
     def _end_backward(self, *, reduces: bool) -> None:
         """Release and reduce the blocks that the backward pass did not reach."""
-        self._go_back_to(0, reduces=reduces)
-        self._leave(reduces=reduces)
+        self._leave_any()
+        if self._in_order:
+            self._go_back_to(0, reduces=reduces)
+            self._leave(reduces=reduces)
         self._level = len(self._units)
+        if self._backward_of is not None:
+            self._close(self._backward_of)
+            self._backward_of = None
+        if reduces:
+            self._step, self._num_open = self._step + 1, 0
         self._rest.release()
         self._forget()
 
@@ -328,8 +417,8 @@ class FSDP(ShardedDataParallel):
         if index < self._progress.num_started and self._progress.missing[index]:
             raise RuntimeError(
                 "a gradient of a block came after the backward pass had gone on to the block "
-                "before it: FSDP's blocks must run in their order, each once a backward pass; "
-                "give it as blocks those that do"
+                "before it: FSDP's blocks must be called, and not their weights used by others; "
+                "give it as blocks those that are"
             )
         super()._complete(index)
 
