@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kernels import BACKENDS
 from parallel.context.attention import SequenceParallelAttention
+from parallel.context.bound import SplitAttention
 from parallel.split import calls, gradients
 from parallel.split.checks import Offsets
 from parallel.split.session import Session, resolved, session_of
@@ -90,26 +91,23 @@ def bound_attention(
     """A function ``attend(q, k, v, *, causal=..., ...)`` while inside; frees all it held after.
 
     Its arguments are those of :func:`split_attention`, which keeps what it needs until
-    :func:`parallel.split.release` or the end of the group.
+    :func:`parallel.split.release` or the end of the group. Backward runs inside.
     """
-    session = Session(resolved(group))
+    with Session(resolved(group)) as session:
 
-    def attend(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        return_lse: bool = False,
-        compare: str = "new",
-        **more: Any,
-    ) -> Any:
-        request = calls.Request(scheme=scheme, options=tuple(sorted(options.items())), **more)
-        return calls.eagerly(_attend)(session, group, request, q, k, v, return_lse, compare)
+        def attend(
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            *,
+            return_lse: bool = False,
+            compare: str = "new",
+            **more: Any,
+        ) -> Any:
+            request = calls.Request(scheme=scheme, options=tuple(sorted(options.items())), **more)
+            return calls.eagerly(_attend)(session, group, request, q, k, v, return_lse, compare)
 
-    try:
         yield attend
-    finally:
-        session.close()
 
 
 @functools.cache
@@ -162,16 +160,25 @@ def _attend(
     swap = request.layout == "bshd" and not request.packed
     if swap:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    with calls.attending():
+        o, lse = _both(bound, found, q, k, v, return_lse=return_lse)
+    o = gradients.guarded(o, found.real, f"{request.scheme}_attention")
+    o = o.transpose(1, 2) if swap else o
+    return (o, lse) if return_lse else o
+
+
+def _both(
+    bound: SplitAttention, call: calls.Checked, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """o and, if asked for, lse; with gradients by a pass for each, since one does not have both."""
     lse = None
     if return_lse:
         with torch.no_grad():
-            both = bound.attend_with_lse(q.detach(), k.detach(), v.detach(), found.spec)
-        if both is None:
+            found = bound.attend_with_lse(q.detach(), k.detach(), v.detach(), call.spec)
+        if found is None:
             # Without a collective, and so on all ranks.
-            raise ValueError(f"return_lse=True: {request.scheme} hides its log-sum-exp")
-        o, lse = both
-    if not return_lse or calls.needs_grad(q, k, v):
-        o = bound.attend(q, k, v, found.spec)
-        o = gradients.guarded(o, found.real, f"{request.scheme}_attention")
-    o = o.transpose(1, 2) if swap else o
-    return (o, lse) if return_lse else o
+            raise ValueError(f"return_lse=True: {call.scheme.name} hides its log-sum-exp")
+        o, lse = found
+        if not calls.needs_grad(q, k, v):
+            return o, lse
+    return bound.attend(q, k, v, call.spec), lse

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +75,25 @@ def eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, not to be traced where torch.compile is tracing its caller."""
     # As a decorator it would import torch._dynamo with this module, in more than a second.
     return torch.compiler.disable(function) if torch.compiler.is_compiling() else function
+
+
+_THREAD = threading.local()
+
+
+@contextlib.contextmanager
+def attending() -> Iterator[None]:
+    """While inside, on this thread, :func:`is_attending`."""
+    before = is_attending()
+    _THREAD.attending = True
+    try:
+        yield
+    finally:
+        _THREAD.attending = before
+
+
+def is_attending() -> bool:
+    """Whether this thread is inside a function of the library, and so what calls is a kernel."""
+    return getattr(_THREAD, "attending", False)
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

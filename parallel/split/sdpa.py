@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.split.attention import bound_attention
+from parallel.split import calls
+from parallel.split.attention import split_attention
 from parallel.split.session import session_of
 
 _NAME = "scaled_dot_product_attention"
@@ -38,66 +38,44 @@ def split_sdpa(
         scheme, length, group, compare, options: those of :func:`parallel.split.split_attention`.
         cu_seqlens: offsets of whole sequences that are packed into a batch of one.
 
-    A call with a mask tensor, with dropout, or with other keys than its queries' raises ValueError
-    on all ranks.
+    What the scheme holds stays with the group, until :func:`parallel.split.release`. A call with a
+    mask tensor, with dropout, or with other keys than its queries' raises ValueError on all ranks.
     """
     original: Callable[..., Tensor] = getattr(torch.nn.functional, _NAME)
-    with bound_attention(scheme, group=group, **options) as attend:
-        # A kernel may call the function itself; threads of autograd have their own.
-        inside = threading.local()
 
-        def attention(
-            query: Tensor,
-            key: Tensor,
-            value: Tensor,
-            attn_mask: Tensor | None = None,
-            dropout_p: float = 0.0,
-            is_causal: bool = False,
-            scale: float | None = None,
-            enable_gqa: bool = False,
-        ) -> Tensor:
-            if getattr(inside, "attending", False):
-                return original(
-                    query,
-                    key,
-                    value,
-                    attn_mask,
-                    dropout_p,
-                    is_causal,
-                    scale=scale,
-                    enable_gqa=enable_gqa,
-                )
-            reason = why_not(query, key, attn_mask, dropout_p, enable_gqa)
-            if reason is not None:
-                session_of(group).refuse(f"split_sdpa: {reason}")
-            arguments: dict[str, Any] = {"causal": is_causal, "scale": scale}
-            inside.attending = True
-            try:
-                if cu_seqlens is None:
-                    return attend(
-                        query,
-                        key,
-                        value,
-                        layout="bhsd",
-                        length=length,
-                        compare=compare,
-                        **arguments,
-                    )
-                o = attend(
-                    *(as_packed(x) for x in (query, key, value)),
-                    cu_seqlens=cu_seqlens,
-                    compare=compare,
-                    **arguments,
-                )
-                return o.transpose(0, 1).unsqueeze(0)
-            finally:
-                inside.attending = False
+    def attend(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor:
+        arguments |= {"group": group, "compare": compare, **options}
+        if cu_seqlens is None:
+            o: Tensor = split_attention(scheme, q, k, v, layout="bhsd", length=length, **arguments)
+            return o
+        packed = (as_packed(x) for x in (q, k, v))
+        o = split_attention(scheme, *packed, length=length, cu_seqlens=cu_seqlens, **arguments)
+        return o.transpose(0, 1).unsqueeze(0)
 
-        setattr(torch.nn.functional, _NAME, attention)
-        try:
-            yield
-        finally:
-            setattr(torch.nn.functional, _NAME, original)
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if calls.is_attending():
+            # A kernel that calls the function itself.
+            more = {"scale": scale, "enable_gqa": enable_gqa}
+            return original(query, key, value, attn_mask, dropout_p, is_causal, **more)
+        reason = why_not(query, key, attn_mask, dropout_p, enable_gqa)
+        if reason is not None:
+            session_of(group).refuse(f"split_sdpa: {reason}")
+        return attend(query, key, value, causal=is_causal, scale=scale)
+
+    setattr(torch.nn.functional, _NAME, attention)
+    try:
+        yield
+    finally:
+        setattr(torch.nn.functional, _NAME, original)
 
 
 def as_packed(x: Tensor) -> Tensor:

@@ -92,9 +92,16 @@ class Session:
 
     def close(self) -> None:
         """Leave the schemes' contexts, and free what they hold."""
+        self.__exit__(None, None, None)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
         self._kinds.clear()
         self._bound.clear()
-        self._open.close()
+        # They may not wait for the other ranks after an error.
+        self._open.__exit__(*error)
 
 
 # Functions without a handle, like those of torch.distributed, need a place for what is kept.

@@ -111,7 +111,8 @@ def _attend(
         return _checked(session, q, k, v, lengths, choices)
 
     plan = session.agreed(kind, check, lambda: _facts(kind), compare=compare)
-    found: tuple[Tensor, Tensor] = _StreamAttention.apply(q, k, v, plan)
+    with calls.attending():
+        found: tuple[Tensor, Tensor] = _StreamAttention.apply(q, k, v, plan)
     return found
 
 

@@ -13,7 +13,7 @@ from split_attention import CLOSENESS, SCALE, Batch, exact
 from torch.utils.checkpoint import checkpoint
 
 from parallel.examples import split_training as example
-from parallel.split import release, shard, split_sdpa
+from parallel.split import release, shard, split_attention, split_sdpa
 
 SCHEMES = (
     *("ring", "zigzag", "striped", "llama3", "zigzag_llama3"),
@@ -63,6 +63,34 @@ def errors(group: dist.ProcessGroup, scheme: str, packed: bool, recomputes: bool
 def test_results_and_gradients(scheme: str, packed: bool, recomputes: bool) -> None:
     for found in on_ranks(2, errors, scheme, packed, recomputes):
         assert max(found) < CLOSENESS
+
+
+def nested(group: dist.ProcessGroup) -> list[float]:
+    """Errors of a scheme whose kernel calls PyTorch's function, inside the context of another."""
+    batch = Batch(lengths=(24,))
+    whole = exact(batch)[0]
+    q, k, v = (shard(x, "ulysses", dim=2, group=group) for x in batch.tensors()[:3])
+    want = shard(whole, "ulysses", dim=2, group=group)
+    arguments: dict[str, Any] = {"scale": SCALE, "enable_gqa": True, "is_causal": True}
+    with split_sdpa("ring", group=group):
+        with split_sdpa("ulysses", group=group, kernel="sdpa"):
+            inner = F.scaled_dot_product_attention(q, k, v, **arguments)
+        outer = F.scaled_dot_product_attention(q, k, v, **arguments)
+        called = split_attention(
+            *("ulysses", q, k, v),
+            causal=True,
+            scale=SCALE,
+            layout="bhsd",
+            kernel="sdpa",
+            group=group,
+        )
+    assert F.scaled_dot_product_attention is WHOLE
+    return [float((o - want).abs().max()) for o in (inner, outer, called)]
+
+
+def test_one_context_in_another() -> None:
+    for found in on_ranks(2, nested):
+        assert max(found) < 1e-5
 
 
 def compiled_errors(group: dist.ProcessGroup) -> list[float]:
@@ -140,5 +168,5 @@ def losses_of_one_process(steps: int) -> list[float]:
 def test_the_example_trains_as_one_process_does(scheme: str) -> None:
     wanted = losses_of_one_process(6)
     assert wanted[-1] < wanted[0] - 0.1
-    for found in on_ranks(2, losses_of, scheme):
+    for found in on_ranks(4 if scheme.startswith("ulysses_") else 2, losses_of, scheme):
         assert found == pytest.approx(wanted, rel=2e-5)
