@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels import BACKENDS, AttentionProblem, AttentionSpec, Packing
 from parallel.context.attention import SequenceParallelAttention
 from parallel.context.blocks.layouts import Layout
-from parallel.split import checks
+from parallel.split import checks, packed_parts
 from parallel.split.checks import Offsets
 from parallel.split.offsets import LENGTHS
 from parallel.split.session import Session
@@ -219,7 +219,7 @@ def _real_rows(
     layout: Layout, rank: int, lengths: tuple[int, ...], device: torch.device, *, packed: bool
 ) -> Tensor | None:
     """Which of this rank's rows are real tokens: [1, 1, S, 1], packed [T, 1, 1], or None: all."""
-    rows = torch.cat([layout.positions(rank, length) < length for length in lengths])
+    rows = packed_parts.real_rows(layout, rank, lengths)
     if bool(rows.all()):
         return None
     return rows.to(device)[:, None, None] if packed else rows.to(device)[None, None, :, None]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from parallel.context.blocks.layouts import Layout
+from parallel.split import packed_parts
 
 TENSOR_LAYOUTS = ("bshd", "bhsd")
 """Orders of the dimensions of dense tensors: batch, sequence, heads, head_dim."""
@@ -114,6 +115,7 @@ def check_keys(
 
 def whole_lengths(local: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
     """Lengths of whole sequences from those of this rank's parts, which hold no padding."""
+    packed_parts.check_local_offsets(layout)
     for length in local:
         _check_chunks(length, layout, "local_cu_seqlens has a part of")
     return tuple(length * layout.num_ranks for length in local)
@@ -123,7 +125,7 @@ def check_packed_part(
     num_tokens: int, lengths: tuple[int, ...], layout: Layout, *, causal: bool
 ) -> None:
     """Raise ValueError unless a rank holds its part of sequences of these lengths."""
-    expected = sum(map(layout.local_len, lengths))
+    expected = packed_parts.packed_len(layout, lengths)
     if num_tokens != expected:
         raise ValueError(_wrong_tokens(num_tokens, expected, lengths, layout.num_ranks))
     padded = [length for length in lengths if length % layout.multiple]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.context.blocks.layouts import Layout
+from parallel.split import packed_parts
 from parallel.split.calls import scheme_of
 from parallel.split.checks import Offsets
 from parallel.split.offsets import LENGTHS
@@ -50,12 +51,11 @@ def shard(
     lengths = _with_tokens(x.shape[dim], cu_seqlens)
     if sum(lengths) != x.shape[dim]:
         raise ValueError(f"cu_seqlens ends at {sum(lengths)}: x has {x.shape[dim]} tokens")
-    for length in lengths:
-        if pad_value is None and length % layout.multiple:
-            raise ValueError(
-                f"{length} tokens do not divide by {layout.multiple}, as {scheme} over "
-                f"{layout.num_ranks} ranks needs: give pad_value="
-            )
+    reason = packed_parts.why_padded(layout, lengths)
+    if pad_value is None and reason is not None:
+        raise ValueError(
+            f"{reason}, as {scheme} over {layout.num_ranks} ranks needs: give pad_value="
+        )
     return layout.shard_packed(x, lengths, rank, dim, pad_value or 0) if lengths else x
 
 
@@ -85,7 +85,7 @@ def unshard(
         layout, _ = _place(scheme, group, options)
         whole = x.shape[dim] * layout.num_ranks if length is None else length
         lengths = _with_tokens(whole, cu_seqlens)
-        expected = sum(map(layout.local_len, lengths))
+        expected = packed_parts.packed_len(layout, lengths)
         if x.shape[dim] != expected:
             raise ValueError(
                 f"x has {x.shape[dim]} tokens along dim {dim}, and a part of {sum(lengths)} has "
@@ -121,8 +121,9 @@ def position_ids(
     if device is None:
         device = cu_seqlens.device if isinstance(cu_seqlens, Tensor) else "cpu"
     lengths = _with_tokens(length or 0, cu_seqlens)
-    parts = [layout.positions(rank, length) for length in lengths]
-    return torch.cat([torch.arange(0), *parts]).to(device)
+    if cu_seqlens is None and lengths:
+        return layout.positions(rank, lengths[0]).to(device)
+    return packed_parts.packed_positions(layout, rank, lengths).to(device)
 
 
 def local_cu_seqlens(
@@ -130,6 +131,7 @@ def local_cu_seqlens(
 ) -> Tensor:
     """Offsets of this rank's parts, padding included, int32 [sequences + 1]; equal on all ranks."""
     layout, _ = _place(scheme, group, options)
+    packed_parts.check_local_offsets(layout)
     local = [layout.local_len(length) for length in _lengths(0, cu_seqlens)]
     device = cu_seqlens.device if isinstance(cu_seqlens, Tensor) else None
     return torch.tensor([0, *itertools.accumulate(local)], dtype=torch.int32, device=device)
