@@ -10,8 +10,8 @@ Every choice of ``attention=`` that splits sequences is a function ``NAME_attent
 those of plugins, and :func:`split_attention` takes the name as an argument.
 :func:`stream_attention` cuts a packed stream regardless of its sequences, :func:`split_sdpa` splits
 the calls of PyTorch's attention inside a ``with``, and :func:`register_with_transformers` serves
-models of Hugging Face. docs/library.md has a page on all of it. Nothing here imports torch until
-one of the names is used.
+models of Hugging Face. docs/library.md has a page on all of it. Modules are imported when
+one of their names is first used.
 """
 
 from __future__ import annotations

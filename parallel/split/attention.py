@@ -127,7 +127,9 @@ def function_of(scheme: str) -> Callable[..., Any] | None:
     attention.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
     attention.__name__ = attention.__qualname__ = f"{scheme}_attention"
     about = (inspect.getdoc(inspect.getmodule(target)) or "").strip()
-    attention.__doc__ = f"{about}\n\nArguments are those of split_attention without the scheme."
+    lines = (inspect.getdoc(split_attention) or "").splitlines()
+    arguments = [line for line in lines if not line.lstrip().startswith("scheme:")]
+    attention.__doc__ = "\n".join([about, "", *arguments])
     return attention
 
 

@@ -328,7 +328,9 @@ class TestNames:
         for scheme in scheme_names():
             function = getattr(parallel.split, f"{scheme}_attention")
             assert function.__name__ == f"{scheme}_attention"
-            assert "split_attention" in function.__doc__
+            assert function.__doc__.startswith(f"attention={scheme}")
+            assert "    cu_seqlens: offsets of whole sequences" in function.__doc__
+            assert "    scheme:" not in function.__doc__
             assert f"{scheme}_attention" in listed
         assert set(SCHEMES) <= set(scheme_names())
 
