@@ -201,11 +201,15 @@ def usual_uses(group: dist.ProcessGroup, name: str, transport: str) -> float:
 
 
 @pytest.mark.parametrize(
-    ("name", "transport"),
-    [*((n, t) for n in SCHEMES for t in TRANSPORTS[n]), ("ulysses", "all_to_all")],
+    ("name", "transport", "num_ranks"),
+    [
+        *((n, t, 3) for n in SCHEMES for t in TRANSPORTS[n]),
+        ("ulysses", "all_to_all", 3),
+        ("ulysses_zigzag", "send_recv", 4),
+    ],
 )
-def test_usual_uses(name: str, transport: str) -> None:
-    assert max(on_ranks(3, usual_uses, name, transport)) < 1e-5
+def test_usual_uses(name: str, transport: str, num_ranks: int) -> None:
+    assert max(on_ranks(num_ranks, usual_uses, name, transport)) < 1e-5
 
 
 def different_shapes(group: dist.ProcessGroup, name: str) -> str:

@@ -31,6 +31,7 @@ TRANSPORTS = {
     **dict.fromkeys(("ring", "zigzag", "striped"), ("send_recv", "symmetric")),
     **dict.fromkeys(("llama3", "zigzag_llama3"), ("all_gather", "symmetric")),
     "ulysses": ("all_to_all",),
+    **dict.fromkeys(("ulysses_ring", "ulysses_zigzag"), ("send_recv", "symmetric")),
 }
 
 KERNELS = ("flash_triton", "sdpa_cudnn", "sdpa_flash", "naive")

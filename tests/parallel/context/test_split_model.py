@@ -90,6 +90,18 @@ def test_losses_and_gradients_are_those_of_one_device(
             torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["ulysses_ring", "ulysses_zigzag"])
+def test_hybrids_on_a_mesh(name: str) -> None:
+    """Two groups of two ranks, and padding."""
+    case = case_of(23)
+    naive = BACKENDS["naive"].target(name="naive")
+    expected = train(case, naive, whole_batch(case, CPU, 0), None)
+    for found in on_ranks(4, train_split, name, case):
+        assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+        for got, wanted in zip(found.gradients, expected.gradients, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6)
+
+
 def strategy_step(group: dist.ProcessGroup, case: Case) -> list[Tensor]:
     """Gradients of one step on a mesh of all four processes, through the strategy."""
     rank = dist.get_rank()
