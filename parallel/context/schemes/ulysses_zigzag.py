@@ -16,7 +16,7 @@ from parallel.context.schemes._hybrid import HybridAttention
 from parallel.context.schemes.zigzag import ZigzagRing
 
 
-@attention_backend("ulysses_zigzag", look=Look(colour="#CC3311", marker="d", place=17))
+@attention_backend("ulysses_zigzag", look=Look(colour="#AA4499", marker="d", place=17))
 @dataclass(kw_only=True, slots=True)
 class UlyssesZigzag(HybridAttention):
     """Ulysses inside groups, zigzag between them."""
