@@ -16,7 +16,7 @@ from parallel.context.schemes._hybrid import HybridAttention
 from parallel.context.schemes.ring import Ring
 
 
-@attention_backend("ulysses_ring", look=Look(colour="#332288", marker="H", place=16))
+@attention_backend("ulysses_ring", look=Look(colour="#882255", marker="H", place=16))
 @dataclass(kw_only=True, slots=True)
 class UlyssesRing(HybridAttention):
     """Ulysses inside groups, a ring between them."""
