@@ -52,9 +52,11 @@ REPLICATE_BELOW = 2**15
 class ForwardPass:
     """A forward pass that made a graph, for the hooks of that graph to name it."""
 
-    __slots__ = ("step",)
+    __slots__ = ("step", "trains")
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step: int, *, trains: bool) -> None:
+        self.trains = trains
+        """Whether parameters trained: those of a GAN's judge do not while the maker learns."""
         self.step: int | None = step
         """The step that its gradients belong to; None once its backward pass has ended."""
 
@@ -115,7 +117,7 @@ class FSDP(ShardedDataParallel):
         self._step = self._num_open = 0
         """Forward passes of this step whose backward pass has not ended: all ranks count alike,
         which they might not if they looked at which graphs are still there."""
-        self._forward_pass = ForwardPass(self._step)
+        self._forward_pass = ForwardPass(self._step, trains=True)
         """The last one that made a graph."""
         self._in_order = True
         """Whether all open passes ran blocks in their order, each once."""
@@ -126,7 +128,7 @@ class FSDP(ShardedDataParallel):
         self._backward_of: ForwardPass | None = None
         """The forward pass that the backward pass is in."""
         self._is_last = True
-        """Whether no other forward pass is open, whose gradients are still to come."""
+        """Whether gradients come now, and no other forward pass is open whose will."""
         if self.world_size > 1 and dist.get_rank(self._group) == 0:
             whole = self._rest.weights
             warning = what_stays_whole(
@@ -230,7 +232,8 @@ class FSDP(ShardedDataParallel):
     def _run(self, inputs: Any, kwargs: Any) -> Any:
         """The module's forward pass, noted if it makes a graph."""
         if torch.is_grad_enabled():
-            self._forward_pass = ForwardPass(self._step)
+            trains = any(parameter.requires_grad for parameter in self._trained)
+            self._forward_pass = ForwardPass(self._step, trains=trains)
             # Of all open passes, whose backward passes may come in any order.
             self._in_order |= self._num_open == 0
             self._num_open += 1
@@ -365,7 +368,8 @@ class FSDP(ShardedDataParallel):
                 self._leave(reduces=False)
             self._close(self._backward_of)
         self._backward_of = forward_pass
-        self._is_last = self._num_open == int(forward_pass.step == self._step)
+        others = self._num_open - int(forward_pass.step == self._step)
+        self._is_last = others == 0 and forward_pass.trains
         self._level = len(self._units)
 
     def _close(self, forward_pass: ForwardPass) -> None:

@@ -1,0 +1,468 @@
+"""Loops that users write around a container, each as a function of who trains."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from data_parallel_training import WIDTH, Plain, batches
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+from parallel.data import (
+    FSDP,
+    AgreeingGradScaler,
+    BucketedDDP,
+    FlatDDP,
+    NaiveDDP,
+    OverlappedDDP,
+    Zero1,
+    Zero2,
+)
+
+Wrap = Callable[[nn.Module, dist.ProcessGroup], nn.Module]
+
+Weights = dict[str, Tensor]
+
+
+def ddp(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(
+        module, process_group=group, find_unused_parameters=isinstance(module, Exits)
+    )
+
+
+def fully_shard(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard as shard
+
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for layer in getattr(module, "layers", ()):
+        shard(layer, mesh=mesh)
+    return shard(module, mesh=mesh)
+
+
+def small_buckets(kind: Any, module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+    return kind(module, 300 / 2**20, group=group)
+
+
+def fsdp(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+    return FSDP(module, replicate_below=WIDTH + 1, group=group)
+
+
+def by_hand(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+    """The module itself, whose gradients :class:`Trainer` averages: what all must agree with."""
+    return module
+
+
+CONTAINERS: dict[str, Wrap] = {
+    "NaiveDDP": lambda m, g: NaiveDDP(m, group=g),
+    "FlatDDP": lambda m, g: FlatDDP(m, group=g),
+    "OverlappedDDP": lambda m, g: OverlappedDDP(m, group=g),
+    "BucketedDDP": partial(small_buckets, BucketedDDP),
+    "Zero1": partial(small_buckets, Zero1),
+    "Zero2": partial(small_buckets, Zero2),
+    "FSDP": fsdp,
+    "DDP": ddp,
+    "fully_shard": fully_shard,
+    "by hand": by_hand,
+}
+
+PEERS = ("DDP", "fully_shard")
+
+
+@dataclass(kw_only=True, slots=True)
+class Trainer:
+    """One container's way to do what every loop does."""
+
+    wrap: Wrap
+    group: dist.ProcessGroup
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.group)
+
+    def model(self, kind: Callable[[], nn.Module]) -> nn.Module:
+        torch.manual_seed(100)
+        return self.wrap(kind(), self.group)
+
+    def average(self, *models: nn.Module) -> None:
+        for model in models:
+            if hasattr(model, "finish_gradient_synchronization"):
+                model.finish_gradient_synchronization()
+            elif self.wrap is by_hand:
+                for parameter in model.parameters():
+                    gradient = parameter.grad
+                    if gradient is None and parameter.requires_grad:
+                        gradient = torch.zeros_like(parameter)
+                    if gradient is not None:
+                        dist.all_reduce(gradient, group=self.group)
+                        parameter.grad = gradient / self.group.size()
+
+    def no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+        return model.no_sync() if hasattr(model, "no_sync") else contextlib.nullcontext()
+
+    def clip(self, model: nn.Module, max_norm: float) -> None:
+        if hasattr(model, "clip_grad_norm_"):
+            model.clip_grad_norm_(max_norm)
+        else:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+    def sgd(self, params: Iterable[Any]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+
+    def batches(self) -> Iterable[Tensor]:
+        return batches(self.rank, self.group.size())
+
+    def weights(self, model: nn.Module) -> Weights:
+        state = model.state_dict()
+        wholes = {n: v.full_tensor() if hasattr(v, "full_tensor") else v for n, v in state.items()}
+        return {n.removeprefix("module."): v.detach().clone() for n, v in wholes.items()}
+
+    def steps(
+        self,
+        model: nn.Module,
+        backward: Callable[[nn.Module, Tensor], None],
+        after: Callable[[int], None] = lambda step: None,
+    ) -> Weights:
+        """Train with gradients that ``backward`` makes; ``after`` runs between them and a step."""
+        optimizer = self.sgd(model.parameters())
+        for step, batch in enumerate(self.batches()):
+            backward(model, batch)
+            self.average(model)
+            after(step)
+            optimizer.step()
+            optimizer.zero_grad()
+            model.zero_grad()
+        return self.weights(model)
+
+
+LOOPS: dict[str, Callable[[Trainer], Weights]] = {}
+
+
+def loop(name: str) -> Callable[[Callable[[Trainer], Weights]], Callable[[Trainer], Weights]]:
+    def add(function: Callable[[Trainer], Weights]) -> Callable[[Trainer], Weights]:
+        LOOPS[name] = function
+        return function
+
+    return add
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).float().square().mean()
+
+
+def descend(model: nn.Module, batch: Tensor) -> None:
+    loss_of(model, batch).backward()
+
+
+@loop("plain")
+def plain(trainer: Trainer) -> Weights:
+    return trainer.steps(trainer.model(Plain), descend)
+
+
+@loop("accumulation in `no_sync()`")
+def accumulation(trainer: Trainer) -> Weights:
+    def backward(model: nn.Module, batch: Tensor) -> None:
+        first, second = batch.chunk(2)
+        with trainer.no_sync(model):
+            descend(model, first)
+        descend(model, second)
+
+    return trainer.steps(trainer.model(Plain), backward)
+
+
+@loop("clipping by the norm")
+def clipping(trainer: Trainer) -> Weights:
+    model = trainer.model(Plain)
+    return trainer.steps(model, descend, lambda step: trainer.clip(model, 0.01))
+
+
+@loop("PyTorch's clipping function")
+def plain_clipping(trainer: Trainer) -> Weights:
+    model = trainer.model(Plain)
+
+    def clip(step: int) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+    return trainer.steps(model, descend, clip)
+
+
+@loop("GAN, two containers")
+def gan(trainer: Trainer) -> Weights:
+    maker, judge = trainer.model(Plain), trainer.model(Plain)
+    optimizers = [trainer.sgd(model.parameters()) for model in (maker, judge)]
+    for batch in trainer.batches():
+        made = maker(batch)
+        judge.requires_grad_(False)
+        judge(made).square().mean().backward()
+        trainer.average(maker)
+        optimizers[0].step()
+        maker.zero_grad()
+        judge.requires_grad_(True)
+        (judge(made.detach()).mean() - judge(batch).mean()).backward()
+        trainer.average(judge)
+        optimizers[1].step()
+        judge.zero_grad()
+    return {
+        f"{who}.{name}": value
+        for who, model in (("maker", maker), ("judge", judge))
+        for name, value in trainer.weights(model).items()
+    }
+
+
+@loop("DPO: two forward passes, one backward")
+def dpo(trainer: Trainer) -> Weights:
+    def backward(model: nn.Module, batch: Tensor) -> None:
+        chosen, rejected = batch.chunk(2)
+        nn.functional.softplus(model(rejected).sum() - model(chosen).sum()).backward()
+
+    return trainer.steps(trainer.model(Plain), backward)
+
+
+@loop("reference logits without a graph in between")
+def reference(trainer: Trainer) -> Weights:
+    def backward(model: nn.Module, batch: Tensor) -> None:
+        outputs = model(batch)
+        with torch.no_grad():
+            target = model(batch * 0.5)
+        (outputs - target).square().mean().backward()
+
+    return trainer.steps(trainer.model(Plain), backward)
+
+
+class Albert(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            for layer in self.layers:
+                x = torch.tanh(layer(x)) * self.scale
+        return x
+
+
+@loop("ALBERT: layers run again")
+def albert(trainer: Trainer) -> Weights:
+    return trainer.steps(trainer.model(Albert), descend)
+
+
+class HalfFrozen(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].requires_grad_(False)
+
+
+@loop("gradual unfreezing")
+def unfreezing(trainer: Trainer) -> Weights:
+    model = trainer.model(HalfFrozen)
+
+    def thaw(step: int) -> None:
+        if step == 1:
+            # Gradients of this step are averaged already.
+            for name, parameter in model.named_parameters():
+                if "layers.0" in name:
+                    parameter.requires_grad_(True)
+
+    return trainer.steps(model, descend, thaw)
+
+
+@loop("moving average of weights")
+def moving_average(trainer: Trainer) -> Weights:
+    """Over ``named_parameters()``: an average of parts is a part of the average."""
+    model = trainer.model(Plain)
+    averages = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def backward(model: nn.Module, batch: Tensor) -> None:
+        descend(model, batch)
+        for name, parameter in model.named_parameters():
+            averages[name].lerp_(parameter.detach(), 0.1)
+
+    trainer.steps(model, backward)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(averages[name])
+    return trainer.weights(model)
+
+
+class Exits(Plain):
+    """A batch whose first number is negative leaves after the first layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        depth = 3 if x[0, 0] > 0 else 1
+        for layer in self.layers[:depth]:
+            x = torch.tanh(layer(x)) * self.scale
+        return x
+
+
+@loop("early exit, by another depth on each rank")
+def early_exit(trainer: Trainer) -> Weights:
+    return trainer.steps(trainer.model(Exits), descend)
+
+
+class Checkpointed(Plain):
+    REENTRANT = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        for layer in self.layers:
+            x = torch.tanh(checkpoint(layer, x, use_reentrant=self.REENTRANT)) * self.scale
+        return x
+
+
+class Reentrant(Checkpointed):
+    REENTRANT = True
+
+
+@loop("checkpointing")
+def checkpointing(trainer: Trainer) -> Weights:
+    return trainer.steps(trainer.model(Checkpointed), descend)
+
+
+@loop("checkpointing, reentrant")
+def reentrant(trainer: Trainer) -> Weights:
+    return trainer.steps(trainer.model(Reentrant), descend)
+
+
+@loop("parameters in bfloat16")
+def bfloat16(trainer: Trainer) -> Weights:
+    def backward(model: nn.Module, batch: Tensor) -> None:
+        descend(model, batch.bfloat16())
+
+    return trainer.steps(trainer.model(lambda: Plain().bfloat16()), backward)
+
+
+@loop("GradScaler, an infinity on one rank")
+def scaler(trainer: Trainer) -> Weights:
+    model = trainer.model(Plain)
+    optimizer = trainer.sgd(model.parameters())
+    scaler = AgreeingGradScaler("cpu", init_scale=4.0, growth_interval=99, group=trainer.group)
+    for step, batch in enumerate(trainer.batches()):
+        lost = step == 1 and trainer.rank == 0
+        scaler.scale(loss_of(model, batch * (float("inf") if lost else 1.0))).backward()
+        trainer.average(model)
+        scaler.step(optimizer)
+        scaler.update()
+        model.zero_grad()
+    return {**trainer.weights(model), "scale": torch.tensor(scaler.get_scale())}
+
+
+@loop("saving, and loading into a new model")
+def saving(trainer: Trainer) -> Weights:
+    first = trainer.model(Plain)
+    trainer.steps(first, descend)
+    state = copy.deepcopy(first.state_dict())
+    second = trainer.model(Plain)
+    second.load_state_dict(state)
+    return trainer.steps(second, descend)
+
+
+@loop("evaluation in between")
+def evaluation(trainer: Trainer) -> Weights:
+    model = trainer.model(Plain)
+
+    def evaluate(step: int) -> None:
+        model.eval()
+        with torch.no_grad():
+            model(torch.ones(2, WIDTH))
+        model.train()
+
+    return trainer.steps(model, descend, evaluate)
+
+
+@loop("an exception in a forward pass")
+def exception(trainer: Trainer) -> Weights:
+    class Fragile(Plain):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.layers[0](x)
+            if torch.isnan(x).any():
+                raise ArithmeticError("not a number")
+            return self.layers[2](self.layers[1](x))
+
+    def backward(model: nn.Module, batch: Tensor) -> None:
+        with contextlib.suppress(ArithmeticError):
+            descend(model, batch * float("nan"))
+        descend(model, batch)
+
+    return trainer.steps(trainer.model(Fragile), backward)
+
+
+class Failing(torch.autograd.Function):
+    """An error in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ArithmeticError("not a number")
+
+
+class FailsOnce(Plain):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.layers[0](x)
+        if self.calls == 2:
+            x = Failing.apply(x)
+        return self.layers[2](self.layers[1](x))
+
+
+@loop("an exception in a backward pass, whose gradients are dropped")
+def exception_behind(trainer: Trainer) -> Weights:
+    def backward(model: nn.Module, batch: Tensor) -> None:
+        try:
+            descend(model, batch)
+        except ArithmeticError:
+            trainer.average(model)
+            model.zero_grad()
+            descend(model, batch)
+
+    return trainer.steps(trainer.model(FailsOnce), backward)
+
+
+@loop("compiled blocks (`torch.compile`)")
+def compiled(trainer: Trainer) -> Weights:
+    def make() -> nn.Module:
+        module = Plain()
+        for layer in module.layers:
+            layer.compile(backend="eager")
+        return module
+
+    return trainer.steps(trainer.model(make), descend)
+
+
+@loop("one graph twice (`retain_graph`)")
+def retained(trainer: Trainer) -> Weights:
+    def backward(model: nn.Module, batch: Tensor) -> None:
+        loss = loss_of(model, batch)
+        with trainer.no_sync(model):
+            loss.backward(retain_graph=True)
+        loss.backward()
+
+    return trainer.steps(trainer.model(Plain), backward)
+
+
+@loop("averaging forgotten")
+def forgotten(trainer: Trainer) -> Weights:
+    model = trainer.model(Plain)
+    optimizer = trainer.sgd(model.parameters())
+    for batch in trainer.batches():
+        descend(model, batch)
+        if trainer.wrap is by_hand:
+            trainer.average(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return trainer.weights(model)
+
+
+def outcome(group: dist.ProcessGroup, container: str, name: str) -> Weights | str:
+    """The weights that a loop ends with, or the first line of the error that refuses it."""
+    try:
+        return LOOPS[name](Trainer(wrap=CONTAINERS[container], group=group))
+    except (RuntimeError, ValueError) as error:
+        return str(error).partition("\n")[0]
