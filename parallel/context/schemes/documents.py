@@ -33,7 +33,7 @@ DIAGONALS = {"auto": None, "joined": True, "first": False}
 KEEP_KEYS = {"auto": None, "always": True, "never": False}
 
 
-@attention_backend("documents", look=Look(colour="#332288", marker="p", place=18))
+@attention_backend("documents", look=Look(colour="#332288", marker="P", place=18))
 @dataclass(kw_only=True, slots=True)
 class DocumentParallelAttention(SequenceParallelAttention):
     """A kernel over whole documents and parts of others, with the keys that these need."""
