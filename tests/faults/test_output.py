@@ -153,7 +153,7 @@ HELP_OF_ANOTHER = ("status", "--help")
 READERS = (
     ("status", "RESULTS"),
     ("report", "RESULTS"),
-    ("compare", "RESULTS", "RESULTS"),
+    ("compare", "RESULTS", "RESULTS/../others"),
     ("pack", "RESULTS"),
     ("cancel", "RESULTS"),
 )
@@ -169,6 +169,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for record in records:
         store.write(record)
     write_plan(folder, "all", records, tables=["summary"])
+    shutil.copytree(folder, folder.parent / "others")
     return folder
 
 

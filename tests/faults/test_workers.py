@@ -151,14 +151,14 @@ class TestInnocentCases:
 
     def test_on_one_of_two_ranks(self, sweep: Sweep) -> None:
         records = sweep.run(
-            {"32/0": ["hang", "go_well"], "32/1": ["unread_die", "go_well"]}, ranks=2
+            {"32/0": ["hang", "go_well"], "32/1": ["unread_die_after_rank_0", "go_well"]}, ranks=2
         )
         assert statuses(records) == ["ok", "ok"]
         assert len(set(sweep.asked("32", rank=0))) == 2
 
     def test_on_another_host(self, sweep: Sweep) -> None:
         """The second rank's worker is an agent's."""
-        script = {"32/0": ["hang", "go_well"], "32/1": ["unread_die", "go_well"]}
+        script = {"32/0": ["hang", "go_well"], "32/1": ["unread_die_after_rank_0", "go_well"]}
         address: dict[str, Any] = {"address": "127.0.0.1", "port": free_port(), "key": KEY}
         logs = sweep.path / "logs of the other host"
         logs.mkdir()

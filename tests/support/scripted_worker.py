@@ -39,7 +39,7 @@ class Scripted:
         self.folder = Path(os.environ[FOLDER])
         self.rank = int(values["--rank"])
         self.world_size = int(values["--world-size"])
-        self.job = 0
+        self.job, self.key = 0, ""
 
     def serve(self) -> None:
         environment = {"device_name": "test", "torch": "2"}
@@ -47,8 +47,8 @@ class Scripted:
         self.act(self.next_act("start"))
         self.channel.send(event="ready", environment=environment)
         for job in self.channel.jobs():
-            self.job = job["job"]
-            act = self.next_act(str(job["case"]["seq_len"]))
+            self.job, self.key = job["job"], str(job["case"]["seq_len"])
+            act = self.next_act(self.key)
             if act.startswith("unread_"):
                 self.act(act.removeprefix("unread_"))
                 continue
@@ -108,6 +108,13 @@ class Scripted:
 
 def _die(worker: Scripted) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _die_after_rank_0(worker: Scripted) -> None:
+    """Die when rank 0 has its part of the job too, so that it acts on it as the script says."""
+    while not (worker.folder / f"asked-{worker.key}-0").exists():
+        time.sleep(0.01)
+    _die(worker)
 
 
 def _stop(worker: Scripted) -> None:
@@ -198,6 +205,7 @@ def _tell_about_the_process(worker: Scripted) -> None:
 ACTS: dict[str, Callable[[Scripted], None]] = {
     "go_well": lambda worker: None,
     "die": _die,
+    "die_after_rank_0": _die_after_rank_0,
     "exit": lambda worker: os._exit(0),
     "raise_exit": lambda worker: sys.exit(3),
     "stop": _stop,

@@ -147,8 +147,9 @@ def test_folders_of_two_machines_are_compared_with_a_mark(
         store = RecordStore(tmp_path / name)
         store.create()
         store.write(timed("naive", environment))
-    assert compare_command.main([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
-    (text,) = [path.read_text() for path in (tmp_path / "b").rglob("comparison.md")]
+    sides = [str(tmp_path / name) for name in ("a", "b")]
+    assert compare_command.main([*sides, "--output", str(tmp_path / "out")]) == 0
+    text = (tmp_path / "out" / "comparison.md").read_text()
     assert f"1.000{fmt.TRIANGLE}" in text
     assert OTHER_HOST in text
 

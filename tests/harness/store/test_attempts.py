@@ -143,7 +143,7 @@ def test_heads_say_which_counts(store: RecordStore, ending: str) -> None:
 def test_of_one_revision_the_same_rule(store: RecordStore) -> None:
     for status, revision in (("ok", "aaaaaaa"), ("failed", "aaaaaaa"), ("ok", "bbbbbbb")):
         store.write(attempt(status, revision=revision))
-    sides = compare._sides("aaaa", "bbbb", store.results)
+    sides = compare._sides("aaaa", "bbbb", store.results, None)
     assert [frame["status"].tolist() for frame in sides.frames] == [["ok"], ["ok"]]
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import asdict
 
 import pytest
 import torch
-from records import ENVIRONMENT
+from document_records import make_case, record_of
 
 from harness.analysis.frame import build_frame
 from harness.bench.bench import Bench
@@ -16,25 +15,13 @@ from harness.cases.case import Case
 from harness.render.table import Table, build_table
 from harness.request.compose import compose_request
 from harness.run.workers.worker import why_unsupported
-from harness.store.record import Phase, Record
+from harness.store.record import Record
 from harness.tasks.attention.attention import AttentionTask
 from harness.tasks.attention.document_batch import log_normal_lengths
 from parallel.context.blocks.layouts import Contiguous, Zigzag
 from parallel.context.documents.counts import count_documents
 from parallel.context.documents.layout import Documents
 from parallel.context.documents.placement import place
-
-SHAPE = (
-    *("task=document_batch", "task.num_heads=4", "task.num_kv_heads=2", "task.head_dim=16"),
-    *("batch_size=6", "seq_len=32", "task.warmup_steps=1", "task.measure_steps=2"),
-)
-
-
-def make_case(*arguments: str) -> Case:
-    given = {argument.split("=")[0] for argument in arguments}
-    shape = [item for item in SHAPE if item.split("=")[0] not in given]
-    (case,) = compose_request([*shape, *arguments, "device=cpu"]).cases
-    return case
 
 
 def lengths_of(case: Case) -> list[int]:
@@ -120,25 +107,6 @@ class TestCounts:
     def test_zigzag_pads_each_document(self) -> None:
         counts = count_documents(Zigzag(num_ranks=2), (3, 6))
         assert (counts.local_len, counts.padding) == (6, 3)
-
-
-def record_of(*arguments: str) -> Record:
-    case = make_case("seq_len=64", "batch_size=16", *arguments)
-    samples = [[1.0] * 3] * case.world_size
-    return Record(
-        case_id=case.id,
-        case=case.to_dict(),
-        status="ok",
-        phases={
-            name: Phase(clock="perf_counter", samples_ms=samples)
-            for name in ("forward", "backward", "forward_backward")
-        },
-        work={name: asdict(work) for name, work in case.task.work(case).items()},
-        environment=dict(ENVIRONMENT),
-        memory=[{"source": "rss", "peak_allocated_bytes": 2**30}] * case.world_size,
-        check={"errors": {"o": 1e-6}, "tolerance": 1e-4},
-        notes={"kernel": "naive", "transport": "some"} if case.parallel.cp > 1 else {},
-    )
 
 
 class TestTable:

@@ -7,6 +7,7 @@ from functools import cache
 
 import pandas as pd
 import pytest
+from document_records import record_of
 from records import (
     audit_examples,
     decode_examples,
@@ -55,6 +56,7 @@ def all_frames() -> list[pd.DataFrame]:
         strategy_examples(),
         profile_examples(),
         decode_examples(),
+        [record_of("attention=documents", "attention.kernel=naive", "parallel.cp=2")],
         on_a_host(),
     )
     return [build_frame(examples) for examples in kinds]
