@@ -53,7 +53,9 @@ def build(frame: pd.DataFrame) -> Table | None:
             Column(
                 key="backward_tflops", header="backward (TFLOP/s)", format=fmt.number, detail=True
             ),
-            Column(key="peak_memory_gib", header="peak memory (GiB)", format=fmt.number),
+            Column(
+                key="peak_memory_gib", header="peak memory (GiB)", format=fmt.number, detail=True
+            ),
             Column(key="check_error", header="error", format=fmt.scientific, detail=True),
             speedup_column(rows, naive),
         ],

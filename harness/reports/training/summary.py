@@ -37,10 +37,12 @@ def build(frame: pd.DataFrame) -> Table | None:
         metrics=[
             time_column("forward", "forward (ms)"),
             time_column("backward", "backward (ms)"),
-            time_column("optimizer", "optimizer (ms)"),
+            time_column("optimizer", "optimizer (ms)", detail=True),
             time_column("step", "step (ms)"),
             Column(key="step_tokens_per_s", header="tokens/s", format=fmt.number, detail=True),
-            Column(key="peak_memory_gib", header="peak memory (GiB)", format=fmt.number),
+            Column(
+                key="peak_memory_gib", header="peak memory (GiB)", format=fmt.number, detail=True
+            ),
             speedup_column(rows, naive),
         ],
     )

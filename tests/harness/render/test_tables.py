@@ -327,6 +327,27 @@ class TestTables:
             render_terminal(table, console)
             assert max(map(len, console.export_text().splitlines())) <= 100
 
+    def test_the_answer_is_seen_on_80_columns(self) -> None:
+        phases = ("forward", "backward", "optimizer", "step")
+        steps = [
+            in_rounds(
+                make_record(
+                    model=model,
+                    attention=attention,
+                    samples_ms={phase: [[ms, 1.1 * ms, 1.2 * ms]] for phase in phases},
+                )
+            )
+            for model in ("small", "medium")
+            for attention, ms in (("naive", 20.0), ("compiled", 10.0), ("sdpa", 9.0))
+        ]
+        table = build_table("summary", build_frame(steps))
+        assert table is not None
+        console = Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+        render_terminal(table, console)
+        _, body = console.export_text().split("\n\n", 1)
+        assert "speed-up" in body.split()
+        assert "2.00×" in body
+
     def test_results_are_seen_however_much_says_what_was_measured(self) -> None:
         table = build_table("decode_latency", build_frame(decode_examples()))
         assert table is not None
