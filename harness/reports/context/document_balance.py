@@ -96,17 +96,13 @@ def build(frame: pd.DataFrame) -> Table | None:
 
 @finding("document_balance")
 def say(rows: pd.DataFrame) -> str | None:
-    work = [(span(part["pair_imbalance"]), str(name)) for name, part in _by_scheme(rows)]
-    keys = [(percent_span(part["keys_share"]), str(name))
-            for name, part in _by_scheme(rows)]  # fmt: skip
+    parts = list(rows.groupby("scheme", sort=False))
+    work = [(span(part["pair_imbalance"]), str(name)) for name, part in parts]
+    keys = [(percent_span(part["keys_share"]), str(name)) for name, part in parts]
     return sentence(
         f"the busiest rank computes {by_name(work, 'the mean')}, by pairs",
         f"of what a gather of all keys brings, {by_name(keys)} come",
     )
-
-
-def _by_scheme(rows: pd.DataFrame) -> list[tuple[object, pd.DataFrame]]:
-    return list(rows.groupby("scheme", sort=False))
 
 
 def _imbalance(compute_ms: object) -> float:

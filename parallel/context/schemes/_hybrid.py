@@ -158,7 +158,15 @@ class HybridAttention(SequenceParallelAttention):
         ]
 
     def split_peak_memory(self, problem: AttentionProblem) -> dict[str, float] | None:
-        """Of the fullest rank: the peak of its ring, and what the exchanges hold beside it."""
+        """Of the fullest rank: the peak of its ring, and what the exchanges hold beside it.
+
+        None where the ranks or heads do not make up a mesh: plans predict before anything is asked
+        whether it is supported.
+        """
+        if self._why_not_divided(problem.cp) is not None:
+            return None
+        if problem.num_heads < self.inner_degree(problem.cp):
+            return None
         alone = self._alone(problem.cp)
         if alone is not None:
             return alone.split_peak_memory(problem)

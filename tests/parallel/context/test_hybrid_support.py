@@ -222,3 +222,12 @@ class TestPredictedMemory:
     def test_kernels_of_which_nothing_is_known(self) -> None:
         packed = replace(self.GUIDE, packed=True)
         assert scheme_of("ulysses", kernel="naive").peak_memory(packed) is None
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("changes", [{"cp": 4}, {"cp": 9, "num_heads": 2, "num_kv_heads": 2}])
+def test_no_memory_is_predicted_of_what_is_no_mesh(name: str, changes: dict[str, Any]) -> None:
+    """A plan predicts before it asks whether a case is supported."""
+    problem = replace(PROBLEM, **changes)
+    assert scheme_of(name, ulysses=3).supports(problem) is not None
+    assert scheme_of(name, ulysses=3).peak_memory(problem) is None
