@@ -8,12 +8,16 @@ for the two matrices of a block, forward, on N = X Y chips, of B tokens in all::
     compute               4 B D F / (N C)
     gather weights        4 D F / (Y W M_X)      over the X chips of the FSDP axis
     exchange activations  4 B D / (X W M_Y)      over the Y chips of the tensor-parallel axis
+
+Computing hides both when it outlasts the longer of them, and, where they take turns on the
+links, when it outlasts their sum. The longer of them is least where they are equal, at
+X = sqrt(B N M_X / (F M_Y)); computing outlasts it there from B = N (C / W)^2 / (M_X M_Y F) on.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 WEIGHT_BYTES, GRADIENT_BYTES, STATE_BYTES = 4, 4, 8
 """Per element, in float32; AdamW keeps two moments."""
@@ -89,3 +93,34 @@ class Mesh:
     def least_d_ff(self) -> float:
         """d_ff above which computing outlasts exchanging activations, whatever the batch."""
         return self.num_devices * self.flops_per_s / (self.fsdp * self.bytes_per_s * self.tp_axes)
+
+    def least_batch_in_turns(self, d_ff: int) -> float | None:
+        """Tokens above which computing outlasts both, one after the other; None if it never does.
+
+        B (1 - N C / (X W M_Y F)) > N C / (Y W M_X).
+        """
+        left = 1 - self.least_d_ff() / d_ff
+        return self.least_batch() / left if left > 0 else None
+
+    def least_batch_of_any_split(self, d_ff: int) -> float:
+        """Tokens above which some split of the devices hides both: N (C / W)^2 / (M_X M_Y F).
+
+        X and Y are taken for numbers of any size; ``best_split`` takes whole ones.
+        """
+        ratio = self.flops_per_s / self.bytes_per_s
+        return self.num_devices * ratio**2 / (self.fsdp_axes * self.tp_axes * d_ff)
+
+    def best_split(self, d_ff: int) -> Mesh | None:
+        """The X x Y of as many devices that hides both from the smallest batch on.
+
+        The axes of the network stay as they are; None where the exchange outlasts computing in
+        every split.
+        """
+        count = self.num_devices
+        splits = [
+            replace(self, fsdp=fsdp, tp=count // fsdp)
+            for fsdp in range(1, count + 1)
+            if count % fsdp == 0
+        ]
+        hiding = [split for split in splits if split.least_d_ff() < d_ff]
+        return min(hiding, key=Mesh.least_batch, default=None)

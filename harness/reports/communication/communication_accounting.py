@@ -7,6 +7,7 @@ from typing import Any
 import pandas as pd
 
 from harness.cases import format as fmt
+from harness.predictions.feed_forward import Mesh
 from harness.render.table import Column, Table, finding, make_table, table
 from harness.sentences.findings import by_name, sentence, span
 
@@ -52,12 +53,13 @@ def build(frame: pd.DataFrame) -> Table | None:
     }
     parts = []
     for _, case in cases.iterrows():
-        task, answers = case["case"]["task"], case["communication_accounting"]
+        task = case["case"]["task"]
+        answers = {**case["communication_accounting"], **_both_axes(task)}
         at_text = all(task[key] == value for key, value in TEXT_SIZES.items())
         lines = [
             {
                 "part": part,
-                "quantity": words.format(**task),
+                "quantity": words.format(**task, **answers),
                 "value": answers[key],
                 "text": TEXT.get(key) if at_text else None,
                 "formula": formula,
@@ -101,6 +103,8 @@ def say(rows: pd.DataFrame) -> str | None:
         found.append((_figure(values[TOKENS_A_DEVICE]), size))
     if not found:
         return None
+    both = rows.loc[rows["quantity"] == IN_TURNS_A_DEVICE, "value"].astype(float).dropna()
+    best = rows.loc[rows["quantity"].str.startswith(BEST_SPLIT), ["quantity", "value"]]
     # Those with as many tokens beside each other.
     parts = [(f"{tokens} tokens a device", size) for tokens, size in sorted(set(found))]
     if len(parts) > MOST_MODELS:
@@ -108,10 +112,33 @@ def say(rows: pd.DataFrame) -> str | None:
         tokens = rows.loc[rows["quantity"] == TOKENS_A_DEVICE, "value"]
         models = span(sizes, "{:,.0f}".format)
         parts = [(f"{span(tokens, _figure)} tokens a device", f"{models} billion")]
-    return sentence(f"a step is bound by computing once it has {by_name(parts)} parameters")
+    return sentence(
+        f"a step is bound by computing once it has {by_name(parts)} parameters",
+        f"where gathering weights and exchanging activations take turns, from "
+        f"{span(both, _figure)} on"
+        if len(both)
+        else None,
+        _say_best(best),
+    )
+
+
+def _say_best(best: pd.DataFrame) -> str | None:
+    """``split 4 x 16 instead, 79.9 are enough``, where one split is said to be best."""
+    known = best[best["value"].notna()].drop_duplicates()
+    if len(known) != 1:
+        return None
+    name, value = known.iloc[0]
+    split = name.removeprefix(BEST_SPLIT).partition(" (")[0]
+    return f"split {split} instead, {_figure(value)} are enough"
 
 
 PARAMETERS, TOKENS_A_DEVICE = "parameters", "the same, a device (tokens)"
+
+IN_TURNS_A_DEVICE = "both in turns, a device (tokens)"
+BEST_SPLIT = "least batch a device, X x Y = "
+
+FLOAT8_SHARE = 0.5
+"""Of bfloat16's bytes."""
 
 MOST_MODELS = 3
 """More of them are said as a range."""
@@ -133,7 +160,41 @@ LINES: tuple[tuple[str, str, str, str], ...] = (
     ("c", "least_batch", "least batch bound by compute (tokens)", "N C / (Y W M_X)"),
     ("c", "least_batch_per_device", "the same, a device (tokens)", "C / (Y W M_X)"),
     ("c", "least_d_ff", "least d_ff for tensor parallelism", "N C / (X W M_Y)"),
+    (
+        *("d", "in_turns", "gathering and exchanging in turns (tokens)"),
+        "N C / (Y W M_X) / (1 - N C / (X W M_Y F))",
+    ),
+    ("d", "in_turns_per_device", IN_TURNS_A_DEVICE, "the same / N"),
+    ("d", "any_split_per_device", "the best split, a device (tokens)", "(C / W)^2 / (M_X M_Y F)"),
+    (
+        *("d", "best_split_per_device", BEST_SPLIT + "{best_x} x {best_y} (tokens)"),
+        "the least of N = X Y",
+    ),
+    ("d", "float8_per_device", "weights sent in float8, a device (tokens)", "C / (2 Y W M_X)"),
 )
+
+
+def _both_axes(task: dict[str, Any]) -> dict[str, Any]:
+    """Answers of part (d), from a case's options: batches that hide both kinds of transfer."""
+    mesh = Mesh(
+        fsdp=task["fsdp"],
+        tp=task["tp"],
+        fsdp_axes=task["fsdp_axes"],
+        tp_axes=task["tp_axes"],
+        flops_per_s=task["tflops"] * 1e12,
+        bytes_per_s=task["link_gb_s"] * 1e9,
+    )
+    devices, d_ff = mesh.num_devices, task["d_ff"]
+    in_turns, best = mesh.least_batch_in_turns(d_ff), mesh.best_split(d_ff)
+    return {
+        "in_turns": in_turns,
+        "in_turns_per_device": None if in_turns is None else in_turns / devices,
+        "any_split_per_device": mesh.least_batch_of_any_split(d_ff) / devices,
+        "best_split_per_device": None if best is None else best.least_batch() / devices,
+        "best_x": None if best is None else best.fsdp,
+        "best_y": None if best is None else best.tp,
+        "float8_per_device": FLOAT8_SHARE * mesh.least_batch() / devices,
+    }
 
 
 def _printed(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import asdict
 
@@ -14,6 +15,7 @@ from harness.bench.bench import Bench
 from harness.predictions import training as accounting
 from harness.predictions.bucket_overhead import LinkModel, fit_link
 from harness.predictions.feed_forward import FeedForwardStack, Mesh
+from harness.render.table import finding_of
 from harness.request.compose import compose_request
 from harness.store.record import Record
 from models.accounting import num_parameters, parameter_sizes
@@ -154,6 +156,30 @@ class TestCommunicationAccounting:
         assert self.MESH.least_batch() / self.MESH.num_devices == pytest.approx(319.4, abs=0.1)
         assert self.MESH.least_d_ff() == pytest.approx(10_222, abs=1)
 
+    def test_both_axes_in_turns(self) -> None:
+        """On the least batch, the times of the formulas are equal."""
+        mesh, d_model, d_ff = self.MESH, self.XXL.d_model, self.XXL.d_ff
+        batch = mesh.least_batch_in_turns(d_ff)
+        assert batch is not None
+        computing = 4 * batch * d_model * d_ff / (64 * 4.6e14)
+        gathering = 4 * d_model * d_ff / (4 * 1.8e11 * 2)
+        exchanging = 4 * batch * d_model / (16 * 1.8e11 * 1)
+        assert computing == pytest.approx(gathering + exchanging)
+        assert mesh.least_batch_in_turns(10_000) is None
+
+    def test_splits(self) -> None:
+        """The best split of real numbers needs least; of whole ones 4 x 16, not 2 x 32 or 8 x 8."""
+        best = self.MESH.best_split(self.XXL.d_ff)
+        assert best is not None
+        assert (best.fsdp, best.tp) == (4, 16)
+        any_split = self.MESH.least_batch_of_any_split(self.XXL.d_ff)
+        x = math.sqrt(any_split * 64 * 2 / self.XXL.d_ff)
+        computing = any_split * self.XXL.d_ff / (64 * 4.6e14)
+        assert computing == pytest.approx(self.XXL.d_ff / (64 / x * 1.8e11 * 2))
+        assert computing == pytest.approx(any_split / (x * 1.8e11))
+        assert any_split < best.least_batch() < self.MESH.least_batch()
+        assert self.MESH.best_split(100) is None
+
     def test_table(self) -> None:
         record = counted_record("task=communication_accounting")
         table = table_of("communication_accounting", record)
@@ -161,6 +187,8 @@ class TestCommunicationAccounting:
         assert found["parameters"] == "219,848,638,464"
         assert found["least N_FSDP for 95 GB, no tokens"] == "38"
         assert found["least batch bound by compute (tokens)"] == "20,444"
+        assert found["least batch a device, X x Y = 4 x 16 (tokens)"] == "79.9"
+        assert "take turns, from 395 on; split 4 x 16 instead, 79.9 are" in finding_of(table)
         text = {row["quantity"]: row["text"] for row in rows_of(table)}
         assert text["the same, a device (tokens)"] == "623"
         other = counted_record("task=communication_accounting", "task.d_ff=1024")
@@ -202,6 +230,17 @@ class TestOverhead:
         added = self.LINK.added_seconds(4e9, best)
         for buckets in (best / 1.1, best * 1.1):
             assert self.LINK.added_seconds(4e9, buckets) > added
+
+    def test_a_queue_behind_a_long_pass_leaves_the_last_bucket(self) -> None:
+        """1 ms a bucket of 9 MB and o; a pass of a second hides all but the last."""
+        sizes = [9e6] * 8
+        assert self.LINK.queued_seconds(sizes, 1.0) == pytest.approx(1e-3)
+        assert self.LINK.queued_seconds([9e6, 9e6, 1e6], 1.0) == pytest.approx(2e-4)
+
+    def test_a_queue_behind_a_short_pass_leaves_all_that_did_not_fit(self) -> None:
+        """The first bucket is ready after 1/8 of 4 ms; from then on the link is never idle."""
+        assert self.LINK.queued_seconds([9e6] * 8, 4e-3) == pytest.approx(5e-4 + 8e-3 - 4e-3)
+        assert self.LINK.queued_seconds([], 1.0) == 0
 
     def test_fit_finds_what_made_the_times(self) -> None:
         sizes = [1e4, 1e6, 1e8, 1e9]
