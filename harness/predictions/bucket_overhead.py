@@ -7,6 +7,9 @@ n_b calls costs o seconds, so that s bytes at an algorithm bandwidth of w bytes 
     n_b o + s / (n_b w)
 
 which is least for n_b = sqrt(s / (w o)) buckets of sqrt(s w o) bytes.
+
+Where computing takes longer than communicating, overheads hide as transfers do. The queue says so:
+a bucket leaves once its gradients are there and the one before it has arrived.
 """
 
 from __future__ import annotations
@@ -32,6 +35,18 @@ class LinkModel:
     def added_seconds(self, num_bytes: float, num_buckets: float) -> float:
         """Time added to a step: all calls, and the last bucket's transfer, which nothing hides."""
         return num_buckets * self.overhead_s + num_bytes / (num_buckets * self.bytes_per_s)
+
+    def queued_seconds(self, buckets_bytes: Sequence[float], backward_s: float) -> float:
+        """Time after a backward pass until the last bucket has arrived, the first's first.
+
+        The pass is taken to make bytes of gradients at a constant rate. Without buckets it is 0.
+        """
+        total, made, arrived = sum(buckets_bytes), 0.0, 0.0
+        for size in buckets_bytes:
+            made += size
+            ready = backward_s * made / total
+            arrived = max(arrived, ready) + self.seconds(size)
+        return max(0.0, arrived - backward_s)
 
     def best_bucket_bytes(self, num_bytes: float) -> float:
         """The bucket size that adds the least time, at most ``num_bytes``."""

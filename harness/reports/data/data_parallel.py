@@ -8,7 +8,6 @@ from harness.cases import format as fmt
 from harness.render.predicted_memory import predicted_columns
 from harness.render.table import Column, Table, finding, make_table, table, time_column
 from harness.reports.data.step_rows import UNUSED, on_ranks
-from harness.reports.data.worked_answers import TEXT_NOTE
 from harness.sentences.findings import percent_span, sentence
 from harness.sentences.leaders import say_fastest
 
@@ -64,12 +63,8 @@ def build(frame: pd.DataFrame) -> Table | None:
             Column(key="step_tokens_per_s", header="tokens/s", format=fmt.number, detail=True),
             *predicted_columns(rows, header="predicted (GiB)", detail=True),
             Column(key="peak_memory_gib", header="peak memory (GiB)", format=fmt.number),
-            Column(key="text_ms", header="step (ms)", format=fmt.number, group="text"),
-            Column(key="text_share", header="communication (%)", format=fmt.percent, group="text"),
         ],
     )
-    if rows["text_ms"].notna().any():
-        built.footnotes.append(TEXT_NOTE)
     if (rows["device"] == "cpu").any():
         built.footnotes.append(CPU_NOTE)
     return built

@@ -10,7 +10,6 @@ from harness.render.predicted_memory import predicted_columns
 from harness.render.table import Column, Table, finding, make_table, table, time_column
 from harness.reports.data.data_parallel import ratio
 from harness.reports.data.step_rows import UNUSED, footprint_of, on_ranks, rank_gib
-from harness.reports.data.worked_answers import SHARDING_BYTES, SHARDING_STEP_MS
 from harness.sentences.findings import best_row, sentence
 
 CAPTION = (
@@ -52,15 +51,6 @@ def build(frame: pd.DataFrame) -> Table | None:
             None if value != value else f"{fmt.number(value)} ({fmt.number(formula)})"
             for value, formula in pairs
         ]
-    at_text = (rows["model"] == "xl") & (rows["world_size"] == 2)
-    names = [case["parallel"]["name"] for case in rows["case"]]
-    rows["text"] = [
-        " / ".join(f"{size / GIB:.2f}" for size in SHARDING_BYTES[name].values())
-        if name in SHARDING_BYTES and here
-        else None
-        for name, here in zip(names, at_text, strict=True)
-    ]
-    rows["text_step"] = pd.Series([SHARDING_STEP_MS.get(name) for name in names]).where(at_text)
     built = make_table(
         caption=CAPTION.replace("and below in brackets", "in brackets"),
         rows=rows,
@@ -83,15 +73,8 @@ def build(frame: pd.DataFrame) -> Table | None:
             Column(key="peak_memory_gib", header="measured", format=fmt.number, group="peak"),
             time_column("step", "step (ms)"),
             Column(key="over_peer", header="over DDP", format=ratio, mark="over_mark"),
-            Column(key="text", header="three moments", group="text"),
-            Column(key="text_step", header="step (ms)", format=fmt.number, group="text"),
         ],
     )
-    if rows["text"].notna().any():
-        built.footnotes.append(
-            "Text: worked answers of CS336 assignment 2 for a model of half the parameters of xl "
-            "here (4.05 GB in float32), in GiB, on other hardware."
-        )
     if (rows["device"] == "cpu").any():
         built.footnotes.append(
             "On a CPU the three moments are sums of the tensors of parameters, gradients and "

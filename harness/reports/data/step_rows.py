@@ -16,14 +16,14 @@ from harness.predictions.bucket_overhead import LinkModel, fit_link
 from harness.predictions.training import (
     MIB,
     Footprint,
-    buckets_of_case,
     footprint,
     gradient_bytes,
+    gradient_sizes,
     sent_bytes,
     traffic_bytes,
 )
 from harness.render.rows import of_task, per_case
-from harness.reports.data.worked_answers import STEP_MS, STEP_SHARE
+from parallel.data.buckets import fill_buckets
 
 PHASES = ("forward", "backward", "communication", "optimizer", "step")
 
@@ -38,8 +38,8 @@ def on_ranks(frame: pd.DataFrame) -> pd.DataFrame:
     Columns beyond those of :func:`harness.render.rows.per_case`: ``bucket_mib`` (None where there
     are no buckets of a size); ``over_peer``, its step's time over that of PyTorch's DDP, with
     ``over_low``, ``over_high``, ``over_verdict`` and ``over_mark``; ``communication_share`` of the
-    step, of the phase of that name; from the trace ``traced_ms``, ``hidden_share``,
-    ``exposed_ms`` and ``exposed_share``; and the text's figures.
+    step, of the phase of that name; and from the trace ``traced_ms``, ``hidden_share``,
+    ``exposed_ms`` and ``exposed_share``.
     """
     calls = of_task(frame[frame["world_size"] > frame["cp"]], "train_step")
     if calls.empty:
@@ -59,14 +59,7 @@ def on_ranks(frame: pd.DataFrame) -> pd.DataFrame:
         for low, high in zip(rows["over_low"], rows["over_high"], strict=True)
     ]
     rows["communication_share"] = rows["communication_median_ms"] / rows["step_median_ms"]
-    choices = [
-        (case["parallel"]["name"], case["parallel"].get("bucket_size_mb")) for case in rows["case"]
-    ]
-    rows["bucket_mib"] = [bucket for _, bucket in choices]
-    at_text = (rows["model"] == "xl") & (rows["world_size"] == 2)
-    for name, figures in (("text_ms", STEP_MS), ("text_share", STEP_SHARE)):
-        found = pd.Series([_of_text(figures, *choice) for choice in choices], index=rows.index)
-        rows[name] = found.where(at_text)
+    rows["bucket_mib"] = [case["parallel"].get("bucket_size_mb") for case in rows["case"]]
     timelines = rows["timeline"].where(rows["status"] == "ok")
     traced = pd.DataFrame([_observed(passes) for passes in timelines], columns=TRACED)
     rows = pd.concat([rows, traced.set_index(rows.index)], axis=1)
@@ -79,12 +72,6 @@ def on_ranks(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 TRACED = ["traced_ms", "hidden_share", "exposed_ms", "exposed_share"]
-
-
-def _of_text(
-    figures: dict[tuple[str, float | None], float], name: str, bucket: float | None
-) -> float:
-    return figures.get((name, bucket), figures.get((name, None), float("nan")))
 
 
 def _observed(passes: Any) -> tuple[float, ...]:
@@ -161,7 +148,8 @@ def bucketed(frame: pd.DataFrame) -> pd.DataFrame:
     """Cases with buckets of a size, whose link is known, with what the model of overhead says.
 
     Columns beyond those of :func:`on_ranks`: ``link``, ``size_bytes`` of all gradients,
-    ``buckets``, ``model_ms`` and ``best_mib``.
+    ``buckets``, ``model_ms`` and ``best_mib``; ``transfers_ms`` of all buckets, ``last_mib``, the
+    size of the last one, and ``queue_ms``, what a queue of buckets leaves after this backward pass.
     """
     rows = on_ranks(frame)
     links = fitted_links(frame)
@@ -175,12 +163,24 @@ def bucketed(frame: pd.DataFrame) -> pd.DataFrame:
         return rows
     cases = [Case.from_dict(values) for values in rows["case"]]
     rows["size_bytes"] = [gradient_bytes(case) for case in cases]
-    rows["buckets"] = [
-        buckets_of_case(case, mib) for case, mib in zip(cases, rows["bucket_mib"], strict=True)
+    sizes = [
+        [sum(bucket) for bucket in fill_buckets(gradient_sizes(case)[::-1], mib * MIB)]
+        for case, mib in zip(cases, rows["bucket_mib"], strict=True)
     ]
+    rows["buckets"] = [len(each) for each in sizes]
+    rows["last_mib"] = [each[-1] / MIB for each in sizes]
     known = list(zip(rows["link"], rows["size_bytes"], rows["buckets"], strict=True))
     rows["model_ms"] = [1e3 * link.added_seconds(size, count) for link, size, count in known]
     rows["best_mib"] = [link.best_bucket_bytes(size) / MIB for link, size, _ in known]
+    rows["transfers_ms"] = [
+        1e3 * sum(map(link.seconds, each)) for link, each in zip(rows["link"], sizes, strict=True)
+    ]
+    rows["queue_ms"] = [
+        1e3 * link.queued_seconds(each, backward_ms / 1e3)
+        for link, each, backward_ms in zip(
+            rows["link"], sizes, rows["backward_median_ms"], strict=True
+        )
+    ]
     rows["overhead_us"] = [1e6 * link.overhead_s for link in rows["link"]]
     rows["link_gb_s"] = [link.bytes_per_s / 1e9 for link in rows["link"]]
     return rows

@@ -45,7 +45,7 @@ def records() -> list[Record]:
     return status_examples()
 
 
-OF_OTHERS = ("baseline_ms", "one_device_ms", "text_ms", "text_step", "predicted_us", "model_ms")
+OF_OTHERS = ("baseline_ms", "one_device_ms", "predicted_us", "model_ms", "transfers_ms", "queue_ms")
 """Times that a row is compared with: of other cases, other texts, or by formula."""
 
 STATISTICS = ("iqr_ms", "mean_ms", "std_ms", "min_ms", "first_ms")
