@@ -21,12 +21,13 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {
+    "FlashAttentionPyTorch": "kernels.flash.pytorch",
     "FlashAttentionTriton": "kernels.flash.function",
     "flash_attention": "kernels.flash.function",
     "validate": "kernels.flash.call.problem",
 }
 
-__all__ = ["FlashAttentionTriton", "flash_attention", "validate"]
+__all__ = ["FlashAttentionPyTorch", "FlashAttentionTriton", "flash_attention", "validate"]
 
 
 def __getattr__(name: str) -> Any:

@@ -165,6 +165,7 @@ class DataParallel(nn.Module):
         if 1 not in self._own_gradients:
             return None
         numbers = {self._stepped(p): number for number, p in enumerate(self._trained)}
+        numbers |= {p: number for number, p in enumerate(self._trained)}
         for parameter in parameters:
             number = numbers.get(parameter)
             if number is not None and self._own_gradients[number] and self._has_own(number):

@@ -71,7 +71,9 @@ class FSDP(ShardedDataParallel):
     backward passes, each finished, add up in the shards.
 
     :meth:`state_dict` gathers whole parameters, and :meth:`whole_parameters` does so a few at a
-    time. The module's own tensors are empty between their uses.
+    time. From :meth:`finish_gradient_synchronization` to the next forward pass the module's own
+    parameters are the shards too, with their gradients; through the passes they are empty where
+    they are not used.
 
     Args:
         module: on its device already, whole.
@@ -129,6 +131,9 @@ class FSDP(ShardedDataParallel):
         """The forward pass that the backward pass is in."""
         self._is_last = True
         """Whether gradients come now, and no other forward pass is open whose will."""
+        self._shows_shards = False
+        """Whether the module's own parameters are the shards."""
+        self._show_shards()
         if self.world_size > 1 and dist.get_rank(self._group) == 0:
             whole = self._rest.weights
             warning = what_stays_whole(
@@ -211,6 +216,7 @@ class FSDP(ShardedDataParallel):
             # The last backward pass was in no_sync().
             self._end_backward(reduces=False)
         self._take_in_thawed()
+        was_shown = self._shows_shards
         self._begin_forward()
         inputs, kwargs = tree_map(self._cast, (inputs, kwargs))
         outputs = self._run(inputs, kwargs)
@@ -227,6 +233,8 @@ class FSDP(ShardedDataParallel):
         else:
             self._rest.release()
             self._forget()
+            if was_shown:
+                self._show_shards()
         return outputs
 
     def _run(self, inputs: Any, kwargs: Any) -> Any:
@@ -244,10 +252,32 @@ class FSDP(ShardedDataParallel):
             self._last_block = None
 
     def finish_gradient_synchronization(self) -> None:
-        if self._weights and self._synchronizes:
-            # Ranks that have used other blocks wait for this one.
-            self._end_backward(reduces=True)
+        if not self._weights or not self._synchronizes:
+            return
+        self._hide_shards()
+        # Ranks that have used other blocks wait for this one.
+        self._end_backward(reduces=True)
         super().finish_gradient_synchronization()
+        self._show_shards()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        was_shown = self._shows_shards
+        self._hide_shards()
+        super().zero_grad(set_to_none)
+        if was_shown:
+            self._show_shards()
+
+    def _show_shards(self) -> None:
+        for weights in self._weights:
+            weights.show_shards()
+        self._shows_shards = True
+
+    def _hide_shards(self) -> None:
+        """Before anything uses parameters or their gradients as whole ones."""
+        if self._shows_shards:
+            self._shows_shards = False
+            for weights in self._weights:
+                weights.hide_shards()
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """(name, master values) of all parameters; all ranks iterate over it together.
@@ -301,6 +331,7 @@ class FSDP(ShardedDataParallel):
 
     def _begin_forward(self) -> None:
         """Gather everything anew, since the optimizer may have stepped."""
+        self._hide_shards()
         self._forget()
         self._next = 0
         self._rest.start_gathering()
@@ -348,6 +379,7 @@ class FSDP(ShardedDataParallel):
 
     def _enter_backward(self, forward_pass: ForwardPass, number: int) -> None:
         """The backward pass reaches a block, and has left the blocks after it."""
+        self._hide_shards()
         again = self._in_order and number > self._level
         if forward_pass is not self._backward_of or again:
             self._begin_backward(forward_pass)

@@ -3,7 +3,9 @@
 A block's weights are cast to the compute dtype and all-gathered into a *slot*. Blocks take turns
 in two slots, so that one is in use while the next one is gathered. A block always has the same
 slot: tensors that autograd saved in the forward pass point to where the weights will be again.
-Meanwhile a block's parameters are empty, and using one by mistake is an error of shapes.
+Meanwhile a block's parameters are empty, and using one by mistake is an error of shapes. Between
+steps they are this rank's shards, with the shards' gradients, as those of PyTorch's FSDP are with
+``use_orig_params`` (Zhao et al., 2023, section 4.2).
 """
 
 from __future__ import annotations
@@ -53,6 +55,8 @@ class FlatWeights:
         self._empty = torch.empty(0, dtype=self.compute_dtype, device=first.device)
         self._views: list[Tensor] = []
         self._memory = self._empty
+        self._had_gradient: list[bool] = []
+        """While the parameters are shards: whether each had a gradient when that began."""
         self.empty()
 
     @property
@@ -89,6 +93,23 @@ class FlatWeights:
         """Take the memory from the parameters."""
         for parameter in self.parameters:
             parameter.data = self._empty
+
+    def show_shards(self) -> None:
+        """Make the parameters this rank's shards, 1-D, with their gradients."""
+        for parameter, shard in zip(self.parameters, self.shards, strict=True):
+            parameter.data = shard.data
+            parameter.grad = shard.grad
+        self._had_gradient = [shard.grad is not None for shard in self.shards]
+
+    def hide_shards(self) -> None:
+        """Empty the parameters; gradients that were set to None there are gone from the shards."""
+        for parameter, shard, had in zip(
+            self.parameters, self.shards, self._had_gradient, strict=True
+        ):
+            if had and parameter.grad is None:
+                shard.grad = None
+            parameter.grad = None
+        self.empty()
 
     def gather_master(self) -> Tensor:
         """All ranks' shards in their own dtype, [layout.size]; all ranks call it together."""

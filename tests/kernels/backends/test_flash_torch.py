@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import AttentionProblem
 from kernels.backends.flash_torch import FlashTorch
-from kernels.flash.pytorch import FlashAttentionPyTorch as Function
+from kernels.flash import FlashAttentionPyTorch as Function
 from kernels.flash.pytorch import Tiling
 from kernels.problem import AttentionSpec
 from kernels.toolchain import why_not_compile
