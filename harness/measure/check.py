@@ -6,6 +6,7 @@ What is compared, and how tolerances come about, is :mod:`harness.gate`'s.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -29,7 +30,8 @@ def check_call(
     """Make calls at full size and compare their results with float64.
 
     Two calls are made, each on new tensors: the first on tensors that lie in memory in the other
-    order that models use, the second as the case does. From the second call on, kernels may be
+    order that models use, the second as the case does. A forward pass follows in which all scores
+    are so large that their exponentials overflow unless a maximum is taken off first. From the second call on, kernels may be
     launched another way, and that way is what is timed. Code that was compiled for one layout is
     called twice with that one. A case measured in rounds is checked so in the first.
 
@@ -45,6 +47,7 @@ def check_call(
     first_inputs = _check_once(case, bench, first, kind, number=0)
     _check_once(case, bench, call, passes, number=1)
     del first_inputs  # kept until here, so that the second call's tensors lie elsewhere
+    _check_large_scores(case, bench, call)
 
 
 def _check_once(
@@ -65,6 +68,28 @@ def _check_once(
     timed.forget()
     _check_lse(case, bench, call, inputs, number)
     return inputs
+
+
+OVERFLOWING_SCORE = 128.0
+"""exp(89) is more than float32 holds."""
+
+
+def _check_large_scores(case: Case, bench: Bench, call: AttentionCall) -> None:
+    """Check a forward pass whose scores are all shifted by the same large number.
+
+    Softmax does not change by it. The first feature of every query and key is a power of two, whose
+    product no format rounds.
+    """
+    inputs = call.inputs()
+    scale = call.problem.head_dim**-0.5
+    feature = 2.0 ** math.ceil(math.log2(OVERFLOWING_SCORE / scale) / 2)
+    with torch.no_grad():
+        for x in inputs[:2]:
+            x[..., 0] = feature
+    o = Passes(case, call, inputs).forward()
+    timed = TimedResults(case, bench, call, inputs, first_draw=2)
+    timed.keep(o)
+    timed.check()
 
 
 def _check_lse(
@@ -89,6 +114,9 @@ class TimedResults:
 
     Args:
         first_draw: which random rows the first check takes; each further one takes others.
+
+    Before the second pass the sign of q changes, in place: a call that remembers results by where
+    its inputs lie, or a graph that does not read them, gives those of the first pass.
     """
 
     def __init__(
@@ -99,17 +127,22 @@ class TimedResults:
         inputs: tuple[Tensor, Tensor, Tensor],
         do: Tensor | None = None,
         *,
-        first_draw: int = 2,
+        first_draw: int = 3,
     ) -> None:
         self._case, self._bench, self._call = case, bench, call
         self._inputs = inputs
         self._draw = first_draw
         self._last: tuple[Tensor, ...] = ()
+        self._begun = 0
         self.do = do
 
     def forget(self) -> None:
         """Free the last pass's results; called as the next begins, before it is timed."""
         self._last = ()
+        self._begun += 1
+        if self._begun == 2:
+            with torch.no_grad():
+                self._inputs[0].neg_()
 
     def keep(self, *results: Tensor) -> None:
         """Keep o, and where there are gradients dq, dk and dv, of the pass that ends."""

@@ -21,9 +21,10 @@ BESIDE = (
     *("kernels/registry.py", "kernels/accounting.py", "models/accounting.py", "models/memory.py"),
     "kernels/reference.py",
     *("harness/bench/devices.py", "harness/bench/environment.py", "harness/bench/host_load.py"),
+    "harness/measure/check.py",
 )
-"""Files that compute nothing that is timed: names, formulas, the truth that results are
-held to, and notes on the circumstances."""
+"""Files that compute nothing that is timed: names, formulas, how results are checked, the truth
+that they are held to, and notes on the circumstances."""
 
 _IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+(\.*[\w.]*)[ \t]+)?import[ \t]+(.+)$", re.MULTILINE)
 _DATA = re.compile(r"[\w-]+\.(?:json|cpp|cu|cuh|h)\b")
