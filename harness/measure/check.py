@@ -31,9 +31,10 @@ def check_call(
 
     Two calls are made, each on new tensors: the first on tensors that lie in memory in the other
     order that models use, the second as the case does. A forward pass follows in which all scores
-    are so large that their exponentials overflow unless a maximum is taken off first. From the second call on, kernels may be
-    launched another way, and that way is what is timed. Code that was compiled for one layout is
-    called twice with that one. A case measured in rounds is checked so in the first.
+    are so large that their exponentials overflow unless the maximum is taken off first. From the
+    second call on, kernels may be launched another way, and that way is what is timed. Code that
+    was compiled for one layout is called twice with that one. A case measured in rounds is checked
+    so in the first.
 
     Raises WrongResult if an error exceeds its tolerance.
     """
@@ -75,17 +76,21 @@ OVERFLOWING_SCORE = 128.0
 
 
 def _check_large_scores(case: Case, bench: Bench, call: AttentionCall) -> None:
-    """Check a forward pass whose scores are all shifted by the same large number.
+    """Check a forward pass whose scores overflow an exponential, some twice as large as others.
 
-    Softmax does not change by it. The first feature of every query and key is a power of two, whose
-    product no format rounds.
+    Only the first feature of queries and keys is not zero, and it is a power of two: keys have one
+    of two scores, whatever format scores are rounded to, and the larger takes all the weight of a
+    row. So a sound softmax is right in any precision, and one that takes off no maximum, or that
+    of other keys than it has seen, is not.
     """
-    inputs = call.inputs()
+    q, k, v = call.inputs()
     scale = call.problem.head_dim**-0.5
     feature = 2.0 ** math.ceil(math.log2(OVERFLOWING_SCORE / scale) / 2)
     with torch.no_grad():
-        for x in inputs[:2]:
-            x[..., 0] = feature
+        larger = k[..., 0] > 0
+        q.zero_()[..., 0] = feature
+        k.zero_()[..., 0] = feature * (1 + larger)
+    inputs = (q, k, v)
     o = Passes(case, call, inputs).forward()
     timed = TimedResults(case, bench, call, inputs, first_draw=2)
     timed.keep(o)
