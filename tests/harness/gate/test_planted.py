@@ -87,6 +87,14 @@ def test_without_a_fault_is_right(arguments: tuple[str, ...], precision: str) ->
         assert limit["error"] <= limit["tolerance"]
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_rounded_scores_are_right(precision: str) -> None:
+    """Under autocast scores have the format's few digits, also those that overflow exponentials."""
+    words = ["task=attention", *SHAPE, "attention=flash_torch", f"precision={precision}"]
+    (case,) = compose_request([*words, "device=cpu"]).cases
+    assert run(case).outcome.check is not None
+
+
 def check_ring(group: dist.ProcessGroup, kernel: str) -> str:
     """What the gate says of a ring with a planted kernel."""
     wrong_kernels.forget_calls()
