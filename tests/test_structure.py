@@ -17,6 +17,7 @@ from conftest import ROOT
 from rooms import PACKAGES, house
 from setuptools import find_namespace_packages
 
+import attnbench
 from harness.analysis.case_columns import CASE_COLUMNS
 from harness.cases.profiler import PROFILERS
 from harness.cases.task import TASKS
@@ -85,19 +86,29 @@ class TestArrows:
             assert used <= MAY_IMPORT[package], f"{relative(path)} imports {used}"
 
     def test_every_package_is_installed(self) -> None:
-        """A folder with code or data that pyproject.toml forgets is missing after installing."""
+        """A folder with code or data that setup.py forgets is missing after installing."""
         settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-        wanted = settings["tool"]["setuptools"]["packages"]["find"]["include"]
-        listed = set(find_namespace_packages(str(ROOT), include=wanted))
+        setup = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
+        (folders,) = (
+            ast.literal_eval(node.value)
+            for node in setup.body
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FOLDERS"
+        )
+        assert set(folders) == {*PACKAGES, "conf", "sweeps"}
+        listed = set(find_namespace_packages(str(ROOT), include=[f"{name}*" for name in folders]))
         kinds = {
             path.removeprefix("*") for path in settings["tool"]["setuptools"]["package-data"]["*"]
         }
-        for folder in (*PACKAGES, "conf", "sweeps"):
+        for folder in folders:
             for path in (ROOT / folder).rglob("*"):
                 if path.is_dir() or "__pycache__" in path.parts:
                     continue
                 assert relative(path.parent).replace("/", ".") in listed, relative(path)
                 assert path.suffix in {".py", *kinds}, relative(path)
+
+    def test_the_public_module_knows_the_arrows(self) -> None:
+        """What attnbench looks for before it imports from a package."""
+        assert {name: set(needs) for name, needs in attnbench.NEEDS.items()} == MAY_IMPORT
 
 
 class TestRooms:

@@ -250,6 +250,8 @@ def start_rank(start: RankStart, *, logs: Path, caches: str) -> LocalRank:
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(paths),
+        # Else `python -m` searches the working folder first, and a user's models.py is there.
+        "PYTHONSAFEPATH": "1",
         "PYTHONUNBUFFERED": "1",
         MARK: mark,
         "LOCAL_RANK": str(start.local_rank),

@@ -272,6 +272,8 @@ class Slurm(Launcher):
                 "trap '' USR2",
                 *self.setup,
                 f"export PYTHONPATH={shlex.quote(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}",
+                # The working folder, which `python -m` would search first, may have a models.py.
+                "export PYTHONSAFEPATH=1",
             ],
             "srun_args": list(self.srun) or None,
         }
