@@ -52,6 +52,7 @@ MAY_NAME = {
     "kernels/decode/__init__.py": "exports a function of the same name",
     "parallel/context/schemes/context_parallel_torch.py": "PyTorch splits three of its kernels",
     "harness/commands/backends.py": "asks backends about one problem for each cache",
+    "harness/forecast/extract.py": "reads what each of several tasks measured",
 }
 """Files that name choices of others, and why."""
 

@@ -1,0 +1,294 @@
+"""Machines whose steps are predicted: laws fitted to a calibration, and the sum of a step."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from statistics import median
+
+from harness.cases.case import Case
+from harness.forecast import communication, operations, schedule, terms
+from harness.forecast.attending import Attending
+from harness.forecast.calibration import FOLDER, Calibration, read
+from harness.forecast.law import Features, Law
+from harness.forecast.matmul import matmul_features
+from harness.forecast.operations import Operation, Sizes
+from harness.forecast.prediction import StepPrediction
+from harness.forecast.schedule import Phase, Piece
+from harness.predictions import training
+
+KINDS = ("autocast", "low", "float32")
+"""Number formats of elementwise kernels, each closest to its neighbours."""
+
+UNMEASURED_ERROR = 0.12
+"""Log error of elementwise time that was measured in another number format."""
+
+_TYPICAL: dict[str, Sequence[float]] = {
+    "matmul": (0.002, 0.0012, 0.0015, 0.00025),
+    "elementwise": (0.001, 0.00025),
+    "copy": (0.001, 0.00025),
+    "optimizer": (0.001, 0.00025),
+    "collective": (0.05, 0.003),
+}
+"""Milliseconds a launch, 1e9 FLOPs, wave and MB on current GPUs: how terms compare where one or
+two shapes were measured, which give the scale."""
+
+GAPS, GAP_ERROR = "gaps between kernels", 0.3
+"""The part, and its standard error."""
+
+NOTICEABLE_DISTANCE = 2.0
+"""Doublings beyond the closest measured shape that a note mentions."""
+
+ATTENTION, MATMULS = "attention", "matmuls"
+UNFUSED = (ATTENTION, MATMULS)
+"""Parts that a compiler leaves to libraries or measures as they are."""
+
+UNMEASURED_COMPILED = 0.45
+"""What a compiler leaves of the time of other kernels, where no step tells."""
+
+COMPILED_LAUNCHES = 0.3
+"""What it leaves of launches: of some 50 of a block's forward pass, some 15."""
+
+CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
+"""Modes of torch.compile whose kernels are launched as one graph."""
+
+
+def machine(name: str) -> Machine:
+    """The machine of a calibration in ``conf/machine``, or ``here``.
+
+    Raises ValueError in one line where there is none.
+    """
+    path = FOLDER / f"{name}.json"
+    if not path.is_file():
+        known = ", ".join(sorted(found.stem for found in FOLDER.glob("*.json")))
+        raise ValueError(f"machine={name}: no calibration; one of {known}")
+    return Machine(read(path))
+
+
+class Machine:
+    """Predicts training steps on machines of one kind."""
+
+    def __init__(self, calibration: Calibration) -> None:
+        self.calibration = calibration
+        self.name = calibration.name
+        self.device_memory_bytes = calibration.device_memory_bytes
+        self.gpus_per_host = calibration.gpus_per_host
+        self._laws: dict[str, Law | None] = {}
+        self.attending = Attending(self.law, list(calibration.observations), calibration.factors)
+        self._passes: dict[object, Piece] = {}
+
+    def law(self, name: str) -> Law | None:
+        """A law by its name; None where nothing was measured for it."""
+        if name not in self._laws:
+            observed = self.calibration.observations.get(name)
+            law = Law(self._features(name), observed, self._typical(name)) if observed else None
+            self._laws[name] = law
+        return self._laws[name]
+
+    def _typical(self, name: str) -> Sequence[float] | None:
+        """Coefficients of the law of the same kernels in the format that was measured most."""
+        match name.split("/"):
+            case ["matmul", _]:
+                alike = [law for law in self.calibration.observations if law.startswith("matmul/")]
+            case ["elementwise", _, which]:
+                alike = [f"elementwise/{kind}/{which}" for kind in KINDS]
+            case _:
+                return _TYPICAL.get(name.split("/")[0])
+        observed = self.calibration.observations
+        most = max(alike, key=lambda law: len(set(observed.get(law, ()))))
+        if most == name or not observed.get(most):
+            return _TYPICAL[name.split("/")[0]]
+        law = self.law(most)
+        return None if law is None else list(law.coefficients)
+
+    def _features(self, name: str) -> Features:
+        match name.split("/"):
+            case ["matmul", dtype]:
+                size = 2 if dtype.endswith("16") else 4
+                return matmul_features(self.calibration.num_sms, size)
+            case ["attention", *_]:
+                return terms.attention
+            case ["collective", *_]:
+                return terms.collective
+        return terms.bandwidth
+
+    def why_not(self, case: Case) -> str | None:
+        """Why this calibration has no time of a case's attention, in one line; else None."""
+        _, note = self.attending.backend(case)
+        return None if note is None else f"{self.name}: {note}"
+
+    def step(self, case: Case, *, host_us: dict[str, float] | None = None) -> StepPrediction:
+        """The time of a case of task=train_step.
+
+        Args:
+            host_us: microseconds a launch by phase, of a host that is known; else that of the
+                calibration's hosts.
+        """
+        notes = set[str]()
+        phases = self._phases(case, notes)
+        exchanged = communication.of_case(self, case) if case.world_size > 1 else ()
+        host = host_us or self.host_us()
+        tokens = case.batch_size * case.seq_len * case.parallel.dp
+        return schedule.predict(
+            phases, exchanged, host, self.host_error(known=host_us is not None), tokens, notes
+        )
+
+    def enqueued(self, case: Case) -> list[Phase]:
+        """The kernels and launches of each phase on one rank, without communication."""
+        return self._phases(case, set())
+
+    def _phases(self, case: Case, notes: set[str]) -> list[Phase]:
+        sizes = operations.sizes_of(case)
+        mode = getattr(case.task, "mode", "train_step")
+        phases = [self._pass(case, sizes, "forward", notes)]
+        if mode != "forward":
+            whole = self._pass(case, sizes, "backward", notes)
+            recomputed = self._recomputed(case, phases[0])
+            phases.append(whole if recomputed is None else whole.joined(recomputed))
+        if mode == "train_step":
+            phases.append(self._optimizer(case, sizes))
+        return [self._with_gaps(phase) for phase in phases]
+
+    def _with_gaps(self, phase: Phase) -> Phase:
+        """The device's pause between one kernel and the next."""
+        ms = self.calibration.factors.get("gap_us", 0.0) * phase.launches / 1e3
+        return replace(
+            phase,
+            parts={**phase.parts, GAPS: ms},
+            errors={**phase.errors, GAPS: GAP_ERROR * ms},
+        )
+
+    def host_us(self) -> dict[str, float]:
+        """Microseconds a launch by phase, of the middle one of the hosts."""
+        hosts = self.calibration.hosts
+        if not hosts:
+            return {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
+        return {
+            "forward": median(host.forward_us for host in hosts),
+            "backward": median(host.backward_us for host in hosts),
+            "optimizer": median(host.optimizer_us for host in hosts),
+        }
+
+    def host_error(self, *, known: bool) -> float:
+        """Standard log error of the time to enqueue a step."""
+        speeds = [math.log(host.forward_us + host.backward_us) for host in self.calibration.hosts]
+        if known or len(speeds) < 2:
+            return 0.08
+        middle = sum(speeds) / len(speeds)
+        return max(0.08, math.sqrt(sum((x - middle) ** 2 for x in speeds) / (len(speeds) - 1)))
+
+    def _pass(self, case: Case, sizes: Sizes, phase: str, notes: set[str]) -> Phase:
+        key = (phase, sizes)
+        if key not in self._passes:
+            found = operations.forward(sizes) if phase == "forward" else operations.backward(sizes)
+            self._passes[key] = self._summed(found)
+        piece = self._passes[key]
+        one, note = self.attending.estimate(case, phase)
+        notes |= piece.notes
+        if note is not None:
+            notes.add(note)
+        if one.distance > NOTICEABLE_DISTANCE:
+            notes.add(f"attention is {one.distance:.1f} doublings from what was measured")
+        layers = sizes.num_layers
+        launches = self.attending.launches(case, phase)
+        plain = Phase(
+            name=phase,
+            parts={**piece.parts, ATTENTION: layers * one.ms},
+            errors={**piece.errors, ATTENTION: layers * one.ms * one.error},
+            launches=piece.launches + layers * launches,
+            enqueued=piece.launches + layers * self.attending.enqueued(case, phase, launches),
+        )
+        return self._compiled(case, plain, notes)
+
+    def _compiled(self, case: Case, eager: Phase, notes: set[str]) -> Phase:
+        """What torch.compile leaves of a pass: fewer bytes and launches between products."""
+        compiling = case.compile
+        if compiling is None or compiling.scope == "none":
+            return eager
+        factors = self.calibration.factors
+        left = factors.get(f"compiled/{compiling.scope}/{eager.name}")
+        if left is None:
+            notes.add(f"compile={compiling.scope} was not measured")
+            left = UNMEASURED_COMPILED
+        scale = {name: 1.0 if name in UNFUSED else left for name in eager.parts}
+        graph = 0.1 if compiling.mode in CUDA_GRAPH_MODES else 1.0
+        return Phase(
+            name=eager.name,
+            parts={name: scale[name] * ms for name, ms in eager.parts.items()},
+            errors={
+                name: scale[name] * error + (0 if name in UNFUSED else 0.2 * eager.parts[name])
+                for name, error in eager.errors.items()
+            },
+            launches=COMPILED_LAUNCHES * eager.launches,
+            enqueued=COMPILED_LAUNCHES * graph * eager.enqueued,
+        )
+
+    def _summed(self, found: Iterable[Operation]) -> Piece:
+        parts: dict[str, float] = defaultdict(float)
+        errors: dict[str, float] = defaultdict(float)
+        notes = set[str]()
+        launches = 0.0
+        for item in found:
+            law, error = self._law_of(item)
+            launches += item.count * item.launches
+            if law is None:
+                notes.add(f"{item.part} were not measured")
+                continue
+            one = law(item.shape)
+            ms = item.count * one.ms
+            parts[item.part] += ms
+            errors[item.part] += ms * max(error, one.error)
+            if one.distance > NOTICEABLE_DISTANCE and item.part == "matmuls":
+                notes.add("matmuls are far from the measured shapes")
+        return Piece(parts=dict(parts), errors=dict(errors), launches=launches, notes=notes)
+
+    def _law_of(self, item: Operation) -> tuple[Law | None, float]:
+        """An operation's law and the least error of its time, perhaps of another format."""
+        law = self.law(item.law)
+        if law is not None:
+            return law, 0.0
+        match item.law.split("/"):
+            case ["elementwise", _, name]:
+                laws = [self.law(f"elementwise/{kind}/{name}") for kind in KINDS]
+                found = next((one for one in laws if one is not None), None)
+                return found or self.law("copy"), UNMEASURED_ERROR
+            case ["matmul", "float16"]:
+                return self.law("matmul/bfloat16"), 0.0
+        return self.law("copy"), UNMEASURED_ERROR
+
+    def _recomputed(self, case: Case, whole: Phase) -> Phase | None:
+        """What the backward pass computes again of the forward pass."""
+        if case.checkpoint is None:
+            return None
+        share = 1 / case.checkpoint.blocks
+        kept: tuple[str, ...] = ("loss", "embedding")
+        if case.checkpoint.scope == "selective":
+            kept += ("matmuls", "attention")
+        return Phase(
+            name="backward",
+            parts={name: share * ms for name, ms in whole.parts.items() if name not in kept},
+            errors={name: share * ms for name, ms in whole.errors.items() if name not in kept},
+            launches=share * whole.launches,
+            enqueued=share * whole.enqueued,
+        )
+
+    def _optimizer(self, case: Case, sizes: Sizes) -> Phase:
+        scaled = case.precision.grad_scaler
+        size = 2 if case.precision.parameters.endswith("16") else 4
+        share = case.parallel.optimizer_state_share
+        item = operations.optimizer(sizes, size, share, scaled=scaled)
+        piece = self._summed([item])
+        return Phase(
+            name="optimizer",
+            parts=piece.parts,
+            errors=piece.errors,
+            launches=item.launches,
+            # Its Python takes longer than its few launches.
+            enqueued=max(item.launches, sizes.num_layers * 9 / 26),
+        )
+
+    def memory_bytes(self, case: Case) -> float:
+        """Predicted peak bytes on one rank."""
+        return training.footprint(case).peak

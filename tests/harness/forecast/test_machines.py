@@ -1,0 +1,89 @@
+"""Machines: predicted steps of a packaged calibration."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from harness import forecast
+from harness.cases.case import Case
+from harness.paths import CONF
+
+PLAIN: dict[str, Any] = {
+    "task": {"name": "train_step"},
+    "attention": {"name": "sdpa"},
+    "parallel": {"name": "none"},
+    "compile": {},
+    "seq_len": 1024,
+    "batch_size": 4,
+    "seed": 0,
+    "device": "cuda",
+}
+
+
+def case(model: str = "medium", precision: str = "bf16", **changes: Any) -> Case:
+    conf = {
+        "model": OmegaConf.load(CONF / "model" / f"{model}.yaml"),
+        "precision": OmegaConf.load(CONF / "precision" / f"{precision}.yaml"),
+    }
+    plain = {key: OmegaConf.to_container(value) for key, value in conf.items()}
+    return Case.from_dict({**PLAIN, **plain, **changes})
+
+
+@pytest.fixture(scope="module")
+def h200() -> Any:
+    return forecast.machine("h200")
+
+
+def test_parts_sum_to_the_median_inside_its_interval(h200: Any) -> None:
+    found = h200.step(case())
+    assert sum(part.ms for part in found.parts) == pytest.approx(found.median_ms)
+    assert found.low_ms < found.median_ms < found.high_ms
+    assert found.tokens_per_s == pytest.approx(4096 / found.median_ms * 1e3)
+
+
+def test_larger_steps_take_longer(h200: Any) -> None:
+    times = [
+        h200.step(case(seq_len=length, batch_size=batch)).median_ms
+        for length, batch in ((1024, 4), (2048, 4), (4096, 4), (4096, 8))
+    ]
+    assert times == sorted(times)
+    assert 1.8 < times[3] / times[2] < 2.2
+
+
+def test_checkpointing_computes_the_forward_pass_again(h200: Any) -> None:
+    plain = h200.step(case("xl", batch_size=8))
+    again = h200.step(case("xl", batch_size=8, checkpoint={"scope": "block"}))
+    ratio = again.phases_ms["backward"] - plain.phases_ms["backward"]
+    assert 0.8 < ratio / plain.phases_ms["forward"] < 1.05
+
+
+def test_a_small_step_waits_for_its_host(h200: Any) -> None:
+    names = [part.name for part in h200.step(case("small", seq_len=128, batch_size=1)).parts]
+    assert "waiting for the host" in names
+    names = [part.name for part in h200.step(case("xl", batch_size=8)).parts]
+    assert "waiting for the host" not in names
+
+
+def test_ten_thousand_predictions_take_seconds(h200: Any) -> None:
+    cases = [case(seq_len=length, batch_size=batch) for length in (512, 1024) for batch in (1, 2)]
+    begin = time.process_time()
+    for _ in range(250):
+        for one in cases:
+            h200.step(one)
+    assert time.process_time() - begin < 2
+
+
+def test_what_was_not_measured_is_said(h200: Any) -> None:
+    assert h200.why_not(case()) is None
+    odd = replace(case(), attention=case(attention={"name": "flash_attn_3"}).attention)
+    assert "flash_attn_3 was not measured" in h200.why_not(odd)
+
+
+def test_an_unknown_machine_is_an_error_of_one_line() -> None:
+    with pytest.raises(ValueError, match=r"machine=abacus: no calibration; one of h200"):
+        forecast.machine("abacus")
