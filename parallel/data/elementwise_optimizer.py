@@ -14,6 +14,9 @@ from parallel.data.shards import ShardOrigin, ShardOwner
 WHOLE_PARAMETERS = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 """PyTorch's optimizers that look at more than one element at a time."""
 
+SCALARS = ("step", "mu_product", "eta", "mu")
+"""State of PyTorch's optimizers that is one number of a whole parameter, on every rank."""
+
 
 def optimizer_of_shards(
     params: Iterable[Any], optimizer_cls: type[Optimizer], **kwargs: Any
@@ -117,7 +120,7 @@ def _cut_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, An
 def _cut(name: str, value: Any, origin: ShardOrigin) -> Any:
     if not isinstance(value, Tensor):
         return value
-    if name != "step" and value.shape == origin.shape:
+    if name not in SCALARS and value.shape == origin.shape:
         return origin.cut(value)
     # A copy: two optimizers that load one state must not count their steps in one tensor.
     return value.clone()

@@ -228,6 +228,14 @@ class ShardedDataParallel(DataParallel):
         for name, parameter in super().named_parameters(*arguments, **options):
             yield name, self._shards.get(parameter, parameter)
 
+    @property
+    def shards(self) -> dict[Tensor, nn.Parameter]:
+        """This rank's shard of each of the module's own parameters that has one."""
+        return self._shards
+
+    def shards_have_changed(self) -> None:
+        """Take up values that were written into shards by others than optimizers."""
+
     def _stepped(self, parameter: nn.Parameter) -> nn.Parameter:
         return self._shards.get(parameter, parameter)
 

@@ -70,6 +70,10 @@ class ShardedOptimizer(Optimizer):
         """The rank in the group that updates ``parameter``."""
         return self._owners[parameter]
 
+    def owns(self, parameter: Tensor) -> bool:
+        """Whether this rank updates ``parameter``."""
+        return self._owners[parameter] == self._rank
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Share out a further group of parameters; all ranks call it together."""
         super().add_param_group(param_group)

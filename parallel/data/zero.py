@@ -162,6 +162,9 @@ class Zero(ShardedDataParallel):
             self._gather()
         self.wait_for_gathering()
 
+    def shards_have_changed(self) -> None:
+        self._stale = bool(self._buckets)
+
     def wait_for_gathering(self) -> None:
         """Wait for all gathering that has begun."""
         _wait(self._buckets)

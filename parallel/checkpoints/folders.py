@@ -1,0 +1,194 @@
+"""Saves and loads the state of a training in a folder, over torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.optim import Optimizer
+
+from parallel.checkpoints.parts import part_of
+from parallel.checkpoints.state import (
+    groups_of,
+    model_state,
+    names_of,
+    origin_of,
+    sharded_state_dict,
+)
+from parallel.data.elementwise_optimizer import SCALARS
+
+Folder = str | os.PathLike[str]
+
+
+def save_checkpoint(
+    folder: Folder,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Every rank writes what it alone holds; of copies, one rank writes one.
+
+    All ranks call it together, between steps, with a folder that all can reach. Of buffers, which
+    are each rank's own, one rank's are kept.
+
+    Args:
+        group: the ranks that train the model; the world if None.
+
+    Raises:
+        ValueError: the model is on other ranks.
+    """
+    _require_all_ranks(model, group)
+    with _quietly():
+        dcp.save(
+            sharded_state_dict(model, optimizer),
+            checkpoint_id=folder,
+            process_group=group,
+            no_dist=not dist.is_initialized(),
+        )
+
+
+def load_checkpoint(
+    folder: Folder,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Every rank reads its own part of a checkpoint that any number of ranks saved.
+
+    The container may be another one, the optimizer's parameter groups are the same; one that has
+    not stepped receives its state. A checkpoint is pickled data: load those that you trust.
+
+    Raises:
+        ValueError: there is no checkpoint, or it is of another model or other parameter groups.
+    """
+    _require_all_ranks(model, group)
+    saved = _saved(folder)
+    state: dict[str, Any] = {"model": _found_in(saved, model_state(model), folder)}
+    if optimizer is not None:
+        state["optimizer"] = {
+            "state": _empty_state(saved, model, optimizer),
+            "param_groups": (),
+        }
+        if "optimizer.param_groups" not in saved:
+            raise ValueError(f"{folder}: has no optimizer; load the model alone")
+    with _quietly():
+        dcp.load(
+            state,
+            checkpoint_id=folder,
+            process_group=group,
+            no_dist=not dist.is_initialized(),
+        )
+    changed = getattr(model, "shards_have_changed", None)
+    if changed is not None:
+        changed()
+    if optimizer is not None:
+        _give(optimizer, state["optimizer"], model, folder)
+
+
+def _require_all_ranks(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    num_ranks = getattr(model, "world_size", None)
+    if num_ranks is None or not dist.is_initialized():
+        return
+    called = dist.get_world_size(group)
+    if called != num_ranks:
+        raise ValueError(
+            f"the model is trained by {num_ranks} ranks and the checkpoint is of {called}: give "
+            "group=, and parts of a tensor-parallel model a folder each"
+        )
+
+
+def _saved(folder: Folder) -> dict[str, Any]:
+    """What a checkpoint holds, by name."""
+    try:
+        found: dict[str, Any] = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    except FileNotFoundError:
+        raise ValueError(f"{folder}: holds no checkpoint, or one that is not complete") from None
+    return found
+
+
+def _found_in(saved: dict[str, Any], state: dict[str, Tensor], folder: Folder) -> dict[str, Tensor]:
+    for name, value in state.items():
+        entry = saved.get(f"model.{name}")
+        if entry is None:
+            raise ValueError(f"{folder}: has no {name}; load it into the same model")
+        if entry.size != value.size():
+            raise ValueError(
+                f"{folder}: {name} has shape {tuple(entry.size)}, and {tuple(value.size())} in "
+                "the model"
+            )
+    return state
+
+
+def _empty_state(
+    saved: dict[str, Any], model: nn.Module, optimizer: Optimizer
+) -> dict[str, dict[str, Any]]:
+    """Memory for this rank's part of the optimizer's state, of the shapes that were saved."""
+    names = names_of(model)
+    owns = getattr(optimizer, "owns", lambda parameter: True)
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if owns(p)]
+    mine = {names[parameter]: parameter for parameter in parameters}
+    found: dict[str, dict[str, Any]] = {}
+    for entry, description in saved.items():
+        name, _, key = entry.removeprefix("optimizer.state.").rpartition(".")
+        if not entry.startswith("optimizer.state.") or name not in mine:
+            continue
+        parameter = mine[name]
+        value: Any = None
+        if isinstance(description, TensorStorageMetadata):
+            origin = origin_of(parameter, model)
+            whole = parameter.shape if origin is None else origin.shape
+            dtype = description.properties.dtype
+            if description.size == whole and key not in SCALARS:
+                value = torch.zeros_like(parameter.detach(), dtype=dtype)
+                value = value if origin is None else part_of(value, origin)
+            else:
+                value = torch.zeros(description.size, dtype=dtype)
+        found.setdefault(name, {})[key] = value
+    return found
+
+
+def _give(optimizer: Optimizer, loaded: dict[str, Any], model: nn.Module, folder: Folder) -> None:
+    """Hand the loaded state to the optimizer, whose state dicts number parameters."""
+    names = [group["params"] for group in groups_of(optimizer, names_of(model))]
+    groups = loaded["param_groups"]
+    if [group["params"] for group in groups] != names:
+        sizes = [len(group["params"]) for group in groups]
+        raise ValueError(
+            f"{folder}: its parameter groups are of {sizes} parameters, and the optimizer's of "
+            f"{[len(members) for members in names]}, or of others"
+        )
+    numbers = {name: n for n, name in enumerate(name for members in names for name in members)}
+    state = {
+        numbers[name]: {key: _plain(value) for key, value in values.items()}
+        for name, values in loaded["state"].items()
+    }
+    optimizer.load_state_dict(
+        {
+            "state": state,
+            "param_groups": [
+                {**group, "params": [numbers[name] for name in group["params"]]} for group in groups
+            ],
+        }
+    )
+
+
+def _plain(value: Any) -> Any:
+    return value.as_subclass(Tensor) if isinstance(value, Tensor) else value
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """One process need not be told that it is alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is")
+        yield
