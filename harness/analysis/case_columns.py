@@ -75,6 +75,11 @@ class Reading:
             name = environment.get("cpu_model")
         return name
 
+    @property
+    def device_memory_gib(self) -> float:
+        """All memory of the device, as its driver says it; NaN on a CPU."""
+        return (self.record.environment.get("device_memory_bytes") or np.nan) / GIB
+
     @cached_property
     def hardware(self) -> Hardware | None:
         return find_hardware(self.device_name) if self.case["device"] == "cuda" else None
@@ -224,6 +229,7 @@ CASE_COLUMNS: Mapping[str, Callable[[Reading], Any]] = {
     "status": lambda of: of.record.status,
     "reason": lambda of: (of.record.error or {}).get("message"),
     "memory_source": lambda of: of.record.memory[0].get("source") if of.record.memory else None,
+    "device_memory_gib": lambda of: of.device_memory_gib,
     "peak_memory_gib": lambda of: of.peak_memory_gib,
     "peak_allocated_gib": lambda of: of.peak_memory_gib if of.on_cuda else np.nan,
     "peak_reserved_gib": lambda of: of.largest("peak_reserved_bytes", GIB),
