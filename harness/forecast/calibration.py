@@ -39,8 +39,12 @@ class Exposure:
     """What communication adds to a step under one strategy, as a share of its own time."""
 
     strategy: str
-    visible: float
-    source: int
+    matmul: str
+    """Number format of matmuls: those of tensor cores leave less room beside them."""
+    visible: float | None
+    """None where no step of it kept its device busy."""
+    launches: float | None
+    """Launches' worth of the host's time for each tensor of the model; None likewise."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from harness.cases.case import Case
+from harness.cases.precision import DTYPE_BYTES
+from harness.forecast.calibration import Exposure
 from harness.forecast.schedule import Exchange
 from harness.predictions import training
 from parallel.collectives import bus_factor
@@ -15,8 +18,8 @@ if TYPE_CHECKING:
 MESSAGE_BYTES = 25 * 2**20
 """Size of one message of gradients, where a strategy does not say."""
 
-DEFAULT_VISIBLE = 0.5
-"""Share of its own time that communication adds to a step under an unmeasured strategy."""
+USUAL = Exposure(strategy="", matmul="", visible=0.8, launches=0.5)
+"""What communication adds under an unmeasured strategy, in the middle of those that were."""
 
 VISIBLE_ERROR = 0.35
 """Standard error of that share, relative, measured or not."""
@@ -24,46 +27,111 @@ VISIBLE_ERROR = 0.35
 UNMEASURED_RANKS_ERROR = 0.2
 """Log error of a collective among numbers of ranks that were not measured."""
 
+CONTEXT_VISIBLE = 0.3
+"""Share of the visiting keys' transfer that attention to the keys at hand does not hide, with
+the rank's wait for others."""
+
 
 def of_case(machine: Machine, case: Case) -> tuple[Exchange, ...]:
-    """Exchanges of gradients and parameters among the data ranks."""
-    ranks = case.parallel.data_ranks
-    found = []
+    """Exchanges of gradients and parameters, of activations (tp) and of keys (cp)."""
+    found = list(_of_data(machine, case)) if case.parallel.data_ranks > 1 else []
+    if case.parallel.tp > 1:
+        found += _of_tensors(machine, case)
+    if case.parallel.cp > 1:
+        found += _of_keys(machine, case)
+    return tuple(found)
+
+
+def num_tensors(case: Case) -> int:
+    """Parameters of the model that are tensors of their own."""
+    return len(training.gradient_sizes(case))
+
+
+def gradient_traffic(machine: Machine, case: Case) -> Iterator[tuple[str, float, str | None]]:
+    """Collective operations on gradients and parameters: name, milliseconds, and a note."""
     for name, size in training.traffic_bytes(case).items():
         messages = max(1.0, size / MESSAGE_BYTES)
-        ms, note = collective_ms(machine, name, ranks, size / messages)
-        visible = next(
-            (
-                item.visible
-                for item in machine.calibration.exposures
-                if item.strategy == case.parallel.name
-            ),
-            None,
+        ms, note = collective_ms(machine, name, case.parallel.data_ranks, size / messages)
+        yield name, messages * ms, note
+
+
+def _of_data(machine: Machine, case: Case) -> Iterator[Exchange]:
+    alike = [item for item in machine.calibration.exposures if item.strategy == case.parallel.name]
+    # Of the same number format first.
+    alike.sort(key=lambda item: item.matmul != case.precision.peak)
+    visible = next((item.visible for item in alike if item.visible is not None), USUAL.visible)
+    launches = next((item.launches for item in alike if item.launches is not None), USUAL.launches)
+    assert visible is not None, "the usual exposure has both"
+    assert launches is not None, "the usual exposure has both"
+    traffic = list(gradient_traffic(machine, case))
+    for name, total, note in traffic:
+        if not alike:
+            note = f"{case.parallel.name} was not measured"
+        yield Exchange(
+            name=f"communication ({name})",
+            phase="backward",
+            visible_ms=visible * total,
+            hidden_ms=max(0.0, 1 - visible) * total,
+            error_ms=VISIBLE_ERROR * visible * total,
+            launches=launches * num_tensors(case) / len(traffic),
+            note=note,
         )
-        if visible is None:
-            visible, note = DEFAULT_VISIBLE, f"{case.parallel.name} was not measured"
-        total = messages * ms
-        found.append(
-            Exchange(
-                name=f"communication ({name})",
-                phase="backward",
-                visible_ms=visible * total,
-                hidden_ms=max(0.0, 1 - visible) * total,
-                error_ms=VISIBLE_ERROR * visible * total,
-                launches=messages,
-                note=note,
+
+
+def _of_tensors(machine: Machine, case: Case) -> Iterator[Exchange]:
+    """All-gathers and reduce-scatters of activations, two of each a block and pass, none hidden."""
+    assert case.model is not None, "training steps have a model"
+    tokens = case.batch_size * -(-case.seq_len // case.parallel.cp)
+    size = tokens * case.model.d_model * DTYPE_BYTES[case.precision.compute]
+    passes = ("forward", "backward") if _trains(case) else ("forward",)
+    for phase in passes:
+        for name in ("all_gather", "reduce_scatter"):
+            one, note = collective_ms(machine, name, case.parallel.tp, size)
+            total = (2 * case.model.num_layers + 1) * one
+            yield Exchange(
+                name=f"tensor parallelism ({name})",
+                phase=phase,
+                visible_ms=total,
+                hidden_ms=0.0,
+                error_ms=UNMEASURED_RANKS_ERROR * total,
+                launches=2.0 * 4 * case.model.num_layers,
+                note=note or "tensor parallelism is by formula",
             )
+
+
+def _of_keys(machine: Machine, case: Case) -> Iterator[Exchange]:
+    """Keys and values of other ranks, and in the backward pass their gradients besides."""
+    assert case.model is not None, "training steps have a model"
+    model, cp = case.model, case.parallel.cp
+    heads = model.kv_heads // case.parallel.tp
+    element = DTYPE_BYTES[case.precision.compute]
+    keys = 2 * case.batch_size * case.seq_len * heads * model.head_dim * element
+    passes = {"forward": 1.0, "backward": 2.0} if _trains(case) else {"forward": 1.0}
+    for phase, times in passes.items():
+        one, note = collective_ms(machine, "all_gather", cp, keys)
+        total = times * model.num_layers * one
+        yield Exchange(
+            name="context parallelism (keys)",
+            phase=phase,
+            visible_ms=CONTEXT_VISIBLE * total,
+            hidden_ms=(1 - CONTEXT_VISIBLE) * total,
+            error_ms=0.5 * total,
+            launches=8.0 * cp * model.num_layers,
+            note=note or "context parallelism is by formula",
         )
-    return tuple(found)
+
+
+def _trains(case: Case) -> bool:
+    return getattr(case.task, "mode", "train_step") != "forward"
 
 
 def collective_ms(machine: Machine, name: str, ranks: int, size: float) -> tuple[float, str | None]:
     """Milliseconds of one collective operation on ``size`` bytes, and a note if extrapolated."""
     sent = size * bus_factor(name, ranks)
-    for measured in sorted(range(2, 65), key=lambda number: abs(number - ranks)):
+    for measured in machine.measured_ranks(name, ranks):
         law = machine.law(f"collective/{name}/{measured}")
-        if law is not None:
-            # A switch carries all ranks at the rate of two: bytes on each link decide.
-            note = None if measured == ranks else f"{name} was measured on {measured} ranks"
-            return law((sent,)).ms, note
+        assert law is not None, "measured ranks have a law"
+        # A switch carries all ranks at the rate of two: bytes on each link decide.
+        note = None if measured == ranks else f"{name} was measured on {measured} ranks"
+        return law((sent,)).ms, note
     return 0.0, f"{name} was not measured"

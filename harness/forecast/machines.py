@@ -78,6 +78,7 @@ class Machine:
         self._laws: dict[str, Law | None] = {}
         self.attending = Attending(self.law, list(calibration.observations), calibration.factors)
         self._passes: dict[object, Piece] = {}
+        self._ranks: dict[str, list[int]] = {}
 
     def law(self, name: str) -> Law | None:
         """A law by its name; None where nothing was measured for it."""
@@ -119,20 +120,19 @@ class Machine:
         _, note = self.attending.backend(case)
         return None if note is None else f"{self.name}: {note}"
 
-    def step(self, case: Case, *, host_us: dict[str, float] | None = None) -> StepPrediction:
+    def step(self, case: Case, *, host: str | None = None) -> StepPrediction:
         """The time of a case of task=train_step.
 
         Args:
-            host_us: microseconds a launch by phase, of a host that is known; else that of the
-                calibration's hosts.
+            host: one that the calibration names, where it is known; else the middle of them.
         """
         notes = set[str]()
         phases = self._phases(case, notes)
         exchanged = communication.of_case(self, case) if case.world_size > 1 else ()
-        host = host_us or self.host_us()
+        known = any(one.host == host for one in self.calibration.hosts)
         tokens = case.batch_size * case.seq_len * case.parallel.dp
         return schedule.predict(
-            phases, exchanged, host, self.host_error(known=host_us is not None), tokens, notes
+            phases, exchanged, self.host_us(host), self.host_error(known=known), tokens, notes
         )
 
     def enqueued(self, case: Case) -> list[Phase]:
@@ -147,8 +147,13 @@ class Machine:
             whole = self._pass(case, sizes, "backward", notes)
             recomputed = self._recomputed(case, phases[0])
             phases.append(whole if recomputed is None else whole.joined(recomputed))
+            if case.checkpoint is not None:
+                phases = [self._checkpointed(phase, case.checkpoint.scope) for phase in phases]
         if mode == "train_step":
             phases.append(self._optimizer(case, sizes))
+        if mode == "forward":
+            ratio = self.calibration.factors.get("no_grad", 1.0)
+            phases = [replace(phases[0], enqueued=ratio * phases[0].enqueued)]
         return [self._with_gaps(phase) for phase in phases]
 
     def _with_gaps(self, phase: Phase) -> Phase:
@@ -160,20 +165,31 @@ class Machine:
             errors={**phase.errors, GAPS: GAP_ERROR * ms},
         )
 
-    def host_us(self) -> dict[str, float]:
-        """Microseconds a launch by phase, of the middle one of the hosts."""
+    def host_us(self, host: str | None = None) -> dict[str, float]:
+        """Microseconds a launch by phase: of a host that the calibration names, or the middle."""
         hosts = self.calibration.hosts
-        if not hosts:
-            return {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
+        known = [one for one in hosts if one.host == host]
+        chosen = known or [one for one in hosts if one.bound] or hosts
+        if not chosen:
+            return dict.fromkeys(("forward", "backward", "optimizer"), 0.0)
         return {
-            "forward": median(host.forward_us for host in hosts),
-            "backward": median(host.backward_us for host in hosts),
-            "optimizer": median(host.optimizer_us for host in hosts),
+            "forward": median(one.forward_us for one in chosen),
+            "backward": median(one.backward_us for one in chosen),
+            "optimizer": median(one.optimizer_us for one in chosen),
         }
+
+    def measured_ranks(self, collective: str, ranks: int) -> list[int]:
+        """Numbers of ranks on which a collective operation was measured, the closest first."""
+        if collective not in self._ranks:
+            prefix = f"collective/{collective}/"
+            names = [name for name in self.calibration.observations if name.startswith(prefix)]
+            self._ranks[collective] = [int(name.removeprefix(prefix)) for name in names]
+        return sorted(self._ranks[collective], key=lambda number: abs(number - ranks))
 
     def host_error(self, *, known: bool) -> float:
         """Standard log error of the time to enqueue a step."""
-        speeds = [math.log(host.forward_us + host.backward_us) for host in self.calibration.hosts]
+        hosts = [one for one in self.calibration.hosts if one.bound]
+        speeds = [math.log(one.forward_us + one.backward_us) for one in hosts]
         if known or len(speeds) < 2:
             return 0.08
         middle = sum(speeds) / len(speeds)
@@ -273,6 +289,11 @@ class Machine:
             launches=share * whole.launches,
             enqueued=share * whole.enqueued,
         )
+
+    def _checkpointed(self, phase: Phase, scope: str) -> Phase:
+        """A phase whose host also decides on what to keep."""
+        times = self.calibration.factors.get(f"checkpointed/{scope}/{phase.name}", 1.0)
+        return replace(phase, enqueued=times * phase.enqueued)
 
     def _optimizer(self, case: Case, sizes: Sizes) -> Phase:
         scaled = case.precision.grad_scaler

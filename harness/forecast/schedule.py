@@ -16,7 +16,7 @@ from harness.forecast.prediction import Part, StepPrediction
 Z90 = 1.645
 """Standard errors on either side of an interval of 90%."""
 
-STEP_ERROR = 0.025
+STEP_ERROR = 0.035
 """Standard log error of a step whose kernels are known: clocks under load, and run to run."""
 
 WAITING = "waiting for the host"

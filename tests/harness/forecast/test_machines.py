@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,8 @@ from omegaconf import OmegaConf
 
 from harness import forecast
 from harness.cases.case import Case
-from harness.paths import CONF
+from harness.forecast import build, calibration
+from harness.paths import CONF, ROOT
 
 PLAIN: dict[str, Any] = {
     "task": {"name": "train_step"},
@@ -87,3 +89,12 @@ def test_what_was_not_measured_is_said(h200: Any) -> None:
 def test_an_unknown_machine_is_an_error_of_one_line() -> None:
     with pytest.raises(ValueError, match=r"machine=abacus: no calibration; one of h200"):
         forecast.machine("abacus")
+
+
+def test_the_packaged_calibration_is_what_the_records_give() -> None:
+    built = build.build("h200", ROOT / "results" / "h200").to_dict()
+    packaged = calibration.read(CONF / "machine" / "h200.json").to_dict()
+    for key, value in built.items():
+        assert json.loads(json.dumps(value)) == packaged[key], (
+            f"{key} differs: python -m harness.forecast results/h200 conf/machine/h200.json"
+        )
