@@ -1,6 +1,7 @@
-"""``python -m harness.commands.readme``: fills README.md's blocks from the committed records.
+"""``python -m harness.commands.readme``: fills the blocks of all pages from the committed records.
 
-So does it with results/README.md. :mod:`harness.commands.readme_blocks` says what a block is.
+Pages are README.md, results/README.md and those of docs. :mod:`harness.commands.readme_blocks` says
+what a block is.
 """
 
 from __future__ import annotations
@@ -14,7 +15,12 @@ from harness.analysis.loading import load_frames
 from harness.commands.readme_blocks import filled
 from harness.paths import ROOT
 
-PAGES = ("README.md", "results/README.md")
+PAGES = (
+    "README.md",
+    "results/README.md",
+    *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))),
+)
+"""Every page, relative to the project."""
 
 
 @cache
@@ -37,7 +43,9 @@ def main() -> None:
         text = path.read_text(encoding="utf-8")
         new = refreshed(text)
         path.write_text(new, encoding="utf-8")
-        print(f"{name}: blocks are up to date" if new == text else f"{name}: blocks replaced")
+        if new != text:
+            print(f"{name}: blocks replaced")
+    print(f"blocks of {len(PAGES)} pages are up to date")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ of it, one option on each line, and it ends with another comment::
     ...
     <!-- end -->
 
-``finding:`` instead of ``table:`` gives the sentence. Options are
+``finding:`` instead of ``table:`` gives the sentence, ``<!-- list: models -->`` one of the lists
+of :mod:`harness.commands.readme_lists`. Options of a table are
 
 - ``where``: which rows of the sweep's frame the table is built from, in the syntax of pandas'
   ``DataFrame.query``. What all of them share is said below the table.
@@ -29,6 +30,7 @@ from pathlib import Path
 import pandas as pd
 
 from harness.cases import format as fmt
+from harness.commands.readme_lists import markdown_list
 from harness.render.files import to_markdown
 from harness.render.table import (
     NOTES,
@@ -46,7 +48,7 @@ Frames = Callable[[Path, str], pd.DataFrame]
 OPTIONS = ("where", "columns", "down", "across", "cell")
 
 _BLOCK = re.compile(
-    r"(?P<begin><!-- (?P<kind>table|finding): (?P<path>\S+)(?P<options>.*?)-->\n)"
+    r"(?P<begin><!-- (?P<kind>table|finding|list): (?P<path>\S+)(?P<options>.*?)-->\n)"
     r".*?(?P<end><!-- end -->)",
     re.DOTALL,
 )
@@ -70,6 +72,8 @@ def filled(text: str, root: Path, frames: Frames) -> str:
     """
 
     def fill(match: re.Match[str]) -> str:
+        if match["kind"] == "list":
+            return f"{match['begin']}{markdown_list(match['path'])}\n{match['end']}"
         path = root / match["path"]
         frame = frames(path.parents[3], path.parents[1].name)
         shown = _read_options(match["options"], match["path"])
