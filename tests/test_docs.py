@@ -23,6 +23,26 @@ def test_files_and_links_exist(page: Path) -> None:
     assert not [name for name in named if not (ROOT / name).exists()]
 
 
+def headings(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    found = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in found}
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS], ids=lambda page: page.stem)
+def test_links_to_headings_find_them(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for file, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", text):
+        assert anchor in headings(page.parent / file if file else page), f"{file}#{anchor}"
+
+
+def test_the_index_names_every_page() -> None:
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    assert not [
+        page.name for page in DOCS if f"({page.name})" not in index and page.stem != "README"
+    ]
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_the_map_shows_every_room(package: str) -> None:
     """A row for each folder, with the first line of its docstring."""

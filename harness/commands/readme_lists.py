@@ -25,6 +25,7 @@ from harness.cases.case import Case
 from harness.cases.format import ABSENT
 from harness.cases.sweep import Sweep, load_sweep
 from harness.paths import CONF, project_sweeps
+from harness.render.table import NOTES, REASONS
 from harness.request.choices import REGISTRIES
 from harness.request.grid import expand
 from harness.request.help import template
@@ -225,6 +226,17 @@ def _keys() -> str:
     return _table(["key", ""], rows)
 
 
+def _marks() -> str:
+    """The marks of tables, and the reasons that some of them give."""
+    rows = []
+    for note in NOTES:
+        mark, _, meaning = note.partition(" ")
+        reasons = REASONS.get(note, ("", {}))[1].items()
+        said = "; ".join(f"*{word}*: {_plain(text)}" for word, text in reasons)
+        rows.append([mark, f"{meaning}: {said}." if said else meaning])
+    return _table(["mark", "meaning"], rows)
+
+
 LISTS: dict[str, Callable[[], str]] = {
     "sweeps": _sweeps,
     "tasks": _registered("task"),
@@ -242,5 +254,6 @@ LISTS: dict[str, Callable[[], str]] = {
     "strategy_options": _options("parallel"),
     "launcher_options": _options("launcher"),
     "run_keys": _keys,
+    "marks": _marks,
 }
 """Each list by its name."""
