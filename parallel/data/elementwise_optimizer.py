@@ -10,9 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from parallel.data.shards import ShardOrigin, ShardOwner
-
-WHOLE_PARAMETERS = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
-"""PyTorch's optimizers that look at more than one element at a time."""
+from parallel.data.step_guard import why_not_shards
 
 SCALARS = ("step", "mu_product", "eta", "mu")
 """State of PyTorch's optimizers that is one number of a whole parameter, on every rank."""
@@ -31,11 +29,9 @@ def optimizer_of_shards(
     Raises:
         ValueError: the optimizer needs whole parameters, or there are none.
     """
-    if optimizer_cls.__name__ in WHOLE_PARAMETERS:
-        raise ValueError(
-            f"{optimizer_cls.__name__} does not update each element by itself, and ranks hold "
-            "parts of parameters here: use ShardedOptimizer, which leaves parameters whole"
-        )
+    reason = why_not_shards(optimizer_cls)
+    if reason is not None:
+        raise ValueError(reason)
     optimizer = optimizer_cls(params, **kwargs)
     optimizer.register_step_pre_hook(_before_step)
     optimizer.register_step_post_hook(_after_step)

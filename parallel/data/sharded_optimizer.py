@@ -4,6 +4,11 @@ Every rank has all gradients, updates its own parameters and broadcasts them. Me
 state is divided by the ranks; each step sends the parameters once more than plain data
 parallelism does. CS336 assignment 2, section 3; ZeRO stage 1 (Rajbhandari et al., 2020,
 P_os) without its saving of communication.
+
+A parameter's owner has it whole, with its whole gradient, so that the optimizer may look at more
+than one element at a time: Muon orthogonalises each matrix on one rank alone, and the ranks share
+the matrices out by that work (Jordan et al., "Muon: An optimizer for hidden layers in neural
+networks", 2024; Liu et al., "Muon is scalable for LLM training", 2025, section 2.4).
 """
 
 from __future__ import annotations
@@ -22,19 +27,21 @@ from parallel.data.flat import FlatLayout
 class ShardedOptimizer(Optimizer):
     """Any optimizer, its state sharded over ranks by whole parameters.
 
-    Parameters go to ranks from the largest on, each to the rank with the fewest elements so far,
-    so that ranks hold about equal numbers of elements. Those of one owner become views of one
-    buffer, which a single broadcast sends. Options of ``param_groups``, such as a learning rate
+    Parameters go to ranks from the largest on, each to the rank with the least work so far, so
+    that a step takes ranks about equally long. Those of one owner become views of one buffer,
+    which a single broadcast sends. Options of ``param_groups``, such as a learning rate
     that a schedule changes, count on all ranks.
 
     Args:
         params: parameters or parameter groups, the same and in the same order on all ranks.
         optimizer_cls: makes the optimizer of each rank's own parameters.
         process_group: the ranks; the world if None, and one where there is no process group.
+        work: what the step of a parameter costs, in any unit. If None, its elements, and for
+            optimizers called Muon :func:`newton_schulz_flops`.
         kwargs: further arguments of ``optimizer_cls``.
 
     Raises:
-        ValueError: there are no parameters, or they lie on several devices.
+        ValueError: there are no parameters, they lie on several devices, or are shards.
     """
 
     def __init__(
@@ -43,6 +50,7 @@ class ShardedOptimizer(Optimizer):
         optimizer_cls: type[Optimizer],
         *,
         process_group: dist.ProcessGroup | None = None,
+        work: Callable[[Tensor], float] | None = None,
         **kwargs: Any,
     ) -> None:
         if process_group is None and dist.is_initialized():
@@ -52,6 +60,10 @@ class ShardedOptimizer(Optimizer):
         self._rank = 0 if process_group is None else dist.get_rank(process_group)
         self._owners: dict[Tensor, int] = {}
         self._num_elements = [0] * self._num_ranks
+        if work is None:
+            is_muon = "muon" in optimizer_cls.__name__.lower()
+            work = newton_schulz_flops if is_muon else Tensor.numel
+        self._work_of, self._work = work, [0.0] * self._num_ranks
         self._buffers: list[tuple[int, Tensor]] = []
         self._local: Optimizer | None = None
         super().__init__(params, dict(kwargs))
@@ -65,6 +77,11 @@ class ShardedOptimizer(Optimizer):
     def num_elements(self) -> list[int]:
         """Elements of the parameters that each rank owns."""
         return list(self._num_elements)
+
+    @property
+    def work(self) -> list[float]:
+        """The sum of ``work`` over the parameters that each rank owns."""
+        return list(self._work)
 
     def owner(self, parameter: Tensor) -> int:
         """The rank in the group that updates ``parameter``."""
@@ -159,15 +176,22 @@ class ShardedOptimizer(Optimizer):
 
     def _assign(self, parameters: Sequence[Tensor]) -> None:
         """Give parameters an owner, the largest first."""
-        for parameter in sorted(parameters, key=Tensor.numel, reverse=True):
+        for parameter in sorted(parameters, key=self._work_of, reverse=True):
             first = next(iter(self._owners), parameter)
             if parameter.device != first.device:
                 raise ValueError(
                     f"a parameter of shape {tuple(parameter.shape)} is on {parameter.device} and "
                     f"others are on {first.device}: move all to the device of this rank"
                 )
-            rank = self._num_elements.index(min(self._num_elements))
+            origin = getattr(parameter, "origin", None)
+            if origin is not None and origin.is_part:
+                raise ValueError(
+                    "ShardedOptimizer shares out whole parameters, and these are shards: use "
+                    "optimizer_of_shards, or a container whose parameters() are whole"
+                )
+            rank = self._work.index(min(self._work))
             self._owners[parameter] = rank
+            self._work[rank] += self._work_of(parameter)
             self._num_elements[rank] += parameter.numel()
         if self._num_ranks > 1:
             self._pack(parameters)
@@ -206,6 +230,18 @@ class ShardedOptimizer(Optimizer):
         """Parameters by their number in PyTorch's state dicts."""
         parameters = [p for group in self.param_groups for p in group["params"]]
         return {parameter: number for number, parameter in enumerate(parameters)}
+
+
+def newton_schulz_flops(parameter: Tensor) -> float:
+    """FLOPs of a Newton-Schulz iteration a X + (b X X^T + c (X X^T)^2) X on a matrix.
+
+    4 m^2 n + 2 m^3 with m rows and n >= m columns; a parameter that is no matrix costs its
+    elements.
+    """
+    if parameter.dim() != 2:
+        return float(parameter.numel())
+    m, n = sorted(parameter.shape)
+    return 4.0 * m * m * n + 2.0 * m**3
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

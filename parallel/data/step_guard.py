@@ -1,7 +1,8 @@
 """Refuses optimizer steps on gradients that ranks have not averaged.
 
 Such a step would move each rank's replica by the gradients of its own batch, and no later error
-would tell. PyTorch runs the check before every step of every optimizer; it costs a look at each
+would tell; nor of an optimizer that looks at whole matrices and has shards of them. PyTorch runs
+the check before every step of every optimizer; it costs a look at each
 container, and a look at each parameter only where a gradient is waiting to be averaged.
 """
 
@@ -15,6 +16,10 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+
+WHOLE_PARAMETERS = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
+"""PyTorch's optimizers that look at more than one element at a time."""
 
 
 class Averaging(Protocol):
@@ -38,7 +43,23 @@ def _register() -> None:
     register_optimizer_step_pre_hook(_require_averages)
 
 
+@cache
+def why_not_shards(kind: type[Optimizer]) -> str | None:
+    """Why an optimizer cannot have shards of parameters; None if it can."""
+    names = {base.__name__ for base in kind.__mro__}
+    found = next((name for name in WHOLE_PARAMETERS if name in names), None)
+    return found and (
+        f"{found} does not update each element by itself, and ranks hold parts of parameters "
+        "here: use ShardedOptimizer with BucketedDDP, which leave parameters whole"
+    )
+
+
 def _require_averages(optimizer: Optimizer, *_: Any) -> None:
+    reason = why_not_shards(type(optimizer))
+    if reason is not None:
+        origins = (getattr(p, "origin", None) for g in optimizer.param_groups for p in g["params"])
+        if any(origin is not None and origin.is_part for origin in origins):
+            raise RuntimeError(f"optimizer.step(): {reason}")
     for container in tuple(_containers):
         stepped = (p for group in optimizer.param_groups for p in group["params"])
         name = container.name_of_unaveraged(stepped)
