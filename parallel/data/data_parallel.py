@@ -6,6 +6,7 @@ Containers differ in their transfers (which gradients travel together) and in wh
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -33,18 +34,25 @@ class DataParallel(nn.Module):
         overlap: start averaging during the backward pass.
         group: the ranks to average over, all of which make the container together; the world
             if None, and one rank where there is no process group.
+        replicas: the ranks with this rank's number in other groups, to average over as well.
 
     Raises:
         ValueError: nothing in the module trains, or it lies on several devices.
     """
 
     def __init__(
-        self, module: nn.Module, *, overlap: bool, group: dist.ProcessGroup | None = None
+        self,
+        module: nn.Module,
+        *,
+        overlap: bool,
+        group: dist.ProcessGroup | None = None,
+        replicas: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         require_one_device(module)
         self.module = module
         self._group = dist.group.WORLD if group is None and dist.is_initialized() else group
+        self._replicas = replicas
         self._trained = [p for p in module.parameters() if p.requires_grad]
         if not self._trained:
             raise ValueError(
@@ -65,8 +73,10 @@ class DataParallel(nn.Module):
         if not self._has_work():
             return
         if self._group is not None and self.world_size > 1:
+            if self._replicas is not None:
+                broadcast_from_first(module, self._replicas)
             broadcast_from_first(module, self._group)
-            self._averager = Averager(self._group)
+            self._averager = Averager(self._group, self._replicas)
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
         self._transfers = self._arrange(self._trained)
         self._prepare(self._trained)
@@ -74,7 +84,9 @@ class DataParallel(nn.Module):
 
     @property
     def world_size(self) -> int:
-        return 1 if self._group is None else self._group.size()
+        """Ranks that train the model together."""
+        groups = [group for group in (self._group, self._replicas) if group is not None]
+        return math.prod(group.size() for group in groups)
 
     def _has_work(self) -> bool:
         """Whether training the module needs more than the module itself."""
@@ -251,7 +263,11 @@ class DataParallel(nn.Module):
         self._used.fill_(1)
         if unused:
             self._used[torch.tensor(unused, device=self._used.device)] = 0
-        return dist.all_reduce(self._used, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        work = dist.all_reduce(self._used, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        if self._replicas is None or work is None:
+            return work
+        work.wait()
+        return dist.all_reduce(self._used, dist.ReduceOp.MAX, group=self._replicas, async_op=True)
 
     def _register_hooks(self, parameters: Sequence[nn.Parameter]) -> None:
         """Note each gradient that autograd has completed, and start transfers if they overlap."""

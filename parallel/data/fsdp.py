@@ -85,10 +85,14 @@ class FSDP(ShardedDataParallel):
         replicate_below: parameters of fewer elements are whole on every rank, and their
             gradients are all-reduced.
         group: the ranks; the world if None, and one where there is no process group.
+        replicate_group: hybrid sharding, with weights sharded over ``group`` alone, such as the
+            ranks of one host: the ranks that hold the same shards in other such groups. Gradients
+            are reduce-scattered in ``group`` and all-reduced here.
 
     Raises:
         ValueError: nothing in the module trains, it lies on several devices, a block is not in
-            it, or in another one, or ``replicate_below`` is negative.
+            it, or in another one, ``replicate_below`` is negative, or ``replicate_group`` is given
+            without ``group``.
     """
 
     IN_FLIGHT = 1
@@ -102,16 +106,19 @@ class FSDP(ShardedDataParallel):
         blocks: Blocks | None = None,
         replicate_below: int = REPLICATE_BELOW,
         group: dist.ProcessGroup | None = None,
+        replicate_group: dist.ProcessGroup | None = None,
     ) -> None:
         if replicate_below < 0:
             raise ValueError(f"replicate_below={replicate_below}: must be at least 0")
+        if replicate_group is not None and group is None:
+            raise ValueError("replicate_group: needs group=, the ranks that share out the weights")
         self._compute_dtype, self._replicate_below = compute_dtype, replicate_below
         self._weights: list[FlatWeights] = []
         self._units: list[Unit] = []
         self._transfer_of: dict[FlatWeights, ShardTransfer] = {}
         # In a list, which does not register them as modules of their own.
         self._blocks = [blocks_of(module) if blocks is None else named_blocks(module, blocks)]
-        super().__init__(module, overlap=True, group=group)
+        super().__init__(module, overlap=True, group=group, replicas=replicate_group)
         self._next = 0
         """The first block that the forward pass has not gathered."""
         self._level = len(self._units)
@@ -134,7 +141,8 @@ class FSDP(ShardedDataParallel):
         self._shows_shards = False
         """Whether the module's own parameters are the shards."""
         self._show_shards()
-        if self.world_size > 1 and dist.get_rank(self._group) == 0:
+        is_first = all(dist.get_rank(g) == 0 for g in (self._group, replicate_group) if g)
+        if self.world_size > 1 and is_first:
             whole = self._rest.weights
             warning = what_stays_whole(
                 [w.layout.sizes for w in self._weights],

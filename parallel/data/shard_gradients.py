@@ -99,7 +99,10 @@ class ShardTransfer:
         # The received shard may take the memory of the gradients that were just freed.
         memory = self._memory = self._kept or self._make_memory(buffer)
         under_way = self._under_way = _UnderWay(before=before if adds else [])
-        if self._side_stream.runs_beside and (adds or memory.received is not memory.gradient):
+        follows = adds or memory.received is not memory.gradient
+        if averager is not None and averager.waits:
+            follows = True
+        if self._side_stream.runs_beside and follows:
             # All memory belongs to the current stream: it is freed only after that has waited.
             with self._side_stream.after_current():
                 self._send(averager, memory, under_way)
@@ -201,7 +204,12 @@ class ShardedDataParallel(DataParallel):
     """Transfers of gradients under way at once; None is no limit."""
 
     def __init__(
-        self, module: nn.Module, *, overlap: bool, group: dist.ProcessGroup | None = None
+        self,
+        module: nn.Module,
+        *,
+        overlap: bool,
+        group: dist.ProcessGroup | None = None,
+        replicas: dist.ProcessGroup | None = None,
     ) -> None:
         self._shards: dict[Tensor, nn.Parameter] = {}
         for name, parameter in module.named_parameters():
@@ -210,7 +218,7 @@ class ShardedDataParallel(DataParallel):
                     f"{name} is a DTensor, sharded already: PyTorch's fully_shard divides those "
                     "further, and this container does not"
                 )
-        super().__init__(module, overlap=overlap, group=group)
+        super().__init__(module, overlap=overlap, group=group, replicas=replicas)
         self._train_flags = [shard.requires_grad for shard in self._shards.values()]
 
     def _take_in_thawed(self) -> None:
