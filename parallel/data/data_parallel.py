@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from parallel.data.clipping import Clipped, clip_by_global_norm
 from parallel.data.gradients import Averager, GradientTransfer
+from parallel.data.hybrid_sharding import HybridAverager
+from parallel.data.meta_device import has_memory
 from parallel.data.step_guard import guard_steps
 
 
@@ -73,10 +75,12 @@ class DataParallel(nn.Module):
         if not self._has_work():
             return
         if self._group is not None and self.world_size > 1:
-            if self._replicas is not None:
-                broadcast_from_first(module, self._replicas)
-            broadcast_from_first(module, self._group)
-            self._averager = Averager(self._group, self._replicas)
+            self._broadcast((*module.parameters(), *module.buffers()))
+            self._averager = (
+                Averager(self._group)
+                if self._replicas is None
+                else HybridAverager(self._group, self._replicas)
+            )
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
         self._transfers = self._arrange(self._trained)
         self._prepare(self._trained)
@@ -87,6 +91,13 @@ class DataParallel(nn.Module):
         """Ranks that train the model together."""
         groups = [group for group in (self._group, self._replicas) if group is not None]
         return math.prod(group.size() for group in groups)
+
+    def _broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """Give all ranks the values of the first; what has no memory yet is passed over."""
+        there = [tensor for tensor in tensors if has_memory(tensor)]
+        for group in (self._replicas, self._group):
+            if group is not None:
+                broadcast_from_first(there, group)
 
     def _has_work(self) -> bool:
         """Whether training the module needs more than the module itself."""
@@ -346,9 +357,9 @@ def require_one_device(module: nn.Module) -> None:
             raise ValueError(f"{name} is on the meta device: give the module memory first")
 
 
-def broadcast_from_first(module: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Give all ranks the parameters and buffers of the group's first."""
-    for tensor in (*module.parameters(), *module.buffers()):
+def broadcast_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+    """Give all ranks the values of the group's first."""
+    for tensor in tensors:
         values = tensor.detach()
         sent = values.contiguous()
         dist.broadcast(sent, group=group, group_src=0)

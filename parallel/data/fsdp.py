@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from parallel.data.buckets import bucket_tensors
 from parallel.data.fsdp_weights import FlatWeights, Slot, Unit
 from parallel.data.gradients import GradientTransfer
+from parallel.data.meta_device import Initialise, Materialiser, default_device, is_on_meta
 from parallel.data.model_blocks import (
     Blocks,
     blocks_of,
@@ -76,7 +77,7 @@ class FSDP(ShardedDataParallel):
     they are not used.
 
     Args:
-        module: on its device already, whole.
+        module: on its device already, whole; or built under ``torch.device("meta")``.
         compute_dtype: None leaves parameters as they are.
         blocks: modules that are gathered one after another, in the order in which they run,
             each once a pass; or their classes, by themselves or by name; :func:`blocks_of` the
@@ -88,11 +89,14 @@ class FSDP(ShardedDataParallel):
         replicate_group: hybrid sharding, with weights sharded over ``group`` alone, such as the
             ranks of one host: the ranks that hold the same shards in other such groups. Gradients
             are reduce-scattered in ``group`` and all-reduced here.
+        init_fn: gives a module from the meta device the values of its own parameters and buffers;
+            calls its ``reset_parameters()`` if None. The first rank's values count.
+        device: where such a module goes; this rank's if None.
 
     Raises:
         ValueError: nothing in the module trains, it lies on several devices, a block is not in
-            it, or in another one, ``replicate_below`` is negative, or ``replicate_group`` is given
-            without ``group``.
+            it, or in another one, ``replicate_below`` is negative, ``replicate_group`` is given
+            without ``group``, or a module on the meta device cannot be initialised.
     """
 
     IN_FLIGHT = 1
@@ -107,6 +111,8 @@ class FSDP(ShardedDataParallel):
         replicate_below: int = REPLICATE_BELOW,
         group: dist.ProcessGroup | None = None,
         replicate_group: dist.ProcessGroup | None = None,
+        init_fn: Initialise | None = None,
+        device: torch.device | None = None,
     ) -> None:
         if replicate_below < 0:
             raise ValueError(f"replicate_below={replicate_below}: must be at least 0")
@@ -116,6 +122,9 @@ class FSDP(ShardedDataParallel):
         self._weights: list[FlatWeights] = []
         self._units: list[Unit] = []
         self._transfer_of: dict[FlatWeights, ShardTransfer] = {}
+        self._meta: Materialiser | None = None
+        if is_on_meta(module):
+            self._meta = Materialiser(module, device or default_device(group), init_fn)
         # In a list, which does not register them as modules of their own.
         self._blocks = [blocks_of(module) if blocks is None else named_blocks(module, blocks)]
         super().__init__(module, overlap=True, group=group, replicas=replicate_group)
@@ -154,7 +163,8 @@ class FSDP(ShardedDataParallel):
                 warnings.warn(warning, stacklevel=2)
 
     def _has_work(self) -> bool:
-        return super()._has_work() or self._compute_dtype is not None
+        changes = self._compute_dtype is not None or self._meta is not None
+        return changes or super()._has_work()
 
     def _arrange(self, parameters: Sequence[nn.Parameter]) -> Sequence[GradientTransfer]:
         device = parameters[0].device
@@ -169,9 +179,12 @@ class FSDP(ShardedDataParallel):
             sharded = [p for p in members if p not in replicated]
             if sharded:
                 slot = slots[len(self._units) % len(slots)]
+                self._materialise(sharded)
                 unit = Unit(self._flatten(sharded, shards=True), slot, gathering)
                 self._register_block_hooks(block, len(self._units))
                 self._units.append(unit)
+        self._materialise([*outside, *small])
+        self._finish_materialising()
         rest = self._flatten([p for p in outside if p not in replicated], shards=True)
         self._rest = Unit([*rest, *self._flatten(small, shards=False)], Slot(), gathering)
         for unit in (*self._units, self._rest):
@@ -181,6 +194,17 @@ class FSDP(ShardedDataParallel):
             # Until the first pass nothing is whole.
             unit.vacate()
         return transfers
+
+    def _materialise(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Give values to those that come from the meta device."""
+        if self._meta is not None:
+            self._broadcast(self._meta.fill(parameters))
+
+    def _finish_materialising(self) -> None:
+        if self._meta is not None:
+            self._meta.fill_rest()
+            self._broadcast(self._meta.buffers)
+            self._meta = None
 
     def _arrange_more(self, parameters: Sequence[nn.Parameter]) -> Sequence[GradientTransfer]:
         return self._list_transfers()

@@ -23,17 +23,10 @@ class Averager:
 
     float16 might not hold the sum. Options are prepared once: a step has hundreds of calls, and
     where the GPU is the faster of the two, it waits for what each costs the host.
-
-    Args:
-        replicas: average over these ranks too, after the others: the ranks that receive the same
-            shard in other groups.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, replicas: dist.ProcessGroup | None = None
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._over_replicas = None if replicas is None else Averager(replicas)
         averages = dist.get_backend(group) == "nccl"
         operation = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
         self._divisor = None if averages else group.size()
@@ -47,11 +40,6 @@ class Averager:
             getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base
         )
 
-    @property
-    def waits(self) -> bool:
-        """Whether :meth:`start` has the current stream wait, on a CPU the process."""
-        return self._over_replicas is not None
-
     def start(self, tensor: Tensor, received: Tensor | None = None) -> dist.Work:
         """Begin to average ``tensor``: in place, or this rank's shard of it into ``received``.
 
@@ -61,15 +49,10 @@ class Averager:
         if self._divisor is not None:
             tensor.div_(self._divisor)
         # Not dist.all_reduce and the like, which repeat checks that were made here.
-        work: dist.Work
         if received is None:
-            work = self._group.allreduce([_real(tensor)], self._reducing)
-        else:
-            work = self._reduce_scatter(_real(received), _real(tensor), self._scattering)
-        if self._over_replicas is None:
-            return work
-        work.wait()
-        return self._over_replicas.start(tensor if received is None else received)
+            return self._group.allreduce([_real(tensor)], self._reducing)
+        work: dist.Work = self._reduce_scatter(_real(received), _real(tensor), self._scattering)
+        return work
 
 
 class GradientTransfer(Protocol):

@@ -14,6 +14,7 @@ from parallel.data.clipping import Clipped, PartOfGradient
 from parallel.data.data_parallel import DataParallel
 from parallel.data.flat import FlatLayout
 from parallel.data.gradients import Averager
+from parallel.data.hybrid_sharding import HybridAverager
 from parallel.streams import SideStream, StreamEvent
 
 
@@ -100,8 +101,7 @@ class ShardTransfer:
         memory = self._memory = self._kept or self._make_memory(buffer)
         under_way = self._under_way = _UnderWay(before=before if adds else [])
         follows = adds or memory.received is not memory.gradient
-        if averager is not None and averager.waits:
-            follows = True
+        follows = follows or isinstance(averager, HybridAverager)
         if self._side_stream.runs_beside and follows:
             # All memory belongs to the current stream: it is freed only after that has waited.
             with self._side_stream.after_current():

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-
 WHOLE_PARAMETERS = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 """PyTorch's optimizers that look at more than one element at a time."""
 
@@ -43,7 +42,6 @@ def _register() -> None:
     register_optimizer_step_pre_hook(_require_averages)
 
 
-@cache
 def why_not_shards(kind: type[Optimizer]) -> str | None:
     """Why an optimizer cannot have shards of parameters; None if it can."""
     names = {base.__name__ for base in kind.__mro__}

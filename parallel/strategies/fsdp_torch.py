@@ -33,7 +33,8 @@ class TorchFSDP(FullyShardedStrategy):
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         mesh = self.data_mesh()
-        data_parallel.broadcast_from_first(model, self.data_group())
+        tensors = (*model.parameters(), *model.buffers())
+        data_parallel.broadcast_from_first(tensors, mesh.get_group())
         dtype = self.torch_dtype()
         # As in our FSDP, inputs of blocks are not cast: the rotary tables stay in float32.
         policy = MixedPrecisionPolicy(param_dtype=dtype, cast_forward_inputs=False)

@@ -81,14 +81,14 @@ def save(group: dist.ProcessGroup, folder: Path) -> dict[str, Tensor]:
     torch.manual_seed(5)
     model = hybrid(Plain(), group)
     save_checkpoint(folder, model, group=group)
-    return {name: value for name, value in model.state_dict().items()}
+    return dict(model.state_dict())
 
 
 def load(group: dist.ProcessGroup, folder: Path) -> dict[str, Tensor]:
     torch.manual_seed(6)
     model = FSDP(Plain(), replicate_below=0, group=group)
     load_checkpoint(folder, model, group=group)
-    return {name: value for name, value in model.state_dict().items()}
+    return dict(model.state_dict())
 
 
 def test_a_checkpoint_is_written_once(tmp_path: Path) -> None:
