@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import pandas as pd
 from matplotlib.axes import Axes
 
 from harness.cases import format as fmt
+from harness.sentences.findings import by_margin
+from harness.sentences.ranking import standings
 
 WORDS: Mapping[str, str] = {
     fmt.DAGGER: "disturbed",
@@ -51,3 +53,22 @@ def say_marked(marks: Iterable[object], how: str = "Hollow markers") -> str:
     counts = {symbol: sum(symbol in text for text in texts) for symbol in WORDS}
     words = [f"{number} {WORDS[symbol]} ({symbol})" for symbol, number in counts.items() if number]
     return f"{how} are marked in the tables: {', '.join(words)}." if words else ""
+
+
+FIRST_WORDS = (
+    "Bold: first at its point by verdicts, and by how much over the next; where none is bold, "
+    "others are level or it cannot be told."
+)
+"""Bold numbers, in a caption's words; where :func:`first_by` found one."""
+
+
+def first_by(
+    rows: pd.DataFrame, value: str, varied: Sequence[str], *, highest: bool = False
+) -> dict[str, str]:
+    """``first by 12%`` for the case id of each row that verdicts call first at its point."""
+    found = standings(rows, value, varied, highest=highest)
+    return {
+        str(standing.best["case_id"]): f"first {by_margin(standing.margin)}"
+        for standing in found
+        if standing.first
+    }

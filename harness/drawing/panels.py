@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -16,6 +16,9 @@ from harness.render.rows import of_task
 STEPS = ["warmup_steps", "measure_steps"]
 MAX_PANELS = 8
 MAX_COLUMNS = 2
+
+COLUMNS_FIRST = ("precision", "mode", "cuda_graph", "compile_scope", "batch_size")
+"""Points that make columns rather than rows of a grid of panels, the first that varies."""
 
 
 def whole_calls(frame: pd.DataFrame) -> pd.DataFrame:
@@ -58,20 +61,59 @@ def panels(
     if len(groups) > MAX_PANELS:
         common = f"The first {MAX_PANELS} of {len(groups)} points. {common}"
         groups = groups[:MAX_PANELS]
-    num_columns = min(MAX_COLUMNS, len(groups))
-    num_rows = -(-len(groups) // num_columns)
+    places, num_rows, num_columns = grid_places(
+        [group.iloc[0] for _, group in groups], varying, MAX_COLUMNS
+    )
     figure = Figure(
         figsize=(max(5.8, width_in * num_columns), height_in * num_rows + 0.2),
         layout="constrained",
     )
-    axes = figure.subplots(num_rows, num_columns, squeeze=False, sharey=share_y).ravel()
-    for axis in axes[len(groups) :]:
-        axis.set_visible(False)
+    grid = figure.subplots(num_rows, num_columns, squeeze=False, sharey=share_y)
+    hide_unused(grid.ravel(), [grid[place] for place in places])
     drawn = []
-    for axis, (_, group) in zip(axes, groups, strict=False):
-        axis.set_title(describe(group.iloc[0], varying), pad=14)
-        drawn.append((axis, group))
+    for place, (_, group) in zip(places, groups, strict=True):
+        grid[place].set_title(describe(group.iloc[0], varying), pad=14)
+        drawn.append((grid[place], group))
     return figure, drawn, common
+
+
+def grid_places(
+    firsts: Sequence[pd.Series], varying: Sequence[str], max_columns: int
+) -> tuple[list[tuple[int, int]], int, int]:
+    """Row and column of each panel, and how many rows and columns that takes.
+
+    Where one point (of :data:`COLUMNS_FIRST`, else any) has a value for each column, its values
+    are the columns and everything else, such as the model, the rows; else panels are laid out
+    line by line.
+
+    Args:
+        firsts: one row of the frame for each panel, in order.
+    """
+    keys = [tuple(str(row[name]) for name in varying) for row in firsts]
+    names = [name for name in COLUMNS_FIRST if name in varying]
+    names += [name for name in varying if name not in names]
+    for name in names if len(varying) > 1 else ():
+        at = list(varying).index(name)
+        columns = list(dict.fromkeys(key[at] for key in keys))
+        rests = [(*key[:at], *key[at + 1 :]) for key in keys]
+        rows = list(dict.fromkeys(rests))
+        if 2 <= len(columns) <= max_columns and len(rows) * len(columns) == len(keys):
+            places = [
+                (rows.index(rest), columns.index(key[at]))
+                for key, rest in zip(keys, rests, strict=True)
+            ]
+            return places, len(rows), len(columns)
+    num_columns = min(max_columns, len(keys))
+    # As many in each line: six panels are three and three rather than five and one.
+    num_rows = -(-len(keys) // num_columns)
+    num_columns = -(-len(keys) // num_rows)
+    return [divmod(index, num_columns) for index in range(len(keys))], num_rows, num_columns
+
+
+def hide_unused(axes: Iterable[Axes], used: Sequence[Axes]) -> None:
+    """Hide the places of a grid that no panel takes."""
+    for axis in axes:
+        axis.set_visible(axis in used)
 
 
 def log_ticks(axis: Axes) -> None:

@@ -60,6 +60,7 @@ def build(frame: pd.DataFrame) -> Table | None:
             ),
             Column(key="hidden_share", header="hidden (%)", format=fmt.percent, group="traced"),
             Column(key="exposed_share", header="exposed (%)", format=fmt.percent, group="traced"),
+            Column(key="exposed_ranks", header="over ranks (%)", group="traced", detail=True),
             Column(key="step_tokens_per_s", header="tokens/s", format=fmt.number, detail=True),
             *predicted_columns(rows, header="predicted (GiB)", detail=True),
             Column(key="peak_memory_gib", header="peak memory (GiB)", format=fmt.number),

@@ -21,7 +21,9 @@ from parallel import STRATEGIES
 CAPTION = (
     "One training step on every rank, from a profiler's trace: above computing (forward dark, "
     "backward lighter, optimizer palest), below communication, dark where nothing is computed "
-    "meanwhile and pale where it hides. Shares are of the busiest rank, which computes longest."
+    "meanwhile and pale where it hides. Exposed is the share of the step in which a rank "
+    "communicates without computing, from the least to the most exposed rank; what hides is said "
+    "of the busiest rank, which computes longest."
 )
 WAITS = "NCCL's kernels include waiting for ranks that come late."
 
@@ -29,7 +31,7 @@ TINT = "#0072B2"
 SHADES = {"forward": 1.0, "backward": 0.62, "optimizer": 0.32}
 HIDDEN = mixed_with_white(WAITING, 0.38)
 
-MAX_PANELS = 6
+MAX_PANELS = 12
 MAX_RANKS = 4
 
 LANE_IN = 0.17
@@ -48,7 +50,9 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     for name in ("model", "seq_len", "batch_size", "precision"):
         rows = rows[rows[name] == sort_by_points(rows, [name])[name].iloc[0]]
     rows = rows.assign(place=[_place(name) for name in rows["strategy"]])
-    rows = rows.sort_values(["place", "bucket_mib"], kind="stable").head(MAX_PANELS)
+    rows = rows.sort_values(["place", "bucket_mib"], kind="stable")
+    left_out = [_title(row).split(":")[0] for _, row in rows.iloc[MAX_PANELS:].iterrows()]
+    rows = rows.head(MAX_PANELS)
     num_ranks = min(MAX_RANKS, int(rows["world_size"].iloc[0]))
     height = 2 * LANE_IN * num_ranks + 0.42
     drawing = Figure(figsize=(7.6, height * len(rows) + 0.9), layout="constrained")
@@ -64,6 +68,7 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
         f"{first['model']}, {first['precision']}, {int(first['world_size'])} ranks, "
         f"{int(first['batch_size'])} sequences of {fmt.integer(first['seq_len'])} tokens each."
     )
+    words += f" Not shown: {', '.join(left_out)}." if left_out else ""
     waits = WAITS if (rows["device"] == "cuda").all() else ""
     return CaptionedFigure(
         caption=" ".join(filter(None, (CAPTION, waits, words))),
@@ -129,10 +134,17 @@ def _bars(intervals: list[Interval]) -> list[tuple[float, float]]:
 
 
 def _title(row: pd.Series) -> str:
-    hidden = fmt.percent(row["hidden_share"]) if row["traced_ms"] else fmt.ABSENT
+    if row["traced_impossible"]:
+        return (
+            f"{row['strategy']}: {fmt.number(row['traced_ms'])} ms of communication under the "
+            "profiler, more than a step without it: no shares"
+        )
+    busiest = f"busiest rank: {fmt.number(row['traced_ms'])} ms of communication"
+    if fmt.is_missing(row["hidden_share"]):
+        return f"{row['strategy']}, {busiest}"
     return (
-        f"{row['strategy']}, busiest rank: {hidden}% of {fmt.number(row['traced_ms'])} ms of "
-        f"communication hidden, {fmt.percent(row['exposed_share'])}% of the step exposed"
+        f"{row['strategy']}: {row['exposed_ranks']}% of the step exposed; {busiest}, "
+        f"{fmt.percent(row['hidden_share'])}% hidden"
     )
 
 

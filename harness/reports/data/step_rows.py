@@ -39,7 +39,8 @@ def on_ranks(frame: pd.DataFrame) -> pd.DataFrame:
     are no buckets of a size); ``over_peer``, its step's time over that of PyTorch's DDP, with
     ``over_low``, ``over_high``, ``over_verdict`` and ``over_mark``; ``communication_share`` of the
     step, of the phase of that name; and from the trace ``traced_ms``, ``hidden_share``,
-    ``exposed_ms`` and ``exposed_share``.
+    ``exposed_ms`` and ``exposed_share`` of the busiest rank and ``exposed_ranks``, the percentages
+    of the least and the most exposed rank.
     """
     calls = of_task(frame[frame["world_size"] > frame["cp"]], "train_step")
     if calls.empty:
@@ -68,18 +69,19 @@ def on_ranks(frame: pd.DataFrame) -> pd.DataFrame:
     rows["traced_impossible"] = [["traced"] if is_so else [] for is_so in slowed]
     rows["traced_mark"] = [fmt.CIRCLED_SLASH if is_so else "" for is_so in slowed]
     rows.loc[slowed, ["hidden_share", "exposed_ms", "exposed_share"]] = float("nan")
+    rows.loc[slowed, "exposed_ranks"] = None
     return rows
 
 
-TRACED = ["traced_ms", "hidden_share", "exposed_ms", "exposed_share"]
+TRACED = ["traced_ms", "hidden_share", "exposed_ms", "exposed_share", "exposed_ranks"]
 
 
-def _observed(passes: Any) -> tuple[float, ...]:
+def _observed(passes: Any) -> tuple[float | str | None, ...]:
     """Communication of the busiest rank.
 
     It waits for no other rank's computing, so what is not hidden is the transfer itself.
     """
-    nothing = (float("nan"),) * len(TRACED)
+    nothing = (*(float("nan"),) * (len(TRACED) - 1), None)
     if not isinstance(passes, list) or not passes:
         return nothing
     ranks = [lanes(rank["spans"]) for rank in passes[0] if rank["spans"]]
@@ -87,10 +89,18 @@ def _observed(passes: Any) -> tuple[float, ...]:
         return nothing
     computing, sending = max(ranks, key=lambda pair: length(pair[0]))
     total, hidden = length(sending), overlap(computing, sending)
-    whole = union([*computing, *sending])
-    window = whole[-1][1] - whole[0][0]
     share = hidden / total if total else float("nan")
-    return total, share, total - hidden, (total - hidden) / window
+    exposed = [_exposed_share(*rank) for rank in ranks]
+    ends = dict.fromkeys(fmt.percent(end) for end in (min(exposed), max(exposed)))
+    return total, share, total - hidden, _exposed_share(computing, sending), " to ".join(ends)
+
+
+def _exposed_share(
+    computing: list[tuple[float, float]], sending: list[tuple[float, float]]
+) -> float:
+    """How much of a rank's step it communicates and computes nothing meanwhile."""
+    whole = union([*computing, *sending])
+    return (length(sending) - overlap(computing, sending)) / (whole[-1][1] - whole[0][0])
 
 
 def lanes(spans: list[list[Any]]) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:

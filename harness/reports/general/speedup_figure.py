@@ -9,10 +9,10 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from harness.analysis.comparison import AXES, Axis, comparable, compare, fullest_mode
 from harness.cases import format as fmt
-from harness.cases.columns import sort_by_points, sorted_values
+from harness.cases.columns import POINTS, sort_by_points
 from harness.drawing.marked import draw_hollow, say_marked
 from harness.render.figure import CaptionedFigure, describe, figure, panel_key
-from harness.render.palette import colour, marker
+from harness.render.palette import MARKERS, colour, marker
 from harness.render.rows import marks_of
 from harness.sentences.findings import say_over, sentence
 
@@ -48,7 +48,8 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
         common = f"At most {MAX_ROWS} points; the comparison table has all. {common}"
     heights = [0.9 + 0.27 * len(labels) for _, _, labels in labelled]
     longest = max(len(label) for _, _, labels in labelled for label in labels)
-    figure = Figure(figsize=(5.2 + 0.065 * longest, sum(heights)), layout="constrained")
+    legend = max(len(_series(row, axis)) for axis, rows in panels for _, row in rows.iterrows())
+    figure = Figure(figsize=(4.4 + 0.065 * (longest + legend), sum(heights)), layout="constrained")
     axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights).ravel()
     for drawn, (axis, rows, labels) in zip(axes, labelled, strict=True):
         _draw(drawn, rows, labels, axis)
@@ -80,22 +81,38 @@ def _label_rows(rows: pd.DataFrame, axis: Axis) -> tuple[pd.DataFrame, list[str]
     return rows[rows["line"] >= 0], labels
 
 
+def _series(row: pd.Series, axis: Axis) -> str:
+    """The candidate's name, with whatever else the choice decides: ``model, max-autotune``."""
+    values = {name: row[name] for name in axis.columns if name != axis.choice}
+    others = [POINTS[name].describe(value) for name, value in values.items() if value == value]
+    return ", ".join([str(row[axis.choice]), *filter(None, others)])
+
+
 def _draw(axes: Axes, rows: pd.DataFrame, labels: list[str], axis: Axis) -> None:
-    names = sorted_values(rows, axis.choice)
-    for name in names:
-        mine = rows[rows[axis.choice] == name]
+    rows = rows.assign(series=[_series(row, axis) for _, row in rows.iterrows()])
+    seen: set[tuple[str, str]] = set()
+    names = list(dict.fromkeys(sort_by_points(rows, axis.columns)["series"]))
+    for place, label in enumerate(names):
+        mine = rows[rows["series"] == label]
+        name = str(mine[axis.choice].iloc[0])
+        # Modes of one choice share its colour and have markers of their own.
+        shape = marker(name)
+        shape = next(some for some in (shape, *MARKERS) if (colour(name), some) not in seen)
+        seen.add((colour(name), shape))
+        # A little apart, so that none hides another.
+        line = mine["line"] + 0.2 * (place - (len(names) - 1) / 2)
         below, above = mine["ratio"] - mine["ratio_low"], mine["ratio_high"] - mine["ratio"]
         axes.errorbar(
             mine["ratio"],
-            mine["line"],
+            line,
             xerr=[below.clip(lower=0), above.clip(lower=0)],
             linestyle="none",
-            marker=marker(name),
+            marker=shape,
             color=colour(name),
-            label=name,
+            label=label,
             alpha=0.9,
         )
-        draw_hollow(axes, mine["ratio"], mine["line"], mine["mark"], colour(name), marker(name))
+        draw_hollow(axes, mine["ratio"], line, mine["mark"], colour(name), shape)
     for _, row in rows[rows["status"] == "oom"].iterrows():
         axes.annotate(
             f"{fmt.TIMES} OOM",
@@ -110,9 +127,10 @@ def _draw(axes: Axes, rows: pd.DataFrame, labels: list[str], axis: Axis) -> None
     axes.axvline(1, color="#444444", linewidth=1)
     axes.set_xscale("log", base=2)
     ends = [*rows["ratio"].dropna(), 1.0]
+    ends += [*rows["ratio_low"].dropna(), *rows["ratio_high"].dropna()]
     axes.set_xlim(min(ends) / 1.2, max(ends) * 1.2)
     fine = max(ends) / min(ends) < 4
-    axes.xaxis.set_major_locator(LogLocator(base=2, subs=(1.0, 1.25, 1.5) if fine else (1.0,)))
+    axes.xaxis.set_major_locator(LogLocator(base=2, subs=(1.0, 1.5) if fine else (1.0,)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda tick, _: f"{tick:.3g}{fmt.TIMES}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_yticks(range(len(labels)), labels)

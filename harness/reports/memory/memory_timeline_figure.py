@@ -13,17 +13,20 @@ from matplotlib.patches import Patch
 from harness.analysis.case_columns import GIB, MIB
 from harness.cases import format as fmt
 from harness.cases.columns import sort_by_points
+from harness.drawing.panels import grid_places, hide_unused
 from harness.render.figure import CaptionedFigure, describe, figure, panel_key
 from harness.render.palette import MEMORY_COLOURS
 from harness.sentences.findings import sentence
 
 CAPTION = (
     "Memory that tensors hold during one step, by what it is for, over the host's clock while it "
-    "queues the work; dashed lines begin and end the phases, the dot is the peak."
+    "queues the work; dashed lines begin and end the phases, the dot is the peak. All panels have "
+    "the same scale of memory."
 )
 
-MAX_PANELS = 6
+MAX_PANELS = 12
 MAX_COLUMNS = 2
+HEIGHT_IN = 2.2
 
 TITLE_WIDTH = 46
 """Letters of a line over a panel."""
@@ -42,19 +45,23 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
         rows = rows[rows["seq_len"] == rows["seq_len"].max()]
         common = f"The first {MAX_PANELS} of the longest sequences. {common}"
         rows = rows.iloc[:MAX_PANELS]
-    num_columns = min(MAX_COLUMNS, len(rows))
-    num_rows = -(-len(rows) // num_columns)
-    drawing = Figure(
-        figsize=(max(6.4, 4.6 * num_columns), 2.7 * num_rows + 0.5), layout="constrained"
+    places, num_rows, num_columns = grid_places(
+        [row for _, row in rows.iterrows()], varying, MAX_COLUMNS
     )
-    axes = drawing.subplots(num_rows, num_columns, squeeze=False).ravel()
-    for axis in axes[len(rows) :]:
-        axis.set_visible(False)
+    drawing = Figure(
+        figsize=(max(6.4, 4.6 * num_columns), HEIGHT_IN * num_rows + 0.5), layout="constrained"
+    )
+    grid = drawing.subplots(num_rows, num_columns, squeeze=False, sharey=True)
+    hide_unused(grid.ravel(), [grid[place] for place in places])
     used: set[str] = set()
-    for place, (axis, (_, row)) in enumerate(zip(axes, rows.iterrows(), strict=False)):
-        used |= _draw(axis, row["memory_profile"])
+    peak_bytes = max(profile["peak_bytes"] for profile in rows["memory_profile"])
+    for place, (_, row) in zip(places, rows.iterrows(), strict=True):
+        axis = grid[place]
+        used |= _draw(axis, row["memory_profile"], peak_bytes)
         axis.set_title(fill(describe(row, varying), TITLE_WIDTH), pad=16)
-        if place + num_columns >= len(rows):
+        if place[1] == 0:
+            axis.set_ylabel(f"allocated ({_unit(peak_bytes)[1]})")
+        if (place[0] + 1, place[1]) not in places:
             axis.set_xlabel("time (ms)")
     handles = [
         Patch(facecolor=tint, label=name) for name, tint in MEMORY_COLOURS.items() if name in used
@@ -71,9 +78,13 @@ def _finding(rows: pd.DataFrame) -> str:
     return sentence(f"peaks are {low if low == high else f'{low} to {high}'} MiB")
 
 
-def _draw(axis: Axes, profile: dict[str, Any]) -> set[str]:
-    """Draw one timeline; returns the categories that it has."""
-    unit, name = (GIB, "GiB") if profile["peak_bytes"] >= GIB else (MIB, "MiB")
+def _unit(peak_bytes: float) -> tuple[int, str]:
+    return (GIB, "GiB") if peak_bytes >= GIB else (MIB, "MiB")
+
+
+def _draw(axis: Axes, profile: dict[str, Any], peak_bytes: float) -> set[str]:
+    """Draw one timeline below the figure's peak; returns the categories that it has."""
+    unit, name = _unit(peak_bytes)
     times, series = profile["times_ms"], profile["series"]
     names = [category for category in MEMORY_COLOURS if category in series]
     # What is allocated stays so until the next event: steps, and not slopes.
@@ -82,12 +93,13 @@ def _draw(axis: Axes, profile: dict[str, Any]) -> set[str]:
         [[value / unit for value in series[category] for _ in range(2)] for category in names],
         colors=[MEMORY_COLOURS[category] for category in names],
         linewidth=0,
+        # Thousands of steps: as pixels they take a tenth of what they take as vectors.
+        rasterized=True,
     )
     end = times[-1] or 1.0
-    top = 1.08 * profile["peak_bytes"] / unit
+    top = 1.12 * peak_bytes / unit
     axis.set_xlim(0, end)
     axis.set_ylim(0, top)
-    axis.set_ylabel(f"allocated ({name})")
     for phase, start, stop in profile["phases"]:
         for moment in {start, stop}:
             axis.axvline(moment, color="#333333", linewidth=0.7, linestyle=(0, (4, 3)))
@@ -104,7 +116,7 @@ def _draw(axis: Axes, profile: dict[str, Any]) -> set[str]:
     axis.plot(moment, peak, "o", color="black", markersize=3.5, clip_on=False, zorder=5)
     right = moment > 0.75 * end
     axis.annotate(
-        f"{peak:.3g} {name}",
+        f"{fmt.number(peak)} {name}",
         (moment, peak),
         xytext=(-5 if right else 5, 1),
         textcoords="offset points",

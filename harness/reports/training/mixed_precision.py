@@ -21,7 +21,7 @@ VARIED = ("precision", "compute", "tf32")
 
 @table("mixed_precision")
 def build(frame: pd.DataFrame) -> Table | None:
-    cases = per_case(frame, phases=("forward", "backward"))
+    cases = per_case(frame, phases=("forward", "backward", "step"))
     if cases.empty:
         return None
     cases["both_ms"] = cases["forward_median_ms"] + cases["backward_median_ms"].fillna(0.0)
@@ -55,6 +55,17 @@ def build(frame: pd.DataFrame) -> Table | None:
                 )
             )
         rows[f"{precision}_case_id"] = part["case_id"]
+        rows[f"{precision}_step_ms"] = part["step_median_ms"]
+        metrics.append(
+            Column(
+                key=f"{precision}_step_ms",
+                header="step (ms)",
+                group=precision,
+                format=fmt.number,
+                record=f"{precision}_case_id",
+                detail=True,
+            )
+        )
         if precision != "fp32":
             rows[f"{precision}_speedup"] = baseline.reindex(rows.index) / part["both_ms"]
             for phase in ("forward", "backward"):

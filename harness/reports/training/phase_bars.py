@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter
 
 from harness.analysis.comparison import fullest_mode
 from harness.cases import format as fmt
 from harness.cases.columns import sort_by_points, sorted_values
-from harness.drawing.marked import BAR_WORDS, SIGNS, say_marked
+from harness.drawing.marked import BAR_WORDS, FIRST_WORDS, SIGNS, first_by, say_marked
+from harness.drawing.panels import grid_places, hide_unused
 from harness.render.figure import CaptionedFigure, describe, panel_key
 from harness.render.palette import colour, mixed_with_white
 from harness.render.rows import of_task, per_case
@@ -22,7 +25,10 @@ from harness.sentences.leaders import say_fastest
 PHASES = {"forward": 1.0, "backward": 0.62, "optimizer": 0.3}
 """How dark each phase is."""
 
-SPREAD = f"The thin line at the end of a bar spans the whole step {BAR_WORDS}."
+WHOLE = (
+    "Numbers and ticks are the medians of whole steps, as in the tables: those of its phases need "
+    f"not add up to it. The thin line spans the whole step {BAR_WORDS}."
+)
 
 MAX_PANELS = 12
 MAX_COLUMNS = 3
@@ -47,18 +53,25 @@ def phase_bars(frame: pd.DataFrame, category: str, caption: str) -> CaptionedFig
     panels = [(describe(group.iloc[0], varying), group) for _, group in groups[:MAX_PANELS]]
     if len(groups) > MAX_PANELS:
         common = f"The first {MAX_PANELS} of {len(groups)} points. {common}"
-    num_columns = min(MAX_COLUMNS, len(panels))
-    num_rows = -(-len(panels) // num_columns)
+    places, num_rows, num_columns = grid_places(
+        [group.iloc[0] for _, group in panels], varying, MAX_COLUMNS
+    )
     height = 0.9 + num_rows * (0.55 + 0.3 * len(names))
     figure = Figure(figsize=(max(4.8, 3.4 * num_columns), height), layout="constrained")
-    axes = figure.subplots(num_rows, num_columns, squeeze=False).ravel()
-    for place, axis in enumerate(axes):
-        if place >= len(panels):
-            axis.set_visible(False)
-            continue
-        _draw(axis, panels[place][1], category, names, show_names=place % num_columns == 0)
-        axis.set_title(panels[place][0])
-        if place + num_columns >= len(panels):
+    # Panels of one row share their axis where they are one model at several precisions.
+    shared = "row" if "precision" in varying and len(varying) > 1 else False
+    grid = figure.subplots(num_rows, num_columns, squeeze=False, sharex=shared)
+    hide_unused(grid.ravel(), [grid[place] for place in places])
+    firsts = first_by(rows, "step_median_ms", columns)
+    longest: dict[int, float] = {}
+    for place, (title, group) in zip(places, panels, strict=True):
+        axis = grid[place]
+        end = _draw(axis, group, category, names, firsts, show_names=place[1] == 0)
+        longest[place[0]] = max(end, longest.get(place[0], 0.0)) if shared else end
+        axis.set_xlim(0, 1.3 * longest[place[0]] or 1)
+        axis.xaxis.set_major_formatter(FuncFormatter(lambda tick, _: f"{tick:,.10g}"))
+        axis.set_title(title)
+        if (place[0] + 1, place[1]) not in places:
             axis.set_xlabel("median time (ms)")
     present = [phase for phase in PHASES if rows[f"{phase}_status"].notna().any()]
     handles = [
@@ -68,7 +81,9 @@ def phase_bars(frame: pd.DataFrame, category: str, caption: str) -> CaptionedFig
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles))
     said = say_marked(rows["mark"], SIGNS)
     return CaptionedFigure(
-        caption=f"{caption} {SPREAD} {said} {common}".strip(),
+        caption=" ".join(
+            filter(None, (caption, WHOLE, FIRST_WORDS if firsts else "", said, common))
+        ),
         figure=figure,
         finding=sentence(
             say_fastest(rows, "step_median_ms", columns) or _largest_part(rows),
@@ -87,8 +102,15 @@ def _largest_part(rows: pd.DataFrame) -> str | None:
 
 
 def _draw(
-    axis: Axes, rows: pd.DataFrame, category: str, names: Sequence[str], *, show_names: bool
-) -> None:
+    axis: Axes,
+    rows: pd.DataFrame,
+    category: str,
+    names: Sequence[str],
+    firsts: Mapping[str, str],
+    *,
+    show_names: bool,
+) -> float:
+    """The bars of one panel; returns where the longest ends."""
     by_name = rows.drop_duplicates(category).set_index(category).to_dict("index")
     longest = 0.0
     for place, name in enumerate(names):
@@ -120,23 +142,33 @@ def _draw(
                     label=f"{name}, {phase}",
                 )
                 left += value
-        whole, end = row["step_median_ms"], left
-        if whole == whole:
-            # Phases' medians need not add up to the step's: its spread is drawn about their sum.
-            ends = [left + row[f"step_{side}_ms"] - whole for side in ("low", "high")]
-            end = max(left, *ends)
-            axis.plot(ends, [place, place], color="#222222", linewidth=1.2, solid_capstyle="butt")
+        end = _draw_whole(axis, row, place, left, firsts.get(str(row["case_id"])))
         longest = max(longest, end)
-        axis.annotate(
-            f"{fmt.number(left)}{row['mark']}",
-            (end, place),
-            xytext=(3, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=8,
-        )
-    axis.set_xlim(0, 1.22 * longest if longest else 1)
     axis.set_ylim(len(names) - 0.4, -0.6)
     axis.set_yticks(range(len(names)), names if show_names else [""] * len(names))
     axis.grid(axis="y", visible=False)
     axis.tick_params(axis="y", length=0)
+    return longest
+
+
+def _draw_whole(
+    axis: Axes, row: Mapping[str, Any], place: int, left: float, first: str | None
+) -> float:
+    """The whole step's median and spread, and its number; returns where they end."""
+    whole = row["step_median_ms"]
+    if whole != whole:
+        return left
+    ends = [row["step_low_ms"], row["step_high_ms"]]
+    axis.plot(ends, [place, place], color="#222222", linewidth=1.2, solid_capstyle="butt")
+    axis.plot([whole, whole], [place - 0.36, place + 0.36], color="#222222", linewidth=1.2)
+    end = max(value for value in (left, whole, *ends) if value == value)
+    axis.annotate(
+        f"{fmt.number(whole)}{row['mark']}" + (f" ({first})" if first else ""),
+        (end, place),
+        xytext=(3, 0),
+        textcoords="offset points",
+        va="center",
+        fontsize=8,
+        fontweight="bold" if first else "normal",
+    )
+    return end

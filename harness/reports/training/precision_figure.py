@@ -7,7 +7,7 @@ import pandas as pd
 from harness.render.figure import CaptionedFigure, figure
 from harness.reports.training.phase_bars import phase_bars
 
-CAPTION = "Median time of the phases of a training step by precision, and their sum."
+CAPTION = "Median time of the phases of a training step by precision, and of whole steps."
 
 
 @figure("precision")

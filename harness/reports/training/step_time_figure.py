@@ -7,7 +7,7 @@ import pandas as pd
 from harness.render.figure import CaptionedFigure, figure
 from harness.reports.training.phase_bars import phase_bars
 
-CAPTION = "Median time of the phases of a training step by attention backend, and their sum."
+CAPTION = "Median time of the phases of a training step by attention backend, and of whole steps."
 
 
 @figure("step_time", default=10)

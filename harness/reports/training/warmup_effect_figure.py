@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import matplotlib as mpl
 import pandas as pd
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from harness.cases.columns import sort_by_points
 from harness.render.figure import CaptionedFigure, describe, figure, panel_key
@@ -23,7 +27,9 @@ MARKERS = "osD^vPX*"
 @figure("warmup_effect")
 def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     rows = headline(frame)
-    rows = rows[rows["status"] == "ok"]
+    # A phase may have finished without samples, and what took no time has no logarithm.
+    timed = [isinstance(samples, list) and len(samples) > 0 for samples in rows["samples_ms"]]
+    rows = rows[(rows["status"] == "ok") & pd.Series(timed, rows.index, dtype=bool)]
     if rows.empty:
         return None
     varying, common = panel_key(rows, ["warmup_steps"])
@@ -35,7 +41,8 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     num_columns = min(MAX_COLUMNS, len(groups))
     num_rows = -(-len(groups) // num_columns)
     figure = Figure(figsize=(max(5.4, 3.4 * num_columns), 3.1 * num_rows), layout="constrained")
-    axes = figure.subplots(num_rows, num_columns, squeeze=False).ravel()
+    axes = figure.subplots(num_rows, num_columns, squeeze=False, sharey="row").ravel()
+    logarithmic = _spans_decades(rows)
     counts = sorted(rows["warmup_steps"].unique())
     shades = mpl.colormaps["viridis"].resampled(256)
     for axis in axes[len(groups) :]:
@@ -50,19 +57,21 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
                 marker=MARKERS[place % len(MARKERS)],
                 label=f"{int(warmup_steps)}",
             )
-        every = [sample for samples in group["samples_ms"] for sample in samples]
-        if max(every) > 4 * min(every):
+        if logarithmic:
             axis.set_yscale("log")
-            axis.yaxis.set_major_formatter(FuncFormatter(lambda tick, _: f"{tick:,.10g}"))
-            if max(every) > 40 * min(every):
-                axis.yaxis.set_minor_formatter(NullFormatter())
-            else:
-                axis.yaxis.set_minor_formatter(FuncFormatter(_minor_tick))
+            axis.yaxis.set_minor_formatter(FuncFormatter(_minor_tick))
+        else:
+            axis.set_ylim(bottom=0)
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda tick, _: f"{tick:,.10g}"))
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.set_title(describe(group.iloc[0], varying))
         axis.set_xlabel("measured step")
-        axis.set_ylabel("time (ms)")
-    axes[0].legend(title="warm-up steps", loc="upper right")
+        if axis.get_subplotspec().is_first_col():
+            axis.set_ylabel(f"time (ms){', logarithmic' if logarithmic else ''}")
+    handles, labels = _known_handles(axes)
+    figure.legend(
+        handles, labels, title="warm-up steps", loc="outside upper center", ncols=len(labels)
+    )
     firsts = rows["samples_ms"].map(lambda samples: samples[0]) / rows["median_ms"]
     least = rows["warmup_steps"] == counts[0]
     return CaptionedFigure(
@@ -76,6 +85,23 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
             else None,
         ),
     )
+
+
+def _spans_decades(rows: pd.DataFrame) -> bool:
+    """Whether the samples of any panel need a logarithmic axis, which all panels then have."""
+    every = [sample for samples in rows["samples_ms"] for sample in samples]
+    return min(every) > 0 and any(max(each) > 4 * min(each) for each in rows["samples_ms"])
+
+
+def _known_handles(axes: Iterable[Axes]) -> tuple[list[Artist], list[str]]:
+    """One line for each number of warm-up steps in any panel, least first."""
+    found = {
+        label: handle
+        for axis in axes
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
+    }
+    labels = sorted(found, key=int)
+    return [found[label] for label in labels], labels
 
 
 def _minor_tick(tick: float, _: int) -> str:

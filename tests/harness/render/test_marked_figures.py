@@ -62,7 +62,7 @@ def test_bars_repeat_the_marks_behind_their_numbers() -> None:
     built = build_figure("step_time", build_frame([record]))
     assert built is not None
     texts = [text.get_text() for text in built.figure.axes[0].texts]
-    assert f"3.00{fmt.DIAMOND}" in texts
+    assert f"9.00{fmt.DIAMOND}" in texts
     assert f"1 of other code than now ({fmt.DIAMOND})" in built.caption
 
 
