@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -59,7 +59,9 @@ def phase_bars(frame: pd.DataFrame, category: str, caption: str) -> CaptionedFig
     height = 0.9 + num_rows * (0.55 + 0.3 * len(names))
     figure = Figure(figsize=(max(4.8, 3.4 * num_columns), height), layout="constrained")
     # Panels of one row share their axis where they are one model at several precisions.
-    shared = "row" if "precision" in varying and len(varying) > 1 else False
+    shared: Literal["row", "none"] = "none"
+    if "precision" in varying and len(varying) > 1:
+        shared = "row"
     grid = figure.subplots(num_rows, num_columns, squeeze=False, sharex=shared)
     hide_unused(grid.ravel(), [grid[place] for place in places])
     firsts = first_by(rows, "step_median_ms", columns)
@@ -67,7 +69,7 @@ def phase_bars(frame: pd.DataFrame, category: str, caption: str) -> CaptionedFig
     for place, (title, group) in zip(places, panels, strict=True):
         axis = grid[place]
         end = _draw(axis, group, category, names, firsts, show_names=place[1] == 0)
-        longest[place[0]] = max(end, longest.get(place[0], 0.0)) if shared else end
+        longest[place[0]] = max(end, longest.get(place[0], 0.0)) if shared == "row" else end
         axis.set_xlim(0, 1.3 * longest[place[0]] or 1)
         axis.xaxis.set_major_formatter(FuncFormatter(lambda tick, _: f"{tick:,.10g}"))
         axis.set_title(title)
@@ -152,7 +154,7 @@ def _draw(
 
 
 def _draw_whole(
-    axis: Axes, row: Mapping[str, Any], place: int, left: float, first: str | None
+    axis: Axes, row: Mapping[Any, Any], place: int, left: float, first: str | None
 ) -> float:
     """The whole step's median and spread, and its number; returns where they end."""
     whole = row["step_median_ms"]
