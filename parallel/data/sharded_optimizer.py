@@ -187,7 +187,7 @@ class ShardedOptimizer(Optimizer):
             if origin is not None and origin.is_part:
                 raise ValueError(
                     "ShardedOptimizer shares out whole parameters, and these are shards: use "
-                    "optimizer_of_shards, or a container whose parameters() are whole"
+                    "optimizer_of_shards, or BucketedDDP for optimizers of whole matrices"
                 )
             rank = self._work.index(min(self._work))
             self._owners[parameter] = rank

@@ -7,6 +7,7 @@ import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
+from parallel.checkpoints import load_checkpoint, save_checkpoint
 from parallel.data import (
     FSDP,
     AgreeingGradScaler,
@@ -23,6 +25,7 @@ from parallel.data import (
     FlatDDP,
     NaiveDDP,
     OverlappedDDP,
+    ShardedOptimizer,
     Zero1,
     Zero2,
 )
@@ -436,6 +439,17 @@ def compiled(trainer: Trainer) -> Weights:
     return trainer.steps(trainer.model(make), descend)
 
 
+@loop("compiled containers (`torch.compile`)")
+def compiled_container(trainer: Trainer) -> Weights:
+    model = trainer.model(Plain)
+    whole = torch.compile(model, backend="aot_eager")
+
+    def backward(_: nn.Module, batch: Tensor) -> None:
+        descend(whole, batch)
+
+    return trainer.steps(model, backward)
+
+
 @loop("one graph twice (`retain_graph`)")
 def retained(trainer: Trainer) -> Weights:
     def backward(model: nn.Module, batch: Tensor) -> None:
@@ -447,6 +461,47 @@ def retained(trainer: Trainer) -> Weights:
     return trainer.steps(trainer.model(Plain), backward)
 
 
+@loop("fused AdamW, two learning rates, a schedule")
+def fused(trainer: Trainer) -> Weights:
+    model = trainer.model(Plain)
+    named = list(model.named_parameters())
+    groups: list[dict[str, Any]] = [
+        {"params": [p for name, p in named if "weight" in name]},
+        {"params": [p for name, p in named if "weight" not in name], "lr": 0.002},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.01, fused=True)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
+    for batch in trainer.batches():
+        descend(model, batch)
+        trainer.average(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    return trainer.weights(model)
+
+
+@loop("Muon for matrices, AdamW for the rest")
+def muon(trainer: Trainer) -> Weights:
+    model = trainer.model(Plain)
+    named = list(model.named_parameters())
+    optimizers: list[torch.optim.Optimizer] = []
+    kinds: list[type[torch.optim.Optimizer]] = [torch.optim.Muon, torch.optim.AdamW]
+    for kind, word in zip(kinds, ("weight", "bias"), strict=True):
+        members = [p for name, p in named if word in name]
+        if hasattr(model, "finish_gradient_synchronization"):
+            owners = ShardedOptimizer(members, kind, process_group=trainer.group, lr=0.01)
+            optimizers.append(owners)
+        else:
+            optimizers.append(kind(members, lr=0.01))  # type: ignore[call-arg]
+    for batch in trainer.batches():
+        descend(model, batch)
+        trainer.average(model)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return trainer.weights(model)
+
+
 @loop("averaging forgotten")
 def forgotten(trainer: Trainer) -> Weights:
     model = trainer.model(Plain)
@@ -455,6 +510,40 @@ def forgotten(trainer: Trainer) -> Weights:
         descend(model, batch)
         if trainer.wrap is by_hand:
             trainer.average(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return trainer.weights(model)
+
+
+RESHARDED = "`save_checkpoint` on four ranks, `load_checkpoint` on two and on one"
+"""A loop that takes several groups of ranks, and so stands in no function here."""
+
+
+def save_on_rank(group: dist.ProcessGroup, container: str, folder: Path) -> None:
+    """Two steps, and a checkpoint of them."""
+    trainer = Trainer(wrap=CONTAINERS[container], group=group)
+    model = trainer.model(Plain)
+    optimizer = trainer.sgd(model.parameters())
+    for batch in list(trainer.batches())[:2]:
+        descend(model, batch)
+        trainer.average(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    save_checkpoint(folder, model, optimizer, group=group)
+
+
+def load_on_rank(group: dist.ProcessGroup, container: str, folder: Path) -> Weights:
+    """The steps after a checkpoint, from other weights and with a new optimizer."""
+    trainer = Trainer(wrap=CONTAINERS[container], group=group)
+    model = trainer.model(Plain)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    optimizer = trainer.sgd(model.parameters())
+    load_checkpoint(folder, model, optimizer, group=group)
+    for batch in list(trainer.batches())[2:]:
+        descend(model, batch)
+        trainer.average(model)
         optimizer.step()
         optimizer.zero_grad()
     return trainer.weights(model)

@@ -114,7 +114,7 @@ def test_shards_are_refused(wrap: Wrap) -> None:
     for said in on_ranks(2, refusals, wrap):
         assert said == [
             "ShardedOptimizer shares out whole parameters, and these are shards: use "
-            "optimizer_of_shards, or a container whose parameters() are whole",
+            "optimizer_of_shards, or BucketedDDP for optimizers of whole matrices",
             f"Muon {whole}",
             f"optimizer.step(): Adafactor {whole}",
         ]
