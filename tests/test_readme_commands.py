@@ -238,7 +238,7 @@ def run_program(
     program: str, arguments: list[str], *, cwd: Path = ROOT, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     module, _, function = SCRIPTS[program].partition(":")
-    code = f"import sys; from {module} import {function}; sys.exit({function}())"
+    code = f"import sys, {module}; sys.exit({module}.{function}())"
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
         cwd=cwd,
