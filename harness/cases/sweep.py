@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import yaml
 
@@ -17,10 +17,45 @@ from harness.did_you_mean import did_you_mean
 from harness.paths import config_files
 
 _KEYS = {"title", "about", "tables", "figures", "isolate", "scales"}
-_KEYS |= {"interleave", "until", "budget_s"}
+_KEYS |= {"interleave", "until", "budget_s", "theme", "paper"}
+
+THEMES = {
+    "kernels": "Kernels",
+    "long_sequences": "Long sequences",
+    "many_devices": "Many devices",
+    "memory": "Memory",
+    "inference": "Inference",
+    "training": "Training on one device",
+}
+"""What a sweep is about, in the order of the write-up, and the heading there."""
+
+OTHER_THEME = "Other measurements"
+"""Heading of sweeps that name no theme."""
 
 UNTIL = ("rounds", "decided")
 """What ends the measuring: the number of rounds, or verdicts on all compared cases."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class PaperQuestion:
+    """One question that a sweep answers in the paper: a figure, a table and a verdict."""
+
+    question: str
+    place: int = 100
+    """Among the questions of its theme; the first is in the short answer, too."""
+    theme: str = ""
+    """One of :data:`THEMES`, where it is not the sweep's."""
+    table: str = ""
+    figure: str = ""
+    """One table and one figure of the sweep's; the sweep's first of each where it names none."""
+    figure_where: str = ""
+    """Rows of the frame that the figure is drawn from, as ``where`` for the table."""
+    where: str = ""
+    columns: str = ""
+    down: str = ""
+    across: str = ""
+    cell: str = ""
+    """What the table shows, as :class:`harness.render.selection.Selection` says."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -40,6 +75,10 @@ class Sweep:
     """Seconds for rounds that are added until verdicts are reached."""
     isolate: bool = False
     """Whether every case runs in its own process."""
+    theme: str = ""
+    """One of :data:`THEMES`: where the write-up shows it."""
+    paper: list[PaperQuestion] = field(default_factory=list)
+    """What the paper asks of it; without any, it is in the appendix alone."""
     scales: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
 
@@ -78,6 +117,7 @@ def load_sweep(name: str) -> Sweep:
         raise ValueError(f"{path}: unknown key {unknown[0]}; known are {', '.join(sorted(_KEYS))}")
     _require_types(path, values)
     values.setdefault("title", path.stem)
+    values["paper"] = [_question(path, entry, values) for entry in values.get("paper", [])]
     return Sweep(name=path.stem, **values)
 
 
@@ -95,6 +135,10 @@ def _require_types(path: Path, values: dict[str, Any]) -> None:
             raise ValueError(
                 f"{path}: scales.{scale} must be a list of mappings from key to values"
             )
+    if values.get("theme", "") not in ("", *THEMES):
+        raise ValueError(f"{path}: theme: {values['theme']}: one of {', '.join(THEMES)}")
+    if not isinstance(values.get("paper", []), list):
+        raise ValueError(f"{path}: paper must be a list of questions")
     if values.get("until", UNTIL[0]) not in UNTIL:
         raise ValueError(f"{path}: until: {values['until']}: one of {', '.join(UNTIL)}")
     rounds = values.get("interleave", 1)
@@ -105,6 +149,23 @@ def _require_types(path: Path, values: dict[str, Any]) -> None:
         raise ValueError(f"{path}: budget_s: {budget_s}: must be a number of seconds, at least 0")
     if not isinstance(values.get("isolate", False), bool):
         raise ValueError(f"{path}: isolate: {values['isolate']}: must be true or false")
+
+
+def _question(path: Path, entry: object, values: dict[str, Any]) -> PaperQuestion:
+    """One entry of ``paper``; ValueError where it names what there is not."""
+    kinds = get_type_hints(PaperQuestion)
+    if not isinstance(entry, dict) or "question" not in entry:
+        raise ValueError(f"{path}: paper: every entry is a mapping with a question")
+    for key, value in entry.items():
+        if key not in kinds:
+            raise ValueError(f"{path}: paper.{key}: one of {', '.join(kinds)}")
+        if not isinstance(value, kinds[key]):
+            raise ValueError(f"{path}: paper.{key}: {value}: must be {kinds[key].__name__}")
+    tables, figures = values.get("tables", []), values.get("figures", [])
+    for key, names in {"theme": [*THEMES], "table": tables, "figure": figures}.items():
+        if entry.get(key) and entry[key] not in names:
+            raise ValueError(f"{path}: paper.{key}: {entry[key]}: one of {', '.join(names)}")
+    return PaperQuestion(**entry)
 
 
 def _is_number(value: object, kind: Any) -> bool:

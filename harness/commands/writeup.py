@@ -1,4 +1,4 @@
-"""``attnbench-writeup``: one document of everything that results folders hold."""
+"""``attnbench-writeup``: a paper on what results folders hold, and an appendix with all of it."""
 
 from __future__ import annotations
 
@@ -6,30 +6,32 @@ import argparse
 import sys
 from pathlib import Path
 
+from harness.cases import format as fmt
 from harness.commands.results_folder import complain
 from harness.printing import say, warn
 from harness.render.figure import save
-from harness.render.files import put, to_markdown
-from harness.render.report import template
-from harness.render.table import Table
+from harness.render.files import put
 from harness.store.plain_json import readable_text
 from harness.store.regular import require_inside
-from harness.writeup.document import Document, NumberedFigure, Section, collect, relative
+from harness.writeup.collecting import collect
+from harness.writeup.document import Document, NumberedFigure, Section
 from harness.writeup.html import to_html
-from harness.writeup.latex import LatexError, compile_pdf, to_latex_document
+from harness.writeup.latex import to_latex_appendix
+from harness.writeup.latex_paper import to_latex_paper
+from harness.writeup.markdown import to_markdown_document
+from harness.writeup.pdf import LatexError, compile_pdf
 
 COMMAND = "attnbench-writeup"
 
-ROWS_IN_MARKDOWN = 40
-
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the document in every format; returns the exit code."""
+    """Write both documents in every format; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="attnbench-writeup",
-        description="Write all tables and figures of results folders as one document: Markdown, "
-        "LaTeX (and PDF, where a TeX is installed) and one self-contained HTML page. Nothing is "
-        "measured, and records are only read.",
+        description="Write results folders as a paper (a figure, a table and a verdict for each "
+        "question) and an appendix (everything): both as Markdown and LaTeX (and PDF, where a TeX "
+        "is installed), and together as one self-contained HTML page. Nothing is measured, and "
+        "records are only read.",
     )
     parser.add_argument("results", nargs="+", type=Path, metavar="RESULTS", help="results folders")
     parser.add_argument(
@@ -55,7 +57,9 @@ def main(arguments: list[str] | None = None) -> int:
         warn(problem, command=COMMAND)
     tables = sum(len(section.tables) for section in document.sections)
     figures = sum(len(section.figures) for section in document.sections)
-    say(f"{len(document.sections)} sweeps, {tables} tables, {figures} figures")
+    questions = fmt.counted(len(document.questions), "question")
+    say(f"paper: {questions}")
+    say(f"appendix: {len(document.sections)} sweeps, {tables} tables, {figures} figures")
     for path in paths:
         say(f"  {path}")
     if not any(path.suffix == ".pdf" for path in paths):
@@ -70,19 +74,23 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def write_document(document: Document, folder: Path) -> list[Path]:
-    """Write all formats into ``folder``; returns the documents, without their figures."""
+    """Write both documents in all formats into ``folder``; returns them, without their figures."""
     written: list[Path] = []
     pictures: dict[str, Path] = {}
-    for section in document.sections:
-        for figure in section.figures:
-            pictures[figure.anchor] = _picture(figure, section, folder)
-            put(folder / "figures" / f"{figure.anchor}.pdf", save(figure.drawn, "pdf"), [])
-    text = to_markdown_document(document, folder, pictures)
-    put(folder / "writeup.md", readable_text(text).encode(), written)
+    for section, figure in document.figures():
+        pictures[figure.anchor] = _picture(figure, section, folder)
+        put(folder / "figures" / f"{figure.anchor}.pdf", save(figure.drawn, "pdf"), [])
+    for name in ("paper", "appendix"):
+        text = to_markdown_document(name, document, folder, pictures)
+        put(folder / f"{name}.md", readable_text(text).encode(), written)
     put(folder / "writeup.html", readable_text(to_html(document, folder)).encode(), written)
-    put(folder / "writeup.tex", to_latex_document(document).encode(), written)
-    pdf = compile_pdf(folder / "writeup.tex")
-    return written if pdf is None else [*written, pdf]
+    for name, to_latex in (("paper", to_latex_paper), ("appendix", to_latex_appendix)):
+        tex = folder / f"{name}.tex"
+        put(tex, to_latex(document).encode(), written)
+        pdf = compile_pdf(tex)
+        if pdf is not None:
+            written.append(pdf)
+    return written
 
 
 def _picture(figure: NumberedFigure, section: Section, folder: Path) -> Path:
@@ -99,25 +107,6 @@ def _picture(figure: NumberedFigure, section: Section, folder: Path) -> Path:
         return figure.source
     put(copy, data, [])
     return copy
-
-
-def to_markdown_document(document: Document, folder: Path, pictures: dict[str, Path]) -> str:
-    """The document as Markdown; links are relative to ``folder``.
-
-    Args:
-        pictures: the file of each figure, by its anchor.
-    """
-
-    def markdown(table: Table) -> str:
-        return to_markdown(table, ROWS_IN_MARKDOWN)
-
-    return template("document.md.j2", package="harness.writeup").render(
-        document=document,
-        markdown=markdown,
-        limit=ROWS_IN_MARKDOWN,
-        pictures=pictures,
-        link=lambda path: relative(path, folder),
-    )
 
 
 if __name__ == "__main__":

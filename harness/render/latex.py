@@ -6,6 +6,8 @@ skips the preamble; it needs booktabs and graphicx (and longtable for long table
 
 from __future__ import annotations
 
+import re
+import unicodedata
 from functools import lru_cache
 from itertools import groupby
 
@@ -40,7 +42,7 @@ _ESCAPES = str.maketrans(
         "\n": " ",
         fmt.PLUS_MINUS: r"$\pm$",
         fmt.TIMES: r"$\times$",
-        fmt.ABSENT: "--",
+        fmt.ABSENT: r"\textendash{}",
         fmt.DAGGER: r"\dag{}",
         fmt.DOUBLE_DAGGER: r"\ddag{}",
         fmt.SECTION: r"\S{}",
@@ -53,8 +55,34 @@ _ESCAPES = str.maketrans(
         fmt.STAR: r"$\star$",
         "µ": r"$\mu$",
         "…": r"\ldots{}",
+        "—": r"\textemdash{}",
+        "−": "$-$",  # noqa: RUF001 - the minus sign
+        "·": r"\textperiodcentered{}",
+        "°": r"\textdegree{}",
+        "≤": r"$\leq$",
+        "≥": r"$\geq$",
+        "≈": r"$\approx$",
+        "→": r"$\rightarrow$",
+        "√": r"$\surd$",
+        "∞": r"$\infty$",
     }
 )
+
+_ACCENTS = dict(zip("\u0300\u0301\u0302\u0303\u0308\u030a\u030c\u0327", "`'^~\"rvc", strict=True))
+"""Combining marks, and the commands that set their letter under them."""
+
+_GREEK = frozenset(
+    (
+        *("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa"),
+        *("lambda", "mu", "nu", "xi", "pi", "rho", "sigma", "tau", "upsilon", "phi", "chi"),
+        *("psi", "omega", "Gamma", "Delta", "Theta", "Lambda", "Xi", "Pi", "Sigma", "Upsilon"),
+        *("Phi", "Psi", "Omega"),
+    )
+)
+"""Greek letters that have commands; the other capitals look like Latin ones."""
+
+_JOINED = re.compile("-(?=-)")
+"""A hyphen that would become a dash with the next one."""
 
 _PREAMBLE = r"""% Compiles as it stands, and in a paper that loads booktabs, graphicx and longtable.
 \expandafter\ifx\csname @nodocument\endcsname\relax
@@ -73,13 +101,39 @@ _PREAMBLE = r"""% Compiles as it stands, and in a paper that loads booktabs, gra
 
 @lru_cache(maxsize=100_000)
 def escape(text: str) -> str:
-    """Text as LaTeX: nothing in it is a command, and all of it is ASCII."""
-    escaped = printable(text).translate(_ESCAPES)
+    """Text as LaTeX: nothing in it is a command, and all of it is ASCII.
+
+    Two hyphens stay two, which would be joined to a dash; a character without a command shows its
+    code.
+    """
+    escaped = _JOINED.sub("-{}", printable(text).translate(_ESCAPES))
     if escaped.isascii():
         return escaped
     return "".join(
-        character if character.isascii() else f"(U+{ord(character):04X})" for character in escaped
+        character if character.isascii() else _command(character) for character in escaped
     )
+
+
+def _command(character: str) -> str:
+    """A character beyond ASCII as LaTeX: a power, an index, a Greek or an accented letter."""
+    kind, _, plain = unicodedata.decomposition(character).rpartition("> ")
+    if kind in ("<super", "<sub"):
+        command = "textsuperscript" if kind == "<super" else "textsubscript"
+        return rf"\{command}{{{escape(_letters(plain))}}}"
+    greek = re.fullmatch(r"GREEK (SMALL|CAPITAL) LETTER (\w+)", unicodedata.name(character, ""))
+    if greek:
+        name = greek[2].lower().replace("lamda", "lambda")
+        name = name if greek[1] == "SMALL" else name.capitalize()
+        if name in _GREEK:
+            return rf"$\{name}$"
+    letters = _letters(plain)
+    if len(letters) == 2 and letters[0].isascii() and letters[1] in _ACCENTS:
+        return rf"\{_ACCENTS[letters[1]]}{{{letters[0]}}}"
+    return f"(U+{ord(character):04X})"
+
+
+def _letters(codes: str) -> str:
+    return "".join(chr(int(code, 16)) for code in codes.split())
 
 
 def to_latex(table: Table) -> str:

@@ -1,41 +1,30 @@
-"""The write-up as one HTML page that needs no network and no other file.
+"""The paper and the appendix as one HTML page that needs no network and no other file.
 
-Tables are plain HTML that a few lines of JavaScript sort and filter; figures are inline SVG
-whose points have been given their values; a cell leads to a summary of the record that it came
-from. Colours are variables, so that a dark page is another set of values.
+One file, so that it can be mailed: pictures beside it would stay behind, and the tables with their
+records are most of the page anyway. Figures and records are held compressed, and the browser
+unpacks a figure when it comes into view. Tables are plain HTML that JavaScript sorts, filters and
+searches; a row leads to a summary of the record that it came from.
 """
 
 from __future__ import annotations
 
-import colorsys
 import json
-import re
 from collections.abc import Iterator
-from functools import cache
 from html import escape
 from pathlib import Path
 from typing import Any
-
-from matplotlib.colors import to_hex, to_rgb
 
 from harness.analysis.case_columns import GIB
 from harness.analysis.memory import own_peak_bytes
 from harness.analysis.stats import median, quartiles, slowest_rank
 from harness.cases import format as fmt
 from harness.paths import ROOT
-from harness.render.figure import save
 from harness.render.report import template
 from harness.render.table import Column
 from harness.store.record import Record, RecordStore
 from harness.writeup.document import Document, NumberedFigure, NumberedTable, relative
-from harness.writeup.hover import spots
-
-DARK_PAGE = "#15181c"
-CONTRAST = 3.2
-"""Least contrast of a line with the dark page; WCAG 2.1 asks 3 of graphics."""
-
-FURNITURE = frozenset(("#000000", "#222222", "#444444", "#cccccc", "#dddddd", "#ffffff"))
-"""Greys of text, axes, grid and paper; any other colour stands for data."""
+from harness.writeup.svg import on_dark, packed, to_svg, width_and_height
+from harness.writeup.words import notes_of, words_of
 
 MAX_CHOICES = 12
 """A column that names the point gets a list to choose from up to this many values."""
@@ -46,7 +35,6 @@ MAX_ROWS = 3000
 MAX_SAMPLES = 100
 """A record's summary draws this many of its samples."""
 
-_COLOUR = re.compile(r"#[0-9a-fA-F]{6}")
 _TEMPLATES = ROOT / "harness" / "writeup" / "templates"
 
 
@@ -54,30 +42,47 @@ def to_html(document: Document, folder: Path) -> str:
     """The page; links to record files are relative to ``folder``, where it will lie."""
     places = {key: place for place, key in enumerate(document.records)}
     colours: set[str] = set()
-    sections = [
+
+    def table(item: NumberedTable, results: Path) -> dict[str, Any]:
+        return {"item": item, **_table(item, results, places)}
+
+    def figure(item: NumberedFigure) -> dict[str, Any]:
+        width, height = width_and_height(item)
+        return {"item": item, "packed": packed(to_svg(item, colours)), "ratio": width / height}
+
+    themes = [
         {
-            "section": section,
-            "tables": [
-                {"item": item, **_table(item, section.results, places)} for item in section.tables
+            "theme": theme,
+            "questions": [
+                {
+                    "question": question,
+                    "table": question.table and table(question.table, question.section.results),
+                    "notes": question.table and notes_of(question.table, question.rows_left),
+                    "figure": question.figure and figure(question.figure),
+                }
+                for question in theme.questions
             ],
-            "figures": [{"item": item, "svg": _figure(item, colours)} for item in section.figures],
+            "sections": [
+                {
+                    "section": section,
+                    "tables": [table(item, section.results) for item in section.tables],
+                    "figures": [figure(item) for item in section.figures],
+                }
+                for section in theme.sections
+            ],
         }
-        for section in document.sections
+        for theme in document.themes
     ]
     return template("document.html.j2", package="harness.writeup", autoescape=True).render(
         document=document,
-        sections=sections,
+        words=words_of(document),
+        themes=themes,
         style=(_TEMPLATES / "document.css").read_text(encoding="utf-8"),
         script=(_TEMPLATES / "document.js").read_text(encoding="utf-8"),
         dark="".join(f"--c{tint[1:]}:{on_dark(tint)};" for tint in sorted(colours)),
-        records=_embedded(_records(document, folder)),
+        records=packed(json.dumps(_records(document, folder), separators=(",", ":"))),
         link=lambda path: relative(path, folder),
     )
-
-
-def _embedded(values: Any) -> str:
-    """JSON that cannot end the script element that holds it."""
-    return json.dumps(values, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _table(
@@ -92,12 +97,20 @@ def _table(
         if 1 < len(words) <= MAX_CHOICES:
             choices.append((index, column.header, words))
     rows = table.rows.iloc[:MAX_ROWS].to_dict("records")
+    # HTML lets the end tags of rows and cells be left out, which is a tenth of the page.
     body = "".join(
-        f"<tr>{''.join(_cells(table.columns, texts, row, results, places))}</tr>\n"
+        f"<tr>{''.join(_cells(table.columns, texts, row, results, places))}\n"
         for texts, row in zip(cells, rows, strict=True)
     )
     groups = _groups(table.columns)
-    return {"choices": choices, "body": body, "groups": groups, "more": max(0, more)}
+    left = [index + 1 for index, column in enumerate(table.columns) if column.align == "left"]
+    return {
+        "choices": choices,
+        "body": body,
+        "groups": groups,
+        "more": max(0, more),
+        "left": left,
+    }
 
 
 def _cells(
@@ -107,25 +120,15 @@ def _cells(
     results: Path,
     places: dict[tuple[Path, str], int],
 ) -> Iterator[str]:
+    """The cells of a row; the first one of each record is a link to it."""
+    last = None
     for column, text in zip(columns, texts, strict=True):
-        key = _sort_key(row.get(column.key), text)
-        kind = ' class="l"' if column.align == "left" else ""
         words = escape(text)
         place = places.get((results, str(row.get(column.record))))
-        if place is not None and not column.point and text != fmt.ABSENT:
+        if place not in (None, last) and not column.point and text != fmt.ABSENT:
+            last = place
             words = f'<a href="#r{place}">{words}</a>'
-        yield f'<td{kind} data-v="{key}">{words}</td>'
-
-
-def _sort_key(value: Any, text: str) -> str:
-    """A number to sort by; text where the cell is not one, nothing where it is missing."""
-    if fmt.is_missing(value):
-        return ""
-    if isinstance(value, str):
-        # The first number of "0.12 / 0.31 / 0.43", else the word itself.
-        found = re.match(r"-?[\d,]+\.?\d*(e[-+]\d+)?(?= / |$)", text)
-        return found[0].replace(",", "") if found else escape(value)
-    return f"{float(value):.10g}"
+        yield f"<td>{words}"
 
 
 def _groups(columns: list[Column]) -> list[tuple[str, int]]:
@@ -137,70 +140,6 @@ def _groups(columns: list[Column]) -> list[tuple[str, int]]:
         else:
             runs.append((column.group, 1))
     return runs if any(group for group, _ in runs) else []
-
-
-def _figure(item: NumberedFigure, colours: set[str]) -> str:
-    """The SVG with its text as text, its colours as variables, and a spot for each value."""
-    svg = save(item.drawn, "svg", **{"svg.fonttype": "none"}).decode()
-    found = list(spots(item.drawn.figure))
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    # Ids are unique in a file of matplotlib's, and this page holds many.
-    svg = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{item.anchor}-", svg)
-    width = item.drawn.figure.get_figwidth() * 72
-    svg = re.sub(
-        r'(<svg [^>]*?)width="[\d.]+pt"([^>]*?)height="[\d.]+pt"|'
-        r'(<svg [^>]*?)height="[\d.]+pt"([^>]*?)width="[\d.]+pt"',
-        lambda match: "".join(part for part in match.groups() if part),
-        svg,
-        count=1,
-    )
-    label = escape(item.drawn.caption, quote=True)
-    svg = svg.replace(
-        "<svg ", f'<svg role="img" aria-label="{label}" style="max-width:{1.5 * width:.0f}px" ', 1
-    )
-
-    def as_variable(match: re.Match[str]) -> str:
-        tint = match[0].lower()
-        colours.add(tint)
-        return f"var(--c{tint[1:]},{tint})"
-
-    svg = re.sub(r'style="[^"]*"', lambda match: _COLOUR.sub(as_variable, match[0]), svg)
-    overlay = "".join(
-        f'<rect class="spot" x="{spot.x:.1f}" y="{spot.y:.1f}" width="{spot.width:.1f}" '
-        f'height="{spot.height:.1f}" data-tip="{escape(spot.text, quote=True)}"/>'
-        for spot in found
-    )
-    return svg.replace("</svg>", f"{overlay}</svg>")
-
-
-@cache
-def on_dark(tint: str) -> str:
-    """The colour on a dark page: ink and paper change places, dark data are lightened."""
-    red, green, blue = to_rgb(tint)
-    hue, lightness, saturation = colorsys.rgb_to_hls(red, green, blue)
-    if tint in FURNITURE:
-        # White becomes the page, black nearly white, and what lies between keeps its order.
-        page, ink = to_rgb(DARK_PAGE), 0.93
-        return to_hex([ink + (channel - ink) * lightness for channel in page])
-    while contrast(to_hex((red, green, blue)), DARK_PAGE) < CONTRAST and lightness < 1:
-        lightness += 0.02
-        red, green, blue = colorsys.hls_to_rgb(hue, lightness, saturation)
-    return to_hex((red, green, blue))
-
-
-def contrast(first: str, second: str) -> float:
-    """Contrast ratio of two colours (WCAG 2.1), from 1 to 21."""
-    high, low = sorted((_luminance(first), _luminance(second)), reverse=True)
-    return (high + 0.05) / (low + 0.05)
-
-
-def _luminance(tint: str) -> float:
-    red, green, blue = (
-        channel / 12.92 if channel <= 0.04045 else ((channel + 0.055) / 1.055) ** 2.4
-        for channel in to_rgb(tint)
-    )
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
 def _records(document: Document, folder: Path) -> dict[str, Any]:

@@ -204,10 +204,13 @@ def test_what_is_said_on_standard_error_is_made_printable() -> None:
     assert printed == []
 
 
+PAGES = ("writeup/paper.md", "writeup/appendix.md")
+
+
 def test_markdown(results: Path) -> None:
     report.main([str(results)])
     writeup.main([str(results)])
-    for name in ("sweeps/all/report.md", "sweeps/all/tables/cases.md", "writeup/writeup.md"):
+    for name in ("sweeps/all/report.md", "sweeps/all/tables/cases.md", *PAGES):
         text = (results / name).read_text(encoding="utf-8")
         bare = plain_markdown(text)
         assert not unprintable(text), name

@@ -16,7 +16,7 @@ from harness.cases.case import Case, digest_of
 from harness.cases.recorded import load
 from harness.commands import compare, report, status
 from harness.store.record import Record, RecordStore
-from harness.writeup.document import collect
+from harness.writeup.collecting import collect
 
 SAMPLES = {"step": [[1.0, 1.1, 0.9]]}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from records import make_record
 
 from harness.store.record import Record
@@ -43,3 +45,10 @@ def steps() -> list[Record]:
         samples = {key: [[value, value, 1.1 * value]] for key, value in phases.items()}
         found.append(make_record(attention=name, samples_ms=samples))
     return found
+
+
+def gray(path: Path) -> tuple[int, int, bytes]:
+    """Width, height and pixels of a binary PGM."""
+    kind, width, height, _, pixels = path.read_bytes().split(maxsplit=4)
+    assert kind == b"P5"
+    return int(width), int(height), pixels[-int(width) * int(height) :]

@@ -1,9 +1,28 @@
 "use strict";
-// Sort, filter, zoom, values under the pointer, and records: all of it from what the page holds.
+// Sort, filter, search, zoom, values under the pointer, and records: all from what the page holds.
 
-const kept = JSON.parse(document.getElementById("records").textContent);
+async function unpacked(text) {
+  const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return new Response(stream).text();
+}
+
+let kept;
+async function records() {
+  kept ??= JSON.parse(await unpacked(document.getElementById("records").textContent));
+  return kept;
+}
 const tip = document.getElementById("tip");
 const dialog = document.getElementById("record");
+const filters = new Map();
+
+// A number to sort by; text where a column is to the left and not of numbers.
+function keysOf(rows, column, left) {
+  const texts = rows.map((row) => row.cells[column].textContent.replaceAll(",", ""));
+  const numbers = texts.map((text) => (/^[-+]?(\d|\.\d)/.test(text) ? parseFloat(text) : NaN));
+  const numeric = !left || texts.every((text, row) => text === "" || text === "–" || !Number.isNaN(numbers[row]));
+  return numeric ? numbers : texts;
+}
 
 for (const figure of document.querySelectorAll("figure.table")) {
   const body = figure.querySelector("tbody");
@@ -28,7 +47,15 @@ for (const figure of document.querySelectorAll("figure.table")) {
   };
   search.addEventListener("input", filter);
   for (const one of selects) one.addEventListener("change", filter);
-  filter();
+  count.textContent = `${original.length.toLocaleString("en")} of ${original.length.toLocaleString("en")} rows`;
+  let texts;
+  filters.set(figure, {
+    matches: (words) => {
+      texts ??= original.map((row) => row.textContent.toLowerCase());
+      return texts.filter((text) => words.every((word) => text.includes(word))).length;
+    },
+    set: (value) => { search.value = value; filter(); },
+  });
 
   heads.forEach((head, column) => {
     head.querySelector("button").addEventListener("click", () => {
@@ -41,13 +68,13 @@ for (const figure of document.querySelectorAll("figure.table")) {
       }
       head.setAttribute("aria-sort", order);
       const sign = order === "ascending" ? 1 : -1;
-      const keys = new Map(original.map((row) => [row, row.cells[column].dataset.v]));
+      const found = keysOf(original, column, head.classList.contains("l"));
+      const keys = new Map(original.map((row, index) => [row, found[index]]));
       const compare = (first, second) => {
         const [a, b] = [keys.get(first), keys.get(second)];
-        if (a === "" || b === "") return (a === "") - (b === "");
-        const [x, y] = [Number(a), Number(b)];
-        if (Number.isNaN(x) || Number.isNaN(y)) return sign * a.localeCompare(b, "en");
-        return sign * (x - y);
+        if (typeof a === "string") return sign * a.localeCompare(b, "en");
+        if (Number.isNaN(a) || Number.isNaN(b)) return Number.isNaN(a) - Number.isNaN(b);
+        return sign * (a - b);
       };
       body.append(...[...original].sort(compare));
     });
@@ -63,7 +90,28 @@ function place(event) {
   tip.style.top = `${above > 6 ? above : event.clientY + 16}px`;
 }
 
-for (const figure of document.querySelectorAll("figure.plot")) {
+async function draw(canvas) {
+  const packed = canvas.dataset.packed;
+  if (!packed) return;
+  delete canvas.dataset.packed;
+  try {
+    canvas.innerHTML = await unpacked(packed);
+    canvas.removeAttribute("style");
+    canvas.classList.add("shown");
+    prepare(canvas.closest("figure.plot"));
+  } catch (error) {
+    canvas.textContent = "This browser cannot unpack the figure; it is in the PDF.";
+  }
+}
+const canvases = [...document.querySelectorAll(".canvas")];
+const near = new IntersectionObserver((entries) => {
+  for (const { isIntersecting, target } of entries) if (isIntersecting) draw(target);
+}, { rootMargin: "1200px" });
+canvases.forEach((canvas) => near.observe(canvas));
+// All of them, for somebody who prints the page.
+window.drawAll = () => Promise.all(canvases.map(draw));
+
+function prepare(figure) {
   const svg = figure.querySelector("svg");
   const whole = svg.viewBox.baseVal;
   const home = { x: whole.x, y: whole.y, width: whole.width, height: whole.height };
@@ -168,8 +216,9 @@ function sparkline(samples, parent) {
   parent.append(svg);
 }
 
-function open(place) {
-  const record = kept.records[place];
+async function open(place) {
+  const { records: found, environments } = await records();
+  const record = found[place];
   if (!record) return;
   const box = dialog.querySelector("div");
   box.replaceChildren();
@@ -198,7 +247,7 @@ function open(place) {
   element("h3", "Case", box);
   pairs(record.case, box);
   element("h3", "Environment", box);
-  pairs(kept.environments[record.environment], box);
+  pairs(environments[record.environment], box);
   if (!dialog.open) dialog.showModal();
 }
 
@@ -222,8 +271,63 @@ dialog.addEventListener("click", (event) => { if (event.target === dialog) dialo
 dialog.addEventListener("close", () => history.replaceState(null, "", location.pathname + location.search));
 follow();
 
-const narrow = window.matchMedia("(max-width: 40rem)");
-if (narrow.matches) document.querySelector("nav details").open = false;
+// Contents: beside the page, or over it on a phone; the part on the screen is marked.
+const menu = document.getElementById("menu");
+const side = document.getElementById("side");
+const toggle = (isOpen) => {
+  document.body.classList.toggle("open", isOpen);
+  menu.setAttribute("aria-expanded", String(isOpen));
+};
+menu.addEventListener("click", () => toggle(!document.body.classList.contains("open")));
+side.addEventListener("click", (event) => { if (event.target.closest("a")) toggle(false); });
+document.querySelector("main").addEventListener("click", () => toggle(false));
+const links = new Map([...side.querySelectorAll("#contents a")].map((link) => [link.hash.slice(1), link]));
+const inView = new IntersectionObserver((entries) => {
+  for (const { isIntersecting, target } of entries) {
+    if (!isIntersecting) continue;
+    for (const link of links.values()) link.classList.remove("here");
+    links.get(target.id).classList.add("here");
+  }
+}, { rootMargin: "-10% 0px -80% 0px" });
+for (const id of links.keys()) {
+  const part = document.getElementById(id);
+  if (part && !["paper", "appendix"].includes(id)) inView.observe(part);
+}
+
+// Search: the tables whose rows or caption have all the words, and how many rows do.
+const hits = document.getElementById("hits");
+const field = document.getElementById("search");
+const MOST_HITS = 40;
+function look() {
+  const words = field.value.toLowerCase().split(/\s+/).filter(Boolean);
+  hits.hidden = !words.length;
+  hits.replaceChildren();
+  if (!words.length) return;
+  let count = 0;
+  for (const [figure, { matches, set }] of filters) {
+    const caption = figure.querySelector("figcaption").textContent;
+    const rows = matches(words);
+    const named = words.every((word) => caption.toLowerCase().includes(word));
+    if (!rows && !named) continue;
+    count += 1;
+    if (count > MOST_HITS) continue;
+    const item = element("li", undefined, hits);
+    element("span", rows ? `${rows.toLocaleString("en")} rows` : "caption", item).className = "count";
+    const link = element("a", caption.slice(0, 70), item);
+    link.href = `#${figure.id}`;
+    link.addEventListener("click", () => {
+      set(rows ? field.value : "");
+      for (const other of document.querySelectorAll(".flash")) other.classList.remove("flash");
+      figure.classList.add("flash");
+    });
+  }
+  if (!count) element("li", "no table has all of these words", hits);
+  if (count > MOST_HITS) element("li", `and ${count - MOST_HITS} more tables`, hits);
+}
+let waiting;
+field.addEventListener("input", () => { clearTimeout(waiting); waiting = setTimeout(look, 120); });
+field.addEventListener("focus", () => { if (field.value) toggle(true); });
+field.addEventListener("input", () => toggle(Boolean(field.value)));
 
 document.getElementById("theme").addEventListener("click", () => {
   const root = document.documentElement;
@@ -236,6 +340,7 @@ document.getElementById("theme").addEventListener("click", () => {
 // Paper is white, whatever the screen.
 let screenTheme;
 window.addEventListener("beforeprint", () => {
+  window.drawAll();
   screenTheme = document.documentElement.dataset.theme;
   document.documentElement.dataset.theme = "light";
   if (dialog.open) dialog.close();

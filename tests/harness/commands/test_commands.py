@@ -24,7 +24,7 @@ from harness.request.plan import plan_cases
 from harness.store.attempts import Records
 from harness.store.record import Record, RecordStore
 from harness.store.sweep_plan import command_into
-from harness.writeup.document import collect
+from harness.writeup.collecting import collect
 
 
 def write_folder(folder: Path, label: str, records: list[Record], **plan: list[str]) -> Path:

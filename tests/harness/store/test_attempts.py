@@ -20,7 +20,7 @@ from harness.request.session import run_request
 from harness.statuses import STATUSES, that_counts
 from harness.store.heads import read_heads
 from harness.store.record import Record, RecordStore
-from harness.writeup.document import collect
+from harness.writeup.collecting import collect
 
 KEYS = ["model=tiny", "attention=naive", "seq_len=16", "batch_size=1", "device=cpu"]
 

@@ -35,7 +35,7 @@ from harness.sentences.leaders import say_fastest, say_over_length
 from harness.sentences.ranking import standings
 from harness.store.record import Record
 from harness.writeup.hover import spots
-from harness.writeup.html import DARK_PAGE, contrast, on_dark
+from harness.writeup.svg import DARK_PAGE, contrast, on_dark
 
 
 def on_a_host() -> list[Record]:

@@ -1,0 +1,47 @@
+"""A small results folder, its document, and both documents in every format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from records import in_rounds, write_plan
+from writeup_examples import scaling, steps
+
+from harness.commands.writeup import write_document
+from harness.store.record import RecordStore
+from harness.writeup.collecting import collect
+from harness.writeup.document import Document
+
+
+@pytest.fixture(scope="session")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two sweeps, one of them with a case that was never measured."""
+    folder = tmp_path_factory.mktemp("written") / "results_50%"
+    store = RecordStore(folder)
+    store.create()
+    for record in map(in_rounds, [*scaling(), *steps()]):
+        store.write(record)
+    write_plan(
+        folder,
+        "lengths",
+        scaling(),
+        tables=["attention_summary", "flash_benchmarking", "cases"],
+        figures=["attention_scaling", "tflops_over_length"],
+        missing=["attention-planned-0123456789"],
+    )
+    write_plan(folder, "steps", steps(), tables=["summary"], figures=["step_time"])
+    return folder
+
+
+@pytest.fixture(scope="session")
+def document(results: Path) -> Document:
+    return collect([results])
+
+
+@pytest.fixture(scope="session")
+def written(results: Path, document: Document) -> Path:
+    """The folder with the document in every format that can be made here."""
+    folder = results / "writeup"
+    write_document(document, folder)
+    return folder
