@@ -57,7 +57,7 @@ format: install ## bring the code into the project's format
 report: install ## make tables, figures and reports again from RESULTS
 	$(BIN)/attnbench-report $(RESULTS)
 
-writeup: install ## write everything in RESULTS as one document: Markdown, LaTeX, PDF, HTML
+writeup: install ## write RESULTS as a paper and an appendix: Markdown, LaTeX, PDF, one HTML page
 	$(BIN)/attnbench-writeup $(RESULTS)
 
 pack: install ## move the records in RESULTS into compressed archives

@@ -1,45 +1,17 @@
-"""Programs, choices and links of all pages exist, and the write-up shows what is committed."""
+"""Programs, choices and links of all pages exist."""
 
 from __future__ import annotations
 
-import functools
 import importlib.util
-import json
 import re
 import tomllib
-from collections.abc import Callable
 
-import pandas as pd
 import pytest
 
-from harness.analysis.loading import load_frames
 from harness.cases.sweep import load_sweep
-from harness.commands.writeup import ROWS_IN_MARKDOWN
 from harness.paths import ROOT, project_sweeps
-from harness.render.files import to_markdown
-from harness.render.table import Table, build_table
 from harness.request.choices import choices
 from harness.request.config import GROUPS
-
-RESULTS = ROOT / "results/h200"
-
-
-@functools.cache
-def table_of(sweep: str, name: str) -> Table | None:
-    """A table as ``attnbench-report`` makes it from the committed records."""
-    return build_table(name, frame_of(sweep))
-
-
-@functools.cache
-def frame_of(sweep: str) -> pd.DataFrame:
-    return frames()(sweep)
-
-
-@functools.cache
-def frames() -> Callable[[str | None], pd.DataFrame]:
-    """As ``harness.load`` makes them, of records that are read once for all sweeps."""
-    return load_frames(RESULTS)
-
 
 PAGES = [ROOT / "README.md", ROOT / "results/README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXT = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
@@ -96,19 +68,3 @@ def test_links_lead_somewhere(page: str) -> None:
         targets = set(re.findall(r"\]\(([^)#\s]+)[^)]*\)", file.read_text(encoding="utf-8")))
         inside = {target for target in targets if not target.startswith("http")}
         assert not {target for target in inside if not (file.parent / target).exists()}, file
-
-
-def test_the_committed_write_up_shows_the_committed_tables() -> None:
-    """Longer tables are cut in Markdown; the others stand there row by row."""
-    lines = set((RESULTS / "writeup/writeup.md").read_text(encoding="utf-8").splitlines())
-    compared = 0
-    for plan in sorted(RESULTS.glob("sweeps/*/plan.json")):
-        for name in json.loads(plan.read_text(encoding="utf-8"))["tables"]:
-            table = table_of(plan.parent.name, name)
-            text = to_markdown(table) if table is not None else ""
-            rows = [line for line in text.splitlines() if line.startswith("|")][2:]
-            if len(rows) <= ROWS_IN_MARKDOWN:
-                missing = [row for row in rows if row not in lines]
-                assert not missing, f"{plan.parent.name}: attnbench-writeup results/h200"
-                compared += len(rows)
-    assert compared > 500

@@ -25,7 +25,7 @@ Usage: attnbench KEY=VALUE[,VALUE...] ...     measure every combination
        attnbench sweeps=NAME [KEY=VALUE...]   run a named sweep; your keys win over its own
        attnbench backends [device=cpu]        list the attention backends that run here
        attnbench-report RESULTS [SWEEP...]    make tables, figures and reports again
-       attnbench-writeup RESULTS...           all of them as one document: Markdown, PDF, HTML
+       attnbench-writeup RESULTS...           a paper and an appendix: Markdown, PDF, HTML
        attnbench-compare A B [--in RESULTS]   what became faster or slower, case by case
        attnbench-status RESULTS               what is queued, running, done or failed
        attnbench-cancel RESULTS [JOB...]      stop what is queued or running

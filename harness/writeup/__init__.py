@@ -1,1 +1,1 @@
-"""All tables and figures of results folders as one document: Markdown, LaTeX, PDF, HTML."""
+"""Results folders as a paper and an appendix: Markdown, LaTeX, PDF, and one HTML page of both."""

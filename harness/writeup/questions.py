@@ -64,7 +64,9 @@ def build_question(
     """The question with its figure, table and verdict; None where the frame has neither."""
     choice = asked.choice
     place = f"{anchor.removeprefix('sweep-')}-{asked.number + 1}"
-    table_name = choice.table or next(iter(plan.tables), "")
+    # A plan may be of other tables than its sweep's file has now.
+    first = next(iter(plan.tables), "")
+    table_name = choice.table if choice.table in plan.tables else first
     figure_name = choice.figure or ("" if choice.table else next(iter(plan.figures), ""))
     whole, shown = _table(table_name, frame, choice) if table_name in plan.tables else (None, None)
     drawn = _figure(figure_name, frame, choice) if figure_name in plan.figures else None
