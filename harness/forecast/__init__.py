@@ -6,6 +6,7 @@ here. docs/forecast.md explains the model and says how good it is.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,11 +17,11 @@ from harness.forecast.prediction import Part, StepPrediction
 __all__ = ["Part", "StepPrediction", "machine"]
 
 
-def machine(name: str) -> Machine:
+def machine(name: str, results: Path | None = None) -> Machine:
     """The machine of a calibration in ``conf/machine``; ``here`` is the one kept for this one.
 
     Raises ValueError in one line where there is no such calibration.
     """
     from harness.forecast import machines
 
-    return machines.machine(name)
+    return machines.machine(name, results)

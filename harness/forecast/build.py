@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import median
 
 import pandas as pd
+import psutil
 
 import harness
 from harness.cases.hardware import find_hardware
@@ -22,9 +23,9 @@ NUM_SMS = {"NVIDIA H200": 132}
 GPUS_PER_HOST = 8
 
 
-def build(name: str, results: Path) -> Calibration:
-    """The calibration that a results folder gives."""
-    return from_frame(name, harness.load(results))
+def build(name: str, results: Path, *, sweep: str | None = None) -> Calibration:
+    """The calibration that a results folder gives, or one sweep of it."""
+    return from_frame(name, harness.load(results, sweep=sweep))
 
 
 def from_frame(name: str, frame: pd.DataFrame) -> Calibration:
@@ -36,7 +37,8 @@ def kernels(name: str, frame: pd.DataFrame) -> Calibration:
     """What records tell of kernels, collective operations and calls of attention."""
     sources: dict[str, int] = {}
     observations = extract.from_frame(frame, sources)
-    device_name = str(frame["device_name"].dropna().mode().iloc[0])
+    named = frame["device_name"].dropna()
+    device_name = str(named.mode().iloc[0]) if len(named) else "CPU"
     hardware = find_hardware(device_name)
     revisions = dict(zip(frame["case_id"], frame["revision"], strict=True))
     return Calibration(
@@ -44,7 +46,9 @@ def kernels(name: str, frame: pd.DataFrame) -> Calibration:
         device_name=device_name,
         device=str(frame["device"].iloc[0]),
         gpus_per_host=GPUS_PER_HOST if hardware is not None else 1,
-        device_memory_bytes=int(hardware.memory_gib * GIB) if hardware is not None else 0,
+        device_memory_bytes=(
+            psutil.virtual_memory().total if hardware is None else int(hardware.memory_gib * GIB)
+        ),
         num_sms=NUM_SMS.get(device_name, 1),
         records=tuple({"id": key, "revision": str(revisions[key])} for key in sources),
         observations={law: tuple(items) for law, items in observations.items()},

@@ -32,9 +32,18 @@ CONTEXT_VISIBLE = 0.3
 the rank's wait for others."""
 
 
-def of_case(machine: Machine, case: Case) -> tuple[Exchange, ...]:
-    """Exchanges of gradients and parameters, of activations (tp) and of keys (cp)."""
-    found = list(_of_data(machine, case)) if case.parallel.data_ranks > 1 else []
+HIDING = 0.9
+"""Share of the passes behind which communication can hide: it begins with the second unit."""
+
+
+def of_case(machine: Machine, case: Case, compute_ms: float) -> tuple[Exchange, ...]:
+    """Exchanges of gradients and parameters, of activations (tp) and of keys (cp).
+
+    Args:
+        compute_ms: the device's time in the passes, behind which communication hides.
+    """
+    several = case.parallel.data_ranks > 1
+    found = list(_of_data(machine, case, compute_ms)) if several else []
     if case.parallel.tp > 1:
         found += _of_tensors(machine, case)
     if case.parallel.cp > 1:
@@ -50,12 +59,20 @@ def num_tensors(case: Case) -> int:
 def gradient_traffic(machine: Machine, case: Case) -> Iterator[tuple[str, float, str | None]]:
     """Collective operations on gradients and parameters: name, milliseconds, and a note."""
     for name, size in training.traffic_bytes(case).items():
-        messages = max(1.0, size / MESSAGE_BYTES)
+        messages = num_messages(case, size)
         ms, note = collective_ms(machine, name, case.parallel.data_ranks, size / messages)
         yield name, messages * ms, note
 
 
-def _of_data(machine: Machine, case: Case) -> Iterator[Exchange]:
+def num_messages(case: Case, size: float) -> float:
+    """Messages that move ``size`` bytes: blocks of gathered weights, or buckets of gradients."""
+    assert case.model is not None, "training steps have a model"
+    if case.parallel.parameter_share < 1:
+        return case.model.num_layers + 1.0
+    return max(1.0, size / MESSAGE_BYTES)
+
+
+def _of_data(machine: Machine, case: Case, compute_ms: float) -> Iterator[Exchange]:
     alike = [item for item in machine.calibration.exposures if item.strategy == case.parallel.name]
     # Of the same number format first.
     alike.sort(key=lambda item: item.matmul != case.precision.peak)
@@ -64,6 +81,13 @@ def _of_data(machine: Machine, case: Case) -> Iterator[Exchange]:
     assert visible is not None, "the usual exposure has both"
     assert launches is not None, "the usual exposure has both"
     traffic = list(gradient_traffic(machine, case))
+    whole = sum(total for _, total, _ in traffic)
+    hosts = case.world_size > machine.network.gpus_per_host
+    if hosts and whole:
+        # What contends on one device is the part inside the host; the rest hides while it can.
+        inside = whole - machine.between_hosts_ms(case)
+        waits = max(0.0, whole - HIDING * compute_ms) if visible < 1 else whole
+        visible = max(visible * max(inside, 0.0), waits) / whole
     for name, total, note in traffic:
         if not alike:
             note = f"{case.parallel.name} was not measured"
@@ -127,11 +151,15 @@ def _trains(case: Case) -> bool:
 
 def collective_ms(machine: Machine, name: str, ranks: int, size: float) -> tuple[float, str | None]:
     """Milliseconds of one collective operation on ``size`` bytes, and a note if extrapolated."""
-    sent = size * bus_factor(name, ranks)
-    for measured in machine.measured_ranks(name, ranks):
+    inside, note = 0.0, f"{name} was not measured"
+    local = min(ranks, machine.network.gpus_per_host)
+    sent = size * bus_factor(name, local)
+    for measured in machine.measured_ranks(name, local)[:1]:
         law = machine.law(f"collective/{name}/{measured}")
         assert law is not None, "measured ranks have a law"
         # A switch carries all ranks at the rate of two: bytes on each link decide.
-        note = None if measured == ranks else f"{name} was measured on {measured} ranks"
-        return law((sent,)).ms, note
-    return 0.0, f"{name} was not measured"
+        inside = law((sent,)).ms
+        note = "" if measured == ranks else f"{name} was measured on {measured} ranks"
+    factor = bus_factor(name, 1024)
+    between = machine.network.between_hosts_ms(size, ranks, factor)
+    return max(inside, between), note or None

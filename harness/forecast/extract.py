@@ -34,6 +34,7 @@ def from_frame(frame: pd.DataFrame, sources: dict[str, int]) -> dict[str, list[O
     measured = frame[(frame["status"] == "ok") & frame["median_ms"].notna()]
     readers = {
         "roofline": _roofline,
+        "product_rate": _product,
         "attention": _attention,
         "collectives": _collective,
         "train_step": _profile,
@@ -65,6 +66,13 @@ def _roofline(row: dict[str, Any], source: int) -> Found:
         yield from _observed("copy", row["median_ms"], source, (1.0, size))
 
 
+def _product(row: dict[str, Any], source: int) -> Found:
+    case = Case.from_dict(row["case"])
+    task = cast(Any, case.task)
+    shape = float(task.m), float(task.n), float(task.k)
+    yield from _observed(f"matmul/{case.precision.peak}", row["median_ms"], source, shape)
+
+
 def _attention(row: dict[str, Any], source: int) -> Found:
     plain = row["layout"] == "dense" and row["rotary"] == "none" and bool(row["causal"])
     if not plain or row["phase"] not in ("forward", "backward") or bool(row["cuda_graph"]):
@@ -76,7 +84,8 @@ def _attention(row: dict[str, Any], source: int) -> Found:
         return
     case = Case.from_dict(row["case"])
     problem = case.attention_problem
-    if case.batch_size * problem.num_heads * case.seq_len < LEAST_ROWS:
+    rows = case.batch_size * problem.num_heads * case.seq_len
+    if case.device == "cuda" and rows < LEAST_ROWS:
         return
     shape = attention_shape(
         case.batch_size, problem.num_heads, problem.num_kv_heads, case.seq_len, problem.head_dim
@@ -95,11 +104,9 @@ def attention_shape(batch: int, heads: int, kv_heads: int, length: int, head_dim
 
 
 def _collective(row: dict[str, Any], source: int) -> Found:
-    case = Case.from_dict(row["case"])
     name, ranks = str(row["collective"]), int(row["world_size"])
     sent = float(row["size_bytes"]) * bus_factor(name, ranks)
     yield from _observed(f"collective/{name}/{ranks}", row["median_ms"], source, (sent,))
-    del case
 
 
 def _profile(row: dict[str, Any], source: int) -> Found:

@@ -6,14 +6,16 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 
 from harness.cases.case import Case
 from harness.forecast import communication, operations, schedule, terms
 from harness.forecast.attending import Attending
-from harness.forecast.calibration import FOLDER, Calibration, read
+from harness.forecast.calibration import FOLDER, Calibration, read, write
 from harness.forecast.law import Features, Law
 from harness.forecast.matmul import matmul_features
+from harness.forecast.network import Network, network
 from harness.forecast.operations import Operation, Sizes
 from harness.forecast.prediction import StepPrediction
 from harness.forecast.schedule import Phase, Piece
@@ -55,23 +57,65 @@ CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 """Modes of torch.compile whose kernels are launched as one graph."""
 
 
-def machine(name: str) -> Machine:
+HERE = "here"
+SWEEP = "calibration"
+RESULTS = Path("results")
+
+
+def machine(name: str, results: Path | None = None) -> Machine:
     """The machine of a calibration in ``conf/machine``, or ``here``.
+
+    Args:
+        results: the folder that holds this machine's sweep of the calibration, for ``here``;
+            ``results`` in the working folder if left out.
 
     Raises ValueError in one line where there is none.
     """
+    if name == HERE:
+        return Machine(_here(results or RESULTS))
     path = FOLDER / f"{name}.json"
     if not path.is_file():
         known = ", ".join(sorted(found.stem for found in FOLDER.glob("*.json")))
-        raise ValueError(f"machine={name}: no calibration; one of {known}")
+        raise ValueError(f"machine={name}: no calibration; one of {known}, {HERE}")
     return Machine(read(path))
 
 
-class Machine:
-    """Predicts training steps on machines of one kind."""
+def _here(results: Path) -> Calibration:
+    """The calibration of this machine's sweep, fitted once and kept beside it."""
+    folder = results / "sweeps" / SWEEP
+    kept, plan = folder / "machine.json", folder / "plan.json"
+    if not plan.is_file():
+        raise ValueError(
+            f"machine={HERE}: {folder} holds no calibration; run attnbench sweeps={SWEEP} first"
+        )
+    if not kept.is_file() or kept.stat().st_mtime < plan.stat().st_mtime:
+        # Late: it reads records, which takes pandas, and makes a machine of what it finds.
+        from harness.forecast import build
 
-    def __init__(self, calibration: Calibration) -> None:
+        write(build.build(HERE, results, sweep=SWEEP), kept)
+    return read(kept)
+
+
+class Machine:
+    """Predicts training steps on machines of one kind.
+
+    Args:
+        between: the network of machines with several hosts; the default of conf/network.
+        compute: rate of products and attention beside the calibrated device's, for one like it.
+        bandwidth: of device memory, likewise.
+    """
+
+    def __init__(
+        self,
+        calibration: Calibration,
+        between: Network | None = None,
+        *,
+        compute: float = 1.0,
+        bandwidth: float = 1.0,
+    ) -> None:
+        self._compute, self._bandwidth = compute, bandwidth
         self.calibration = calibration
+        self.network = network() if between is None else between
         self.name = calibration.name
         self.device_memory_bytes = calibration.device_memory_bytes
         self.gpus_per_host = calibration.gpus_per_host
@@ -128,11 +172,18 @@ class Machine:
         """
         notes = set[str]()
         phases = self._phases(case, notes)
-        exchanged = communication.of_case(self, case) if case.world_size > 1 else ()
+        passes = sum(phase.device_ms for phase in phases[:2])
+        exchanged = communication.of_case(self, case, passes) if case.world_size > 1 else ()
         known = any(one.host == host for one in self.calibration.hosts)
         tokens = case.batch_size * case.seq_len * case.parallel.dp
         return schedule.predict(
-            phases, exchanged, self.host_us(host), self.host_error(known=known), tokens, notes
+            phases,
+            exchanged,
+            self.host_us(host),
+            self.host_error(known=known),
+            tokens,
+            notes,
+            self.network.straggling(case.world_size),
         )
 
     def enqueued(self, case: Case) -> list[Phase]:
@@ -178,6 +229,18 @@ class Machine:
             "optimizer": median(one.optimizer_us for one in chosen),
         }
 
+    def between_hosts_ms(self, case: Case) -> float:
+        """The part of a step's gradients and parameters that is longer than inside a host."""
+        data, local = case.parallel.data_ranks, self.network.gpus_per_host
+        total = 0.0
+        for name, size in training.traffic_bytes(case).items():
+            messages = communication.num_messages(case, size)
+            one = size / messages
+            both, _ = communication.collective_ms(self, name, data, one)
+            inside, _ = communication.collective_ms(self, name, min(data, local), one)
+            total += messages * (both - inside)
+        return total
+
     def measured_ranks(self, collective: str, ranks: int) -> list[int]:
         """Numbers of ranks on which a collective operation was measured, the closest first."""
         if collective not in self._ranks:
@@ -207,6 +270,7 @@ class Machine:
             notes.add(note)
         if one.distance > NOTICEABLE_DISTANCE:
             notes.add(f"attention is {one.distance:.1f} doublings from what was measured")
+        one = replace(one, ms=one.ms / self._compute)
         layers = sizes.num_layers
         launches = self.attending.launches(case, phase)
         plain = Phase(
@@ -253,7 +317,8 @@ class Machine:
                 notes.add(f"{item.part} were not measured")
                 continue
             one = law(item.shape)
-            ms = item.count * one.ms
+            rate = self._compute if item.part == MATMULS else self._bandwidth
+            ms = item.count * one.ms / rate
             parts[item.part] += ms
             errors[item.part] += ms * max(error, one.error)
             if one.distance > NOTICEABLE_DISTANCE and item.part == "matmuls":

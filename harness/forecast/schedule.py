@@ -19,7 +19,7 @@ Z90 = 1.645
 STEP_ERROR = 0.035
 """Standard log error of a step whose kernels are known: clocks under load, and run to run."""
 
-WAITING = "waiting for the host"
+WAITING, STRAGGLERS = "waiting for the host", "waiting for the slowest host"
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -81,8 +81,13 @@ def predict(
     host_error: float,
     tokens: float,
     notes: set[str],
+    straggling: tuple[float, float] = (0.0, 0.0),
 ) -> StepPrediction:
-    """One step from its phases."""
+    """One step from its phases.
+
+    Args:
+        straggling: what the slowest host adds to the step, as a fraction, and its deviation.
+    """
     parts: dict[str, float] = defaultdict(float)
     hidden: dict[str, float] = defaultdict(float)
     errors: dict[str, float] = defaultdict(float)
@@ -111,6 +116,11 @@ def predict(
     waits = parts.pop(WAITING)
     if waits > 1e-3 * device_end:
         parts[WAITING] = waits
+    excess, deviation = straggling
+    if excess:
+        parts[STRAGGLERS] = excess * device_end
+        errors[STRAGGLERS] = (deviation + excess / 2) * device_end
+        device_end *= 1 + excess
     error = step_error(device_end, errors.values(), waits, host_end, host_error)
     return StepPrediction(
         median_ms=device_end,

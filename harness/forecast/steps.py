@@ -5,6 +5,7 @@ Each is a ratio of what steps took beyond the predicted time of their kernels; m
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -94,7 +95,9 @@ def gap_us(steps: Sequence[MeasuredStep]) -> float:
     for step in steps:
         if step.profile is not None:
             whole = step.profile["phases"]["step"]
-            if whole["busy_ms"] < step.ms < BUSY * whole["busy_ms"]:
+            # A CPU has no queue to fill: what is between its kernels is always there.
+            most = BUSY if step.case.device == "cuda" else math.inf
+            if whole["busy_ms"] < step.ms < most * whole["busy_ms"]:
                 gaps.append((step.ms - whole["busy_ms"]) / whole["launches"] * 1e3)
     return round(median(gaps), 3) if gaps else 0.0
 
@@ -135,6 +138,8 @@ def calibrating_hosts(
     for step in steps:
         case = step.case
         plain = case.world_size == 1 and not case.compiles and case.checkpoint is None
+        if case.device == "cpu":
+            continue
         if not plain or "optimizer" not in step.phases_ms:
             continue
         phases = machine.enqueued(case)

@@ -1,0 +1,71 @@
+"""Networks between hosts, and forecasts beside published training."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from harness.forecast.calibration import FOLDER, read
+from harness.forecast.machines import Machine
+from harness.forecast.network import network
+from harness.forecast.published import comparisons, scaled_case
+
+SHARDED = {
+    "attention": {"name": "sdpa"},
+    "parallel": {"name": "fsdp", "compute_dtype": "bfloat16"},
+}
+
+
+def test_inside_one_host_the_network_takes_no_time() -> None:
+    assert network().between_hosts_ms(1e9, 8, 1.0) == 0
+    assert network().straggling(8) == (0, 0)
+
+
+def test_a_host_receives_its_bytes_over_all_rails() -> None:
+    plain = network()
+    # Two hosts: half of 8 GB enters each, over eight ports of 50 GB/s at 80%.
+    expected = 8e9 / 2 / (8 * 50e9 * 0.8) * 1e3
+    assert plain.between_hosts_ms(8e9, 16, 1.0) == pytest.approx(expected, rel=1e-2)
+    narrow = replace(plain, oversubscription=2.0)
+    assert narrow.between_hosts_ms(8e9, 16, 1.0) == pytest.approx(2 * expected, rel=1e-2)
+
+
+def test_the_slowest_of_more_hosts_is_slower() -> None:
+    excesses = [network().straggling(ranks)[0] for ranks in (16, 64, 512, 4096)]
+    assert excesses == sorted(excesses)
+    assert excesses[-1] == pytest.approx(0.015 * math.sqrt(2 * math.log(512)))
+
+
+def step_ms(gpus: int, **changes: Any) -> float:
+    between = replace(network(), **changes)
+    machine = Machine(read(FOLDER / "h200.json"), between)
+    return machine.step(scaled_case(SHARDED, gpus)).median_ms
+
+
+def test_a_slow_network_no_longer_hides() -> None:
+    assert step_ms(64, gb_s_per_gpu=2.0) > 3 * step_ms(64)
+    assert step_ms(8, gb_s_per_gpu=2.0) == step_ms(8)
+
+
+def test_intervals_widen_beyond_the_measured_ranks() -> None:
+    machine = Machine(read(FOLDER / "h200.json"))
+    widths = [
+        math.log(found.high_ms / found.low_ms)
+        for found in (machine.step(scaled_case(SHARDED, gpus)) for gpus in (2, 64))
+    ]
+    assert widths[1] > widths[0]
+
+
+def test_published_figures_lie_in_their_intervals() -> None:
+    rows = comparisons(SHARDED)
+    assert len(rows) == 12
+    assert sum(row.covered for row in rows) >= 11
+    assert sum(abs(row.ratio - 1) <= 0.15 for row in rows) >= 8
+
+
+def test_an_unknown_network_is_an_error_of_one_line() -> None:
+    with pytest.raises(ValueError, match="network=carrier_pigeon: no such network; one of"):
+        network("carrier_pigeon")
