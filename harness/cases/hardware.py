@@ -36,10 +36,10 @@ def find_hardware(device_name: str | None) -> Hardware | None:
     return _by_device_name().get(_normalised(device_name or ""))
 
 
-@cache
-def _by_device_name() -> dict[str, Hardware]:
+def hardware_names() -> dict[str, Hardware]:
+    """All hardware, by the names of its files."""
     found: dict[str, Hardware] = {}
-    for path in config_files("hardware").values():
+    for name, path in config_files("hardware").items():
         try:
             values: Any = OmegaConf.to_container(OmegaConf.load(path))
             hardware = Hardware(**{**values, "match": tuple(values["match"])})
@@ -48,8 +48,17 @@ def _by_device_name() -> dict[str, Hardware]:
             raise ValueError(
                 f"{path}: no hardware ({problem}); write it like those in conf/hardware"
             ) from error
-        found.update(dict.fromkeys(map(_normalised, hardware.match), hardware))
+        found[name] = hardware
     return found
+
+
+@cache
+def _by_device_name() -> dict[str, Hardware]:
+    return {
+        _normalised(name): hardware
+        for hardware in hardware_names().values()
+        for name in hardware.match
+    }
 
 
 def _normalised(device_name: str) -> str:

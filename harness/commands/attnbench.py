@@ -2,7 +2,8 @@
 
 Flags are those of :mod:`harness.commands.flags`. A command without flags is composed by
 :mod:`harness.request.compose`, so that every error is one line and every command a sweep.
-``attnbench backends`` is the one subcommand: it runs nothing and lists what can run.
+Subcommands are ``attnbench backends``, which lists what can run, ``attnbench recommend`` and
+``attnbench fits``.
 Exit codes: 0 all cases have a result, 1 some failed, 2 the command is wrong, 129 the terminal was
 closed (SIGHUP), 130 interrupted (SIGINT, SIGTERM). Who stops reading the output changes none of
 them; where it cannot be written, as on a full disk, 1 takes the place of 0.
@@ -31,6 +32,8 @@ HUNG_UP = 129
 # A second Ctrl-C within this time is taken for the same request.
 STOPPING_S = 10.0
 
+GOES_ON = "stopped; the same command goes on where this one ended"
+
 
 def main() -> int:
     """Console script; returns the exit code."""
@@ -42,12 +45,30 @@ def main() -> int:
         arguments, flags = without_own_folders(sys.argv[1:])
         if arguments[:1] == ["backends"]:
             return list_backends(arguments[1:])
+        if arguments[:1] == ["fits"]:
+            # Both load what other commands do without.
+            from harness.commands import fits
+
+            return fits.main(arguments[1:])
+        if arguments[:1] == ["recommend"]:
+            return _recommend(arguments[1:])
         if any(item.startswith("-") for item in arguments):
             run_flags(arguments)
             return 0
     except ValueError as error:
         return _complain(str(error))
     return run(arguments, flags)
+
+
+def _recommend(arguments: list[str]) -> int:
+    """The subcommand that may measure, and stops as other commands do."""
+    from harness.commands import recommend
+
+    _stop_on_signals()
+    try:
+        return recommend.main(arguments)
+    except KeyboardInterrupt:
+        return _stopped(GOES_ON)
 
 
 def run(arguments: list[str], flags: Sequence[str] = ()) -> int:
@@ -66,15 +87,19 @@ def run(arguments: list[str], flags: Sequence[str] = ()) -> int:
             begin_measuring()
         return run_request(request)
     except KeyboardInterrupt as stopped:
-        # While Python shuts down, its own handlers are gone already.
-        for number in STOPPING:
-            signal.signal(number, signal.SIG_IGN)
         # Following jobs, it says what goes on.
-        said = str(stopped) or "stopped; the same command goes on where this one ended"
-        print(file=sys.stderr)
-        warn(said)
-        sys.stdout.flush()
-        return HUNG_UP if _stopped_by == signal.SIGHUP else INTERRUPTED
+        return _stopped(str(stopped) or GOES_ON)
+
+
+def _stopped(said: str) -> int:
+    """Say how an interrupted command ended; returns its exit code."""
+    # While Python shuts down, its own handlers are gone already.
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_IGN)
+    print(file=sys.stderr)
+    warn(said)
+    sys.stdout.flush()
+    return HUNG_UP if _stopped_by == signal.SIGHUP else INTERRUPTED
 
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -60,6 +60,8 @@ def _instead_of(argument: str) -> str:
 
 COMMANDS = {
     "backends": "attnbench backends",
+    "recommend": "attnbench recommend model=NAME",
+    "fits": "attnbench fits model=NAME",
     "report": "attnbench-report RESULTS",
     "writeup": "attnbench-writeup RESULTS",
     "compare": "attnbench-compare A B",

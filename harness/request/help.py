@@ -23,6 +23,8 @@ attnbench: which attention backend and which parallel strategy to run on your ha
 
 Usage: attnbench KEY=VALUE[,VALUE...] ...     measure every combination
        attnbench sweeps=NAME [KEY=VALUE...]   run a named sweep; your keys win over its own
+       attnbench recommend model=NAME ...     how to train it here, or on machine=h200
+       attnbench fits model=NAME ...          largest batch, longest sequence, fewest GPUs
        attnbench backends [device=cpu]        list the attention backends that run here
        attnbench-report RESULTS [SWEEP...]    make tables, figures and reports again
        attnbench-writeup RESULTS...           a paper and an appendix: Markdown, PDF, HTML

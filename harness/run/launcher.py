@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from harness.cases.case import Case
 from harness.run.progress import Progress
+from harness.run.rounds.case_group import Grouping, by_comparison
 from harness.run.rounds.options import RunOptions
 from harness.store.record import RecordStore
 from kernels.registry import Registry
@@ -28,6 +29,8 @@ class PendingCases:
     command: str
     predict: Callable[[Case], float]
     """A rough prediction of a case's seconds."""
+    grouping: Grouping = by_comparison
+    """Which cases take turns, where this host measures them."""
 
 
 LAUNCHERS: Registry[type[Launcher]] = Registry(

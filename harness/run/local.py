@@ -35,8 +35,11 @@ RANK_BYTES = 100 * 2**20
 _PROBE = """
 import json, torch
 count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-names = [torch.cuda.get_device_name(i) for i in range(count)]
-print(json.dumps({"torch": torch.__version__, "built_for": torch.version.cuda, "names": names}))
+found = [torch.cuda.get_device_properties(i) for i in range(count)]
+print(json.dumps({
+    "torch": torch.__version__, "built_for": torch.version.cuda,
+    "names": [item.name for item in found], "memory_bytes": [item.total_memory for item in found],
+}))
 """
 
 
@@ -127,7 +130,8 @@ class Local(Launcher):
         if self.nnodes > 1:
             return self._launch_on_nodes(pending)
         with local_run(pending, self.name) as progress:
-            Runner(options, pending.store, progress).run(cases)
+            runner = Runner(options, pending.store, progress, grouping=pending.grouping)
+            runner.run(cases)
         return []
 
     def _launch_on_nodes(self, pending: PendingCases) -> list[str]:
@@ -230,7 +234,7 @@ def _warn_if_busy() -> None:
 
 @cache
 def probe_cuda() -> dict[str, Any]:
-    """Names of the CUDA devices that torch sees, and the reason if there are none.
+    """Names and memory of the CUDA devices that torch sees, and the reason if there are none.
 
     A separate process asks torch, so that this one need not import it; where no driver is
     installed nobody asks.

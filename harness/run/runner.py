@@ -27,9 +27,9 @@ from harness.run.device_lock import exclusive_device
 from harness.run.held_signals import signals_held
 from harness.run.nodes.hosts import Hosts
 from harness.run.progress import Progress
-from harness.run.rounds.case_group import CaseGroup
+from harness.run.rounds.case_group import CaseGroup, Grouping, by_comparison
 from harness.run.rounds.deciding import Budget, affordable
-from harness.run.rounds.interleaving import comparison_groups, turns
+from harness.run.rounds.interleaving import turns
 from harness.run.rounds.options import RunOptions
 from harness.run.rounds.record_builder import RecordBuilder
 from harness.run.warm_workers import Workers
@@ -54,8 +54,10 @@ class Runner:
         store: RecordStore,
         progress: Progress,
         hosts: Hosts | None = None,
+        grouping: Grouping = by_comparison,
     ) -> None:
         self.options = options
+        self._grouping = grouping
         self.store = store
         self.progress = progress
         self._rounds = RoundStore(store)
@@ -74,9 +76,8 @@ class Runner:
         if files_before is None:
             files_before = set(self.store.names())
         self._files_before = files_before
-        grouped = comparison_groups(cases) if self.options.in_turns else [[case] for case in cases]
-        groups = [CaseGroup(group, self.options) for group in grouped]
-        self._budget = Budget(self.options.budget_s, sum(map(len, grouped)))
+        groups = self._grouping(list(cases), self.options)
+        self._budget = Budget(self.options.budget_s, sum(len(group.cases) for group in groups))
         # Warm workers are kept per world size, so cases of one size run together.
         pending = deque(sorted(groups, key=lambda group: group.kind[0]))
         deferred: deque[CaseGroup] = deque()

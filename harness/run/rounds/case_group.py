@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from harness.cases.case import Case
 from harness.run.rounds.deciding import (
@@ -16,6 +16,7 @@ from harness.run.rounds.deciding import (
     reasons_hidden,
     stop_reason,
 )
+from harness.run.rounds.interleaving import comparison_groups
 from harness.run.rounds.options import RunOptions
 from harness.run.rounds.record_builder import RecordBuilder
 from harness.store.record import RecordStore
@@ -133,3 +134,13 @@ class CaseGroup:
     @property
     def _seconds_a_round(self) -> float:
         return sum(run.last_wall_s for run in self.runs.values() if not run.recorded)
+
+
+Grouping = Callable[[list[Case], RunOptions], list[CaseGroup]]
+"""Puts the cases of a run into groups that take turns."""
+
+
+def by_comparison(cases: list[Case], options: RunOptions) -> list[CaseGroup]:
+    """Cases that tables compare take turns, where any do."""
+    grouped = comparison_groups(cases) if options.in_turns else [[case] for case in cases]
+    return [CaseGroup(group, options) for group in grouped]

@@ -1,0 +1,183 @@
+"""``attnbench recommend``: how to train a model on a machine, in one sentence and one page."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from harness import forecast
+from harness.cases import format as fmt
+from harness.commands.output import begin_measuring
+from harness.commands.questions import HERE, Asked, asked
+from harness.printing import say
+from harness.recommend import answer as answers
+from harness.recommend import page
+from harness.recommend.answer import Answer
+from harness.recommend.combination import Combination
+from harness.recommend.enumeration import Enumeration, enumerate_combinations
+from harness.recommend.fitting import MemoryModel, fit, misfits
+from harness.recommend.longest import longest
+from harness.recommend.measuring import Bench, label_of
+from harness.recommend.predicting import Predicted, TimeModel, order_of, predict
+from harness.recommend.screening import screen
+from harness.run.launcher import LaunchError
+from harness.run.workers.worker_group import WorkerStartError
+from harness.terminal import PrintableConsole
+
+HELP = """\
+Usage: attnbench recommend model=NAME seq_len=N [gpus=N] [batch_tokens=N] [precision=bf16]
+                           [goal=tokens_per_s|memory|longest_sequence]
+                           [machine=h200] [measure=true|false] [budget_s=60] [KEY=VALUE...]
+
+Enumerates every legal way to train (attention, mesh, strategy, checkpointing, compilation,
+micro-batch), drops what does not fit, predicts the time of the rest, and measures the best few in
+turns until one is faster than the others or tied. machine= predicts for a machine that is not here.
+Keys of cases pin an axis: attention=sdpa,flash_triton parallel=fsdp parallel.tp=1 compile=none.
+"""
+
+CANDIDATES = 4
+"""Combinations that are measured, if a calibration predicts which are best."""
+
+BUDGET_S = 120.0
+"""Seconds for measuring, about, unless budget_s= says otherwise."""
+
+
+def main(arguments: list[str]) -> int:
+    """The subcommand; ValueError in one line for a wrong argument."""
+    if {"-h", "--help"} & set(arguments):
+        say(HELP.rstrip())
+        return 0
+    wanted = asked("recommend", arguments)
+    if wanted.measure:
+        begin_measuring()
+    console = PrintableConsole(soft_wrap=False)
+    answer = _answer(wanted, console)
+    _print(answer, console)
+    folder = Path(wanted.results).expanduser() / "sweeps" / label_of(wanted.question)
+    try:
+        say(f"  report  {page.write(answer, folder)}")
+    except OSError as error:
+        raise ValueError(
+            f"results={wanted.results}: cannot be written ({error.strerror})"
+        ) from error
+    return 0 if answer.best is not None else 1
+
+
+def _answer(wanted: Asked, console: Console) -> Answer:
+    question, memory = wanted.question, MemoryModel()
+    found = enumerate_combinations(question)
+    fitting, others = fit(found, question.machine, memory)
+    if question.goal == "longest_sequence":
+        fitting = longest(fitting, question.machine, memory)
+    times, remark = _time_model(wanted)
+    predicted = predict(found, fitting, times, question.goal) if times else Predicted()
+    answer = Answer(
+        question=question,
+        found=found,
+        num_fitting=len(fitting),
+        num_predicted=len(predicted.ranked),
+        ranked=predicted.ranked,
+        misfits=misfits(fitting, others, question.machine, memory),
+        drawn=list(predicted.ranked),
+        remarks=[remark] if remark else [],
+    )
+    if wanted.measure and fitting:
+        _measure(wanted, found, fitting, answer, console)
+    elif not predicted.ranked and question.goal != "tokens_per_s":
+        answer.ranked = sorted(fitting, key=order_of(question.goal))
+    return answer
+
+
+def _time_model(wanted: Asked) -> tuple[TimeModel | None, str]:
+    """The calibrated model of the machine, or why there is none."""
+    machine = wanted.question.machine
+    try:
+        return forecast.machine(HERE if machine.is_here else machine.name), ""
+    except (LookupError, ValueError) as error:
+        if wanted.measure:
+            return None, "This machine has no calibration: candidates were found by short runs."
+        return None, " ".join(str(error.args[0]).split())
+
+
+def _measure(
+    wanted: Asked,
+    found: Enumeration,
+    fitting: list[Combination],
+    answer: Answer,
+    console: Console,
+) -> None:
+    """Measure the best few, and put those first, the fastest before the others."""
+    question = wanted.question
+    bench = Bench(
+        results=Path(wanted.results).expanduser(),
+        budget_s=BUDGET_S if wanted.budget_s is None else wanted.budget_s,
+        timeout_s=wanted.timeout_s,
+        console=console,
+        command=question.asked,
+        label=label_of(question),
+    )
+    try:
+        candidates = answer.ranked[:CANDIDATES] or screen(found, fitting, bench)
+        if len(candidates) > 1:
+            say(f"{fmt.counted(len(candidates), 'candidate')} in turns:")
+        if candidates:
+            bench.contest(candidates)
+    except (LaunchError, WorkerStartError, OSError) as error:
+        raise ValueError(str(error)) from error
+    measured = [item for item in candidates if item.measured_ms is not None]
+    for item in candidates:
+        if item.measured_ms is None and item.record is not None:
+            answer.remarks.append(f"{item.name}: {item.record.status} when it was measured.")
+    rest = [item for item in answer.ranked if item not in candidates]
+    answer.ranked = [*sorted(measured, key=order_of(question.goal)), *rest]
+    answer.drawn = list({id(item): item for item in [*answer.drawn, *bench.screened]}.values())
+
+
+def _print(answer: Answer, console: Console) -> None:
+    console.print(answers.counts(answer), highlight=False)
+    for line in answers.fallen(answer):
+        console.print(_wrapped(line, console.width), highlight=False, style="dim")
+    console.print()
+    console.print(answers.sentence(answer), highlight=False, style="bold")
+    if second := answers.second(answer):
+        console.print(second, highlight=False)
+    for remark in answer.remarks:
+        console.print(remark, highlight=False)
+    if answer.ranked:
+        console.print()
+        console.print(_table(answer))
+        for place, item in enumerate(answer.ranked[:2]):
+            console.print(f"\n{('Run:', 'Or:')[place]}", style="bold")
+            console.print(answer.command(item), highlight=False, soft_wrap=True)
+    if answer.misfits:
+        console.print("\nDoes not fit, and what would:", highlight=False)
+        console.print(_misfit_table(answer))
+    console.print()
+
+
+def _wrapped(line: str, width: int) -> str:
+    """A line with its continuation under its text."""
+    return textwrap.fill(line, width, subsequent_indent=" " * 11, drop_whitespace=True)
+
+
+def _table(answer: Answer) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in page.COLUMNS:
+        first = name == page.COLUMNS[0]
+        table.add_column(name, justify="left" if first else "right", overflow="fold")
+    for item in answer.ranked[: answers.SHOWN]:
+        table.add_row(*page.cells(item))
+    return table
+
+
+def _misfit_table(answer: Answer) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("", overflow="fold")
+    table.add_column("missing (GiB)", justify="right")
+    table.add_column("fits with", overflow="fold")
+    for item in answer.misfits:
+        table.add_row(item.name, f"{item.nearest.short_gib:,.3g}", item.change)
+    return table

@@ -1,0 +1,1 @@
+"""Recommends how to train: combinations enumerated, fitted, predicted, the best few measured."""

@@ -1,0 +1,181 @@
+"""The answer to a question: what to run, how sure that is, and what came near or does not fit."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+
+from harness.cases import format as fmt
+from harness.recommend.combination import Combination
+from harness.recommend.commands import command_of
+from harness.recommend.enumeration import Enumeration
+from harness.recommend.fitting import Misfit
+from harness.recommend.measuring import standing
+from harness.recommend.question import Question
+
+SHOWN = 5
+"""Rows of the table of the best."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Answer:
+    """Everything that the terminal and the report say."""
+
+    question: Question
+    found: Enumeration
+    num_fitting: int
+    num_predicted: int
+    ranked: list[Combination]
+    """The best first: measured ones, then those that are only predicted."""
+    misfits: list[Misfit]
+    drawn: list[Combination] = field(default_factory=list)
+    """Every combination with a memory and a time, for the figure."""
+    remarks: list[str] = field(default_factory=list)
+
+    @property
+    def best(self) -> Combination | None:
+        return self.ranked[0] if self.ranked else None
+
+    @property
+    def runner_up(self) -> Combination | None:
+        return self.ranked[1] if len(self.ranked) > 1 else None
+
+    @property
+    def ties(self) -> list[Combination]:
+        """Those that cannot be told from the best: by verdicts, or by intervals of predictions."""
+        best = self.best
+        return [item for item in self.ranked[1:] if best is not None and ties(best, item)]
+
+    def command(self, item: Combination) -> str:
+        return command_of(item.case, self.question.choose)
+
+
+def ties(best: Combination, other: Combination) -> bool:
+    """Whether two are the same, or not told apart."""
+    if best.record is not None and other.record is not None:
+        return standing(best, other) != "SLOWER"
+    if best.step is None or other.step is None or other.measured_ms is not None:
+        return False
+    # Two predictions of one model err together; what both share says nothing about their order.
+    return bool(other.step_ms and _gap(best, other) < TIED)
+
+
+TIED = 0.02
+"""Predictions that differ by less are not told apart; measuring is."""
+
+
+def _gap(best: Combination, other: Combination) -> float:
+    """How much longer a token of ``other`` takes: 0.1 is 10%."""
+    assert best.step_ms is not None
+    assert other.step_ms is not None
+    one = best.batch_ms(best.step_ms) / best.batch_tokens
+    return other.batch_ms(other.step_ms) / other.batch_tokens / one - 1
+
+
+def sentence(answer: Answer) -> str:
+    """What to run, how fast it is, and how sure that is."""
+    best, question = answer.best, answer.question
+    if best is None:
+        return _nothing(answer)
+    goal = {
+        "tokens_per_s": "Run",
+        "memory": "For the least memory run",
+        "longest_sequence": f"For the longest sequence, {best.base.seq_len:,} tokens, run",
+    }[question.goal]
+    return f"{goal} {best.name}: {_speed(best)}, {_memory(best)}."
+
+
+def _nothing(answer: Answer) -> str:
+    if not answer.num_fitting:
+        return "Nothing fits: see what would, below."
+    return "No time can be predicted for what fits: " + "; ".join(answer.remarks)
+
+
+def _speed(item: Combination) -> str:
+    if item.step_ms is None:
+        return "no time is predicted"
+    speed = fmt.number(item.tokens_per_s(item.step_ms))
+    if item.measured_ms is not None:
+        return f"{speed} tokens/s measured"
+    low = fmt.number(item.tokens_per_s(item.step.high_ms))
+    high = fmt.number(item.tokens_per_s(item.step.low_ms))
+    return f"{speed} tokens/s predicted (90% interval {low} to {high})"
+
+
+def _memory(item: Combination) -> str:
+    return f"{item.memory_gib:.3g} of {item.usable_bytes / 2**30:.3g} GiB predicted{_a_gpu(item)}"
+
+
+def _a_gpu(item: Combination) -> str:
+    return " on each GPU" if item.case.world_size > 1 and item.case.device == "cuda" else ""
+
+
+def second(answer: Answer) -> str:
+    """The runner-up and by how much it is behind; empty without one."""
+    best, other = answer.best, answer.runner_up
+    if best is None or other is None or best.step_ms is None or other.step_ms is None:
+        return ""
+    gap = _gap(best, other)
+    slower = "as fast" if abs(gap) < 5e-4 else f"{100 * abs(gap):.1f}% "
+    if slower != "as fast":
+        slower += "slower" if gap > 0 else "faster by median"
+    if answer.question.goal == "memory":
+        more = (other.memory_bytes - best.memory_bytes) / 2**30
+        behind = f"{more:.3g} GiB more" if more >= 0.005 else "as little memory"
+        return f"Runner-up: {other.name}, {behind}, {slower}."
+    text = f"Runner-up: {other.name}, {slower}."
+    tied = len(answer.ties)
+    if not tied:
+        return text
+    how = (
+        "measured as the same or not told apart" if best.record else "within 2%, so not told apart"
+    )
+    names = "; ".join(item.name for item in answer.ties[:2])
+    others = f", and {tied - 2:,} more" if tied > 2 else ""
+    return f"{text} Tied ({how}): {names}{others}."
+
+
+def counts(answer: Answer) -> str:
+    """How many combinations there are, fit, and have a predicted time."""
+    found = answer.found
+    variants = max(1, len(found.compilations))
+    return (
+        f"{found.number:,} combinations, {found.num_legal:,} of them legal, "
+        f"{answer.num_fitting * variants:,} fit; times predicted for {answer.num_predicted:,}."
+    )
+
+
+def fallen(answer: Answer, most: int = 8) -> list[str]:
+    """Why families fell out, a line each: how many combinations, whose, and the reason."""
+    numbers: Counter[str] = Counter()
+    names: dict[str, list[str]] = {}
+    for reason, number in answer.found.fallen.items():
+        name, text = _split(reason)
+        numbers[text] += number
+        if name and name not in names.setdefault(text, []):
+            names[text].append(name)
+    lines = []
+    for text, total in numbers.most_common(most):
+        whose = f"{', '.join(names[text])}: " if text in names else ""
+        lines.append(f"{total:>9,}  {whose}{text}")
+    rest = sum(number for _, number in numbers.most_common()[most:])
+    if rest:
+        lines.append(f"{rest:>9,}  for {fmt.counted(len(numbers) - most, 'other reason')}")
+    for item in answer.found.left_out:
+        lines.append(f"{'none':>9}  of {', '.join(item.names)}: {item.reason}")
+    return lines
+
+
+def _split(reason: str) -> tuple[str, str]:
+    """The backend that a reason is about, if any, and the reason without its remedy."""
+    name = ""
+    if found := re.match(r"attention=(\w+)(?:\([^)]*\))?: (.*)", reason):
+        name, reason = found.groups()
+    head, colon, tail = reason.partition(": ")
+    if "install" in head:
+        return name, "not installed here"
+    text = f"{head}{colon}{tail.split('; ')[0]}"
+    return name, re.sub(
+        r"^\d+ query heads are too few for \d+ ranks", "too few heads for ranks", text
+    )

@@ -1,0 +1,98 @@
+"""Memory against time of every combination, with the front that none beats in both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from harness.recommend.combination import Combination
+from harness.recommend.predicting import front
+from harness.render.figure import CaptionedFigure
+from harness.render.palette import colour, marker
+
+MOST_NAMES = 9
+"""Strategies or backends that the legend names; others are grey."""
+
+GREY = "#AAAAAA"
+
+
+def build(drawn: Sequence[Combination], best: Combination | None) -> CaptionedFigure | None:
+    """One point for each combination; the one that is recommended is ringed."""
+    items = [item for item in drawn if item.step_ms is not None]
+    if len(items) < 2:
+        return None
+    figure = Figure(figsize=(7.2, 4.4), layout="constrained")
+    axis = figure.subplots()
+    several = len({item.base.parallel.name for item in items}) > 1
+    names = [_name(item, several) for item in items]
+    often = sorted(set(names), key=lambda name: (-names.count(name), name))
+    named = often[:MOST_NAMES]
+    for name in sorted(named):
+        own = [item for item, known in zip(items, names, strict=True) if known == name]
+        _points(axis, own, colour(name), marker(name), name)
+    rest = [
+        item for item, known in zip(items, names, strict=True) if known not in often[:MOST_NAMES]
+    ]
+    if rest:
+        _points(axis, rest, GREY, ".", f"{len(often) - MOST_NAMES} others")
+    line = front(items)
+    axis.plot(
+        [item.memory_gib for item in line],
+        [_speed(item) for item in line],
+        color="black",
+        linewidth=1.0,
+        drawstyle="steps-post",
+        label="front",
+        zorder=4,
+    )
+    if best is not None and best.step_ms is not None:
+        axis.plot(
+            [best.memory_gib],
+            [_speed(best)],
+            marker="o",
+            markersize=12,
+            markerfacecolor="none",
+            markeredgecolor="black",
+            markeredgewidth=1.6,
+            linestyle="none",
+            label="recommended",
+            zorder=5,
+        )
+    axis.set_xlabel("predicted memory on one rank (GiB)")
+    axis.set_ylabel("tokens per second")
+    axis.set_yscale("log")
+    figure.legend(loc="outside right upper")
+    kind = "strategy" if several else "attention"
+    return CaptionedFigure(
+        name="front",
+        caption=(
+            f"Predicted memory and tokens per second of {len(items):,} combinations that fit, by "
+            f"{kind}; measured times where there are some. On the black front, no other "
+            "combination is faster with as little memory."
+        ),
+        figure=figure,
+    )
+
+
+def _points(axis: Axes, items: list[Combination], tint: str, sign: str, name: str) -> None:
+    axis.plot(
+        [item.memory_gib for item in items],
+        [_speed(item) for item in items],
+        marker=sign,
+        markersize=3.5,
+        linestyle="none",
+        color=tint,
+        alpha=0.8,
+        label=name,
+    )
+
+
+def _name(item: Combination, several: bool) -> str:
+    return item.base.parallel.name if several else item.base.attention.name
+
+
+def _speed(item: Combination) -> float:
+    assert item.step_ms is not None
+    return item.tokens_per_s(item.step_ms)

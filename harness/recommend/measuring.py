@@ -1,0 +1,175 @@
+"""Measures combinations on this host, as cases of a results folder like any others."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from harness.analysis.stats import by_round, median, slowest_rank
+from harness.analysis.verdicts import decide, looks_at
+from harness.cases.case import Case
+from harness.cases.recorded import load
+from harness.printing import warn
+from harness.recommend.combination import Combination
+from harness.recommend.contest import BAND, PHASE, Contest, scaled
+from harness.recommend.question import Question
+from harness.render.registries import FIGURES, TABLES, made_by_default
+from harness.run.launcher import PendingCases
+from harness.run.local import Local
+from harness.run.progress import TerminalProgress
+from harness.run.rounds.case_group import CaseGroup, Grouping, by_comparison
+from harness.run.rounds.options import RunOptions
+from harness.store.attempts import Records
+from harness.store.record import Record, RecordStore, in_short, is_final
+from harness.store.sweep_plan import SweepPlan, write_plan
+
+FIRST_ROUNDS = 5
+"""Rounds of every candidate, after which the first verdicts may fall."""
+
+ADDED = 0.25
+"""Of the time for measuring, what rounds may take that are added after the first."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Bench:
+    """Where and for how long to measure."""
+
+    results: Path
+    budget_s: float
+    timeout_s: float
+    console: Console
+    command: str
+    label: str
+    """The sweep that candidates belong to, and whose folder holds the report."""
+    case_ids: list[str] = field(default_factory=list)
+    """All that were measured for it."""
+    screened: list[Combination] = field(default_factory=list)
+
+    def contest(self, candidates: Sequence[Combination]) -> None:
+        """Measure candidates in turns until the fastest is decided or the time is over."""
+        accumulation = {item.case.id: item.accumulation for item in candidates}
+        on_cpu = candidates[0].case.device == "cpu"
+        options = RunOptions(
+            results=self.results,
+            timeout_s=self.timeout_s,
+            interleave=FIRST_ROUNDS,
+            until_decided=True,
+            budget_s=self.budget_s * ADDED,
+            # A process that compiles takes longer to start than all its steps.
+            fresh_rounds=False if on_cpu else None,
+        )
+
+        def one_group(cases: list[Case], options: RunOptions) -> list[CaseGroup]:
+            return [Contest(cases, options, accumulation)]
+
+        self._run([item.case for item in candidates], options, one_group)
+        self.read(candidates)
+
+    def screen(self, candidates: Sequence[Combination]) -> None:
+        """Measure a few steps of each candidate, one after another."""
+        options = RunOptions(results=self.results, timeout_s=self.timeout_s)
+        self._run([quick(item.case) for item in candidates], options, by_comparison)
+        records = self._records()
+        for item in candidates:
+            item.measured_ms = measured_ms(records.get(quick(item.case).id))
+        self.screened += candidates
+
+    def read(self, candidates: Iterable[Combination]) -> None:
+        """Take the times of candidates from the records that exist."""
+        records = self._records()
+        for item in candidates:
+            item.record = records.get(item.case.id)
+            item.measured_ms = measured_ms(item.record)
+
+    def _records(self) -> Records:
+        return load(RecordStore(self.results))[0]
+
+    def _run(self, cases: list[Case], options: RunOptions, grouping: Grouping) -> None:
+        """Measure what has no record yet. OSError where the folder cannot be written."""
+        store = RecordStore(self.results)
+        store.create()
+        self.case_ids += [case.id for case in cases if case.id not in self.case_ids]
+        write_plan(store.results, self._sweep_plan())
+        records, problems = load(store)
+        for problem in in_short(problems):
+            warn(f"{problem}; measured again")
+        todo = [case for case in cases if not _stands(records.get(case.id))]
+        if not todo:
+            return
+
+        def predict(case: Case) -> float:
+            return 1.0
+
+        with TerminalProgress(self.console, todo, predict, options.interleave) as progress:
+            pending = PendingCases(
+                cases=todo,
+                options=options,
+                store=store,
+                progress=progress,
+                command=self.command,
+                predict=predict,
+                grouping=grouping,
+            )
+            Local(name="local").launch(pending)
+
+    def _sweep_plan(self) -> SweepPlan:
+        return SweepPlan(
+            label=self.label,
+            name="recommend",
+            title="Candidates of a recommendation",
+            about="Measured by attnbench recommend.",
+            command=self.command,
+            scale="full",
+            tables=made_by_default(TABLES),
+            figures=made_by_default(FIGURES),
+            case_ids=self.case_ids,
+        )
+
+
+def label_of(question: Question) -> str:
+    """The folder of a question's report, by what was asked."""
+    digest = hashlib.sha256(question.asked.encode()).hexdigest()[:6]
+    return f"recommend-{question.model.name}-{question.seq_len}-{digest}"
+
+
+def quick(case: Case) -> Case:
+    """A few steps of a case: another case, with a record of its own."""
+    task: Any = case.task
+    return replace(case, task=replace(task, warmup_steps=1, measure_steps=3))
+
+
+def measured_ms(record: Record | None) -> float | None:
+    """Median time of a step on the slowest rank, if it was measured."""
+    if record is None or record.status != "ok" or PHASE not in record.phases:
+        return None
+    return median(slowest_rank(record.phases[PHASE].samples_ms))
+
+
+def standing(winner: Combination, other: Combination) -> str:
+    """FASTER, SLOWER, SAME or UNCLEAR: ``other`` against the winner, by their records."""
+    one, two = winner.record, other.record
+    if one is None or two is None:
+        return "UNCLEAR"
+    number = min(len(one.round_states), len(two.round_states))
+    return decide(
+        _batches_ms(winner, one)[:number],
+        _batches_ms(other, two)[:number],
+        band=BAND,
+        looks=looks_at(number, until_decided=True),
+        baseline_processes=[item.process for item in one.round_states][:number],
+        candidate_processes=[item.process for item in two.round_states][:number],
+    ).word
+
+
+def _batches_ms(item: Combination, record: Record) -> list[list[float]]:
+    samples = slowest_rank(record.phases[PHASE].samples_ms)
+    return scaled(by_round(samples, record.rounds), item.accumulation)
+
+
+def _stands(record: Record | None) -> bool:
+    return record is not None and is_final(record, retry=False)

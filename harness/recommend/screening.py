@@ -1,0 +1,102 @@
+"""Finds the best few by short measurements, where no calibration predicts times.
+
+One axis after another, each from the best of those before it: attention, mesh and strategy,
+micro-batch, compilation; activations are checkpointed where memory asks for it. A few steps of each
+are measured, and the contest that follows decides.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from harness.recommend.combination import Combination
+from harness.recommend.enumeration import Enumeration
+from harness.recommend.measuring import Bench
+
+BEST = 3
+"""Finalists that the contest decides among."""
+
+ENOUGH = 0.15
+"""A candidate that is so much slower than the best in a few steps is none to go on from."""
+
+
+def screen(found: Enumeration, fitting: list[Combination], bench: Bench) -> list[Combination]:
+    """The best few of what fits, the fastest first, within the time that ``bench`` has."""
+    ends_s = time.monotonic() + SHARE * bench.budget_s
+    measured: list[Combination] = []
+
+    def try_out(candidates: Iterable[Combination]) -> None:
+        known = {one.case.id for one in measured}
+        new = [item for item in candidates if item.case.id not in known]
+        quickly = [item for item in new if not item.case.compiles]
+        # Compilation takes longer than all the rest together, so that time may end before it.
+        slowly = [[item] for item in new if item.case.compiles]
+        for group in filter(None, [quickly, *slowly]):
+            # Without a first one there is no answer.
+            if not measured or time.monotonic() < ends_s:
+                bench.screen(group)
+                measured.extend(group)
+
+    def best(number: int = 1) -> list[Combination]:
+        return sorted((one for one in measured if one.measured_ms), key=_ms_a_batch)[:number]
+
+    plain = _plain(fitting)
+    if not plain:
+        return []
+    try_out(_differing(plain[0], plain, _attention))
+    for axis in (_mesh, _batch):
+        for leader in best():
+            try_out(_differing(leader, fitting, axis))
+    for leader in best():
+        try_out(leader.compiled(compilation) for compilation in found.compilations[1:])
+    finalists = best(BEST)
+    limit = (1 + ENOUGH) * _ms_a_batch(finalists[0]) if finalists else 0.0
+    return [item for item in finalists if _ms_a_batch(item) <= limit]
+
+
+SHARE = 0.5
+"""Of the time for measuring, what screening may take; the contest has the rest."""
+
+
+def _ms_a_batch(item: Combination) -> float:
+    return item.batch_ms(item.measured_ms) if item.measured_ms else float("inf")
+
+
+def _plain(fitting: list[Combination]) -> list[Combination]:
+    """With the least checkpointing and the largest micro-batch first."""
+    return sorted(
+        fitting, key=lambda item: (item.checkpoint_label != "none", -item.base.batch_size)
+    )
+
+
+def _mesh(item: Combination) -> object:
+    return item.base.parallel.name, *item.base.parallel.axes.items()
+
+
+def _batch(item: Combination) -> object:
+    return item.base.batch_size
+
+
+def _attention(item: Combination) -> object:
+    return id(item.base.attention)
+
+
+AXES = (_attention, _mesh, _batch)
+
+
+def _differing(
+    leader: Combination, items: list[Combination], axis: Callable[[Combination], object]
+) -> list[Combination]:
+    """One combination for each value of an axis, otherwise as near to ``leader`` as there is."""
+
+    def distance(item: Combination) -> int:
+        differ = sum(axis(item) != axis(leader) for axis in AXES)
+        return differ + (item.checkpoint_label != leader.checkpoint_label)
+
+    nearest: dict[object, Combination] = {}
+    for item in items:
+        value = axis(item)
+        if value not in nearest or distance(item) < distance(nearest[value]):
+            nearest[value] = item
+    return list(nearest.values())
