@@ -35,8 +35,6 @@ def main(arguments: list[str]) -> int:
     console.print(opening(question), highlight=False)
     console.print()
     console.print(_table(rows, question))
-    for line in commands(rows, question):
-        say(line)
     return 0
 
 
@@ -50,18 +48,23 @@ def opening(question: Question) -> str:
     usable, whole = machine.usable_bytes / GIB, machine.memory_bytes / GIB
     device = fmt.counted(question.gpus, "GPU") if machine.device == "cuda" else "one CPU"
     return (
-        f"{question.model.name}: {count.total / 1e9:.3g} B parameters, {question.precision}, "
-        f"{question.model.num_layers} layers, on {device} ({machine.name}, {usable:.0f} of "
-        f"{whole:.0f} GiB for tensors)"
+        f"{question.model.name}: {parameters(count.total)} parameters, {question.precision}, on "
+        f"{device} ({machine.name}: {usable:.0f} of {whole:.0f} GiB for tensors)"
     )
+
+
+def parameters(number: int) -> str:
+    """``1.11 M``, ``8.03 B``."""
+    return f"{fmt.number(number / 1e9)} B" if number >= 1e9 else f"{fmt.number(number / 1e6)} M"
 
 
 def _table(rows: list[Limits], question: Question) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("strategy")
+    table.add_column("strategy", overflow="fold")
     table.add_column("checkpoint")
-    table.add_column("fewest GPUs", justify="right")
-    table.add_column(f"largest batch of {question.seq_len:,}", justify="right")
+    gpus = "GPUs" if question.machine.device == "cuda" else "ranks"
+    table.add_column(f"fewest {gpus}", justify="right")
+    table.add_column(f"most sequences of {question.seq_len:,}", justify="right")
     table.add_column("longest sequence", justify="right")
     for row in rows:
         table.add_row(
@@ -72,7 +75,3 @@ def _table(rows: list[Limits], question: Question) -> Table:
             f"{row.longest:,}" if row.longest else "none fits",
         )
     return table
-
-
-def commands(rows: list[Limits], question: Question) -> list[str]:
-    return []

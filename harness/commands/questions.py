@@ -95,13 +95,12 @@ def asked(command: str, arguments: Sequence[str], *, needs: Sequence[str] = ("mo
         typed={key: values for key, values in pinned.items() if group_of(key) != "model"},
         asked=shlex.join(["attnbench", command, *arguments]),
     )
-    budget = _one(typed, "budget_s", None)
     return Asked(
         question=question,
         measure=measure,
         results=str(_one(typed, "results", "results/local")),
-        budget_s=None if budget is None else float(budget),
-        timeout_s=float(_one(typed, "timeout_s", 600.0)),
+        budget_s=_seconds(typed, "budget_s"),
+        timeout_s=_seconds(typed, "timeout_s") or 600.0,
     )
 
 
@@ -175,6 +174,15 @@ def _number(typed: Axes, key: str, default: int | None) -> int | None:
         raise ValueError(f"{key}={value}: must be a whole number")
     require_at_least(key, value, 1)
     return value
+
+
+def _seconds(typed: Axes, key: str) -> float | None:
+    value = _one(typed, key, None)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+        raise ValueError(f"{key}={value}: must be a number of seconds")
+    return float(value)
 
 
 def _flag(typed: Axes, key: str, default: bool) -> bool:

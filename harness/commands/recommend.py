@@ -120,7 +120,7 @@ def _measure(
         label=label_of(question),
     )
     try:
-        candidates = answer.ranked[:CANDIDATES] or screen(found, fitting, bench)
+        candidates = answer.ranked[:CANDIDATES] or _found_by_measuring(found, fitting, bench)
         if len(candidates) > 1:
             say(f"{fmt.counted(len(candidates), 'candidate')} in turns:")
         if candidates:
@@ -134,6 +134,18 @@ def _measure(
     rest = [item for item in answer.ranked if item not in candidates]
     answer.ranked = [*sorted(measured, key=order_of(question.goal)), *rest]
     answer.drawn = list({id(item): item for item in [*answer.drawn, *bench.screened]}.values())
+
+
+def _found_by_measuring(
+    found: Enumeration, fitting: list[Combination], bench: Bench
+) -> list[Combination]:
+    """All that fit if they are few, else the best of a screening."""
+    everything = [
+        item.compiled(compilation) for item in fitting for compilation in found.compilations
+    ]
+    if len(everything) <= CANDIDATES:
+        return everything
+    return screen(found, fitting, bench)
 
 
 def _print(answer: Answer, console: Console) -> None:

@@ -51,7 +51,15 @@ class Bench:
     screened: list[Combination] = field(default_factory=list)
 
     def contest(self, candidates: Sequence[Combination]) -> None:
-        """Measure candidates in turns until the fastest is decided or the time is over."""
+        """Measure candidates in turns until the fastest is decided or the time is over.
+
+        One alone is measured without rounds: there is nothing to decide.
+        """
+        if len(candidates) == 1:
+            options = RunOptions(results=self.results, timeout_s=self.timeout_s)
+            self._run([candidates[0].case], options, by_comparison)
+            self.read(candidates)
+            return
         accumulation = {item.case.id: item.accumulation for item in candidates}
         on_cpu = candidates[0].case.device == "cpu"
         options = RunOptions(

@@ -17,7 +17,7 @@ from harness.recommend.measuring import Bench
 BEST = 3
 """Finalists that the contest decides among."""
 
-ENOUGH = 0.15
+ENOUGH = 0.3
 """A candidate that is so much slower than the best in a few steps is none to go on from."""
 
 

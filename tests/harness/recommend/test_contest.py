@@ -1,0 +1,92 @@
+"""The contest of the best few: who drops out when, and who is left."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from harness.cases.case import Case
+from harness.recommend.contest import Contest
+from harness.request.grid import Parts
+from harness.run.rounds.options import RunOptions
+
+
+class Run:
+    """Rounds of a case that take a fixed time with a fixed noise."""
+
+    def __init__(self, case: Case, ms: float, rounds: int, noise: float) -> None:
+        self.case = case
+        self.ms = ms
+        self.noise = noise
+        self.ended = self.recorded = False
+        self.num_finished = rounds
+        self.last_wall_s = 1.0
+
+    @property
+    def processes(self) -> list[int]:
+        return list(range(self.num_finished))
+
+    def loads(self) -> list[dict[str, float]]:
+        return []
+
+    def rounds_ms(self, phase: str) -> list[list[float]]:
+        swings = (-1.0, 0.3, 1.0, -0.4, 0.1)
+        return [
+            [self.ms * (1 + self.noise * swings[(index * self.case.batch_size) % 5])] * 2
+            for index in range(self.num_finished)
+        ]
+
+
+@pytest.fixture
+def cases() -> list[Case]:
+    point = {"task": "train_step", "model": "tiny", "attention": "sdpa", "seq_len": 64}
+    first = Parts().case(point, "cpu")
+    return [replace(first, batch_size=size) for size in (1, 2, 4)]
+
+
+def contest(
+    cases: list[Case], times_ms: list[float], rounds: int = 5, noise: float = 0.001
+) -> Contest:
+    """A batch of 4 sequences: 4, 2 and 1 micro-batches."""
+    options = RunOptions(results=Path(), interleave=5, until_decided=True)
+    made = Contest(cases, options, {case.id: 4 // case.batch_size for case in cases})
+    for case, ms in zip(cases, times_ms, strict=True):
+        made.runs[case.id] = Run(case, ms, rounds, noise)  # type: ignore[assignment]
+    return made
+
+
+def test_batches_are_compared_and_not_micro_batches(cases: list[Case]) -> None:
+    """10 ms four times are slower than 19 twice, and these than 36 once."""
+    made = contest(cases, [10.0, 19.0, 36.0])
+    made.look()
+    assert not made.is_open
+    stopped = {run.case.batch_size: made.why_stopped(run, 9) for run in made.closed()}
+    assert set(stopped) == {1, 2, 4}
+    assert stopped[1] == stopped[2] == "decided after 5 rounds"
+    assert made._slower == {cases[0].id, cases[1].id}
+
+
+def test_those_that_are_not_told_apart_get_more_rounds(cases: list[Case]) -> None:
+    """2% apart under noise of 2% is open; 30% is not."""
+    made = contest(cases, [13.0, 10.2 * 2, 40.0], noise=0.02)
+    made.look()
+    assert made.is_open
+    assert [run.case.batch_size for run in made.closed()] == [1]
+    assert list(made.rounds_to_look()) == [5, 6]
+    made.give_up()
+    assert not made.is_open
+
+
+def test_equal_ones_are_tied(cases: list[Case]) -> None:
+    made = contest(cases, [10.0, 20.0, 40.0])
+    made.look()
+    assert not made.is_open
+    assert not made._slower
+
+
+def test_no_verdict_before_the_first_look(cases: list[Case]) -> None:
+    made = contest(cases, [10.0, 30.0, 40.0], rounds=2)
+    made.look()
+    assert made.is_open

@@ -1,0 +1,164 @@
+"""Every legal combination, counted against composing each of them as the command line does."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from harness.predictions.capacity import GIB, machine_named
+from harness.recommend.commands import command_of
+from harness.recommend.enumeration import enumerate_combinations
+from harness.recommend.fitting import MemoryModel, fit, misfits
+from harness.recommend.predicting import front, order_of
+from harness.recommend.question import Question
+from harness.request.command_line import parse
+from harness.request.grid import Parts, expand
+from models.accounting import count_parameters
+from parallel import STRATEGIES
+
+PARTS = Parts()
+
+
+def question(model: str = "small", gpus: int = 4, seq_len: int = 1024, **typed: Any) -> Question:
+    return Question(
+        model=PARTS.choice("model", {"model": model}),
+        seq_len=seq_len,
+        gpus=gpus,
+        sequences=8,
+        precision="bf16",
+        goal="tokens_per_s",
+        machine=machine_named("h200", gpus),
+        choose=PARTS.choice,
+        typed=typed,
+    )
+
+
+class TestEnumeration:
+    def test_is_what_composing_every_point_allows(self) -> None:
+        """Independent: each point of the whole grid composed alone, legal if no error comes."""
+        names = ["none", "fsdp", "zero_1"]
+        attention = ["sdpa", "naive", "ring", "zigzag"]
+        found = enumerate_combinations(question(attention=attention, parallel=names))
+        axes = [1, 2, 4]
+        legal = 0
+        for dp, cp, tp, name, backend in itertools.product(axes, axes, axes, names, attention):
+            if dp * cp * tp != 4 or (backend in ("ring", "zigzag")) != (cp > 1):
+                continue
+            for size in (number for number in range(1, 9) if (8 // dp) % number == 0):
+                point = {"task": "train_step", "model": "small", "seq_len": 1024}
+                point |= {"attention": backend, "parallel": name, "batch_size": size}
+                point |= {"parallel.dp": dp, "parallel.cp": cp, "parallel.tp": tp}
+                try:
+                    PARTS.case({**point, "precision": "bf16"}, "cuda")
+                except ValueError:
+                    continue
+                legal += 1
+        assert len(found.bases) == legal > 50
+        ids = {base.case.id for base in found.bases}
+        assert len(ids) == legal
+        # 4 ways to checkpoint, and none, block and model compiled, the last two with graphs too.
+        assert found.num_legal == legal * 4 * 5
+
+    def test_says_why_a_family_falls_out(self) -> None:
+        found = enumerate_combinations(question(gpus=16, **{"parallel.tp": [8]}))
+        # 12 heads are not divided by 8 ranks.
+        assert not found.bases
+        assert any("must divide model.num_heads=12" in reason for reason in found.fallen)
+
+    def test_leaves_out_strategies_that_others_improve_on(self) -> None:
+        found = enumerate_combinations(question(attention=["sdpa"]))
+        used = {base.base.parallel.name for base in found.bases}
+        improved = {entry.target.improves_on for entry in STRATEGIES} - {None}
+        assert improved
+        assert not used & improved
+        assert any(set(item.names) == improved for item in found.left_out)
+
+    def test_a_mesh_that_cannot_be_is_an_error(self) -> None:
+        with pytest.raises(ValueError, match=r"gpus=4: no mesh has the given"):
+            enumerate_combinations(question(**{"parallel.tp": [3]}))
+
+    def test_peers_are_read_within_a_host_only(self) -> None:
+        """Of 16 ranks that share a sequence, 8 lie on another host."""
+        pins = {"parallel.cp": [16], "attention": ["ring"], "attention.transport": ["symmetric"]}
+        found = enumerate_combinations(question(gpus=16, **pins))
+        assert not found.bases
+        assert any("on one host" in reason for reason in found.fallen)
+
+
+class TestFitting:
+    def test_splits_at_the_memory_of_the_machine(self) -> None:
+        asked = question(model="xl", seq_len=16384, attention=["sdpa", "zigzag"])
+        memory = MemoryModel()
+        found = enumerate_combinations(asked)
+        fitting, others = fit(found, asked.machine, memory)
+        assert fitting
+        assert others
+        for item in (fitting[0], fitting[-1], others[0], others[-1]):
+            if item.accumulation == 1:
+                predicted = item.case.task.predicted_memory(item.case)
+                assert predicted is not None
+                assert item.memory_bytes == pytest.approx(sum(predicted.values()))
+            assert item.fits == (item.memory_bytes <= 0.95 * 141 * GIB)
+        assert others[0].short_gib <= others[-1].short_gib
+
+    def test_accumulated_gradients_are_held_beside_activations(self) -> None:
+        """Of one GPU in float32: four bytes for each of the parameters."""
+        asked = question(gpus=1, attention=["sdpa"])
+        memory = MemoryModel()
+        case = next(b for b in enumerate_combinations(asked).bases if b.case.batch_size == 8).base
+        held = memory.peak_bytes(case, 2, None) - memory.peak_bytes(case, 1, None)
+        assert held == pytest.approx(4 * count_parameters(asked.model).total, rel=1e-3)
+
+    def test_what_is_advised_fits(self) -> None:
+        asked = question(model="2.7B", seq_len=32768, attention=["sdpa", "zigzag"])
+        memory = MemoryModel()
+        fitting, others = fit(enumerate_combinations(asked), asked.machine, memory)
+        advised = [item for item in misfits(fitting, others, asked.machine, memory) if item.remedy]
+        assert advised
+        for item in advised:
+            assert item.remedy is not None
+            assert not item.nearest.fits
+            composed = compose(command_of(item.remedy.case, PARTS.choice))
+            needed = memory.peak_bytes(composed, item.remedy.accumulation, composed.checkpoint)
+            assert needed <= asked.machine.usable_bytes
+
+
+def compose(command: str) -> Any:
+    """The one case that a command line plans."""
+    name, *arguments = command.split()
+    assert name == "attnbench"
+    (case,) = expand([{}], parse(arguments), "cuda")
+    return case
+
+
+class TestCommands:
+    def test_plan_exactly_the_recommended_case(self) -> None:
+        found = enumerate_combinations(question())
+        for base in found.bases[:: max(1, len(found.bases) // 40)]:
+            for compilation in found.compilations:
+                item = base.compiled(compilation)
+                assert compose(command_of(item.case, PARTS.choice)).id == item.case.id
+
+
+class Step:
+    """A prediction of a fixed time."""
+
+    def __init__(self, ms: float) -> None:
+        self.median_ms = self.low_ms = self.high_ms = ms
+
+
+class TestOrder:
+    def test_front_and_goals(self) -> None:
+        bases = enumerate_combinations(question(gpus=1, attention=["sdpa"])).bases[:3]
+        for item, gib, ms in zip(bases, (3, 2, 1), (5.0, 9.0, 9.5), strict=True):
+            item.memory_bytes = gib * GIB
+            # The same time a token at any micro-batch.
+            item.step = Step(ms / item.accumulation)
+        fast, middle, small = bases
+        assert front(bases) == [small, middle, fast]
+        middle.step = Step(20.0 / middle.accumulation)
+        assert front(bases) == [small, fast]
+        assert sorted(bases, key=order_of("memory")) == [small, middle, fast]
+        assert sorted(bases, key=order_of("tokens_per_s")) == [fast, small, middle]

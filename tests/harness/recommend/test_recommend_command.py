@@ -1,0 +1,100 @@
+"""``attnbench recommend`` and ``attnbench fits`` as typed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from harness.analysis.stats import median, slowest_rank
+from harness.commands import fits, recommend
+from harness.commands.questions import asked
+from harness.store.record import RecordStore
+
+ELSEWHERE = ["machine=h200", "gpus=2", "seq_len=2048", "attention=sdpa,zigzag"]
+
+WRONG = {
+    "no model": ([], ["model: missing"]),
+    "mistyped key": (["modle=tiny"], ["modle: no such key", "did you mean model?"]),
+    "mistyped model": (["model=tinny"], ["model=tinny:", "did you mean tiny?"]),
+    "mistyped machine": (["model=tiny", "machine=h20"], ["machine=h20:", "did you mean h200"]),
+    "mistyped goal": (["model=tiny", "goal=memry"], ["goal=memry:", "did you mean memory?"]),
+    "mistyped strategy": (["model=tiny", "parallel=fsd"], ["parallel=fsd:", "did you mean fsdp"]),
+    "tokens that make no sequences": (
+        ["model=tiny", "seq_len=512", "batch_tokens=1000"],
+        ["batch_tokens=1000:", "multiple of seq_len=512", "512 or 1024"],
+    ),
+    "measuring elsewhere": (
+        ["model=tiny", "machine=h200", "measure=true"],
+        ["measure=true:", "machine=h200 is not here"],
+    ),
+    "an option without its choice": (
+        ["model=tiny", "attention.kernel=math"],
+        ["attention.kernel:", "attention="],
+    ),
+    "words for a number": (["model=tiny", "gpus=many"], ["gpus=many:", "whole number"]),
+    "no GPUs": (["model=tiny", "gpus=0"], ["gpus=0:", "at least 1"]),
+    "a time without a number": (["model=tiny", "budget_s=long"], ["budget_s=long:", "number"]),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_mistake_is_one_line(name: str) -> None:
+    arguments, words = WRONG[name]
+    with pytest.raises(ValueError, match=re.escape(words[0])) as error:
+        asked("recommend", arguments)
+    text = str(error.value)
+    assert "\n" not in text
+    for word in words:
+        assert word in text
+
+
+def test_answers_for_a_machine_elsewhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    arguments = ["model=medium", *ELSEWHERE, "measure=false", f"results={tmp_path}"]
+    assert recommend.main(arguments) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"Run \w+.*tokens/s predicted \(90%", said.replace("\n", " "))
+    assert "attnbench model=medium seq_len=2048" in said
+    assert max(len(line) for line in said.splitlines() if not line.startswith("attnbench ")) <= 120
+    (page,) = tmp_path.glob("sweeps/recommend-*/recommendation.md")
+    text = page.read_text()
+    assert "![" in text
+    assert "attnbench model=medium" in text
+    html = page.with_suffix(".html").read_text()
+    assert "<svg" in html
+    assert "<title>medium" in html
+
+
+def test_fits_prints_a_row_for_each_strategy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fits.main(["model=medium", *ELSEWHERE, "parallel=fsdp,ddp_torch"]) == 0
+    said = capsys.readouterr().out
+    assert "medium: 423 M parameters" in said
+    assert len(re.findall(r"^(fsdp|ddp_torch) +(none|block) +1 ", said, re.MULTILINE)) == 4
+
+
+def test_measures_on_this_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever is faster, both candidates have records of five rounds or more, and one is named."""
+    arguments = ["model=tiny", "model.num_layers=1", "seq_len=32", "batch_size=4", "device=cpu"]
+    arguments += ["attention=naive,sdpa", "compile=none", "checkpoint=none", "budget_s=1"]
+    arguments += ["batch_tokens=128"]
+    arguments += ["task.warmup_steps=1", "task.measure_steps=5", f"results={tmp_path}"]
+    assert recommend.main(arguments) == 0
+    said = capsys.readouterr().out
+    assert "tokens/s measured" in said
+    records, problems = RecordStore(tmp_path).load()
+    assert not problems
+    whole = list(records.values())
+    assert {item.case["attention"]["name"] for item in whole} == {"naive", "sdpa"}
+    assert {item.case["model"]["num_layers"] for item in whole} == {1}
+    assert all(len(item.rounds) >= 5 for item in whole)
+    best = re.search(r"Run (naive|sdpa), micro-batch 4", said)
+    assert best
+    times = {
+        item.case["attention"]["name"]: median(slowest_rank(item.phases["step"].samples_ms))
+        for item in whole
+    }
+    assert best[1] == min(times, key=lambda name: times[name])
