@@ -22,6 +22,7 @@ import torch.distributed as dist
 from conftest import ROOT
 from ranks import on_ranks
 
+from harness.commands.questions import asked
 from harness.request.compose import compose_request
 from harness.request.session import run_request
 from harness.run import local
@@ -75,10 +76,17 @@ def commands_of(page: Path) -> list[Command]:
 
 
 COMMANDS = [command for page in PAGES for command in commands_of(page)]
+ASKING = ("recommend", "fits")
+"""Subcommands whose keys make a question, and not cases."""
+QUESTIONS = [
+    item for item in COMMANDS if item.program == "attnbench" and item.arguments[0] in ASKING
+]
 MEASURING = [
     command
     for command in COMMANDS
-    if command.program == "attnbench" and any("=" in item for item in command.arguments)
+    if command.program == "attnbench"
+    and command.arguments[0] not in ASKING
+    and any("=" in item for item in command.arguments)
 ]
 ON_LAPTOPS = [command for command in MEASURING if command.what == "Laptop"]
 ON_GPUS = [command for command in MEASURING if command.what != "Laptop"]
@@ -138,6 +146,14 @@ def test_laptops_take_as_long_as_said(
     assert sum(map(float, filter(None, times.groups()))) <= int(command.needs["minutes"])
 
 
+@pytest.mark.parametrize("command", QUESTIONS, ids=str)
+def test_questions_can_be_asked(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and choices exist, and a laptop needs no GPU for what it predicts."""
+    with_gpus(monkeypatch, int(command.needs["gpus"] or 0) if command.needs else 0)
+    name, *arguments = command.arguments
+    assert asked(name, arguments).question.gpus >= 1
+
+
 @pytest.mark.parametrize("command", ON_GPUS, ids=str)
 def test_gpus_suffice(
     command: Command,
@@ -154,7 +170,8 @@ def test_gpus_suffice(
 
 def with_gpus(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """Let launchers find so many GPUs on this host."""
-    found = {"names": ["NVIDIA H200"] * number, "reason": "this host has none"}
+    found: dict[str, Any] = {"names": ["NVIDIA H200"] * number, "reason": "this host has none"}
+    found["memory_bytes"] = [2**37] * number
     monkeypatch.setattr(local, "probe_cuda", lambda: found)
 
 

@@ -56,6 +56,11 @@ def asked(command: str, arguments: Sequence[str], *, needs: Sequence[str] = ("mo
     name = str(_one(typed, "machine", HERE))
     device = str(_one(typed, "device", "auto"))
     machine = _machine(name, device, typed)
+    if machine.is_here and machine.device == "cpu" and "gpus" in typed and device == "auto":
+        raise ValueError(
+            f"gpus={typed['gpus'][0]}: this host has no GPU; add machine=h200 to predict for "
+            "another, or device=cpu for ranks on this one"
+        )
     gpus = _number(typed, "gpus", None) or _default_gpus(machine)
     parts = Parts()
     seq_len = _number(typed, "seq_len", 1024) or 1024
