@@ -113,6 +113,7 @@ def _measure(
     question = wanted.question
     bench = Bench(
         results=Path(wanted.results).expanduser(),
+        launcher=question.choose("launcher", {}),
         budget_s=BUDGET_S if wanted.budget_s is None else wanted.budget_s,
         timeout_s=wanted.timeout_s,
         console=console,

@@ -19,8 +19,7 @@ from harness.recommend.combination import Combination
 from harness.recommend.contest import BAND, PHASE, Contest, scaled
 from harness.recommend.question import Question
 from harness.render.registries import FIGURES, TABLES, made_by_default
-from harness.run.launcher import PendingCases
-from harness.run.local import Local
+from harness.run.launcher import Launcher, PendingCases
 from harness.run.progress import TerminalProgress
 from harness.run.rounds.case_group import CaseGroup, Grouping, by_comparison
 from harness.run.rounds.options import RunOptions
@@ -40,6 +39,8 @@ class Bench:
     """Where and for how long to measure."""
 
     results: Path
+    launcher: Launcher
+    """Of this host."""
     budget_s: float
     timeout_s: float
     console: Console
@@ -123,7 +124,7 @@ class Bench:
                 predict=predict,
                 grouping=grouping,
             )
-            Local(name="local").launch(pending)
+            self.launcher.launch(pending)
 
     def _sweep_plan(self) -> SweepPlan:
         return SweepPlan(

@@ -16,7 +16,7 @@ def machine_here(device: str = "auto") -> Machine:
 
     ValueError in one line for a GPU that is not there.
     """
-    if local.Local(name="local").resolve_device(device) == "cuda":
+    if local.Local(name="here").resolve_device(device) == "cuda":
         found = local.probe_cuda()
         return Machine(
             name=str(found["names"][0]),
