@@ -33,6 +33,8 @@ NEEDS = re.compile(
     r"\*(?P<what>Laptop|(?P<gpus>\d) GPUs?|Slurm|Several hosts)"
     r"(?:, at most (?P<minutes>\d+) minutes?[^*]*)?:\*"
 )
+MADE = {"make bench": "attnbench sweeps=quickstart"}
+"""Targets of the Makefile that measure."""
 CORES = 2
 
 
@@ -62,7 +64,8 @@ def commands_of(page: Path) -> list[Command]:
             language = line[3:] if language is None else None
         elif language is None:
             above = line
-        elif language == "" and line.split()[0] in SCRIPTS:
+        elif language == "" and MADE.get(line, line).split()[0] in SCRIPTS:
+            line = MADE.get(line, line)
             program, *arguments = shlex.split(line, comments=True)
             found.append(
                 Command(
