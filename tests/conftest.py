@@ -29,6 +29,9 @@ pytest.register_assert_rewrite(
     "fault_folders",
 )
 
+# Fixtures of the write-up's tests, which several files share.
+pytest_plugins = ("writeup_folder",)
+
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
 # Threads of one process that wait for each other, as those of small shapes mostly do, would keep

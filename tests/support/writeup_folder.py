@@ -1,22 +1,26 @@
-"""A small results folder, its document, and both documents in every format."""
+"""Fixtures: a small results folder, its document, and both documents in every format."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from records import in_rounds, write_plan
-from writeup_examples import scaling, steps
 
-from harness.commands.writeup import write_document
-from harness.store.record import RecordStore
-from harness.writeup.collecting import collect
-from harness.writeup.document import Document
+if TYPE_CHECKING:
+    from harness.writeup.document import Document
+
+# The fixtures import what they use: every run of tests loads this module, and few need matplotlib.
 
 
 @pytest.fixture(scope="session")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two sweeps, one of them with a case that was never measured."""
+    from records import in_rounds, write_plan
+    from writeup_examples import scaling, steps
+
+    from harness.store.record import RecordStore
+
     folder = tmp_path_factory.mktemp("written") / "results_50%"
     store = RecordStore(folder)
     store.create()
@@ -36,12 +40,16 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def document(results: Path) -> Document:
+    from harness.writeup.collecting import collect
+
     return collect([results])
 
 
 @pytest.fixture(scope="session")
 def written(results: Path, document: Document) -> Path:
-    """The folder with the document in every format that can be made here."""
+    """The folder with both documents in every format that can be made here."""
+    from harness.commands.writeup import write_document
+
     folder = results / "writeup"
     write_document(document, folder)
     return folder
