@@ -6,7 +6,8 @@ it), ``clipping`` (gradients by the norm of all),
 ``sharded_optimizer`` (the optimizer's state, divided among the ranks by whole parameters),
 ``flat`` and ``shards`` (tensors in one buffer, cut into a shard for each rank),
 ``shard_gradients`` (reduce-scatter), ``zero`` (ranks update shards of replicated parameters) and
-``fsdp`` (ranks hold shards alone, and blocks are whole while they are used).
+``fsdp`` (ranks hold shards alone, and blocks are whole while they are used), over ``fsdp_units``
+and ``fsdp_weights``; ``meta_device`` and ``hybrid_sharding`` are for large models and many hosts.
 
 CS336 assignment 2, sections 2.2, 2.3 and 3; Li et al., "PyTorch Distributed: Experiences on
 Accelerating Data Parallel Training" (VLDB 2020).
