@@ -12,7 +12,8 @@ of it, one option on each line, and it ends with another comment::
 
 ``finding:`` instead of ``table:`` gives the sentence, ``<!-- list: models -->`` one of the lists
 of :mod:`harness.commands.readme_lists`. The options of a table are the fields of
-:class:`harness.render.selection.Selection`; what all rows share is said below it.
+:class:`harness.render.selection.Selection`, and ``beside``: further sweeps, as
+``RESULTS/sweeps/SWEEP``, whose rows come into the same table. What all rows share is said below it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from harness.render.table import build_table, finding_of
 Frames = Callable[[Path, str], pd.DataFrame]
 """The frame of a sweep in a results folder."""
 
-OPTIONS = ("where", "columns", "down", "across", "cell")
+OPTIONS = ("beside", "where", "columns", "down", "across", "cell")
 
 _BLOCK = re.compile(
     r"(?P<begin><!-- (?P<kind>table|finding|list): (?P<path>\S+)(?P<options>.*?)-->\n)"
@@ -50,8 +51,11 @@ def filled(text: str, root: Path, frames: Frames) -> str:
         if match["kind"] == "list":
             return f"{match['begin']}{markdown_list(match['path'])}\n{match['end']}"
         path = root / match["path"]
-        frame = frames(path.parents[3], path.parents[1].name)
-        shown = _read_options(match["options"], match["path"])
+        options = _read_options(match["options"], match["path"])
+        sweeps = [path.parents[1], *(root / name for name in options.pop("beside", "").split())]
+        frame = pd.concat([frames(sweep.parents[1], sweep.name) for sweep in sweeps])
+        frame = frame.reset_index(drop=True)
+        shown = Selection(**options)
         try:
             body = _body(match["kind"], path.stem, frame, shown)
         except ValueError as error:
@@ -66,14 +70,14 @@ def without_blocks(text: str) -> str:
     return _BLOCK.sub("", text)
 
 
-def _read_options(text: str, place: str) -> Selection:
+def _read_options(text: str, place: str) -> dict[str, str]:
     found = {}
     for line in filter(None, map(str.strip, text.splitlines())):
         key, _, value = line.partition(":")
         if key not in OPTIONS:
             raise ValueError(f"{place}: {key}: one of {', '.join(OPTIONS)}")
         found[key] = value.strip()
-    return Selection(**found)
+    return found
 
 
 def _body(kind: str, name: str, frame: pd.DataFrame, shown: Selection) -> str:
