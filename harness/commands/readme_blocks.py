@@ -32,7 +32,7 @@ from harness.render.table import build_table, finding_of
 Frames = Callable[[Path, str], pd.DataFrame]
 """The frame of a sweep in a results folder."""
 
-OPTIONS = ("beside", "where", "columns", "down", "across", "cell")
+OPTIONS = ("where", "columns", "down", "across", "cell", "beside")
 
 _BLOCK = re.compile(
     r"(?P<begin><!-- (?P<kind>table|finding|list): (?P<path>\S+)(?P<options>.*?)-->\n)"
