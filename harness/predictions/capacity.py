@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from harness.cases import format as fmt
 from harness.cases.case import Case
 from harness.cases.hardware import find_hardware, hardware_names
 from harness.did_you_mean import did_you_mean
@@ -88,4 +89,4 @@ def why_not(case: Case, machine: Machine) -> str | None:
     usable = machine.usable_of_rank(case.world_size)
     if needed is None or needed <= usable:
         return None
-    return f"does not fit (needs {needed / GIB:.3g} GiB, has {usable / GIB:.3g})"
+    return f"does not fit (needs {fmt.number(needed / GIB)} GiB, has {fmt.number(usable / GIB)})"

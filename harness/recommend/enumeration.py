@@ -13,12 +13,13 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
-from harness.cases.case import Case, label
+from harness.cases.case import Case
+from harness.predictions.support import Support
 from harness.recommend import space
 from harness.recommend.combination import Combination
 from harness.recommend.question import Question
-from kernels import AttentionBackend, AttentionProblem
-from parallel.context.attention import SYMMETRIC, SequenceParallelAttention
+from kernels import AttentionBackend
+from parallel.context.attention import SequenceParallelAttention
 
 TASK = "train_step"
 
@@ -62,7 +63,7 @@ def enumerate_combinations(question: Question) -> Enumeration:
     found = Enumeration(left_out=[*left_attentions, *left_strategies])
     num_variants = len(checkpoints) * len(compilations)
     parts = shared_parts(question) | {"checkpoint": checkpoints[0], "compile": compilations[0]}
-    support = Support(question)
+    support = Support(question.machine)
     for mesh in meshes:
         # A scheme on whole sequences is its kernel, which is enumerated by itself.
         taken = [item for item in attentions if _splits(item) == (mesh.cp > 1)]
@@ -141,65 +142,5 @@ def _family(message: str) -> str:
     return re.sub(r"^([\w.]+)=[^:\s]+:", r"\1:", " ".join(message.split()))
 
 
-class Support:
-    """Whether attention computes a problem on the question's machine, asked once a problem."""
-
-    def __init__(self, question: Question) -> None:
-        self._machine = question.machine
-        self._known: dict[tuple[int, AttentionProblem], str | None] = {}
-        """By the attention's identity: its choices live as long as the question is answered."""
-        self._absent: dict[int, str | None] = {}
-
-    def why_not(self, case: Case) -> str | None:
-        problem = replace(case.attention_problem, batch_size=1)
-        key = (id(case.attention), problem)
-        if key not in self._known:
-            reason = self._ask(case.attention, problem)
-            self._known[key] = f"attention={label(case.attention)}: {reason}" if reason else None
-        return self._known[key]
-
-    def _ask(self, attention: AttentionBackend, problem: AttentionProblem) -> str | None:
-        if self._machine.is_here:
-            return attention.supports(problem)
-        if reason := self._why_not_peers(attention, problem):
-            return reason
-        reason = _asked(attention, problem)
-        if reason is None or (attention.version() is None and not _splits(attention)):
-            return reason
-        # The host that plans lacks the device; what it says of the plainest problem as well says
-        # nothing about this one.
-        if id(attention) not in self._absent:
-            self._absent[id(attention)] = _asked(attention, _plainest(problem))
-        return None if reason == self._absent[id(attention)] else reason
-
-    def _why_not_peers(self, attention: AttentionBackend, problem: AttentionProblem) -> str | None:
-        """Reads of peers' memory stay on one host, which the host that plans cannot tell."""
-        own = getattr(attention, "transport", None)
-        if own != SYMMETRIC or problem.cp <= self._machine.gpus_per_host:
-            return None
-        return f"attention.transport={own} needs all ranks that share a sequence on one host"
-
-
 def _splits(attention: AttentionBackend) -> bool:
     return isinstance(attention, SequenceParallelAttention)
-
-
-def _asked(attention: AttentionBackend, problem: AttentionProblem) -> str | None:
-    """What a backend says where its device may be absent, which some only find by using it."""
-    try:
-        return attention.supports(problem)
-    except (AssertionError, RuntimeError):
-        return None
-
-
-def _plainest(problem: AttentionProblem) -> AttentionProblem:
-    length = 1024 * problem.cp
-    return replace(
-        problem,
-        num_heads=8 * problem.cp,
-        num_kv_heads=8 * problem.cp,
-        q_len=length,
-        kv_len=length,
-        head_dim=64,
-        dtype="bfloat16",
-    )

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from harness.cases.case import Case
+from harness.predictions.support import Support
 from harness.recommend import space
 from harness.recommend.bisection import largest
-from harness.recommend.enumeration import Support, shared_parts
+from harness.recommend.enumeration import shared_parts
 from harness.recommend.fitting import MemoryModel
 from harness.recommend.longest import LONGEST, UNIT
 from harness.recommend.question import Question
@@ -80,7 +81,7 @@ class _Bases:
     def __init__(self, question: Question) -> None:
         self._question = question
         self._memory = MemoryModel()
-        self._support = Support(question)
+        self._support = Support(question.machine)
         self._parts = shared_parts(question)
         self._attentions = space.usual_attentions(question)
         self.plain = str(question.choose("parallel", {}).name)

@@ -19,10 +19,12 @@ from harness.cases.case import Case
 from harness.cases.requirements import require_at_least, require_choice
 from harness.cases.sweep import UNTIL, Sweep, ad_hoc_sweep, load_sweep
 from harness.did_you_mean import did_you_mean
+from harness.predictions.capacity import Machine, machine_named
 from harness.render.registries import FIGURES, TABLES, made_by_default
 from harness.request.command_line import Axes, parse
 from harness.request.config import RUN_KEYS, group_of
 from harness.request.grid import Parts, default_config, expand, require_key, set_value
+from harness.run.here import machine_here
 from harness.run.launcher import Launcher
 from harness.run.rounds.interleaving import comparison_groups
 from harness.run.rounds.options import RunOptions
@@ -48,6 +50,8 @@ class Request:
     """Folder of this command's tables: the sweep's name, and a hash if keys were changed."""
     command: str
     plan: bool
+    machine: Machine | None = None
+    """The machine that a plan is made for, if one was named."""
 
 
 def compose_request(arguments: Sequence[str], flags: Sequence[str] = ()) -> Request:
@@ -72,11 +76,13 @@ def compose_request(arguments: Sequence[str], flags: Sequence[str] = ()) -> Requ
     for key in typed:
         require_key(key)
 
-    device = launcher.resolve_device(run["device"])
+    machine = _machine(run)
+    device = machine.device if machine is not None else launcher.resolve_device(run["device"])
     require_choice("remeasure", run["remeasure"], REMEASURE)
     scale = _scale(sweep, run["scale"], device)
     cases = expand(sweep.scales[scale], typed, device)
-    launcher.validate(cases)
+    if machine is None:
+        launcher.validate(cases)
     _require_rendering(sweep)
     options = RunOptions(
         results=Path(run["results"]).expanduser(),
@@ -99,7 +105,21 @@ def compose_request(arguments: Sequence[str], flags: Sequence[str] = ()) -> Requ
         label=_label(sweep, typed, cases),
         command=_command([*flags, *arguments], launcher),
         plan=run["plan"],
+        machine=machine,
     )
+
+
+def _machine(run: dict[str, Any]) -> Machine | None:
+    """The machine that a plan was asked for. ValueError where cases are to be measured."""
+    name = run["machine"]
+    if name is None:
+        return None
+    if not run["plan"]:
+        raise ValueError(f"machine={name}: says what a plan is made for; add plan=true")
+    return machine_here(run["device"]) if name == HERE else machine_named(name)
+
+
+HERE = "here"
 
 
 def scale_of(sweep: Sweep, config: DictConfig) -> str:

@@ -58,6 +58,8 @@ class Config:
     max_rounds: int = 56
     scale: str = "auto"
     wait: bool = False
+    machine: str | None = None
+    """With plan=true: what runs and fits on it, ``here`` or hardware of ``conf/hardware``."""
 
 
 CASE_VALUES = ("seq_len", "batch_size", "seed")
@@ -76,6 +78,7 @@ RUN_KEYS = (
     "max_rounds",
     "scale",
     "wait",
+    "machine",
 )
 """Keys that say how to run rather than what to measure; each takes one value."""
 

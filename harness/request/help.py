@@ -62,6 +62,7 @@ How to run, rather than what to measure:
               differ now) or all; the new attempt counts, and the old one is kept
   timeout_s   limit for one case
   isolate     a process of its own for each case
+  machine     with plan=true, what fits and runs on here or on hardware of conf/hardware: h200
   wait        with launcher=slurm, follow the jobs and report at the end
   interleave  number of rounds that each case's measured passes are split into, so that cases
               which differ in attention or strategy alone take turns, in random order; 5 where

@@ -9,6 +9,8 @@ from rich.table import Table
 
 from harness.cases import format as fmt
 from harness.cases.case import Case
+from harness.predictions.capacity import GIB, why_not
+from harness.predictions.support import Support
 from harness.request.compose import Request
 from harness.request.plan import PlannedCases, further_rounds_s
 from harness.run.warm_workers import predicted_starts_s
@@ -30,23 +32,56 @@ def print_plan(
     table.add_column("case", overflow="fold")
     for header in ("memory (GiB)", "time (s)"):
         table.add_column(header, justify="right")
-    table.add_column("state")
-    states = {record.case_id: record.status for record in plan.done}
+    table.add_column("state", overflow="fold")
 
     def memory_gib(case: Case) -> str:
         predicted = case.task.predicted_memory(case)
-        return "not predicted" if predicted is None else f"{sum(predicted.values()) / 2**30:.3g}"
+        return "not predicted" if predicted is None else fmt.number(sum(predicted.values()) / GIB)
 
+    states = case_states(request, plan, predict)
     for case in request.cases:
-        state = states.get(case.id, "to measure")
-        table.add_row(case.title, memory_gib(case), f"{predict(case):.3g}", state)
+        table.add_row(case.title, memory_gib(case), f"{predict(case):.3g}", states[case.id])
     console.print(table)
-    total = sum(map(predict, plan.todo)) + predicted_starts_s(plan.todo, request.options)
-    further = further_rounds_s(request.options, total) if plan.todo else 0.0
+    todo = [case for case in plan.todo if states[case.id] == TO_MEASURE]
+    total = sum(map(predict, todo)) + predicted_starts_s(todo, request.options)
+    further = further_rounds_s(request.options, total) if todo else 0.0
     until = f", and up to {minutes(further)} more until decided" if further else ""
+    if cannot := len(plan.todo) - len(todo):
+        console.print(f"{fmt.counted(cannot, 'case')} would end without a time", highlight=False)
     console.print(
-        f"{len(plan.todo)} of {fmt.counted(len(request.cases), 'case')} to measure on "
+        f"{len(todo)} of {fmt.counted(len(request.cases), 'case')} to measure on "
         f"{request.cases[0].device}, predicted time {minutes(total)}{until}; memory and time are "
         "predictions from formulas",
         highlight=False,
     )
+
+
+TO_MEASURE = "to measure"
+
+
+def case_states(
+    request: Request, plan: PlannedCases, predict: Callable[[Case], float]
+) -> dict[str, str]:
+    """What a run would do with each case, by id: measure it, or why it would not give a time.
+
+    Only a plan that names a machine asks for its memory, its devices and its backends.
+    """
+    states = {
+        record.case_id: f"stale ({record.status})"
+        if record.case_id in plan.staleness.stale
+        else f"recorded ({record.status})"
+        for record in plan.done
+    }
+    machine = request.machine
+    support = None if machine is None else Support(machine)
+    for case in plan.todo:
+        states[case.id] = TO_MEASURE
+        if machine is None or support is None:
+            continue
+        reason = why_not(case, machine)
+        if reason is None and case.task.attends and (unsupported := support.why_not(case)):
+            reason = f"unsupported ({unsupported})"
+        if reason is None and predict(case) > request.options.timeout_s:
+            reason = f"exceeds timeout_s={request.options.timeout_s:g}"
+        states[case.id] = reason or TO_MEASURE
+    return states

@@ -189,6 +189,8 @@ def _opening(request: Request, plan: PlannedCases, predicted_s: float) -> str:
 def _device_name(request: Request) -> str:
     if all(case.device == "cpu" for case in request.cases):
         return ""
+    if request.machine is not None:
+        return request.machine.name
     names = local.probe_cuda()["names"]
     return str(names[0]) if names else ""
 

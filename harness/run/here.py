@@ -21,7 +21,7 @@ def machine_here(device: str = "auto") -> Machine:
         return Machine(
             name=str(found["names"][0]),
             device="cuda",
-            memory_bytes=min(found["memory_bytes"]),
+            memory_bytes=float(min(found["memory_bytes"])),
             num_devices=len(found["names"]),
             gpus_per_host=len(found["names"]),
             is_here=True,

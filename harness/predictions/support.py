@@ -1,0 +1,74 @@
+"""Whether attention computes what a case asks, on a machine that may not be here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from harness.cases.case import Case, label
+from harness.predictions.capacity import Machine
+from kernels import AttentionBackend, AttentionProblem
+from parallel.context.attention import SYMMETRIC, SequenceParallelAttention
+
+
+class Support:
+    """Whether attention computes a problem on the question's machine, asked once a problem."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._known: dict[tuple[int, AttentionProblem], str | None] = {}
+        """By the attention's identity: the plan or question that asks keeps it alive."""
+        self._absent: dict[int, str | None] = {}
+
+    def why_not(self, case: Case) -> str | None:
+        problem = replace(case.attention_problem, batch_size=1)
+        key = (id(case.attention), problem)
+        if key not in self._known:
+            reason = self._ask(case.attention, problem)
+            self._known[key] = f"attention={label(case.attention)}: {reason}" if reason else None
+        return self._known[key]
+
+    def _ask(self, attention: AttentionBackend, problem: AttentionProblem) -> str | None:
+        if self._machine.is_here:
+            return attention.supports(problem)
+        if reason := self._why_not_peers(attention, problem):
+            return reason
+        reason = _asked(attention, problem)
+        if reason is None or (attention.version() is None and not _splits(attention)):
+            return reason
+        # The host that plans lacks the device; what it says of the plainest problem as well says
+        # nothing about this one.
+        if id(attention) not in self._absent:
+            self._absent[id(attention)] = _asked(attention, _plainest(problem))
+        return None if reason == self._absent[id(attention)] else reason
+
+    def _why_not_peers(self, attention: AttentionBackend, problem: AttentionProblem) -> str | None:
+        """Reads of peers' memory stay on one host, which the host that plans cannot tell."""
+        own = getattr(attention, "transport", None)
+        if own != SYMMETRIC or problem.cp <= self._machine.gpus_per_host:
+            return None
+        return f"attention.transport={own} needs all ranks that share a sequence on one host"
+
+
+def _splits(attention: AttentionBackend) -> bool:
+    return isinstance(attention, SequenceParallelAttention)
+
+
+def _asked(attention: AttentionBackend, problem: AttentionProblem) -> str | None:
+    """What a backend says where its device may be absent, which some only find by using it."""
+    try:
+        return attention.supports(problem)
+    except (AssertionError, RuntimeError):
+        return None
+
+
+def _plainest(problem: AttentionProblem) -> AttentionProblem:
+    length = 1024 * problem.cp
+    return replace(
+        problem,
+        num_heads=8 * problem.cp,
+        num_kv_heads=8 * problem.cp,
+        q_len=length,
+        kv_len=length,
+        head_dim=64,
+        dtype="bfloat16",
+    )
