@@ -31,6 +31,8 @@ CAPTION = (
 PREDICTED = "not measured"
 OUT_OF_MEMORY = "OOM"
 MAX_DOUBLINGS = 10
+MOST = 0.5
+"""Of the peak: tensors of less are details, which narrow terminals leave out."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -74,16 +76,26 @@ def build(frame: pd.DataFrame) -> Table | None:
         without=["kv_len"],
         metrics=[
             *(
-                Column(key=f"part {name}", header=name.replace("_", " "), format=fmt.number)
+                Column(
+                    key=f"part {name}",
+                    header=name.replace("_", " "),
+                    format=fmt.number,
+                    detail=not (found[f"part {name}"] > MOST * found["needs"]).any(),
+                )
                 for name in parts
             ),
             Column(key="needs", header="all, predicted", format=fmt.number),
             Column(key="measured", header="all, measured"),
-            Column(key="predicted_over_measured", header="predicted / measured", format=fmt.factor),
+            Column(
+                key="predicted_over_measured",
+                header="predicted / measured",
+                format=fmt.factor,
+                detail=True,
+            ),
             Column(key="device_memory_gib", header="device has", format=fmt.number),
             Column(key="fits", header="fits", format=fmt.yes_no),
             Column(key="kept", header="kept for backward", format=fmt.number),
-            Column(key="growth", header="of half the length", format=fmt.factor),
+            Column(key="growth", header="of half the length", format=fmt.factor, detail=True),
             Column(key="kept_without", header="without scores", format=fmt.number),
         ],
     )
