@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -42,7 +43,7 @@ def panels(
     *,
     width_in: float,
     height_in: float,
-    share_y: bool = False,
+    share_y: bool | Literal["col"] = False,
 ) -> tuple[Figure, list[tuple[Axes, pd.DataFrame]], str]:
     """A figure with a titled panel for each point that differs beyond ``across``.
 

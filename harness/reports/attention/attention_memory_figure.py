@@ -6,9 +6,9 @@ import pandas as pd
 from matplotlib.lines import Line2D
 
 from harness.drawing.panels import panels
-from harness.render.figure import CaptionedFigure, figure
+from harness.render.figure import CaptionedFigure, figure, panel_key
 from harness.render.rows import of_task, per_case
-from harness.reports.attention.lines_over_seq_len import draw_lines
+from harness.reports.attention.lines_over_seq_len import draw_lines, series_of, shared_limits
 from harness.sentences.findings import percent_span, say_out_of_memory, sentence
 
 CAPTION = (
@@ -27,8 +27,11 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
         return None
     rows = per_case(frame)
     rows["predicted_mib"] = rows["predicted_before_backward_mib"]
+    across = ["attention", "seq_len"]
+    series = series_of(rows, panel_key(rows, across)[0])
+    across += [series] if series else []
     drawing, drawn, common = panels(
-        rows, ["attention", "seq_len"], width_in=WIDTH_IN, height_in=HEIGHT_IN
+        rows, across, width_in=WIDTH_IN, height_in=HEIGHT_IN, share_y=True
     )
     for axis, group in drawn:
         draw_lines(
@@ -37,6 +40,8 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
             "before_backward_mib",
             height_in=HEIGHT_IN - 0.8,
             predicted="predicted_mib",
+            series=series or "attention",
+            limits=shared_limits(rows, ["before_backward_mib", "predicted_mib"]),
         )
         axis.set_xlabel("sequence length (tokens)")
         axis.set_ylabel("memory (MiB)")

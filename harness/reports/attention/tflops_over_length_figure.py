@@ -34,7 +34,10 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     if rows["seq_len"].nunique() < 2 or rows["tflops"].isna().all():
         return None
     across = ["attention", "seq_len", "kv_len"]
-    figure, drawn, common = panels(rows, across, width_in=WIDTH_IN, height_in=HEIGHT_IN)
+    # Shared in columns, which are precisions: float32 has a fraction of bfloat16's rate.
+    figure, drawn, common = panels(
+        rows, across, width_in=WIDTH_IN, height_in=HEIGHT_IN, share_y="col"
+    )
     for axis, group in drawn:
         _draw(axis, group)
     said = say_marked(pd.concat([group["mark"] for _, group in drawn]))

@@ -41,6 +41,7 @@ def build(frame: pd.DataFrame) -> Table | None:
     for name in (*MOMENTS, *PARTS):
         values = [rank_gib(memory, f"{name}_bytes") for memory in rows["rank_memory"]]
         rows[name] = pd.Series(values, index=rows.index).where(ok)
+    rows["held"] = rows[list(PARTS)].sum(axis=1, min_count=1)
     prints = [footprint_of(case) for case in rows["case"]]
     for name in PARTS:
         rows[f"{name}_formula"] = [
@@ -69,6 +70,7 @@ def build(frame: pd.DataFrame) -> Table | None:
                 )
                 for key, words in PARTS.items()
             ),
+            Column(key="held", header="together", group="holds", format=fmt.number, detail=True),
             *predicted_columns(rows, group="peak"),
             Column(key="peak_memory_gib", header="measured", format=fmt.number, group="peak"),
             time_column("step", "step (ms)"),

@@ -10,7 +10,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from harness.cases import format as fmt
-from harness.cases.columns import POINTS, point_groups, sorted_values
+from harness.cases.columns import POINTS, point_groups, sort_by_points, sorted_values
+from harness.drawing.bars import draw_bars
 from harness.drawing.line_labels import draw_spread, label_line_ends, mark_out_of_memory
 from harness.drawing.marked import draw_hollow
 from harness.render.palette import colour, marker
@@ -27,6 +28,34 @@ def with_several(rows: pd.DataFrame, x: str, across: Iterable[str]) -> pd.DataFr
     return rows[rows.groupby(panel)[x].transform("nunique") > 1]
 
 
+FEW = 2
+"""Sizes that make bars rather than a line: between them nothing is known."""
+
+
+def draw_size_bars(axis: Axes, rows: pd.DataFrame, x: str, value: str, *, word: str) -> None:
+    """A bar of ``value`` for each attention, cache and size, those of one size together.
+
+    ``least`` names the column of the least possible value, a dotted line across each bar.
+    """
+    rows = rows[rows["status"] != "unsupported"]
+    rows = sort_by_points(rows, [x, "attention", "cache"])
+    several = rows["cache"].nunique() > 1
+    names = [
+        f"{row['attention']}{', ' + row['cache'] if several else ''}, {word} {fmt.integer(row[x])}"
+        for _, row in rows.iterrows()
+    ]
+    draw_bars(
+        axis,
+        names,
+        list(rows[value]),
+        [colour(str(name)) for name in rows["attention"]],
+        words=[fmt.STATUS_WORDS.get(status, fmt.ABSENT) for status in rows["status"]],
+        marks=list(rows["mark"]),
+    )
+    for place, bound in enumerate(rows[least]) if least else ():
+        axis.plot([bound] * 2, [place - 0.4, place + 0.4], color="#000000", linestyle=":")
+
+
 def draw_series(
     axis: Axes,
     rows: pd.DataFrame,
@@ -37,7 +66,10 @@ def draw_series(
     low: str,
     high: str,
 ) -> None:
-    """``value`` over ``x``, which is logarithmic, with a bar from ``low`` to ``high``."""
+    """``value`` over ``x``, which is logarithmic, with a bar from ``low`` to ``high``.
+
+    A line that ends before others says where, since its label stands where it has no value.
+    """
     sizes = sorted(rows[x].unique())
     caches = sorted(rows["cache"].unique())
     lines: list[Line2D] = []
@@ -51,6 +83,7 @@ def draw_series(
             if shown.empty:
                 continue
             tint, words = colour(name), name if len(caches) == 1 else f"{name}, {cache}"
+            words += f" (to {fmt.integer(last)})" if (last := shown[x].max()) < sizes[-1] else ""
             draw_spread(axis, shown[x], shown[low], shown[high], tint)
             lines += axis.plot(
                 shown[x],

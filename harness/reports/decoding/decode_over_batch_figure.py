@@ -7,7 +7,13 @@ import pandas as pd
 from harness.drawing.marked import BAR_WORDS, say_marked
 from harness.drawing.panels import panels
 from harness.render.figure import CaptionedFigure, figure
-from harness.reports.decoding.decode_lines import SERIES, draw_series, with_several
+from harness.reports.decoding.decode_lines import (
+    FEW,
+    SERIES,
+    draw_series,
+    draw_size_bars,
+    with_several,
+)
 from harness.reports.decoding.step_rows import UNUSED, decoded
 from harness.sentences.findings import by_name, percent_span, sentence
 
@@ -37,6 +43,11 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     )
     drawing, drawn, common = panels(rows, across, width_in=WIDTH_IN, height_in=HEIGHT_IN)
     for axis, group in drawn:
+        if group["batch_size"].nunique() <= FEW:
+            draw_size_bars(axis, group, "batch_size", "percent", word="batch")
+            axis.axvline(100, color="#000000", linewidth=0.9, linestyle=":")
+            axis.set_xlabel("of the copy bandwidth (%)")
+            continue
         axis.set_ylim(0, max(100.0, 1.05 * float(group["high"].max())))
         axis.axhline(100, color="#000000", linewidth=0.9, linestyle=":")
         draw_series(

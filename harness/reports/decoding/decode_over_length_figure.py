@@ -7,7 +7,13 @@ import pandas as pd
 from harness.drawing.marked import BAR_WORDS, say_marked
 from harness.drawing.panels import panels
 from harness.render.figure import CaptionedFigure, figure
-from harness.reports.decoding.decode_lines import SERIES, draw_series, with_several
+from harness.reports.decoding.decode_lines import (
+    FEW,
+    SERIES,
+    draw_series,
+    draw_size_bars,
+    with_several,
+)
 from harness.reports.decoding.step_rows import UNUSED, decoded
 from harness.sentences.findings import say_out_of_memory, sentence
 from harness.sentences.leaders import say_over_length
@@ -16,7 +22,8 @@ WIDTH_IN, HEIGHT_IN = 4.8, 3.0
 
 CAPTION = (
     "Median time of a decoding step over the tokens in each cache, both axes "
-    f"logarithmic, with a bar {BAR_WORDS}. The dotted line is the time of the bytes that have to "
+    "logarithmic (bars where there are one or two lengths), with a bar"
+    f" {BAR_WORDS}. The dotted line is the time of the bytes that have to "
     "move at the measured copy bandwidth; a cross above the frame marks where memory ran out."
 )
 
@@ -31,6 +38,10 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     rows = rows.assign(low=rows["decode_low_ms"] * 1e3, high=rows["decode_high_ms"] * 1e3)
     drawing, drawn, common = panels(rows, across, width_in=WIDTH_IN, height_in=HEIGHT_IN)
     for axis, group in drawn:
+        if group["seq_len"].nunique() <= FEW:
+            draw_size_bars(axis, group, "seq_len", "step_us", word="length", least="predicted_us")
+            axis.set_xlabel("step (µs)")
+            continue
         axis.set_yscale("log")
         least = group.groupby("seq_len")["predicted_us"].median().dropna()
         axis.plot(least.index, least, color="#000000", linewidth=0.9, linestyle=":")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 
 from harness.cases import format as fmt
-from harness.cases.columns import POINTS
+from harness.cases.columns import POINTS, point_groups, sort_by_points
 from harness.drawing.bars import draw_bars
 from harness.drawing.marked import SIGNS, say_marked
 from harness.drawing.panels import panels
@@ -23,22 +23,25 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     rows = decoded(frame)
     if rows.empty or rows["cuda_graph"].nunique() < 2 or rows["step_us"].isna().all():
         return None
-    across = ["attention", "cuda_graph", *UNUSED]
-    bars = len(rows.drop_duplicates(["attention", "cuda_graph"]))
+    rows = rows[rows["status"] != "unsupported"]
+    across = ["attention", "cache", "cuda_graph", *UNUSED]
+    panel = point_groups(rows, [name for name in across if name in POINTS])
+    bars = int(rows.groupby(panel).size().max())
     drawing, drawn, common = panels(rows, across, width_in=5.0, height_in=1.0 + 0.3 * bars)
     for axis, group in drawn:
-        pairs = group.sort_values("cuda_graph", kind="stable")
-        pairs = pairs.sort_values(
-            "attention", key=lambda names: names.map(POINTS["attention"].rank), kind="stable"
-        )
-        names = [
-            f"{row['attention']}, graph" if row["cuda_graph"] else str(row["attention"])
-            for _, row in pairs.iterrows()
-        ]
+        pairs = sort_by_points(group, ["attention", "cache", "cuda_graph"])
+        several = pairs["cache"].nunique() > 1
+        names = [_name(row, several) for _, row in pairs.iterrows()]
         tints = [colour(str(name)) for name in pairs["attention"]]
         words = [fmt.STATUS_WORDS.get(status, fmt.ABSENT) for status in pairs["status"]]
         draw_bars(
-            axis, names, list(pairs["step_us"]), tints, words=words, marks=list(pairs["mark"])
+            axis,
+            names,
+            list(pairs["step_us"]),
+            tints,
+            words=words,
+            marks=list(pairs["mark"]),
+            room=bars,
         )
         axis.set_xlabel("step (µs)")
     eager = ~rows["cuda_graph"].astype(bool)
@@ -57,3 +60,8 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
         figure=drawing,
         finding=sentence(words_of),
     )
+
+
+def _name(row: pd.Series, name_cache: bool) -> str:
+    words = [row["attention"], *([row["cache"]] if name_cache else [])]
+    return ", ".join(map(str, [*words, "graph"] if row["cuda_graph"] else words))

@@ -34,11 +34,11 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
         names = [_name(row, name_cache) for _, row in group.iterrows()]
         tints = [colour(str(name)) for name in group["attention"]]
         words = [fmt.STATUS_WORDS.get(status, fmt.ABSENT) for status in group["status"]]
-        thousands = [value / 1e3 for value in group["prefill_tokens_per_s"]]
-        draw_bars(axis, names, thousands, tints, words=words, marks=list(group["mark"]))
-        axis.set_xlabel("thousand tokens/s")
-    rates = rows.groupby("attention")["prefill_tokens_per_s"]
-    found = [(span(part, fmt.number), str(name)) for name, part in rates if part.notna().any()]
+        rates = list(group["prefill_tokens_per_s"])
+        draw_bars(axis, names, rates, tints, words=words, marks=list(group["mark"]))
+        axis.set_xlabel("tokens/s")
+    by_backend = rows.groupby("attention")["prefill_tokens_per_s"]
+    found = [(span(part, fmt.number), str(name)) for name, part in by_backend if part.notna().any()]
     return CaptionedFigure(
         caption=f"{CAPTION} {say_marked(rows['mark'], SIGNS)} {common}".strip(),
         figure=drawing,

@@ -6,8 +6,10 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from harness.analysis.comparison import fullest_mode
 from harness.cases import format as fmt
 from harness.cases.columns import sort_by_points
+from harness.drawing.panels import grid_places, hide_unused
 from harness.render.figure import CaptionedFigure, describe, figure, panel_key
 from harness.render.kernel_rows import (
     by_category,
@@ -25,14 +27,15 @@ CAPTION = (
     "each bar the time of all its kernels."
 )
 
-MAX_PANELS = 12
-MAX_COLUMNS = 3
-LEAST_LABELLED = 0.08
+MAX_PANELS = 20
+MAX_COLUMNS = 4
+LEAST_LABELLED = 0.11
 
 
 @figure("kernel_shares", default=30)
 def build(frame: pd.DataFrame) -> CaptionedFigure | None:
-    rows = profiled(frame).drop_duplicates("case_id")
+    # A training step's profile holds those of its forward and backward passes.
+    rows = fullest_mode(profiled(frame)).drop_duplicates("case_id")
     if rows.empty:
         return None
     varying, common = panel_key(rows, ("profile", "warmup_steps", "measure_steps"))
@@ -40,16 +43,17 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     if len(rows) > MAX_PANELS:
         common = f"The first {MAX_PANELS} of {len(rows)} points. {common}"
         rows = rows.iloc[:MAX_PANELS]
-    num_columns = min(MAX_COLUMNS, len(rows))
-    num_rows = -(-len(rows) // num_columns)
+    places, num_rows, num_columns = grid_places(
+        [row for _, row in rows.iterrows()], varying, MAX_COLUMNS
+    )
     num_bars = max(len(phases_of(profile)) for profile in rows["kernel_profile"])
     height = 0.9 + num_rows * (0.6 + 0.28 * num_bars)
-    drawing = Figure(figsize=(max(6.4, 3.6 * num_columns), height), layout="constrained")
-    axes = drawing.subplots(num_rows, num_columns, squeeze=False, sharex=True).ravel()
+    drawing = Figure(figsize=(max(6.4, 3.0 * num_columns), height), layout="constrained")
+    grid = drawing.subplots(num_rows, num_columns, squeeze=False, sharex=True)
+    hide_unused(grid.ravel(), [grid[place] for place in places])
     used: set[str] = set()
-    for axis in axes[len(rows) :]:
-        axis.set_visible(False)
-    for place, (axis, (_, row)) in enumerate(zip(axes, rows.iterrows(), strict=False)):
+    for place, (_, row) in zip(places, rows.iterrows(), strict=True):
+        axis = grid[place]
         profile = row["kernel_profile"]
         phases = phases_of(profile)
         for bar, phase in enumerate(phases):
@@ -66,7 +70,7 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
                     axis.text(
                         left + width / 2,
                         bar,
-                        f"{width:.0f}",
+                        fmt.percent(width / 100),
                         ha="center",
                         va="center",
                         fontsize=7,
@@ -75,12 +79,12 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
                 left += width
             words = f"{fmt.number(total / passes(profile))} ms"
             axis.text(101, bar, words, va="center", fontsize=7)
-        axis.set_yticks(range(len(phases)), phases)
+        axis.set_yticks(range(len(phases)), phases if place[1] == 0 else [""] * len(phases))
         axis.invert_yaxis()
         axis.grid(axis="y", visible=False)
         axis.set_xlim(0, 100)
         axis.set_title(describe(row, varying))
-        if place + num_columns >= len(rows):
+        if (place[0] + 1, place[1]) not in places:
             axis.set_xlabel("share of kernel time (%)")
             axis.tick_params(labelbottom=True)
     handles = [

@@ -13,12 +13,15 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from harness.cases import format as fmt
-from harness.cases.columns import sorted_values
+from harness.cases.columns import point_groups, sort_by_points, sorted_values
+from harness.drawing.bars import draw_bars
 from harness.drawing.line_labels import label_line_ends, mark_out_of_memory
+from harness.drawing.marked import FIRST_WORDS, SIGNS, first_by, say_marked
 from harness.drawing.panels import log_ticks, panels, whole_calls
 from harness.render.figure import CaptionedFigure, figure
 from harness.render.palette import colour, marker
 from harness.render.roof import draw_roof, with_measured_roof
+from harness.render.rows import marks_of
 from harness.sentences.findings import percent_span, sentence, span
 
 CAPTION = (
@@ -26,6 +29,11 @@ CAPTION = (
     "its arithmetic intensity: FLOPs by the formula over the fewest bytes that any kernel must "
     "move, so that backends of one shape stand above one another; both axes logarithmic; "
     "a cross above the frame marks where memory ran out."
+)
+
+CAPTION_OF_BARS = (
+    "Achieved rate of attention, forward and backward together unless the mode is forward, at the "
+    "one arithmetic intensity of each shape; every panel has the same scale."
 )
 
 WIDTH_IN, HEIGHT_IN = 5.3, 3.3
@@ -43,6 +51,8 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     if (rows["tflops"].isna() | rows["flops_per_byte"].isna()).all():
         return None
     rows, roof = with_measured_roof(frame, rows)
+    if (rows.groupby(point_groups(rows, SHAPES))["flops_per_byte"].nunique() <= 1).all():
+        return _as_bars(rows, roof)
     figure, drawn, common = panels(
         rows, SHAPES, width_in=WIDTH_IN, height_in=HEIGHT_IN, share_y=True
     )
@@ -53,6 +63,37 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
         log_ticks(axis)
         label_line_ends(axis, labelled, HEIGHT_IN - 0.9)
     words = (CAPTION, roof, common)
+    return CaptionedFigure(
+        caption=" ".join(filter(None, words)), figure=figure, finding=_finding(rows)
+    )
+
+
+def _as_bars(rows: pd.DataFrame, roof: str) -> CaptionedFigure:
+    """Bars of the rates, where each panel has a single intensity and so no slope to show."""
+    rows = rows[rows["status"] != "unsupported"]
+    rows = rows.assign(mark=marks_of(rows))
+    bars = int(rows["attention"].nunique())
+    figure, drawn, common = panels(rows, SHAPES, width_in=5.3, height_in=0.9 + 0.27 * bars)
+    firsts = first_by(rows, "tflops", ("attention",), highest=True)
+    top = float(np.nanmax(rows[["tflops", "peak_tflops"]]))
+    for axis, group in drawn:
+        group = sort_by_points(group, ["attention"])
+        draw_bars(
+            axis,
+            list(group["attention"]),
+            list(group["tflops"]),
+            [colour(str(name)) for name in group["attention"]],
+            words=[fmt.STATUS_WORDS.get(status, fmt.ABSENT) for status in group["status"]],
+            marks=list(group["mark"]),
+            firsts=[firsts.get(str(case_id)) for case_id in group["case_id"]],
+            room=bars,
+        )
+        for peak in group["peak_tflops"].dropna().unique():
+            axis.axvline(peak, color="#444444", linewidth=1)
+        axis.set_xlim(0, 1.08 * top)
+        axis.set_xlabel("TFLOP/s")
+    marked = say_marked(rows["mark"], SIGNS)
+    words = (CAPTION_OF_BARS, FIRST_WORDS if firsts else "", marked, roof, common)
     return CaptionedFigure(
         caption=" ".join(filter(None, words)), figure=figure, finding=_finding(rows)
     )

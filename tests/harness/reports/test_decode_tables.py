@@ -173,4 +173,4 @@ def test_the_dotted_line_is_the_copy_bandwidth() -> None:
     built = build_figure("decode_over_length", build_frame(EXAMPLES))
     assert built is not None
     lines = {line.get_linestyle(): line for line in built.figure.get_axes()[0].lines}
-    assert list(lines[":"].get_ydata()) == [250.0, 250.0]
+    assert list(lines[":"].get_xdata()) == [250.0, 250.0]
