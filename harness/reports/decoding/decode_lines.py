@@ -32,7 +32,9 @@ FEW = 2
 """Sizes that make bars rather than a line: between them nothing is known."""
 
 
-def draw_size_bars(axis: Axes, rows: pd.DataFrame, x: str, value: str, *, word: str) -> None:
+def draw_size_bars(
+    axis: Axes, rows: pd.DataFrame, x: str, value: str, *, word: str, least: str = ""
+) -> None:
     """A bar of ``value`` for each attention, cache and size, those of one size together.
 
     ``least`` names the column of the least possible value, a dotted line across each bar.
