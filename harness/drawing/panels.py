@@ -44,6 +44,7 @@ def panels(
     width_in: float,
     height_in: float,
     share_y: bool | Literal["col"] = False,
+    max_columns: int = MAX_COLUMNS,
 ) -> tuple[Figure, list[tuple[Axes, pd.DataFrame]], str]:
     """A figure with a titled panel for each point that differs beyond ``across``.
 
@@ -63,7 +64,7 @@ def panels(
         common = f"The first {MAX_PANELS} of {len(groups)} points. {common}"
         groups = groups[:MAX_PANELS]
     places, num_rows, num_columns = grid_places(
-        [group.iloc[0] for _, group in groups], varying, MAX_COLUMNS
+        [group.iloc[0] for _, group in groups], varying, max_columns
     )
     figure = Figure(
         figsize=(max(5.8, width_in * num_columns), height_in * num_rows + 0.2),

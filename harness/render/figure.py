@@ -107,7 +107,7 @@ def _may_be_too_wide(drawing: Figure, axes: Axes) -> bool:
         return False
     left, right = _column_of(drawing, axes)
     letter = _LEAST_LETTER * float(axes.title.get_fontsize()) * drawing.dpi / 72
-    return len(axes.get_title()) * letter > (right - left) / 2
+    return len(axes.get_title()) * letter > (right - left) / 3
 
 
 def _column_of(drawing: Figure, axes: Axes) -> tuple[float, float]:

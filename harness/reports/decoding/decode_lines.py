@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
@@ -14,6 +15,7 @@ from harness.cases.columns import POINTS, point_groups, sort_by_points, sorted_v
 from harness.drawing.bars import draw_bars
 from harness.drawing.line_labels import draw_spread, label_line_ends, mark_out_of_memory
 from harness.drawing.marked import draw_hollow
+from harness.drawing.panels import MAX_COLUMNS, panels
 from harness.render.palette import colour, marker
 
 LINE_STYLES = ("-", "--", ":", "-.")
@@ -28,8 +30,25 @@ def with_several(rows: pd.DataFrame, x: str, across: Iterable[str]) -> pd.DataFr
     return rows[rows.groupby(panel)[x].transform("nunique") > 1]
 
 
+BARS_WIDTH_IN = 7.2
+
 FEW = 2
 """Sizes that make bars rather than a line: between them nothing is known."""
+
+
+def size_panels(
+    rows: pd.DataFrame, across: Iterable[str], x: str, width_in: float, height_in: float
+) -> tuple[Figure, list[tuple[Axes, pd.DataFrame]], str]:
+    """Panels, below one another where some have bars, whose names take room at the left."""
+    panel = point_groups(rows, [name for name in across if name in POINTS])
+    mixed = (rows.groupby(panel)[x].nunique() <= FEW).any()
+    return panels(
+        rows,
+        across,
+        width_in=BARS_WIDTH_IN if mixed else width_in,
+        height_in=height_in,
+        max_columns=1 if mixed else MAX_COLUMNS,
+    )
 
 
 def draw_size_bars(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pandas as pd
 
 from harness.drawing.marked import BAR_WORDS, say_marked
-from harness.drawing.panels import panels
 from harness.render.figure import CaptionedFigure, figure
 from harness.reports.decoding.decode_lines import (
     FEW,
     SERIES,
     draw_series,
     draw_size_bars,
+    size_panels,
     with_several,
 )
 from harness.reports.decoding.step_rows import UNUSED, decoded
@@ -21,8 +21,8 @@ WIDTH_IN, HEIGHT_IN = 4.8, 3.0
 
 CAPTION = (
     "Bytes that have to move over the median time of a decoding step, as a share of the copy "
-    "bandwidth that the same process measured, over the sequences of the batch, with a bar for "
-    f"times {BAR_WORDS}; a cross above the frame marks where memory ran out."
+    "bandwidth that the same process measured, over the sequences of the batch (bars where there are "
+    f"one or two sizes), with a bar for times {BAR_WORDS}; a cross above the frame marks where memory ran out."
 )
 
 
@@ -41,7 +41,7 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
         low=percent * rows["decode_median_ms"] / rows["decode_high_ms"],
         high=percent * rows["decode_median_ms"] / rows["decode_low_ms"],
     )
-    drawing, drawn, common = panels(rows, across, width_in=WIDTH_IN, height_in=HEIGHT_IN)
+    drawing, drawn, common = size_panels(rows, across, "batch_size", WIDTH_IN, HEIGHT_IN)
     for axis, group in drawn:
         if group["batch_size"].nunique() <= FEW:
             draw_size_bars(axis, group, "batch_size", "percent", word="batch")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pandas as pd
 
 from harness.drawing.marked import BAR_WORDS, say_marked
-from harness.drawing.panels import panels
 from harness.render.figure import CaptionedFigure, figure
 from harness.reports.decoding.decode_lines import (
     FEW,
     SERIES,
     draw_series,
     draw_size_bars,
+    size_panels,
     with_several,
 )
 from harness.reports.decoding.step_rows import UNUSED, decoded
@@ -36,7 +36,7 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     across = [*SERIES, "seq_len", *UNUSED]
     rows = with_several(rows, "seq_len", across)
     rows = rows.assign(low=rows["decode_low_ms"] * 1e3, high=rows["decode_high_ms"] * 1e3)
-    drawing, drawn, common = panels(rows, across, width_in=WIDTH_IN, height_in=HEIGHT_IN)
+    drawing, drawn, common = size_panels(rows, across, "seq_len", WIDTH_IN, HEIGHT_IN)
     for axis, group in drawn:
         if group["seq_len"].nunique() <= FEW:
             draw_size_bars(axis, group, "seq_len", "step_us", word="length", least="predicted_us")
