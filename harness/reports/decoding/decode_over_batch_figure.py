@@ -21,8 +21,9 @@ WIDTH_IN, HEIGHT_IN = 4.8, 3.0
 
 CAPTION = (
     "Bytes that have to move over the median time of a decoding step, as a share of the copy "
-    "bandwidth that the same process measured, over the sequences of the batch (bars where there are "
-    f"one or two sizes), with a bar for times {BAR_WORDS}; a cross above the frame marks where memory ran out."
+    "bandwidth that the same process measured, over the sequences of the batch (bars where there "
+    f"are one or two sizes), with a bar for times {BAR_WORDS}; a cross above the frame marks where "
+    "memory ran out."
 )
 
 
