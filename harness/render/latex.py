@@ -85,6 +85,8 @@ _JOINED = re.compile("-(?=-)")
 """A hyphen that would become a dash with the next one."""
 
 _PREAMBLE = r"""% Compiles as it stands, and in a paper that loads booktabs, graphicx and longtable.
+% Over both columns of a paper: \def\attnbenchfloat{table*} before \input.
+\ifx\attnbenchfloat\undefined\def\attnbenchfloat{table}\fi
 \expandafter\ifx\csname @nodocument\endcsname\relax
   \let\attnbenchend\relax
 \else
@@ -157,7 +159,7 @@ def _width_mm(table: Table) -> int:
 def _floating(table: Table) -> str:
     return "\n".join(
         [
-            r"\begin{table}[htbp]",
+            r"\begin{\attnbenchfloat}[htbp]",
             r"\centering",
             rf"\caption{{{escape(table.caption)}}}",
             rf"\label{{tab:{_label(table)}}}",
@@ -167,7 +169,7 @@ def _floating(table: Table) -> str:
             "\n".join(tabular(table.columns, table.cells())) + "}",
             r"\ifdim\wd0>\linewidth \resizebox{\linewidth}{!}{\usebox0}\else\usebox0\fi",
             *(rf"\par\smallskip{{\footnotesize {escape(note)}}}" for note in table.footnotes),
-            r"\end{table}",
+            r"\end{\attnbenchfloat}",
             "",
         ]
     )
@@ -190,6 +192,10 @@ def _long(table: Table) -> str:
     header = [*_header(table.columns), r"\midrule"]
     return "\n".join(
         [
+            # A longtable needs one column, and pages of its own where the paper has two.
+            r"\expandafter\ifx\csname if@twocolumn\expandafter\endcsname\csname iftrue\endcsname",
+            r"  \onecolumn\def\attnbenchcolumns{\twocolumn}%",
+            r"\else\let\attnbenchcolumns\relax\fi",
             r"\begingroup\scriptsize\setlength{\tabcolsep}{3pt}",
             rf"\begin{{longtable}}{{{_alignment(table.columns)}}}",
             rf"\caption{{{escape(table.caption)}}}\label{{tab:{_label(table)}}}\\",
@@ -204,7 +210,7 @@ def _long(table: Table) -> str:
             *_body(table.cells()),
             r"\end{longtable}",
             *(rf"\noindent {escape(note)}\par" for note in table.footnotes),
-            r"\endgroup",
+            r"\endgroup\attnbenchcolumns",
             "",
         ]
     )

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from programs import need_program
 from records import make_record, write_plan
@@ -14,7 +15,8 @@ from writeup_examples import gray, scaling
 
 from harness.commands.report import main as report
 from harness.commands.writeup import main, write_document
-from harness.render.latex import escape
+from harness.render.latex import LONG_TABLE_ROWS, escape, to_latex
+from harness.render.table import Column, Table
 from harness.store.record import RecordStore
 from harness.writeup.collecting import collect
 from harness.writeup.document import Document
@@ -211,6 +213,33 @@ class TestLatex:
         assert "U+" not in done.stdout
         assert done.stdout.count("--no-build-isolation") == 2
         assert done.stdout.replace(" ", "").count("1\u20132\u2264\u03b1") == 2
+
+    @pytest.mark.parametrize("num_rows", [10, LONG_TABLE_ROWS + 30])
+    @pytest.mark.parametrize(
+        ("options", "before"),
+        [("", ""), ("[twocolumn]", ""), ("[twocolumn]", r"\def\attnbenchfloat{table*}")],
+    )
+    def test_a_paper_can_input_a_table(
+        self, options: str, before: str, num_rows: int, tmp_path: Path
+    ) -> None:
+        """In one column or two, no wider than where it stands."""
+        need_program("pdflatex", "texlive-latex-recommended")
+        columns = [Column(key=f"c{place}", header=f"column {place}") for place in range(9)]
+        rows = pd.DataFrame({column.key: ["value"] * num_rows for column in columns})
+        table = Table(name="own", caption="Caption.", columns=columns, rows=rows)
+        (tmp_path / "own.tex").write_text(to_latex(table), encoding="ascii")
+        loaded = r"\usepackage[T1]{fontenc}\usepackage{booktabs,graphicx,longtable}"
+        body = rf"\begin{{document}}Before.{before}\input{{own}}After.\end{{document}}"
+        path = tmp_path / "paper.tex"
+        path.write_text(rf"\documentclass{options}{{article}}{loaded}{body}", encoding="ascii")
+        done = subprocess.run(
+            ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", path.name],
+            cwd=tmp_path,
+            capture_output=True,
+        )
+        log = done.stdout.decode(errors="replace")
+        assert done.returncode == 0, log[-500:]
+        assert r"Overfull \hbox" not in log
 
     def test_a_reference_to_nothing_is_an_error(self, tmp_path: Path) -> None:
         need_program("pdflatex", "texlive-latex-recommended")
