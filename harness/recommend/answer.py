@@ -124,6 +124,8 @@ def second(answer: Answer) -> str:
         more = (other.memory_bytes - best.memory_bytes) / 2**30
         behind = f"{more:.3g} GiB more" if more >= 0.005 else "as little memory"
         return f"Runner-up: {other.name}, {behind}, {slower}."
+    if answer.question.goal == "longest_sequence":
+        return f"Runner-up: {other.name}, {other.base.seq_len:,} tokens, {slower}."
     text = f"Runner-up: {other.name}, {slower}."
     tied = len(answer.ties)
     if not tied:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import StrMethodFormatter
 
 from harness.recommend.combination import Combination
 from harness.recommend.predicting import front
-from harness.render.figure import CaptionedFigure
+from harness.render.figure import STYLE, CaptionedFigure
 from harness.render.palette import colour, marker
 
 MOST_NAMES = 9
@@ -23,6 +25,11 @@ def build(drawn: Sequence[Combination], best: Combination | None) -> CaptionedFi
     items = [item for item in drawn if item.step_ms is not None]
     if len(items) < 2:
         return None
+    with mpl.rc_context(STYLE):
+        return _drawn(items, best)
+
+
+def _drawn(items: list[Combination], best: Combination | None) -> CaptionedFigure:
     figure = Figure(figsize=(7.2, 4.4), layout="constrained")
     axis = figure.subplots()
     several = len({item.base.parallel.name for item in items}) > 1
@@ -63,6 +70,8 @@ def build(drawn: Sequence[Combination], best: Combination | None) -> CaptionedFi
     axis.set_xlabel("predicted memory on one rank (GiB)")
     axis.set_ylabel("tokens per second")
     axis.set_yscale("log")
+    for ticks in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+        ticks(StrMethodFormatter("{x:,.0f}"))
     figure.legend(loc="outside right upper")
     kind = "strategy" if several else "attention"
     return CaptionedFigure(

@@ -26,8 +26,14 @@ def longest(fitting: list[Combination], machine: Machine, memory: MemoryModel) -
     roomy = sorted(fitting, key=lambda item: item.memory_bytes)[:MOST]
     found = []
     known: dict[tuple[int, str], int] = {}
+    stretched = set()
     for item in roomy:
         key = (id(item.base.parallel), item.checkpoint_label)
+        own = (id(item.base.attention), *key)
+        # Combinations that differ in their micro-batches alone are one, with one sequence.
+        if own in stretched:
+            continue
+        stretched.add(own)
         if key not in known:
             known[key] = longest_length(item, machine, memory)
         length = known[key]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from harness.predictions.capacity import GIB, machine_named
 from harness.recommend.commands import command_of
 from harness.recommend.enumeration import enumerate_combinations
 from harness.recommend.fitting import MemoryModel, fit, misfits
+from harness.recommend.longest import longest
 from harness.recommend.predicting import front, order_of
 from harness.recommend.question import Question
 from harness.request.command_line import parse
@@ -131,6 +133,23 @@ def compose(command: str) -> Any:
     assert name == "attnbench"
     (case,) = expand([{}], parse(arguments), "cuda")
     return case
+
+
+class TestLongest:
+    def test_each_is_as_long_as_fits_and_stands_once(self) -> None:
+        asked = question(gpus=1, attention=["sdpa", "sdpa_cudnn"])
+        memory = MemoryModel()
+        fitting, _ = fit(enumerate_combinations(asked), asked.machine, memory)
+        found = longest(fitting, asked.machine, memory)
+        # Two backends, four ways to checkpoint; micro-batches make no difference.
+        assert len(found) == 8
+        assert [item.base.seq_len for item in found] == sorted(
+            (item.base.seq_len for item in found), reverse=True
+        )
+        for item in found:
+            more = replace(item.base, seq_len=item.base.seq_len + 256)
+            assert item.fits
+            assert memory.peak_bytes(more, 1, item.checkpoint) > item.usable_bytes
 
 
 class TestCommands:
