@@ -457,8 +457,11 @@ class TestTflopsOverLength:
 
 class TestRoofline:
     def test_the_roof_of_an_h200(self) -> None:
-        record = with_bytes(call("flex", samples(1, 2)), 1000.0)
-        built = build_figure("roofline", build_frame([record]))
+        records = [
+            with_bytes(call("flex", samples(1, 2), seq_len=seq_len), intensity)
+            for seq_len, intensity in ((64, 500.0), (128, 1000.0))
+        ]
+        built = build_figure("roofline", build_frame(records))
         assert built is not None
         caption, figure = built
         assert "The line is the device's roof" in caption
@@ -467,9 +470,9 @@ class TestRoofline:
         ridge = 989.4e12 / 4800e9
         assert x[1] == pytest.approx(ridge)
         assert list(y) == pytest.approx([x[0] * 4.8, 989.4, 989.4])
-        assert list(flex.get_xdata()) == pytest.approx([1000.0])
+        assert list(flex.get_xdata()) == pytest.approx([500.0, 1000.0])
         # 0.1 TFLOP in 3 ms.
-        assert list(flex.get_ydata()) == pytest.approx([0.1 / 3e-3])
+        assert list(flex.get_ydata()) == pytest.approx([0.1 / 3e-3] * 2)
         assert [text.get_text() for text in figure.get_axes()[0].texts] == [
             *("989 TFLOP/s", "4,800 GB/s", "flex")
         ]
@@ -480,7 +483,7 @@ class TestRoofline:
         built = build_figure("roofline", build_frame([record]))
         assert built is not None
         assert "No roof is drawn" in built[0]
-        assert len(built[1].get_axes()[0].lines) == 1
+        assert len(built[1].get_axes()[0].lines) == 0
 
     def test_nothing_to_place(self, by_length: pd.DataFrame) -> None:
         """Records whose bytes nobody counted."""
