@@ -12,13 +12,24 @@ BIN := $(VENV)/bin
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
+# Of pip's lines those that say what takes long, one a file of a megabyte or more.
+define PIP_IN_SHORT
+/^ *Downloading .*( MB| GB)/ { n = split($$2, parts, "/"); print "  downloading " parts[n], $$3, $$4; fflush() }
+/^Installing collected packages/ { print "  installing " NF - 3 " packages"; fflush() }
+/^Successfully installed/ { print "  installed"; fflush() }
+endef
+export PIP_IN_SHORT
+
 install: $(BIN)/.installed ## make .venv with the pinned versions
 
 $(BIN)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "make: $(PYTHON) is older than Python 3.11; name a newer one: make PYTHON=python3.12"; exit 2; }
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@echo "make: $(VENV) gets Python's environment and the versions of constraints.txt; torch and CUDA's"
+	@echo "      libraries are some GB to download, each large file is named when it begins"
+	@$(PYTHON) -m venv $(VENV)
+	@set -o pipefail; $(BIN)/python -m pip install --progress-bar off --disable-pip-version-check \
+		-c constraints.txt -e '.[dev]' | awk "$$PIP_IN_SHORT"
 	@touch $@
 
 bench: install ## measure attention backends and model sizes on this machine
