@@ -10,7 +10,7 @@ import io
 from collections.abc import Iterable
 from dataclasses import dataclass
 from textwrap import fill
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib as mpl
 import pandas as pd
@@ -149,10 +149,21 @@ def _with_palette(data: io.BytesIO) -> bytes:
     return smaller.getvalue()
 
 
-def draw(name: str, frame: pd.DataFrame) -> tuple[str, bytes, bytes] | None:
-    """Caption, PNG and SVG of the figure ``name``; None where the frame has nothing for it."""
+class Drawn(NamedTuple):
+    """A figure as files, and what is said of it."""
+
+    caption: str
+    png: bytes
+    svg: bytes
+    finding: str
+
+
+def draw(name: str, frame: pd.DataFrame) -> Drawn | None:
+    """The figure ``name`` over the frame; None where the frame has nothing for it."""
     built = build_figure(name, frame)
-    return None if built is None else (built.caption, save(built, "png"), save(built, "svg"))
+    if built is None:
+        return None
+    return Drawn(built.caption, save(built, "png"), save(built, "svg"), built.finding)
 
 
 def panel_key(rows: pd.DataFrame, across: Iterable[str]) -> tuple[list[str], str]:

@@ -23,7 +23,7 @@ from harness.render.predicted_memory import summarise
 from harness.render.registries import FIGURES, TABLES
 from harness.render.report import DrawnFigure, write_report
 from harness.render.spared import made, said
-from harness.render.table import REASONS, Table, build_table
+from harness.render.table import REASONS, Table, build_table, finding_of
 from harness.render.terminal import render_terminal
 from harness.store import atomic
 from harness.store.attempts import Records
@@ -43,6 +43,8 @@ class RenderedSweep:
     report: Path
     tables: list[Table] = field(default_factory=list)
     """The sweep's tables, in the order of the plan."""
+    findings: dict[str, str] = field(default_factory=dict)
+    """What its tables and figures show, by their names, a sentence each; none twice."""
     memory: str | None = None
     """How predictions of peak memory hold, in words; None where no peak was measured on CUDA."""
     problems: list[str] = field(default_factory=list)
@@ -81,11 +83,13 @@ def render_sweep(results: Path, label: str, records: Records, problems: list[str
     except Exception as error:
         raise PlanError(f"{folder}: no table can be made of its records ({said(error)})") from error
     rendered = RenderedSweep(label=label, folder=folder, report=folder / "report.md")
+    found: dict[str, str] = {}
     for name in plan.tables:
         made_table = made(f"table {name}", partial(_texts, name, frame), rendered.problems)
         table, texts = made_table or (None, {})
         if table is not None:
             rendered.tables.append(table)
+            found.setdefault(finding_of(table), name)
         for suffix in ("csv", "md", "tex"):
             put(folder / "tables" / f"{name}.{suffix}", texts.get(suffix), rendered.paths)
     figures: list[DrawnFigure] = []
@@ -95,8 +99,10 @@ def render_sweep(results: Path, label: str, records: Records, problems: list[str
 
         drawn = made(f"figure {name}", partial(draw, name, frame), rendered.problems)
         if drawn is not None:
-            figures.append(DrawnFigure(name=name, caption=drawn[0]))
-        for suffix, data in zip(("png", "svg"), drawn[1:] if drawn else (None, None), strict=True):
+            figures.append(DrawnFigure(name=name, caption=drawn.caption))
+            found.setdefault(drawn.finding, name)
+        for suffix in ("png", "svg"):
+            data = getattr(drawn, suffix, None)
             put(folder / "figures" / f"{name}.{suffix}", data, rendered.paths)
     report = write_report(
         plan=plan,
@@ -111,6 +117,7 @@ def render_sweep(results: Path, label: str, records: Records, problems: list[str
         ],
     )
     put(rendered.report, readable_text(report).encode(), rendered.paths)
+    rendered.findings = {name: sentence for sentence, name in found.items() if sentence}
     predictions = summarise(measured)
     rendered.memory = None if predictions is None else predictions.sentence
     return rendered

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 from rich.console import Console
+from rich.markup import escape
 
 from harness.cases import format as fmt
 from harness.cases.case import Case
 from harness.cases.recorded import load
+from harness.escapes import printable
 from harness.printing import say, warn
 from harness.request.compose import Request
 from harness.request.plan import (
@@ -34,7 +37,10 @@ from harness.store.sweep_plan import write_plan
 from harness.terminal import PrintableConsole
 
 LONG_S = 30.0
-"""A command that is predicted to take longer says so when it starts."""
+"""A command that is predicted to take longer says what can be done about it."""
+
+MOST_FINDINGS = 3
+"""Sentences at the end of a command; its report and the write-up have all."""
 
 
 def run_request(request: Request) -> int:
@@ -78,7 +84,7 @@ def _measure(
 ) -> int:
     """Launch the cases that are left, then report."""
     predicted_s = sum(map(predict, plan.todo)) + predicted_starts_s(plan.todo, request.options)
-    console.print(_opening(request, plan, predicted_s), highlight=False)
+    _print(console, _opening(request, plan, predicted_s))
     rounds = request.options.interleave
     with TerminalProgress(console, plan.todo, predict, rounds) as progress:
         pending = PendingCases(
@@ -123,6 +129,10 @@ def _report(console: Console, request: Request, store: RecordStore) -> int:
         console.print()
         render_terminal(rendered.tables[0], console)
         console.print()
+    for name, sentence in islice(rendered.findings.items(), MOST_FINDINGS):
+        _print(console, f"{name}: {sentence}")
+    if rendered.findings:
+        console.print()
     newest = {case.id: records.newest(case.id) for case in request.cases}
     statuses = Counter(record.status if record else "missing" for record in newest.values())
     counted = ", ".join(f"{number} {status}" for status, number in statuses.items())
@@ -139,6 +149,12 @@ def _report(console: Console, request: Request, store: RecordStore) -> int:
         total = fmt.counted(len(request.cases), "case")
         warn(f"{broken} of {total} failed; the report says why, retry=true measures them again")
     return 1 if broken else 0
+
+
+def _print(console: Console, words: str) -> None:
+    """A paragraph, broken into lines for a terminal alone."""
+    words = escape(printable(words))
+    console.print(words, highlight=False, soft_wrap=not console.is_terminal)
 
 
 def _kept_line(case_ids: Sequence[str], records: Records) -> str:
@@ -168,22 +184,31 @@ def _say_if_busy(plan: PlannedCases, store: RecordStore) -> None:
 
 
 def _opening(request: Request, plan: PlannedCases, predicted_s: float) -> str:
+    """What will be measured, how long that will take, and for a long run what can be done."""
     scale = f", scale {request.scale}" if len(request.sweep.scales) > 1 else ""
-    known = f", {len(plan.done)} of them recorded already" if plan.done else ""
     cases = fmt.counted(len(request.cases), "case")
+    opening = f"{request.sweep.title} ({request.label}{scale}): {cases}"
+    if not plan.todo:
+        return f"{opening}, recorded already; tables and figures are made again"
     rounds = request.options.interleave
     turns = f", each in {rounds} rounds" if rounds > 1 else ""
+    at_most = ""
     if request.options.until_decided:
         turns += ", and more until decided"
-        predicted_s += further_rounds_s(request.options, predicted_s) if plan.todo else 0.0
-    opening = f"{request.sweep.title} ({request.label}{scale}): {cases}{turns}{known}"
+        at_most = " at most"
+        predicted_s += further_rounds_s(request.options, predicted_s)
+    known = f", {len(plan.done)} of them recorded already" if plan.done else ""
+    opening += f"{turns}{known}; predicted time{at_most} {_in_words(predicted_s)}"
     if predicted_s <= LONG_S:
         return opening
-    at_most = " at most" if request.options.until_decided else ""
     return (
-        f"{opening}. Predicted time{at_most} {minutes(predicted_s)}; Ctrl-C stops, plan=true lists "
-        "the cases and runs nothing, --help says what else there is"
+        f"{opening}. Ctrl-C stops, and the same command goes on; plan=true lists the cases and "
+        "runs nothing; --help says what else there is"
     )
+
+
+def _in_words(seconds: float) -> str:
+    return minutes(seconds) if seconds >= 60 else f"{max(1, round(seconds))} s"
 
 
 def _device_name(request: Request) -> str:

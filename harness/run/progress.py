@@ -31,7 +31,7 @@ class Progress(Protocol):
 
 
 class TerminalProgress:
-    """One line per finished case, and in a real terminal a live line below them.
+    """One line per finished case, which ends with the time left, or in a terminal a live line.
 
     Cases that take turns finish together, long after they began: time left follows the rounds that
     are done, and where there is no live line each round has a line when it begins.
@@ -73,7 +73,7 @@ class TerminalProgress:
         )
 
     def __enter__(self) -> TerminalProgress:
-        if self.console.is_terminal:
+        if self.console.is_terminal and self._total:
             self._live.start()
         return self
 
@@ -123,10 +123,10 @@ class TerminalProgress:
         style = _STYLES.get(record.status, "bold red")
         number = f"[{self._num_done:>{len(str(self._total))}}/{self._total}]"
         line = f"{escape(number)} {escape(title or record.case_id)}  [{style}]{status}[/]"
-        self.console.print(f"{line}  {escape(_result(record))}", highlight=False, soft_wrap=True)
-        left = self._time_left()
-        if left and not self.console.is_terminal and self._num_done < self._total:
-            self.console.print(f"      {left}", highlight=False)
+        left = "" if self.console.is_terminal else self._time_left()
+        has_more = left and self._num_done < self._total
+        words = filter(None, [_result(record), f"({left})" if has_more else ""])
+        self.console.print("  ".join([line, *map(escape, words)]), highlight=False, soft_wrap=True)
 
     def _time_left(self) -> str:
         """The predicted time of what is left, scaled by the pace of what is done.

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import io
 import shlex
+import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from conftest import ROOT, Command
 from records import decode_examples, make_decode_record, make_record, write_plan
 from rich.console import Console
 
+from harness import load
 from harness.cases import format as fmt
 from harness.cases.columns import POINTS
 from harness.commands import attnbench as cli
 from harness.commands.status import look
+from harness.render.figure import draw
 from harness.render.files import render_sweep, render_terminal
 from harness.render.report import measurement_facts, template
-from harness.render.table import Column, Table, build_table
+from harness.render.table import Column, Table, build_table, finding_of
 from harness.request import session
 from harness.request.compose import compose_request
 from harness.request.plan import plan_cases
@@ -216,6 +221,26 @@ class TestMistakes:
             compose_request(["sweeps=quickstart", "scale=small", "device=cpu"])
 
 
+def test_a_command_ends_with_what_it_found(tmp_path: Path, command: Command) -> None:
+    """The quickstart, whose cases are recorded: sentences of its tables and figures, then files."""
+    results = shutil.copytree(ROOT / "results" / "cpu-2core", tmp_path / "results")
+    done = command("sweeps=quickstart", "scale=tiny", "device=cpu", f"results={results}")
+    assert done.returncode == 0, done.stderr
+    frame = load(results, sweep="quickstart")
+    found = {}
+    for name in ("summary", "attention_summary"):
+        built = build_table(name, frame)
+        assert built is not None
+        found[name] = finding_of(built)
+    drawn = draw("attention_scaling", frame)
+    assert drawn is not None
+    found["attention_scaling"] = drawn.finding
+    lines = done.stdout.splitlines()
+    end = lines.index("18 cases: 18 ok")
+    assert lines[end - 4 : end - 1] == [f"{name}: {sentence}" for name, sentence in found.items()]
+    assert lines[end + 1].split() == ["report", f"{results}/sweeps/quickstart/report.md"]
+
+
 class TestWords:
     def test_one_and_many(self) -> None:
         assert fmt.counted(1, "case") == "1 case"
@@ -232,7 +257,11 @@ class TestWords:
     def test_a_long_run_is_announced(self) -> None:
         request = compose_request(["model=tiny", "device=cpu"])
         plan = plan_cases(request, Records())
-        assert session._opening(request, plan, 5.0).endswith(": 1 case")
-        assert "Predicted time 2.0 min; Ctrl-C stops, plan=true" in (
+        assert session._opening(request, plan, 5.2).endswith(": 1 case; predicted time 5 s")
+        assert "predicted time 2.0 min. Ctrl-C stops, and the same command goes on; plan=true" in (
             session._opening(request, plan, 120.0)
+        )
+        recorded = replace(plan, todo=[])
+        assert session._opening(request, recorded, 0.0).endswith(
+            ": 1 case, recorded already; tables and figures are made again"
         )

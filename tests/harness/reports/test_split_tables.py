@@ -308,7 +308,7 @@ class TestFlopBalance:
 def test_figures_of_split_sequences(name: str) -> None:
     drawn = draw(name, build_frame(split_records()))
     assert drawn is not None
-    caption, png, svg = drawn
+    caption, png, svg, _ = drawn
     assert png.startswith(b"\x89PNG")
     text = svg.decode()
     assert "2 ranks" in caption

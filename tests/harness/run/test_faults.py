@@ -227,7 +227,7 @@ class TestOneRank:
         again = single.folder.run()
         assert single.folder.files() == before
         assert again.returncode == 1
-        assert "12 of them recorded already" in again.stdout
+        assert ": 12 cases, recorded already; " in again.stdout
         assert again.stderr == single.done.stderr
 
 

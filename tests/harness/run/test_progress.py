@@ -84,7 +84,9 @@ def test_cases_one_after_another_have_no_lines_of_rounds(monkeypatch: pytest.Mon
     one, other = run.cases
     run.round(one, 60.0)
     run.finish(one)
-    assert run.said()[1:] == ["about 1:00 left"]
+    (finished,) = run.said()
+    assert finished.startswith("[1/2]")
+    assert finished.endswith("ok  (about 1:00 left)")
     run.round(other, 60.0)
     run.finish(other)
     (finished,) = run.said()
@@ -97,4 +99,5 @@ def test_what_another_run_measured_says_nothing_of_the_pace(
     run = Run(monkeypatch, rounds=1)
     one, _ = run.cases
     run.finish(one, measured_now=False)
-    assert run.said()[1:] == ["about 0:30 left"]
+    (finished,) = run.said()
+    assert finished.endswith("(about 0:30 left)")

@@ -384,7 +384,7 @@ def test_a_job_gives_up_what_took_it_whole(
 def test_each_round_is_announced_and_predicted() -> None:
     request = compose_request(["model=tiny", "device=cpu", "interleave=9", "task.warmup_steps=2"])
     opening = session._opening(request, plan_cases(request, Records()), 5.0)
-    assert opening.endswith(": 1 case, each in 9 rounds")
+    assert opening.endswith(": 1 case, each in 9 rounds; predicted time 5 s")
     (case,) = request.cases
     once, split = predicted_seconds(case), predicted_seconds(case, rounds=9)
     assert split - once > 8 * SETUP_S
