@@ -72,6 +72,30 @@ class Features:
     """Caches that it can take steps from: ``contiguous, paged``; and why none, for ``reason``."""
 
 
+def backends(device: str = "auto") -> list[Features]:
+    """The features of every attention on one device, as ``attnbench backends`` lists them.
+
+    Schemes over several ranks are not among them: see ``scheme_names``.
+
+    Args:
+        device: ``cpu``, ``cuda``, or ``auto`` for the GPU if there is one.
+
+    Raises:
+        ValueError: in one line, for another device or one that is not there.
+    """
+    return features_on(_device([f"device={device}"]))
+
+
+def features_on(device: str) -> list[Features]:
+    """One row for each attention on one device."""
+    asked = [item for item in _every_backend() if not isinstance(item, SequenceParallelAttention)]
+    return [features_of(item, device) for item in asked]
+
+
+def _every_backend() -> list[AttentionBackend]:
+    return [entry.target(name=entry.name, **entry.preset) for entry in BACKENDS]
+
+
 def main(arguments: list[str]) -> int:
     """The subcommand, without its name; returns the exit code."""
     if arguments in (["--help"], ["-h"]):
@@ -82,9 +106,8 @@ def main(arguments: list[str]) -> int:
     except ValueError as error:
         warn(error)
         return 2
-    backends = [entry.target(name=entry.name, **entry.preset) for entry in BACKENDS]
-    schemes = [item for item in backends if isinstance(item, SequenceParallelAttention)]
-    rows = [features_of(item, device) for item in backends if item not in schemes]
+    schemes = [item for item in _every_backend() if isinstance(item, SequenceParallelAttention)]
+    rows = features_on(device)
     console = PrintableConsole(soft_wrap=False)
     _print(rows, device, console)
     for line in _split(schemes, device):
