@@ -41,9 +41,10 @@ NEEDS = {
 """Each package of the project, and those that it imports."""
 
 PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
-    "Results and backends": {
+    "Results, backends, recommendations": {
         "harness": ("load",),
         "harness.commands.backends": ("backends",),
+        "harness.commands.recommend": ("recommend",),
     },
     "Attention on one device": {
         "kernels.flash": ("flash_attention",),
@@ -63,6 +64,9 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
             *("ShardedOptimizer", "Zero1", "Zero2", "FSDP"),
             *("AgreeingGradScaler", "optimizer_of_shards"),
         ),
+    },
+    "Checkpoints": {
+        "parallel.checkpoints": ("save_checkpoint", "load_checkpoint", "sharded_state_dict"),
     },
     "Tensor parallelism": {
         "parallel.tensor": (

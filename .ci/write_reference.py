@@ -20,16 +20,17 @@ PAGE = ROOT / "docs" / "reference.md"
 HEAD = """\
 # Reference
 
-`import attnbench` gives these names, and `attnbench.PUBLIC` lists them. Written from the docstrings by
-`.ci/write_reference.py`. A name is imported when it is first used: the module itself loads neither
-torch nor numpy.
+`import attnbench` gives these names, and `attnbench.PUBLIC` lists them. Written from the docstrings
+by `.ci/write_reference.py`. A name is imported when it is first used: the module itself loads
+neither torch nor numpy.
 
-**Names of packages.** `kernels`, `models`, `parallel` and `harness` are this project's packages, and
-common names. A wheel therefore installs two names, `attnbench` and `attnbench_folders`, and
-`import attnbench` has Python find the packages in the latter where nobody else has them: a `models.py`
-of yours and an installed `kernels` keep their names. What needs the one of ours that is hidden raises
-an ImportError that names both files and says what to do. In commands and their worker processes ours
-come first, so a plugin's own modules need other names. `python -m attnbench` is the command `attnbench`.
+**Names of packages.** `kernels`, `models`, `parallel` and `harness` are packages of this project,
+and common names. A wheel therefore installs two names, `attnbench` and `attnbench_folders`, and
+`import attnbench` has Python find the packages in the latter where nobody else has them: a
+`models.py` of yours and an installed `kernels` keep their names. What needs one of ours that is
+hidden raises an ImportError that names both files and says what to do. In commands and their worker
+processes ours come first, so a plugin's own modules need other names. `python -m attnbench` is the
+command `attnbench`.
 """
 
 SCHEMES = """\
@@ -45,7 +46,7 @@ def page() -> str:
     parts = [HEAD]
     for subject, modules in attnbench.PUBLIC.items():
         parts.append(f"## {subject}\n")
-        for module, names in modules.items():
+        for names in modules.values():
             parts += [entry(name, getattr(attnbench, name)) for name in names]
             if "scheme_names" in names:
                 schemes = (f"{name}_attention" for name in attnbench.scheme_names())

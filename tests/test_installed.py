@@ -15,7 +15,7 @@ from programs import need
 
 import attnbench
 from kernels import flash
-from parallel import data, split, tensor
+from parallel import checkpoints, data, split, tensor
 
 SOURCES = ("attnbench.py", "setup.py", "pyproject.toml", "README.md")
 OTHERS = """\
@@ -30,7 +30,7 @@ except ImportError as error:
 
 
 def test_public_names_are_those_of_the_packages() -> None:
-    for module in (split, data, tensor):
+    for module in (split, data, tensor, checkpoints):
         assert set(module.__all__) <= set(attnbench.__all__)
     assert attnbench.flash_attention is flash.flash_attention
     assert attnbench.zigzag_attention is split.zigzag_attention

@@ -45,6 +45,21 @@ BUDGET_S = 120.0
 """Seconds for measuring, about, unless budget_s= says otherwise."""
 
 
+def recommend(*arguments: str) -> Answer:
+    """The answer of ``attnbench recommend``, predicted and not measured.
+
+    Args:
+        arguments: keys of the command, such as ``"model=medium", "machine=h200", "gpus=8"``.
+
+    Returns:
+        The answer: ``best``, a way to train or None, and ``ranked``, all that fit and are predicted.
+
+    Raises:
+        ValueError: in one line, for a wrong argument.
+    """
+    return _answer(asked("recommend", ("measure=false", *arguments)), PrintableConsole())
+
+
 def main(arguments: list[str]) -> int:
     """The subcommand; ValueError in one line for a wrong argument."""
     if {"-h", "--help"} & set(arguments):
