@@ -39,6 +39,18 @@ def test_public_names_are_those_of_the_packages() -> None:
             getattr(attnbench, name)
 
 
+def test_functions_of_commands() -> None:
+    """They are the commands' own, which have tests of their own."""
+    found = {features.name: features for features in attnbench.backends("cpu")}
+    assert found["naive"].usable == "yes"
+    assert "zigzag" not in found
+    answer = attnbench.recommend("model=tiny", "machine=h200", "gpus=1", "attention=sdpa")
+    assert answer.best is not None
+    assert answer.best is answer.ranked[0]
+    with pytest.raises(ValueError, match=r"^model=tyni: no such choice; there are"):
+        attnbench.recommend("model=tyni")
+
+
 def test_importing_loads_nothing() -> None:
     code = "import sys, attnbench; print({'torch', 'numpy', *attnbench.NEEDS} & {*sys.modules})"
     assert python(Path(sys.executable), code, cwd=ROOT).stdout == "set()\n"

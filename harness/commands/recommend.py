@@ -52,7 +52,7 @@ def recommend(*arguments: str) -> Answer:
         arguments: keys of the command, such as ``"model=medium", "machine=h200", "gpus=8"``.
 
     Returns:
-        The answer: ``best``, a way to train or None, and ``ranked``, all that fit and are predicted.
+        The answer: ``best``, a way to train or None; ``ranked``, all that fit and are predicted.
 
     Raises:
         ValueError: in one line, for a wrong argument.

@@ -37,7 +37,10 @@ def parse(arguments: Sequence[str]) -> Axes:
             raise ValueError(f"{argument}: keys can be set, not added or removed; write KEY=VALUE")
         key = override.key_or_group
         if group_of(key) == "hydra":
-            raise ValueError(f"{key}: Hydra only composes here; its own settings have no effect")
+            instead = "its own settings have no effect; leave it out"
+            if key == "hydra.searchpath":
+                instead = "add a folder of your own with --config-dir DIR"
+            raise ValueError(f"{key}: Hydra only composes here; {instead}")
         if key in axes:
             raise ValueError(f"{key}: given twice; separate several values by commas")
         axes[key] = list(_values(override, parser))

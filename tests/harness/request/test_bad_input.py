@@ -147,6 +147,7 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
         ["attention: the glob matches none of", "naive"],
     ),
     "settings of Hydra": (["hydra.run.dir=here"], ["hydra.run.dir:"]),
+    "folders of Hydra": (["hydra.searchpath=[x]"], ["hydra.searchpath:", "--config-dir DIR"]),
     "a sweep's keys mistyped": (
         ["sweeps=quickstart", "task.warmup=1"],
         ["task.warmup: no such key", "did you mean task.warmup_steps?"],
