@@ -56,7 +56,7 @@ def page() -> str:
 
 def entry(name: str, found: Any) -> str:
     """Heading, signature and docstring of one name."""
-    parts = [f"### {name}\n", f"```python\n{signature(name, found)}\n```\n"]
+    parts = [f"### {name}\n", f"```text\n{signature(name, found)}\n```\n"]
     parts.append(prose(inspect.getdoc(found) or "") + "\n")
     if inspect.isclass(found) and (listed := methods(found)):
         parts.append("\n".join(listed) + "\n")

@@ -15,4 +15,4 @@ def test_the_page_is_up_to_date() -> None:
     page = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
     assert page == WRITER["page"](), "run .venv/bin/python .ci/write_reference.py"
     for name in attnbench.__all__:
-        assert f"\n### {name}\n\n```python\n{name}(" in page, name
+        assert f"\n### {name}\n\n```text\n{name}(" in page, name
