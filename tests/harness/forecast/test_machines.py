@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,3 +99,33 @@ def test_the_packaged_calibration_is_what_the_records_give() -> None:
         assert json.loads(json.dumps(value)) == packaged[key], (
             f"{key} differs: python -m harness.forecast results/h200 conf/machine/h200.json"
         )
+
+
+@pytest.mark.parametrize(
+    ("attention", "parallel"),
+    [
+        ("auto", {"name": "none"}),
+        ("zigzag", {"name": "none", "cp": 4}),
+        ("ulysses", {"name": "ddp_torch", "dp": 2, "cp": 2}),
+        ("sdpa", {"name": "fsdp", "dp": 4, "tp": 2}),
+    ],
+)
+def test_any_legal_choice_has_a_time(h200: Any, attention: str, parallel: dict[str, Any]) -> None:
+    one = case(attention={"name": attention}, parallel=parallel, seq_len=8192)
+    assert h200.step(one).median_ms > 0
+
+
+def test_this_machine_needs_its_sweep_first(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no calibration; run attnbench sweeps=calibration"):
+        forecast.machine("here", tmp_path)
+
+
+def test_this_machine_keeps_its_fit(tmp_path: Path) -> None:
+    folder = tmp_path / "sweeps" / "calibration"
+    folder.mkdir(parents=True)
+    (folder / "plan.json").write_text("{}")
+    known = calibration.read(CONF / "machine" / "h200.json")
+    calibration.write(replace(known, name="here"), folder / "machine.json")
+    found = forecast.machine("here", tmp_path)
+    assert found.name == "here"
+    assert found.step(case()) == forecast.machine("h200").step(case())

@@ -1,0 +1,78 @@
+"""Predicted parts of profiled steps beside their kernels, without the model's own records.
+
+python benchmarks/bench_breakdown.py [MODEL ATTENTION PRECISION SEQ_LEN]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from typing import Any
+
+import harness
+from harness.forecast import build, steps
+from harness.forecast.machines import Machine
+from harness.forecast.steps import MeasuredStep
+from harness.paths import ROOT
+
+STEPS = (("xl", "naive", "fp32", 512), ("medium", "sdpa", "bf16", 1024))
+
+INNER = ("scores", "softmax", "final matmul")
+
+PARTS = {
+    "block/attention": "rotary embedding",
+    "block/feed-forward": "feed-forward activation",
+    "loss": "loss",
+    "embedding": "embedding",
+}
+"""Parts of kernels by range, where they are no product, attention, norm or cast."""
+
+
+def measured_parts(profile: dict[str, Any]) -> dict[str, float]:
+    """Milliseconds of a profiled step's kernels, by the parts of forecasts."""
+    found: dict[str, float] = defaultdict(float)
+    for item in profile["rows"]:
+        place, kind = item["range"] or "", item["category"]
+        last = place.rsplit("/", 1)[-1]
+        if kind == "attention" or last in INNER:
+            part = "attention"
+        elif kind == "matmul":
+            part = "matmuls"
+        elif item["phase"] == "optimizer":
+            part = "optimizer"
+        elif kind == "normalisation":
+            part = "norms"
+        elif kind == "elementwise" and place in ("block", ""):
+            part = "residual stream"
+        else:
+            part = PARTS.get(place, "casts of autocast")
+        found[part] += float(item["total_ms"]) / profile["steps"]
+    return found
+
+
+def is_asked(step: MeasuredStep, asked: tuple[str, str, str, int]) -> bool:
+    case = step.case
+    assert case.model is not None, "training steps have a model"
+    named = case.model.name, case.attention.name, case.precision.name, case.seq_len
+    return named == asked and step.profile is not None and len(step.phases_ms) > 2
+
+
+def main(asked: tuple[tuple[str, str, str, int], ...]) -> None:
+    frame = harness.load(ROOT / "results" / "h200")
+    plain, measured = build.kernels("h200", frame), steps.of_frame(frame)
+    for wanted in asked:
+        step = next(step for step in measured if is_asked(step, wanted))
+        alike = {one.case_id for one in measured if one.row["model"] == wanted[0]}
+        kept = [one for one in measured if one.case_id not in alike]
+        machine = Machine(steps.completed(build.without(plain, alike), kept))
+        found = {part.name: part.ms for part in machine.step(step.case, host=step.host).parts}
+        assert step.profile is not None, "asked steps are profiled"
+        kernels = measured_parts(step.profile)
+        print(f"\n{step.case.title}: {step.ms:.1f} ms\n{'':26}{'predicted':>10}{'measured':>10}")
+        for name in sorted({*found, *kernels}, key=lambda name: -kernels.get(name, 0)):
+            print(f"{name:26}{found.get(name, 0.0):10.1f}{kernels.get(name, 0.0):10.1f}")
+
+
+if __name__ == "__main__":
+    words = sys.argv[1:]
+    main(((words[0], words[1], words[2], int(words[3])),) if words else STEPS)
