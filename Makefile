@@ -22,7 +22,7 @@ export PIP_IN_SHORT
 
 install: $(BIN)/.installed ## make .venv with the pinned versions
 
-$(BIN)/.installed: pyproject.toml constraints.txt
+$(BIN)/.installed: pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "make: $(PYTHON) is older than Python 3.11; name a newer one: make PYTHON=python3.12"; exit 2; }
 	@echo "make: $(VENV) gets Python's environment and the versions of constraints.txt; torch and CUDA's"

@@ -27,7 +27,10 @@ def main(arguments: list[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         say(HELP.rstrip())
         return 0
-    question = asked("fits", arguments).question
+    asked_for = asked("fits", arguments)
+    question = asked_for.question
+    if asked_for.measure and any(word.startswith("measure=") for word in arguments):
+        raise ValueError(MEASURE)
     if "checkpoint" not in question.typed:
         question.typed["checkpoint"] = list(CHECKPOINTS)
     rows = limits_of(question)
@@ -37,6 +40,8 @@ def main(arguments: list[str]) -> int:
     console.print(_table(rows, question))
     return 0
 
+
+MEASURE = "measure=true: fits only predicts; attnbench recommend measures what it recommends"
 
 CHECKPOINTS = ("none", "block")
 """The two ends: all activations are kept, or those between blocks."""

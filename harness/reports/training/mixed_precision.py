@@ -56,12 +56,14 @@ def build(frame: pd.DataFrame) -> Table | None:
             )
         rows[f"{precision}_case_id"] = part["case_id"]
         rows[f"{precision}_step_ms"] = part["step_median_ms"]
+        rows[f"{precision}_step_mark"] = part["step_mark"].fillna("")
         metrics.append(
             Column(
                 key=f"{precision}_step_ms",
                 header="step (ms)",
                 group=precision,
                 format=fmt.number,
+                mark=f"{precision}_step_mark",
                 record=f"{precision}_case_id",
                 detail=True,
             )

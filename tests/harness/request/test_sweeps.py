@@ -78,10 +78,10 @@ def test_every_choice_composes(group: str, name: str) -> None:
 def test_every_file_of_a_group_is_a_choice() -> None:
     """And the other way round: a choice that no code registers is a file.
 
-    A folder of conf/ is a group, or the hardware's numbers.
+    A folder of conf/ is a group, or holds numbers of hardware, networks and published runs.
     """
     folders = {path.name for path in CONF.iterdir() if path.is_dir() and path.name[0] not in "._"}
-    assert folders - {"hardware"} <= set(GROUPS)
+    assert folders - {"hardware", "machine", "network", "published"} <= set(GROUPS)
     for folder in folders & set(GROUPS):
         files = {path.stem for path in (CONF / folder).glob("*.yaml")}
         assert files
