@@ -38,8 +38,12 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     figure, drawn, common = panels(
         rows, across, width_in=WIDTH_IN, height_in=HEIGHT_IN, share_y="col"
     )
-    for axis, group in drawn:
-        _draw(axis, group)
+    lines = [_draw(axis, group) for axis, group in drawn]
+    # Labels stand where lines end, and limits that panels share are final once all are drawn.
+    for axis, _ in drawn:
+        axis.set_ylim(bottom=0)
+    for (axis, _), ends in zip(drawn, lines, strict=True):
+        label_line_ends(axis, ends, HEIGHT_IN - 0.9)
     said = say_marked(pd.concat([group["mark"] for _, group in drawn]))
     return CaptionedFigure(
         caption=f"{CAPTION} {said} {common}".strip(),
@@ -52,7 +56,8 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     )
 
 
-def _draw(axis: Axes, rows: pd.DataFrame) -> None:
+def _draw(axis: Axes, rows: pd.DataFrame) -> list[Line2D]:
+    """Draw a panel but for its labels; returns its lines."""
     lengths = sorted(rows["seq_len"].unique())
     crosses: list[tuple[float, str]] = []
     lines: list[Line2D] = []
@@ -74,8 +79,7 @@ def _draw(axis: Axes, rows: pd.DataFrame) -> None:
     axis.xaxis.set_major_formatter(FuncFormatter(lambda length, _: fmt.integer(length)))
     axis.tick_params(axis="x", labelrotation=30 if len(lengths) > 5 else 0)
     axis.yaxis.set_major_formatter(FuncFormatter(lambda tick, _: f"{tick:,.10g}"))
-    axis.set_ylim(bottom=0)
     axis.set_xlabel("sequence length (tokens)")
     axis.set_ylabel("TFLOP/s")
     mark_out_of_memory(axis, crosses)
-    label_line_ends(axis, lines, HEIGHT_IN - 0.9)
+    return lines

@@ -450,6 +450,22 @@ class TestTflopsOverLength:
         assert [axis.get_title() for axis in axes] == titles
         assert [list(axis.lines[0].get_xdata()) for axis in axes] == [[64, 128]] * len(titles)
 
+    def test_the_scale_that_panels_share_holds_the_fastest_of_all(self) -> None:
+        """Later panels of a column are no slower than the first, whose limits they share."""
+        records = [
+            call("flex", samples(64 / head_dim, 64 / head_dim), seq_len=seq_len, head_dim=head_dim)
+            for head_dim in (16, 32, 64, 128)
+            for seq_len in (64, 128)
+        ]
+        built = build_figure("tflops_over_length", build_frame(records))
+        assert built is not None
+        axes = built[1].get_axes()
+        assert len(axes) == 4
+        for axis in axes:
+            assert max(axis.lines[0].get_ydata()) < axis.get_ylim()[1]
+            (label,) = (text for text in axis.texts if text.get_text() == "flex")
+            assert 0 < label.xy[1] < axis.get_ylim()[1]  # type: ignore[attr-defined]
+
     def test_one_length_is_no_line(self) -> None:
         frame = build_frame([call("naive", samples(1, 2))])
         assert build_figure("tflops_over_length", frame) is None
