@@ -98,6 +98,7 @@ def _answer(wanted: Asked, console: Console) -> Answer:
         misfits=misfits(fitting, others, question.machine, memory),
         drawn=list(predicted.ranked),
         remarks=[remark] if remark else [],
+        unpredicted=sorted(predicted.refused),
     )
     if wanted.measure and fitting:
         _measure(wanted, found, fitting, answer, console)

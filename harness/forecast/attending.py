@@ -7,9 +7,11 @@ from dataclasses import replace
 
 from harness.cases.case import Case
 from harness.forecast import terms
+from harness.forecast.balance import busiest
 from harness.forecast.extract import attention_law, attention_shape
 from harness.forecast.law import Estimate, Law, Shape
 from kernels import BACKENDS, Attention, AttentionProblem
+from kernels.backend import DelegatedAttention
 from parallel.context.attention import SequenceParallelAttention
 
 FindLaw = Callable[[str], Law | None]
@@ -69,6 +71,11 @@ class Attending:
         if not same:
             return "", f"no attention was measured in {problem.dtype}"
         shape = _shape(case)
+        if not chosen and isinstance(kernel, DelegatedAttention):
+            # It chooses on its device alone, by times: of what is installed here, the fastest.
+            able = [found for found in same if _is_able(found, case)]
+            if able:
+                return min(able, key=lambda found: self._both(found, dtype, shape)), None
         best = min(same, key=lambda found: self._both(found, dtype, shape))
         return best, f"{name} was not measured in {problem.dtype}; {best} stands in for it"
 
@@ -86,7 +93,13 @@ class Attending:
         found = law(_shape(case))
         if note is not None:
             found = replace(found, error=max(found.error, STAND_IN_ERROR))
-        return replace(found, ms=found.ms / case.parallel.cp), note
+        return replace(found, ms=self._share(case) * found.ms), note
+
+    def _share(self, case: Case) -> float:
+        """Of a whole sequence's attention, what the busiest of the ranks that share it has."""
+        if not isinstance(case.attention, SequenceParallelAttention) or case.parallel.cp == 1:
+            return 1 / case.parallel.cp
+        return busiest(case.attention, case.attention_problem) / case.parallel.cp
 
     def _from_flops(self, case: Case, phase: str) -> Estimate:
         """A fifth of the matmul rate, where nothing was measured."""
@@ -96,7 +109,16 @@ class Attending:
         ms = times * scores / 50 if law is None else 5 * times * law((4096.0, 4096.0, 4096.0)).ms
         if law is not None:
             ms *= scores / 137
-        return Estimate(ms=ms / case.parallel.cp, error=0.5, distance=9.0)
+        return Estimate(ms=self._share(case) * ms, error=0.5, distance=9.0)
+
+
+def _is_able(name: str, case: Case) -> bool:
+    """Whether a backend is installed and, where a sequence is split, gives its log-sum-exp."""
+    if name not in BACKENDS:
+        return False
+    entry = BACKENDS[name]
+    backend = entry.target(name=name, **entry.preset)
+    return backend.version() is not None and (case.parallel.cp == 1 or backend.gives_lse)
 
 
 def _is_compiled(case: Case) -> bool:

@@ -38,7 +38,12 @@ class Support:
         # The host that plans lacks the device; what it says of the plainest problem as well says
         # nothing about this one.
         if id(attention) not in self._absent:
-            self._absent[id(attention)] = _asked(attention, _plainest(problem))
+            plain = _plainest(problem)
+            absent = _asked(attention, plain)
+            # A reason that a CPU hears as well is not about the absent device.
+            if absent == _asked(attention, replace(plain, device="cpu")):
+                absent = None
+            self._absent[id(attention)] = absent
         return None if reason == self._absent[id(attention)] else reason
 
     def _why_not_peers(self, attention: AttentionBackend, problem: AttentionProblem) -> str | None:

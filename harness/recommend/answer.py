@@ -32,6 +32,8 @@ class Answer:
     drawn: list[Combination] = field(default_factory=list)
     """Every combination with a memory and a time, for the figure."""
     remarks: list[str] = field(default_factory=list)
+    unpredicted: list[str] = field(default_factory=list)
+    """Why combinations that fit have no predicted time, a reason each."""
 
     @property
     def best(self) -> Combination | None:
@@ -144,16 +146,23 @@ def counts(answer: Answer) -> str:
     variants = max(1, len(found.compilations))
     return (
         f"{found.number:,} combinations, {found.num_legal:,} of them legal, "
-        f"{answer.num_fitting * variants:,} fit; times predicted for {answer.num_predicted:,}."
+        f"{answer.num_fitting * variants:,} fit; times predicted for the {answer.num_predicted:,} "
+        "that may be best."
     )
+
+
+NOT_INSTALLED = "not installed on this host"
 
 
 def fallen(answer: Answer, most: int = 8) -> list[str]:
     """Why families fell out, a line each: how many combinations, whose, and the reason."""
     numbers: Counter[str] = Counter()
     names: dict[str, list[str]] = {}
+    machine = answer.question.machine
     for reason, number in answer.found.fallen.items():
         name, text = _split(reason)
+        if text == NOT_INSTALLED and not machine.is_here:
+            text += f", so not known of {machine.name}"
         numbers[text] += number
         if name and name not in names.setdefault(text, []):
             names[text].append(name)
@@ -166,6 +175,8 @@ def fallen(answer: Answer, most: int = 8) -> list[str]:
         lines.append(f"{rest:>9,}  for {fmt.counted(len(numbers) - most, 'other reason')}")
     for item in answer.found.left_out:
         lines.append(f"{'none':>9}  of {', '.join(item.names)}: {item.reason}")
+    for reason in answer.unpredicted:
+        lines.append(f"{'no time':>9}  {reason.split('; ')[0]}")
     return lines
 
 
@@ -176,7 +187,7 @@ def _split(reason: str) -> tuple[str, str]:
         name, reason = found.groups()
     head, colon, tail = reason.partition(": ")
     if "install" in head:
-        return name, "not installed here"
+        return name, NOT_INSTALLED
     text = f"{head}{colon}{tail.split('; ')[0]}"
     return name, re.sub(
         r"^\d+ query heads are too few for \d+ ranks", "too few heads for ranks", text

@@ -129,3 +129,23 @@ def test_this_machine_keeps_its_fit(tmp_path: Path) -> None:
     found = forecast.machine("here", tmp_path)
     assert found.name == "here"
     assert found.step(case()) == forecast.machine("h200").step(case())
+
+
+def split(name: str, cp: int = 4) -> Case:
+    parallel = {"name": "zero_2", "dp": 1, "cp": cp}
+    return case(attention={"name": name}, parallel=parallel, seq_len=65536, batch_size=1)
+
+
+def test_ranks_of_an_unbalanced_scheme_wait_for_the_busiest(h200: Any) -> None:
+    def attention_ms(name: str) -> float:
+        return sum(part.ms for part in h200.step(split(name)).parts if part.name == "attention")
+
+    # Of the causal mask the last of four contiguous parts has 7 sixteenths.
+    for unbalanced in ("ring", "llama3"):
+        assert attention_ms(unbalanced) / attention_ms("zigzag") == pytest.approx(7 / 4, rel=0.01)
+    for balanced in ("zigzag_llama3", "ulysses"):
+        assert attention_ms(balanced) == pytest.approx(attention_ms("zigzag"))
+
+
+def test_kernels_chosen_on_an_absent_device_have_times(h200: Any) -> None:
+    assert [h200.why_not(split(name)) for name in ("zigzag", "ulysses", "ring")] == [None] * 3

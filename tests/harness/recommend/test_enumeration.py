@@ -38,6 +38,12 @@ def question(model: str = "small", gpus: int = 4, seq_len: int = 1024, **typed: 
 
 
 class TestEnumeration:
+    def test_what_no_device_computes_is_illegal_on_an_absent_one_too(self) -> None:
+        """A packed batch is all that this scheme places, and a training step's is dense."""
+        found = enumerate_combinations(question(attention=["documents", "zigzag"]))
+        assert {base.base.attention.name for base in found.bases} == {"zigzag"}
+        assert any("packed batch" in reason for reason in found.fallen)
+
     def test_is_what_composing_every_point_allows(self) -> None:
         """Independent: each point of the whole grid composed alone, legal if no error comes."""
         names = ["none", "fsdp", "zero_1"]

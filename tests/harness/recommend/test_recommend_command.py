@@ -13,6 +13,7 @@ from harness.commands import fits, recommend
 from harness.commands.questions import asked
 from harness.run import local
 from harness.store.record import RecordStore
+from kernels import BACKENDS
 
 ELSEWHERE = ["machine=h200", "gpus=2", "seq_len=2048", "attention=sdpa,zigzag"]
 
@@ -73,6 +74,19 @@ def test_answers_for_a_machine_elsewhere(
     html = page.with_suffix(".html").read_text()
     assert "<svg" in html
     assert "<title>medium" in html
+
+
+def test_nothing_falls_out_without_a_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["model=medium", "gpus=1", "machine=h200", f"results={tmp_path}"]
+    arguments += ["attention=sdpa,flash_torch,flash_attn_4", "compile=none", "checkpoint=none"]
+    assert recommend.main(arguments) == 0
+    said = capsys.readouterr().out
+    assert "no time  h200: flash_torch was not measured in bfloat16" in said
+    # Of another machine a laptop cannot say what is installed.
+    if not BACKENDS["flash_attn_4"].target(name="flash_attn_4").version():
+        assert "not installed on this host, so not known of h200" in " ".join(said.split())
 
 
 def test_fits_prints_a_row_for_each_strategy(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,42 @@
+"""Work of the busiest rank of a split sequence, for which the others wait."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from kernels import AttentionProblem
+from parallel.context.attention import SequenceParallelAttention
+from parallel.context.blocks.balance import count_flops
+from parallel.context.blocks.layouts import Layout
+from parallel.context.heads.nested import SplitsGroups
+from parallel.context.heads.split import SplitsHeads
+
+UNITS = 64
+"""Times the tokens that a layout needs at least, on which it is counted."""
+
+
+def busiest(attention: SequenceParallelAttention, problem: AttentionProblem) -> float:
+    """Work of the busiest rank over the mean of ranks, at each step of a ring; 1 is balanced.
+
+    Args:
+        problem: a causal one, of ``problem.cp`` ranks.
+    """
+    ranks = problem.cp
+    heads = 1.0
+    if isinstance(attention, SplitsHeads):
+        heads = attention.head_split(ranks, problem.num_heads, problem.num_kv_heads).imbalance
+    if isinstance(attention, SplitsGroups):
+        return heads * _of_layout(attention.group_layout(ranks), gathers=False)
+    if isinstance(attention, SplitsHeads):
+        return heads
+    return _of_layout(attention.layout(ranks), gathers=getattr(attention, "gathers", False))
+
+
+@cache
+def _of_layout(layout: Layout, *, gathers: bool) -> float:
+    length = UNITS * layout.multiple
+    counted = count_flops(layout, length, num_heads=1, head_dim=1, block_q=length, block_k=length)
+    if not gathers:
+        return counted.lockstep_cost("pair")
+    flops = counted.per_rank("pair")
+    return max(flops) * len(flops) / sum(flops)
