@@ -118,7 +118,9 @@ def _is_able(name: str, case: Case) -> bool:
         return False
     entry = BACKENDS[name]
     backend = entry.target(name=name, **entry.preset)
-    return backend.version() is not None and (case.parallel.cp == 1 or backend.gives_lse)
+    if not isinstance(backend, Attention) or backend.version() is None:
+        return False
+    return case.parallel.cp == 1 or backend.gives_lse
 
 
 def _is_compiled(case: Case) -> bool:

@@ -117,6 +117,12 @@ def _saved(folder: Folder) -> dict[str, Any]:
 
 
 def _found_in(saved: dict[str, Any], state: dict[str, Tensor], folder: Folder) -> dict[str, Tensor]:
+    for saved_name in saved:
+        kind, _, name = saved_name.partition(".")
+        if kind == "model" and name not in state:
+            raise ValueError(
+                f"{folder}: has {name}, which the model has not; load it into the same"
+            )
     for name, value in state.items():
         entry = saved.get(f"model.{name}")
         if entry is None:
