@@ -3,7 +3,7 @@
 A rank holds its shards throughout. Besides, weights outside of blocks are whole from the forward
 pass to the end of the backward pass, and within a pass two blocks: the one in use and the next one.
 The backward pass ends each block with its gradients and, of the same size, the buffer in which they
-travel; what arrives is a shard. :class:`parallel.data.fsdp.FSDP` and PyTorch's fully_shard agree.
+travel; what arrives is a shard. :class:`parallel.data.FSDP` and PyTorch's fully_shard agree.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from parallel.data.clipping import Clipped, clip_by_global_norm
 from parallel.data.gradients import Averager, GradientTransfer
 from parallel.data.hybrid_sharding import HybridAverager
-from parallel.data.meta_device import has_memory
+from parallel.data.replicas import broadcast_from_first, has_memory, require_one_device
 from parallel.data.step_guard import guard_steps
 
 
@@ -340,28 +340,3 @@ class _Progress:
     @property
     def has_begun(self) -> bool:
         return self.num_started > 0 or self.missing != self._sizes
-
-
-def require_one_device(module: nn.Module) -> None:
-    """Raise ValueError that names the first tensor on another device than the ones before it."""
-    first: tuple[str, torch.device] | None = None
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if first is None:
-            first = name, tensor.device
-        if tensor.device != first[1]:
-            raise ValueError(
-                f"{name} is on {tensor.device} and {first[0]} on {first[1]}: move the whole module "
-                "to the device of this rank"
-            )
-        if tensor.is_meta:
-            raise ValueError(f"{name} is on the meta device: give the module memory first")
-
-
-def broadcast_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Give all ranks the values of the group's first."""
-    for tensor in tensors:
-        values = tensor.detach()
-        sent = values.contiguous()
-        dist.broadcast(sent, group=group, group_src=0)
-        if sent is not values:
-            values.copy_(sent)

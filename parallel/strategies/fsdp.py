@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import torch
 
 from kernels.registry import Look
-from parallel.data import elementwise_optimizer, fsdp
+from parallel.data import elementwise_optimizer
+from parallel.data.fsdp import container
 from parallel.strategies._bases import FullyShardedStrategy
 from parallel.strategies.strategy import Strategy, strategy
 
@@ -34,7 +35,7 @@ class FSDPStrategy(FullyShardedStrategy):
         return replace(self, replicate_below=min(self.replicate_below, num_bytes // 256))
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        return fsdp.FSDP(
+        return container.FSDP(
             model,
             compute_dtype=self.torch_dtype(),
             replicate_below=self.replicate_below,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.registry import Look
-from parallel.data import data_parallel, model_blocks
+from parallel.data import model_blocks, replicas
 from parallel.strategies._bases import FullyShardedStrategy
 from parallel.strategies.strategy import strategy
 
@@ -34,7 +34,7 @@ class TorchFSDP(FullyShardedStrategy):
 
         mesh = self.data_mesh()
         tensors = (*model.parameters(), *model.buffers())
-        data_parallel.broadcast_from_first(tensors, mesh.get_group())
+        replicas.broadcast_from_first(tensors, mesh.get_group())
         dtype = self.torch_dtype()
         # As in our FSDP, inputs of blocks are not cast: the rotary tables stay in float32.
         policy = MixedPrecisionPolicy(param_dtype=dtype, cast_forward_inputs=False)

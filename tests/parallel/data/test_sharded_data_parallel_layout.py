@@ -12,7 +12,8 @@ from torch import nn
 
 from parallel.data import FSDP, Zero1, optimizer_of_shards
 from parallel.data.flat import ALIGNMENT, FlatLayout
-from parallel.data.model_blocks import blocks_of, parameters_of_blocks
+from parallel.data.fsdp.blocks import parameters_of_blocks
+from parallel.data.model_blocks import blocks_of
 
 
 class TestLayout:

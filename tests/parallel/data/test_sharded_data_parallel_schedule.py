@@ -30,8 +30,9 @@ from sharded_steps import finish, loss_of, sharded
 from torch import Tensor, nn
 
 from parallel import STRATEGIES
-from parallel.data import FSDP, Zero1, Zero2, fsdp_weights, optimizer_of_shards, zero
+from parallel.data import FSDP, Zero1, Zero2, optimizer_of_shards, zero
 from parallel.data.flat import ALIGNMENT, start_all_gather
+from parallel.data.fsdp import weights as fsdp_weights
 from parallel.data.gradients import Averager
 from parallel.data.shard_gradients import ShardTransfer
 

@@ -12,7 +12,7 @@ from ranks import on_ranks
 from torch import Tensor, nn
 
 from parallel.data import FSDP
-from parallel.data.model_blocks import named_blocks
+from parallel.data.fsdp.blocks import named_blocks
 
 
 class Attributes(nn.Module):

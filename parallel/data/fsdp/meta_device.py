@@ -104,10 +104,6 @@ class Materialiser:
                 self._initialise(module)
 
 
-def has_memory(tensor: Tensor) -> bool:
-    return tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0
-
-
 def reset_parameters(module: nn.Module) -> None:
     module.reset_parameters()
 

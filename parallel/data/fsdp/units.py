@@ -1,7 +1,7 @@
 """What FSDP holds: weights in units, their shards, and the transfers of their gradients.
 
 A *unit* is gathered and reduced together: the weights of a block, or all those outside of blocks.
-:mod:`parallel.data.fsdp` says when.
+:mod:`parallel.data.fsdp.container` says when.
 """
 
 from __future__ import annotations
@@ -14,10 +14,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel.data.buckets import bucket_tensors
-from parallel.data.fsdp_weights import FlatWeights, Slot, Unit
+from parallel.data.fsdp.blocks import Blocks, named_blocks, parameters_of_blocks
+from parallel.data.fsdp.meta_device import (
+    Initialise,
+    Materialiser,
+    default_device,
+    is_on_meta,
+)
+from parallel.data.fsdp.weights import FlatWeights, Slot, Unit
 from parallel.data.gradients import GradientTransfer
-from parallel.data.meta_device import Initialise, Materialiser, default_device, is_on_meta
-from parallel.data.model_blocks import Blocks, blocks_of, named_blocks, parameters_of_blocks
+from parallel.data.model_blocks import blocks_of
 from parallel.data.shard_gradients import ShardedDataParallel, ShardTransfer
 from parallel.streams import SideStream
 

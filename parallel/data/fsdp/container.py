@@ -28,9 +28,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from parallel.data.fsdp_units import NUM_SLOTS, FullySharded
-from parallel.data.meta_device import Initialise
-from parallel.data.model_blocks import Blocks, what_stays_whole
+from parallel.data.fsdp.blocks import Blocks, what_stays_whole
+from parallel.data.fsdp.meta_device import Initialise
+from parallel.data.fsdp.units import NUM_SLOTS, FullySharded
 
 REPLICATE_BELOW = 2**15
 """Elements: above norms and biases of most models, below any matrix worth dividing."""
