@@ -7,7 +7,6 @@ from rich.table import Table
 from harness.cases import format as fmt
 from harness.commands.questions import asked
 from harness.predictions.capacity import GIB
-from harness.printing import say
 from harness.recommend.limits import Limits, limits_of
 from harness.recommend.question import Question
 from harness.terminal import PrintableConsole
@@ -25,7 +24,7 @@ the longest sequence. Keys pin what is tried: parallel=fsdp checkpoint=block par
 def main(arguments: list[str]) -> int:
     """The subcommand; ValueError in one line for a wrong argument."""
     if {"-h", "--help"} & set(arguments):
-        say(HELP.rstrip())
+        print(HELP, end="")
         return 0
     asked_for = asked("fits", arguments)
     question = asked_for.question
@@ -65,7 +64,7 @@ def parameters(number: int) -> str:
 
 def _table(rows: list[Limits], question: Question) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("strategy", overflow="fold")
+    table.add_column("strategy", no_wrap=True)
     table.add_column("checkpoint")
     gpus = "GPUs" if question.machine.device == "cuda" else "ranks"
     table.add_column(f"fewest {gpus}", justify="right")

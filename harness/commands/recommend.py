@@ -30,7 +30,7 @@ from harness.terminal import PrintableConsole
 HELP = """\
 Usage: attnbench recommend model=NAME seq_len=N [gpus=N] [batch_tokens=N] [precision=bf16]
                            [goal=tokens_per_s|memory|longest_sequence]
-                           [machine=h200] [measure=true|false] [budget_s=60] [KEY=VALUE...]
+                           [machine=h200] [measure=true|false] [budget_s=120] [KEY=VALUE...]
 
 Enumerates every legal way to train (attention, mesh, strategy, checkpointing, compilation,
 micro-batch), drops what does not fit, predicts the time of the rest, and measures the best few in
@@ -57,22 +57,26 @@ def recommend(*arguments: str) -> Answer:
     Raises:
         ValueError: in one line, for a wrong argument.
     """
-    return _answer(asked("recommend", ("measure=false", *arguments)), PrintableConsole())
+    wanted = asked("recommend", ("measure=false", *arguments))
+    return _answer(wanted, *_time_model(wanted), PrintableConsole())
 
 
 def main(arguments: list[str]) -> int:
     """The subcommand; ValueError in one line for a wrong argument."""
     if {"-h", "--help"} & set(arguments):
-        say(HELP.rstrip())
+        print(HELP, end="")
         return 0
     wanted = asked("recommend", arguments)
     if wanted.measure:
         begin_measuring()
     console = PrintableConsole(soft_wrap=False)
-    answer = _answer(wanted, console)
-    _print(answer, console)
     folder = Path(wanted.results).expanduser() / "sweeps" / label_of(wanted.question)
+    times, remark = _time_model(wanted)
     try:
+        # Before what takes a minute, and after all that is wrong with the question.
+        folder.mkdir(parents=True, exist_ok=True)
+        answer = _answer(wanted, times, remark, console)
+        _print(answer, console)
         say(f"  report  {page.write(answer, folder)}")
     except OSError as error:
         raise ValueError(
@@ -81,13 +85,12 @@ def main(arguments: list[str]) -> int:
     return 0 if answer.best is not None else 1
 
 
-def _answer(wanted: Asked, console: Console) -> Answer:
+def _answer(wanted: Asked, times: TimeModel | None, remark: str, console: Console) -> Answer:
     question, memory = wanted.question, MemoryModel()
     found = enumerate_combinations(question)
     fitting, others = fit(found, question.machine, memory)
     if question.goal == "longest_sequence":
         fitting = longest(fitting, question.machine, memory)
-    times, remark = _time_model(wanted)
     predicted = predict(found, fitting, times, question.goal) if times else Predicted()
     answer = Answer(
         question=question,
@@ -108,14 +111,20 @@ def _answer(wanted: Asked, console: Console) -> Answer:
 
 
 def _time_model(wanted: Asked) -> tuple[TimeModel | None, str]:
-    """The calibrated model of the machine, or why there is none."""
+    """The calibrated model of the machine, or why there is none.
+
+    ValueError in one line where times are asked for and can be neither predicted nor measured.
+    """
     machine = wanted.question.machine
     try:
         return forecast.machine(HERE if machine.is_here else machine.name), ""
     except (LookupError, ValueError) as error:
         if wanted.measure:
             return None, "This machine has no calibration: candidates were found by short runs."
-        return None, " ".join(str(error.args[0]).split())
+        why = " ".join(str(error.args[0]).split())
+        if wanted.question.goal == "tokens_per_s":
+            raise ValueError(f"{why}; goal=memory and attnbench fits need none") from error
+        return None, why
 
 
 def _measure(
@@ -204,7 +213,8 @@ def _table(answer: Answer) -> Table:
 
 def _misfit_table(answer: Answer) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("", overflow="fold")
+    by_strategy = all(item.name == item.nearest.base.parallel.name for item in answer.misfits)
+    table.add_column("strategy" if by_strategy else "attention", overflow="fold")
     table.add_column("missing (GiB)", justify="right")
     table.add_column("fits with", overflow="fold")
     for item in answer.misfits:

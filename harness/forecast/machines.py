@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 
 from harness.cases.case import Case
+from harness.cases.hardware import find_hardware, hardware_names
 from harness.forecast import communication, operations, schedule, terms
 from harness.forecast.attending import Attending
 from harness.forecast.calibration import FOLDER, Calibration, read, write
@@ -73,11 +74,16 @@ def machine(name: str, results: Path | None = None) -> Machine:
     """
     if name == HERE:
         return Machine(_here(results or RESULTS))
-    path = FOLDER / f"{name}.json"
-    if not path.is_file():
-        known = ", ".join(sorted(found.stem for found in FOLDER.glob("*.json")))
-        raise ValueError(f"machine={name}: no calibration; one of {known}, {HERE}")
-    return Machine(read(path))
+    files = {path.stem: path for path in sorted(FOLDER.glob("*.json"))}
+    hardware = find_hardware(name) or hardware_names().get(name)
+    same = (known for known in files if hardware and find_hardware(known) == hardware)
+    known = name if name in files else next(same, None)
+    if known is None:
+        raise ValueError(
+            f"machine={name}: no calibration, so that no time can be predicted; there is one of "
+            f"{', '.join(files)}"
+        )
+    return Machine(read(files[known]))
 
 
 def _here(results: Path) -> Calibration:

@@ -91,7 +91,7 @@ def sentence(answer: Answer) -> str:
 def _nothing(answer: Answer) -> str:
     if not answer.num_fitting:
         return "Nothing fits: see what would, below."
-    return "No time can be predicted for what fits: " + "; ".join(answer.remarks)
+    return "No time can be predicted for what fits."
 
 
 def _speed(item: Combination) -> str:
@@ -129,15 +129,19 @@ def second(answer: Answer) -> str:
     if answer.question.goal == "longest_sequence":
         return f"Runner-up: {other.name}, {other.base.seq_len:,} tokens, {slower}."
     text = f"Runner-up: {other.name}, {slower}."
-    tied = len(answer.ties)
+    tied = answer.ties
     if not tied:
         return text
     how = (
         "measured as the same or not told apart" if best.record else "within 2%, so not told apart"
     )
-    names = "; ".join(item.name for item in answer.ties[:2])
-    others = f", and {tied - 2:,} more" if tied > 2 else ""
-    return f"{text} Tied ({how}): {names}{others}."
+    if tied[0] is other:
+        text, tied = f"Runner-up: {other.name}, {slower} ({how}).", tied[1:]
+    if not tied:
+        return text
+    names = "; ".join(item.name for item in tied[:2])
+    others = f", and {len(tied) - 2:,} more" if len(tied) > 2 else ""
+    return f"{text} Tied as well: {names}{others}."
 
 
 def counts(answer: Answer) -> str:

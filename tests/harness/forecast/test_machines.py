@@ -88,8 +88,14 @@ def test_what_was_not_measured_is_said(h200: Any) -> None:
 
 
 def test_an_unknown_machine_is_an_error_of_one_line() -> None:
-    with pytest.raises(ValueError, match=r"machine=abacus: no calibration; one of h200"):
+    with pytest.raises(ValueError, match=r"machine=abacus: no calibration.* one of h200"):
         forecast.machine("abacus")
+
+
+def test_a_machine_goes_by_any_name_of_its_hardware(h200: Any) -> None:
+    assert forecast.machine("h200_sxm").step(case()) == h200.step(case())
+    with pytest.raises(ValueError, match="no calibration"):
+        forecast.machine("h200_nvl")  # fewer clocks, so another machine
 
 
 def test_the_packaged_calibration_is_what_the_records_give() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tempfile
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -55,6 +56,26 @@ def test_a_mistake_is_one_line(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         assert word in text
 
 
+def test_without_a_calibration_only_times_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["model=tiny", "machine=rtx_4090", "gpus=1", f"results={tmp_path / 'new'}"]
+    with pytest.raises(ValueError, match=r"^machine=rtx_4090: no calibration.*h200.*memory.*$"):
+        recommend.main(arguments)
+    assert not (tmp_path / "new").exists()
+    assert recommend.main([*arguments, "goal=memory"]) == 0
+    assert "For the least memory run" in capsys.readouterr().out
+
+
+def test_a_folder_that_cannot_be_written_is_said_before_anything_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"results=.*file: cannot be written \(Not a directory\)"):
+        recommend.main(["model=tiny", *ELSEWHERE, f"results={tmp_path / 'file'}"])
+    assert not capsys.readouterr().out
+
+
 def test_answers_for_a_machine_elsewhere(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,6 +85,10 @@ def test_answers_for_a_machine_elsewhere(
     said = capsys.readouterr().out
     assert re.search(r"Run \w+.*tokens/s predicted \(90%", said.replace("\n", " "))
     assert "attnbench model=medium seq_len=2048" in said
+    second = re.search(r"Runner-up: (.*?), (as fast|[\d.]+% slower)", said.replace("\n", " "))
+    assert second
+    ties = said.replace("\n", " ").partition("Tied as well:")[2].partition("combination")[0]
+    assert second[1] not in ties.replace(", and", ";").split(";")[0]
     # What is to be copied stays on one line, however long.
     drawn = [line for line in said.splitlines() if not re.match("attnbench |  report", line)]
     assert max(map(len, drawn)) <= 80
@@ -87,6 +112,12 @@ def test_nothing_falls_out_without_a_reason(
     # Of another machine a laptop cannot say what is installed.
     if not BACKENDS["flash_attn_4"].target(name="flash_attn_4").version():
         assert "not installed on this host, so not known of h200" in " ".join(said.split())
+
+
+@pytest.mark.parametrize("command", [recommend, fits])
+def test_help_keeps_its_lines(command: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--help"]) == 0
+    assert capsys.readouterr().out == command.HELP
 
 
 def test_fits_prints_a_row_for_each_strategy(capsys: pytest.CaptureFixture[str]) -> None:
