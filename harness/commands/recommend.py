@@ -52,10 +52,10 @@ def recommend(*arguments: str) -> Answer:
         arguments: keys of the command, such as ``"model=medium", "machine=h200", "gpus=8"``.
 
     Returns:
-        The answer: ``best``, a way to train or None; ``ranked``, all that fit and are predicted.
+        The answer; its ``best`` is a way to train or None, its ``ranked`` all that are predicted.
 
     Raises:
-        ValueError: in one line, for a wrong argument.
+        ValueError: in one line, for a wrong argument, or a machine without a calibration.
     """
     wanted = asked("recommend", ("measure=false", *arguments))
     return _answer(wanted, *_time_model(wanted), PrintableConsole())
@@ -117,7 +117,8 @@ def _time_model(wanted: Asked) -> tuple[TimeModel | None, str]:
     """
     machine = wanted.question.machine
     try:
-        return forecast.machine(HERE if machine.is_here else machine.name), ""
+        folder = Path(wanted.results).expanduser()
+        return forecast.machine(HERE if machine.is_here else machine.name, folder), ""
     except (LookupError, ValueError) as error:
         if wanted.measure:
             return None, "This machine has no calibration: candidates were found by short runs."

@@ -60,7 +60,7 @@ CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 HERE = "here"
 SWEEP = "calibration"
-RESULTS = Path("results")
+RESULTS = Path("results/local")
 
 
 def machine(name: str, results: Path | None = None) -> Machine:
@@ -68,7 +68,7 @@ def machine(name: str, results: Path | None = None) -> Machine:
 
     Args:
         results: the folder that holds this machine's sweep of the calibration, for ``here``;
-            ``results`` in the working folder if left out.
+            that of a sweep that names none if left out.
 
     Raises ValueError in one line where there is none.
     """

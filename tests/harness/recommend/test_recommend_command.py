@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 
+from harness import forecast
 from harness.analysis.stats import median, slowest_rank
 from harness.commands import fits, recommend
 from harness.commands.questions import asked
@@ -65,6 +66,18 @@ def test_without_a_calibration_only_times_are_refused(
     assert not (tmp_path / "new").exists()
     assert recommend.main([*arguments, "goal=memory"]) == 0
     assert "For the least memory run" in capsys.readouterr().out
+
+
+def test_this_machines_calibration_is_that_of_the_results_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["model=tiny", "device=cpu", "measure=false"]
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path}/sweeps/calibration holds no")):
+        recommend.main([*arguments, f"results={tmp_path}"])
+    # Where a sweep that names no folder puts it.
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="results/local/sweeps/calibration holds no"):
+        forecast.machine("here")
 
 
 def test_a_folder_that_cannot_be_written_is_said_before_anything_else(
