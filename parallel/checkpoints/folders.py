@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,9 @@ from parallel.checkpoints.state import (
     sharded_state_dict,
 )
 from parallel.data.elementwise_optimizer import SCALARS
+
+METADATA = ".metadata"
+"""The file that torch.distributed.checkpoint writes last."""
 
 Folder = str | os.PathLike[str]
 
@@ -47,6 +51,10 @@ def save_checkpoint(
         ValueError: the model is on other ranks.
     """
     _require_all_ranks(model, group)
+    if not dist.is_initialized() or dist.get_rank(group) == 0:
+        # What an interrupted save leaves of an older one is no checkpoint: no rank writes before
+        # this one has planned with it.
+        (Path(folder) / METADATA).unlink(missing_ok=True)
     with _quietly():
         dcp.save(
             sharded_state_dict(model, optimizer),

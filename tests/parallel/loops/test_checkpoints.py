@@ -242,3 +242,28 @@ def test_one_process_without_ranks(tmp_path: Path) -> None:
     again, second = make(Tied, lambda m, g: BucketedDDP(m), None, owners=False)
     load_checkpoint(tmp_path, again, second)
     assert_equal(steps(again, second, 0, 1, slice(CUT, None)), wanted, rtol=1e-6, atol=1e-7)
+
+
+def test_a_checkpoint_of_more_is_another_model(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    smaller = nn.Sequential(nn.Linear(2, 2))
+    before = smaller[0].weight.detach().clone()
+    with pytest.raises(ValueError, match=r"has 1\.weight, which the model has not"):
+        load_checkpoint(tmp_path, smaller)
+    assert torch.equal(smaller[0].weight, before)
+
+
+def test_an_interrupted_save_over_another_loads_no_mixture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(tmp_path, nn.Linear(2, 2))
+
+    def interrupted(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(dcp.FileSystemWriter, "finish", interrupted)
+        with pytest.raises(BaseException, match="KeyboardInterrupt"):
+            save_checkpoint(tmp_path, nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="not complete"):
+        load_checkpoint(tmp_path, nn.Linear(2, 2))
