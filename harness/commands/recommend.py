@@ -146,6 +146,12 @@ def _measure(
         command=question.asked,
         label=label_of(question),
     )
+    if not answer.ranked:
+        about_s = round(bench.budget_s)
+        say(f"No calibration of this machine: short runs find what is best, about {about_s} s,")
+        say(
+            "and longer where one step takes long (budget_s= and a smaller model or seq_len= help):"
+        )
     try:
         candidates = answer.ranked[:CANDIDATES] or _found_by_measuring(found, fitting, bench)
         if len(candidates) > 1:
