@@ -117,6 +117,8 @@ class Table:
     columns: list[Column]
     rows: pd.DataFrame
     footnotes: list[str] = field(default_factory=list)
+    is_listing: bool = False
+    """Lists every measurement for a reader who searches, and is not printed beside other tables."""
     _cells: list[list[str]] | None = None
 
     def cells(self) -> list[list[str]]:

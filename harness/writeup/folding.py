@@ -1,8 +1,9 @@
 """Tables without what says nothing: rows of unsupported cases, columns that are alike throughout.
 
-A row that holds nothing but ``unsupported`` becomes part of a sentence that names the backend, the
-reason and how many rows there are; a column with the same cell in every row becomes words of the
-caption.
+A row in which every measured cell says ``unsupported`` becomes part of a sentence that names the
+backend, the reason and how many rows there are, whatever else the row repeats of its case or its
+baseline. A column of such cells becomes a sentence, too; one with the same cell in every row
+becomes words of the caption.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def fold(table: Table) -> Folded:
     sentences = _sentences(table, empty)
     kept = [index for index, is_empty in enumerate(empty) if not is_empty]
     rows = table.rows.iloc[kept]
-    columns, stated = _varying(table.columns, [cells[index] for index in kept])
+    columns, stated, empty_columns = _varying(table.columns, [cells[index] for index in kept])
+    sentences += [f"{header}: {UNSUPPORTED} in every row." for header in empty_columns]
     caption = " ".join(filter(None, (table.caption, stated)))
     shorter = replace(table, rows=rows, columns=columns, caption=caption, _cells=None)
     return Folded(table=shorter, sentences=sentences, num_rows=len(cells) - len(kept))
@@ -50,13 +52,17 @@ def shown_cases(table: Table) -> set[str]:
 
 
 def _says_nothing(table: Table, index: int) -> bool:
-    """Whether a row is of a case that is not supported, and holds nothing else."""
-    results = [
+    """Whether a row is of a case that is not supported: nothing that was to be measured is.
+
+    Those are the cells that spell out a status where they have none. Others, such as the number of
+    samples, the baseline's time or what was chosen, are filled for any case.
+    """
+    measured = [
         cell
         for column, cell in zip(table.columns, table.cells()[index], strict=True)
-        if not column.point and column.key not in ("reason", "phase")
+        if column.status is not None and not column.point
     ]
-    return UNSUPPORTED in results and EMPTY.issuperset(results)
+    return UNSUPPORTED in measured and EMPTY.issuperset(measured)
 
 
 def _sentences(table: Table, empty: list[bool]) -> list[str]:
@@ -84,16 +90,19 @@ def _word(value: object) -> str:
     return "" if fmt.is_missing(value) else " ".join(str(value).split())
 
 
-def _varying(columns: list[Column], cells: list[list[str]]) -> tuple[list[Column], str]:
-    """The columns whose cells differ, and a sentence on those that are alike in every row."""
+def _varying(columns: list[Column], cells: list[list[str]]) -> tuple[list[Column], str, list[str]]:
+    """The columns whose cells differ, a sentence on those that are alike in every row, and the
+    headers of those in which nothing is supported."""
     if len(cells) < 2:
-        return columns, ""
-    kept, alike = [], []
+        return columns, "", []
+    kept, alike, unsupported = [], [], []
     for column, texts in zip(columns, zip(*cells, strict=True), strict=True):
-        if len(set(texts)) > 1:
+        if EMPTY.issuperset(texts):
+            unsupported += [column.full_header] if UNSUPPORTED in texts else []
+        elif len(set(texts)) > 1:
             kept.append(column)
-        elif texts[0] not in EMPTY:
+        else:
             alike.append(f"{column.full_header} {texts[0]}")
     if not kept:
-        return columns, ""
-    return kept, f"In every row: {', '.join(alike)}." if alike else ""
+        return columns, "", []
+    return kept, f"In every row: {', '.join(alike)}." if alike else "", unsupported

@@ -1,7 +1,9 @@
 r"""The appendix as LaTeX, and what the paper shares with it: one file, its figures beside it.
 
 A page has a size: tables that are too wide are cut into blocks of columns, whose rows have numbers
-then, too long ones into blocks of rows, and very long ones end with a word on where the rest is.
+then, and long ones end with a word on where the rest is. A listing beside other tables of its sweep
+is named and not printed: it repeats them, measurement by measurement. The CSV files and the page
+writeup.html have every row.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from harness.cases import format as fmt
 from harness.render.latex import CHARACTER_MM, COLUMN_GAP_MM, escape, tabular
 from harness.render.table import Column
 from harness.writeup.document import Document, NumberedFigure, NumberedTable, Section
@@ -18,11 +21,17 @@ TEXT_WIDTH_MM = 174
 MAX_WIDTH_MM = 255
 """Estimated width beyond which a table is scaled down to the width of the text."""
 
-ROWS_PER_BLOCK = 56
-MAX_ROWS = 168
+MAX_ROWS = 56
+"""Rows that are printed, about a page of them."""
 
 FIGURE_HEIGHT = 0.4
 """Greatest height of a figure in the appendix, over that of the text."""
+
+PRINTED = (
+    f"Printed are the first {MAX_ROWS} rows of a table, in its order, and no table that lists "
+    "every measurement beside others. All rows and tables are in the CSV files of each sweep, in "
+    "its folder tables, and in writeup.html."
+)
 
 PREAMBLE = r"""\documentclass[10pt]{article}
 \usepackage[T1]{fontenc}
@@ -54,7 +63,7 @@ def to_latex_appendix(document: Document) -> str:
     lines += [r"\renewcommand{\thefigure}{A\arabic{figure}}"]
     lines += [r"\setcounter{tocdepth}{2}", r"\begin{document}", r"\maketitle"]
     lines += [rf"\textbf{{Unreadable:}} {escape(problem)}\par" for problem in document.problems]
-    lines.append(r"\tableofcontents")
+    lines += [escape(PRINTED), r"\tableofcontents"]
     for theme in document.themes:
         if theme.sections:
             lines.append(rf"\clearpage\section{{{escape(theme.title)}}}\label{{{theme.anchor}}}")
@@ -74,8 +83,9 @@ def _section(section: Section) -> Iterator[str]:
     yield f"{escape(section.about)} {escape(section.counts)}\n"
     if section.command:
         yield rf"{{\small\raggedright\texttt{{{breakable(section.command)}}}\par}}"
+    is_alone = all(item.table.is_listing for item in section.tables)
     for item in section.tables:
-        yield from _table(item)
+        yield from _named(item) if item.table.is_listing and not is_alone else _table(item)
     for figure in section.figures:
         yield from figure_lines(figure, FIGURE_HEIGHT)
         if figure.drawn.finding:
@@ -96,6 +106,18 @@ def breakable(command: str) -> str:
     return escape(command).replace(",", r",\allowbreak{}").replace(r"\_", r"\_\allowbreak{}")
 
 
+def _named(item: NumberedTable) -> Iterator[str]:
+    """A table that is not printed: its number, its caption and where it is."""
+    rows = fmt.counted(len(item.table.rows), "row")
+    yield rf"\refstepcounter{{table}}\label{{{item.anchor}}}"
+    yield (
+        rf"{{\small Table~\thetable{{}} is not printed: {escape(item.table.caption)} "
+        rf"{escape(f'Its {rows} are in {item.source.name}.csv and in writeup.html.')}\par}}"
+    )
+    if item.finding:
+        yield rf"\textit{{{escape(item.finding)}}}\par"
+
+
 def _table(item: NumberedTable) -> Iterator[str]:
     cells = item.table.cells()
     columns = item.table.columns
@@ -105,16 +127,15 @@ def _table(item: NumberedTable) -> Iterator[str]:
         columns = [Column(key="", header="row", format=str), *columns]
         cells = [[str(number), *row] for number, row in enumerate(cells, 1)]
         blocks = [[0, *(index + 1 for index in block)] for block in blocks]
-    for part, rows in enumerate(_row_blocks(cells[:MAX_ROWS])):
-        for place, block in enumerate(blocks):
-            yield r"\begin{table}[H]\centering"
-            if part == place == 0:
-                yield rf"\caption{{{escape(item.table.caption)}}}\label{{{item.anchor}}}"
-            else:
-                yield rf"{{\small Table~\ref{{{item.anchor}}}, continued}}\par"
-            chosen = [[row[index] for index in block] for row in rows]
-            yield from fitted([columns[index] for index in block], chosen)
-            yield r"\end{table}"
+    for place, block in enumerate(blocks):
+        yield r"\begin{table}[H]\centering"
+        if place == 0:
+            yield rf"\caption{{{escape(item.table.caption)}}}\label{{{item.anchor}}}"
+        else:
+            yield rf"{{\small Table~\ref{{{item.anchor}}}, continued}}\par"
+        chosen = [[row[index] for index in block] for row in cells[:MAX_ROWS]]
+        yield from fitted([columns[index] for index in block], chosen)
+        yield r"\end{table}"
     notes = [*item.table.footnotes, *item.folded]
     if len(cells) > MAX_ROWS:
         notes.append(
@@ -132,14 +153,6 @@ def fitted(
     yield rf"\begin{{lrbox}}{{\attnbenchbox}}\{size}"
     yield from tabular(list(columns), cells)
     yield r"\end{lrbox}\fitted"
-
-
-def _row_blocks(cells: list[list[str]]) -> Iterator[list[list[str]]]:
-    """Blocks of about equal length, so that none is left with a line or two."""
-    count = max(1, -(-len(cells) // ROWS_PER_BLOCK))
-    size = -(-len(cells) // count)
-    for start in range(0, max(1, len(cells)), max(1, size)):
-        yield cells[start : start + size]
 
 
 def _column_blocks(columns: list[Column], cells: list[list[str]]) -> Iterator[list[int]]:

@@ -1,6 +1,9 @@
-"""Efficiency of attention over several ranks, over the length of the sequence."""
+"""Which family of schemes splits a sequence best, over the tokens that each rank holds."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -9,27 +12,36 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from harness.cases import format as fmt
-from harness.drawing.line_labels import draw_spread, label_line_ends, mark_out_of_memory
-from harness.drawing.marked import BAR_WORDS
+from harness.drawing.line_labels import draw_spread, label_line_ends
+from harness.drawing.marked import BAR_WORDS, draw_hollow
 from harness.render.figure import CaptionedFigure, figure
 from harness.render.palette import colour, marker
-from harness.reports.context.split_panels import LINE_STYLES, calls_by_panel
-from harness.sentences.findings import percent_span, say_unlike, sentence
+from harness.reports.context.families import FAMILIES, family_of
+from harness.reports.context.split_panels import calls_by_panel
+from harness.sentences.findings import listed, percent_span, say_unlike, sentence
+from harness.sentences.ranking import Standing, standings
 
 WIDTH_IN, HEIGHT_IN = 4.8, 3.0
 
 CAPTION = (
-    "Efficiency: time of the same kernel on one device with the whole sequence, divided by the "
-    "ranks, over the time of attention split over them. 100% is a perfect split; a bar is "
-    f"of times {BAR_WORDS}, the line styles are transports; a hollow marker stands where the "
-    "device and the ranks were measured at clocks over 2% apart, by two revisions or over ten "
-    "minutes apart, and a cross above the frame where memory ran out."
+    "The best scheme and transport of each family against one device: the time of the same kernel "
+    "on one device with the whole sequence, divided by the ranks, over that of attention split "
+    "over them. 100% is a perfect split; below the dashed line one device alone is as fast. A bar "
+    f"is of times {BAR_WORDS}. A hollow marker stands where the device and the ranks were measured "
+    "at clocks over 2% apart, by two revisions or over ten minutes apart."
 )
+
+CIRCLED = "A circled point is first by verdicts; a dotted line stands where the first one changes."
+OPEN = "No family is first by verdicts at any length, so that no point is circled."
+OUT_OF_MEMORY = "A cross: every scheme of the family ran out of memory."
+
+VARIED = ("family", "scheme", "transport", "attention", "modes", "strategy", "gathers")
 
 
 @figure("split_efficiency")
 def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     panels, common = calls_by_panel(frame)
+    panels = [(title, _by_family(rows)) for title, rows in panels]
     panels = [(title, rows) for title, rows in panels if rows["efficiency"].notna().any()]
     if not panels:
         return None
@@ -42,62 +54,156 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     axes = drawing.subplots(num_rows, num_columns, squeeze=False, sharey=True)
     for axis in axes.ravel()[len(panels) :]:
         axis.set_visible(False)
+    found: list[Standing] = []
+    lines: list[tuple[Axes, list[Line2D]]] = []
     for axis, (title, rows) in zip(axes.ravel(), panels, strict=False):
         axis.set_title(title)
-        _draw(axis, rows)
+        there = _standings(rows)
+        lines.append((axis, _draw(axis, rows)))
+        _mark_firsts(axis, there)
+        found += there
+    axes[0, 0].set_ylim(bottom=0)
+    for axis, mine in lines:
+        label_line_ends(axis, mine, HEIGHT_IN - 0.9)
     for axis in axes[:, 0]:
         axis.set_ylabel("efficiency (%)")
-    known = pd.concat([rows for _, rows in panels]).dropna(subset=["efficiency"])
-    alike = known.loc[known["unlike_mark"] == "", "efficiency"]
-    claimed = None
-    if len(alike):
-        most = "over all schemes, ranks and lengths" if len(alike) == len(known) else "where clear"
-        claimed = f"efficiency is {percent_span(alike)} {most}"
+    drawn = pd.concat([rows for _, rows in panels])
+    known = drawn.dropna(subset=["efficiency"])
     return CaptionedFigure(
-        caption=f"{CAPTION} {common}".strip(),
+        caption=" ".join(filter(None, (CAPTION, _say_marks(found, drawn), common))),
         figure=drawing,
-        finding=sentence(claimed, say_unlike(known["unlike"], "efficiency", "the one device")),
+        finding=sentence(
+            _say_first(found),
+            _say_span(known),
+            say_unlike(known["unlike"], "efficiency", "the one device"),
+        ),
     )
 
 
-def _draw(axis: Axes, rows: pd.DataFrame) -> None:
-    """The lines of one panel, by scheme and transport."""
+def _by_family(rows: pd.DataFrame) -> pd.DataFrame:
+    """The fastest row of each family at each length, or one that says why there is none."""
+    rows = rows.assign(
+        family=rows["scheme"].map(family_of),
+        local_tokens=rows["seq_len"] / rows["world_size"],
+    )
+    rows = rows.sort_values("whole_ms", kind="stable", na_position="last")
+    rows = rows.drop_duplicates(["family", "local_tokens"])
+    places = {name: place for place, name in enumerate(FAMILIES)}
+    order = rows["family"].map(lambda name: (places.get(name, len(places)), name))
+    return rows.assign(order=order).sort_values(["order", "local_tokens"], kind="stable")
+
+
+def _standings(rows: pd.DataFrame) -> list[Standing]:
+    return standings(rows.drop(columns=["order", "local_tokens"]), "whole_ms", VARIED)
+
+
+def _tint(family: str) -> str:
+    return FAMILIES[family].colour if family in FAMILIES else colour(family)
+
+
+def _shape(family: str) -> str:
+    return FAMILIES[family].marker if family in FAMILIES else marker(family)
+
+
+def _draw(axis: Axes, rows: pd.DataFrame) -> list[Line2D]:
+    """The lines of one panel, by family, without their labels."""
     lines: list[Line2D] = []
-    crosses: list[tuple[float, str]] = []
-    for names, mine in rows.groupby(["scheme", "transport"], sort=False):
-        scheme, transport = map(str, names)
-        shown = mine[mine["efficiency"].notna()].sort_values("seq_len", kind="stable")
-        crosses += [(length, scheme) for length in mine.loc[mine["status"] == "oom", "seq_len"]]
+    axis.set_xscale("log", base=2)
+    for name, mine in rows.groupby("family", sort=False):
+        family = str(name)
+        shown, tint = mine[mine["efficiency"].notna()], _tint(family)
+        _mark_out_of_memory(axis, mine, tint)
         if shown.empty:
             continue
-        tint, percent = colour(scheme), 100 * shown["efficiency"]
+        x, percent = shown["local_tokens"], 100 * shown["efficiency"]
         low, high = (
             percent * shown["whole_ms"] / shown[f"whole_{end}_ms"] for end in ("high", "low")
         )
-        draw_spread(axis, shown["seq_len"], low, high, tint)
-        lines += axis.plot(
-            shown["seq_len"],
-            percent,
-            color=tint,
-            marker=marker(scheme),
-            linestyle=LINE_STYLES.get(transport, "-"),
-            label=f"{scheme}, {transport}",
-        )
-        axis.plot(
-            shown["seq_len"],
-            percent.where(shown["unlike_mark"] != ""),
-            color=tint,
-            marker=marker(scheme),
-            markerfacecolor="white",
-            linestyle="none",
-        )
+        draw_spread(axis, x, low, high, tint)
+        lines += axis.plot(x, percent, color=tint, marker=_shape(family), label=family)
+        draw_hollow(axis, x, percent, shown["unlike_mark"], tint, _shape(family))
+    num_ranks = int(rows["world_size"].iloc[0])
     axis.axhline(100, color="#444444", linewidth=0.8)
-    axis.set_ylim(bottom=0)
-    axis.set_xscale("log", base=2)
-    lengths = sorted(rows["seq_len"].unique())
+    axis.axhline(100 / num_ranks, color="#444444", linewidth=0.8, linestyle="--")
+    lengths = sorted(rows["local_tokens"].unique())
     axis.xaxis.set_major_locator(FixedLocator(lengths))
     axis.xaxis.set_minor_locator(NullLocator())
     axis.xaxis.set_major_formatter(FuncFormatter(lambda length, _: fmt.integer(length)))
-    axis.set_xlabel("sequence length (tokens)")
-    mark_out_of_memory(axis, crosses)
-    label_line_ends(axis, lines, HEIGHT_IN - 0.9)
+    axis.set_xlabel("tokens per rank")
+    return lines
+
+
+def _mark_out_of_memory(axis: Axes, rows: pd.DataFrame, tint: str) -> None:
+    """A cross just above the frame at each length for which the family had no memory."""
+    for length in rows.loc[rows["status"] == "oom", "local_tokens"]:
+        axis.text(
+            *(length, 1.02, fmt.TIMES),
+            transform=axis.get_xaxis_transform(),
+            color=tint,
+            ha="center",
+            fontsize=11,
+            fontweight="bold",
+        )
+
+
+def _mark_firsts(axis: Axes, found: list[Standing]) -> None:
+    """Circles around the first of each length, and lines between two that differ."""
+    for one in found:
+        if one.first and one.best["efficiency"] == one.best["efficiency"]:
+            axis.plot(
+                *([_local(one)], [100 * one.best["efficiency"]]),
+                marker="o",
+                markersize=11,
+                markerfacecolor="none",
+                markeredgecolor=_tint(one.first),
+                label=f"_first {one.first}",
+            )
+    for before, after in _changes(found):
+        middle = (_local(before) * _local(after)) ** 0.5
+        axis.axvline(middle, color="#444444", linewidth=0.9, linestyle=":")
+        axis.annotate(
+            f"{before.first} | {after.first}",
+            (middle, 0.03),
+            xycoords=axis.get_xaxis_transform(),
+            ha="center",
+            fontsize=7,
+            color="#444444",
+            backgroundcolor="white",
+        )
+
+
+def _changes(found: list[Standing]) -> Iterator[tuple[Standing, Standing]]:
+    """Neighbouring lengths of one panel at which two families are first."""
+    ordered = sorted(found, key=_local)
+    for before, after in pairwise(ordered):
+        if before.first and after.first and before.first != after.first:
+            yield before, after
+
+
+def _local(standing: Standing) -> float:
+    """Tokens that each rank holds."""
+    return float(standing.best["seq_len"] / standing.best["world_size"])
+
+
+def _say_marks(found: list[Standing], rows: pd.DataFrame) -> str:
+    firsts = (CIRCLED if any(one.first for one in found) else OPEN) if found else ""
+    return f"{firsts} {OUT_OF_MEMORY if (rows['status'] == 'oom').any() else ''}".strip()
+
+
+def _say_first(found: list[Standing]) -> str | None:
+    """Which families are first at how many of the points, by verdicts."""
+    counts = pd.Series([one.first for one in found], dtype=object).value_counts()
+    if not found:
+        return None
+    if counts.empty:
+        return f"no family is first by verdicts at any of {fmt.counted(len(found), 'point')}"
+    words = [f"{name} at {number}" for name, number in counts.items()]
+    return f"first by verdicts, of {fmt.counted(len(found), 'point')}: {listed(words)}"
+
+
+def _say_span(known: pd.DataFrame) -> str | None:
+    alike = known.loc[known["unlike_mark"] == "", "efficiency"]
+    if alike.empty:
+        return None
+    where = "over families, ranks and lengths" if len(alike) == len(known) else "where clear"
+    return f"the best of a family has an efficiency of {percent_span(alike)} {where}"

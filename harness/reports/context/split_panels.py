@@ -1,4 +1,4 @@
-"""Panels of attention over several ranks, and how its schemes and transports look."""
+"""Panels of attention over several ranks."""
 
 from __future__ import annotations
 
@@ -7,15 +7,6 @@ import pandas as pd
 from harness.cases.columns import sort_by_points
 from harness.render.figure import describe, panel_key
 from harness.reports.context.split_rows import split_calls
-
-LINE_STYLES = {
-    "send_recv": "--",
-    "all_gather": "-.",
-    "symmetric": "-",
-    "allgather": "-.",
-    "alltoall": ":",
-}
-"""Solid where peers' memory is read directly, else by the kind of messages."""
 
 MAX_PANELS = 6
 

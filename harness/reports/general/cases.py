@@ -26,7 +26,7 @@ def build(frame: pd.DataFrame) -> Table | None:
     results = [column for column in declared_columns(rows["case"]) if column.header]
     rows.loc[rows["status"] != "ok", [column.name for column in results]] = None
     chosen = ["attention_choice"] if rows["attention_choice"].notna().any() else []
-    return make_table(
+    built = make_table(
         caption=CAPTION,
         rows=rows,
         lead=["task", "model", "attention"],
@@ -54,6 +54,8 @@ def build(frame: pd.DataFrame) -> Table | None:
             Column(key="reason", header="reason"),
         ],
     )
+    built.is_listing = True
+    return built
 
 
 @finding("cases")

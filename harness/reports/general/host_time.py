@@ -53,6 +53,7 @@ def build(frame: pd.DataFrame) -> Table | None:
             Column(key="graph_ms", header="as CUDA graph (ms)", format=fmt.number),
         ],
     )
+    built.is_listing = True
     if _without_graph(rows).any():
         built.footnotes.append(AS_GRAPHS)
     return built

@@ -32,7 +32,7 @@ def build(frame: pd.DataFrame) -> Table | None:
         rows += [{**case, **row} for row in _rows(case["kernel_profile"])]
     if not rows:
         return None
-    return make_table(
+    built = make_table(
         caption=CAPTION,
         rows=pd.DataFrame(rows),
         lead=["model", "seq_len"],
@@ -44,6 +44,8 @@ def build(frame: pd.DataFrame) -> Table | None:
             *OF_A_KERNEL,
         ],
     )
+    built.is_listing = True
+    return built
 
 
 @finding("kernels")

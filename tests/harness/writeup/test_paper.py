@@ -133,6 +133,36 @@ class TestFolding:
         assert folded.table.cells() == [["naive", "1.00"], ["flex", "2.00"]]
         assert shown_cases(folded.table) == {"a", "d"}
 
+    def test_facts_of_an_unsupported_case_do_not_keep_its_row(self) -> None:
+        """The number of samples and the baseline's time are filled for any case."""
+        rows = pd.DataFrame(
+            {
+                "attention": ["naive", "flex", "flash_attn_2"],
+                "ms": [1.0, 2.0, None],
+                "status": ["ok", "ok", "unsupported"],
+                "baseline_ms": [3.0, 3.5, 3.0],
+                "rounds": [3, 2, 0],
+                "other_ms": [None, None, None],
+                "other_status": ["unsupported"] * 3,
+            }
+        )
+        columns = [
+            Column(key="attention", header="attention", point=True),
+            Column(key="ms", header="ms", format=fmt.number, status="status"),
+            Column(key="baseline_ms", header="baseline (ms)", format=fmt.number),
+            Column(key="rounds", header="rounds", format=fmt.integer),
+            Column(key="other_ms", header="other (ms)", status="other_status"),
+        ]
+        folded = fold(Table(caption="Times.", columns=columns, rows=rows))
+        assert folded.table.cells() == [
+            ["naive", "1.00", "3.00", "3"],
+            ["flex", "2.00", "3.50", "2"],
+        ]
+        assert folded.sentences == [
+            "flash_attn_2: unsupported in 1 row.",
+            "other (ms): unsupported in every row.",
+        ]
+
     def test_a_row_that_ran_out_of_memory_stays(self, document: Document) -> None:
         tables = [item.table for section in document.sections for item in section.tables]
         assert any("OOM" in row for table in tables for row in table.cells())
