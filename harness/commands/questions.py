@@ -62,6 +62,8 @@ def asked(command: str, arguments: Sequence[str], *, needs: Sequence[str] = ("mo
             "another, or device=cpu for ranks on this one"
         )
     gpus = _number(typed, "gpus", None) or _default_gpus(machine)
+    if gpus > MOST_GPUS:
+        raise ValueError(f"gpus={gpus}: must be at most {MOST_GPUS:,}")
     parts = Parts()
     seq_len = _number(typed, "seq_len", 1024) or 1024
     measure = _flag(typed, "measure", machine.is_here)
@@ -108,6 +110,9 @@ def asked(command: str, arguments: Sequence[str], *, needs: Sequence[str] = ("mo
         timeout_s=_seconds(typed, "timeout_s") or 600.0,
     )
 
+
+MOST_GPUS = 4096
+"""What networks and stragglers are described for; the meshes of more take minutes to list."""
 
 _USUAL = {"model": "write model=small, or another of attnbench --help"}
 

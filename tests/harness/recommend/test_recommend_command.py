@@ -40,6 +40,7 @@ WRONG = {
     ),
     "words for a number": (["model=tiny", "seq_len=many"], ["seq_len=many:", "whole number"]),
     "no GPUs": (["model=tiny", "machine=h200", "gpus=0"], ["gpus=0:", "at least 1"]),
+    "too many GPUs": (["model=tiny", "machine=h200", "gpus=4097"], ["gpus=4097:", "at most 4,096"]),
     "GPUs that are not here": (["model=tiny", "gpus=8"], ["gpus=8:", "machine=h200"]),
     "a time without a number": (["model=tiny", "budget_s=long"], ["budget_s=long:", "number"]),
 }
