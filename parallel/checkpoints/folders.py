@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
@@ -23,11 +25,17 @@ from parallel.checkpoints.state import (
     names_of,
     origin_of,
     sharded_state_dict,
+    ties_of,
 )
 from parallel.data.elementwise_optimizer import SCALARS
 
 METADATA = ".metadata"
 """The file that torch.distributed.checkpoint writes last."""
+
+TIES = "tied_parameters"
+"""The entry with the names of parameters that have several."""
+
+GROUPS = "optimizer.param_groups"
 
 Folder = str | os.PathLike[str]
 
@@ -57,7 +65,7 @@ def save_checkpoint(
         (Path(folder) / METADATA).unlink(missing_ok=True)
     with _quietly():
         dcp.save(
-            sharded_state_dict(model, optimizer),
+            {**sharded_state_dict(model, optimizer), TIES: ties_of(model)},
             checkpoint_id=folder,
             process_group=group,
             no_dist=not dist.is_initialized(),
@@ -77,30 +85,30 @@ def load_checkpoint(
     not stepped receives its state. A checkpoint is pickled data: load those that you trust.
 
     Raises:
-        ValueError: there is no checkpoint, or it is of another model or other parameter groups.
+        ValueError: there is no checkpoint, or it is of another model, optimizer or other parameter
+            groups, and nothing has changed; or a file of it is missing or cut short.
     """
     _require_all_ranks(model, group)
     saved = _saved(folder)
     state: dict[str, Any] = {"model": _found_in(saved, model_state(model), folder)}
+    if optimizer is not None and GROUPS not in saved:
+        raise ValueError(f"{folder}: has no optimizer; load the model alone")
+    options: dict[str, Any] = {TIES: ()} if TIES in saved else {}
     if optimizer is not None:
-        state["optimizer"] = {
-            "state": _empty_state(saved, model, optimizer),
-            "param_groups": (),
-        }
-        if "optimizer.param_groups" not in saved:
-            raise ValueError(f"{folder}: has no optimizer; load the model alone")
-    with _quietly():
-        dcp.load(
-            state,
-            checkpoint_id=folder,
-            process_group=group,
-            no_dist=not dist.is_initialized(),
-        )
+        options["optimizer"] = {"param_groups": ()}
+    if options:
+        _read(folder, options, group)
+    if TIES in options:
+        _require_ties(options[TIES], model, folder)
+    if optimizer is not None:
+        _require_groups(options["optimizer"]["param_groups"], optimizer, model, folder)
+        state["optimizer"] = {"state": _empty_state(saved, model, optimizer)}
+    _read(folder, state, group)
     changed = getattr(model, "shards_have_changed", None)
     if changed is not None:
         changed()
     if optimizer is not None:
-        _give(optimizer, state["optimizer"], model, folder)
+        _give(optimizer, {**options["optimizer"], **state["optimizer"]}, model)
 
 
 def _require_all_ranks(model: nn.Module, group: dist.ProcessGroup | None) -> None:
@@ -119,9 +127,57 @@ def _saved(folder: Folder) -> dict[str, Any]:
     """What a checkpoint holds, by name."""
     try:
         found: dict[str, Any] = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    except FileNotFoundError:
+    except (FileNotFoundError, EOFError, pickle.UnpicklingError):
         raise ValueError(f"{folder}: holds no checkpoint, or one that is not complete") from None
     return found
+
+
+def _read(folder: Folder, state: dict[str, Any], group: dist.ProcessGroup | None) -> None:
+    """Read into ``state``, in place."""
+    try:
+        with _quietly():
+            dcp.load(
+                state,
+                checkpoint_id=folder,
+                process_group=group,
+                no_dist=not dist.is_initialized(),
+            )
+    except (CheckpointException, OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+        failures = getattr(error, "failures", None) or {0: (error,)}
+        first = next(iter(failures.values()))[0]
+        said = str(first).splitlines() or [type(first).__name__]
+        raise ValueError(f"{folder}: a file of it cannot be read: {said[0]}") from None
+
+
+def _require_ties(saved: tuple[tuple[str, ...], ...], model: nn.Module, folder: Folder) -> None:
+    """Two tensors of a checkpoint do not become one."""
+    for names in ties_of(model):
+        if not any(set(names) <= set(tied) for tied in saved):
+            raise ValueError(
+                f"{folder}: has {' and '.join(names)} apart, which are one parameter in the model"
+            )
+
+
+def _require_groups(
+    saved: tuple[dict[str, Any], ...], optimizer: Optimizer, model: nn.Module, folder: Folder
+) -> None:
+    """The groups are of the same parameters, and have the options of the same optimizer."""
+    mine = groups_of(optimizer, names_of(model))
+    names, wanted = ([group["params"] for group in groups] for groups in (saved, mine))
+    if names != wanted:
+        raise ValueError(
+            f"{folder}: its parameter groups are of {[len(members) for members in names]} "
+            f"parameters, and the optimizer's of {[len(members) for members in wanted]}, or of "
+            "others"
+        )
+    for group, own in zip(saved, mine, strict=True):
+        # One version of an optimizer may have an option that another has not; schedulers add one.
+        missing, strange = own.keys() - group.keys(), group.keys() - own.keys() - {"initial_lr"}
+        if missing and strange:
+            raise ValueError(
+                f"{folder}: is of another optimizer than {type(optimizer).__name__}: its groups "
+                f"have {', '.join(sorted(strange))}, and no {', '.join(sorted(missing))}"
+            )
 
 
 def _found_in(saved: dict[str, Any], state: dict[str, Tensor], folder: Folder) -> dict[str, Tensor]:
@@ -171,16 +227,10 @@ def _empty_state(
     return found
 
 
-def _give(optimizer: Optimizer, loaded: dict[str, Any], model: nn.Module, folder: Folder) -> None:
+def _give(optimizer: Optimizer, loaded: dict[str, Any], model: nn.Module) -> None:
     """Hand the loaded state to the optimizer, whose state dicts number parameters."""
-    names = [group["params"] for group in groups_of(optimizer, names_of(model))]
     groups = loaded["param_groups"]
-    if [group["params"] for group in groups] != names:
-        sizes = [len(group["params"]) for group in groups]
-        raise ValueError(
-            f"{folder}: its parameter groups are of {sizes} parameters, and the optimizer's of "
-            f"{[len(members) for members in names]}, or of others"
-        )
+    names = [group["params"] for group in groups]
     numbers = {name: n for n, name in enumerate(name for members in names for name in members)}
     state = {
         numbers[name]: {key: _plain(value) for key, value in values.items()}

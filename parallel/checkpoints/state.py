@@ -60,6 +60,16 @@ def names_of(model: nn.Module) -> dict[Tensor, str]:
     return found
 
 
+def ties_of(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """The names of each parameter that has several."""
+    inner = getattr(model, "module", model)
+    found: dict[Tensor, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        plain = name.removeprefix("module.") if inner is not model else name
+        found.setdefault(parameter, []).append(plain)
+    return tuple(tuple(sorted(names)) for names in found.values() if len(names) > 1)
+
+
 def groups_of(optimizer: Optimizer, names: dict[Tensor, str]) -> tuple[dict[str, Any], ...]:
     """Options of the parameter groups, with names in place of parameters.
 

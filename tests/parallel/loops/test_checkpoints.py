@@ -267,3 +267,71 @@ def test_an_interrupted_save_over_another_loads_no_mixture(
             save_checkpoint(tmp_path, nn.Linear(2, 2))
     with pytest.raises(ValueError, match="not complete"):
         load_checkpoint(tmp_path, nn.Linear(2, 2))
+
+
+class Heads(nn.Module):
+    """An embedding and a head, one parameter or two."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4, 2)
+        self.head = nn.Linear(2, 4, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+
+def test_two_parameters_do_not_become_one(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, Heads(tied=False))
+    tied = Heads(tied=True)
+    before = tied.head.weight.detach().clone()
+    with pytest.raises(ValueError, match=r"has embedding\.weight and head\.weight apart"):
+        load_checkpoint(tmp_path, tied)
+    assert torch.equal(tied.head.weight, before)
+
+
+def test_one_parameter_becomes_two(tmp_path: Path) -> None:
+    saved, loaded = Heads(tied=True), Heads(tied=False)
+    save_checkpoint(tmp_path, saved)
+    load_checkpoint(tmp_path, loaded)
+    load_checkpoint(tmp_path, Heads(tied=True))
+    for weight in (loaded.embedding.weight, loaded.head.weight):
+        assert torch.equal(weight, saved.head.weight)
+
+
+@pytest.mark.parametrize("wrong", ["optimizer", "groups"])
+def test_a_refusal_changes_nothing(tmp_path: Path, wrong: str) -> None:
+    saved, model = nn.Linear(2, 2), nn.Linear(2, 2)
+    save_checkpoint(tmp_path, saved, torch.optim.SGD(saved.parameters(), lr=0.1, momentum=0.9))
+    if wrong == "optimizer":
+        optimizer, words = torch.optim.AdamW(model.parameters()), "another optimizer than AdamW"
+    else:
+        optimizer, words = torch.optim.AdamW([model.bias, model.weight]), "or of others"
+    before = model.weight.detach().clone()
+    with pytest.raises(ValueError, match=words):
+        load_checkpoint(tmp_path, model, optimizer)
+    assert torch.equal(model.weight, before)
+    assert "betas" in optimizer.param_groups[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "left", "words"),
+    [
+        (".metadata", 20, "not complete"),
+        ("__0_0.distcp", 0, "cannot be read"),
+        ("__0_0.distcp", None, "cannot be read"),
+    ],
+)
+def test_a_damaged_file_is_named_in_one_line(
+    tmp_path: Path, name: str, left: int | None, words: str
+) -> None:
+    """Cut to ``left`` bytes, or missing."""
+    save_checkpoint(tmp_path, nn.Linear(8, 8))
+    damaged = tmp_path / name
+    if left is None:
+        damaged.unlink()
+    else:
+        damaged.write_bytes(damaged.read_bytes()[:left])
+    with pytest.raises(ValueError, match=words) as error:
+        load_checkpoint(tmp_path, nn.Linear(8, 8))
+    assert "\n" not in str(error.value)
+    assert str(tmp_path) in str(error.value)
