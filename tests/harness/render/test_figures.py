@@ -24,7 +24,6 @@ from harness.drawing.line_labels import label_line_ends
 from harness.render.figure import FIGURES, CaptionedFigure, build_figure, wrap_titles
 from harness.render.palette import colour, marker
 from harness.render.roof import draw_roof
-from harness.reports.context.split_panels import LINE_STYLES
 from harness.store.record import Record
 from kernels.backend import BACKENDS
 from parallel.strategies.strategy import STRATEGIES
@@ -52,11 +51,6 @@ class TestColours:
         """There are more of them than colours that all can tell apart."""
         found = looks(BACKENDS.names())
         assert len(set(found)) == len(found) > 20
-
-    def test_transports_have_a_line_of_their_own(self) -> None:
-        """The transports that one scheme can use."""
-        for apart in (("symmetric", "send_recv", "all_gather"), ("allgather", "alltoall")):
-            assert len({LINE_STYLES[name] for name in apart}) == len(apart)
 
 
 def samples(figure: Figure) -> dict[str, tuple[str, Any]]:

@@ -198,8 +198,8 @@ class TestWorkers:
             assert record["notes"]["interleaved_rounds"] == 3
             for phase in record["phases"].values():
                 assert [len(samples) for samples in phase["samples_ms"]] == [5]
-        # Each of both backends: two calls of the check, in the first round, and 5 passes.
-        assert len(folder.calls()) == 2 * (2 + 5)
+        # Each of both backends: three calls of the check, in the first round, and 5 passes.
+        assert len(folder.calls()) == 2 * (3 + 5)
         assert len({pid for pid, _ in folder.calls()}) == number
 
     def test_warm_worker_serves_all_cases(self, tmp_path: Path, command: Command) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from pathlib import Path
 
 import pandas as pd
 import pytest
 from document_records import record_of
+from profiles import case_of, run
 from records import (
     audit_examples,
     decode_examples,
@@ -48,6 +50,17 @@ def on_a_host() -> list[Record]:
     return [in_rounds(record)]
 
 
+def low_precision_statistics() -> list[Record]:
+    """Layer normalisation with statistics in each of two formats; it writes no files."""
+    return [
+        run(
+            case_of("task=layer_norm", "task.rows=2", "task.width=64", f"task.statistics={name}"),
+            artifacts=Path(),
+        )
+        for name in ("float16", "float32")
+    ]
+
+
 @cache
 def all_frames() -> list[pd.DataFrame]:
     """Something for every table and figure; apart where examples of two kinds share an id."""
@@ -58,6 +71,7 @@ def all_frames() -> list[pd.DataFrame]:
         decode_examples(),
         [record_of("attention=documents", "attention.kernel=naive", "parallel.cp=2")],
         on_a_host(),
+        low_precision_statistics(),
     )
     return [build_frame(examples) for examples in kinds]
 
