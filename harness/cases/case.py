@@ -146,7 +146,9 @@ class Case:
     def title(self) -> str:
         """The case in a few words, for progress lines."""
         if not self.task.attends:
-            return " ".join([self.task.name, self.precision.name, *self.task.words()])
+            # Some of these have dtypes of their own, and no use for a precision.
+            precision = [self.precision.name] if self.precision.name != "fp32" else []
+            return " ".join([self.task.name, *precision, *self.task.words()])
         words = [self.model.name if self.model else None, label(self.attention)]
         words += [self.precision.name, getattr(self.task, "mode", None)]
         if self.compile is not None and self.compile.scope != "none":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -13,6 +13,13 @@ from harness.predictions.capacity import GIB, why_not
 from harness.predictions.support import Support
 from harness.request.compose import Request
 from harness.request.plan import PlannedCases, further_rounds_s
+from harness.request.plan_columns import (
+    headers_of,
+    in_blocks,
+    in_one_column,
+    keys_of,
+    numeric,
+)
 from harness.run.warm_workers import predicted_starts_s
 
 
@@ -27,21 +34,19 @@ def print_plan(
     plan: PlannedCases,
     predict: Callable[[Case], float],
 ) -> None:
-    """Print every case with its predicted memory and time, and whether it is recorded."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("case", overflow="fold")
-    for header in ("memory (GiB)", "time (s)"):
-        table.add_column(header, justify="right")
-    table.add_column("state", overflow="fold")
+    """Print every case with its predicted memory and time, and whether it is recorded.
 
-    def memory_gib(case: Case) -> str:
-        predicted = case.task.predicted_memory(case)
-        return "not predicted" if predicted is None else fmt.number(sum(predicted.values()) / GIB)
-
+    There is a table for each task and number of passes. Its columns are the keys in which the
+    cases differ; the line above it has what they have in common.
+    """
     states = case_states(request, plan, predict)
-    for case in request.cases:
-        table.add_row(case.title, memory_gib(case), f"{predict(case):.3g}", states[case.id])
-    console.print(table)
+    for cases in in_blocks(request.cases):
+        columns, same = keys_of(cases)
+        if _width(columns) + OTHER_COLUMNS > console.width:
+            columns = in_one_column(cases, columns)
+        console.print(f"{fmt.counted(len(cases), 'case')} of {same}", highlight=False)
+        console.print(_table(cases, columns, predict, states))
+        console.print()
     todo = [case for case in plan.todo if states[case.id] == TO_MEASURE]
     total = sum(map(predict, todo)) + predicted_starts_s(todo, request.options)
     further = further_rounds_s(request.options, total) if todo else 0.0
@@ -54,6 +59,45 @@ def print_plan(
         "predictions from formulas",
         highlight=False,
     )
+
+
+OTHER_COLUMNS = len("0.00763  00.000  to measure")
+"""Characters of a row behind the columns of keys."""
+
+
+def _width(columns: Mapping[str, Sequence[str]]) -> int:
+    """Characters of the columns of keys, with two between them."""
+    headers = headers_of(list(columns))
+    widest = [
+        max(map(len, [header, *values]))
+        for header, values in zip(headers, columns.values(), strict=True)
+    ]
+    return sum(width + 2 for width in widest)
+
+
+def _table(
+    cases: Sequence[Case],
+    columns: Mapping[str, Sequence[str]],
+    predict: Callable[[Case], float],
+    states: Mapping[str, str],
+) -> Table:
+    """A row for each case: the values of its columns, its predictions and its state."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for header, values in zip(headers_of(list(columns)), columns.values(), strict=True):
+        table.add_column(header, overflow="fold", justify="right" if numeric(values) else "left")
+    for header in ("memory\n(GiB)", "time\n(s)"):
+        table.add_column(header, justify="right", no_wrap=True)
+    table.add_column("state", overflow="fold")
+    for case, *values in zip(cases, *columns.values(), strict=True):
+        predicted = (_memory_gib(case), f"{predict(case):.3g}")
+        table.add_row(*values, *predicted, states[case.id])
+    return table
+
+
+def _memory_gib(case: Case) -> str:
+    """The predicted peak on one rank; without a number where there is no formula."""
+    predicted = case.task.predicted_memory(case)
+    return fmt.ABSENT if predicted is None else fmt.number(sum(predicted.values()) / GIB)
 
 
 TO_MEASURE = "to measure"
