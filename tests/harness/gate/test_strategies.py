@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from wrong_strategies import IN_GRADIENTS, OF_PARTS, OF_SHARDS
 from harness.bench.bench import Bench
 from harness.bench.outcome import PeerFailed, WrongResult
 from harness.cases.case import Case
+from harness.gate.updates import Training
 from harness.request.compose import compose_request
+from harness.tasks.training import strategy_check
 from harness.tasks.training.strategy_check import check_replicas, check_strategy
 from parallel import STRATEGIES
 from parallel.context.attention import SequenceParallelAttention
@@ -46,9 +49,28 @@ def bench_of(group: dist.ProcessGroup) -> Bench:
     )
 
 
+@contextlib.contextmanager
+def one_process_trains_once() -> Iterator[None]:
+    """Train in one process once for all strategies that are compared with the same training."""
+    train = strategy_check._Trained.in_one_process
+    trained: dict[str, Training] = {}
+
+    def once(self: strategy_check._Trained, *, exact: bool) -> Training:
+        case = self._case
+        same = {**case.to_dict(), "parallel": (case.parallel.dp, case.parallel.exchange_dtype)}
+        key = repr((same, self._ties, exact))
+        if key not in trained:
+            trained[key] = train(self, exact=exact)
+        return trained[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(strategy_check._Trained, "in_one_process", once)
+        yield
+
+
 def said(group: dist.ProcessGroup, choices: list[list[str]]) -> list[str]:
     """What this rank's check says of each choice; nothing if it holds."""
-    with wrong_strategies.registered():
+    with wrong_strategies.registered(), one_process_trains_once():
         return [said_of(case_of(words), bench_of(group), draws=1) for words in choices]
 
 
@@ -144,7 +166,8 @@ def test_no_alarm(precision: str, draws: int) -> None:
 
 
 def alarms(group: dist.ProcessGroup, choices: list[list[str]], draws: int) -> list[str]:
-    return [said_of(case_of(words), bench_of(group), draws=draws) for words in choices]
+    with one_process_trains_once():
+        return [said_of(case_of(words), bench_of(group), draws=draws) for words in choices]
 
 
 def compared(group: dist.ProcessGroup, fault: str) -> str:
