@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from harness.bench.bench import Bench
 from harness.cases.case import Case
@@ -102,7 +101,9 @@ class LayerNormTask(Task):
         }
 
 
-def normalised(x: Tensor, statistics: torch.dtype, eps: float) -> tuple[Tensor, Tensor]:
+def normalised(
+    x: torch.Tensor, statistics: torch.dtype, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """``(x - mean) / sqrt(variance + eps)`` in x's dtype, and the variance.
 
     Mean, differences and variance are in ``statistics``.
@@ -114,7 +115,7 @@ def normalised(x: Tensor, statistics: torch.dtype, eps: float) -> tuple[Tensor, 
     return (away / (variance + eps).sqrt()[:, None]).to(x.dtype), variance
 
 
-def _sum(x: Tensor) -> Tensor:
+def _sum(x: torch.Tensor) -> torch.Tensor:
     """Sums of rows, one element after another, each partial sum rounded to the dtype."""
     total = torch.zeros_like(x[:, 0])
     for column in x.T:
@@ -122,7 +123,7 @@ def _sum(x: Tensor) -> Tensor:
     return total
 
 
-def _error(found: Tensor, exact: Tensor) -> float | None:
+def _error(found: torch.Tensor, exact: torch.Tensor) -> float | None:
     """The norm of the difference over that of the exact one; None of nothing."""
     if not len(found):
         return None

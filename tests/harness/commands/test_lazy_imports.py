@@ -177,3 +177,16 @@ def test_a_figure_does_not_load_torch() -> None:
         print("torch._C" in sys.modules)
     """
     assert python(code) == "False\n"
+
+
+def test_reading_records_does_not_load_torch() -> None:
+    """Else every command that shows results costs two seconds more: all tasks declare columns."""
+    code = """
+        import sys
+        from harness.commands import lazy_imports
+        lazy_imports.install()
+        from harness.analysis.frame import declared_columns
+        assert any(column.name == "layer_norm" for column in declared_columns([]))
+        print("torch._C" in sys.modules)
+    """
+    assert python(code) == "False\n"
