@@ -32,11 +32,23 @@ class Attending:
         find: a law by its name, or None.
         names: of all laws.
         factors: of the calibration; ``enqueue/BACKEND/PHASE`` is the host's time of a call.
+        is_elsewhere: whether the machine is another than this host.
     """
 
-    def __init__(self, find: FindLaw, names: list[str], factors: Mapping[str, float]) -> None:
+    def __init__(
+        self,
+        find: FindLaw,
+        names: list[str],
+        factors: Mapping[str, float],
+        *,
+        is_elsewhere: bool,
+    ) -> None:
         self._find = find
         self._factors = factors
+        self._is_elsewhere = is_elsewhere
+        self._chosen: dict[tuple[object, ...], tuple[str, str | None]] = {}
+        self._kept: list[object] = []
+        """Attentions whose identity is in a key of what was chosen."""
         self._measured = sorted(
             {tuple(name.split("/")[1:3]) for name in names if name.startswith("attention/")}
         )
@@ -55,6 +67,13 @@ class Attending:
 
     def backend(self, case: Case) -> tuple[str, str | None]:
         """The measured backend whose law a case takes, and a note if that is not its own."""
+        key = id(case.attention), case.attention_problem, _is_compiled(case)
+        if key not in self._chosen:
+            self._kept.append(case.attention)
+            self._chosen[key] = self._choose(case)
+        return self._chosen[key]
+
+    def _choose(self, case: Case) -> tuple[str, str | None]:
         kernel, problem = case.attention, case.attention_problem
         if isinstance(kernel, SequenceParallelAttention):
             kernel = kernel.on_one_device
@@ -64,18 +83,19 @@ class Attending:
             name = next((found for found in self._fused if (found, dtype) in self._measured), name)
         if (name, dtype) in self._measured:
             return name, None
-        chosen = _choice(kernel, replace(problem, cp=1))
-        if (chosen, dtype) in self._measured:
-            return chosen, None
         same = [found for found, measured in self._measured if measured == dtype]
         if not same:
             return "", f"no attention was measured in {problem.dtype}"
         shape = _shape(case)
-        if not chosen and isinstance(kernel, DelegatedAttention):
-            # It chooses on its device alone, by times: of what is installed here, the fastest.
-            able = [found for found in same if _is_able(found, case)]
+        if isinstance(kernel, DelegatedAttention) and self._is_elsewhere:
+            # What this host would choose says nothing of another: the fastest measured there.
+            able = [found for found in same if _gives(found, with_lse=case.parallel.cp > 1)]
             if able:
                 return min(able, key=lambda found: self._both(found, dtype, shape)), None
+        else:
+            chosen = _choice(kernel, replace(problem, cp=1))
+            if (chosen, dtype) in self._measured:
+                return chosen, None
         best = min(same, key=lambda found: self._both(found, dtype, shape))
         return best, f"{name} was not measured in {problem.dtype}; {best} stands in for it"
 
@@ -112,15 +132,13 @@ class Attending:
         return Estimate(ms=self._share(case) * ms, error=0.5, distance=9.0)
 
 
-def _is_able(name: str, case: Case) -> bool:
-    """Whether a backend is installed and, where a sequence is split, gives its log-sum-exp."""
+def _gives(name: str, *, with_lse: bool) -> bool:
+    """Whether it is a backend and, where a sequence is split, gives its log-sum-exp."""
     if name not in BACKENDS:
         return False
     entry = BACKENDS[name]
     backend = entry.target(name=name, **entry.preset)
-    if not isinstance(backend, Attention) or backend.version() is None:
-        return False
-    return case.parallel.cp == 1 or backend.gives_lse
+    return isinstance(backend, Attention) and (backend.gives_lse or not with_lse)
 
 
 def _is_compiled(case: Case) -> bool:

@@ -45,6 +45,8 @@ class Exposure:
     """None where no step of it kept its device busy."""
     launches: float | None
     """Launches' worth of the host's time for each tensor of the model; None likewise."""
+    follows: float | None = None
+    """Share of its own time that begins after the backward pass and hides behind nothing."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

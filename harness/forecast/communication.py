@@ -18,8 +18,19 @@ if TYPE_CHECKING:
 MESSAGE_BYTES = 25 * 2**20
 """Size of one message of gradients, where a strategy does not say."""
 
-USUAL = Exposure(strategy="", matmul="", visible=0.8, launches=0.5)
+USUAL = Exposure(strategy="", matmul="", visible=0.8, launches=None)
 """What communication adds under an unmeasured strategy, in the middle of those that were."""
+
+SMALL_BYTES = 1e4
+"""Of a message whose time is that of a call."""
+
+CUDA_CORES = "float32"
+"""The format whose products run as many small blocks on CUDA cores, a few to a multiprocessor, so
+that they lose to communication the multiprocessors that it takes and no more. Kernels for tensor
+cores fill all of them at once, and wait where some are taken."""
+
+CHANNELS = 32
+"""Most multiprocessors that NCCL takes (NCCL_MAX_CTAS, NCCL's guide on environment variables)."""
 
 VISIBLE_ERROR = 0.35
 """Standard error of that share, relative, measured or not."""
@@ -73,14 +84,11 @@ def num_messages(case: Case, size: float) -> float:
 
 
 def _of_data(machine: Machine, case: Case, compute_ms: float) -> Iterator[Exchange]:
-    alike = [item for item in machine.calibration.exposures if item.strategy == case.parallel.name]
-    # Of the same number format first.
-    alike.sort(key=lambda item: item.matmul != case.precision.peak)
-    visible = next((item.visible for item in alike if item.visible is not None), USUAL.visible)
-    launches = next((item.launches for item in alike if item.launches is not None), USUAL.launches)
-    assert visible is not None, "the usual exposure has both"
-    assert launches is not None, "the usual exposure has both"
+    exposure = _exposure(machine, case)
     traffic = list(gradient_traffic(machine, case))
+    visible, launches = exposure.visible, exposure.launches
+    assert visible is not None, "exposures are complete"
+    assert launches is not None, "exposures are complete"
     whole = sum(total for _, total, _ in traffic)
     hosts = case.world_size > machine.network.gpus_per_host
     if hosts and whole:
@@ -89,7 +97,7 @@ def _of_data(machine: Machine, case: Case, compute_ms: float) -> Iterator[Exchan
         waits = max(0.0, whole - HIDING * compute_ms) if visible < 1 else whole
         visible = max(visible * max(inside, 0.0), waits) / whole
     for name, total, note in traffic:
-        if not alike:
+        if not exposure.strategy:
             note = f"{case.parallel.name} was not measured"
         yield Exchange(
             name=f"communication ({name})",
@@ -98,8 +106,47 @@ def _of_data(machine: Machine, case: Case, compute_ms: float) -> Iterator[Exchan
             hidden_ms=max(0.0, 1 - visible) * total,
             error_ms=VISIBLE_ERROR * visible * total,
             launches=launches * num_tensors(case) / len(traffic),
+            follows=exposure.follows is not None,
             note=note,
         )
+
+
+def _exposure(machine: Machine, case: Case) -> Exposure:
+    """What a strategy's communication adds to a step, each part as far as any step tells it."""
+    peak = case.precision.peak
+    alike = [item for item in machine.calibration.exposures if item.strategy == case.parallel.name]
+    # Of the same number format first.
+    alike.sort(key=lambda item: item.matmul != peak)
+    follows = next((item.follows for item in alike if item.follows is not None), None)
+    known = [item for item in alike if item.visible is not None]
+    visible = known[0].visible if known else USUAL.visible
+    if follows is not None:
+        visible = follows
+    elif peak == CUDA_CORES and not any(item.matmul == peak for item in known):
+        visible = min(1.0, CHANNELS / machine.calibration.num_sms)
+    launches = next((item.launches for item in alike if item.launches is not None), None)
+    return Exposure(
+        strategy=case.parallel.name if alike else "",
+        matmul=peak,
+        visible=visible,
+        launches=_launches(machine, case) if launches is None else launches,
+        follows=follows,
+    )
+
+
+def _launches(machine: Machine, case: Case) -> float:
+    """The host's time of a strategy that no step tells, in launches for each tensor.
+
+    One for each tensor's hook or copy by each time that tensors move, and calls of collective
+    operations as long as the smallest takes by itself.
+    """
+    host_us = machine.host_us()["backward"]
+    calls_ms = 0.0
+    for name, size in training.traffic_bytes(case).items():
+        one, _ = collective_ms(machine, name, min(2, case.parallel.data_ranks), SMALL_BYTES)
+        calls_ms += one * num_messages(case, size)
+    copies = sum(case.parallel.traffic.values())
+    return copies + calls_ms * 1e3 / max(host_us, 1.0) / num_tensors(case)
 
 
 def _of_tensors(machine: Machine, case: Case) -> Iterator[Exchange]:

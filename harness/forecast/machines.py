@@ -44,12 +44,15 @@ GAPS, GAP_ERROR = "gaps between kernels", 0.3
 NOTICEABLE_DISTANCE = 2.0
 """Doublings beyond the closest measured shape that a note mentions."""
 
-ATTENTION, MATMULS = "attention", "matmuls"
+ATTENTION, MATMULS, LOSS = "attention", "matmuls", "loss"
 UNFUSED = (ATTENTION, MATMULS)
 """Parts that a compiler leaves to libraries or measures as they are."""
 
 UNMEASURED_COMPILED = 0.45
 """What a compiler leaves of the time of other kernels, where no step tells."""
+
+USUAL_A_TENSOR = 0.04
+"""Launches' worth of the optimizer's Python for each tensor, where no step tells."""
 
 COMPILED_LAUNCHES = 0.3
 """What it leaves of launches: of some 50 of a block's forward pass, some 15."""
@@ -102,6 +105,11 @@ def _here(results: Path) -> Calibration:
     return read(kept)
 
 
+def tensors_of(sizes: Sizes) -> int:
+    """Parameters that are tensors of their own: nine a block, and three beside blocks."""
+    return 9 * sizes.num_layers + 3
+
+
 class Machine:
     """Predicts training steps on machines of one kind.
 
@@ -126,7 +134,12 @@ class Machine:
         self.device_memory_bytes = calibration.device_memory_bytes
         self.gpus_per_host = calibration.gpus_per_host
         self._laws: dict[str, Law | None] = {}
-        self.attending = Attending(self.law, list(calibration.observations), calibration.factors)
+        self.attending = Attending(
+            self.law,
+            list(calibration.observations),
+            calibration.factors,
+            is_elsewhere=calibration.name != HERE,
+        )
         self._passes: dict[object, Piece] = {}
         self._ranks: dict[str, list[int]] = {}
 
@@ -205,7 +218,8 @@ class Machine:
             recomputed = self._recomputed(case, phases[0])
             phases.append(whole if recomputed is None else whole.joined(recomputed))
             if case.checkpoint is not None:
-                phases = [self._checkpointed(phase, case.checkpoint.scope) for phase in phases]
+                scope, layers = case.checkpoint.scope, sizes.num_layers
+                phases = [self._checkpointed(phase, scope, layers) for phase in phases]
         if mode == "train_step":
             phases.append(self._optimizer(case, sizes))
         if mode == "forward":
@@ -285,8 +299,14 @@ class Machine:
             errors={**piece.errors, ATTENTION: layers * one.ms * one.error},
             launches=piece.launches + layers * launches,
             enqueued=piece.launches + layers * self.attending.enqueued(case, phase, launches),
+            last_ms=self._last_ms(sizes, piece) if phase == "forward" else 0.0,
         )
         return self._compiled(case, plain, notes)
+
+    def _last_ms(self, sizes: Sizes, forward: Piece) -> float:
+        """The head and the loss, which the device has before it when its host is done."""
+        head = self._summed([operations.head(sizes)])
+        return sum(head.parts.values()) + forward.parts.get(LOSS, 0.0)
 
     def _compiled(self, case: Case, eager: Phase, notes: set[str]) -> Phase:
         """What torch.compile leaves of a pass: fewer bytes and launches between products."""
@@ -309,6 +329,7 @@ class Machine:
             },
             launches=COMPILED_LAUNCHES * eager.launches,
             enqueued=COMPILED_LAUNCHES * graph * eager.enqueued,
+            last_ms=eager.last_ms,
         )
 
     def _summed(self, found: Iterable[Operation]) -> Piece:
@@ -361,10 +382,10 @@ class Machine:
             enqueued=share * whole.enqueued,
         )
 
-    def _checkpointed(self, phase: Phase, scope: str) -> Phase:
-        """A phase whose host also decides on what to keep."""
-        times = self.calibration.factors.get(f"checkpointed/{scope}/{phase.name}", 1.0)
-        return replace(phase, enqueued=times * phase.enqueued)
+    def _checkpointed(self, phase: Phase, scope: str, layers: int) -> Phase:
+        """A phase whose host also decides on what to keep, block by block."""
+        more = self.calibration.factors.get(f"checkpointed/{scope}/{phase.name}", 0.0)
+        return replace(phase, enqueued=phase.enqueued + more * layers)
 
     def _optimizer(self, case: Case, sizes: Sizes) -> Phase:
         scaled = case.precision.grad_scaler
@@ -377,9 +398,12 @@ class Machine:
             parts=piece.parts,
             errors=piece.errors,
             launches=item.launches,
-            # Its Python takes longer than its few launches.
-            enqueued=max(item.launches, sizes.num_layers * 9 / 26),
+            enqueued=item.launches + self._a_tensor() * tensors_of(sizes),
         )
+
+    def _a_tensor(self) -> float:
+        """What a tensor takes of the optimizer's Python, in launches, which list many tensors."""
+        return self.calibration.factors.get("optimizer_tensor", USUAL_A_TENSOR)
 
     def memory_bytes(self, case: Case) -> float:
         """Predicted peak bytes on one rank."""

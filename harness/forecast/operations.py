@@ -125,19 +125,24 @@ def backward(sizes: Sizes) -> tuple[Operation, ...]:
     return tuple(_backward(sizes))
 
 
+def head(sizes: Sizes) -> Operation:
+    """The product that ends a forward pass."""
+    return _matmul(sizes, (sizes.tokens, sizes.vocab_size // sizes.tp, sizes.d_model), 1)
+
+
 def _forward(sizes: Sizes) -> Iterator[Operation]:
     layers, tokens = sizes.num_layers, sizes.tokens
     for rows, columns in sizes.projections:
         yield _matmul(sizes, (tokens, rows, columns), layers)
-    yield _matmul(sizes, (tokens, sizes.vocab_size // sizes.tp, sizes.d_model), 1)
+    yield head(sizes)
     for name, part, launches, size, times in _elementwise_forward(sizes):
         yield _bandwidth(sizes, f"{name}_forward", part, launches, size, times)
 
 
 def _backward(sizes: Sizes) -> Iterator[Operation]:
     layers, tokens = sizes.num_layers, sizes.tokens
-    head = (sizes.vocab_size // sizes.tp, sizes.d_model)
-    for rows, columns, count in [*((*item, layers) for item in sizes.projections), (*head, 1)]:
+    last = (sizes.vocab_size // sizes.tp, sizes.d_model)
+    for rows, columns, count in [*((*item, layers) for item in sizes.projections), (*last, 1)]:
         # Gradients of the input, and of the weight.
         yield _matmul(sizes, (tokens, columns, rows), count)
         yield _matmul(sizes, (rows, columns, tokens), count)

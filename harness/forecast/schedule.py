@@ -44,6 +44,9 @@ class Phase:
     launches: float
     enqueued: float
     """Launches' worth of time on the host, which operations that do more than launch exceed."""
+    last_ms: float = 0.0
+    """Of the device's time, what its last few kernels take: the head and the loss of a forward
+    pass, which run while the host enqueues the next phase already."""
 
     @property
     def device_ms(self) -> float:
@@ -57,6 +60,7 @@ class Phase:
             errors=_sum(self.errors, other.errors),
             launches=self.launches + other.launches,
             enqueued=self.enqueued + other.enqueued,
+            last_ms=self.last_ms,
         )
 
 
@@ -71,6 +75,8 @@ class Exchange:
     hidden_ms: float
     error_ms: float
     launches: float = 0.0
+    follows: bool = False
+    """Whether it begins when the phase has ended, rather than beside its kernels."""
     note: str | None = None
 
 
@@ -95,13 +101,18 @@ def predict(
     host_end = device_end = 0.0
     for phase in phases:
         mine = [item for item in exchanges if item.phase == phase.name]
-        busy = phase.device_ms + sum(item.visible_ms for item in mine)
-        launches = phase.enqueued + sum(item.launches for item in mine)
+        during = [item for item in mine if not item.follows]
         begin = device_end
         started = max(device_end, host_end)
+        launches = phase.enqueued + sum(item.launches for item in during)
         host_end += host_us[phase.name] * launches / 1e3
-        device_end = max(started + busy, host_end)
-        waited = device_end - begin - busy
+        busy = phase.device_ms + sum(item.visible_ms for item in during)
+        device_end = max(started + busy, host_end + phase.last_ms)
+        for item in mine:
+            if item.follows:
+                host_end += host_us[phase.name] * item.launches / 1e3
+                device_end = max(device_end + item.visible_ms, host_end)
+        waited = device_end - begin - phase.device_ms - sum(item.visible_ms for item in mine)
         for name, ms in phase.parts.items():
             parts[name] += ms
             errors[name] += phase.errors[name]

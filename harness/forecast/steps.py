@@ -12,15 +12,24 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, cast
 
+import numpy as np
 import pandas as pd
 
 from harness.cases.case import Case
-from harness.forecast import communication, schedule
+from harness.forecast import communication, operations, schedule
 from harness.forecast.calibration import Calibration, Exposure, HostSpeed
-from harness.forecast.machines import GAPS, UNFUSED, UNMEASURED_COMPILED, Machine
+from harness.forecast.law import non_negative_fit
+from harness.forecast.machines import GAPS, UNFUSED, UNMEASURED_COMPILED, Machine, tensors_of
 
 HOST_BOUND = 1.25
 """Measured over predicted time of the device above which a step has waited for its host."""
+
+LEAST_STEPS = 4
+"""Optimizers that waited for their host, of which two terms are fitted."""
+
+FOLLOWS = 0.3
+"""Share of communication's own time that a step waits for after its backward pass, above which a
+strategy is one that begins then."""
 
 BUSY = 1.1
 """Measured time over that of kernels below which a device was nearly always busy."""
@@ -78,10 +87,11 @@ def completed(plain: Calibration, steps: Sequence[MeasuredStep]) -> Calibration:
     sources = {record["id"]: index for index, record in enumerate(plain.records)}
     revisions = {step.case_id: str(step.row["revision"]) for step in steps}
     known = replace(plain, factors={**plain.factors, "gap_us": gap_us(steps)})
+    known = replace(known, factors={**known.factors, **_optimizer(Machine(known), steps)})
     known = replace(known, hosts=tuple(_hosts(Machine(known), steps, sources)))
     known = replace(known, factors={**known.factors, **_no_grad(Machine(known), steps)})
     known = replace(known, factors={**known.factors, **_compiled(Machine(known), steps)})
-    known = replace(known, factors={**known.factors, **_selective(Machine(known), steps)})
+    known = replace(known, factors={**known.factors, **_checkpointed(Machine(known), steps)})
     known = replace(known, exposures=tuple(_exposures(Machine(known), steps)))
     added = [
         {"id": name, "revision": revisions[name]} for name in list(sources)[len(plain.records) :]
@@ -105,29 +115,74 @@ def gap_us(steps: Sequence[MeasuredStep]) -> float:
 def _hosts(
     machine: Machine, steps: Sequence[MeasuredStep], sources: dict[str, int]
 ) -> list[HostSpeed]:
-    """The speed of each host, from the one of its steps with most launches for the device's time.
-
-    A step that did not wait for its host says only that the host is at least as fast.
-    """
+    """The speed of each host, from all of its steps and, for one, from what hosts usually do."""
     chosen = calibrating_hosts(machine, steps)
+    timed: dict[tuple[str, str], list[LaunchTime]] = defaultdict(list)
+    for step in steps:
+        if step.host in chosen and _is_plain(step):
+            for one in launch_times(machine, step):
+                timed[step.host, one.phase].append(one)
+    usual: dict[str, list[float]] = defaultdict(list)
+    for (_, phase), times in timed.items():
+        if waits := [one.us for one in times if one.waited]:
+            usual[phase].append(_middle(waits))
     found = []
     for host, (step, waited) in sorted(chosen.items()):
         speeds = {
-            one.name: step.phases_ms[one.name] * 1e3 / one.enqueued
-            for one in machine.enqueued(step.case)
+            f"{phase}_us": round(host_speed(timed[host, phase], usual[phase]), 3)
+            for phase in ("forward", "backward", "optimizer")
         }
-        found.append(
-            HostSpeed(
-                host=host,
-                **{f"{name}_us": round(speed, 3) for name, speed in speeds.items()},
-                bound=waited,
-                source=sources.setdefault(step.case_id, len(sources)),
-            )
-        )
-    usual = [one.forward_us + one.backward_us for one in found if one.bound]
-    if not usual:
+        source = sources.setdefault(step.case_id, len(sources))
+        found.append(HostSpeed(host=host, **speeds, bound=waited, source=source))
+    middle = [one.forward_us + one.backward_us for one in found if one.bound]
+    if not middle:
         return found
-    return [one for one in found if one.bound or one.forward_us + one.backward_us < median(usual)]
+    return [one for one in found if one.bound or one.forward_us + one.backward_us < median(middle)]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class LaunchTime:
+    """Microseconds that a host took for each launch of a phase."""
+
+    phase: str
+    us: float
+    waited: bool
+    """Whether the device waited for it; if not, the host took at most as long."""
+
+
+def launch_times(machine: Machine, step: MeasuredStep) -> list[LaunchTime]:
+    """The host's time of each phase of a step."""
+    found = []
+    ahead_ms = 0.0
+    for phase in machine.enqueued(step.case):
+        took_ms = step.phases_ms[phase.name]
+        waited = took_ms > HOST_BOUND * phase.device_ms
+        # The device had the last kernels of the phase before to run when this one's host began.
+        host_ms = took_ms + ahead_ms - phase.last_ms
+        ahead_ms = phase.last_ms if waited else 0.0
+        us = max(host_ms, 0.1 * took_ms) * 1e3 / phase.enqueued
+        found.append(LaunchTime(phase=phase.name, us=us, waited=waited))
+    return found
+
+
+def host_speed(times: Sequence[LaunchTime], usual: Sequence[float]) -> float:
+    """The middle of a host's times, with what hosts usually take as one more of them."""
+    waits = [one.us for one in times if one.waited]
+    limits = [one.us for one in times if not one.waited]
+    found = [_middle([*waits, _middle(usual)])] if waits else []
+    return min(found + limits)
+
+
+def _middle(values: Sequence[float]) -> float:
+    """The median, of logarithms."""
+    return math.exp(median(map(math.log, values)))
+
+
+def _is_plain(step: MeasuredStep) -> bool:
+    """Whether it is a whole step of one GPU that PyTorch runs operator by operator."""
+    case = step.case
+    plain = case.world_size == 1 and not case.compiles and case.checkpoint is None
+    return plain and case.device != "cpu" and "optimizer" in step.phases_ms
 
 
 def calibrating_hosts(
@@ -136,19 +191,30 @@ def calibrating_hosts(
     """The step that tells the speed of each host, and whether it waited for it."""
     best: dict[str, tuple[float, MeasuredStep, bool]] = {}
     for step in steps:
-        case = step.case
-        plain = case.world_size == 1 and not case.compiles and case.checkpoint is None
-        if case.device == "cpu":
+        if not _is_plain(step):
             continue
-        if not plain or "optimizer" not in step.phases_ms:
-            continue
-        phases = machine.enqueued(case)
+        phases = machine.enqueued(step.case)
         device = sum(phase.device_ms for phase in phases[:2])
         crowded = sum(phase.enqueued for phase in phases[:2]) / device
         if step.host not in best or crowded > best[step.host][0]:
             took = step.phases_ms["forward"] + step.phases_ms["backward"]
             best[step.host] = crowded, step, took > HOST_BOUND * device
     return {host: (step, waited) for host, (_, step, waited) in best.items()}
+
+
+def _optimizer(machine: Machine, steps: Sequence[MeasuredStep]) -> dict[str, float]:
+    """What a tensor takes of the optimizer's host, in launches: over optimizers that waited."""
+    rows = []
+    for step in steps:
+        if _is_plain(step):
+            phase, sizes = machine.enqueued(step.case)[-1], operations.sizes_of(step.case)
+            took_ms = step.phases_ms[phase.name]
+            if took_ms > HOST_BOUND * phase.device_ms:
+                rows.append([phase.launches / took_ms, tensors_of(sizes) / took_ms])
+    if len({tuple(row) for row in rows}) < LEAST_STEPS:
+        return {}
+    launch, tensor = non_negative_fit(np.array(rows), np.ones(len(rows)))
+    return {"optimizer_tensor": round(float(tensor / launch), 5)} if launch else {}
 
 
 def _no_grad(machine: Machine, steps: Sequence[MeasuredStep]) -> dict[str, float]:
@@ -184,39 +250,49 @@ def _compiled(machine: Machine, steps: Sequence[MeasuredStep]) -> dict[str, floa
     return {name: round(median(values), 4) for name, values in left.items()}
 
 
-def _selective(machine: Machine, steps: Sequence[MeasuredStep]) -> dict[str, float]:
-    """How many times a usual launch a host takes where it decides on every operator anew."""
-    ratios: dict[str, list[float]] = defaultdict(list)
+def _checkpointed(machine: Machine, steps: Sequence[MeasuredStep]) -> dict[str, float]:
+    """Launches' worth of a host's time that checkpointing adds to a block, by scope and phase."""
+    added: dict[str, list[float]] = defaultdict(list)
     for step in steps:
-        checkpoint = step.case.checkpoint
-        if checkpoint is None or step.case.compiles or step.case.world_size > 1:
+        case = step.case
+        if case.checkpoint is None or case.compiles or case.world_size > 1:
             continue
-        host = machine.host_us(step.host)
-        for phase in machine.enqueued(step.case):
-            took = step.phases_ms[phase.name]
-            if phase.name != "optimizer" and took > HOST_BOUND * phase.device_ms:
-                name = f"checkpointed/{checkpoint.scope}/{phase.name}"
-                ratios[name].append(took * 1e3 / (host[phase.name] * phase.enqueued))
-    return {name: round(median(values), 3) for name, values in ratios.items()}
+        assert case.model is not None, "training steps have a model"
+        host, layers = machine.host_us(step.host), case.model.num_layers
+        phases = machine.enqueued(case)[:2]
+        for phase, one in zip(phases, launch_times(machine, step), strict=False):
+            if one.waited:
+                launches = one.us * phase.enqueued / host[phase.name] - phase.enqueued
+                name = f"checkpointed/{case.checkpoint.scope}/{phase.name}"
+                added[name].append(max(0.0, launches / layers))
+    return {name: round(median(values), 3) for name, values in added.items()}
 
 
 def _exposures(machine: Machine, steps: Sequence[MeasuredStep]) -> list[Exposure]:
     """What each strategy's communication added to its steps, of the device or of the host."""
     visible: dict[tuple[str, str], list[float]] = defaultdict(list)
     launches: dict[tuple[str, str], list[float]] = defaultdict(list)
+    follows: dict[tuple[str, str], list[float]] = defaultdict(list)
+    plain = {_problem(step.case): step for step in steps if _is_plain(step)}
     for step in steps:
         case, parallel = step.case, step.case.parallel
         if parallel.data_ranks == 1 or parallel.cp > 1 or parallel.tp > 1:
             continue
         host = machine.host_us(step.host)
         alone = schedule.predict(machine.enqueued(case), (), host, 0.0, 1.0, set())
-        added = step.ms - alone.median_ms
+        total = sum(ms for _, ms, _ in communication.gradient_traffic(machine, case))
+        after_ms = step.phases_ms.get("communication", 0.0)
         key = parallel.name, case.precision.peak
+        follows[key].append(after_ms / total)
+        added = step.ms - alone.median_ms
         if any(part.name == schedule.WAITING for part in alone.parts):
             tensors = communication.num_tensors(case)
+            added -= after_ms
             launches[key].append(max(0.0, added) * 1e3 / host["backward"] / tensors)
         else:
-            total = sum(ms for _, ms, _ in communication.gradient_traffic(machine, case))
+            if (one := plain.get(_problem(case))) is not None:
+                # What the same problem took longer than predicted is not communication.
+                added -= one.ms - machine.step(one.case, host=one.host).median_ms
             visible[key].append(max(0.0, added) / total)
     return [
         Exposure(
@@ -224,6 +300,15 @@ def _exposures(machine: Machine, steps: Sequence[MeasuredStep]) -> list[Exposure
             matmul=matmul,
             visible=round(median(visible[name, matmul]), 4) if visible[name, matmul] else None,
             launches=round(median(launches[name, matmul]), 4) if launches[name, matmul] else None,
+            follows=round(share, 4) if share > FOLLOWS else None,
         )
         for name, matmul in sorted({*visible, *launches})
+        for share in [median(follows[name, matmul])]
     ]
+
+
+def _problem(case: Case) -> tuple[object, ...]:
+    """What one rank computes."""
+    assert case.model is not None, "training steps have a model"
+    named = case.model.name, case.attention.name, case.precision.name
+    return *named, case.batch_size, case.seq_len
