@@ -47,8 +47,9 @@ class Attending:
         self._factors = factors
         self._is_elsewhere = is_elsewhere
         self._chosen: dict[tuple[object, ...], tuple[str, str | None]] = {}
+        self._busiest: dict[tuple[int, int, int], float] = {}
         self._kept: list[object] = []
-        """Attentions whose identity is in a key of what was chosen."""
+        """Attentions whose identity is in a key."""
         self._measured = sorted(
             {tuple(name.split("/")[1:3]) for name in names if name.startswith("attention/")}
         )
@@ -119,7 +120,11 @@ class Attending:
         """Of a whole sequence's attention, what the busiest of the ranks that share it has."""
         if not isinstance(case.attention, SequenceParallelAttention) or case.parallel.cp == 1:
             return 1 / case.parallel.cp
-        return busiest(case.attention, case.attention_problem) / case.parallel.cp
+        key = id(case.attention), case.parallel.cp, case.attention_problem.num_heads
+        if key not in self._busiest:
+            self._kept.append(case.attention)
+            self._busiest[key] = busiest(case.attention, case.attention_problem)
+        return self._busiest[key] / case.parallel.cp
 
     def _from_flops(self, case: Case, phase: str) -> Estimate:
         """A fifth of the matmul rate, where nothing was measured."""

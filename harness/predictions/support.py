@@ -8,6 +8,7 @@ from harness.cases.case import Case, label
 from harness.predictions.capacity import Machine
 from kernels import AttentionBackend, AttentionProblem
 from parallel.context.attention import SYMMETRIC, SequenceParallelAttention
+from parallel.context.heads.split import SplitsHeads
 
 
 class Support:
@@ -32,6 +33,7 @@ class Support:
             return attention.supports(problem)
         if reason := self._why_not_peers(attention, problem):
             return reason
+        problem = _on_fewer_ranks(attention, problem)
         reason = _asked(attention, problem)
         if reason is None or (attention.version() is None and not _splits(attention)):
             return reason
@@ -52,6 +54,23 @@ class Support:
         if own != SYMMETRIC or problem.cp <= self._machine.gpus_per_host:
             return None
         return f"attention.transport={own} needs all ranks that share a sequence on one host"
+
+
+MOST_RANKS = 64
+"""Ranks whose blocks are asked for one by one, of a square of them."""
+
+
+def _on_fewer_ranks(attention: AttentionBackend, problem: AttentionProblem) -> AttentionProblem:
+    """A problem whose blocks have the same sizes, on fewer ranks where those are many.
+
+    Of blocks of keys alone: whether heads can be split depends on all ranks.
+    """
+    if problem.cp <= MOST_RANKS or not isinstance(attention, SequenceParallelAttention):
+        return problem
+    if isinstance(attention, SplitsHeads):
+        return problem
+    tokens = MOST_RANKS * attention.layout(problem.cp).local_len(problem.q_len)
+    return replace(problem, cp=MOST_RANKS, q_len=tokens, kv_len=tokens)
 
 
 def _splits(attention: AttentionBackend) -> bool:

@@ -71,6 +71,11 @@ def _limits(question: Question, bases: _Bases, name: str, checkpoint: Any) -> Li
     )
 
 
+def unit_of(case: Case) -> int:
+    """Tokens that lengths of a case's mesh are multiples of."""
+    return math.lcm(UNIT, 2 * case.parallel.cp * case.parallel.tp)
+
+
 def _sequences(case: Case | None) -> int:
     return case.batch_size * case.parallel.dp if case else 0
 
@@ -129,8 +134,7 @@ class _Bases:
         return self._largest(lambda number: replace(case, batch_size=number), 1)
 
     def longest(self, case: Case) -> Case | None:
-        unit = math.lcm(UNIT, 2 * case.parallel.cp * case.parallel.tp)
-        return self._largest(lambda number: replace(case, seq_len=number), unit)
+        return self._largest(lambda number: replace(case, seq_len=number), unit_of(case))
 
     def _largest(self, make: Callable[[int], Case], unit: int) -> Case | None:
         """The case of the largest multiple of ``unit`` that fits; None if one unit does not."""

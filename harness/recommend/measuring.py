@@ -88,6 +88,20 @@ class Bench:
             item.measured_ms = measured_ms(records.get(quick(item.case).id))
         self.screened += candidates
 
+    def fits(self, case: Case) -> bool:
+        """Whether one step of a case runs without running out of memory.
+
+        Raises ValueError in one line where it neither runs nor runs out of memory.
+        """
+        task: Any = case.task
+        one = replace(case, task=replace(task, warmup_steps=1, measure_steps=1))
+        self._run([one], RunOptions(results=self.results, timeout_s=self.timeout_s), by_comparison)
+        record = self._records().get(one.id)
+        if record is None or record.status not in ("ok", "oom"):
+            found = "not measured" if record is None else record.status
+            raise ValueError(f"{case.title}: {found}, so that what fits is not known")
+        return record.status == "ok"
+
     def read(self, candidates: Iterable[Combination]) -> None:
         """Take the times of candidates from the records that exist."""
         records = self._records()
@@ -140,10 +154,10 @@ class Bench:
         )
 
 
-def label_of(question: Question) -> str:
+def label_of(question: Question, command: str = "recommend") -> str:
     """The folder of a question's report, by what was asked."""
     digest = hashlib.sha256(question.asked.encode()).hexdigest()[:6]
-    return f"recommend-{question.model.name}-{question.seq_len}-{digest}"
+    return f"{command}-{question.model.name}-{question.seq_len}-{digest}"
 
 
 def quick(case: Case) -> Case:

@@ -97,7 +97,7 @@ def test_answers_for_a_machine_elsewhere(
     arguments = ["model=medium", *ELSEWHERE, "measure=false", f"results={tmp_path}"]
     assert recommend.main(arguments) == 0
     said = capsys.readouterr().out
-    assert re.search(r"Run \w+.*tokens/s predicted \(90%", said.replace("\n", " "))
+    assert re.search(r"Run \w+.*tokens/s predicted \(90%", " ".join(said.split()))
     assert "attnbench model=medium seq_len=2048" in said
     second = re.search(r"Runner-up: (.*?), (as fast|[\d.]+% slower)", said.replace("\n", " "))
     assert second
