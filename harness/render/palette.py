@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Iterable
 from functools import lru_cache
 from itertools import product
+from math import dist
 from typing import Any
 
 from matplotlib.colors import to_rgb
@@ -57,6 +58,12 @@ KINDS: tuple[Registry[Any], ...] = (BACKENDS, STRATEGIES)
 def colour(name: str) -> str:
     """The colour of a backend, a strategy, a precision or another value."""
     return _look(name).colour or SPARE_COLOURS[_digest(name) % len(SPARE_COLOURS)]
+
+
+def colour_unlike(taken: Iterable[str]) -> str:
+    """The spare colour that is furthest from all of ``taken``."""
+    taken = list(taken)
+    return max(SPARE_COLOURS, key=lambda spare: min(dist(to_rgb(spare), to_rgb(x)) for x in taken))
 
 
 def marker(name: str) -> str:

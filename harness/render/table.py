@@ -16,6 +16,7 @@ import pandas as pd
 from harness.analysis import disturbance, likeness, overtaken, physics
 from harness.cases import format as fmt
 from harness.cases.columns import POINTS, caption_of, redundant_points, sort_by_points
+from harness.render.case_notes import hosts, reasons, revisions
 from harness.render.registries import TABLES
 from kernels.registry import Registry
 
@@ -180,7 +181,7 @@ def build_table(name: str, frame: pd.DataFrame) -> Table | None:
     if built is not None:
         built.name = name
         cases = _measured_cases(built, frame)
-        built.footnotes += [*_revisions(cases), *_hosts(cases)]
+        built.footnotes += [*reasons(cases), *revisions(cases), *hosts(cases)]
     return built
 
 
@@ -190,32 +191,6 @@ def _measured_cases(built: Table, frame: pd.DataFrame) -> pd.DataFrame:
     shown = {case_id for key in keys for case_id in built.rows[key]}
     cases = frame.drop_duplicates("case_id")
     return cases[cases["case_id"].isin(shown) & (cases["status"] != "unsupported")]
-
-
-def _revisions(cases: pd.DataFrame) -> list[str]:
-    """A footnote with the revisions that measured the cases, where there are several."""
-    counts = cases["revision"].value_counts()
-    if len(counts) < 2:
-        return []
-    if cases["source"].map(bool).all() and not cases["stale"].any():
-        return [f"Measured by {len(counts)} revisions whose measured code is that of now."]
-    found = sorted(counts.items(), key=lambda item: (-item[1], str(item[0])))
-    words = [f"{revision} ({fmt.counted(int(number), 'case')})" for revision, number in found]
-    return [f"Measured by {len(words)} revisions: {', '.join(words)}."]
-
-
-def _hosts(cases: pd.DataFrame) -> list[str]:
-    """A footnote with the hosts that measured the cases, where they may be several."""
-    counts = cases["host"].value_counts()
-    found = sorted(counts.items(), key=lambda item: (-item[1], str(item[0])))
-    words = [f"{host} ({fmt.counted(int(number), 'case')})" for host, number in found]
-    unknown = int(cases["host"].isna().sum())
-    if unknown and words:
-        words.append(f"not recorded ({fmt.counted(unknown, 'case')})")
-    if len(words) < 2:
-        return []
-    hosts = "hosts" if unknown else f"{len(found)} hosts,"
-    return [f"Measured on {hosts} whose times may differ: {', '.join(words)}."]
 
 
 def make_table(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from textwrap import fill
 from typing import Any
 
 import pandas as pd
@@ -22,8 +23,8 @@ CAPTION = (
     "One training step on every rank, from a profiler's trace: above computing (forward dark, "
     "backward lighter, optimizer palest), below communication, dark where nothing is computed "
     "meanwhile and pale where it hides. Exposed is the share of the step in which a rank "
-    "communicates without computing, from the least to the most exposed rank; what hides is said "
-    "of the busiest rank, which computes longest."
+    "communicates without computing, from the least to the most exposed rank; the time of "
+    "communication and what of it hides are those of the busiest rank, which computes longest."
 )
 WAITS = "NCCL's kernels include waiting for ranks that come late."
 
@@ -35,6 +36,9 @@ MAX_PANELS = 12
 MAX_RANKS = 4
 
 LANE_IN = 0.17
+
+TITLE_WIDTH = 112
+"""Characters of a title in one line."""
 
 
 @figure("ddp_timeline")
@@ -107,7 +111,7 @@ def _draw(axis: Axes, row: pd.Series, num_ranks: int) -> float:
         spans = [[*span[:3], span[3] - zero, span[4] - zero] for span in rank["spans"]]
         end = max(end, *(span[4] for span in spans))
         _draw_rank(axis, spans, 2 * index)
-    axis.set_title(_title(row), loc="left", fontsize=8, pad=3)
+    axis.set_title(fill(_title(row), TITLE_WIDTH), loc="left", fontsize=8, pad=3)
     axis.set_yticks([2 * index + 0.4 for index in range(num_ranks)])
     axis.set_yticklabels([f"rank {index}" for index in range(num_ranks)])
     axis.tick_params(axis="y", labelsize=7, length=0)
@@ -139,9 +143,9 @@ def _title(row: pd.Series) -> str:
             f"{row['strategy']}: {fmt.number(row['traced_ms'])} ms of communication under the "
             "profiler, more than a step without it: no shares"
         )
-    busiest = f"busiest rank: {fmt.number(row['traced_ms'])} ms of communication"
+    busiest = f"busiest rank: {fmt.number(row['traced_ms'])} ms"
     if fmt.is_missing(row["hidden_share"]):
-        return f"{row['strategy']}, {busiest}"
+        return f"{row['strategy']}, {busiest} of communication"
     return (
         f"{row['strategy']}: {row['exposed_ranks']}% of the step exposed; {busiest}, "
         f"{fmt.percent(row['hidden_share'])}% hidden"

@@ -12,7 +12,7 @@ from harness.cases import format as fmt
 from harness.cases.columns import POINTS, sort_by_points
 from harness.drawing.marked import draw_hollow, say_marked
 from harness.render.figure import CaptionedFigure, describe, figure, panel_key
-from harness.render.palette import MARKERS, colour, marker
+from harness.render.palette import MARKERS, colour, colour_unlike, marker
 from harness.render.rows import marks_of
 from harness.sentences.findings import say_over, sentence
 
@@ -90,15 +90,17 @@ def _series(row: pd.Series, axis: Axis) -> str:
 
 def _draw(axes: Axes, rows: pd.DataFrame, labels: list[str], axis: Axis) -> None:
     rows = rows.assign(series=[_series(row, axis) for _, row in rows.iterrows()])
-    seen: set[tuple[str, str]] = set()
+    tints: set[str] = set()
+    shapes: set[str] = set()
     names = list(dict.fromkeys(sort_by_points(rows, axis.columns)["series"]))
     for place, label in enumerate(names):
         mine = rows[rows["series"] == label]
         name = str(mine[axis.choice].iloc[0])
-        # Modes of one choice share its colour and have markers of their own.
-        shape = marker(name)
-        shape = next(some for some in (shape, *MARKERS) if (colour(name), some) not in seen)
-        seen.add((colour(name), shape))
+        # A further mode of a choice has another colour too: at this size markers look alike.
+        tint = colour(name) if colour(name) not in tints else colour_unlike(tints)
+        shape = next((some for some in (marker(name), *MARKERS) if some not in shapes), "o")
+        tints.add(tint)
+        shapes.add(shape)
         # A little apart, so that none hides another.
         line = mine["line"] + 0.2 * (place - (len(names) - 1) / 2)
         below, above = mine["ratio"] - mine["ratio_low"], mine["ratio_high"] - mine["ratio"]
@@ -108,11 +110,11 @@ def _draw(axes: Axes, rows: pd.DataFrame, labels: list[str], axis: Axis) -> None
             xerr=[below.clip(lower=0), above.clip(lower=0)],
             linestyle="none",
             marker=shape,
-            color=colour(name),
+            color=tint,
             label=label,
             alpha=0.9,
         )
-        draw_hollow(axes, mine["ratio"], line, mine["mark"], colour(name), shape)
+        draw_hollow(axes, mine["ratio"], line, mine["mark"], tint, shape)
     for _, row in rows[rows["status"] == "oom"].iterrows():
         axes.annotate(
             f"{fmt.TIMES} OOM",
