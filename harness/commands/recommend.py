@@ -165,6 +165,8 @@ def _measure(
         if item.measured_ms is None and item.record is not None:
             answer.remarks.append(f"{item.name}: {item.record.status} when it was measured.")
     rest = [item for item in answer.ranked if item not in candidates]
+    shortly = [item for item in bench.screened if item.measured_ms and item not in candidates]
+    rest += sorted(shortly, key=order_of(question.goal))
     answer.ranked = [*sorted(measured, key=order_of(question.goal)), *rest]
     answer.drawn = list({id(item): item for item in [*answer.drawn, *bench.screened]}.values())
 

@@ -43,6 +43,9 @@ CONTEXT_VISIBLE = 0.3
 the rank's wait for others."""
 
 
+HANDS_ON = "send_recv"
+"""The transport by which ranks hand keys on, named as its collective operation."""
+
 HIDING = 0.9
 """Share of the passes behind which communication can hide: it begins with the second unit."""
 
@@ -178,8 +181,8 @@ def _of_keys(machine: Machine, case: Case) -> Iterator[Exchange]:
     element = DTYPE_BYTES[case.precision.compute]
     keys = 2 * case.batch_size * case.seq_len * heads * model.head_dim * element
     passes = {"forward": 1.0, "backward": 2.0} if _trains(case) else {"forward": 1.0}
+    one, note = _keys_ms(machine, case, keys)
     for phase, times in passes.items():
-        one, note = collective_ms(machine, "all_gather", cp, keys)
         total = times * model.num_layers * one
         yield Exchange(
             name="context parallelism (keys)",
@@ -190,6 +193,15 @@ def _of_keys(machine: Machine, case: Case) -> Iterator[Exchange]:
             launches=8.0 * cp * model.num_layers,
             note=note or "context parallelism is by formula",
         )
+
+
+def _keys_ms(machine: Machine, case: Case, size: float) -> tuple[float, str | None]:
+    """Milliseconds in which keys reach all ranks: handed on one part at a time, or gathered."""
+    cp = case.parallel.cp
+    if getattr(case.attention, "transport", None) == HANDS_ON:
+        one, note = collective_ms(machine, HANDS_ON, cp, size / cp)
+        return (cp - 1) * one, note
+    return collective_ms(machine, "all_gather", cp, size)
 
 
 def _trains(case: Case) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -54,8 +54,10 @@ class Bench:
     def contest(self, candidates: Sequence[Combination]) -> None:
         """Measure candidates in turns until the fastest is decided or the time is over.
 
-        One alone is measured without rounds: there is nothing to decide.
+        One alone is measured without rounds, if it has not been yet: there is nothing to decide.
         """
+        if len(candidates) == 1 and candidates[0].measured_ms is not None:
+            return
         if len(candidates) == 1:
             options = RunOptions(results=self.results, timeout_s=self.timeout_s)
             self._run([candidates[0].case], options, by_comparison)
@@ -80,12 +82,15 @@ class Bench:
         self.read(candidates)
 
     def screen(self, candidates: Sequence[Combination]) -> None:
-        """Measure a few steps of each candidate, one after another."""
+        """Measure a few steps of each candidate, one after another; the fastest of them counts.
+
+        What else a host does makes some slower and none faster.
+        """
         options = RunOptions(results=self.results, timeout_s=self.timeout_s)
         self._run([quick(item.case) for item in candidates], options, by_comparison)
         records = self._records()
         for item in candidates:
-            item.measured_ms = measured_ms(records.get(quick(item.case).id))
+            item.measured_ms = measured_ms(records.get(quick(item.case).id), middle=min)
         self.screened += candidates
 
     def fits(self, case: Case) -> bool:
@@ -163,14 +168,16 @@ def label_of(question: Question, command: str = "recommend") -> str:
 def quick(case: Case) -> Case:
     """A few steps of a case: another case, with a record of its own."""
     task: Any = case.task
-    return replace(case, task=replace(task, warmup_steps=1, measure_steps=3))
+    return replace(case, task=replace(task, warmup_steps=1, measure_steps=2))
 
 
-def measured_ms(record: Record | None) -> float | None:
-    """Median time of a step on the slowest rank, if it was measured."""
+def measured_ms(
+    record: Record | None, middle: Callable[[list[float]], float] = median
+) -> float | None:
+    """Median time of a step on the slowest rank, or another middle, if it was measured."""
     if record is None or record.status != "ok" or PHASE not in record.phases:
         return None
-    return median(slowest_rank(record.phases[PHASE].samples_ms))
+    return middle(slowest_rank(record.phases[PHASE].samples_ms))
 
 
 def standing(winner: Combination, other: Combination) -> str:

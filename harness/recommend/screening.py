@@ -2,17 +2,19 @@
 
 One axis after another, each from the best of those before it: attention, mesh and strategy,
 micro-batch, compilation; activations are checkpointed where memory asks for it. A few steps of each
-are measured, and the contest that follows decides.
+are measured, and the contest that follows decides. A processor takes about as long for each token
+of any micro-batch, so that attention is tried on its smallest; a GPU needs the largest.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from harness.recommend.combination import Combination
 from harness.recommend.enumeration import Enumeration
-from harness.recommend.measuring import Bench
+from harness.recommend.measuring import FIRST_ROUNDS, Bench
 
 BEST = 3
 """Finalists that the contest decides among."""
@@ -23,7 +25,8 @@ ENOUGH = 0.3
 
 def screen(found: Enumeration, fitting: list[Combination], bench: Bench) -> list[Combination]:
     """The best few of what fits, the fastest first, within the time that ``bench`` has."""
-    ends_s = time.monotonic() + SHARE * bench.budget_s
+    begun_s = time.monotonic()
+    ends_s = begun_s + SHARE * bench.budget_s
     measured: list[Combination] = []
 
     def try_out(candidates: Iterable[Combination]) -> None:
@@ -52,7 +55,21 @@ def screen(found: Enumeration, fitting: list[Combination], bench: Bench) -> list
         try_out(leader.compiled(compilation) for compilation in found.compilations[1:])
     finalists = best(BEST)
     limit = (1 + ENOUGH) * _ms_a_batch(finalists[0]) if finalists else 0.0
-    return [item for item in finalists if _ms_a_batch(item) <= limit]
+    close = [item for item in finalists if _ms_a_batch(item) <= limit]
+    return close[: _affordable(close, begun_s + bench.budget_s - time.monotonic())]
+
+
+def _affordable(finalists: list[Combination], left_s: float) -> int:
+    """How many of the first a contest can measure in the time that is left; one at least."""
+    number, needed_s = 0, 0.0
+    for item in finalists:
+        assert item.measured_ms is not None, "finalists are measured"
+        task: Any = item.case.task
+        # Each round warms up anew, and all measure the steps of one case together.
+        steps = FIRST_ROUNDS * task.warmup_steps + task.measure_steps
+        needed_s += steps * item.measured_ms / 1e3
+        number += needed_s <= left_s
+    return max(1, number)
 
 
 SHARE = 0.5
@@ -64,10 +81,14 @@ def _ms_a_batch(item: Combination) -> float:
 
 
 def _plain(fitting: list[Combination]) -> list[Combination]:
-    """With the least checkpointing and the largest micro-batch first."""
-    return sorted(
-        fitting, key=lambda item: (item.checkpoint_label != "none", -item.base.batch_size)
-    )
+    """With the least checkpointing first, and the micro-batch that tells most for its time."""
+
+    def place(item: Combination) -> tuple[bool, int]:
+        size = item.base.batch_size
+        on_cpu = item.base.device == "cpu"
+        return item.checkpoint_label != "none", size if on_cpu else -size
+
+    return sorted(fitting, key=place)
 
 
 def _mesh(item: Combination) -> object:

@@ -195,3 +195,15 @@ def test_the_head_runs_after_a_host_that_was_waited_for() -> None:
     host_us = {"forward": 1000.0}
     found = predict([replace(phase, last_ms=2.0)], [], host_us, 0.1, 1.0, set())
     assert found.median_ms == pytest.approx(12)
+
+
+def test_keys_that_are_handed_on_take_a_message_for_each_rank(h200: Any) -> None:
+    def keys_ms(transport: str, cp: int) -> float:
+        one = split("zigzag", cp)
+        one = replace(one, attention=replace(one.attention, transport=transport))
+        parts = h200.step(one).parts
+        return sum(part.ms + part.hidden_ms for part in parts if "keys" in part.name)
+
+    # Between two ranks the same bytes in one message; among eight, seven small ones.
+    assert keys_ms("send_recv", 2) == pytest.approx(keys_ms("symmetric", 2), rel=0.25)
+    assert keys_ms("send_recv", 8) > 1.5 * keys_ms("symmetric", 8)
