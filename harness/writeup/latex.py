@@ -198,7 +198,9 @@ def paragraphs(items: Sequence[tuple[str, str]]) -> Iterator[str]:
     """Headings with a paragraph each."""
     yield r"\begin{description}\setlength{\itemsep}{0pt}\setlength{\parskip}{1pt}"
     for heading, text in items:
-        yield rf"\item[{escape(heading)}] {escape(text)}"
+        # Names of cases are longer than a line, and hold no other place to break.
+        broken = escape(text).replace(r"\_", r"\_\allowbreak{}")
+        yield rf"\item[{escape(heading)}] {broken}"
     yield r"\end{description}"
 
 

@@ -174,6 +174,8 @@ class TestPage:
         assert page.run(f"document.querySelector('{TABLE} .scroll').clientWidth") <= 390
         size = "parseFloat(getComputedStyle(document.body).fontSize)"
         assert page.run(size) >= 14
+        page.run("document.querySelector('main p').append('a_name_of_a_case_'.repeat(9))")
+        assert page.run("document.documentElement.scrollWidth") <= 390
 
     def test_contents_beside_the_page_and_over_it(self, page: Browser) -> None:
         links = page.run("[...document.querySelectorAll('#contents a')].map(a => a.hash.slice(1))")
