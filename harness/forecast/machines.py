@@ -147,11 +147,11 @@ class Machine:
         """A law by its name; None where nothing was measured for it."""
         if name not in self._laws:
             observed = self.calibration.observations.get(name)
-            law = Law(self._features(name), observed, self._typical(name)) if observed else None
+            law = Law(self.features(name), observed, self.typical(name)) if observed else None
             self._laws[name] = law
         return self._laws[name]
 
-    def _typical(self, name: str) -> Sequence[float] | None:
+    def typical(self, name: str) -> Sequence[float] | None:
         """Coefficients of the law of the same kernels in the format that was measured most."""
         match name.split("/"):
             case ["matmul", _]:
@@ -167,7 +167,8 @@ class Machine:
         law = self.law(most)
         return None if law is None else list(law.coefficients)
 
-    def _features(self, name: str) -> Features:
+    def features(self, name: str) -> Features:
+        """Terms of a law by its name."""
         match name.split("/"):
             case ["matmul", dtype]:
                 size = 2 if dtype.endswith("16") else 4
