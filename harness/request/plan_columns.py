@@ -11,6 +11,9 @@ from harness.cases.case import Case
 from harness.request.config import CASE_VALUES, GROUPS, OPTIONAL_GROUPS
 from harness.request.grid import Parts, default_config
 
+_RANKS = ("parallel.dp", "parallel.cp", "parallel.tp")
+"""Keys of the mesh axes, whose ranks are said even if a strategy has them by itself."""
+
 
 def keys_of(cases: Sequence[Case]) -> tuple[dict[str, list[str]], str]:
     """Split the keys that ask for these cases into columns and one line.
@@ -88,6 +91,7 @@ def _asked(options: dict[str, Any], parts: Parts) -> list[str]:
     for group in groups:
         made = asdict(parts.choice(group, {group: options[group]}))
         usual |= {f"{group}.{key}": value for key, value in made.items()}
+    usual |= dict.fromkeys(_RANKS, 1)
     nothing = [group for group in groups if options[group] == "none"]
     return [key for key, value in options.items() if key not in nothing and value != usual.get(key)]
 

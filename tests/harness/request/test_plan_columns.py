@@ -36,7 +36,8 @@ def test_a_changed_option_is_said_even_if_all_cases_have_it() -> None:
     assert columns == {}
     assert "model.num_layers=3" in same.split()
     assert "parallel=ddp_torch" in same.split()
-    assert not any(word.startswith("parallel.dp") for word in same.split())
+    assert "parallel.dp=2" in same.split(), "the strategy's own number of ranks"
+    assert "parallel.tp=1" not in same.split()
 
 
 def test_what_only_some_cases_choose_is_a_column() -> None:
