@@ -181,13 +181,15 @@ def test_communication_that_follows_is_not_hidden_by_a_host_that_is_late() -> No
     beside = Exchange(
         name="c", phase="backward", visible_ms=3.0, hidden_ms=0.0, error_ms=0.0, launches=0.0
     )
-    host_us = {"backward": 1000.0}
 
-    def step_ms(exchange: Exchange) -> float:
-        return predict([phase], [exchange], host_us, 0.1, 1.0, set()).median_ms
+    def step_ms(exchange: Exchange, launch_us: float) -> float:
+        return predict([phase], [exchange], {"backward": launch_us}, 0.1, 1.0, set()).median_ms
 
-    assert step_ms(beside) == pytest.approx(10)
-    assert step_ms(replace(beside, follows=True)) == pytest.approx(13)
+    follows = replace(beside, follows=True)
+    assert step_ms(beside, 1000) == pytest.approx(10)
+    assert step_ms(follows, 1000) == pytest.approx(13)
+    # Of a host that is ahead, both take as long.
+    assert step_ms(beside, 0) == step_ms(follows, 0) == pytest.approx(4)
 
 
 def test_the_head_runs_after_a_host_that_was_waited_for() -> None:

@@ -1,0 +1,75 @@
+"""Candidates found by short runs: which are tried, and how many go on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+
+from harness.predictions.capacity import GIB, Machine
+from harness.recommend.combination import Combination
+from harness.recommend.enumeration import Enumeration, enumerate_combinations
+from harness.recommend.fitting import MemoryModel, fit
+from harness.recommend.measuring import Bench
+from harness.recommend.question import Question
+from harness.recommend.screening import screen
+from harness.request.grid import Parts
+
+
+@dataclass
+class Clock:
+    """A bench whose steps take what is told, and no time."""
+
+    budget_s: float
+    ms: dict[str, float]
+    tried: list[Combination] = field(default_factory=list)
+
+    def screen(self, candidates: list[Combination]) -> None:
+        for item in candidates:
+            item.measured_ms = self.ms[item.base.attention.name] * item.base.batch_size
+        self.tried += candidates
+
+
+def fitting_on(device: str) -> tuple[Enumeration, list[Combination]]:
+    parts = Parts()
+    machine = Machine(
+        name="host", device=device, memory_bytes=16 * GIB, num_devices=1, is_here=True
+    )
+    question = Question(
+        model=parts.choice("model", {"model": "tiny"}),
+        seq_len=64,
+        gpus=1,
+        sequences=4,
+        precision="fp32",
+        goal="tokens_per_s",
+        machine=machine,
+        choose=parts.choice,
+        typed={"attention": ["naive", "sdpa"], "compile": ["none"]},
+    )
+    found = enumerate_combinations(question)
+    return found, fit(found, machine, MemoryModel())[0]
+
+
+def finalists(budget_s: float) -> tuple[Clock, list[Combination]]:
+    found, fitting = fitting_on("cpu")
+    clock = Clock(budget_s=budget_s, ms={"naive": 100.0, "sdpa": 90.0})
+    return clock, screen(found, fitting, cast(Bench, cast(Any, clock)))
+
+
+def test_a_cpu_tries_attention_on_the_smallest_micro_batch() -> None:
+    clock, best = finalists(1e6)
+    assert [item.base.batch_size for item in clock.tried[:2]] == [1, 1]
+    # Then the fastest of them on the others.
+    assert {(item.base.attention.name, item.base.batch_size) for item in clock.tried[2:]} == {
+        ("sdpa", 2),
+        ("sdpa", 4),
+    }
+    assert len(best) == 3
+
+
+@pytest.mark.parametrize(("budget_s", "number"), [(0.0, 1), (4.0, 1), (1e6, 3)])
+def test_as_many_go_on_as_the_budget_allows(budget_s: float, number: int) -> None:
+    _, best = finalists(budget_s)
+    assert len(best) == number
+    assert best[0].base.attention.name == "sdpa"
