@@ -25,7 +25,8 @@ CAPTION = (
     "Memory of attention alone at its peak, by tensor and formula, in GiB: from the longest "
     "sequence that was measured, doubled until it does not fit. Kept for backward: what is in use "
     "between the passes, over that of half the length, and what it were if the scores were "
-    "computed again instead of kept."
+    "computed again instead of kept. The sum says nothing of what the allocator needs besides: a "
+    "tensor takes a free block of its whole size."
 )
 
 PREDICTED = "not measured"
@@ -93,7 +94,7 @@ def build(frame: pd.DataFrame) -> Table | None:
                 detail=True,
             ),
             Column(key="device_memory_gib", header="device has", format=fmt.number),
-            Column(key="fits", header="fits", format=fmt.yes_no),
+            Column(key="fits", header="sum fits", format=fmt.yes_no),
             Column(key="kept", header="kept for backward", format=fmt.number),
             Column(key="growth", header="of half the length", format=fmt.factor, detail=True),
             Column(key="kept_without", header="without scores", format=fmt.number),
@@ -113,16 +114,28 @@ def say(rows: pd.DataFrame) -> str | None:
     measured = (first["measured"] == OUT_OF_MEMORY).all()
     needs = span(first["needs"], fmt.number)
     return sentence(
-        f"the first length that does not fit is {fmt.integer(first['seq_len'].iloc[0])}, "
+        f"the first length whose tensors do not fit is {fmt.integer(first['seq_len'].iloc[0])}, "
         f"{'as measured' if measured else 'by prediction and not measured'}: it needs {needs} GiB "
         f"of {fmt.number(first['device_memory_gib'].iloc[0])}"
         + (f", {percent_span(scores)} of it for scores" if len(scores) else ""),
+        _early(rows[rows["fits"].astype(bool) & (rows["measured"] == OUT_OF_MEMORY)]),
         f"what is kept for backward grows {span(doubled)} when the length doubles, to "
         f"{span(first['kept'], fmt.number)} GiB, and would be "
         f"{span(first['kept_without'], fmt.number)} GiB with scores computed again"
         if len(doubled)
         else None,
         f"predictions are {percent_span(known)} of measured peaks" if len(known) else None,
+    )
+
+
+def _early(rows: pd.DataFrame) -> str | None:
+    """The first length that ran out of memory although its tensors together would not."""
+    if rows.empty:
+        return None
+    first = rows[rows["seq_len"] == rows["seq_len"].min()]
+    return (
+        f"{fmt.integer(first['seq_len'].iloc[0])} ran out of memory too, although its tensors are "
+        f"{span(first['needs'], fmt.number)} GiB"
     )
 
 

@@ -33,7 +33,7 @@ def test_lengths_are_doubled_until_one_does_not_fit(tmp_path: Path) -> None:
     record = record_of(128, device_bytes=needs[256] + 1, tmp_path=tmp_path)
     table = table_of("attention_accounting", record)
     rows = rows_of(table)
-    assert [(row["seq_len"], row["fits"]) for row in rows] == [
+    assert [(row["seq_len"], row["sum fits"]) for row in rows] == [
         ("128", "yes"),
         ("256", "yes"),
         ("512", "no"),
@@ -46,7 +46,7 @@ def test_lengths_are_doubled_until_one_does_not_fit(tmp_path: Path) -> None:
     # q, k, v and o, and a float32 for each row of scores.
     without = 4 * 2 * 512 * (4 * 16 + 1)
     assert table.rows["kept_without"].iloc[2] == pytest.approx(without / GIB)
-    assert "first length that does not fit is 512, by prediction and not" in finding_of(table)
+    assert "whose tensors do not fit is 512, by prediction and not" in finding_of(table)
 
 
 def test_a_length_that_ran_out_of_memory_says_so(tmp_path: Path) -> None:
@@ -54,7 +54,21 @@ def test_a_length_that_ran_out_of_memory_says_so(tmp_path: Path) -> None:
     large = out_of_memory(record_of(256, device_bytes=700_000, tmp_path=tmp_path))
     table = table_of("attention_accounting", small, large)
     assert row_of(table, seq_len="256")["all, measured"] == "OOM"
-    assert "does not fit is 256, as measured" in finding_of(table)
+    assert "whose tensors do not fit is 256, as measured" in finding_of(table)
+    assert "ran out of memory too" not in finding_of(table)
+
+
+def test_a_length_whose_tensors_would_fit_may_run_out_of_memory(tmp_path: Path) -> None:
+    device_bytes = 4_000_000
+    lengths = [
+        record_of(length, device_bytes=device_bytes, tmp_path=tmp_path)
+        for length in (128, 256, 512)
+    ]
+    table = table_of("attention_accounting", lengths[0], *map(out_of_memory, lengths[1:]))
+    assert row_of(table, seq_len="256") | {"all, measured": "OOM", "sum fits": "yes"} == row_of(
+        table, seq_len="256"
+    )
+    assert "256 ran out of memory too, although its tensors are 0.00" in finding_of(table)
 
 
 def test_nothing_is_said_of_a_device_of_unknown_memory(tmp_path: Path) -> None:
