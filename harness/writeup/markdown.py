@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from harness import escapes
 from harness.render.files import to_markdown
 from harness.render.report import template
 from harness.render.table import Table
@@ -32,7 +33,7 @@ def to_markdown_document(
             caption=short(item.table.caption), columns=item.table.columns, rows=item.table.rows
         )
         notes = notes_of(item, rows_left)
-        return to_markdown(bare) + (f"\n{notes}\n" if notes else "")
+        return to_markdown(bare) + (f"\n{escapes.markdown(notes)}\n" if notes else "")
 
     return template(f"{name}.md.j2", package="harness.writeup").render(
         document=document,

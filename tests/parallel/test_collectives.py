@@ -158,7 +158,7 @@ class TestCase:
     def test_runs_on_its_ranks(self) -> None:
         case = case_of("task.ranks=4", "task.collective=broadcast", "task.size_mib=10")
         assert case.world_size == 4
-        assert case.title == "collectives fp32 broadcast 10_MiB 4_ranks"
+        assert case.title == "collectives broadcast 10_MiB 4_ranks"
         assert case.slug == "collectives-fp32-broadcast-10_MiB-4_ranks-cpu"
 
     def test_what_it_sends_and_holds(self) -> None:
