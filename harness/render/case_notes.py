@@ -26,8 +26,8 @@ def reasons(cases: pd.DataFrame) -> list[str]:
     ]
     counts = pd.Series(words, dtype=object).value_counts(sort=False)
     found = [f"{text} ({fmt.counted(int(number), 'case')})" for text, number in counts.items()]
-    if more := len(found) - MOST_REASONS:
-        found = [*found[:MOST_REASONS], *([f"{more} more in the report"] if more > 0 else [])]
+    if len(found) > MOST_REASONS:
+        found[MOST_REASONS:] = [f"{len(found) - MOST_REASONS} more in the report"]
     return [f"Without a result: {'; '.join(found)}."] if found else []
 
 

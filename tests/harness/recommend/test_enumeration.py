@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import questions
 
-from harness.predictions.capacity import GIB, machine_named
+from harness.predictions.capacity import GIB
 from harness.recommend.commands import command_of
 from harness.recommend.enumeration import enumerate_combinations
 from harness.recommend.fitting import MemoryModel, fit, misfits
@@ -24,17 +25,7 @@ PARTS = Parts()
 
 
 def question(model: str = "small", gpus: int = 4, seq_len: int = 1024, **typed: Any) -> Question:
-    return Question(
-        model=PARTS.choice("model", {"model": model}),
-        seq_len=seq_len,
-        gpus=gpus,
-        sequences=8,
-        precision="bf16",
-        goal="tokens_per_s",
-        machine=machine_named("h200", gpus),
-        choose=PARTS.choice,
-        typed=typed,
-    )
+    return questions.question(model, seq_len=seq_len, gpus=gpus, sequences=8, **typed)
 
 
 class TestEnumeration:

@@ -6,12 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from questions import question
 
-from harness.predictions.capacity import machine_named, predicted_bytes, why_not
+from harness.predictions.capacity import predicted_bytes, why_not
 from harness.recommend.bisection import largest
 from harness.recommend.limits import limits_of
-from harness.recommend.question import Question
-from harness.request.grid import Parts
 
 
 @pytest.mark.parametrize("most", [1, 2, 7, 8, 100])
@@ -21,18 +20,7 @@ def test_bisection_finds_the_edge(edge: int, most: int) -> None:
 
 
 def limits(model: str, gpus: int, **typed: Any) -> Any:
-    parts = Parts()
-    asked = Question(
-        model=parts.choice("model", {"model": model}),
-        seq_len=8192,
-        gpus=gpus,
-        sequences=gpus,
-        precision="bf16",
-        goal="tokens_per_s",
-        machine=machine_named("h200", gpus),
-        choose=parts.choice,
-        typed=typed,
-    )
+    asked = question(model, seq_len=8192, gpus=gpus, sequences=gpus, **typed)
     return asked.machine, limits_of(asked)
 
 

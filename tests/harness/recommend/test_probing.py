@@ -6,15 +6,14 @@ import time
 from pathlib import Path
 
 import pytest
+from questions import question
 
 from harness.cases.case import Case
 from harness.commands import fits
-from harness.predictions.capacity import machine_named
 from harness.recommend.bisection import TOLERANCE, edge_near
 from harness.recommend.limits import limits_of
 from harness.recommend.measuring import Bench
 from harness.recommend.probing import tried, until
-from harness.recommend.question import Question
 from harness.request.grid import Parts, expand
 from harness.store.record import RecordStore
 from harness.terminal import PrintableConsole
@@ -53,19 +52,10 @@ def test_what_was_found_in_time_is_a_lower_bound() -> None:
 
 
 def test_a_row_is_tried_along_batch_and_length() -> None:
-    parts = Parts()
-    question = Question(
-        model=parts.choice("model", {"model": "medium"}),
-        seq_len=8192,
-        gpus=2,
-        sequences=2,
-        precision="bf16",
-        goal="tokens_per_s",
-        machine=machine_named("h200", 2),
-        choose=parts.choice,
-        typed={"parallel": ["fsdp"], "checkpoint": ["none"]},
+    asked = question(
+        "medium", seq_len=8192, gpus=2, sequences=2, parallel=["fsdp"], checkpoint=["none"]
     )
-    (row,) = limits_of(question)
+    (row,) = limits_of(asked)
     tokens = row.longest_case.seq_len if row.longest_case else 0
 
     def holds(case: Case) -> bool:

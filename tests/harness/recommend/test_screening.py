@@ -6,15 +6,14 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import pytest
+from questions import question
 
 from harness.predictions.capacity import GIB, Machine
 from harness.recommend.combination import Combination
 from harness.recommend.enumeration import Enumeration, enumerate_combinations
 from harness.recommend.fitting import MemoryModel, fit
 from harness.recommend.measuring import Bench
-from harness.recommend.question import Question
 from harness.recommend.screening import screen
-from harness.request.grid import Parts
 
 
 @dataclass
@@ -32,22 +31,20 @@ class Clock:
 
 
 def fitting_on(device: str) -> tuple[Enumeration, list[Combination]]:
-    parts = Parts()
     machine = Machine(
         name="host", device=device, memory_bytes=16 * GIB, num_devices=1, is_here=True
     )
-    question = Question(
-        model=parts.choice("model", {"model": "tiny"}),
+    asked = question(
+        "tiny",
         seq_len=64,
         gpus=1,
         sequences=4,
         precision="fp32",
-        goal="tokens_per_s",
         machine=machine,
-        choose=parts.choice,
-        typed={"attention": ["naive", "sdpa"], "compile": ["none"]},
+        attention=["naive", "sdpa"],
+        compile=["none"],
     )
-    found = enumerate_combinations(question)
+    found = enumerate_combinations(asked)
     return found, fit(found, machine, MemoryModel())[0]
 
 
