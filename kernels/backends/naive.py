@@ -27,7 +27,8 @@ class Naive(DenseAttention):
     """Explicit softmax; autograd keeps the probabilities for the backward pass."""
 
     def supports(self, problem: AttentionProblem) -> str | None:
-        if problem.causal and problem.kv_len < problem.q_len:
+        # A packed batch goes by way of the explicit passes, which know rows without any key.
+        if problem.causal and problem.kv_len < problem.q_len and not problem.packed:
             return "with fewer keys than queries, a causal mask leaves rows without any key"
         return None
 
@@ -82,7 +83,7 @@ class Naive(DenseAttention):
         group_size = q.shape[1] // k.shape[1]
         scores = masked_scores(q, _expand_heads(k, group_size), spec).float()
         lse = scores.logsumexp(dim=-1)
-        probabilities = (scores - lse.unsqueeze(-1)).exp()
+        probabilities = _probabilities(scores, lse)
         return probabilities.to(v.dtype) @ _expand_heads(v, group_size), lse
 
     def dense_backward(
@@ -99,7 +100,7 @@ class Naive(DenseAttention):
         group_size = q.shape[1] // k.shape[1]
         keys, values = _expand_heads(k, group_size), _expand_heads(v, group_size)
         scores = masked_scores(q, keys, spec).float()
-        probabilities = (scores - lse.unsqueeze(-1)).exp()
+        probabilities = _probabilities(scores, lse)
         dv = probabilities.to(do.dtype).mT @ do
         dp = (do @ values.mT).float()
         row_dots = (do.float() * o.float()).sum(dim=-1, keepdim=True)
@@ -137,6 +138,13 @@ def masked_scores(q: torch.Tensor, k: torch.Tensor, spec: AttentionSpec) -> torc
         visible = scores.new_ones(q_len, kv_len, dtype=bool).tril(diagonal=kv_len - q_len)
         scores = scores.masked_fill(~visible, float("-inf"))
     return scores
+
+
+def _probabilities(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """exp(scores - lse), and zeros for a query that sees no key, whose lse is minus infinity."""
+    # -inf - -inf is not a number, and exp(-inf - 0) is 0.
+    reference = lse.masked_fill(lse == float("-inf"), 0.0)
+    return (scores - reference.unsqueeze(-1)).exp()
 
 
 def _expand_heads(x: torch.Tensor, group_size: int) -> torch.Tensor:

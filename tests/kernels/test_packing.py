@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from kernels import BACKENDS, Attention, AttentionProblem, AttentionSpec, Packing
 
-LENGTHS = ((5, 5), (1, 1), (0, 0), (17, 17), (3, 9), (4, 0))
-"""Query and key lengths of each sequence."""
+LENGTHS = ((5, 5), (1, 1), (0, 0), (17, 17), (3, 9), (4, 0), (6, 2), (3, 1))
+"""Query and key lengths of each sequence; with fewer keys, early queries see none."""
 
 
 def lse_backends() -> list[Attention]:
@@ -59,7 +61,11 @@ def exact(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[
         q_len, kv_len = scores.shape[-2:]
         hidden = torch.ones(q_len, kv_len).tril(kv_len - q_len) == 0
         scores = scores.masked_fill(hidden, float("-inf"))
-    return (scores.softmax(-1) @ v).transpose(0, 1), scores.logsumexp(-1)
+    lse = scores.logsumexp(-1)
+    # Selected before the softmax, so that its gradient of a row without keys is not NaN times 0.
+    seen = (lse > float("-inf")).unsqueeze(-1)
+    probabilities = torch.where(seen, scores, 0.0).softmax(-1) * seen
+    return (probabilities @ v).transpose(0, 1), lse
 
 
 @pytest.mark.parametrize("backend", lse_backends(), ids=lambda backend: backend.name)
@@ -108,3 +114,11 @@ def test_continuing_from_an_accumulator(backend: Attention) -> None:
         part, part_lse = exact(*tokens, False, 0.3)
         torch.testing.assert_close(o[b].transpose(0, 1), part.float(), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(lse[b], part_lse.float(), rtol=1e-4, atol=1e-5)
+
+
+def test_naive_takes_sequences_with_fewer_keys_than_queries() -> None:
+    """The longest lengths say it of a packed batch; only a dense one would have NaN in it."""
+    naive = BACKENDS["naive"].target(name="naive")
+    fewer = replace(problem(), q_len=17, kv_len=4)
+    assert naive.supports(fewer) is None
+    assert "without any key" in naive.supports(replace(fewer, packed=False))
