@@ -108,8 +108,8 @@ def forward(
             k_j, v_j = k_BHSD[:, :, keys].to(dtype), v_BHSD[:, :, keys].to(dtype)
             hidden = tiling.hidden(queries, keys, group_size, q_i)
             o_i, l_i, m_i = update(q_i, k_j, v_j, o_i, l_i, m_i, hidden, spec.scale)
-        # A row that saw no key has l = 0 and o = 0, and keeps them.
-        o_i = o_i / torch.where(l_i > 0, l_i, 1.0)
+        # A row that saw no key has l = 0 and o = 0, and keeps them; NaN stays NaN.
+        o_i = o_i / torch.where(l_i == 0, 1.0, l_i)
         o_BHSD[:, :, queries] = heads_of(o_i, group_size).to(o_BHSD.dtype)
         lse_BHS[:, :, queries] = heads_of(m_i + l_i.log(), group_size).squeeze(-1)
     return o_BHSD, lse_BHS

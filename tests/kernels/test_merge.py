@@ -61,6 +61,29 @@ def test_is_one_softmax(shape: tuple[int, ...], dtype: torch.dtype, fused: bool)
         torch.testing.assert_close(mine.cpu(), wanted.float().cpu(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=needs_triton)])
+@pytest.mark.parametrize("of", ["old", "new"])
+@pytest.mark.parametrize("other", [0.5, -torch.inf])
+def test_what_is_not_a_number_stays(of: str, other: float, fused: bool) -> None:
+    """Minus infinity says that no key was seen; a part that is not a number has seen one."""
+    o, new_o = torch.zeros(2, 3, 40, 16), torch.zeros(2, 3, 40, 16)
+    lse, new_lse = torch.zeros(2, 3, 40), torch.full((2, 3, 40), other)
+    if of == "new":
+        lse, new_lse = new_lse, lse
+    (o if of == "old" else new_o)[..., 5, :] = torch.nan
+    (lse if of == "old" else new_lse)[..., 5] = torch.nan
+    if fused:
+        from kernels import merge_kernel as _merge_kernel
+
+        got = _merge_kernel.merge(*(x.to(DEVICE) for x in (o, lse, new_o, new_lse)))
+    else:
+        got = merge(o, lse, new_o, new_lse)
+    for x in got:
+        bad = x.isnan().flatten(3).any(-1) if x.dim() == 4 else x.isnan()
+        assert bad[..., 5].all()
+        assert bad.sum() == 6
+
+
 @needs_triton
 def test_views_with_other_strides() -> None:
     """The layout of packed batches: [T, H, D] seen as [H, T, D], and lse [H, T] of a longer one."""

@@ -132,8 +132,8 @@ def latent_decode_kernel(
             m = m_new
             blocks = next_blocks
 
-        # A query without any key: zero and, since m is, minus infinity.
-        l = tl.where(l > 0.0, l, 1.0)  # noqa: E741
+        # A query without any key: zero and, since m is, minus infinity. NaN stays NaN.
+        l = tl.where(l == 0.0, 1.0, l)  # noqa: E741
         o = acc / l[:, None]
         out_base = out_ptr + batch * out_stride_b
         if (first == 0) & (last == units):

@@ -76,7 +76,7 @@ def row_terms_kernel(
     row_dots = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     if HAS_DLSE:
         row_dots -= tl.load(dlse_ptr + row_offset + rows, mask=inside, other=0.0)
-    has_key = lse > float("-inf")
+    has_key = lse != float("-inf")
     lse_log2 = tl.where(has_key, lse * LOG2_E, float("inf"))
     tl.store(lse_log2_ptr + row_offset + rows, lse_log2, mask=inside)
     tl.store(row_dots_ptr + row_offset + rows, tl.where(has_key, row_dots, 0.0), mask=inside)

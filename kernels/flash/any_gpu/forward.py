@@ -111,7 +111,7 @@ def forward_kernel(
 
     if ACCUMULATE:
         lse = tl.load(lse_ptr + rows, mask=rows < rows_left, other=float("-inf"))
-        seen_before = lse > float("-inf")
+        seen_before = lse != float("-inf")
         m = lse * LOG2_E
         l = tl.where(seen_before, 1.0, 0.0)  # noqa: E741
         acc = load_tile(o_ptr, o_stride_s, rows_left, BLOCK_Q, HEAD_DIM, BLOCK_D, True)
@@ -131,10 +131,11 @@ def forward_kernel(
         scale_log2, True, HEAD_DIM, BLOCK_D, BLOCK_K, PRECISION, UPCAST,
     )  # fmt: skip
 
-    # A query without any key: zero and minus infinity.
-    has_key = l > 0.0
-    l = tl.where(has_key, l, 1.0)  # noqa: E741
-    lse = tl.where(has_key, m * LN_2 + tl.log(l), float("-inf"))
+    # A query without any key, whose total is exactly zero: zero and minus infinity. A total that
+    # is not a number is a key's, and stays one in both results.
+    no_key = l == 0.0
+    l = tl.where(no_key, 1.0, l)  # noqa: E741
+    lse = tl.where(no_key, float("-inf"), m * LN_2 + tl.log(l))
     tl.store(lse_ptr + rows, lse, mask=rows < rows_left)
     store_tile(acc / l[:, None], o_ptr, o_stride_s, rows_left, BLOCK_Q, HEAD_DIM, BLOCK_D)
 

@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from triton_device import CLOSENESS, DEVICE, RUNS_TRITON, randn
 
-from kernels.decode import Rotary, flash_decode
+from kernels.decode import Rotary, flash_decode, mla_decode
 
 pytestmark = RUNS_TRITON
 
@@ -117,6 +117,17 @@ class TestFlashDecode:
     def test_far_apart_scores(self) -> None:
         """Softmax at scores of thousands: exp would overflow without its running maximum."""
         check(Setting(lengths=[70], rotary=angles(80, 16), scale=300.0), num_splits=4, limit=1e-2)
+
+    @pytest.mark.parametrize("num_splits", [1, 4])
+    def test_a_key_that_is_not_a_number(self, num_splits: int) -> None:
+        """In the cache of one sequence: its output is none either, however it is split."""
+        s = Setting(lengths=[70, 70], kv_heads=1, new=2)
+        fresh = s.fresh(s.heads, 3), s.fresh(1, 4), s.fresh(1, 5)
+        k, v = s.history(1), s.history(2)
+        k[0, 0, 33, 2] = torch.nan
+        out = flash_decode(*fresh, k, v, int32(s.lengths), num_splits=num_splits)
+        assert out[0].isnan().all()
+        assert out[1].isfinite().all()
 
     def test_default_scale(self) -> None:
         setting = Setting(lengths=[9], head_dim=64)
@@ -213,6 +224,16 @@ class TestLatentDecode:
     @pytest.mark.parametrize(("rank", "rope_dim"), [(512, 64), (48, 8), (16, 20)])
     def test_widths(self, rank: int, rope_dim: int) -> None:
         check_latent(LatentSetting(lengths=[33], rank=rank, rope_dim=rope_dim, scale=0.04))
+
+    @pytest.mark.parametrize("num_splits", [1, 4])
+    def test_a_latent_that_is_not_a_number(self, num_splits: int) -> None:
+        q, q_rope = randn(2, 4, 1, 16), randn(2, 4, 1, 8)
+        cache = randn(2, 80, 24)
+        cache[0, 33, 20] = torch.nan
+        lengths = int32([70, 70])
+        out = mla_decode(q, q_rope, cache, lengths, scale=0.3, num_splits=num_splits)
+        assert out[0].isnan().all()
+        assert out[1].isfinite().all()
 
     def test_a_sequence_of_nothing(self) -> None:
         assert (check_latent(LatentSetting(lengths=[20, 0]))[1] == 0).all()

@@ -22,6 +22,7 @@ from split_attention import (
     shard,
 )
 from torch import Tensor
+from triton_device import RUNS_TRITON
 
 from kernels.backends.naive import Naive
 from kernels.problem import AttentionSpec
@@ -210,6 +211,24 @@ def usual_uses(group: dist.ProcessGroup, name: str, transport: str) -> float:
 )
 def test_usual_uses(name: str, transport: str, num_ranks: int) -> None:
     assert max(on_ranks(num_ranks, usual_uses, name, transport)) < 1e-5
+
+
+def rows_that_are_nan(group: dist.ProcessGroup, name: str, kernel: str) -> tuple[int, int]:
+    """Of this rank's queries, those with an output that is not a number, and all."""
+    batch = Batch(lengths=(24,))
+    with scheme_of(name, kernel=kernel).bind(group, CPU) as bound:
+        q, k, v, _ = batch.tensors()
+        k[0, 0, 9, 0] = torch.nan
+        o = attend(bound, [shard(bound, x, batch) for x in (q, k, v)], batch)
+        return int(o[0, :2].isnan().all(-1).sum()), int(o.isnan().any(-1).sum())
+
+
+@pytest.mark.parametrize("kernel", ["flash_torch", pytest.param("flash_triton", marks=RUNS_TRITON)])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_key_that_is_not_a_number(name: str, kernel: str) -> None:
+    """Another rank's key, that 15 queries see in the two heads of its group."""
+    first, every = zip(*on_ranks(3, rows_that_are_nan, name, kernel), strict=True)
+    assert (sum(first), sum(every)) == (30, 30)
 
 
 def different_shapes(group: dist.ProcessGroup, name: str) -> str:
