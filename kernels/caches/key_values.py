@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -35,17 +37,28 @@ class KeyValueCache:
         return sum(x.numel() * x.element_size() for x in (*self.keys, *self.values))
 
     def store(self, layer: int, slots: Slots, k: Tensor, v: Tensor) -> None:
-        """Write k, v [..., H_kv, D] of tokens whose slots have the leading shape."""
+        """Write k, v [..., H_kv, D] of tokens whose slots have the leading shape.
+
+        Raises ValueError, with nothing written, for k or v of another shape.
+        """
         first, second = slots
+        expected = (*first.shape, self.shape.num_kv_heads, self.shape.head_dim)
+        require_shape("k", k, expected)
+        require_shape("v", v, expected)
         self.keys[layer][first, :, second] = k
         self.values[layer][first, :, second] = v
 
     def append(self, layer: int, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
         """Write new tokens behind each sequence's last in one layer; lengths stay.
 
-        Raises ValueError, with nothing written, if a sequence has no room for them.
+        Raises ValueError, with nothing changed, if a sequence has no room for them, or k or v
+        another shape than [B, H_kv, T, D].
         """
-        num_tokens = k_BGTD.shape[2]
+        num_tokens = k_BGTD.shape[-2]
+        shape = self.shape
+        expected = (self.places.batch_size, shape.num_kv_heads, num_tokens, shape.head_dim)
+        require_shape("k", k_BGTD, expected)
+        require_shape("v", v_BGTD, expected)
         self.places.reserve(num_tokens)
         self.store(
             layer, next_slots(self.places, num_tokens), k_BGTD.transpose(1, 2),
@@ -70,6 +83,12 @@ class KeyValueCache:
             x[blocks].transpose(1, 2).flatten(2, 3)[:, :, :num_tokens]
             for x in (keys, values)
         )
+
+
+def require_shape(name: str, x: Tensor, expected: Sequence[int]) -> None:
+    """Raise ValueError for another shape, which an assignment would broadcast if it could."""
+    if x.shape != tuple(expected):
+        raise ValueError(f"cache: {name} has shape {list(x.shape)}: must be {list(expected)}")
 
 
 def next_positions(places: Places, num_tokens: int) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.caches.choice import CacheShape
-from kernels.caches.key_values import next_slots
+from kernels.caches.key_values import next_slots, require_shape
 from kernels.caches.places import Places, Slots
 
 
@@ -36,15 +36,22 @@ class LatentCache:
         return sum(x.numel() * x.element_size() for x in self.latents)
 
     def store(self, layer: int, slots: Slots, latents: Tensor) -> None:
-        """Write latents [..., r + d_rope] of tokens whose slots have the leading shape."""
+        """Write latents [..., r + d_rope] of tokens whose slots have the leading shape.
+
+        Raises ValueError, with nothing written, for latents of another shape.
+        """
+        require_shape("latents", latents, (*slots[0].shape, self.shape.elements_per_token))
         self.latents[layer][slots] = latents
 
     def append(self, layer: int, latents_BTC: Tensor) -> None:
         """Write new tokens behind each sequence's last in one layer; lengths stay.
 
-        Raises ValueError, with nothing written, if a sequence has no room for them.
+        Raises ValueError, with nothing changed, if a sequence has no room for them, or latents
+        have another shape than [B, T, r + d_rope].
         """
-        num_tokens = latents_BTC.shape[1]
+        num_tokens = latents_BTC.shape[-2]
+        expected = (self.places.batch_size, num_tokens, self.shape.elements_per_token)
+        require_shape("latents", latents_BTC, expected)
         self.places.reserve(num_tokens)
         self.store(layer, next_slots(self.places, num_tokens), latents_BTC)
 

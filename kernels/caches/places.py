@@ -69,15 +69,21 @@ class Places:
     def rewind(self, num_tokens: int) -> None:
         """Forget the last tokens of every sequence, whose places it keeps.
 
-        Raises ValueError, with nothing changed, if one has fewer.
+        Raises ValueError, with nothing changed, for a negative number or if one has fewer.
         """
+        if num_tokens < 0:
+            raise ValueError(f"cache: num_tokens={num_tokens}: must be at least 0")
         if num_tokens > min(self._lengths):
             raise ValueError(f"cache: a sequence holds fewer than {num_tokens} tokens to forget")
         self._lengths = [length - num_tokens for length in self._lengths]
         self.lengths -= num_tokens
 
     def fill(self, lengths: Sequence[int]) -> None:
-        """Set the lengths of all sequences; the caller writes the tokens."""
+        """Set the lengths of all sequences; the caller writes the tokens.
+
+        Raises ValueError, with nothing changed, if an empty cache has no room for them.
+        """
+        self._require_room_when_empty(self._counts(lengths))
         self.clear()
         self.reserve(lengths)
         self.advance(lengths)
@@ -112,6 +118,13 @@ class Places:
                 raise ValueError(
                     f"cache is full: sequence {sequence} holds {held} of max_len={self.max_len} "
                     f"tokens, {new} more do not fit"
+                )
+
+    def _require_room_when_empty(self, lengths: list[int]) -> None:
+        for sequence, length in enumerate(lengths):
+            if length > self.max_len:
+                raise ValueError(
+                    f"cache: lengths[{sequence}]={length}: must be at most max_len={self.max_len}"
                 )
 
     def _require_places(self, counts: list[int]) -> None:
@@ -234,9 +247,12 @@ class BlockPlaces(Places):
         """Take over blocks that somebody else filled: those of each sequence, in order.
 
         Raises ValueError, with nothing changed, for a block that does not exist or stands in the
-        table twice, and for blocks that are too few or too many for a sequence's tokens.
+        table twice, for blocks that are too few or too many for a sequence's tokens, and for
+        more tokens than ``max_len``.
         """
         lengths = self._counts(lengths)
+        # The last block may have room for more than that.
+        Places._require_room_when_empty(self, lengths)
         if len(block_table) != self.batch_size:
             raise ValueError(
                 f"block_table: {len(block_table)} rows for {self.batch_size} sequences"
@@ -258,6 +274,10 @@ class BlockPlaces(Places):
 
     def release(self, sequence: int) -> None:
         """Forget one sequence and give back its blocks."""
+        if not 0 <= sequence < self.batch_size:
+            raise ValueError(
+                f"cache: sequence={sequence}: must be at least 0 and less than {self.batch_size}"
+            )
         self.allocator.give_back(self._blocks[sequence])
         self._blocks[sequence] = []
         self._lengths[sequence] = 0
@@ -274,6 +294,15 @@ class BlockPlaces(Places):
     def slots(self, sequences: Tensor, positions: Tensor) -> Slots:
         blocks = self.block_table[sequences, positions // self.block_size]
         return blocks.long(), positions % self.block_size
+
+    def _require_room_when_empty(self, lengths: list[int]) -> None:
+        super()._require_room_when_empty(lengths)
+        needed = sum(map(self._blocks_for, lengths))
+        if needed > self.allocator.num_blocks:
+            raise ValueError(
+                f"cache: lengths need {needed} blocks of {self.block_size}; must be at most "
+                f"num_blocks={self.allocator.num_blocks}"
+            )
 
     def _blocks_for(self, length: int) -> int:
         return -(-length // self.block_size)

@@ -220,6 +220,75 @@ class TestRefusals:
         cache.places.fill([1, 4])
         assert_refused(cache, "holds fewer than 2 tokens", lambda: cache.places.rewind(2))
 
+    @pytest.mark.parametrize("name", ["contiguous", "paged", "latent"])
+    def test_what_would_be_a_negative_number_of_tokens(self, name: str) -> None:
+        choice = choice_of(name)
+        cache = choice.allocate(shape_of(choice, 2, 8), "cpu")
+        cache.places.fill([3, 4])
+        words = "num_tokens=-5: must be at least 0"
+        assert_refused(cache, words, lambda: cache.places.rewind(-5))
+        assert_refused(cache, words, lambda: cache.places.advance(-5))
+        assert_refused(cache, words, lambda: cache.places.reserve([1, -5]))
+
+    @pytest.mark.parametrize(
+        ("lengths", "words"),
+        [
+            ([1, 9], r"lengths\[1\]=9: must be at most max_len=8"),
+            ([8, 5], "lengths need 4 blocks of 4; must be at most num_blocks=3"),
+            ([1, -1], "num_tokens=-1: must be at least 0"),
+            ([1], "tokens for 1 sequences, and it holds 2"),
+        ],
+    )
+    def test_filling_beyond_the_room(self, lengths: list[int], words: str) -> None:
+        cache = paged(num_blocks=3)
+        cache.places.fill([3, 5])
+        assert_refused(cache, words, lambda: cache.places.fill(lengths))
+        # What an empty cache has room for replaces what it holds.
+        cache.places.fill([8, 4])
+        assert cache.places.host_lengths == [8, 4]
+
+    def test_adopting_more_tokens_than_the_maximum(self) -> None:
+        """The last block of 4 has room for 12 tokens, and a sequence for 10."""
+        cache = paged(max_len=10)
+        cache.places.fill([3, 6])
+        table, words = [[0, 1, 2], [3]], r"lengths\[0\]=12: must be at most max_len=10"
+        assert_refused(cache, words, lambda: cache.places.adopt(table, [12, 1]))  # type: ignore[attr-defined]
+
+    @pytest.mark.parametrize("sequence", [-1, 2])
+    def test_releasing_a_sequence_that_is_not_there(self, sequence: int) -> None:
+        cache = paged()
+        cache.places.fill([3, 6])
+        words = f"sequence={sequence}: must be at least 0 and less than 2"
+        assert_refused(cache, words, lambda: cache.places.release(sequence))  # type: ignore[attr-defined]
+
+    @pytest.mark.parametrize("wrong", ["k", "v"])
+    @pytest.mark.parametrize(
+        "shape", [(2, 1, 3, DIM), (2, HEADS + 1, 3, DIM), (1, HEADS, 3, DIM), (2, HEADS, 3, 1)]
+    )
+    def test_keys_that_would_be_broadcast(self, wrong: str, shape: tuple[int, ...]) -> None:
+        cache = paged()
+        cache.places.fill([3, 4])
+        tensors = {"k": torch.ones(2, HEADS, 3, DIM), "v": torch.ones(2, HEADS, 3, DIM)}
+        tensors[wrong] = torch.ones(shape)
+        words = rf"cache: {wrong} has shape .*: must be \[2, {HEADS}, 3, {DIM}\]"
+        assert_refused(cache, words, lambda: cache.append(0, tensors["k"], tensors["v"]))
+        slots = cache.places.of_sequence(1, 3)
+        tokens = {name: x[0].transpose(0, 1) for name, x in tensors.items()}
+        if tokens[wrong].shape != (3, HEADS, DIM):
+            words = rf"cache: {wrong} has shape .*: must be \[3, {HEADS}, {DIM}\]"
+            assert_refused(cache, words, lambda: cache.store(0, slots, **tokens))
+
+    @pytest.mark.parametrize("shape", [(1, 3, RANK + ROPE), (2, 3, 1)])
+    def test_latents_that_would_be_broadcast(self, shape: tuple[int, ...]) -> None:
+        choice = choice_of("latent")
+        cache = choice.allocate(shape_of(choice, 2, 8), "cpu")
+        cache.places.fill([3, 4])
+        words = rf"cache: latents has shape .*: must be \[2, 3, {RANK + ROPE}\]"
+        assert_refused(cache, words, lambda: cache.append(0, torch.ones(shape)))
+        words = rf"cache: latents has shape .*: must be \[4, {RANK + ROPE}\]"
+        slots = cache.places.of_sequence(1, 4)
+        assert_refused(cache, words, lambda: cache.store(0, slots, torch.ones(shape)[0]))
+
     @pytest.mark.parametrize(
         ("name", "options"),
         [
