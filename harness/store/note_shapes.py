@@ -136,6 +136,7 @@ class Notes(_Shape):
     """The notes that tables and commands of this project read."""
 
     loss: float | None = None
+    gradient_norm: float | None = None
     attention_choice: Text | None = None
     autograd: Text | None = None
     kernel: Text = ""

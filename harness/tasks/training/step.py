@@ -13,6 +13,7 @@ from harness.bench.phase_timer import PhaseTimer
 from harness.cases.case import Case
 from harness.measure.passes import autocast
 from harness.tasks.batch import Batch
+from harness.tasks.training.clipping import unscale_and_clip
 from kernels.ranges import named_range
 from models.checkpointing import checkpoint_blocks
 from models.layers import CoreAttention
@@ -30,6 +31,7 @@ class MeasuredStep:
         attention: the case's attention, bound to ranks where they share sequences.
         make_batch: makes this rank's batch; called once, after the model is made.
         mode: forward, forward_backward or train_step.
+        max_norm: gradients are clipped to this norm before the optimizer's step; None leaves them.
     """
 
     def __init__(
@@ -40,8 +42,9 @@ class MeasuredStep:
         make_batch: Callable[[], Batch],
         *,
         mode: str,
+        max_norm: float | None = None,
     ) -> None:
-        self._case = case
+        self._case, self._max_norm = case, max_norm
         self._trains = mode != "forward"
         torch.manual_seed(case.seed)
         self.module = build_model(case, attention, bench.device)
@@ -57,6 +60,7 @@ class MeasuredStep:
         self._batch = make_batch()
         self._uses_cuda_graphs = case.compile is not None and case.compile.mode in CUDA_GRAPH_MODES
         self._last_loss: torch.Tensor | None = None
+        self._last_norm: torch.Tensor | None = None
 
     def __call__(self, timer: PhaseTimer) -> None:
         if self._uses_cuda_graphs:
@@ -72,6 +76,14 @@ class MeasuredStep:
             self._backward(loss, timer)
         if self.optimizer is not None:
             with timer.phase("optimizer"):
+                if self._max_norm is not None:
+                    self._last_norm = unscale_and_clip(
+                        self._scaler,
+                        self.optimizer,
+                        self.model,
+                        self._max_norm,
+                        self._case.parallel,
+                    )
                 self._scaler.step(self.optimizer)
                 self._scaler.update()
         self.model.zero_grad(set_to_none=True)
@@ -91,6 +103,14 @@ class MeasuredStep:
             with timer.phase("communication") if synchronizes else nullcontext():
                 parallel.after_backward(self.model)
 
+    def _update(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._max_norm is not None:
+            self._last_norm = unscale_and_clip(
+                self._scaler, optimizer, self.model, self._max_norm, self._case.parallel
+            )
+        self._scaler.step(optimizer)
+        self._scaler.update()
+
     def finish(self) -> None:
         """Wait for communication that the last step left to a next one."""
         self._case.parallel.finish(self.model)
@@ -99,6 +119,10 @@ class MeasuredStep:
         """This rank's loss in the last step."""
         assert self._last_loss is not None, "a loss needs a step"
         return float(self._last_loss)
+
+    def gradient_norm(self) -> float | None:
+        """The norm that the last step's gradients had before they were clipped, if they were."""
+        return None if self._last_norm is None else float(self._last_norm)
 
 
 def build_model(case: Case, attention: CoreAttention, device: torch.device) -> Transformer:

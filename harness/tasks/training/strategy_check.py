@@ -28,6 +28,7 @@ from harness.gate.updates import Training, check_training
 from harness.measure import check, passes, plain_attention
 from harness.tasks import batch
 from harness.tasks.training import step as training_step
+from harness.tasks.training.clipping import unscale_and_clip
 from models.config import ModelConfig
 from models.layers import CoreAttention
 from models.transformer import Transformer, cross_entropy
@@ -42,6 +43,9 @@ OPTIONS: dict[str, Any] = {"lr": 0.01, "weight_decay": 1.0, "eps": 1e-3, "fused"
 
 UNITS = 4
 """Buckets, or the like, that the small model's gradients fill about."""
+
+MAX_NORM = 0.1
+"""Of clipped gradients; below the norm of every step's."""
 
 LOSS_SCALE = 256.0
 """Of float16 gradients; so small that no step is skipped."""
@@ -173,6 +177,7 @@ class _Trained:
     ) -> None:
         self._case, self._bench, self._attention, self._layout = case, bench, attention, layout
         self._ties = ties
+        self._clips = getattr(case.task, "clip_grad_norm", None) is not None
         self._dtype = getattr(torch, case.precision.parameters)
         whole = self._whole_model()
         self.start = {name: x.detach().clone() for name, x in whole.named_parameters()}
@@ -265,6 +270,8 @@ class _Trained:
                 total += float(loss.detach())
             if strategy is not None:
                 strategy.after_backward(model)
+            if self._clips:
+                unscale_and_clip(scaler, optimizer, model, MAX_NORM, strategy)
             scaler.step(optimizer)
             scaler.update()
             model.zero_grad(set_to_none=True)

@@ -12,6 +12,7 @@ timeline in steps after the measured ones.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,8 +23,9 @@ from harness.bench.bench import Bench
 from harness.bench.outcome import WrongResult
 from harness.bench.phase_timer import PhaseTimer
 from harness.bench.program import Program
+from harness.cases import format as fmt
 from harness.cases.case import Case
-from harness.cases.column import CaseColumn, note
+from harness.cases.column import CaseColumn, Point, in_order, note
 from harness.cases.requirements import require_at_least, require_choice
 from harness.cases.task import Task, Work, task
 from harness.measure import attention_calls, check, profiling, split_call
@@ -32,6 +34,7 @@ from harness.tasks import batch
 from harness.tasks.training import step as training_step
 from harness.tasks.training import strategy_check
 from kernels import Attention, AttentionProblem
+from kernels.registry import joined_later
 from models import accounting, layers
 from models.config import ModelConfig
 from models.memory import MemoryPrediction
@@ -52,17 +55,35 @@ class TrainStep(Task):
     """Untimed steps before measuring."""
     measure_steps: int = 10
     """Timed steps."""
+    clip_grad_norm: float | None = joined_later(None)
+    """The largest norm of all gradients together, to which each step clips them before the
+    optimizer runs, in its phase; null leaves them as they are."""
 
     modes: ClassVar[tuple[str, ...]] = MODES
     uses: ClassVar[frozenset[str]] = frozenset({"model", "compile", "checkpoint", "profile"})
     profiled_phases: ClassVar[tuple[str, ...]] = ("forward", "backward", "optimizer")
     expected_phase: ClassVar[str] = "step"
-    columns: ClassVar[tuple[CaseColumn, ...]] = (CaseColumn(name="traffic", read=note("traffic")),)
+    columns: ClassVar[tuple[CaseColumn, ...]] = (
+        CaseColumn(name="traffic", read=note("traffic")),
+        CaseColumn(name="gradient_norm", read=note("gradient_norm")),
+        CaseColumn(
+            name="clipping",
+            read=lambda record: clipping_of(record.case["task"].get("clip_grad_norm")),
+            point=Point(
+                header="clipping",
+                describe=fmt.unless("none", "gradients clipped to {}"),
+                looks=in_order("none"),
+                after="checkpoint",
+            ),
+        ),
+    )
 
     def validate(self, case: Case) -> None:
         require_choice("task.mode", self.mode, MODES)
         require_at_least("task.warmup_steps", self.warmup_steps, 0)
         require_at_least("task.measure_steps", self.measure_steps, 1)
+        if self.clip_grad_norm is not None:
+            _require_clipping(self.clip_grad_norm, self.mode)
         _require_divisible(case)
         if case.checkpoint is not None and self.mode == "forward":
             raise ValueError(
@@ -74,6 +95,9 @@ class TrainStep(Task):
                 f"checkpoint.every={case.checkpoint.every}: checkpoints no block of "
                 f"model.num_layers={_model(case).num_layers}; must be at most that"
             )
+
+    def words(self) -> list[str]:
+        return [] if self.clip_grad_norm is None else [f"clip{self.clip_grad_norm:g}"]
 
     def num_passes(self) -> int:
         return self.warmup_steps + self.measure_steps
@@ -169,7 +193,9 @@ class TrainStep(Task):
         bench.stage("set-up")
         bench.release_memory()
         baseline = bench.allocated_bytes()
-        step = training_step.MeasuredStep(case, bench, attention, make_batch, mode=self.mode)
+        step = training_step.MeasuredStep(
+            case, bench, attention, make_batch, mode=self.mode, max_norm=self.clip_grad_norm
+        )
         # Without warm-up, nothing may run before the measured steps.
         warmup = self.warmup_steps
         if trains_together and warmup:
@@ -180,6 +206,9 @@ class TrainStep(Task):
             step, warmup=warmup, passes=self.measure_steps, whole_step="step", in_a_row=several
         )
         _note_loss(bench, step.loss())
+        norm = step.gradient_norm()
+        if norm is not None and math.isfinite(norm):
+            bench.outcome.notes["gradient_norm"] = norm
 
         # From here on, the step runs beside the measured ones.
         bench.measure_device(step, whole_step="step")
@@ -201,6 +230,25 @@ class TrainStep(Task):
             strategy_check.check_replicas(case, bench, step.module)
         if trains_together and bench.in_last_round:
             strategy_check.check_strategy(case, bench, attention, layout, draw=1)
+
+
+def clipping_of(max_norm: float | None) -> str:
+    """``task.clip_grad_norm`` as tables name it."""
+    return "none" if max_norm is None else f"norm {max_norm:g}"
+
+
+def _require_clipping(max_norm: float, mode: str) -> None:
+    """Raise ValueError, naming the key, unless gradients can be clipped to this norm."""
+    if max_norm <= 0:
+        raise ValueError(
+            f"task.clip_grad_norm={max_norm:g}: must be positive, or null to leave gradients as "
+            "they are"
+        )
+    if mode != "train_step":
+        raise ValueError(
+            f"task.clip_grad_norm={max_norm:g}: task.mode={mode} has no optimizer's step before "
+            "which gradients are clipped; leave it out"
+        )
 
 
 def _note_loss(bench: Bench, own: float) -> None:
