@@ -20,6 +20,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 WHOLE_PARAMETERS = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 """PyTorch's optimizers that look at more than one element at a time."""
 
+FAMILIES = ("muon", "shampoo", "soap")
+"""Words in the names of others that do, whatever a shard of a matrix would make of them."""
+
 
 class Averaging(Protocol):
     """A container that averages gradients."""
@@ -44,12 +47,16 @@ def _register() -> None:
 
 def why_not_shards(kind: type[Optimizer]) -> str | None:
     """Why an optimizer cannot have shards of parameters; None if it can."""
-    names = {base.__name__ for base in kind.__mro__}
-    found = next((name for name in WHOLE_PARAMETERS if name in names), None)
+    names = [base.__name__ for base in kind.__mro__]
+    found = next((name for name in names if _is_of_whole_parameters(name)), None)
     return found and (
         f"{found} does not update each element by itself, and ranks hold parts of parameters "
         "here: use ShardedOptimizer with BucketedDDP, which leave parameters whole"
     )
+
+
+def _is_of_whole_parameters(name: str) -> bool:
+    return name in WHOLE_PARAMETERS or any(word in name.lower() for word in FAMILIES)
 
 
 def _require_averages(optimizer: Optimizer, *_: Any) -> None:

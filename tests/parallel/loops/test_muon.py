@@ -15,6 +15,36 @@ from torch import Tensor, nn
 from parallel.data import ShardedOptimizer, optimizer_of_shards
 from parallel.data.sharded_optimizer import newton_schulz_flops
 
+
+class OwnMuon(torch.optim.Optimizer):
+    """As in others' loops: orthogonal steps for matrices, and signs of gradients for vectors.
+
+    In the parameters' dtype, so that one process in float64 is met to rounding.
+    """
+
+    def __init__(self, params: Any, lr: float = 0.02, momentum: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                buffer.mul_(group["momentum"]).add_(p.grad)
+                p.sub_(orthogonal(buffer) if p.dim() == 2 else buffer.sign(), alpha=group["lr"])
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """Five Newton-Schulz iterations with Jordan's coefficients."""
+    x = matrix / matrix.norm()
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x
+
+
 MUON = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}
 
 
@@ -64,6 +94,35 @@ def test_as_in_one_process(num_ranks: int) -> None:
         assert_equal(found, wanted, rtol=2e-2, atol=2e-3)
 
 
+def own_steps(group: dist.ProcessGroup | None) -> dict[str, Tensor]:
+    """The optimizer has all parameters in two groups, of which the first one's rate changes."""
+    rank, size = (0, 1) if group is None else (dist.get_rank(group), group.size())
+    torch.manual_seed(100)
+    module = Large().double()
+    model = module if group is None else bucketed(module, group)
+    first, *others = model.parameters()
+    groups = [{"params": [first], "lr": 0.05}, {"params": others}]
+    optimizer = (
+        OwnMuon(groups, momentum=0.8)
+        if group is None
+        else ShardedOptimizer(groups, OwnMuon, process_group=group, momentum=0.8)
+    )
+    for batch in batches(rank, size):
+        model(batch.double()).square().mean().backward()
+        finish(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.param_groups[0]["lr"] *= 0.5
+    return {n.removeprefix("module."): v.clone() for n, v in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_ones_own_muon_to_rounding(num_ranks: int) -> None:
+    wanted = own_steps(None)
+    for found in on_ranks(num_ranks, own_steps):
+        assert_equal(found, wanted, rtol=1e-10, atol=1e-12)
+
+
 def shares(group: dist.ProcessGroup, kind: Any, work: Any) -> tuple[list[float], list[int]]:
     sizes = [(16, 16), (2, 128), (2, 128), (2, 128), (2, 128)]
     params = [nn.Parameter(torch.ones(size)) for size in sizes]
@@ -92,10 +151,16 @@ def refusals(group: dist.ProcessGroup, wrap: Wrap) -> list[str]:
         model.finish_gradient_synchronization()
         optimizer.step()
 
+    def step_of_ones_own() -> None:
+        # Its shards are vectors, of which it would take the signs.
+        optimizer = OwnMuon(weights)
+        optimizer.step()
+
     for make in (
         lambda: ShardedOptimizer(weights, torch.optim.Muon, process_group=group),
         lambda: optimizer_of_shards(weights, torch.optim.Muon),
         step_of_adafactor,
+        step_of_ones_own,
     ):
         try:
             make()
@@ -117,4 +182,5 @@ def test_shards_are_refused(wrap: Wrap) -> None:
             "optimizer_of_shards, or BucketedDDP for optimizers of whole matrices",
             f"Muon {whole}",
             f"optimizer.step(): Adafactor {whole}",
+            f"optimizer.step(): OwnMuon {whole}",
         ]
