@@ -32,12 +32,15 @@ descriptors, with a warning; the text, and most kernels in the field, are still 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from kernels.autograd import first_order_only
 
 ROWS_TILE = 16
 """Rows that one program owns."""
@@ -182,8 +185,7 @@ class WeightedSum(torch.autograd.Function):
         # A view where the leading dimensions can be merged without one, as most can.
         rows = x.reshape(-1, num_columns)
         y = torch.empty(rows.shape[0], device=x.device, dtype=x.dtype)
-        ctx.save_for_backward(rows, weight)
-        ctx.shape = x.shape
+        ctx.save_for_backward(x, weight)
         if y.numel():
             weighted_sum_forward_kernel[(triton.cdiv(rows.shape[0], ROWS_TILE),)](
                 rows,
@@ -198,29 +200,32 @@ class WeightedSum(torch.autograd.Function):
         return y.view(x.shape[:-1])
 
     @staticmethod
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor]:
-        rows, weight = ctx.saved_tensors
+    def backward(ctx: Any, grad_y: Tensor) -> Sequence[Tensor]:
+        x, weight = ctx.saved_tensors
+        rows = x.detach().reshape(-1, x.shape[-1])
         num_rows, num_columns = rows.shape
         num_programs = triton.cdiv(num_rows, ROWS_TILE)
-        grad_y = grad_y.reshape(-1)
+        line = grad_y.detach().reshape(-1)
         grad_x = torch.empty(rows.shape, device=rows.device, dtype=rows.dtype)
         partial = torch.empty(num_programs, num_columns, device=rows.device, dtype=torch.float32)
         if num_rows:
             weighted_sum_backward_kernel[(num_programs,)](
                 rows,
                 weight,
-                grad_y,
+                line,
                 grad_x,
                 partial,
                 *rows.stride(),
                 *weight.stride(),
-                *grad_y.stride(),
+                *line.stride(),
                 num_rows,
                 num_columns,
                 ROWS=ROWS_TILE,
                 COLUMNS=_columns_tile(num_columns),
             )
-        return grad_x.view(ctx.shape), partial.sum(dim=0).to(weight.dtype)
+        gradients = grad_x.view(x.shape), partial.sum(dim=0).to(weight.dtype)
+        sources = (grad_y, x, weight)
+        return first_order_only("weighted_sum", gradients, sources, "(x * weight).sum(-1) has them")
 
 
 def weighted_sum(x: Tensor, weight: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.autograd import first_order_only
 from kernels.flash import dispatch, native, operator
 from kernels.flash.call.arguments import DEFAULT_OPTIONS, FlashCall, FlashOptions
 from kernels.problem import AttentionSpec, Packing
@@ -110,7 +111,8 @@ class _Attention(torch.autograd.Function):
         gradients = dispatch.backward_of(ctx.problem, call, do, o, lse, dlse)
         if ctx.learns and dlse is None:
             native.learn_backward(ctx.problem, call, do, o, lse, gradients)
-        return *gradients, *(None,) * 3
+        incoming = (do,) if dlse is None else (do, dlse)
+        return *first_order_only("flash_attention", gradients, (*incoming, q, k, v)), *(None,) * 3
 
 
 class FlashAttentionTriton(torch.autograd.Function):
@@ -138,7 +140,8 @@ class FlashAttentionTriton(torch.autograd.Function):
         do, q, k, v, o = (_with_heads(x) for x in (dO, Q, K, V, O))
         call = _course_call(q, k, v, ctx.is_causal)
         gradients = operator.backward(call, do, o, L.view(q.shape[:-1]))
-        return *(dx.view(x.shape) for dx, x in zip(gradients, (Q, K, V), strict=True)), None
+        shaped = [dx.view(x.shape) for dx, x in zip(gradients, (Q, K, V), strict=True)]
+        return *first_order_only("FlashAttentionTriton", shaped, (dO, Q, K, V)), None
 
 
 def _course_call(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> FlashCall:

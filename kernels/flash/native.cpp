@@ -389,8 +389,9 @@ struct FlashAttentionBackward : Node {
       made = call_python(d_o, q, k, v, o, lse, plan_->key[2] != 0, scale_);
     }
     if (is_differentiated) {
+      const auto sources = torch::autograd::collect_next_edges(d_o, q, k, v);
       for (auto& gradient : made) {
-        gradient = not_differentiable(gradient);
+        gradient = not_differentiable(gradient, sources);
       }
     }
     return made;
@@ -405,7 +406,8 @@ struct FlashAttentionBackward : Node {
 
  private:
   // Itself, but a second derivative through it is an error rather than zero.
-  static Tensor not_differentiable(const Tensor& gradient);
+  static Tensor not_differentiable(
+      const Tensor& gradient, const torch::autograd::edge_list& sources);
 
   std::shared_ptr<Plan> plan_;
   double scale_;
@@ -425,12 +427,15 @@ Pointer held(T* node) {
   }
 }
 
-Tensor FlashAttentionBackward::not_differentiable(const Tensor& gradient) {
+// Without edges to what the gradient depends on, torch.autograd.grad would pass the error by.
+Tensor FlashAttentionBackward::not_differentiable(
+    const Tensor& gradient, const torch::autograd::edge_list& sources) {
   auto result = gradient.detach();
   torch::autograd::set_history(
       result,
       held(new torch::autograd::Error(
-          "flash_triton's backward pass cannot be differentiated; that of attention=naive can")));
+          "flash_attention: second derivatives are not available; attention=naive has them",
+          torch::autograd::edge_list(sources))));
   return result;
 }
 

@@ -142,4 +142,11 @@ def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[An
     return *gradients, *(None,) * 11
 
 
+def _refuse(*_: Any) -> None:
+    raise RuntimeError(
+        "attnbench::flash_forward: second derivatives are not available; attention=naive has them"
+    )
+
+
 flash_forward.register_autograd(_differentiate, setup_context=_keep)
+flash_backward.register_autograd(_refuse)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.autograd import first_order_only
 from kernels.problem import AttentionSpec
 
 
@@ -251,8 +252,10 @@ class FlashAttentionPyTorch(torch.autograd.Function):
         Q, K, V, o, lse = ctx.saved_tensors
         q, k, v, o, do = (_with_heads(x) for x in (Q, K, V, o, dO))
         lse = lse.reshape(q.shape[:3])
-        dq, dk, dv = backward(do, q, k, v, o, lse, ctx.spec, FlashAttentionPyTorch.BLOCKS)
-        return dq.reshape(Q.shape), dk.reshape(K.shape), dv.reshape(V.shape), None
+        with torch.no_grad():
+            found = backward(do, q, k, v, o, lse, ctx.spec, FlashAttentionPyTorch.BLOCKS)
+        shaped = [dx.reshape(x.shape) for dx, x in zip(found, (Q, K, V), strict=True)]
+        return *first_order_only("FlashAttentionPyTorch", shaped, (dO, Q, K, V)), None
 
 
 def _with_heads(x: Tensor) -> Tensor:

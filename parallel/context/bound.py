@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kernels import Attention, AttentionProblem, AttentionSpec, Packing
+from kernels.autograd import first_order_only
 from parallel.context.blocks.layouts import Layout
 from parallel.context.blocks.loops import AttentionPass
 from parallel.context.blocks.schedule import DenseSchedule, PackedSchedule, RankSchedule
@@ -252,5 +253,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> Any:
         this_pass = ctx.bound.new_pass(ctx.schedule, ctx.scale)
-        gradients = this_pass.backward(do, *ctx.saved_tensors)
-        return *gradients, None, None, None, None
+        q, k, v, *results = ctx.saved_tensors
+        with torch.no_grad():
+            gradients = this_pass.backward(do, q, k, v, *results)
+        name = f"context-parallel attention ({ctx.bound.layout.name})"
+        return *first_order_only(name, gradients, (do, q, k, v)), *(None,) * 4

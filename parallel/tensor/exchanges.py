@@ -12,6 +12,9 @@ anew in every call, which costs the host more than launching the collective.
 The collectives are functional ones, which return their result. Those of torch.distributed write
 it into a tensor that they are given: in the backward pass of a compiled autograd.Function torch
 2.11 loses such writes, and the gradients of a compiled block came out wrong without an error.
+
+Each is linear, and its gradient another of them, so that second derivatives are right too: of the
+sum of what the ranks compute, as the first ones are.
 """
 
 from __future__ import annotations
@@ -68,7 +71,8 @@ class _GatherSequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _scatter(gradient, ctx.group), None
+        scatter = _ScatterSum.apply if _is_differentiated() else _scatter
+        return scatter(gradient, ctx.group), None
 
 
 class _ScatterSum(torch.autograd.Function):
@@ -79,7 +83,8 @@ class _ScatterSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _gather(gradient, ctx.group), None
+        gather = _GatherSequence.apply if _is_differentiated() else _gather
+        return gather(gradient, ctx.group), None
 
 
 class _SummedGradient(torch.autograd.Function):
@@ -90,7 +95,29 @@ class _SummedGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return functional.wait_tensor(functional.all_reduce(gradient, "sum", ctx.group)), None
+        add_up = _Sum.apply if _is_differentiated() else _sum
+        return add_up(gradient, ctx.group), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _sum(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _Sum.apply(gradient, ctx.group), None
+
+
+def _is_differentiated() -> bool:
+    """Whether autograd records this backward pass; functional collectives have no derivative of
+    their own in every version of torch."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return functional.wait_tensor(functional.all_reduce(x, "sum", group))
 
 
 def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -70,6 +70,12 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient_T: Tensor) -> Any:
+        # To autograd the saved probabilities are a constant, and the second order would be wrong.
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                "vocab_parallel_cross_entropy: create_graph=True asks for second derivatives, "
+                "which are not available"
+            )
         probabilities, column_T1, here_T = ctx.saved_tensors
         gradient_TV = probabilities * gradient_T.unsqueeze(1)
         of_target_T = gradient_T.masked_fill(~here_T, 0)

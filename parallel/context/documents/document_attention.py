@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from kernels import Attention, AttentionProblem, AttentionSpec, Packing
+from kernels.autograd import first_order_only
 from parallel.context.blocks.tracing import COMPUTE
 from parallel.context.bound import SplitAttention
 from parallel.context.documents.calls import RankCalls, joins_well, make_calls
@@ -21,6 +21,9 @@ from parallel.context.documents.passes import OWN, REST, WAITING, DocumentPass
 from parallel.context.documents.placement import place
 from parallel.context.documents.routes import Routes
 from parallel.context.heads.agreement import agree
+
+_NAME = "document attention"
+"""For errors."""
 
 _PACKINGS_KEPT = 16
 """A training run packs each batch anew, and its layers share the batch's packing."""
@@ -212,10 +215,12 @@ class _Attention(torch.autograd.Function):
         return o
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, do: Tensor) -> Any:
         this_pass = ctx.bound.new_pass(ctx.calls, ctx.spec)
-        return *this_pass.backward(do, *ctx.saved_tensors), None, None, None
+        q, k, v, *results = ctx.saved_tensors
+        with torch.no_grad():
+            gradients = this_pass.backward(do, q, k, v, *results)
+        return *first_order_only(_NAME, gradients, (do, q, k, v)), None, None, None
 
 
 class _Box:
@@ -229,19 +234,21 @@ class _Fetch(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, k: Tensor, v: Tensor, exchange: KeyExchange, box: _Box) -> Tensor:
-        ctx.exchange, ctx.box, ctx.dtype = exchange, box, k.dtype
-        ctx.shape = (k.shape[0], 2, *k.shape[1:])
+        ctx.exchange, ctx.box = exchange, box
+        ctx.save_for_backward(k, v)
         box.returning = exchange.fetch(k, v)
         return box.returning.rows
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, carried: Tensor) -> Any:
-        returned = ctx.box.returning.wait(REST)
-        total = carried.new_zeros(ctx.shape, dtype=torch.float32)
-        ctx.exchange.add_home(total, returned)
-        dk, dv = (total[:, place].to(ctx.dtype) for place in (0, 1))
-        return dk, dv, None, None
+        k, v = ctx.saved_tensors
+        with torch.no_grad():
+            returned = ctx.box.returning.wait(REST)
+            total = carried.new_zeros((k.shape[0], 2, *k.shape[1:]), dtype=torch.float32)
+            ctx.exchange.add_home(total, returned)
+            home = [total[:, place].to(k.dtype) for place in (0, 1)]
+        # What comes home depends on these keys even where this rank's queries see no others.
+        return *first_order_only(_NAME, home, (carried, k, v)), None, None
 
 
 class _Wait(torch.autograd.Function):
@@ -255,7 +262,7 @@ class _Wait(torch.autograd.Function):
         return rows.view_as(rows)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradients: Tensor) -> Any:
-        ctx.box.returning = ctx.exchange.give_back(gradients)
-        return gradients, None, None
+        with torch.no_grad():
+            ctx.box.returning = ctx.exchange.give_back(gradients)
+        return *first_order_only(_NAME, (gradients,), (gradients,)), None, None

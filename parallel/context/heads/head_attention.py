@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from kernels import Attention, AttentionSpec
+from kernels.autograd import first_order_only
 from parallel.context.blocks.layouts import Layout
 from parallel.context.blocks.tracing import COMPUTE, Tracer
 from parallel.context.bound import SplitAttention
@@ -19,6 +19,9 @@ from parallel.context.heads.agreement import agree
 from parallel.context.heads.exchange import Exchange
 from parallel.context.heads.sequences import HEAD_DIM, DenseSequences, PackedSequences, Sequences
 from parallel.context.heads.split import HeadSplit, Piece
+
+_NAME = "attention over heads (ulysses)"
+"""For errors."""
 
 _PACKINGS_KEPT = 16
 """A training run packs each batch anew, and its layers share the batch's packing."""
@@ -158,10 +161,11 @@ class _Inwards(torch.autograd.Function):
         return exchange.inwards(q, k, v)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> Any:
+    def backward(ctx: Any, *whole: Tensor) -> Any:
         ctx.span.end()
-        return *ctx.exchange.outwards(dq, dk, dv), None, None
+        with torch.no_grad():
+            own = ctx.exchange.outwards(*whole)
+        return *first_order_only(_NAME, own, whole), None, None
 
 
 class _Outwards(torch.autograd.Function):
@@ -173,8 +177,8 @@ class _Outwards(torch.autograd.Function):
         return exchange.outwards_as_queries(o)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, do: Tensor) -> Any:
-        whole_do = ctx.exchange.inwards_as_queries(do)
+        with torch.no_grad():
+            whole_do = ctx.exchange.inwards_as_queries(do)
         ctx.span.begin()
-        return whole_do, None, None
+        return *first_order_only(_NAME, (whole_do,), (do,)), None, None

@@ -118,6 +118,34 @@ def test_moves_are_those_of_dtensor(name: str, batch: int) -> None:
                 torch.testing.assert_close(found, wanted)
 
 
+def second_order(group: dist.ProcessGroup, name: str) -> tuple[Tensor, Tensor]:
+    """This rank's input of a move, and the gradient of its squared gradient; of a cubic loss."""
+    move, rank = MOVES[name][0], dist.get_rank(group)
+    torch.manual_seed(0 if name == "summed_gradient" else rank)
+    x = torch.randn(1, 4 * group.size(), 3, dtype=torch.float64).requires_grad_()
+    y = move(x, tp_mesh(group))
+    (gradient,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(gradient.square().sum(), x)
+    return x.detach(), second
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_second_derivatives_are_those_of_one_process(name: str) -> None:
+    """Of losses that the ranks add up, as first derivatives are."""
+    xs, found = zip(*on_ranks(2, second_order, name), strict=True)
+    if name == "scatter_sum":
+        # Each summand has the same gradient: 3 (x_0 + x_1)^2.
+        expected = [2 * 36 * (xs[0] + xs[1]) ** 3] * 2
+    elif name == "gather_sequence":
+        # Both ranks' losses have all tokens: 2 * 3 x^2.
+        expected = [36 * 4 * x**3 for x in xs]
+    else:
+        # So they have the parameter, and both its squared gradient.
+        expected = [2 * 36 * 4 * x**3 for x in xs]
+    for got, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
 def loss_of_part(
     group: dist.ProcessGroup, logits: Tensor, targets: Tensor, num_targets: float | None
 ) -> list[Tensor]:
@@ -145,6 +173,24 @@ class TestLoss:
         for found, _ in ranks:
             torch.testing.assert_close(found, loss.detach())
         torch.testing.assert_close(torch.cat([part for _, part in ranks], -1), gradient)
+
+    def test_a_second_derivative_is_refused(self) -> None:
+        for message in on_ranks(2, second_derivative_of_the_loss):
+            assert message == (
+                "vocab_parallel_cross_entropy: create_graph=True asks for second derivatives, "
+                "which are not available"
+            )
+
+
+def second_derivative_of_the_loss(group: dist.ProcessGroup) -> str:
+    logits = torch.randn(2, 6, 12).requires_grad_()
+    targets = torch.zeros(2, 6, dtype=torch.int64)
+    loss = vocab_parallel_cross_entropy(logits, targets, mesh=tp_mesh(group))
+    try:
+        torch.autograd.grad(loss, logits, create_graph=True)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was raised"
 
 
 def saved_bytes(group: dist.ProcessGroup, case: Case, autocast: bool) -> int:

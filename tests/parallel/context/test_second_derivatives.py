@@ -1,0 +1,71 @@
+"""Second derivatives of attention on split sequences: an error on every rank, never a number."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+from split_attention import CPU, Batch, attend, scheme_of, shard
+from torch import Tensor
+
+from kernels.backends.naive import Naive
+from kernels.problem import AttentionSpec
+
+DENSE, PACKED = Batch(lengths=(24,)), Batch(lengths=(24, 8), packed=True)
+
+CONTEXT = "context-parallel attention"
+HEADS = "attention over heads (ulysses)"
+
+SCHEMES = {
+    "ring": (DENSE, "flash_torch", f"{CONTEXT} (contiguous)"),
+    "zigzag": (PACKED, "naive", f"{CONTEXT} (zigzag)"),
+    "llama3": (DENSE, "naive", f"{CONTEXT} (contiguous)"),
+    "ulysses": (DENSE, "naive", HEADS),
+    "ulysses_zigzag": (DENSE, "flash_torch", HEADS),
+    "documents": (PACKED, "flash_torch", "document attention"),
+    "documents without lse": (PACKED, "hidden", "document attention"),
+}
+"""A batch, a kernel, and who raises."""
+
+
+class Hidden(Naive):
+    """A kernel that keeps its log-sum-exp to itself, and so has a derivative of its own."""
+
+    gives_lse: ClassVar[bool] = False  # type: ignore[assignment, misc]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        return Naive(name="naive").attend(q, k, v, spec)
+
+
+def messages(group: dist.ProcessGroup, name: str, batch: Batch, kernel: str) -> list[str]:
+    """What penalties on the gradient of a linear and of another loss raise, grad and backward."""
+    found = []
+    hidden = kernel == "hidden"
+    with scheme_of(name, kernel="naive" if hidden else kernel).bind(group, CPU) as bound:
+        if hidden:
+            bound._kernel = Hidden(name="hidden")
+        for power in (1, 2):
+            tensors = batch.tensors()[:3]
+            q, k, v = (shard(bound, x, batch).detach().requires_grad_() for x in tensors)
+            loss = attend(bound, [q, k, v], batch).pow(power).sum()
+            gradients = torch.autograd.grad(loss, (q, k, v), create_graph=True)
+            total = loss + sum(dx.square().sum() for dx in gradients)
+            for ask in (torch.autograd.grad, torch.autograd.backward):
+                try:
+                    ask(total, inputs=k, retain_graph=True)
+                    found.append("nothing was raised")
+                except RuntimeError as error:
+                    found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize(("name", "expected"), SCHEMES.items(), ids=SCHEMES)
+def test_a_penalty_on_the_gradient_raises(name: str, expected: tuple[Batch, str, str]) -> None:
+    batch, kernel, who = expected
+    wanted = f"{who}: second derivatives are not available; attention=naive has them"
+    num_ranks = 4 if name == "ulysses_zigzag" else 2
+    for found in on_ranks(num_ranks, messages, name.split()[0], batch, kernel):
+        assert found == [wanted] * 4
