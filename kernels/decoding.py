@@ -103,16 +103,13 @@ class LatentDecoder:
 
 
 def gathered_bytes(problem: DecodeProblem) -> float:
-    """Bytes of the copy that PyTorch's operators make of a paged cache; 0 for a contiguous one.
-
-    Keys and values are indexed and then laid out, so that one is there twice beside the other.
-    """
+    """Bytes of the copy that PyTorch's operators make of a paged cache; 0 for a contiguous one."""
     if problem.block_size is None:
         return 0.0
     tokens = problem.batch_size * problem.max_len * (4 if problem.dtype == "float32" else 2)
     if problem.is_latent:
         return float(tokens * (problem.kv_lora_rank + problem.rope_head_dim))
-    return float(3 * tokens * problem.num_kv_heads * problem.head_dim)
+    return float(2 * tokens * problem.num_kv_heads * problem.head_dim)
 
 
 def operator_workspace(problem: DecodeProblem) -> float:

@@ -71,18 +71,36 @@ class KeyValueCache:
         k, v = self.keys[layer][first, :, second], self.values[layer][first, :, second]
         return k.transpose(0, 1), v.transpose(0, 1)
 
-    def dense(self, layer: int, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """The first ``num_tokens`` places of every sequence, k and v [B, H_kv, num_tokens, D]."""
+    def clear_behind(self, num_tokens: int) -> None:
+        """Zero what forgotten tokens left behind the next ``num_tokens`` of every sequence."""
+        slots = self.places.take_left_behind(num_tokens)
+        if slots is not None:
+            for storage in (*self.keys, *self.values):
+                storage[slots[0], :, slots[1]] = 0.0
+
+    def dense(
+        self, layer: int, num_tokens: int, forgotten: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The first ``num_tokens`` places of every sequence, k and v [B, H_kv, num_tokens, D].
+
+        Args:
+            forgotten: bool [B, num_tokens], places to read as zero; of a paged cache alone, in
+                whose blocks there is what other sequences left, or hold.
+        """
         keys, values = self.keys[layer], self.values[layer]
         table, size = self.places.block_table, self.places.block_size
         if table is None or size is None:
             return keys[:, :, :num_tokens], values[:, :, :num_tokens]
         blocks = table[:, : -(-num_tokens // size)].long()
-        return tuple(
-            # [B, blocks, G, size, D]: a copy, which a paged kernel does without.
-            x[blocks].transpose(1, 2).flatten(2, 3)[:, :, :num_tokens]
-            for x in (keys, values)
-        )
+        num_heads = self.shape.num_kv_heads
+        heads = torch.arange(num_heads, device=blocks.device)
+        rows_BGN = blocks[:, None] * num_heads + heads[:, None]
+        # [B, G, blocks, size, D]: one copy, which a paged kernel does without.
+        k, v = (x.flatten(0, 1)[rows_BGN].flatten(2, 3)[:, :, :num_tokens] for x in (keys, values))
+        if forgotten is not None:
+            for x in (k, v):
+                x.masked_fill_(forgotten[:, None, :, None], 0.0)
+        return k, v
 
 
 def require_shape(name: str, x: Tensor, expected: Sequence[int]) -> None:

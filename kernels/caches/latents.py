@@ -59,11 +59,24 @@ class LatentCache:
         """A copy of one sequence's first tokens, [num_tokens, r + d_rope]."""
         return self.latents[layer][self.places.of_sequence(index, num_tokens)]
 
-    def dense(self, layer: int, num_tokens: int) -> Tensor:
-        """The first ``num_tokens`` places of every sequence, [B, num_tokens, r + d_rope]."""
+    def clear_behind(self, num_tokens: int) -> None:
+        """Zero what forgotten tokens left behind the next ``num_tokens`` of every sequence."""
+        slots = self.places.take_left_behind(num_tokens)
+        if slots is not None:
+            for storage in self.latents:
+                storage[slots] = 0.0
+
+    def dense(self, layer: int, num_tokens: int, forgotten: Tensor | None = None) -> Tensor:
+        """The first ``num_tokens`` places of every sequence, [B, num_tokens, r + d_rope].
+
+        Args:
+            forgotten: bool [B, num_tokens], places to read as zero; of a paged cache alone, in
+                whose blocks there is what other sequences left, or hold.
+        """
         latents = self.latents[layer]
         table, size = self.places.block_table, self.places.block_size
         if table is None or size is None:
             return latents[:, :num_tokens]
         blocks = table[:, : -(-num_tokens // size)].long()
-        return latents[blocks].flatten(1, 2)[:, :num_tokens]
+        rows = latents[blocks].flatten(1, 2)[:, :num_tokens]
+        return rows if forgotten is None else rows.masked_fill_(forgotten[..., None], 0.0)

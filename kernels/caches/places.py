@@ -33,6 +33,7 @@ class Places:
         self.device = torch.device(device)
         self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
         self._lengths = [0] * batch_size
+        self._written = [0] * batch_size
 
     @property
     def host_lengths(self) -> list[int]:
@@ -61,6 +62,7 @@ class Places:
         self._require_room(counts)
         self._require_places(counts)
         self._lengths = [old + new for old, new in zip(self._lengths, counts, strict=True)]
+        self.note_written(0)
         if isinstance(num_tokens, int):
             self.lengths += num_tokens
         else:
@@ -92,6 +94,30 @@ class Places:
         """Forget all tokens."""
         self._lengths = [0] * self.batch_size
         self.lengths.zero_()
+
+    def note_written(self, num_tokens: int) -> None:
+        """Remember that a step writes so many tokens behind each sequence's last."""
+        self._written = [
+            max(old, length + num_tokens)
+            for old, length in zip(self._written, self._lengths, strict=True)
+        ]
+
+    def take_left_behind(self, num_tokens: int) -> Slots | None:
+        """Slots that hold forgotten tokens behind the next ``num_tokens``; the caller clears them.
+
+        Those of rows, which nobody else writes. None if there are none.
+        """
+        ends = [length + num_tokens for length in self._lengths]
+        left = [
+            torch.stack((torch.full((written - end,), sequence), torch.arange(end, written)))
+            for sequence, (end, written) in enumerate(zip(ends, self._written, strict=True))
+            if written > end
+        ]
+        if not left:
+            return None
+        self._written = [min(pair) for pair in zip(ends, self._written, strict=True)]
+        sequences, positions = torch.cat(left, dim=1).to(self.device)
+        return self.slots(sequences, positions)
 
     def slots(self, sequences: Tensor, positions: Tensor) -> Slots:
         """Indices of tokens at integer ``positions`` of ``sequences``, of one shape."""

@@ -66,7 +66,7 @@ class MaterialisedSteps(LatentSteps):
     """
 
     def attend(self, layer: int, inputs: LatentInputs, q_rope: Tensor) -> Tensor:
-        latents_BKC = self.cache.dense(layer, self.tokens.span)
+        latents_BKC = self.cache.dense(layer, self.tokens.span, self.tokens.forgotten)
         c_BKR, rope_BKD = latents_BKC.split(
             (self.problem.kv_lora_rank, self.problem.rope_head_dim), dim=-1
         )
@@ -98,7 +98,7 @@ class AbsorbedSteps(LatentSteps):
 
     def attend_latents(self, layer: int, q_BHTR: Tensor, q_rope: Tensor) -> Tensor:
         """o_BHTR, by PyTorch's operators."""
-        latents_BKC = self.cache.dense(layer, self.tokens.span)
+        latents_BKC = self.cache.dense(layer, self.tokens.span, self.tokens.forgotten)
         rows = torch.cat((q_BHTR, q_rope), dim=-1)
         with named_range("scores"):
             # All heads and new tokens are rows of one matmul a sequence.

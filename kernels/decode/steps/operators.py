@@ -22,6 +22,10 @@ class NewTokens:
 
     Lengths are read on the device. The host says only how many places are read; a CUDA graph
     outlives the host's lengths, and so reads all places.
+
+    Masked scores do not hide a value that is not a number, since 0 * NaN is NaN, and what
+    somebody forgot may be one. So places behind the new tokens are read as zeros: a paged cache
+    is copied, and the copy masked; rows are zeroed where tokens were forgotten, which is rare.
     """
 
     def __init__(
@@ -33,6 +37,7 @@ class NewTokens:
         needs_mask: bool = True,
     ) -> None:
         self._problem = problem
+        self._cache = cache
         self._places = cache.places
         self._rotary = rotary
         self._needs_mask = needs_mask
@@ -40,6 +45,8 @@ class NewTokens:
         self.slots: Slots
         self.hidden: Tensor | None = None
         """Whether a place is behind a new token's own: bool [B, T, span]; None where none is."""
+        self.forgotten: Tensor | None = None
+        """Whether a place is behind all new tokens: bool [B, span]; None where that is clean."""
         self._cos: Tensor
         self._sin: Tensor
 
@@ -47,6 +54,11 @@ class NewTokens:
         """Choose how many places of the cache to attend to."""
         if not self._problem.cuda_graph:
             self.span = self._places.longest + self._problem.new_tokens
+        if not self._needs_mask or self._places.block_table is not None:
+            return
+        self._places.note_written(self._problem.new_tokens)
+        if self._some_forgotten():
+            self._cache.clear_behind(self._problem.new_tokens)
 
     def begin(self) -> None:
         num_tokens, places = self._problem.new_tokens, self._places
@@ -57,15 +69,20 @@ class NewTokens:
             if self._rotary is not None:
                 self._cos = self._rotary.cos[positions_BT]
                 self._sin = self._rotary.sin[positions_BT]
-            self.hidden = None
+            self.hidden = self.forgotten = None
             if self._needs_mask and self._some_hidden():
                 places_K = torch.arange(self.span, device=places.device)
                 self.hidden = places_K > positions_BT[..., None]
+                if places.block_table is not None and self._some_forgotten():
+                    self.forgotten = self.hidden[:, -1]
 
     def _some_hidden(self) -> bool:
         """Not where every sequence has one new token, at the same place."""
-        equal = len(set(self._places.host_lengths)) == 1
-        return self._problem.cuda_graph or self._problem.new_tokens > 1 or not equal
+        return self._problem.new_tokens > 1 or self._some_forgotten()
+
+    def _some_forgotten(self) -> bool:
+        """Whether places are read that lie behind the new tokens of a sequence."""
+        return self._problem.cuda_graph or len(set(self._places.host_lengths)) > 1
 
     def rotate_heads(self, x_BHTD: Tensor) -> Tensor:
         """Heads of new tokens, rotated by their positions."""
@@ -108,7 +125,7 @@ class PlainDecoder(Decoder):
             k, v = k_new.transpose(1, 2), v_new.transpose(1, 2)
             self.cache.store(layer, self.tokens.slots, k, v)
         with named_range("attention"):
-            k, v = self.cache.dense(layer, self.tokens.span)
+            k, v = self.cache.dense(layer, self.tokens.span, self.tokens.forgotten)
             return unpacked(self.attend(packed(q, k.shape[1]), k, v), q)
 
     def attend(self, q_BGRD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor) -> Tensor:
