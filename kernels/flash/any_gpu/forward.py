@@ -12,6 +12,12 @@ Tiles that no query sees are not visited. At the end o = acc / l and lse = m + l
 are in units of log2 inside (scale times log2 e is folded into one multiplication), because
 the GPU has an instruction for 2^x and none for e^x.
 
+In float32 they are in natural units, at one more multiplication per score: log2 e has more digits
+than float32, and a score of thousands that is multiplied with it loses a rounding of the product,
+which may be a thousandth. Where scale is a power of two they lose nothing so. In both units m is
+one float32 value, a product rounded once, to which the probabilities, the shrinking of what was
+summed before and lse all refer: an error in m cancels.
+
 With ACCUMULATE the three values start from an earlier result instead of nothing: attention
 over other keys, (o, lse), is the state m = lse, l = 1, acc = o.
 
@@ -33,6 +39,7 @@ from kernels.flash.any_gpu.tiles import (
     dot,
     head_offset,
     load_tile,
+    power,
     sequence_span,
     store_tile,
     visible_keys,
@@ -66,7 +73,7 @@ def forward_kernel(
     q_len,
     kv_len,
     num_q_tiles,
-    scale_log2,
+    unit_scale,
     SCALE_SIGN: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -76,13 +83,14 @@ def forward_kernel(
     CAUSAL: tl.constexpr,
     PACKED: tl.constexpr,
     ACCUMULATE: tl.constexpr,
+    NATURAL: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """o, lse of one tile of queries; grid: num_q_tiles * num_heads * batch (or sequences).
 
-    ``scale_log2`` is |scale| log2 e, and 1 when the scale is zero; SCALE_SIGN is the
-    scale's sign, or 0.
+    ``unit_scale`` is |scale|, times log2 e unless NATURAL, and 1 when the scale is zero;
+    SCALE_SIGN is the scale's sign, or 0.
     """
     tile = tl.program_id(0) % num_q_tiles
     if CAUSAL:
@@ -112,7 +120,7 @@ def forward_kernel(
     if ACCUMULATE:
         lse = tl.load(lse_ptr + rows, mask=rows < rows_left, other=float("-inf"))
         seen_before = lse != float("-inf")
-        m = lse * LOG2_E
+        m = lse if NATURAL else lse * LOG2_E
         l = tl.where(seen_before, 1.0, 0.0)  # noqa: E741
         acc = load_tile(o_ptr, o_stride_s, rows_left, BLOCK_Q, HEAD_DIM, BLOCK_D, True)
         acc = tl.where(seen_before[:, None], acc, 0.0)
@@ -124,18 +132,19 @@ def forward_kernel(
     num_seen, full_end, stop = visible_keys(q_start, q_len, kv_len, BLOCK_Q, BLOCK_K, CAUSAL)
     acc, m, l = _visit_keys(  # noqa: E741
         acc, m, l, q, k_ptr, v_ptr, k_stride_s, v_stride_s, 0, full_end, num_seen, kv_len,
-        scale_log2, False, HEAD_DIM, BLOCK_D, BLOCK_K, PRECISION, UPCAST,
+        unit_scale, False, HEAD_DIM, BLOCK_D, BLOCK_K, NATURAL, PRECISION, UPCAST,
     )  # fmt: skip
     acc, m, l = _visit_keys(  # noqa: E741
         acc, m, l, q, k_ptr, v_ptr, k_stride_s, v_stride_s, full_end, stop, num_seen, kv_len,
-        scale_log2, True, HEAD_DIM, BLOCK_D, BLOCK_K, PRECISION, UPCAST,
+        unit_scale, True, HEAD_DIM, BLOCK_D, BLOCK_K, NATURAL, PRECISION, UPCAST,
     )  # fmt: skip
 
     # A query without any key, whose total is exactly zero: zero and minus infinity. A total that
     # is not a number is a key's, and stays one in both results.
     no_key = l == 0.0
     l = tl.where(no_key, 1.0, l)  # noqa: E741
-    lse = tl.where(no_key, float("-inf"), m * LN_2 + tl.log(l))
+    lse = (m if NATURAL else m * LN_2) + tl.log(l)
+    lse = tl.where(no_key, float("-inf"), lse)
     tl.store(lse_ptr + rows, lse, mask=rows < rows_left)
     store_tile(acc / l[:, None], o_ptr, o_stride_s, rows_left, BLOCK_Q, HEAD_DIM, BLOCK_D)
 
@@ -154,11 +163,12 @@ def _visit_keys(
     stop,
     num_seen,
     kv_len,
-    scale_log2,
+    unit_scale,
     MASKED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    NATURAL: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
@@ -173,14 +183,14 @@ def _visit_keys(
         if MASKED:
             keys = k_start + tl.arange(0, BLOCK_K)
             scores = tl.where(keys[None, :] < num_seen[:, None], scores, float("-inf"))
-        m_new = tl.maximum(m, tl.max(scores, 1) * scale_log2)
+        m_new = tl.maximum(m, tl.max(scores, 1) * unit_scale)
         if MASKED:  # noqa: SIM108
             # Minus infinity less itself is not a number; a query may have seen nothing yet.
             reference = tl.where(m_new == float("-inf"), 0.0, m_new)
         else:
             reference = m_new
-        p = tl.exp2(scores * scale_log2 - reference[:, None])
-        correction = tl.exp2(m - reference)
+        p = power(scores * unit_scale - reference[:, None], NATURAL)
+        correction = power(m - reference, NATURAL)
         l = l * correction + tl.sum(p, 1)  # noqa: E741
         acc = acc * correction[:, None]
         v = load_tile(

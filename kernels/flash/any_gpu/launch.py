@@ -64,14 +64,16 @@ def forward(call: ForwardPass) -> None:
         problem.q_len,
         problem.kv_len,
     )
-    scale_log2 = abs(scale) * math.log2(math.e) if sign else 1.0
+    natural = problem.dtype == torch.float32
+    unit_scale = abs(scale) * (1.0 if natural else math.log2(math.e)) if sign else 1.0
 
     def launch(config: TileConfig, o: Tensor = call.o, lse: Tensor = call.lse) -> None:
         num_q_tiles = -(-problem.q_len // config.block_q)
         grid = (num_q_tiles * problem.num_heads * problem.batch_size,)
         forward_kernel[grid](
-            q, k, v, o, lse, *arguments, num_q_tiles, scale_log2,
-            SCALE_SIGN=sign, ACCUMULATE=problem.accumulates, **_constants(problem, config),
+            q, k, v, o, lse, *arguments, num_q_tiles, unit_scale,
+            SCALE_SIGN=sign, ACCUMULATE=problem.accumulates, NATURAL=natural,
+            **_constants(problem, config),
         )  # fmt: skip
 
     def measure(config: TileConfig) -> float:

@@ -17,6 +17,16 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def power(x, NATURAL: tl.constexpr):
+    """e^x if NATURAL, else 2^x."""
+    if NATURAL:
+        result = tl.exp(x)
+    else:
+        result = tl.exp2(x)
+    return result
+
+
+@triton.jit
 def sequence_span(cu_seqlens_ptr, index, length, PACKED: tl.constexpr):
     """First token and number of tokens of a sequence; of a dense batch 0 and ``length``."""
     if PACKED:

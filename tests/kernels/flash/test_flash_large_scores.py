@@ -1,0 +1,103 @@
+"""Scores of thousands in float32: as near to float64 as PyTorch's softmax of the same scores.
+
+The scores lie around a large constant, which cancels in the softmax. Where the scale is a power of
+two they are numbers that float32 has, and nothing of them needs to be lost.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from exact_attention import exact
+from torch import Tensor
+from triton_device import DEVICE, RUNS_TRITON, randn
+
+from kernels.flash import flash_attention, operator
+from kernels.flash.call.arguments import FlashCall, FlashOptions
+from kernels.problem import AttentionSpec
+
+pytestmark = [*RUNS_TRITON, pytest.mark.usefixtures("exact_float32")]
+
+OPTIONS = FlashOptions(precision="ieee")
+
+FLOOR = 2e-7
+"""Error relative to the norm that float32 sums may have anyway."""
+
+SHIFTS = (0.0, 3e3, -3e3, 4e4)
+SCALES = (0.25, 0.3, -0.25)
+
+
+def inputs(shift: float, scale: float) -> tuple[Tensor, ...]:
+    """q, k, v, do; q k^T is a multiple of 1/64 below 2^18, about shift / scale."""
+    q, k = (randn(1, 2, 50, 16, seed=seed).mul(8).round().div(8) for seed in (1, 2))
+    q[..., -1], k[..., -1] = round(shift / scale / 16), 16.0
+    return q, k, randn(1, 2, 50, 16, seed=3), randn(1, 2, 50, 16, seed=4)
+
+
+def by_softmax(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+    """PyTorch's, in float32."""
+    hidden = torch.ones(50, 50, dtype=torch.bool, device=DEVICE).triu(1)
+    scores = q @ k.mT * scale
+    return (scores.masked_fill(hidden, -torch.inf) if causal else scores).softmax(-1) @ v
+
+
+def off(got: Tensor, expected: Tensor) -> float:
+    return float((got.detach().double() - expected).norm() / expected.norm())
+
+
+def assert_as_near(got: Tensor, theirs: Tensor, expected: Tensor, what: str) -> None:
+    """At most 1.1 times as far from ``expected`` as PyTorch's."""
+    allowed = max(1.1 * off(theirs, expected), FLOOR)
+    assert off(got, expected) <= allowed, f"{what}: {off(got, expected):.3g} > {allowed:.3g}"
+
+
+def assert_rounded_once(got: Tensor, expected: Tensor) -> None:
+    """Within half the distance of float32 numbers there, and a little for the logarithm."""
+    size = expected.abs().float()
+    steps = (torch.nextafter(size, torch.full_like(size, torch.inf)) - size).double()
+    assert bool(((got.double() - expected).abs() <= 0.51 * steps + 3e-7).all())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("shift", SHIFTS)
+def test_output_and_lse(shift: float, scale: float, causal: bool) -> None:
+    q, k, v, _ = inputs(shift, scale)
+    o, lse = flash_attention(
+        q, k, v, causal=causal, scale=scale, return_lse=True, options=OPTIONS
+    )  # fmt: skip
+    expected, expected_lse = exact(q, k, v, causal, scale)
+    assert_as_near(o, by_softmax(q, k, v, causal, scale), expected, "o")
+    if abs(scale) == 0.25:
+        assert off(o, expected) < FLOOR, "nothing of these scores needs to be lost"
+        assert_rounded_once(lse, expected_lse)
+
+
+@pytest.mark.parametrize("shift", SHIFTS)
+def test_continued_from_an_accumulator(shift: float) -> None:
+    """The weight of what was summed before is that of the lse that is given, to the last digit."""
+    q, k, v, _ = inputs(shift, 0.25)
+    spec = AttentionSpec(causal=False, scale=0.25)
+    before, after = (
+        FlashCall(q=q, k=k[:, :, keys], v=v[:, :, keys], spec=spec, options=OPTIONS)
+        for keys in (slice(0, 30), slice(30, 50))
+    )
+    o, lse = operator.forward(before)
+    found = operator.forward(after, (o.clone(), lse.clone()))
+    new_o, new_lse = exact(q, k[:, :, 30:], v[:, :, 30:], False, 0.25)
+    expected_lse = torch.logaddexp(lse.double(), new_lse)
+    shares = [(x - expected_lse).exp()[..., None] for x in (lse.double(), new_lse)]
+    assert off(found[0], shares[0] * o + shares[1] * new_o) < FLOOR
+    assert_rounded_once(found[1], expected_lse)
+
+
+def test_an_accumulator_without_further_keys_stays_as_it_is() -> None:
+    q, k, v, _ = inputs(4e4, 0.25)
+    call = FlashCall(q=q, k=k, v=v, spec=AttentionSpec(causal=False, scale=0.25), options=OPTIONS)
+    none = FlashCall(
+        q=q, k=k[:, :, :0], v=v[:, :, :0], spec=call.spec, options=OPTIONS
+    )  # fmt: skip
+    o, lse = operator.forward(call)
+    again = operator.forward(none, (o.clone(), lse.clone()))
+    assert torch.equal(again[0], o)
+    assert torch.equal(again[1], lse)
