@@ -19,11 +19,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 @triton.jit
 def power(x, NATURAL: tl.constexpr):
     """e^x if NATURAL, else 2^x."""
-    if NATURAL:
-        result = tl.exp(x)
-    else:
-        result = tl.exp2(x)
-    return result
+    return tl.exp(x) if NATURAL else tl.exp2(x)
 
 
 @triton.jit
