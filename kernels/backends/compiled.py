@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import ClassVar
 
 import torch
 
-from kernels import accounting
+from kernels import accounting, recompiling
 from kernels.backend import Attention, attention_backend
 from kernels.backends.naive import explicit_softmax_attention
 from kernels.problem import AttentionProblem, AttentionSpec
@@ -18,6 +16,9 @@ from kernels.toolchain import why_not_compile
 
 MAX_ROW_IN_A_TILE = 1024
 """The longest row that Inductor reduces in one tile (a persistent reduction), and in place."""
+
+KEPT = 64
+"""Kinds of calls, such as shapes, whose compiled functions are kept."""
 
 
 @attention_backend("compiled", look=Look(colour="#AA4499", marker="s", place=1))
@@ -72,11 +73,8 @@ class Compiled(Attention):
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
-        return _compiled_attention()(q, k, v, spec)
+        o: torch.Tensor = _compiled_attention(q, k, v, spec)
+        return o
 
 
-@cache
-def _compiled_attention() -> Callable[..., torch.Tensor]:
-    # Static shapes: past the recompile limit a dynamic or eager version would run instead
-    # and be timed as if it were this one; fullgraph turns that into an error.
-    return torch.compile(explicit_softmax_attention, dynamic=False, fullgraph=True)
+_compiled_attention = recompiling.CompiledForEach(explicit_softmax_attention, kept=KEPT)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
 
-from kernels import accounting
+from kernels import accounting, recompiling
 from kernels.backend import Attention, attention_backend
 from kernels.problem import AttentionProblem, AttentionSpec
 from kernels.registry import Look
@@ -17,6 +16,9 @@ from kernels.toolchain import why_not_compile
 
 MASK_BLOCK = 128
 """Queries and keys of a block of the mask, FlexAttention's default."""
+
+KEPT = 32
+"""Kinds of calls, such as shapes, whose compiled functions and masks are kept."""
 
 
 @attention_backend("flex", look=Look(colour="#009E73", marker="<"))
@@ -56,21 +58,25 @@ class Flex(Attention):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
         mask = _causal_block_mask(q.shape[-2], k.shape[-2], q.device.type) if spec.causal else None
-        grouped = q.shape[1] != k.shape[1]
-        return _compiled_flex_attention()(
-            q, k, v, block_mask=mask, scale=spec.scale, enable_gqa=grouped
-        )
+        o: torch.Tensor = _compiled_attention(q, k, v, mask, spec.scale)
+        return o
 
 
-@cache
-def _compiled_flex_attention() -> Callable[..., torch.Tensor]:
+def _flex_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, scale: float
+) -> torch.Tensor:
     # Not a part of what ``import torch`` loads.
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    grouped = q.shape[1] != k.shape[1]
+    o: torch.Tensor = flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=grouped)
+    return o
 
 
-@lru_cache(maxsize=8)
+_compiled_attention = recompiling.CompiledForEach(_flex_attention, kept=KEPT)
+
+
+@lru_cache(maxsize=KEPT)
 def _causal_block_mask(q_len: int, kv_len: int, device: str) -> Any:
     # Likewise.
     from torch.nn.attention.flex_attention import create_block_mask
