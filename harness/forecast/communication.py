@@ -74,7 +74,8 @@ def gradient_traffic(machine: Machine, case: Case) -> Iterator[tuple[str, float,
     """Collective operations on gradients and parameters: name, milliseconds, and a note."""
     for name, size in training.traffic_bytes(case).items():
         messages = num_messages(case, size)
-        ms, note = collective_ms(machine, name, case.parallel.data_ranks, size / messages)
+        ranks, stride = case.parallel.predicted_ranks(name)
+        ms, note = collective_ms(machine, name, ranks, size / messages, stride=stride)
         yield name, messages * ms, note
 
 
@@ -146,7 +147,8 @@ def _launches(machine: Machine, case: Case) -> float:
     host_us = machine.host_us()["backward"]
     calls_ms = 0.0
     for name, size in training.traffic_bytes(case).items():
-        one, _ = collective_ms(machine, name, min(2, case.parallel.data_ranks), SMALL_BYTES)
+        ranks, _ = case.parallel.predicted_ranks(name)
+        one, _ = collective_ms(machine, name, min(2, ranks), SMALL_BYTES)
         calls_ms += one * num_messages(case, size)
     copies = sum(case.parallel.traffic.values())
     return copies + calls_ms * 1e3 / max(host_us, 1.0) / num_tensors(case)
@@ -208,17 +210,25 @@ def _trains(case: Case) -> bool:
     return getattr(case.task, "mode", "train_step") != "forward"
 
 
-def collective_ms(machine: Machine, name: str, ranks: int, size: float) -> tuple[float, str | None]:
-    """Milliseconds of one collective operation on ``size`` bytes, and a note if extrapolated."""
+def collective_ms(
+    machine: Machine, name: str, ranks: int, size: float, *, stride: int = 1
+) -> tuple[float, str | None]:
+    """Milliseconds of one collective operation on ``size`` bytes, and a note if extrapolated.
+
+    Args:
+        stride: every so many ranks belong to one group; the groups of the ranks in between run
+            the operation at the same time, over the same links between hosts.
+    """
     inside, note = 0.0, f"{name} was not measured"
-    local = min(ranks, machine.network.gpus_per_host)
+    groups = min(stride, machine.network.gpus_per_host)
+    local = min(ranks, machine.network.gpus_per_host // groups)
     sent = size * bus_factor(name, local)
     for measured in machine.measured_ranks(name, local)[:1]:
         law = machine.law(f"collective/{name}/{measured}")
         assert law is not None, "measured ranks have a law"
         # A switch carries all ranks at the rate of two: bytes on each link decide.
-        inside = law((sent,)).ms
+        inside = law((sent,)).ms if sent else 0.0
         note = "" if measured == ranks else f"{name} was measured on {measured} ranks"
     factor = bus_factor(name, 1024)
-    between = machine.network.between_hosts_ms(size, ranks, factor)
+    between = machine.network.between_hosts_ms(groups * size, groups * ranks, factor)
     return max(inside, between), note or None

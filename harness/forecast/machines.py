@@ -252,13 +252,14 @@ class Machine:
 
     def between_hosts_ms(self, case: Case) -> float:
         """The part of a step's gradients and parameters that is longer than inside a host."""
-        data, local = case.parallel.data_ranks, self.network.gpus_per_host
         total = 0.0
         for name, size in training.traffic_bytes(case).items():
             messages = communication.num_messages(case, size)
             one = size / messages
-            both, _ = communication.collective_ms(self, name, data, one)
-            inside, _ = communication.collective_ms(self, name, min(data, local), one)
+            ranks, stride = case.parallel.predicted_ranks(name)
+            both, _ = communication.collective_ms(self, name, ranks, one, stride=stride)
+            local = min(ranks, max(1, self.network.gpus_per_host // stride))
+            inside, _ = communication.collective_ms(self, name, local, one, stride=stride)
             total += messages * (both - inside)
         return total
 

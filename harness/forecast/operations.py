@@ -109,7 +109,7 @@ def sizes_of(case: Case) -> Sizes:
         stream_bytes=DTYPE_BYTES[gathered],
         activation_bytes=DTYPE_BYTES[precision.compute if casts else gathered],
         autocast=casts,
-        casts_weights=1 / parallel.data_ranks if parallel.casts_shares else 1.0,
+        casts_weights=parallel.parameter_share if parallel.casts_shares else 1.0,
     )
 
 

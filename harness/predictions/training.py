@@ -197,6 +197,14 @@ def traffic_bytes(case: Case) -> dict[str, float]:
     return {name: times * size for name, times in case.parallel.traffic.items()}
 
 
+def step_sent_bytes(case: Case) -> float:
+    """Bytes of a step's gradients and parameters on each rank's link."""
+    return sum(
+        size * bus_factor(name, case.parallel.predicted_ranks(name)[0])
+        for name, size in traffic_bytes(case).items()
+    )
+
+
 def sent_bytes(traffic: dict[str, float], num_ranks: int) -> float:
     """Bytes on each rank's link: sizes times the factors of the bus bandwidth."""
     return sum(size * bus_factor(name, num_ranks) for name, size in traffic.items())

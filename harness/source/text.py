@@ -1,7 +1,7 @@
 """Source text without what does not run: comments, docstrings, blank lines, breaks in brackets.
 
-Methods that predict memory run, but nothing of them is timed; they are left out, too, so that a
-better formula makes no measurement old.
+Methods that predict memory, or where traffic goes, run, but nothing of them is timed; they are left
+out, too, so that a better formula makes no measurement old.
 
 Reading is by tokens of our own rather than by :mod:`ast` or :mod:`tokenize`, which take several
 times as long and give different results under different versions of Python.
@@ -24,6 +24,7 @@ _TOKENS = re.compile(
 
 _PREDICTION = re.compile(
     r"^    def (?:predicted_memory|predicted_step_memory|predicted_before_backward|keeps_scores"
+    r"|predicted_ranks"
     r"|peak_memory|split_peak_memory|backward_workspace|decode_workspace)\( ?self\b.*\n"
     r"(?:     .*\n)*",
     re.MULTILINE,
@@ -80,7 +81,7 @@ def python_that_runs(text: str) -> str:
 
 
 def without_predictions(text: str) -> str:
-    """What :func:`python_that_runs` has left, without the methods that predict memory."""
+    """What :func:`python_that_runs` has left, without the methods that predict."""
     return _PREDICTION.sub("", text + "\n").strip()
 
 

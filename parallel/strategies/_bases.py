@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
+from kernels.registry import joined_later
 from parallel.data import data_parallel, elementwise_optimizer
+from parallel.data.hybrid_sharding import hybrid_mesh
 from parallel.strategies.strategy import Strategy
 
 COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
@@ -61,6 +64,9 @@ class FullyShardedStrategy(DataParallelStrategy):
     compute_dtype: str | None = None
     """dtype that weights are gathered and used in, and gradients reduced in; the weights that the
     optimizer updates stay as they are. None gathers them in that dtype."""
+    shard_group: int | None = joined_later(None)
+    """Hybrid sharding: so many neighbours share out a copy of the weights, such as the ranks of one
+    host, and gradients are all-reduced between copies. None shares out one copy over all ranks."""
 
     def __post_init__(self) -> None:
         DataParallelStrategy.__post_init__(self)
@@ -69,18 +75,49 @@ class FullyShardedStrategy(DataParallelStrategy):
                 f"parallel.compute_dtype={self.compute_dtype}: must be null or one of "
                 f"{', '.join(COMPUTE_DTYPES)}"
             )
+        if self.shard_group is not None and (
+            self.shard_group < 2 or self.data_ranks % self.shard_group
+        ):
+            raise ValueError(
+                f"parallel.shard_group={self.shard_group}: must be at least 2 and divide the "
+                f"{self.data_ranks} ranks of parallel.dp={self.dp} x parallel.cp={self.cp}"
+            )
+
+    @property
+    def shard_ranks(self) -> int:
+        """Ranks that share out one copy of the weights."""
+        return self.shard_group or self.data_ranks
+
+    @property
+    def copies(self) -> int:
+        """Groups of ranks with a copy each."""
+        return self.data_ranks // self.shard_ranks
+
+    def hybrid_mesh(self) -> DeviceMesh:
+        """Axes replicate and shard, and tp, of the world; where there are several copies."""
+        return hybrid_mesh(self.shard_ranks, dp=self.dp, cp=self.cp, tp=self.tp)
 
     @property
     def parameter_share(self) -> float:
-        return 1 / self.data_ranks
+        return 1 / self.shard_ranks
 
     @property
     def gradient_share(self) -> float:
-        return 1 / self.data_ranks
+        return 1 / self.shard_ranks
 
     @property
     def optimizer_state_share(self) -> float:
-        return 1 / self.data_ranks
+        return 1 / self.shard_ranks
+
+    @property
+    def traffic(self) -> dict[str, float]:
+        inside = DataParallelStrategy.traffic.__get__(self)
+        return {**inside, "all_reduce": 1 / self.shard_ranks} if self.copies > 1 else inside
+
+    def predicted_ranks(self, collective: str) -> tuple[int, int]:
+        if collective == "all_reduce":
+            return self.copies, self.shard_ranks
+        return self.shard_ranks, 1
 
     @property
     def exchange_dtype(self) -> str | None:

@@ -11,6 +11,7 @@ import torch
 from kernels.registry import Look
 from parallel.data import elementwise_optimizer
 from parallel.data.fsdp import container
+from parallel.data.hybrid_sharding import REPLICATE, SHARD
 from parallel.strategies._bases import FullyShardedStrategy
 from parallel.strategies.strategy import Strategy, strategy
 
@@ -18,7 +19,7 @@ from parallel.strategies.strategy import Strategy, strategy
 @strategy("fsdp", look=Look(colour="#332288", marker="p"))
 @dataclass(kw_only=True, slots=True)
 class FSDPStrategy(FullyShardedStrategy):
-    """:class:`parallel.data.FSDP` over the data ranks."""
+    """:class:`parallel.data.FSDP` over the data ranks, or over groups of them with a copy each."""
 
     peer: ClassVar[str | None] = "fsdp_torch"
 
@@ -35,11 +36,16 @@ class FSDPStrategy(FullyShardedStrategy):
         return replace(self, replicate_below=min(self.replicate_below, num_bytes // 256))
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        group, copies = self.data_group(), None
+        if self.copies > 1:
+            mesh = self.hybrid_mesh()
+            group, copies = mesh.get_group(SHARD), mesh.get_group(REPLICATE)
         return container.FSDP(
             model,
             compute_dtype=self.torch_dtype(),
             replicate_below=self.replicate_below,
-            group=self.data_group(),
+            group=group,
+            replicate_group=copies,
         )
 
     def optimizer(

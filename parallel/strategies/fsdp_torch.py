@@ -8,6 +8,7 @@ import torch
 
 from kernels.registry import Look
 from parallel.data import model_blocks, replicas
+from parallel.data.hybrid_sharding import REPLICATE, SHARD
 from parallel.strategies._bases import FullyShardedStrategy
 from parallel.strategies.strategy import strategy
 
@@ -15,7 +16,7 @@ from parallel.strategies.strategy import strategy
 @strategy("fsdp_torch", look=Look(colour="#882255", marker="*"))
 @dataclass(kw_only=True, slots=True)
 class TorchFSDP(FullyShardedStrategy):
-    """Every block and the rest are sharded along their first dimension (FSDP2)."""
+    """Every block and the rest are sharded along their first dimension (FSDP2), or also HSDP."""
 
     def __post_init__(self) -> None:
         FullyShardedStrategy.__post_init__(self)
@@ -32,9 +33,10 @@ class TorchFSDP(FullyShardedStrategy):
         # ``import torch`` does not load this module.
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        mesh = self.data_mesh()
         tensors = (*model.parameters(), *model.buffers())
-        replicas.broadcast_from_first(tensors, mesh.get_group())
+        replicas.broadcast_from_first(tensors, self.data_mesh().get_group())
+        # Of two axes, fully_shard replicates over the first and shards over the second.
+        mesh = self.hybrid_mesh()[REPLICATE, SHARD] if self.copies > 1 else self.data_mesh()
         dtype = self.torch_dtype()
         # As in our FSDP, inputs of blocks are not cast: the rotary tables stay in float32.
         policy = MixedPrecisionPolicy(param_dtype=dtype, cast_forward_inputs=False)

@@ -159,6 +159,13 @@ class Strategy:
             return {"all_gather": 1.0, "reduce_scatter": 1.0}
         return {"all_reduce": 1.0}
 
+    def predicted_ranks(self, collective: str) -> tuple[int, int]:
+        """Ranks that run a collective operation of ``traffic`` together, and how far apart.
+
+        They are among the ranks of :meth:`data_group`; neighbours are 1 apart.
+        """
+        return self.data_ranks, 1
+
     def optimizer(
         self, params: Iterable[torch.nn.Parameter], cls: type[torch.optim.Optimizer], **kwargs: Any
     ) -> torch.optim.Optimizer:

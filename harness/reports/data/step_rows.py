@@ -20,7 +20,7 @@ from harness.predictions.training import (
     gradient_bytes,
     gradient_sizes,
     sent_bytes,
-    traffic_bytes,
+    step_sent_bytes,
 )
 from harness.render.rows import of_task, per_case
 from parallel.data.buckets import fill_buckets
@@ -136,7 +136,7 @@ def traffic_of(values: dict[str, Any], counted: Any) -> dict[str, float]:
         case = Case.from_dict(values)
     except (ValueError, TypeError, KeyError):
         return found
-    found["predicted"] = sent_bytes(traffic_bytes(case), case.parallel.data_ranks) / MIB
+    found["predicted"] = step_sent_bytes(case) / MIB
     return found
 
 

@@ -126,7 +126,7 @@ class TrainStep(Task):
         tokens = case.batch_size * case.seq_len // ranks
         phases = {"forward": Work(flops=forward, tokens=tokens)}
         total = forward
-        sent = training.sent_bytes(training.traffic_bytes(case), case.parallel.data_ranks)
+        sent = training.step_sent_bytes(case)
         if self.mode != "forward":
             phases["backward"] = Work(flops=backward)
             total += backward

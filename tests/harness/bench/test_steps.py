@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from accounting_cases import case_of
+from accounting_cases import PARAMETERS, case_of
 from ranks import device_of, on_gpus, on_ranks
 
 from harness.bench.bench import Bench
@@ -147,6 +147,39 @@ def test_real_steps_hold_and_send_what_formulas_say(name: str, calls: dict[str, 
         # Work of a step before may reach into the one that is kept, and its own into the next.
         assert len(sent) >= sum(calls.values()) - 1
         assert all(0 <= start <= end for *_, start, end in spans)
+
+
+HYBRID = ("parallel.dp=4", "parallel.shard_group=2")
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("fsdp", ("parallel.replicate_below=0",)), ("fsdp_torch", ())]
+)
+def test_hybrid_steps_hold_and_send_what_formulas_say(name: str, options: tuple[str, ...]) -> None:
+    """Two copies of two shards: half of all on a rank, and shards of gradients between copies."""
+    case = case_of(f"parallel={name}", *HYBRID, *options)
+    predicted, traffic = accounting.footprint(case), accounting.traffic_bytes(case)
+    whole = 4 * PARAMETERS
+    assert traffic == {"all_gather": 2 * whole, "reduce_scatter": whole, "all_reduce": whole / 2}
+    # Each rank sends half of what it gathers or scatters to the other one of its copy.
+    assert accounting.step_sent_bytes(case) == whole + whole / 2 + whole / 2
+    for rank, found in enumerate(on_ranks(4, noted, name, *HYBRID, *options)):
+        memory = found["memory"]
+        for key, size in (
+            ("parameters_bytes", predicted.parameters),
+            ("gradients_bytes", predicted.gradients),
+            ("optimizer_state_bytes", predicted.optimizer_state),
+        ):
+            assert memory[key] == pytest.approx(size, rel=0.01)
+        assert predicted.parameters == whole / 2
+        counted = {item["collective"]: item for item in found["traffic"][rank]}
+        assert {item["ranks"] for item in counted.values() if item["bytes"] > 1000} == {2}
+        for collective in ("reduce_scatter", "all_reduce"):
+            size = traffic[collective]
+            assert counted[collective]["bytes"] == pytest.approx(size, rel=0.01)
+        # What is outside of blocks is gathered once.
+        gathered = whole + 4 * (PARAMETERS - 2 * 128_000)
+        assert counted["all_gather"]["bytes"] == pytest.approx(gathered, rel=0.01)
 
 
 @pytest.mark.multigpu

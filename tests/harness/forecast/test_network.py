@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from harness.forecast.calibration import FOLDER, read
+from harness.forecast.communication import collective_ms
 from harness.forecast.machines import Machine
 from harness.forecast.network import network
 from harness.forecast.published import comparisons, scaled_case
+from harness.predictions.training import traffic_bytes
 
-SHARDED = {
+SHARDED: dict[str, Any] = {
     "attention": {"name": "sdpa"},
     "parallel": {"name": "fsdp", "compute_dtype": "bfloat16"},
 }
@@ -48,6 +50,26 @@ def step_ms(gpus: int, **changes: Any) -> float:
 def test_a_slow_network_no_longer_hides() -> None:
     assert step_ms(64, gb_s_per_gpu=2.0) > 3 * step_ms(64)
     assert step_ms(8, gb_s_per_gpu=2.0) == step_ms(8)
+
+
+def test_copies_inside_hosts_send_gradients_between_them_alone() -> None:
+    """Eight hosts: each all-reduces eight shards at once, which make one whole model."""
+    machine = Machine(read(FOLDER / "h200.json"), replace(network(), gb_s_per_gpu=2.0))
+    inside = {**SHARDED, "parallel": {**SHARDED["parallel"], "shard_group": 8}}
+    case = scaled_case(inside, 64)
+    whole = 8 * traffic_bytes(case)["all_reduce"]
+    assert whole == traffic_bytes(case)["reduce_scatter"]
+    expected = 2 * whole * 7 / 8 / (8 * 2e9 * 0.8) * 1e3
+    assert machine.between_hosts_ms(case) == pytest.approx(expected, rel=1e-2)
+    assert machine.between_hosts_ms(case) < machine.between_hosts_ms(scaled_case(SHARDED, 64))
+    # Copies of two hosts hand their gradients to each other over the same links.
+    larger = {**SHARDED, "parallel": {**SHARDED["parallel"], "shard_group": 16}}
+    for name, factor in (("all_gather", 2 * 1 / 2), ("all_reduce", 2 * 8 / 16 * 3 / 4)):
+        ranks, stride = scaled_case(larger, 64).parallel.predicted_ranks(name)
+        size = whole / (16 if name == "all_reduce" else 1)
+        times = 1 if name == "all_reduce" else 2
+        ms, _ = collective_ms(machine, name, ranks, size, stride=stride)
+        assert times * ms == pytest.approx(factor * whole / (8 * 2e9 * 0.8) * 1e3, rel=1e-2)
 
 
 def test_intervals_widen_beyond_the_measured_ranks() -> None:

@@ -39,6 +39,7 @@ EVERY = [
     ["parallel=none", "parallel.cp=4", "attention=ring"],
     ["parallel=none", "parallel.tp=4", "attention=sdpa"],
     ["parallel=fsdp", "parallel.dp=2", "parallel.cp=2", "attention=zigzag"],
+    *([f"parallel={name}", "parallel.shard_group=2", *DATA] for name in ("fsdp", "fsdp_torch")),
 ]
 
 

@@ -146,6 +146,8 @@ SOUND = [
     ["parallel=fsdp", "parallel.compute_dtype=bfloat16", *DATA],
     ["parallel=fsdp_torch", "parallel.compute_dtype=bfloat16", *DATA],
     ["parallel=fsdp", "checkpoint=block", *DATA],
+    ["parallel=fsdp", "parallel.shard_group=2", *DATA],
+    ["parallel=fsdp_torch", "parallel.shard_group=2", "parallel.compute_dtype=bfloat16", *DATA],
 ]
 
 

@@ -25,12 +25,22 @@ def test_committed_records_bear_the_ids_of_their_cases() -> None:
         assert Case.from_dict(record.case).id == record.case_id, name
 
 
-@pytest.mark.parametrize(("option", "value"), [("packing", "equal"), ("compile", True)])
-def test_an_option_that_joined_later_counts_once_it_is_used(option: str, value: object) -> None:
-    record = next(item for item in RECORDS.values() if item.case_id.startswith("attention-"))
+@pytest.mark.parametrize(
+    ("choice", "name", "option", "value"),
+    [
+        ("task", "attention", "packing", "equal"),
+        ("task", "attention", "compile", True),
+        ("task", "train_step", "clip_grad_norm", 1.0),
+        ("parallel", "fsdp", "shard_group", 2),
+    ],
+)
+def test_an_option_that_joined_later_counts_once_it_is_used(
+    choice: str, name: str, option: str, value: object
+) -> None:
+    record = next(item for item in RECORDS.values() if item.case[choice]["name"] == name)
     case = Case.from_dict(record.case)
-    older = dict(record.case, task={**record.case["task"]})
-    older["task"].pop(option, None)
+    older = {**record.case, choice: {**record.case[choice]}}
+    older[choice].pop(option, None)
     assert Case.from_dict(older).id == case.id
-    older["task"][option] = value
+    older[choice][option] = value
     assert Case.from_dict(older).id != case.id
