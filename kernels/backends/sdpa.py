@@ -160,6 +160,10 @@ class Sdpa(DenseAttention, Decoding):
         kernel = SDPA_KERNELS[self.kernel]
         if kernel is None:
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, **arguments)
+        # PyTorch refuses other layouts where no other kernel may stand in; supports() cannot, since
+        # layouts are no part of a problem.
+        if self.kernel != "math":
+            q, k, v = (sdpa_operators.with_adjacent_entries(x) for x in (q, k, v))
         with torch.nn.attention.sdpa_kernel(getattr(torch.nn.attention.SDPBackend, kernel)):
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, **arguments)
 

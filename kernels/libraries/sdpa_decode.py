@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kernels.caches.key_values import KeyValueCache
 from kernels.decode.steps.operators import PlainDecoder
 from kernels.decoding import DecodeProblem
+from kernels.libraries.sdpa_operators import with_adjacent_entries
 from kernels.rotary import Rotary
 
 
@@ -33,6 +34,8 @@ class SdpaDecoder(PlainDecoder):
     def attend(self, q_BGRD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor) -> Tensor:
         hidden = self.hidden_rows(q_BGRD.shape[2] // self.problem.new_tokens)
         mask = None if hidden is None else hidden.logical_not()
+        if self._kernel is not None:
+            q_BGRD = with_adjacent_entries(q_BGRD)
         with self._kernels():
             return F.scaled_dot_product_attention(
                 q_BGRD, k_BGKD, v_BGKD, attn_mask=mask, scale=self.scale

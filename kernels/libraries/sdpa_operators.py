@@ -2,7 +2,9 @@
 
 They are PyTorch's, and internal: an underscore and no promise. PyTorch's own context parallel
 attention calls them too. Shapes are this project's, [B, H, S, D] with fewer heads in k and v;
-cuDNN's log-sum-exp has a further dimension of size 1.
+cuDNN's log-sum-exp has a further dimension of size 1. The kernels read a head's entries one after
+another, and PyTorch checks that only on the way from its public function, so that a tensor whose
+last stride is another would give wrong results here without a word: such a one is copied.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ def forward(
     operator: str, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
     """(o, lse) by ``flash``, ``flash_for_cpu`` or ``cudnn``."""
+    q, k, v = (with_adjacent_entries(x) for x in (q, k, v))
     if operator == "flash_for_cpu":
         o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, spec.causal, scale=spec.scale
@@ -49,6 +52,7 @@ def backward(
     spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) from any lse of the same rows, such as that of all keys of a ring."""
+    do, q, k, v, o = (with_adjacent_entries(x) for x in (do, q, k, v, o))
     # The kernels read it by its address alone.
     lse = lse.contiguous()
     if operator == "flash_for_cpu":
@@ -71,6 +75,11 @@ def backward(
         do, q, k, v, o, lse, seed, offset, None, *lengths, 0.0, spec.causal, scale=spec.scale
     )
     return dq, dk, dv
+
+
+def with_adjacent_entries(x: Tensor) -> Tensor:
+    """x, or a copy where the entries of a head do not lie one after another."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _aligned(x: Tensor) -> Tensor:

@@ -56,6 +56,11 @@ def grid() -> list[object]:
     return points
 
 
+def strided(x: Tensor) -> Tensor:
+    """The same numbers, [B, H, S, D] laid out as [B, H, D, S]."""
+    return x.mT.contiguous().mT.detach()
+
+
 class TestAgainstTheDefinition:
     @pytest.mark.parametrize(("name", "shape", "dtype", "causal"), grid())
     def test_output_and_gradients(self, name: str, shape: str, dtype: str, causal: bool) -> None:
@@ -93,6 +98,27 @@ class TestAgainstTheDefinition:
         assert_close(o, expected.o, "float32", "o")
         for what, gradient in zip(
             ("dq", "dk", "dv"), torch.autograd.grad(o, leaves, do.transpose(1, 2)), strict=True
+        ):
+            assert_close(gradient, getattr(expected, what), "float32", what)
+
+    @pytest.mark.parametrize("name", kernels())
+    @pytest.mark.parametrize("causal", [True, False])
+    def test_entries_of_a_head_far_apart(self, name: str, causal: bool) -> None:
+        """A last stride that is not 1, of each argument and of the output's gradient."""
+        if name in COMPILING:
+            pytest.skip(f"{name}: compiles for ten seconds; it is the naive softmax")
+        problem = problem_of(num_heads=4, causal=causal)
+        backend = backend_of(name)
+        require_support(backend, problem)
+        expected = expected_of(problem)
+        q, k, v, do = (strided(x) for x in tensors_of(problem))
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        assert {x.stride(-1) for x in (*leaves, do)} & {0, 1} == set()
+        spec = AttentionSpec(causal=causal, scale=scale_of(problem))
+        o = backend.attend(*leaves, spec)
+        assert_close(o, expected.o, "float32", "o")
+        for what, gradient in zip(
+            ("dq", "dk", "dv"), torch.autograd.grad(o, leaves, do), strict=True
         ):
             assert_close(gradient, getattr(expected, what), "float32", what)
 
@@ -143,6 +169,22 @@ class TestExplicitLse:
         assert_close(lse, expected.lse, dtype, "lse")
         for what, gradient in zip(("dq", "dk", "dv"), gradients, strict=True):
             assert_close(gradient, getattr(expected, what), dtype, what)
+
+    @pytest.mark.parametrize("name", [n for n in kernels() if backend_of(n).gives_lse])
+    def test_entries_of_a_head_far_apart(self, name: str) -> None:
+        problem = problem_of(num_heads=4)
+        backend = backend_of(name)
+        require_support(backend, problem)
+        q, k, v, do = (strided(x) for x in tensors_of(problem))
+        expected = expected_of(problem)
+        spec = AttentionSpec(causal=True, scale=scale_of(problem))
+        with torch.no_grad():
+            o, lse = backend.forward(q, k, v, spec)
+            gradients = backend.backward(do, q, k, v, strided(o), lse, spec)
+        assert_close(o, expected.o, "float32", "o")
+        assert_close(lse, expected.lse, "float32", "lse")
+        for what, gradient in zip(("dq", "dk", "dv"), gradients, strict=True):
+            assert_close(gradient, getattr(expected, what), "float32", what)
 
     @pytest.mark.parametrize("name", [n for n in kernels() if backend_of(n).gives_lse])
     def test_partial_results_combine_by_their_lse(self, name: str) -> None:
