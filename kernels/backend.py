@@ -92,6 +92,14 @@ class AttentionBackend:
         """Whether the S x S probabilities stay in memory for backward; predicts the memory."""
         return False
 
+    def unwritten(self, methods: str) -> NotImplementedError:
+        """What to raise for a call that a subclass should have written methods for."""
+        home = type(self)
+        return NotImplementedError(
+            f"attention={self.name}: {home.__module__}.{home.__name__} must define {methods}; "
+            "its base class says with which arguments"
+        )
+
     def noting(self, notes: dict[str, Any]) -> AbstractContextManager[None]:
         """A context around the calls of a case; notes what they show, for the case's record."""
         return nullcontext()
@@ -142,6 +150,8 @@ class Attention(AttentionBackend):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """q [B, H, S, D], k and v [B, H_kv, S_k, D] -> o [B, H, S, D] and lse [B, H, S] float32."""
+        if type(self).attend is Attention.attend:
+            raise self.unwritten("forward() and backward(), or attend()")
         raise NotImplementedError(f"attention={self.name} gives no log-sum-exp")
 
     def backward(
@@ -155,6 +165,8 @@ class Attention(AttentionBackend):
         spec: AttentionSpec,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gradients (dq, dk, dv), in the shapes of q, k and v."""
+        if type(self).forward is not Attention.forward:
+            raise self.unwritten("backward()")
         raise NotImplementedError(f"attention={self.name} gives no log-sum-exp")
 
     def attend(
@@ -202,7 +214,7 @@ class DenseAttention(Attention):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """:meth:`forward` for a dense batch."""
-        raise NotImplementedError
+        raise self.unwritten("dense_forward()")
 
     def dense_backward(
         self,
@@ -215,7 +227,7 @@ class DenseAttention(Attention):
         spec: AttentionSpec,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """:meth:`backward` for a dense batch."""
-        raise NotImplementedError
+        raise self.unwritten("dense_backward()")
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
@@ -256,7 +268,7 @@ class DelegatedAttention(Attention):
 
         The forward and the backward of one call have the same delegate.
         """
-        raise NotImplementedError
+        raise self.unwritten("delegate()")
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
@@ -330,4 +342,4 @@ class Decoding(AttentionBackend):
             cache: from :mod:`kernels.caches`.
             rotary: angles of as many positions as the cache has places; None rotates nothing.
         """
-        raise NotImplementedError
+        raise self.unwritten("decoder()")

@@ -71,7 +71,9 @@ class Decoder:
         self, layer: int, q: torch.Tensor, k_new: torch.Tensor, v_new: torch.Tensor
     ) -> torch.Tensor:
         """q [B, H, T, D] and k, v [B, G, T, D], not rotated yet -> o [B, H, T, D]."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__module__}.{type(self).__name__} must define __call__()"
+        )
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -99,7 +101,9 @@ class LatentDecoder:
 
     def __call__(self, layer: int, inputs: LatentInputs) -> torch.Tensor:
         """o [B, H, T, D]."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__module__}.{type(self).__name__} must define __call__()"
+        )
 
 
 def gathered_bytes(problem: DecodeProblem) -> float:

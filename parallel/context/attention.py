@@ -67,19 +67,19 @@ class SequenceParallelAttention(DelegatedAttention):
         self, group: dist.ProcessGroup, device: torch.device
     ) -> contextlib.AbstractContextManager[bound.SplitAttention]:
         """This attention over the ranks of a group; all of them call it together."""
-        raise NotImplementedError
+        raise self.unwritten("bind()")
 
     def layout(self, num_ranks: int) -> Layout:
         """The layout of sequences over ``num_ranks`` ranks."""
-        raise NotImplementedError
+        raise self.unwritten("layout()")
 
     def kernel_of(self, problem: AttentionProblem) -> str:
         """The kernel that computes with a rank's own keys; for other blocks auto may differ."""
-        raise NotImplementedError
+        raise self.unwritten("kernel_of()")
 
     def transport_of(self, problem: AttentionProblem) -> str:
         """The transport that brings keys of other ranks here, where an option leaves it open."""
-        raise NotImplementedError
+        raise self.unwritten("transport_of()")
 
     def peak_memory(self, problem: AttentionProblem) -> dict[str, float] | None:
         """Predicted peak bytes on one rank by category; None if not predicted."""
@@ -89,7 +89,7 @@ class SequenceParallelAttention(DelegatedAttention):
 
     def split_peak_memory(self, problem: AttentionProblem) -> dict[str, float] | None:
         """:meth:`peak_memory` of a problem on several ranks."""
-        raise NotImplementedError
+        raise self.unwritten("split_peak_memory()")
 
     # On one device: the kernel itself, without anything around it.
 
@@ -114,7 +114,7 @@ class SequenceParallelAttention(DelegatedAttention):
 
     def why_not_split(self, problem: AttentionProblem) -> str | None:
         """:meth:`supports` of a problem on several ranks."""
-        raise NotImplementedError
+        raise self.unwritten("why_not_split()")
 
     def keeps_scores(self, problem: AttentionProblem) -> bool:
         return problem.cp == 1 and self.on_one_device.keeps_scores(problem)
@@ -244,11 +244,11 @@ class ContextParallelAttention(SequenceParallelAttention):
 
     def _visits(self, reader: CallReader, rank: int) -> Visits:
         """The kernel calls of a rank, as the passes make them."""
-        raise NotImplementedError
+        raise self.unwritten("_visits()")
 
     def _transport_memory(self, problem: AttentionProblem) -> TransportMemoryFactory:
         """The memory of the transport that a problem has."""
-        raise NotImplementedError
+        raise self.unwritten("_transport_memory()")
 
     def _predicted_symmetric(self, problem: AttentionProblem) -> bool:
         """Whether the transport is symmetric memory, without asking the devices.
@@ -279,7 +279,7 @@ class ContextParallelAttention(SequenceParallelAttention):
         self, group: dist.ProcessGroup, device: torch.device
     ) -> factories.TransportFactory:
         """Makes the transport of each pass; buffers that peers read outlive a pass."""
-        raise NotImplementedError
+        raise self.unwritten("_transport_factory()")
 
     def _reads_peers(self, group: dist.ProcessGroup, device: torch.device) -> bool:
         """Whether the transport is symmetric memory, here."""
