@@ -123,10 +123,14 @@ class FlashTriton(Attention):
             notes["autograd"] = "native"
 
     def backward_workspace(self, problem: AttentionProblem) -> float:
-        """Bytes of buffers for the Hopper kernels; two numbers a row for the any-GPU kernels."""
+        """Bytes of buffers for the Hopper kernels; two numbers a row for the any-GPU kernels.
+
+        In float32 three: the forward pass keeps a second number of each row's lse.
+        """
         narrow = problem.dtype in ("bfloat16", "float16") and problem.head_dim <= 128
         if self.implementation == "plain" or problem.device != "cuda" or not narrow:
-            return 8.0 * problem.batch_size * problem.num_heads * problem.q_len
+            row_bytes = 12.0 if problem.dtype == "float32" else 8.0
+            return row_bytes * problem.batch_size * problem.num_heads * problem.q_len
         from kernels.flash.hopper import schedule
 
         return schedule.backward_workspace(

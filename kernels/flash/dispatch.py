@@ -77,9 +77,12 @@ def run_forward(
 
 
 def forward_of(
-    problem: Problem, call: FlashCall, accumulator: tuple[Tensor, Tensor] | None = None
+    problem: Problem,
+    call: FlashCall,
+    accumulator: tuple[Tensor, Tensor] | None = None,
+    rest: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """o and lse of a call that ``problem`` describes."""
+    """o and lse of a call that ``problem`` describes; fills a ``rest`` of :func:`empty_rest`."""
     packing = call.spec.packing
     if accumulator is None:
         o, lse = empty_results(call.q, packing is not None)
@@ -96,6 +99,7 @@ def forward_of(
         lse=lse if packing is None else lse.unsqueeze(0),
         scale=call.spec.scale,
         packing=packing,
+        rest=rest if rest is None or packing is None else rest.unsqueeze(0),
     )
     with on(problem.device):
         _choose(problem, call.options.implementation).forward(forward_pass)
@@ -103,26 +107,40 @@ def forward_of(
 
 
 def run_backward(
-    call: FlashCall, do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None
+    call: FlashCall,
+    do: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    rest: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, as :func:`kernels.flash.operator.backward` returns them."""
     problem = call.problem()
     check_gradient(problem, do, call.q, o, lse, dlse)
-    return backward_of(problem, call, do, o, lse, dlse)
+    return backward_of(problem, call, do, o, lse, dlse, rest)
 
 
 def backward_of(
-    problem: Problem, call: FlashCall, do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None
+    problem: Problem,
+    call: FlashCall,
+    do: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    rest: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of a call that ``problem`` describes; do, o, lse and dlse fit it."""
+    """dq, dk, dv of a call that ``problem`` describes; do, o, lse, dlse and rest fit it."""
     packing = call.spec.packing
     gradients = empty_like(call.q), empty_like(call.k), empty_like(call.v)
     lse = lse.contiguous()
     if dlse is not None:
         dlse = dlse.float().contiguous()
+    if rest is not None:
+        rest = rest.contiguous()
     if packing is not None:
         lse = lse.unsqueeze(0)
         dlse = None if dlse is None else dlse.unsqueeze(0)
+        rest = None if rest is None else rest.unsqueeze(0)
     do, q, k, v, o = _normalised(packing, do, call.q, call.k, call.v, o)
     dq, dk, dv = _as_batch(packing, *gradients)
     backward_pass = BackwardPass(
@@ -139,6 +157,7 @@ def backward_of(
         dv=dv,
         scale=call.spec.scale,
         packing=packing,
+        rest=rest,
     )
     with on(problem.device):
         _choose(problem, call.options.implementation).backward(backward_pass)
@@ -160,6 +179,18 @@ def empty_results(q: Tensor, packed: bool) -> tuple[Tensor, Tensor]:
     """o and lse to be filled, in shapes and strides that follow from q."""
     lse_shape = (q.shape[1], q.shape[0]) if packed else q.shape[:-1]
     return empty_like(q), torch.empty(lse_shape, dtype=torch.float32, device=q.device)
+
+
+def empty_rest(q: Tensor, packed: bool) -> Tensor | None:
+    """For what float32 rounds away of lse, like lse; None unless q is float32.
+
+    The backward pass takes exp(score - lse). At an lse of 4e4 float32 has steps of 0.004, which are
+    an error of as much in every probability; inputs of 16 bits have it from their own rounding.
+    """
+    if q.dtype != torch.float32:
+        return None
+    shape = (q.shape[1], q.shape[0]) if packed else q.shape[:-1]
+    return torch.empty(shape, dtype=torch.float32, device=q.device)
 
 
 def empty_like(x: Tensor) -> Tensor:

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from kernels.flash.call.arguments import FlashCall, FlashOptions
-from kernels.flash.dispatch import empty_like, empty_results, run_backward, run_forward
+from kernels.flash.dispatch import (
+    empty_like,
+    empty_rest,
+    empty_results,
+    forward_of,
+    run_backward,
+    run_forward,
+)
 from kernels.problem import AttentionSpec, Packing
 
 
@@ -31,7 +38,7 @@ def forward(
         ValueError: shapes, dtypes or devices do not fit, or no implementation can run here.
     """
     if torch.compiler.is_compiling():
-        o, lse = flash_forward(*_flat(call), *(accumulator or (None, None)))
+        o, lse, _ = flash_forward(*_flat(call), *(accumulator or (None, None)))
         return o, lse
     return run_forward(call, accumulator)
 
@@ -49,6 +56,13 @@ def backward(
         dq, dk, dv = flash_backward(*_flat(call), do, o, lse, dlse)
         return dq, dk, dv
     return run_backward(call, do, o, lse, dlse)
+
+
+def _run_with_rest(call: FlashCall) -> tuple[Tensor, Tensor, Tensor]:
+    """o, lse, and what float32 rounds away of lse; without elements unless q is float32."""
+    rest = empty_rest(call.q, call.spec.packing is not None)
+    o, lse = forward_of(call.problem(), call, rest=rest)
+    return o, lse, lse.new_empty(0) if rest is None else rest
 
 
 _CALL = (
@@ -93,19 +107,24 @@ def _call_of(flat: tuple[Any, ...]) -> FlashCall:
 @torch.library.custom_op(
     "attnbench::flash_forward",
     mutates_args=(),
-    schema=f"({_CALL}, Tensor? earlier_o, Tensor? earlier_lse) -> (Tensor, Tensor)",
+    schema=f"({_CALL}, Tensor? earlier_o, Tensor? earlier_lse) -> (Tensor, Tensor, Tensor)",
 )
-def flash_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """:func:`forward` as torch.compile sees it: it changes none of its arguments."""
+def flash_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`forward` as torch.compile sees it, and the rest of lse: it changes no argument."""
     earlier_o, earlier_lse = arguments[_NUM_FLAT:]
-    accumulator = None if earlier_o is None else (earlier_o.clone(), earlier_lse.clone())
-    return run_forward(_call_of(arguments[:_NUM_FLAT]), accumulator)
+    call = _call_of(arguments[:_NUM_FLAT])
+    if earlier_o is None:
+        return _run_with_rest(call)
+    o, lse = run_forward(call, (earlier_o.clone(), earlier_lse.clone()))
+    return o, lse, lse.new_empty(0)
 
 
 @torch.library.custom_op(
     "attnbench::flash_backward",
     mutates_args=(),
-    schema=f"({_CALL}, Tensor do, Tensor o, Tensor lse, Tensor? dlse) -> (Tensor, Tensor, Tensor)",
+    # With a default, for graphs that PyTorch's caches kept from when it had no rest.
+    schema=f"({_CALL}, Tensor do, Tensor o, Tensor lse, Tensor? dlse, Tensor? rest=None) "
+    "-> (Tensor, Tensor, Tensor)",
 )
 def flash_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`backward` as torch.compile sees it."""
@@ -113,32 +132,38 @@ def flash_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @flash_forward.register_fake
-def _(*arguments: Any) -> tuple[Tensor, Tensor]:
+def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     earlier_o, earlier_lse = arguments[_NUM_FLAT:]
     if earlier_o is not None:
-        return torch.empty_like(earlier_o), torch.empty_like(earlier_lse)
+        o, lse = torch.empty_like(earlier_o), torch.empty_like(earlier_lse)
+        return o, lse, lse.new_empty(0)
     call = _call_of(arguments[:_NUM_FLAT])
-    return empty_results(call.q, call.spec.packing is not None)
+    packed = call.spec.packing is not None
+    o, lse = empty_results(call.q, packed)
+    rest = empty_rest(call.q, packed)
+    return o, lse, lse.new_empty(0) if rest is None else rest
 
 
 @flash_backward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *_others: Any) -> tuple[Tensor, Tensor, Tensor]:
     return empty_like(q), empty_like(k), empty_like(v)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, causal, scale, cu_q, cu_k, *rest = inputs[:_NUM_FLAT]
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    q, k, v, causal, scale, cu_q, cu_k, *others = inputs[:_NUM_FLAT]
     ctx.save_for_backward(q, k, v, *output, cu_q, cu_k)
-    ctx.numbers, ctx.rest = (causal, scale), rest
+    ctx.numbers, ctx.others = (causal, scale), others
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, o, lse, cu_q, cu_k = ctx.saved_tensors
+def _differentiate(
+    ctx: Any, do: Tensor | None, dlse: Tensor | None, _: Tensor | None
+) -> tuple[Any, ...]:
+    q, k, v, o, lse, rest, cu_q, cu_k = ctx.saved_tensors
     if do is None:
         do = torch.zeros_like(o)
-    call = (q, k, v, *ctx.numbers, cu_q, cu_k, *ctx.rest)
-    gradients = flash_backward(*call, do, o, lse, dlse)
+    call = (q, k, v, *ctx.numbers, cu_q, cu_k, *ctx.others)
+    gradients = flash_backward(*call, do, o, lse, dlse, rest if rest.numel() else None)
     return *gradients, *(None,) * 11
 
 

@@ -7,9 +7,9 @@ program: no atomics, so that two runs give the same bits, at 7 matmuls instead o
 Loop structure.
 
 - ``row_terms_kernel``: one program per tile of queries. D = rowsum(o * do), less the gradient
-  that reaches lse if there is one (dS = P * (dP - D + dlse)), and lse in units of log2. A
-  query without any key gets lse plus infinity here, so that its probabilities come out as
-  zero below and nothing else has to know about it.
+  that reaches lse if there is one (dS = P * (dP - D + dlse)), and lse in units of log2, or
+  as it is in float32 (see the forward pass). A query without any key gets lse plus infinity
+  here, so that its probabilities come out as zero below and nothing else has to know about it.
 - ``backward_dkv_kernel``: one program owns a tile of keys of one key head and keeps dk and dv
   in registers. It walks over the query heads of the group, and for each over the query tiles
   that see its keys: first those that the diagonal or the last query cuts, comparing indices,
@@ -43,7 +43,7 @@ def row_terms_kernel(
     do_ptr,
     lse_ptr,
     dlse_ptr,
-    lse_log2_ptr,
+    row_lse_ptr,
     row_dots_ptr,
     o_stride_b,
     o_stride_h,
@@ -58,8 +58,9 @@ def row_terms_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     HAS_DLSE: tl.constexpr,
+    NATURAL: tl.constexpr,
 ):
-    """D and lse in log2; lse, dlse and both results are contiguous [B, H, S]."""
+    """D, and lse in log2 unless NATURAL; lse, dlse and both results are contiguous [B, H, S]."""
     q_start = tl.program_id(0) % num_q_tiles * BLOCK_Q
     head = (tl.program_id(0) // num_q_tiles) % num_heads
     batch = tl.program_id(0) // num_q_tiles // num_heads
@@ -77,8 +78,8 @@ def row_terms_kernel(
     if HAS_DLSE:
         row_dots -= tl.load(dlse_ptr + row_offset + rows, mask=inside, other=0.0)
     has_key = lse != float("-inf")
-    lse_log2 = tl.where(has_key, lse * LOG2_E, float("inf"))
-    tl.store(lse_log2_ptr + row_offset + rows, lse_log2, mask=inside)
+    row_lse = tl.where(has_key, lse if NATURAL else lse * LOG2_E, float("inf"))
+    tl.store(row_lse_ptr + row_offset + rows, row_lse, mask=inside)
     tl.store(row_dots_ptr + row_offset + rows, tl.where(has_key, row_dots, 0.0), mask=inside)
 
 
@@ -88,7 +89,8 @@ def backward_dkv_kernel(
     k_ptr,
     v_ptr,
     do_ptr,
-    lse_log2_ptr,
+    row_lse_ptr,
+    rest_ptr,
     row_dots_ptr,
     dk_ptr,
     dv_ptr,
@@ -126,6 +128,7 @@ def backward_dkv_kernel(
     BLOCK_K: tl.constexpr,
     CAUSAL: tl.constexpr,
     PACKED: tl.constexpr,
+    NATURAL: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
@@ -173,22 +176,23 @@ def backward_dkv_kernel(
         q_head = q_ptr + head_offset(batch, head, q_first, q_stride_b, q_stride_h, q_stride_s)
         do_head = do_ptr + head_offset(batch, head, q_first, do_stride_b, do_stride_h, do_stride_s)
         row_offset = head_offset(batch, head, q_first, row_stride_b, row_stride_h, 1)
-        lse_head = lse_log2_ptr + row_offset
+        lse_head = row_lse_ptr + row_offset
+        rest_head = rest_ptr + row_offset
         dots_head = row_dots_ptr + row_offset
         for index in range(num_cut):
             q_start = tl.where(index < num_at_diagonal, cut_start + index * BLOCK_Q, last_start)
             q_start = tl.multiple_of(q_start, BLOCK_Q)
             dk, dv = _add_queries(
-                dk, dv, k, v, q_head, do_head, lse_head, dots_head, q_stride_s, do_stride_s,
-                q_start, q_len, first_query, scale, CAUSAL, True,
-                HEAD_DIM, BLOCK_D, BLOCK_Q, PRECISION, UPCAST,
+                dk, dv, k, v, q_head, do_head, lse_head, rest_head, dots_head, q_stride_s,
+                do_stride_s, q_start, q_len, first_query, scale, CAUSAL, True,
+                HEAD_DIM, BLOCK_D, BLOCK_Q, NATURAL, PRECISION, UPCAST,
             )  # fmt: skip
         for q_start in range(full_start, full_end, BLOCK_Q):
             q_start = tl.multiple_of(q_start, BLOCK_Q)
             dk, dv = _add_queries(
-                dk, dv, k, v, q_head, do_head, lse_head, dots_head, q_stride_s, do_stride_s,
-                q_start, q_len, first_query, scale, CAUSAL, False,
-                HEAD_DIM, BLOCK_D, BLOCK_Q, PRECISION, UPCAST,
+                dk, dv, k, v, q_head, do_head, lse_head, rest_head, dots_head, q_stride_s,
+                do_stride_s, q_start, q_len, first_query, scale, CAUSAL, False,
+                HEAD_DIM, BLOCK_D, BLOCK_Q, NATURAL, PRECISION, UPCAST,
             )  # fmt: skip
 
     store_tile(dk * scale, dk_ptr, dk_stride_s, keys_left, BLOCK_K, HEAD_DIM, BLOCK_D)
@@ -203,7 +207,8 @@ def _add_queries(
     v,
     q_ptr,
     do_ptr,
-    lse_log2_ptr,
+    row_lse_ptr,
+    rest_ptr,
     row_dots_ptr,
     q_stride_s,
     do_stride_s,
@@ -216,6 +221,7 @@ def _add_queries(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr,
+    NATURAL: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
@@ -231,13 +237,17 @@ def _add_queries(
         do_stride_s, rows_left, BLOCK_Q, HEAD_DIM, BLOCK_D, MASKED,
     )  # fmt: skip
     if MASKED:
-        lse_log2 = tl.load(lse_log2_ptr + queries, mask=queries < q_len, other=float("inf"))
+        row_lse = tl.load(row_lse_ptr + queries, mask=queries < q_len, other=float("inf"))
         row_dots = tl.load(row_dots_ptr + queries, mask=queries < q_len, other=0.0)
     else:
-        lse_log2 = tl.load(lse_log2_ptr + queries)
+        row_lse = tl.load(row_lse_ptr + queries)
         row_dots = tl.load(row_dots_ptr + queries)
     scores = dot(k, tl.trans(q), None, PRECISION, UPCAST)
-    p = tl.exp2(scores * (scale * LOG2_E) - lse_log2[None, :])
+    if NATURAL:
+        rest = tl.load(rest_ptr + queries, mask=queries < q_len, other=0.0)
+        p = tl.exp(scores * scale - row_lse[None, :] - rest[None, :])
+    else:
+        p = tl.exp2(scores * (scale * LOG2_E) - row_lse[None, :])
     if MASKED and CAUSAL:
         p = tl.where(queries[None, :] >= first_query[:, None], p, 0.0)
     dv = dot(p.to(do.dtype), do, dv, PRECISION, UPCAST)
@@ -253,7 +263,8 @@ def backward_dq_kernel(
     k_ptr,
     v_ptr,
     do_ptr,
-    lse_log2_ptr,
+    row_lse_ptr,
+    rest_ptr,
     row_dots_ptr,
     dq_ptr,
     cu_seqlens_q_ptr,
@@ -287,6 +298,7 @@ def backward_dq_kernel(
     BLOCK_K: tl.constexpr,
     CAUSAL: tl.constexpr,
     PACKED: tl.constexpr,
+    NATURAL: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
@@ -315,18 +327,21 @@ def backward_dq_kernel(
     inside = rows < rows_left
     q = load_tile(q_ptr, q_stride_s, rows_left, BLOCK_Q, HEAD_DIM, BLOCK_D, True)
     do = load_tile(do_ptr, do_stride_s, rows_left, BLOCK_Q, HEAD_DIM, BLOCK_D, True)
-    lse_log2 = tl.load(lse_log2_ptr + row_offset + rows, mask=inside, other=float("inf"))
+    row_lse = tl.load(row_lse_ptr + row_offset + rows, mask=inside, other=float("inf"))
+    rest = row_lse
+    if NATURAL:
+        rest = tl.load(rest_ptr + row_offset + rows, mask=inside, other=0.0)
     row_dots = tl.load(row_dots_ptr + row_offset + rows, mask=inside, other=0.0)
     dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
 
     num_seen, full_end, stop = visible_keys(q_start, q_len, kv_len, BLOCK_Q, BLOCK_K, CAUSAL)
     dq = _add_keys(
-        dq, q, do, lse_log2, row_dots, k_ptr, v_ptr, k_stride_s, v_stride_s, 0, full_end,
-        num_seen, kv_len, scale, False, HEAD_DIM, BLOCK_D, BLOCK_K, PRECISION, UPCAST,
+        dq, q, do, row_lse, rest, row_dots, k_ptr, v_ptr, k_stride_s, v_stride_s, 0, full_end,
+        num_seen, kv_len, scale, False, HEAD_DIM, BLOCK_D, BLOCK_K, NATURAL, PRECISION, UPCAST,
     )  # fmt: skip
     dq = _add_keys(
-        dq, q, do, lse_log2, row_dots, k_ptr, v_ptr, k_stride_s, v_stride_s, full_end, stop,
-        num_seen, kv_len, scale, True, HEAD_DIM, BLOCK_D, BLOCK_K, PRECISION, UPCAST,
+        dq, q, do, row_lse, rest, row_dots, k_ptr, v_ptr, k_stride_s, v_stride_s, full_end, stop,
+        num_seen, kv_len, scale, True, HEAD_DIM, BLOCK_D, BLOCK_K, NATURAL, PRECISION, UPCAST,
     )  # fmt: skip
     store_tile(dq * scale, dq_ptr, dq_stride_s, rows_left, BLOCK_Q, HEAD_DIM, BLOCK_D)
 
@@ -336,7 +351,8 @@ def _add_keys(
     dq,
     q,
     do,
-    lse_log2,
+    row_lse,
+    rest,
     row_dots,
     k_ptr,
     v_ptr,
@@ -351,6 +367,7 @@ def _add_keys(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    NATURAL: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
@@ -366,7 +383,10 @@ def _add_keys(
             v_stride_s, kv_len - k_start, BLOCK_K, HEAD_DIM, BLOCK_D, MASKED,
         )  # fmt: skip
         scores = dot(q, tl.trans(k), None, PRECISION, UPCAST)
-        p = tl.exp2(scores * (scale * LOG2_E) - lse_log2[:, None])
+        if NATURAL:
+            p = tl.exp(scores * scale - row_lse[:, None] - rest[:, None])
+        else:
+            p = tl.exp2(scores * (scale * LOG2_E) - row_lse[:, None])
         if MASKED:
             keys = k_start + tl.arange(0, BLOCK_K)
             p = tl.where(keys[None, :] < num_seen[:, None], p, 0.0)

@@ -40,6 +40,7 @@ from kernels.flash.any_gpu.tiles import (
     head_offset,
     load_tile,
     power,
+    rounded_away,
     sequence_span,
     store_tile,
     visible_keys,
@@ -53,6 +54,7 @@ def forward_kernel(
     v_ptr,
     o_ptr,
     lse_ptr,
+    rest_ptr,
     cu_seqlens_q_ptr,
     cu_seqlens_k_ptr,
     q_stride_b,
@@ -84,13 +86,15 @@ def forward_kernel(
     PACKED: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     NATURAL: tl.constexpr,
+    GIVES_REST: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """o, lse of one tile of queries; grid: num_q_tiles * num_heads * batch (or sequences).
 
     ``unit_scale`` is |scale|, times log2 e unless NATURAL, and 1 when the scale is zero;
-    SCALE_SIGN is the scale's sign, or 0.
+    SCALE_SIGN is the scale's sign, or 0. GIVES_REST: what float32 rounds away of lse goes to
+    ``rest_ptr``, which is like lse; only if NATURAL.
     """
     tile = tl.program_id(0) % num_q_tiles
     if CAUSAL:
@@ -110,6 +114,7 @@ def forward_kernel(
     v_ptr += head_offset(batch, kv_head, k_first, v_stride_b, v_stride_h, v_stride_s)
     o_ptr += head_offset(batch, head, q_row, o_stride_b, o_stride_h, o_stride_s)
     lse_ptr += head_offset(batch, head, q_row, lse_stride_b, lse_stride_h, 1)
+    rest_ptr += head_offset(batch, head, q_row, lse_stride_b, lse_stride_h, 1)
 
     rows = tl.arange(0, BLOCK_Q)
     q = load_tile(q_ptr, q_stride_s, rows_left, BLOCK_Q, HEAD_DIM, BLOCK_D, True)
@@ -143,9 +148,12 @@ def forward_kernel(
     # is not a number is a key's, and stays one in both results.
     no_key = l == 0.0
     l = tl.where(no_key, 1.0, l)  # noqa: E741
-    lse = (m if NATURAL else m * LN_2) + tl.log(l)
-    lse = tl.where(no_key, float("-inf"), lse)
-    tl.store(lse_ptr + rows, lse, mask=rows < rows_left)
+    log_l = tl.log(l)
+    lse = (m if NATURAL else m * LN_2) + log_l
+    tl.store(lse_ptr + rows, tl.where(no_key, float("-inf"), lse), mask=rows < rows_left)
+    if GIVES_REST:
+        rest = tl.where(no_key, 0.0, rounded_away(m, log_l, lse))
+        tl.store(rest_ptr + rows, rest, mask=rows < rows_left)
     store_tile(acc / l[:, None], o_ptr, o_stride_s, rows_left, BLOCK_Q, HEAD_DIM, BLOCK_D)
 
 

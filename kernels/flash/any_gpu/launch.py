@@ -64,16 +64,15 @@ def forward(call: ForwardPass) -> None:
         problem.q_len,
         problem.kv_len,
     )
-    natural = problem.dtype == torch.float32
-    unit_scale = abs(scale) * (1.0 if natural else math.log2(math.e)) if sign else 1.0
+    unit_scale = abs(scale) * (1.0 if _is_natural(problem) else math.log2(math.e)) if sign else 1.0
 
     def launch(config: TileConfig, o: Tensor = call.o, lse: Tensor = call.lse) -> None:
         num_q_tiles = -(-problem.q_len // config.block_q)
         grid = (num_q_tiles * problem.num_heads * problem.batch_size,)
         forward_kernel[grid](
-            q, k, v, o, lse, *arguments, num_q_tiles, unit_scale,
-            SCALE_SIGN=sign, ACCUMULATE=problem.accumulates, NATURAL=natural,
-            **_constants(problem, config),
+            q, k, v, o, lse, lse if call.rest is None else call.rest, *arguments, num_q_tiles,
+            unit_scale, SCALE_SIGN=sign, ACCUMULATE=problem.accumulates,
+            GIVES_REST=call.rest is not None, **_constants(problem, config),
         )  # fmt: skip
 
     def measure(config: TileConfig) -> float:
@@ -88,7 +87,11 @@ def backward(call: BackwardPass) -> None:
     """Fill dq, dk and dv."""
     problem, q, k, v, do, scale = call.problem, call.q, call.k, call.v, call.do, call.scale
     dq, dk, dv = call.dq, call.dk, call.dv
-    lse_log2, row_dots = row_terms(problem, do, call.o, call.lse, call.dlse)
+    row_lse, row_dots = row_terms(problem, do, call.o, call.lse, call.dlse)
+    rest = call.rest
+    if rest is None:
+        # Not read unless scores are in natural units.
+        rest = torch.zeros_like(row_lse) if _is_natural(problem) else row_lse
     shared = (
         *_cu_seqlens(call.packing),
         *_strides(problem, q),
@@ -102,7 +105,7 @@ def backward(call: BackwardPass) -> None:
         num_k_tiles = -(-problem.kv_len // config.block_k)
         grid = (num_k_tiles * problem.num_kv_heads * problem.batch_size,)
         backward_dkv_kernel[grid](
-            q, k, v, do, lse_log2, row_dots, dk, dv, *shared,
+            q, k, v, do, row_lse, rest, row_dots, dk, dv, *shared,
             *_strides(problem, dk), *_strides(problem, dv), *row_strides,
             problem.num_kv_heads, problem.q_len, problem.kv_len, num_k_tiles, scale,
             **_constants(problem, config),
@@ -112,7 +115,7 @@ def backward(call: BackwardPass) -> None:
         num_q_tiles = -(-problem.q_len // config.block_q)
         grid = (num_q_tiles * problem.num_heads * problem.batch_size,)
         backward_dq_kernel[grid](
-            q, k, v, do, lse_log2, row_dots, dq, *shared,
+            q, k, v, do, row_lse, rest, row_dots, dq, *shared,
             *_strides(problem, dq), *row_strides,
             problem.num_heads, problem.q_len, problem.kv_len, num_q_tiles, scale,
             **_constants(problem, config),
@@ -129,22 +132,22 @@ def backward(call: BackwardPass) -> None:
 def row_terms(
     problem: Problem, do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """lse in units of log2, and D = rowsum(o * do) - dlse; both [B, H, S] float32.
+    """lse in the units of scores, and D = rowsum(o * do) - dlse; both [B, H, S] float32.
 
     For a query without any key they are plus infinity and 0, which make its gradients zero.
     """
-    lse_log2, row_dots = torch.empty((2, *lse.shape), dtype=torch.float32, device=lse.device)
+    row_lse, row_dots = torch.empty((2, *lse.shape), dtype=torch.float32, device=lse.device)
     if lse.numel():
         # A packed batch needs no cu_seqlens here: rows are independent.
         batch_size, num_heads, q_len = lse.shape
         num_q_tiles = -(-q_len // _ROW_TERMS_BLOCK_Q)
         row_terms_kernel[(num_q_tiles * num_heads * batch_size,)](
-            o, do, lse, dlse, lse_log2, row_dots, *o.stride()[:3], *do.stride()[:3],
+            o, do, lse, dlse, row_lse, row_dots, *o.stride()[:3], *do.stride()[:3],
             num_heads, q_len, num_q_tiles,
             HEAD_DIM=problem.head_dim, BLOCK_D=problem.block_d, BLOCK_Q=_ROW_TERMS_BLOCK_Q,
-            HAS_DLSE=dlse is not None,
+            HAS_DLSE=dlse is not None, NATURAL=_is_natural(problem),
         )  # fmt: skip
-    return lse_log2, row_dots
+    return row_lse, row_dots
 
 
 def _config(
@@ -172,11 +175,17 @@ def _constants(problem: Problem, config: TileConfig) -> dict[str, Any]:
         "BLOCK_K": config.block_k,
         "CAUSAL": problem.causal,
         "PACKED": problem.packed,
+        "NATURAL": _is_natural(problem),
         "PRECISION": problem.precision,
         "UPCAST": INTERPRETED and problem.dtype == torch.bfloat16,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }
+
+
+def _is_natural(problem: Problem) -> bool:
+    """Whether scores are in natural units in the kernels, and not in those of log2."""
+    return problem.dtype == torch.float32
 
 
 def _cu_seqlens(packing: Packing | None) -> tuple[Tensor | None, Tensor | None]:

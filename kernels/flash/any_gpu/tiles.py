@@ -23,6 +23,13 @@ def power(x, NATURAL: tl.constexpr):
 
 
 @triton.jit
+def rounded_away(a, b, total):
+    """a + b - total without error, for ``total`` = a + b in float32 (Knuth's two-sum)."""
+    of_b = total - a
+    return (a - (total - of_b)) + (b - of_b)
+
+
+@triton.jit
 def sequence_span(cu_seqlens_ptr, index, length, PACKED: tl.constexpr):
     """First token and number of tokens of a sequence; of a dense batch 0 and ``length``."""
     if PACKED:

@@ -76,6 +76,9 @@ class ForwardPass:
     """[B, H, S] float32, contiguous."""
     scale: float
     packing: Packing | None = None
+    rest: Tensor | None = None
+    """Where to write what float32 rounds away of lse, like lse; of float32 inputs, and not of a
+    problem that accumulates."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -97,3 +100,5 @@ class BackwardPass:
     dv: Tensor
     scale: float
     packing: Packing | None = None
+    rest: Tensor | None = None
+    """That of the forward pass; None is zero, as of an lse that was merged."""
