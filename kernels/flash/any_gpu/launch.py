@@ -20,7 +20,7 @@ from kernels.flash.any_gpu.backward import (
 from kernels.flash.any_gpu.configs import TileConfig
 from kernels.flash.any_gpu.forward import forward_kernel
 from kernels.flash.call.arguments import BackwardPass, ForwardPass
-from kernels.flash.call.problem import Problem
+from kernels.flash.call.problem import Problem, why_not_split
 from kernels.problem import Packing
 
 INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)
@@ -39,6 +39,8 @@ def why_not(problem: Problem) -> str | None:
     """None if these kernels can run ``problem`` here, else the reason."""
     if INTERPRETED:
         return None
+    if problem.precision == "bf16x6" and (reason := why_not_split(problem.device)) is not None:
+        return f"{reason}; precision=ieee runs here"
     if problem.device.type != "cuda":
         return "runs on a CUDA device; TRITON_INTERPRET=1 runs it on a CPU, slowly"
     if problem.dtype == torch.bfloat16 and torch.cuda.get_device_capability(problem.device) < (8,):
@@ -177,7 +179,8 @@ def _constants(problem: Problem, config: TileConfig) -> dict[str, Any]:
         "PACKED": problem.packed,
         "NATURAL": _is_natural(problem),
         "PRECISION": problem.precision,
-        "UPCAST": INTERPRETED and problem.dtype == torch.bfloat16,
+        "UPCAST": INTERPRETED
+        and (problem.dtype == torch.bfloat16 or problem.precision == "bf16x6"),
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }

@@ -132,10 +132,53 @@ def store_tile(
 def dot(a, b, accumulator, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     """accumulator + a @ b in float32.
 
-    Triton's interpreter multiplies the bit patterns of bfloat16, so there UPCAST widens the
-    (already rounded) operands first; the products are the same.
+    Triton's interpreter multiplies the bit patterns of bfloat16 and knows no bf16x6, so there
+    UPCAST widens the (already rounded) operands first, or adds up the six products as the
+    compiler does; the products are the same.
     """
     if UPCAST:
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, acc=accumulator, input_precision=PRECISION)
+        if PRECISION == "bf16x6":
+            product = _product_of_parts(a, b)
+            if accumulator is not None:
+                product = accumulator + product
+        else:
+            a, b = a.to(tl.float32), b.to(tl.float32)
+            product = tl.dot(a, b, acc=accumulator, input_precision=PRECISION)
+    else:
+        product = tl.dot(a, b, acc=accumulator, input_precision=PRECISION)
+    return product
+
+
+@triton.jit
+def _product_of_parts(a, b):
+    """a @ b by bf16x6, the smallest of six products first, as Triton's F32DotTC pass orders them.
+
+    The three that are left out are below 2^-26 of the largest. Parts of an infinity are not
+    numbers, and so are sums of small products with them: the largest product alone decides then.
+    """
+    a_high, a_middle, a_low = _three_parts(a)
+    b_high, b_middle, b_low = _three_parts(b)
+    small = tl.dot(a_middle, b_middle, input_precision="ieee")
+    small = tl.dot(a_low, b_high, acc=small, input_precision="ieee")
+    small = tl.dot(a_high, b_low, acc=small, input_precision="ieee")
+    small = tl.dot(a_middle, b_high, acc=small, input_precision="ieee")
+    small = tl.dot(a_high, b_middle, acc=small, input_precision="ieee")
+    small = tl.where(small == small, small, 0.0)
+    return tl.dot(a_high, b_high, acc=small, input_precision="ieee")
+
+
+@triton.jit
+def _three_parts(x):
+    """float32 as a sum of three numbers that bfloat16 has, each rounded to the nearest."""
+    high = _rounded_to_bfloat16(x)
+    middle = _rounded_to_bfloat16(x - high)
+    low = _rounded_to_bfloat16(x - high - middle)
+    return high, middle, low
+
+
+@triton.jit
+def _rounded_to_bfloat16(x):
+    """float32 to the nearest value of bfloat16; the interpreter's own cast cuts digits off."""
+    bits = x.to(tl.uint32, bitcast=True)
+    rounded = bits + 0x7FFF + ((bits >> 16) & 1)
+    return tl.where(x == x, (rounded & 0xFFFF0000).to(tl.float32, bitcast=True), x)

@@ -21,8 +21,8 @@ class FlashOptions:
     """How attention is computed."""
 
     precision: str = "auto"
-    """Float32 matmuls: ``ieee``, ``tf32``, or ``auto`` to follow
-    torch.get_float32_matmul_precision()."""
+    """Float32 matmuls: ``ieee``, ``bf16x6`` (as exact, on tensor cores), ``tf32``, or ``auto`` to
+    follow torch.get_float32_matmul_precision(): tf32, or at ``highest`` the faster exact one."""
     implementation: str = "auto"
     """A name of ``dispatch.IMPLEMENTATIONS``, or ``auto`` for the first that can run the call."""
     autotune: bool = False

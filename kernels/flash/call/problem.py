@@ -7,7 +7,7 @@ combination and later calls only look the answer up.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from kernels.problem import Packing
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
-PRECISIONS = ("auto", "ieee", "tf32")
+PRECISIONS = ("auto", "ieee", "bf16x6", "tf32")
 
 
 # Compared by identity: equal calls share one object, and hashing thirteen fields is slower.
@@ -40,7 +40,7 @@ class Problem:
     accumulates: bool
     """Whether the forward pass continues from a float32 (o, lse) and writes there."""
     precision: str
-    """Precision of float32 matmuls, ``ieee`` or ``tf32``; ``ieee`` for the other dtypes."""
+    """Precision of float32 matmuls, ``ieee``, ``bf16x6`` or ``tf32``; ``ieee`` for other dtypes."""
     autotune: bool = False
     """Whether tile sizes may be searched for when none are known."""
 
@@ -83,7 +83,8 @@ def describe(
     """The facts of a call; ValueError if it makes no sense."""
     if precision == "auto" and q.dtype == torch.float32:
         # torch.backends.cuda.matmul.allow_tf32 sets this too.
-        precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+        exact = torch.get_float32_matmul_precision() == "highest"
+        precision = full_precision(q.device) if exact else "tf32"
     return _checked(
         (q.shape, k.shape, v.shape),
         (q.dtype, k.dtype, v.dtype),
@@ -94,6 +95,35 @@ def describe(
         precision,
         autotune,
     )
+
+
+@cache
+def full_precision(device: torch.device) -> str:
+    """How float32 is multiplied without loss: ``bf16x6`` if the device and Triton can, or ``ieee``.
+
+    bf16x6 writes each operand as a sum of three bfloat16 numbers, which tensor cores multiply.
+    """
+    return "ieee" if device.type != "cuda" or why_not_split(device) else "bf16x6"
+
+
+@cache
+def why_not_split(device: torch.device) -> str | None:
+    """None if ``bf16x6`` runs on ``device``, a CPU or a GPU, else the reason why not."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return "bf16x6 needs a GPU of compute capability 8.0 or higher"
+    if device.type == "cuda" and "bf16x6" not in _triton_precisions():
+        return "bf16x6 needs Triton 3.6 or newer"
+    return None
+
+
+def _triton_precisions() -> tuple[str, ...]:
+    """The input precisions of a dot that the installed Triton can compile for CUDA."""
+    # Imported here since describing a call must not need Triton.
+    try:
+        from triton.backends.nvidia.compiler import CUDAOptions
+    except ImportError:
+        return ()
+    return tuple(CUDAOptions.allowed_dot_input_precisions)
 
 
 def check_gradient(
