@@ -40,7 +40,7 @@ class ShapeClass:
     """The shapes that a row of the table is for, in all three kernels."""
 
     precision: str
-    """bfloat16, tf32 or ieee; the latter two are of float32."""
+    """bfloat16, or of float32 bf16x6, tf32 or ieee."""
     head_dim: int
     causal: bool
     length: str
@@ -55,7 +55,7 @@ def search(shape_class: ShapeClass) -> configs.Table:
     shape = (batch_size, NUM_HEADS, seq_len, shape_class.head_dim)
     q, k, v, do = (torch.randn(shape, device="cuda", dtype=dtype) for _ in range(4))
     options = FlashOptions(
-        precision="tf32" if shape_class.precision == "tf32" else "ieee",
+        precision="ieee" if shape_class.precision == "bfloat16" else shape_class.precision,
         implementation="plain",
         autotune=True,
     )
@@ -95,7 +95,10 @@ def merged(text: str, device_name: str, table: configs.Table) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tile_search", description=__doc__)
     parser.add_argument(
-        "--precision", nargs="+", default=["bfloat16"], choices=["bfloat16", "tf32", "ieee"]
+        "--precision",
+        nargs="+",
+        default=["bfloat16"],
+        choices=["bfloat16", "bf16x6", "tf32", "ieee"],
     )
     parser.add_argument("--head-dim", nargs="+", type=int, default=[64, 128])
     parser.add_argument("--mask", nargs="+", default=["causal"], choices=["causal", "full"])

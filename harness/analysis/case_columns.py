@@ -247,6 +247,7 @@ CASE_COLUMNS: Mapping[str, Callable[[Reading], Any]] = {
     "slow_start": lambda of: of.slow_start,
     "loss": lambda of: of.notes.get("loss"),
     "attention_choice": lambda of: of.notes.get("attention_choice"),
+    "float32_precision": lambda of: of.notes.get("float32_precision"),
     "check_error": lambda of: of.check_error,
     "peak_tflops": lambda of: of.peak_tflops,
     "memory_bandwidth_gb_s": lambda of: (

@@ -139,6 +139,7 @@ class Notes(_Shape):
     gradient_norm: float | None = None
     attention_choice: Text | None = None
     autograd: Text | None = None
+    float32_precision: Text | None = None
     kernel: Text = ""
     libraries: dict[str, Text | None] | None = None
     transport: Text | None = None

@@ -45,7 +45,8 @@ class FlashTriton(Attention):
     implementation: str = "auto"
     """auto (the fastest that can run), hopper (compute capability 9.0), or plain (any CUDA GPU)."""
     float32_precision: str = "auto"
-    """Float32 matmuls: ieee, tf32, or auto to follow torch.get_float32_matmul_precision()."""
+    """Float32 matmuls: ieee, bf16x6 (as exact, on tensor cores), tf32, or auto to follow
+    torch.get_float32_matmul_precision(): tf32, or at highest the faster exact one."""
     autotune: bool = False
     """Whether to search for tile sizes, and remember them, where no table has an answer."""
     autograd: str = joined_later("auto")
@@ -58,10 +59,10 @@ class FlashTriton(Attention):
                 f"attention.implementation={self.implementation}: "
                 f"must be one of {', '.join(IMPLEMENTATIONS)}"
             )
-        if self.float32_precision not in ("auto", "ieee", "tf32"):
+        if self.float32_precision not in problem_facts.PRECISIONS:
             raise ValueError(
                 f"attention.float32_precision={self.float32_precision}: "
-                "must be one of auto, ieee, tf32"
+                f"must be one of {', '.join(problem_facts.PRECISIONS)}"
             )
         if self.autograd not in AUTOGRAD:
             raise ValueError(
@@ -95,6 +96,7 @@ class FlashTriton(Attention):
         from kernels.flash import dispatch
 
         index = torch.cuda.current_device() if problem.device == "cuda" else None
+        splits = self.float32_precision == "bf16x6" and problem.dtype == "float32"
         facts = problem_facts.Problem(
             device=torch.device(problem.device, index),
             dtype=getattr(torch, problem.dtype),
@@ -107,20 +109,24 @@ class FlashTriton(Attention):
             causal=problem.causal,
             packed=problem.packed,
             accumulates=False,
-            precision="ieee",
+            # The only one that some devices do not have.
+            precision="bf16x6" if splits else "ieee",
         )
         implementation = "hopper" if self.autograd == "native" else self.implementation
         return dispatch.why_not(facts, implementation)
 
     @contextmanager
     def noting(self, notes: dict[str, Any]) -> Iterator[None]:
-        """Whether gradients ran through the compiled node, which autograd=auto leaves open."""
-        from kernels.flash import native
+        """What the options leave open: whether gradients ran through the compiled node, and how
+        float32 was multiplied."""
+        from kernels.flash import dispatch, native
 
-        before = native.num_calls()
+        before, float32_before = native.num_calls(), dispatch.float32_calls()
         yield
         if native.num_calls() > before:
             notes["autograd"] = "native"
+        if ran := dispatch.float32_calls() - float32_before:
+            notes["float32_precision"] = ", ".join(sorted(ran))
 
     def backward_workspace(self, problem: AttentionProblem) -> float:
         """Bytes of buffers for the Hopper kernels; two numbers a row for the any-GPU kernels.

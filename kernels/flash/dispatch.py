@@ -8,6 +8,7 @@ names modules, which are imported when they are first asked: a new one is one mo
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from importlib import import_module
@@ -68,6 +69,13 @@ def _choose(problem: Problem, implementation: str) -> Any:
 
 _MAX_ROW_STRIDE = 2**22
 
+_float32_calls: Counter[str] = Counter()
+
+
+def float32_calls() -> Counter[str]:
+    """How many calls in float32 this process has run, by the precision of their products."""
+    return _float32_calls.copy()
+
 
 def run_forward(
     call: FlashCall, accumulator: tuple[Tensor, Tensor] | None = None
@@ -101,6 +109,8 @@ def forward_of(
         packing=packing,
         rest=rest if rest is None or packing is None else rest.unsqueeze(0),
     )
+    if problem.dtype == torch.float32:
+        _float32_calls[problem.precision] += 1
     with on(problem.device):
         _choose(problem, call.options.implementation).forward(forward_pass)
     return o, lse

@@ -11,6 +11,9 @@ from harness.render.table import Column, Table, finding, make_table, table
 
 CAPTION = "Every case: the latency of each phase, and why a case has none."
 
+CHOSEN = {"attention_choice": "chosen", "float32_precision": "float32 by"}
+"""What a run chose where the case left it open, and the header of each."""
+
 
 @table("cases", default=80)
 def build(frame: pd.DataFrame) -> Table | None:
@@ -25,14 +28,14 @@ def build(frame: pd.DataFrame) -> Table | None:
     varied = ["num_samples"] if counts.nunique() > 1 else []
     results = [column for column in declared_columns(rows["case"]) if column.header]
     rows.loc[rows["status"] != "ok", [column.name for column in results]] = None
-    chosen = ["attention_choice"] if rows["attention_choice"].notna().any() else []
+    chosen = [name for name in CHOSEN if rows[name].notna().any()]
     built = make_table(
         caption=CAPTION,
         rows=rows,
         lead=["task", "model", "attention"],
         keep=["attention"],
         metrics=[
-            *(Column(key=name, header="chosen") for name in chosen),
+            *(Column(key=name, header=CHOSEN[name]) for name in chosen),
             Column(key="status_words", header="status"),
             Column(key="phase", header="phase"),
             *(Column(key=name, header="samples", format=fmt.integer) for name in varied),

@@ -88,6 +88,39 @@ _IEEE_CANDIDATES = {
     ),
 }  # fmt: skip
 
+# bf16x6 holds three parts of each operand, in registers but for those that Hopper's matmuls read
+# from shared memory. So these are the tiles that compile without spilling much (Triton 3.6's ptxas,
+# compute capability 8.0 and 9.0): under 150 bytes a thread, 250 in backward_dkv at head_dim 128,
+# which keeps two tiles and two sums. Those first whose rows share the splitting of most others. At
+# head_dim 128 only Hopper, whose matmuls want 64 rows, takes 128 of them well: they stand first
+# with a size that fits no smaller GPU, where they would spill 1 to 50 KB.
+_SPLIT_CANDIDATES = {
+    ("forward", 64): (
+        (128, 32, 8, 2), (64, 32, 4, 2), (64, 32, 4, 1), (64, 32, 8, 2), (128, 64, 8, 2),
+        (128, 16, 8, 2), (64, 16, 4, 2), (32, 32, 4, 2), (32, 32, 4, 1),
+    ),
+    ("backward_dkv", 64): (
+        (16, 64, 8, 2), (32, 32, 8, 2), (32, 128, 8, 2), (16, 128, 8, 2), (32, 64, 8, 1),
+        (16, 64, 4, 1), (32, 32, 4, 2), (32, 32, 8, 1),
+    ),
+    ("backward_dq", 64): (
+        (128, 32, 8, 2), (64, 32, 4, 2), (64, 32, 8, 2), (128, 64, 8, 2), (128, 16, 8, 2),
+        (64, 16, 4, 2), (32, 32, 4, 2), (32, 32, 8, 1),
+    ),
+    ("forward", 128): (
+        (128, 32, 8, 3), (32, 32, 8, 2), (32, 32, 8, 1), (128, 32, 8, 2), (128, 16, 8, 2),
+        (64, 32, 4, 1), (64, 16, 4, 2), (32, 32, 4, 1),
+    ),
+    ("backward_dkv", 128): (
+        (32, 32, 8, 2), (32, 32, 8, 1), (32, 16, 8, 2), (32, 16, 8, 1), (16, 32, 8, 2),
+    ),
+    ("backward_dq", 128): (
+        (128, 32, 8, 1), (128, 16, 8, 2), (32, 32, 8, 2), (16, 32, 4, 2), (64, 16, 4, 2),
+        (32, 16, 8, 1),
+    ),
+}  # fmt: skip
+"""By kernel and the largest padded head_dim that they are for."""
+
 # Values that one thread of a program may hold before the compiler (Triton 3.6 with its ptxas,
 # for compute capability 8.0, 8.6 and 9.0) spills more than a few: see _values_of_a_thread.
 _MAX_VALUES = 176
@@ -120,7 +153,9 @@ def choose(
 
 def shape_class(kernel: str, problem: Problem) -> str:
     """The row of a table: kernel, dtype, padded head_dim, mask and length."""
-    dtype = "tf32" if problem.precision == "tf32" else str(problem.dtype).removeprefix("torch.")
+    dtype = str(problem.dtype).removeprefix("torch.")
+    if problem.precision != "ieee":
+        dtype = problem.precision
     mask = "causal" if problem.causal else "full"
     length = "long" if max(problem.q_len, problem.kv_len) > LONG else "short"
     return f"{kernel}/{dtype}/d{problem.block_d}/{mask}/{length}"
@@ -129,18 +164,26 @@ def shape_class(kernel: str, problem: Problem) -> str:
 def candidates(kernel: str, problem: Problem, shared_memory_bytes: int) -> list[TileConfig]:
     """Configurations likely to fit registers and shared memory, best guess first; never empty."""
     ieee = problem.dtype == torch.float32 and problem.precision == "ieee"
+    split = problem.precision == "bf16x6"
     found = []
-    for block_q, block_k, num_warps, num_stages in (_IEEE_CANDIDATES if ieee else _CANDIDATES)[
-        kernel
-    ]:
+    for block_q, block_k, num_warps, num_stages in _sizes(kernel, problem, ieee):
         config = TileConfig(
             block_q=block_q, block_k=block_k, num_warps=num_warps, num_stages=num_stages
         )
-        fits = _needs_bytes(kernel, problem, config) <= shared_memory_bytes
+        needs_bytes = _needs_bytes_split if split else _needs_bytes
+        fits = needs_bytes(kernel, problem, config) <= shared_memory_bytes
         limit = _MAX_IEEE_VALUES if ieee else _MAX_VALUES
-        if fits and _values_of_a_thread(kernel, problem, config, ieee) <= limit:
+        if fits and (split or _values_of_a_thread(kernel, problem, config, ieee) <= limit):
             found.append(config)
-    return found or [TileConfig(block_q=16, block_k=16, num_warps=4, num_stages=1)]
+    # 8 warps share the parts of a wide head_dim.
+    num_warps = 8 if split else 4
+    return found or [TileConfig(block_q=16, block_k=16, num_warps=num_warps, num_stages=1)]
+
+
+def _sizes(kernel: str, problem: Problem, ieee: bool) -> tuple[tuple[int, int, int, int], ...]:
+    if problem.precision != "bf16x6":
+        return (_IEEE_CANDIDATES if ieee else _CANDIDATES)[kernel]
+    return _SPLIT_CANDIDATES.get((kernel, max(64, problem.block_d)), ())
 
 
 def autotune_seconds() -> float:
@@ -197,6 +240,22 @@ def _needs_bytes(kernel: str, problem: Problem, config: TileConfig) -> int:
     rows = kept * (1 if kernel == "forward" else 2) + 2 * moving * config.num_stages
     scores = 0 if kernel == "forward" else 2 * config.block_q * config.block_k
     return (rows * problem.block_d + scores) * problem.dtype.itemsize
+
+
+def _needs_bytes_split(kernel: str, problem: Problem, config: TileConfig) -> int:
+    """Shared memory of bf16x6 as compiled for compute capability 9.0, which needs the most.
+
+    Three parts of the tiles that stay and of one that moves, and in each further stage two tiles
+    in float32.
+    """
+    kept, moving = config.block_q, config.block_k
+    if kernel == "backward_dkv":
+        kept, moving = moving, kept
+    parts = 6 * (kept * (1 if kernel == "forward" else 2) + moving)
+    # Queries change their layout on the way to the second matmul.
+    turned = 2 * moving if kernel == "backward_dkv" else 0
+    stages = 2 * 4 * moving * (config.num_stages - 1)
+    return (parts + turned + stages) * problem.block_d
 
 
 def _values_of_a_thread(kernel: str, problem: Problem, config: TileConfig, ieee: bool) -> int:

@@ -16,6 +16,8 @@ from kernels.problem import Packing
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
+MAX_SPLIT_HEAD_DIM = 128
+"""Beyond, three parts of every operand find no room in registers, whatever the tile."""
 PRECISIONS = ("auto", "ieee", "bf16x6", "tf32")
 
 
@@ -84,7 +86,7 @@ def describe(
     if precision == "auto" and q.dtype == torch.float32:
         # torch.backends.cuda.matmul.allow_tf32 sets this too.
         exact = torch.get_float32_matmul_precision() == "highest"
-        precision = full_precision(q.device) if exact else "tf32"
+        precision = full_precision(q.device, q.shape[-1] if q.dim() else 0) if exact else "tf32"
     return _checked(
         (q.shape, k.shape, v.shape),
         (q.dtype, k.dtype, v.dtype),
@@ -97,13 +99,13 @@ def describe(
     )
 
 
-@cache
-def full_precision(device: torch.device) -> str:
-    """How float32 is multiplied without loss: ``bf16x6`` if the device and Triton can, or ``ieee``.
+def full_precision(device: torch.device, head_dim: int) -> str:
+    """``bf16x6`` if the device and Triton can, and head_dim is not too wide for it; else ``ieee``.
 
     bf16x6 writes each operand as a sum of three bfloat16 numbers, which tensor cores multiply.
     """
-    return "ieee" if device.type != "cuda" or why_not_split(device) else "bf16x6"
+    can = device.type == "cuda" and why_not_split(device) is None
+    return "bf16x6" if can and head_dim <= MAX_SPLIT_HEAD_DIM else "ieee"
 
 
 @cache
