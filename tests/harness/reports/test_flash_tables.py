@@ -340,6 +340,16 @@ class TestPoints:
         assert "packed ragged batch" in table.caption
         assert "attention through torch.compile" in table.caption
 
+    def test_rows_say_how_float32_was_multiplied(self) -> None:
+        records = [call("flash_triton", samples(1, 2)), call("naive", samples(1, 2))]
+        records[0].notes["float32_precision"] = "bf16x6"
+        table = build_table("cases", build_frame(records))
+        assert table is not None
+        place = [column.header for column in table.columns].index("float32 by")
+        shown = {row[0]: row[place] for row in table.cells()}
+        assert shown["flash_triton"] == "bf16x6"
+        assert shown["naive"] != "bf16x6"
+
     def test_intensity_is_flops_over_bytes(self) -> None:
         record = call("naive", samples(1, 2))
         record.work = {name: {"flops": 6e9, "bytes": 2e6, "tokens": 1} for name in record.work}

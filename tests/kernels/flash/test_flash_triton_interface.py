@@ -130,7 +130,7 @@ class TestErrors:
             ({"dtype_k": torch.float16}, "k is float16: must be float32, like q"),
             ({"dtype_q": torch.float64}, "q is float64: must be one of float32, float16, bfloat16"),
             ({"device_v": "meta"}, "v is on meta: must be on cpu, like q"),
-            ({"precision": "high"}, "precision is high: must be one of auto, ieee, tf32"),
+            ({"precision": "high"}, "precision is high: must be one of auto, ieee, bf16x6, tf32"),
             ({"o": torch.float16}, r"the accumulator's o is .*float16.*must be .*float32"),
             ({"cu_dtype": torch.int64}, r"cu_seqlens_q is \[2\] int64 .*: must be .* int32"),
             ({"cu_length": 3}, "cu_seqlens_k has 3 entries: must be 2, like cu_seqlens_q"),
