@@ -41,6 +41,7 @@ def flash_attention(
 
     Raises:
         ValueError: the call makes no sense, cannot run here, or not with native gradients.
+        RuntimeError: in a second derivative; ``attention=naive`` has them.
     """
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
