@@ -90,7 +90,7 @@ _IEEE_CANDIDATES = {
 
 # bf16x6 holds three parts of each operand, in registers but for those that Hopper's matmuls read
 # from shared memory. So these are the tiles that compile without spilling much (Triton 3.6's ptxas,
-# compute capability 8.0 and 9.0): under 150 bytes a thread, 250 in backward_dkv at head_dim 128,
+# compute capability 8.0 and 9.0): under 160 bytes a thread, 300 in backward_dkv at head_dim 128,
 # which keeps two tiles and two sums. Those first whose rows share the splitting of most others. At
 # head_dim 128 only Hopper, whose matmuls want 64 rows, takes 128 of them well: they stand first
 # with a size that fits no smaller GPU, where they would spill 1 to 50 KB.

@@ -111,9 +111,17 @@ def full_precision(device: torch.device, head_dim: int) -> str:
 @cache
 def why_not_split(device: torch.device) -> str | None:
     """None if ``bf16x6`` runs on ``device``, a CPU or a GPU, else the reason why not."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+    if device.type != "cuda":
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
         return "bf16x6 needs a GPU of compute capability 8.0 or higher"
-    if device.type == "cuda" and "bf16x6" not in _triton_precisions():
+    if major in (10, 11):
+        # Triton 3.6 and 3.7 give each of the six products of a dot tensor memory of its own.
+        return (
+            f"the tiles of bf16x6 overfill the tensor memory of compute capability {major}.{minor}"
+        )
+    if "bf16x6" not in _triton_precisions():
         return "bf16x6 needs Triton 3.6 or newer"
     return None
 

@@ -120,7 +120,8 @@ class TestChoice:
     GPU = torch.device("cuda", 0)
 
     @pytest.mark.parametrize(
-        ("capability", "chosen"), [((7, 5), "ieee"), ((8, 0), "bf16x6"), ((9, 0), "bf16x6")]
+        ("capability", "chosen"),
+        [((7, 5), "ieee"), ((8, 0), "bf16x6"), ((9, 0), "bf16x6"), ((10, 0), "ieee")],
     )
     def test_auto(
         self, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], chosen: str
@@ -243,7 +244,7 @@ class TestOnCuda:
         assert_as_exact_as_pytorch(scaled_inputs(length, head_dim, magnitude))
 
     def test_is_the_default(self) -> None:
-        if torch.cuda.get_device_capability() < (8, 0):
-            pytest.skip("is of compute capability 8.0 or higher")
+        if torch.cuda.get_device_capability() != (9, 0):
+            pytest.skip("is about compute capability 9.0")
         q = randn(1, 1, 8, 16)
         assert problem_facts.full_precision(q.device, 64) == "bf16x6"
