@@ -120,7 +120,7 @@ class TestConfigs:
             for row in rows:
                 kernel, dtype, head_dim, mask, length = row.split("/")
                 assert kernel in configs.INTERPRETER
-                assert dtype in ("float32", "tf32", "float16", "bfloat16")
+                assert dtype in ("float32", "bf16x6", "tf32", "float16", "bfloat16")
                 assert head_dim in ("d16", "d32", "d64", "d128", "d256")
                 assert mask in ("causal", "full")
                 assert length in ("short", "long")
