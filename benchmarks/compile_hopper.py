@@ -26,6 +26,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from kernels.flash.hopper import backward as hopper_backward
 from kernels.flash.hopper import forward as hopper_forward
+from kernels.flash.hopper import pairing
 from kernels.flash.hopper import schedule as hopper_schedule
 from kernels.launching.driver import Parameters
 
@@ -58,12 +59,17 @@ class Variant:
 def compile_variant(variant: Variant) -> Any:
     """The compiled kernel, as Triton returns it."""
     function, schedules = KERNELS[variant.kernel]
-    schedule = schedules[variant.head_dim]
+    columns = hopper_schedule.columns(variant.head_dim)
+    schedule = schedules[columns.stored]
     names = function.arg_names
     constants = {
         "BLOCK_K": schedule.tile,
         "HEAD_DIM": variant.head_dim,
-        "BLOCK_D": variant.head_dim,
+        "BLOCK_D": columns.stored,
+        "MAIN": columns.main,
+        "TAIL": columns.tail,
+        "O_MAIN": columns.stored,
+        "O_TAIL": 0,
         "STAGES": schedule.stages,
         "TILES": variant.tiles,
         "RESIDENT": schedule.resident,
@@ -101,7 +107,8 @@ def _type(name: str, variant: Variant, tile: int) -> str:
         streams = ("q_desc", "do_desc") if variant.kernel == "backward" else ("k_desc", "v_desc")
         rows = tile if name in streams else hopper_schedule.ROWS
         layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-        return f"tensordesc<{variant.dtype}[1, 1, {rows}, {variant.head_dim}],{layout!r}>"
+        stored = hopper_schedule.columns(variant.head_dim).stored
+        return f"tensordesc<{variant.dtype}[1, 1, {rows}, {stored}],{layout!r}>"
     if name in ("lse_ptr", "dq_sums"):
         return "*fp32"
     if variant.full_precision and name in ("dk_ptr", "dv_ptr"):
@@ -165,7 +172,7 @@ def main() -> int:
             ]
             if kernel == "backward":
                 variants.append(replace(variants[0], full_precision=True))
-            else:
+            elif hopper_schedule.columns(head_dim).stored in pairing.COSTS:
                 variants.append(replace(variants[0], tiles=2))
             for variant in variants:
                 compiled = compile_variant(variant)

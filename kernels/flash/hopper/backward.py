@@ -46,6 +46,7 @@ from kernels.flash.hopper.tiles import (
     PROGRAM_ROWS,
     ROWS,
     Rows,
+    columns,
     opaque,
     sequence,
     store_rows,
@@ -165,6 +166,9 @@ class Progress(NamedTuple):
 
     dk: Any
     dv: Any
+    dk_tail: Any
+    dv_tail: Any
+    """Columns of dk and dv behind the first MAIN; 0 if there are none."""
     s: Any
     """Scores of the next half turn, and their lse, where they are computed ahead."""
     lse: Any
@@ -284,20 +288,21 @@ def close_turns(counts, shared, heads, seq, turns, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def by_thread(x):
-    """[64, 64] in a wgmma accumulator's layout as [4096], what a thread holds in fours.
+    """[64, N] in a wgmma accumulator's layout as [64 * N], what a thread holds in fours.
 
     Written in this order a warp's addition is 512 consecutive bytes; hopper_rows.finish_dq
     puts rows and columns in order again.
     """
-    return x.reshape([4, 2, 8, 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([ROWS * ROWS])
+    N: gl.constexpr = x.shape[1]
+    return x.reshape([4, 2, 8, N // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([ROWS * N])
 
 
 @gluon.jit
 def add_to_dq(pointer, dq, is_first):
-    """Add a tile [64, 64] of dQ in memory; the first program to come writes it."""
+    """Add a tile [64, N] of dQ in memory; the first program to come writes it."""
     x = by_thread(dq)
     LAYOUT: gl.constexpr = x.type.layout
-    places = pointer + gl.arange(0, ROWS * ROWS, LAYOUT)
+    places = pointer + gl.arange(0, x.shape[0], LAYOUT)
     if is_first:
         gl.store(places, x)
     else:
@@ -330,22 +335,67 @@ def probabilities(
 
 
 @gluon.jit
-def dq_tile(views, tile, column, PARTS: gl.constexpr, LAYOUT: gl.constexpr):
-    """64 by 64 of dQ = dS K, over both consumers' keys: two matmuls, on their way."""
-    zeros = gl.zeros([ROWS, ROWS], gl.float32, LAYOUT)
+def start_scores(a, b_tile, zeros, MAIN: gl.constexpr, TAIL: gl.constexpr):
+    """K Q^T or V dO^T over MAIN + TAIL columns, on its way; a is in registers or shared memory."""
+    b = columns(b_tile, 0, MAIN).permute((1, 0))
+    if TAIL == 0:
+        return warpgroup_mma(a, b, zeros, use_acc=False, is_async=True)
+    else:
+        s = warpgroup_mma(columns(a, 0, MAIN), b, zeros, use_acc=False, is_async=True)
+        b = columns(b_tile, MAIN, TAIL).permute((1, 0))
+        return warpgroup_mma(columns(a, MAIN, TAIL), b, s, is_async=True)
+
+
+@gluon.jit
+def start_gradient(a, tile, x, tail, MAIN: gl.constexpr, TAIL: gl.constexpr):
+    """dV += P^T dO or dK += dS^T Q, on its way: one matmul, or with TAIL columns two."""
+    x = warpgroup_mma(a, columns(tile, 0, MAIN), x, is_async=True)
+    if TAIL > 0:
+        tail = warpgroup_mma(a, columns(tile, MAIN, TAIL), tail, is_async=True)
+    return x, tail
+
+
+@gluon.jit
+def dq_tile(views, tile, column, PARTS: gl.constexpr, N: gl.constexpr):
+    """64 by N of dQ = dS K, over both consumers' keys: two matmuls, on their way.
+
+    Args:
+        column: the tile's first column in units of 64.
+    """
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     dq = warpgroup_mma(
         views.ds_tiles.index(tile).permute((1, 0)),
-        views.k_parts.index(column),
-        zeros,
+        columns(views.k_parts.index(column), 0, N),
+        gl.zeros([ROWS, N], gl.float32, LAYOUT),
         use_acc=False,
         is_async=True,
     )
     return warpgroup_mma(
         views.ds_tiles.index(tile + 1).permute((1, 0)),
-        views.k_parts.index(PARTS + column),
+        columns(views.k_parts.index(PARTS + column), 0, N),
         dq,
         is_async=True,
     )
+
+
+@gluon.jit
+def add_last_dq(
+    views,
+    dq_ptr,
+    parity,
+    is_first,
+    HALF: gl.constexpr,
+    CONSUMER: gl.constexpr,
+    PARTS: gl.constexpr,
+    TAIL: gl.constexpr,
+):
+    """Compute and add this consumer's tile of dQ of the last turn, for the queries of one half."""
+    PART: gl.constexpr = (HALF + CONSUMER) % 2 if PARTS == 2 else 0
+    N: gl.constexpr = TAIL if PART == 1 and TAIL > 0 else ROWS
+    tile = 4 - 4 * parity + 2 * (CONSUMER if PARTS == 1 else HALF)
+    running = dq_tile(views, tile, PART, PARTS, N)
+    dq = warpgroup_mma_wait(0, deps=[running])
+    add_to_dq(dq_ptr + (HALF * PARTS + PART) * (ROWS * ROWS), dq, is_first)
 
 
 @gluon.jit
@@ -362,6 +412,8 @@ def half_turn(
     HALF: gl.constexpr,
     CONSUMER: gl.constexpr,
     STAGES: gl.constexpr,
+    MAIN: gl.constexpr,
+    TAIL: gl.constexpr,
     CAUSAL: gl.constexpr,
     MASKED: gl.constexpr,
     RESIDENT: gl.constexpr,
@@ -371,12 +423,18 @@ def half_turn(
     Where ``RESIDENT``, K and V stay in registers, which halves what matmuls read from shared
     memory, and scores are computed one half turn ahead, behind the matmuls before them.
     """
-    dk, dv, s, lse, slot, phase, parity = before
+    dk, dv, dk_tail, dv_tail, s, lse, slot, phase, parity = before
     dtype: gl.constexpr = views.q_tiles.dtype
     LAYOUT: gl.constexpr = s.type.layout
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     LINE: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     PARTS: gl.constexpr = views.q_tiles.shape[2] // ROWS
+    # Matmuls that a product over, or into, MAIN + TAIL columns takes.
+    EACH: gl.constexpr = 2 if TAIL > 0 else 1
+    # The half of dQ's columns that this consumer computes of this half's queries: the other half
+    # of the other half's, since the last columns may be fewer.
+    PART: gl.constexpr = (HALF + CONSUMER) % 2 if PARTS == 2 else 0
+    DQ_COLUMNS: gl.constexpr = TAIL if PART == 1 and TAIL > 0 else ROWS
     zeros = gl.zeros([ROWS, ROWS], gl.float32, LAYOUT)
     me = opaque(CONSUMER)
     slot = opaque(slot)
@@ -389,18 +447,14 @@ def half_turn(
 
     if not RESIDENT:
         mbarrier.wait(shared.q_ready.index(slot), phase)
-        s = warpgroup_mma(
-            k, views.q_tiles.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True
-        )
+        s = start_scores(k, views.q_tiles.index(slot), zeros, MAIN, TAIL)
         lse = views.lse_tiles.index(slot).load(LINE)
     mbarrier.wait(shared.do_ready.index(slot), phase)
-    dp = warpgroup_mma(
-        v, views.do_tiles.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True
-    )
+    dp = start_scores(v, views.do_tiles.index(slot), zeros, MAIN, TAIL)
     # Before the wait: reading shared memory is slow while matmuls do.
     delta = views.delta_tiles.index(slot).load(LINE)
     if not RESIDENT:
-        s = warpgroup_mma_wait(1, deps=[s])
+        s = warpgroup_mma_wait(EACH, deps=[s])
     p = probabilities(
         s,
         lse,
@@ -413,20 +467,20 @@ def half_turn(
         MASKED,
     )
     a = gl.convert_layout(p.to(dtype), A_LAYOUT)
-    dv = warpgroup_mma(a, views.do_tiles.index(slot), dv, is_async=True)
-    dp = warpgroup_mma_wait(1, deps=[dp])
+    dv, dv_tail = start_gradient(a, views.do_tiles.index(slot), dv, dv_tail, MAIN, TAIL)
+    dp = warpgroup_mma_wait(EACH, deps=[dp])
     ds = (p * (dp - delta[None, :])).to(dtype)
     if HALF == 0:
         # The other consumer has written dS of the turn before, and read that of two before.
         mbarrier.wait(shared.ds_ready, parity ^ 1, pred=now.has_dq)
     views.ds_tiles.index(new_ds + 2 * HALF + CONSUMER).store(ds)
     ds = gl.convert_layout(ds, A_LAYOUT)
-    # With 64 columns a consumer takes the queries of one half; with 128, half of the columns.
+    # With 64 columns a consumer takes the queries of one half.
     if PARTS == 2:
-        dq = dq_tile(views, old_ds + 2 * HALF, me, PARTS, LAYOUT)
+        dq = dq_tile(views, old_ds + 2 * HALF, me - CONSUMER + PART, PARTS, DQ_COLUMNS)
     elif HALF == 0:
-        dq = dq_tile(views, old_ds + 2 * CONSUMER, me - CONSUMER, PARTS, LAYOUT)
-    dk = warpgroup_mma(ds, views.q_tiles.index(slot), dk, is_async=True)
+        dq = dq_tile(views, old_ds + 2 * CONSUMER, me - CONSUMER, PARTS, ROWS)
+    dk, dk_tail = start_gradient(ds, views.q_tiles.index(slot), dk, dk_tail, MAIN, TAIL)
     next_slot = slot + 1
     next_phase = phase
     if next_slot == STAGES:
@@ -440,11 +494,11 @@ def half_turn(
         )
         lse = views.lse_tiles.index(next_slot).load(LINE)
     if PARTS == 2 or HALF == 0:
-        dq = warpgroup_mma_wait(2 if RESIDENT else 1, deps=[dq])
+        dq = warpgroup_mma_wait(2 if RESIDENT else EACH, deps=[dq])
         if HALF == 0:
             mbarrier.wait(shared.opened, parity ^ 1, pred=now.has_dq)
         if now.has_dq:
-            add_to_dq(now.dq_ptr + HALF * (ROWS * ROWS * PARTS), dq, now.is_first)
+            add_to_dq(now.dq_ptr + (HALF * PARTS + PART) * (ROWS * ROWS), dq, now.is_first)
             if HALF == PARTS - 1:
                 # This was for the turn before, whose parity is the opposite one.
                 mbarrier.arrive(shared.done.index(parity ^ 1))
@@ -457,9 +511,14 @@ def half_turn(
         mbarrier.arrive(shared.free.index(slot))
         s = warpgroup_mma_wait(0, deps=[next_s])
     else:
-        dk, dv, ds, a = warpgroup_mma_wait(0, deps=[dk, dv, ds, a])
+        if TAIL > 0:
+            dk, dv, dk_tail, dv_tail, ds, a = warpgroup_mma_wait(
+                0, deps=[dk, dv, dk_tail, dv_tail, ds, a]
+            )
+        else:
+            dk, dv, ds, a = warpgroup_mma_wait(0, deps=[dk, dv, ds, a])
         mbarrier.arrive(shared.free.index(slot))
-    return Progress(dk, dv, s, lse, next_slot, next_phase, parity)
+    return Progress(dk, dv, dk_tail, dv_tail, s, lse, next_slot, next_phase, parity)
 
 
 @gluon.jit
@@ -476,13 +535,18 @@ def accumulate(
     STAGES: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr,
+    MAIN: gl.constexpr,
+    TAIL: gl.constexpr,
     CAUSAL: gl.constexpr,
     RESIDENT: gl.constexpr,
 ):
     """One consumer: dK and dV of 64 keys, and its half of every turn's dQ."""
     dtype: gl.constexpr = shared.k_tiles.dtype
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MAIN, 16])
+    TAIL_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, 1], [16, TAIL if TAIL > 0 else 16, 16]
+    )
     TILE: gl.constexpr = gl.NVMMASharedLayout(shared.k_tiles.type.layout.swizzle_byte_width, 16)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     PARTS: gl.constexpr = BLOCK_D // ROWS
@@ -499,8 +563,13 @@ def accumulate(
     )
 
     first_key = turns.first_key + CONSUMER * ROWS
-    dk = gl.zeros([ROWS, BLOCK_D], gl.float32, D_LAYOUT)
-    dv = gl.zeros([ROWS, BLOCK_D], gl.float32, D_LAYOUT)
+    dk = gl.zeros([ROWS, MAIN], gl.float32, D_LAYOUT)
+    dv = gl.zeros([ROWS, MAIN], gl.float32, D_LAYOUT)
+    dk_tail = 0
+    dv_tail = 0
+    if TAIL > 0:
+        dk_tail = gl.zeros([ROWS, TAIL], gl.float32, TAIL_LAYOUT)
+        dv_tail = gl.zeros([ROWS, TAIL], gl.float32, TAIL_LAYOUT)
     s = gl.zeros([ROWS, ROWS], gl.float32, LAYOUT)
     lse = gl.zeros([ROWS], gl.float32, gl.SliceLayout(0, LAYOUT))
     if turns.end > turns.first:
@@ -515,8 +584,9 @@ def accumulate(
             )
             lse = views.lse_tiles.index(0).load(gl.SliceLayout(0, LAYOUT))
             s = warpgroup_mma_wait(0, deps=[first_s])
-    progress = Progress(dk, dv, s, lse, 0, 0, 0)
-    # A consumer adds to every other 64-by-64 tile of a turn's dQ, in the order of rows.
+    progress = Progress(dk, dv, dk_tail, dv_tail, s, lse, 0, 0, 0)
+    # A consumer adds to every other 64-by-64 tile of a turn's dQ.
+    FIRST_TILE: gl.constexpr = CONSUMER if PARTS == 1 else 0
     dq_ptr = dq_sums
     before = 0
     for member in range(heads.num_members):
@@ -534,9 +604,9 @@ def accumulate(
                 )
                 progress = half_turn(
                     shared, views, k, v, progress, now, seq, turns.offset, scale_log2,
-                    half, CONSUMER, STAGES, CAUSAL, True, RESIDENT,
+                    half, CONSUMER, STAGES, MAIN, TAIL, CAUSAL, True, RESIDENT,
                 )  # fmt: skip
-            dq_ptr = of_line + turn * (PROGRAM_ROWS * BLOCK_D) + CONSUMER * (ROWS * ROWS)
+            dq_ptr = of_line + turn * (PROGRAM_ROWS * BLOCK_D) + FIRST_TILE * (ROWS * ROWS)
             before = programs_before(turn, turns, CAUSAL)
         for turn in range(turns.first + turns.num_masked, turns.end):
             for half in gl.static_range(2):
@@ -550,20 +620,17 @@ def accumulate(
                 )
                 progress = half_turn(
                     shared, views, k, v, progress, now, seq, turns.offset, scale_log2,
-                    half, CONSUMER, STAGES, CAUSAL, False, RESIDENT,
+                    half, CONSUMER, STAGES, MAIN, TAIL, CAUSAL, False, RESIDENT,
                 )  # fmt: skip
-            dq_ptr = of_line + turn * (PROGRAM_ROWS * BLOCK_D) + CONSUMER * (ROWS * ROWS)
+            dq_ptr = of_line + turn * (PROGRAM_ROWS * BLOCK_D) + FIRST_TILE * (ROWS * ROWS)
             before = programs_before(turn, turns, CAUSAL)
     parity = progress.parity
     if turns.end > turns.first:
         # dQ of the last turn.
         mbarrier.wait(shared.ds_ready, parity ^ 1)
         mbarrier.wait(shared.opened, parity ^ 1)
-        for part in gl.static_range(PARTS):
-            tile = 4 - 4 * parity + 2 * (CONSUMER if PARTS == 1 else part)
-            running = dq_tile(views, tile, 0 if PARTS == 1 else CONSUMER, PARTS, LAYOUT)
-            dq = warpgroup_mma_wait(0, deps=[running])
-            add_to_dq(dq_ptr + part * (ROWS * ROWS * PARTS), dq, before == 0)
+        for half in gl.static_range(PARTS):
+            add_last_dq(views, dq_ptr, parity, before == 0, half, CONSUMER, PARTS, TAIL)
         mbarrier.arrive(shared.done.index(parity ^ 1))
     dk_rows = Rows(
         pointer=gradients.dk_ptr,
@@ -575,7 +642,7 @@ def accumulate(
         start=seq.k_start,
         length=seq.kv_len,
     )
-    store_rows(progress.dk * scale, dk_rows, first_key, HEAD_DIM, BLOCK_D)
+    store_rows(progress.dk * scale, dk_rows, first_key, 0, HEAD_DIM)
     dv_rows = Rows(
         pointer=gradients.dv_ptr,
         stride_b=gradients.stride_vb,
@@ -586,7 +653,10 @@ def accumulate(
         start=seq.k_start,
         length=seq.kv_len,
     )
-    store_rows(progress.dv, dv_rows, first_key, HEAD_DIM, BLOCK_D)
+    store_rows(progress.dv, dv_rows, first_key, 0, HEAD_DIM)
+    if TAIL > 0:
+        store_rows(progress.dk_tail * scale, dk_rows, first_key, MAIN, HEAD_DIM)
+        store_rows(progress.dv_tail, dv_rows, first_key, MAIN, HEAD_DIM)
 
 
 @gluon.jit
@@ -668,6 +738,8 @@ def flash_backward(
     RESIDENT: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr,
+    MAIN: gl.constexpr,
+    TAIL: gl.constexpr,
     CAUSAL: gl.constexpr,
     PACKED: gl.constexpr,
     num_warps: gl.constexpr,
@@ -756,6 +828,8 @@ def flash_backward(
                     STAGES,
                     HEAD_DIM,
                     BLOCK_D,
+                    MAIN,
+                    TAIL,
                     CAUSAL,
                     RESIDENT,
                 ),
@@ -775,6 +849,8 @@ def flash_backward(
                     STAGES,
                     HEAD_DIM,
                     BLOCK_D,
+                    MAIN,
+                    TAIL,
                     CAUSAL,
                     RESIDENT,
                 ),

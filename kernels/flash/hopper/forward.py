@@ -49,6 +49,7 @@ from kernels.flash.hopper.tiles import (
     PROGRAM_ROWS,
     ROWS,
     Rows,
+    columns,
     key_tiles,
     sequence,
     store_rows,
@@ -103,8 +104,10 @@ class Progress(NamedTuple):
     p: Any
     """Probabilities of the last key tile, whose values come next."""
     o: Any
-    m: Any
-    """Running maximum of the raw scores."""
+    tail: Any
+    """Columns of o behind the first MAIN; 0 if there are none."""
+    reference: Any
+    """Running maximum of the scores in units of log2: what was rounded once serves all."""
     total: Any
     """Running denominator, apart by thread."""
     slot: Any
@@ -229,24 +232,57 @@ def row_max(x):
 
 
 @gluon.jit
-def softmax_step(s, m, total, scale_log2, MASKED: gl.constexpr):
+def softmax_step(s, reference, total, scale_log2, MASKED: gl.constexpr):
     """One step of the online softmax, in units of log2.
 
     The denominator ``total`` stays apart by thread, [ROWS, 4]; only the end adds the four up.
 
     Returns:
-        p, the new running maximum of the raw scores, the new denominator, and the factor by
-        which what was accumulated before has to shrink.
+        p, the new running maximum of the scores, the new denominator, and the factor by which
+        what was accumulated before has to shrink.
     """
-    new_m = gl.maximum(m, row_max(s))
-    reference = new_m * scale_log2
+    # The maximum between product and difference keeps the compiler from joining them in one
+    # instruction that does not round: then a maximum that stays gives a factor of exactly 1.
+    new_reference = gl.maximum(reference, row_max(s) * scale_log2)
+    zero = new_reference
     if MASKED:
         # A row that has seen no key yet: -inf - -inf is not a number.
-        reference = gl.where(new_m == float("-inf"), 0.0, reference)
-    p = gl.exp2(s * scale_log2 - reference[:, None])
-    shrink = gl.exp2(m * scale_log2 - reference)
+        zero = gl.where(new_reference == float("-inf"), 0.0, new_reference)
+    p = gl.exp2(s * scale_log2 - zero[:, None])
+    shrink = gl.exp2(reference - zero)
     by_row = gl.convert_layout(shrink, gl.SliceLayout(1, total.type.layout))
-    return p, new_m, total * by_row[:, None] + row_sums_by_thread(p), shrink
+    return p, new_reference, total * by_row[:, None] + row_sums_by_thread(p), shrink
+
+
+@gluon.jit
+def start_scores(q_tile, k_tile, MAIN: gl.constexpr, TAIL: gl.constexpr):
+    """S = Q K^T over MAIN + TAIL columns, on its way: one matmul, or two."""
+    BLOCK_K: gl.constexpr = k_tile.shape[0]
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
+    s = warpgroup_mma(
+        columns(q_tile, 0, MAIN),
+        columns(k_tile, 0, MAIN).permute((1, 0)),
+        gl.zeros([ROWS, BLOCK_K], gl.float32, LAYOUT),
+        use_acc=False,
+        is_async=True,
+    )
+    if TAIL > 0:
+        s = warpgroup_mma(
+            columns(q_tile, MAIN, TAIL),
+            columns(k_tile, MAIN, TAIL).permute((1, 0)),
+            s,
+            is_async=True,
+        )
+    return s
+
+
+@gluon.jit
+def start_output(p, v_tile, o, tail, O_MAIN: gl.constexpr, O_TAIL: gl.constexpr):
+    """O += P V, on its way: one matmul, or with O_TAIL columns two."""
+    o = warpgroup_mma(p, columns(v_tile, 0, O_MAIN), o, is_async=True)
+    if O_TAIL > 0:
+        tail = warpgroup_mma(p, columns(v_tile, O_MAIN, O_TAIL), tail, is_async=True)
+    return o, tail
 
 
 @gluon.jit
@@ -261,6 +297,10 @@ def advance(
     scale_log2,
     STAGES: gl.constexpr,
     BLOCK_K: gl.constexpr,
+    MAIN: gl.constexpr,
+    TAIL: gl.constexpr,
+    O_MAIN: gl.constexpr,
+    O_TAIL: gl.constexpr,
     CAUSAL: gl.constexpr,
     MASKED: gl.constexpr,
 ):
@@ -274,18 +314,14 @@ def advance(
     Returns:
         The progress after it.
     """
-    p, o, m, total, slot, phase = before
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
-    zeros = gl.zeros([ROWS, BLOCK_K], gl.float32, S_LAYOUT)
-    s = warpgroup_mma(
-        q_tile, shared.k_tiles.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True
-    )
+    p, o, tail, reference, total, slot, phase = before
+    s = start_scores(q_tile, shared.k_tiles.index(slot), MAIN, TAIL)
     mbarrier.wait(shared.v_ready.index(slot), phase)
-    o = warpgroup_mma(p, shared.v_tiles.index(slot), o, is_async=True)
-    s = warpgroup_mma_wait(1, deps=[s])
+    o, tail = start_output(p, shared.v_tiles.index(slot), o, tail, O_MAIN, O_TAIL)
+    s = warpgroup_mma_wait(2 if O_TAIL > 0 else 1, deps=[s])
     if MASKED:
         s = masked(s, tile, first_row, seq, BLOCK_K, CAUSAL)
-    new_p, m, total, shrink = softmax_step(s, m, total, scale_log2, MASKED)
+    new_p, reference, total, shrink = softmax_step(s, reference, total, scale_log2, MASKED)
     new_p = gl.convert_layout(new_p.to(p.dtype), p.type.layout)
     next_slot = slot + 1
     if next_slot == STAGES:
@@ -295,10 +331,15 @@ def advance(
     # dependency holds for LLVM, and the loop that waits for the next keys holds for ptxas, which
     # would hoist the matmul's wait within a basic block.
     mbarrier.wait(shared.k_ready.index(next_slot), phase, pred=more)
-    o, p, new_p = warpgroup_mma_wait(0, deps=[o, p, new_p])
+    if O_TAIL > 0:
+        o, tail, p, new_p = warpgroup_mma_wait(0, deps=[o, tail, p, new_p])
+    else:
+        o, p, new_p = warpgroup_mma_wait(0, deps=[o, p, new_p])
     mbarrier.arrive(shared.free.index(slot))
     o = o * gl.convert_layout(shrink, gl.SliceLayout(1, o.type.layout))[:, None]
-    return Progress(new_p, o, m, total, next_slot, phase)
+    if O_TAIL > 0:
+        tail = tail * gl.convert_layout(shrink, gl.SliceLayout(1, tail.type.layout))[:, None]
+    return Progress(new_p, o, tail, reference, total, next_slot, phase)
 
 
 @gluon.jit
@@ -314,12 +355,19 @@ def consume(
     BLOCK_K: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr,
+    MAIN: gl.constexpr,
+    TAIL: gl.constexpr,
+    O_MAIN: gl.constexpr,
+    O_TAIL: gl.constexpr,
     CAUSAL: gl.constexpr,
 ):
     """One consumer: 64 queries of each tile over all visible key tiles, then o, lse to memory."""
     dtype: gl.constexpr = shared.q_tiles.dtype
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O_MAIN, 16])
+    TAIL_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, 1], [16, TAIL if O_TAIL > 0 else 16, 16]
+    )
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
 
@@ -343,24 +391,20 @@ def consume(
         )
         q_tile = shared.q_tiles.index(turn * CONSUMERS + CONSUMER)
         first_row = first + CONSUMER * ROWS
-        m = gl.full([ROWS], float("-inf"), gl.float32, ROW)
+        reference = gl.full([ROWS], float("-inf"), gl.float32, ROW)
         total = row_sums_by_thread(gl.zeros([ROWS, BLOCK_K], gl.float32, S_LAYOUT))
-        o = gl.zeros([ROWS, BLOCK_D], gl.float32, O_LAYOUT)
+        o = gl.zeros([ROWS, O_MAIN], gl.float32, O_LAYOUT)
+        tail = 0
+        if O_TAIL > 0:
+            tail = gl.zeros([ROWS, O_TAIL], gl.float32, TAIL_LAYOUT)
         if num_key_tiles > 0:
             mbarrier.wait(shared.q_ready.index(turn), 0)
             mbarrier.wait(shared.k_ready.index(slot), phase)
-            zeros = gl.zeros([ROWS, BLOCK_K], gl.float32, S_LAYOUT)
-            s = warpgroup_mma(
-                q_tile,
-                shared.k_tiles.index(slot).permute((1, 0)),
-                zeros,
-                use_acc=False,
-                is_async=True,
-            )
+            s = start_scores(q_tile, shared.k_tiles.index(slot), MAIN, TAIL)
             s = warpgroup_mma_wait(0, deps=[s])
             mbarrier.arrive(shared.free.index(slot))
             s = masked(s, num_key_tiles - 1, first_row, seq, BLOCK_K, CAUSAL)
-            p, m, total, _ = softmax_step(s, m, total, scale_log2, True)
+            p, reference, total, _ = softmax_step(s, reference, total, scale_log2, True)
             p = gl.convert_layout(p.to(dtype), P_LAYOUT)
             slot += 1
             if slot == STAGES:
@@ -369,22 +413,25 @@ def consume(
             # With a predicate in place of the branch Triton adds a barrier of warps to the loops.
             if num_key_tiles > 1:
                 mbarrier.wait(shared.k_ready.index(slot), phase)
-            progress = Progress(p, o, m, total, slot, phase)
+            progress = Progress(p, o, tail, reference, total, slot, phase)
             for step in range(num_key_tiles - 1 - num_unmasked):
                 progress = advance(
                     shared, q_tile, progress, num_key_tiles - 2 - step, step + 2 < num_key_tiles,
-                    first_row, seq, scale_log2, STAGES, BLOCK_K, CAUSAL, True,
+                    first_row, seq, scale_log2, STAGES, BLOCK_K, MAIN, TAIL, O_MAIN, O_TAIL, CAUSAL, True,
                 )  # fmt: skip
             num_plain = gl.minimum(num_unmasked, num_key_tiles - 1)
             for step in range(num_plain):
                 progress = advance(
                     shared, q_tile, progress, 0, step + 1 < num_plain,
-                    first_row, seq, scale_log2, STAGES, BLOCK_K, CAUSAL, False,
+                    first_row, seq, scale_log2, STAGES, BLOCK_K, MAIN, TAIL, O_MAIN, O_TAIL, CAUSAL, False,
                 )  # fmt: skip
-            p, o, m, total, slot, phase = progress
+            p, o, tail, reference, total, slot, phase = progress
             mbarrier.wait(shared.v_ready.index(slot), phase)
-            o = warpgroup_mma(p, shared.v_tiles.index(slot), o, is_async=True)
-            o = warpgroup_mma_wait(0, deps=[o])
+            o, tail = start_output(p, shared.v_tiles.index(slot), o, tail, O_MAIN, O_TAIL)
+            if O_TAIL > 0:
+                o, tail = warpgroup_mma_wait(0, deps=[o, tail])
+            else:
+                o = warpgroup_mma_wait(0, deps=[o])
             if TILES > 1:
                 mbarrier.arrive(shared.free.index(slot))
             slot += 1
@@ -396,7 +443,7 @@ def consume(
         safe_total = gl.where(total == 0.0, 1.0, total)
         o = o / gl.convert_layout(safe_total, gl.SliceLayout(1, O_LAYOUT))[:, None]
         # exp2 and log2 are the hardware's; lse is kept in the natural logarithm.
-        lse = (m * scale_log2 + gl.log2(safe_total)) * LN_2
+        lse = (reference + gl.log2(safe_total)) * LN_2
         lse = gl.where(total == 0.0, float("-inf"), lse)
         lse_row = first_row + gl.arange(0, ROWS, ROW)
         line = (seq.batch * outputs.num_heads + head.head).to(gl.int64)
@@ -412,7 +459,10 @@ def consume(
             start=seq.q_start,
             length=seq.q_len,
         )
-        store_rows(o, rows, first_row, HEAD_DIM, BLOCK_D)
+        store_rows(o, rows, first_row, 0, HEAD_DIM)
+        if O_TAIL > 0:
+            by_row = gl.convert_layout(safe_total, gl.SliceLayout(1, TAIL_LAYOUT))
+            store_rows(tail / by_row[:, None], rows, first_row, O_MAIN, HEAD_DIM)
 
 
 @gluon.jit
@@ -438,6 +488,10 @@ def flash_forward(
     TILES: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr,
+    MAIN: gl.constexpr,
+    TAIL: gl.constexpr,
+    O_MAIN: gl.constexpr,
+    O_TAIL: gl.constexpr,
     CAUSAL: gl.constexpr,
     PACKED: gl.constexpr,
     num_warps: gl.constexpr,
@@ -488,6 +542,10 @@ def flash_forward(
                     BLOCK_K,
                     HEAD_DIM,
                     BLOCK_D,
+                    MAIN,
+                    TAIL,
+                    O_MAIN,
+                    O_TAIL,
                     CAUSAL,
                 ),
             ),
@@ -505,6 +563,10 @@ def flash_forward(
                     BLOCK_K,
                     HEAD_DIM,
                     BLOCK_D,
+                    MAIN,
+                    TAIL,
+                    O_MAIN,
+                    O_TAIL,
                     CAUSAL,
                 ),
             ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -30,8 +31,13 @@ class Schedule:
     """Whether the backward pass keeps keys and values in registers."""
 
 
-# By padded head dim. Measured on an H200: docs/kernels.md says what else was tried.
-FORWARD = {64: Schedule(tile=128, stages=2), 128: Schedule(tile=128, stages=2)}
+# By columns in shared memory. Measured on an H200: docs/kernels.md says what else was tried.
+FORWARD = {
+    64: Schedule(tile=128, stages=2),
+    128: Schedule(tile=128, stages=2),
+    # O takes half of the registers, and shared memory holds no longer tiles.
+    256: Schedule(tile=64, stages=2),
+}
 BACKWARD = {
     64: Schedule(tile=64, stages=4, resident=True),
     # dK and dV alone take half of the registers.
@@ -39,17 +45,45 @@ BACKWARD = {
 }
 
 
+class Columns(NamedTuple):
+    """How the head dim is laid out: matmuls take ``main`` and ``tail`` columns, one after another.
+
+    Both are powers of two, as Triton's tiles are, and together at least the head dim. Shared memory
+    holds ``stored`` columns, which TMA fills up with zeros: whole swizzles of 64.
+    """
+
+    main: int
+    tail: int
+    stored: int
+
+
+_COLUMNS = (
+    Columns(main=64, tail=0, stored=64),
+    Columns(main=64, tail=16, stored=128),
+    Columns(main=64, tail=32, stored=128),
+    Columns(main=128, tail=0, stored=128),
+    Columns(main=128, tail=64, stored=256),
+    Columns(main=256, tail=0, stored=256),
+)
+
+
+def columns(head_dim: int) -> Columns:
+    """The fewest columns that hold a head dim of at most 256."""
+    return next(found for found in _COLUMNS if head_dim <= found.main + found.tail)
+
+
 def block_d(problem: Problem) -> int:
-    """Columns of a tile: whole 128-byte swizzles of 16-bit numbers; TMA fills up with zeros."""
-    return 64 if problem.head_dim <= 64 else 128
+    """Columns of a tile in shared memory."""
+    return columns(problem.head_dim).stored
 
 
 def tiles_of_program(problem: Problem) -> int:
     """The number of query tiles that a forward program takes one after another.
 
     The lengths of a packed batch are known to the GPU alone, and so is what its programs cost.
+    Shared memory has no room for pairs of tiles of more than 128 columns.
     """
-    if problem.packed:
+    if problem.packed or block_d(problem) not in pairing.COSTS:
         return 1
     processors = torch.cuda.get_device_properties(problem.device).multi_processor_count
     return pairing.tiles_of_program(
@@ -113,7 +147,7 @@ def backward_workspace(
     The sums of dq and two statistics of each row, and under a causal mask the parts of dk and dv,
     of as many heads as one slice has.
     """
-    one_head = batch_size * q_len * (64 if head_dim <= 64 else 128) * 4 + 8 * batch_size * q_len
+    one_head = batch_size * q_len * (4 * columns(head_dim).stored + 8)
     group_size = num_heads // num_kv_heads
     if group_size == 1 or not causal:
         return num_heads * one_head

@@ -125,24 +125,36 @@ class Rows(NamedTuple):
 
 
 @gluon.jit
-def store_rows(x, rows, first, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr):
+def columns(tile, FIRST: gl.constexpr, NUM: gl.constexpr):
+    """``NUM`` columns of a tile in shared memory, from ``FIRST`` on."""
+    if tile.shape[1] == NUM:
+        return tile
+    else:
+        return tile.slice(FIRST, NUM, dim=1)
+
+
+@gluon.jit
+def store_rows(x, rows, first, FIRST_COLUMN: gl.constexpr, HEAD_DIM: gl.constexpr):
     """64 rows of a sequence to memory, from ``first`` on, without those beyond its length.
 
     16-bit rows are rearranged, in shared memory, so that a thread has 16 bytes; in 32 bits the
     four threads that share a row have 32 bytes side by side as they are.
+
+    Args:
+        x: [ROWS, N] of the columns from ``FIRST_COLUMN`` on; those at HEAD_DIM and beyond are
+            left out.
     """
+    N: gl.constexpr = x.shape[1]
     FULL: gl.constexpr = rows.pointer.dtype.element_ty == gl.float32
     OWN: gl.constexpr = x.type.layout
-    ROW_MAJOR: gl.constexpr = gl.BlockedLayout(
-        [1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0]
-    )
+    ROW_MAJOR: gl.constexpr = gl.BlockedLayout([1, 8], [256 // N, N // 8], [4, 1], [1, 0])
     STORE: gl.constexpr = OWN if FULL else ROW_MAJOR
     x = gl.convert_layout(x.to(rows.pointer.dtype.element_ty), STORE)
     row = first + gl.arange(0, ROWS, gl.SliceLayout(1, STORE))
-    column = gl.arange(0, BLOCK_D, gl.SliceLayout(0, STORE))
+    column = FIRST_COLUMN + gl.arange(0, N, gl.SliceLayout(0, STORE))
     base = rows.batch.to(gl.int64) * rows.stride_b + rows.head.to(gl.int64) * rows.stride_h
     places = (rows.start + row).to(gl.int64) * rows.stride_s
     mask = row[:, None] < rows.length
-    if HEAD_DIM != BLOCK_D:
+    if FIRST_COLUMN + N > HEAD_DIM:
         mask = mask & (column[None, :] < HEAD_DIM)
     gl.store(rows.pointer + base + places[:, None] + column[None, :], x, mask=mask)
