@@ -68,8 +68,6 @@ def compile_variant(variant: Variant) -> Any:
         "BLOCK_D": columns.stored,
         "MAIN": columns.main,
         "TAIL": columns.tail,
-        "O_MAIN": columns.stored,
-        "O_TAIL": 0,
         "STAGES": schedule.stages,
         "TILES": variant.tiles,
         "RESIDENT": schedule.resident,

@@ -104,8 +104,6 @@ class Progress(NamedTuple):
     p: Any
     """Probabilities of the last key tile, whose values come next."""
     o: Any
-    tail: Any
-    """Columns of o behind the first MAIN; 0 if there are none."""
     reference: Any
     """Running maximum of the scores in units of log2: what was rounded once serves all."""
     total: Any
@@ -277,15 +275,6 @@ def start_scores(q_tile, k_tile, MAIN: gl.constexpr, TAIL: gl.constexpr):
 
 
 @gluon.jit
-def start_output(p, v_tile, o, tail, O_MAIN: gl.constexpr, O_TAIL: gl.constexpr):
-    """O += P V, on its way: one matmul, or with O_TAIL columns two."""
-    o = warpgroup_mma(p, columns(v_tile, 0, O_MAIN), o, is_async=True)
-    if O_TAIL > 0:
-        tail = warpgroup_mma(p, columns(v_tile, O_MAIN, O_TAIL), tail, is_async=True)
-    return o, tail
-
-
-@gluon.jit
 def advance(
     shared,
     q_tile,
@@ -299,8 +288,6 @@ def advance(
     BLOCK_K: gl.constexpr,
     MAIN: gl.constexpr,
     TAIL: gl.constexpr,
-    O_MAIN: gl.constexpr,
-    O_TAIL: gl.constexpr,
     CAUSAL: gl.constexpr,
     MASKED: gl.constexpr,
 ):
@@ -314,11 +301,11 @@ def advance(
     Returns:
         The progress after it.
     """
-    p, o, tail, reference, total, slot, phase = before
+    p, o, reference, total, slot, phase = before
     s = start_scores(q_tile, shared.k_tiles.index(slot), MAIN, TAIL)
     mbarrier.wait(shared.v_ready.index(slot), phase)
-    o, tail = start_output(p, shared.v_tiles.index(slot), o, tail, O_MAIN, O_TAIL)
-    s = warpgroup_mma_wait(2 if O_TAIL > 0 else 1, deps=[s])
+    o = warpgroup_mma(p, shared.v_tiles.index(slot), o, is_async=True)
+    s = warpgroup_mma_wait(1, deps=[s])
     if MASKED:
         s = masked(s, tile, first_row, seq, BLOCK_K, CAUSAL)
     new_p, reference, total, shrink = softmax_step(s, reference, total, scale_log2, MASKED)
@@ -331,15 +318,10 @@ def advance(
     # dependency holds for LLVM, and the loop that waits for the next keys holds for ptxas, which
     # would hoist the matmul's wait within a basic block.
     mbarrier.wait(shared.k_ready.index(next_slot), phase, pred=more)
-    if O_TAIL > 0:
-        o, tail, p, new_p = warpgroup_mma_wait(0, deps=[o, tail, p, new_p])
-    else:
-        o, p, new_p = warpgroup_mma_wait(0, deps=[o, p, new_p])
+    o, p, new_p = warpgroup_mma_wait(0, deps=[o, p, new_p])
     mbarrier.arrive(shared.free.index(slot))
     o = o * gl.convert_layout(shrink, gl.SliceLayout(1, o.type.layout))[:, None]
-    if O_TAIL > 0:
-        tail = tail * gl.convert_layout(shrink, gl.SliceLayout(1, tail.type.layout))[:, None]
-    return Progress(new_p, o, tail, reference, total, next_slot, phase)
+    return Progress(new_p, o, reference, total, next_slot, phase)
 
 
 @gluon.jit
@@ -357,17 +339,13 @@ def consume(
     BLOCK_D: gl.constexpr,
     MAIN: gl.constexpr,
     TAIL: gl.constexpr,
-    O_MAIN: gl.constexpr,
-    O_TAIL: gl.constexpr,
     CAUSAL: gl.constexpr,
 ):
     """One consumer: 64 queries of each tile over all visible key tiles, then o, lse to memory."""
     dtype: gl.constexpr = shared.q_tiles.dtype
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O_MAIN, 16])
-    TAIL_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
-        [3, 0], [4, 1], [16, TAIL if O_TAIL > 0 else 16, 16]
-    )
+    # All stored columns: with P in registers, fewer than 128 take as long as 128, or longer in parts.
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
 
@@ -393,10 +371,7 @@ def consume(
         first_row = first + CONSUMER * ROWS
         reference = gl.full([ROWS], float("-inf"), gl.float32, ROW)
         total = row_sums_by_thread(gl.zeros([ROWS, BLOCK_K], gl.float32, S_LAYOUT))
-        o = gl.zeros([ROWS, O_MAIN], gl.float32, O_LAYOUT)
-        tail = 0
-        if O_TAIL > 0:
-            tail = gl.zeros([ROWS, O_TAIL], gl.float32, TAIL_LAYOUT)
+        o = gl.zeros([ROWS, BLOCK_D], gl.float32, O_LAYOUT)
         if num_key_tiles > 0:
             mbarrier.wait(shared.q_ready.index(turn), 0)
             mbarrier.wait(shared.k_ready.index(slot), phase)
@@ -413,25 +388,22 @@ def consume(
             # With a predicate in place of the branch Triton adds a barrier of warps to the loops.
             if num_key_tiles > 1:
                 mbarrier.wait(shared.k_ready.index(slot), phase)
-            progress = Progress(p, o, tail, reference, total, slot, phase)
+            progress = Progress(p, o, reference, total, slot, phase)
             for step in range(num_key_tiles - 1 - num_unmasked):
                 progress = advance(
                     shared, q_tile, progress, num_key_tiles - 2 - step, step + 2 < num_key_tiles,
-                    first_row, seq, scale_log2, STAGES, BLOCK_K, MAIN, TAIL, O_MAIN, O_TAIL, CAUSAL, True,
+                    first_row, seq, scale_log2, STAGES, BLOCK_K, MAIN, TAIL, CAUSAL, True,
                 )  # fmt: skip
             num_plain = gl.minimum(num_unmasked, num_key_tiles - 1)
             for step in range(num_plain):
                 progress = advance(
                     shared, q_tile, progress, 0, step + 1 < num_plain,
-                    first_row, seq, scale_log2, STAGES, BLOCK_K, MAIN, TAIL, O_MAIN, O_TAIL, CAUSAL, False,
+                    first_row, seq, scale_log2, STAGES, BLOCK_K, MAIN, TAIL, CAUSAL, False,
                 )  # fmt: skip
-            p, o, tail, reference, total, slot, phase = progress
+            p, o, reference, total, slot, phase = progress
             mbarrier.wait(shared.v_ready.index(slot), phase)
-            o, tail = start_output(p, shared.v_tiles.index(slot), o, tail, O_MAIN, O_TAIL)
-            if O_TAIL > 0:
-                o, tail = warpgroup_mma_wait(0, deps=[o, tail])
-            else:
-                o = warpgroup_mma_wait(0, deps=[o])
+            o = warpgroup_mma(p, shared.v_tiles.index(slot), o, is_async=True)
+            o = warpgroup_mma_wait(0, deps=[o])
             if TILES > 1:
                 mbarrier.arrive(shared.free.index(slot))
             slot += 1
@@ -460,9 +432,6 @@ def consume(
             length=seq.q_len,
         )
         store_rows(o, rows, first_row, 0, HEAD_DIM)
-        if O_TAIL > 0:
-            by_row = gl.convert_layout(safe_total, gl.SliceLayout(1, TAIL_LAYOUT))
-            store_rows(tail / by_row[:, None], rows, first_row, O_MAIN, HEAD_DIM)
 
 
 @gluon.jit
@@ -490,8 +459,6 @@ def flash_forward(
     BLOCK_D: gl.constexpr,
     MAIN: gl.constexpr,
     TAIL: gl.constexpr,
-    O_MAIN: gl.constexpr,
-    O_TAIL: gl.constexpr,
     CAUSAL: gl.constexpr,
     PACKED: gl.constexpr,
     num_warps: gl.constexpr,
@@ -544,8 +511,6 @@ def flash_forward(
                     BLOCK_D,
                     MAIN,
                     TAIL,
-                    O_MAIN,
-                    O_TAIL,
                     CAUSAL,
                 ),
             ),
@@ -565,8 +530,6 @@ def flash_forward(
                     BLOCK_D,
                     MAIN,
                     TAIL,
-                    O_MAIN,
-                    O_TAIL,
                     CAUSAL,
                 ),
             ),

@@ -200,20 +200,10 @@ def _constants(problem: Problem) -> dict[str, Any]:
         "BLOCK_D": columns.stored,
         "MAIN": columns.main,
         "TAIL": columns.tail,
-        **_o_columns(columns),
         "CAUSAL": problem.causal,
         "PACKED": problem.packed,
         "num_warps": 4,
     }
-
-
-SPLIT_O = False
-
-
-def _o_columns(columns):
-    if SPLIT_O and columns.tail:
-        return {"O_MAIN": columns.main, "O_TAIL": columns.tail}
-    return {"O_MAIN": columns.stored, "O_TAIL": 0}
 
 
 def grid(rows: int, heads: int, tiles: int = 1) -> tuple[int, int, int]:
