@@ -25,6 +25,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from kernels.flash.hopper import backward as hopper_backward
+from kernels.flash.hopper import backward_wide as hopper_backward_wide
 from kernels.flash.hopper import forward as hopper_forward
 from kernels.flash.hopper import pairing
 from kernels.flash.hopper import schedule as hopper_schedule
@@ -60,6 +61,8 @@ def compile_variant(variant: Variant) -> Any:
     """The compiled kernel, as Triton returns it."""
     function, schedules = KERNELS[variant.kernel]
     columns = hopper_schedule.columns(variant.head_dim)
+    if variant.kernel == "backward" and columns.stored > 128:
+        function = hopper_backward_wide.flash_backward_wide
     schedule = schedules[columns.stored]
     names = function.arg_names
     constants = {

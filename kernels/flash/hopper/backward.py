@@ -40,6 +40,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from kernels.flash.hopper.backward_order import (
+    Gradients,
+    Heads,
+    Inputs,
+    Turns,
+    add_to_dq,
+    close_turns,
+    open_turns,
+    place_in_order,
+    probabilities,
+    programs_before,
+    start_scores,
+    turns_of_keys,
+)
 from kernels.flash.hopper.tiles import (
     CONSUMER_REGISTERS,
     CONSUMERS,
@@ -51,17 +65,6 @@ from kernels.flash.hopper.tiles import (
     sequence,
     store_rows,
 )
-
-
-class Inputs(NamedTuple):
-    """Descriptors of the tensors that TMA copies from."""
-
-    q: Any
-    do: Any
-    k: Any
-    v: Any
-    statistics: Any
-    """Two lines for each query head: lse in units of log2, and delta num_lines further on."""
 
 
 class Shared(NamedTuple):
@@ -98,50 +101,6 @@ class Views(NamedTuple):
     lse_tiles: Any
     delta_tiles: Any
     ds_tiles: Any
-
-
-class Heads(NamedTuple):
-    """The query heads of a program, which share a key head."""
-
-    out_head: Any
-    """The head of dk and dv that this program fills."""
-    num_heads: Any
-    """Query heads of a sequence."""
-    first_head: Any
-    num_members: Any
-    """Query heads of this program."""
-    kv_head: Any
-    num_lines: Any
-    """Query heads of the whole batch."""
-    padded_len: Any
-    """Rows of a line of the statistics."""
-
-
-class Turns(NamedTuple):
-    """The keys of a program, and the turns whose queries see some of them."""
-
-    first_key: Any
-    first: Any
-    end: Any
-    num_masked: Any
-    """Turns, the first ones, that need the mask."""
-    key_tile: Any
-    num_key_tiles: Any
-    offset: Any
-    """The last key that the first query sees."""
-
-
-class Gradients(NamedTuple):
-    """Destinations of dk and dv, with their strides."""
-
-    dk_ptr: Any
-    dv_ptr: Any
-    stride_kb: Any
-    stride_kh: Any
-    stride_ks: Any
-    stride_vb: Any
-    stride_vh: Any
-    stride_vs: Any
 
 
 class HalfTurn(NamedTuple):
@@ -232,118 +191,6 @@ def produce(inputs, shared, heads, seq, turns, STAGES: gl.constexpr):
             if slot == STAGES:
                 slot = 0
                 phase ^= 1
-
-
-@gluon.jit
-def programs_before(turn, turns, CAUSAL: gl.constexpr):
-    """The number of programs, of later keys, that add to a turn's dQ before this one."""
-    last = turns.num_key_tiles - 1
-    if CAUSAL:
-        last = gl.minimum(
-            last, (turn * PROGRAM_ROWS + PROGRAM_ROWS - 1 + turns.offset) // PROGRAM_ROWS
-        )
-    return last - turns.key_tile
-
-
-@gluon.jit
-def open_turns(counts, shared, heads, seq, turns, CAUSAL: gl.constexpr):
-    """The warp that lets the consumers add to dQ once all programs before have done so.
-
-    A barrier tells only even phases from odd ones, so nobody may fall two phases behind another.
-    Hence a turn opens when the consumers are done with the one before and the two turns before
-    that are closed; ``done`` and ``closed`` are two barriers each, for turns in turn.
-    """
-    step = 0
-    for member in range(heads.num_members):
-        line = seq.batch * heads.num_heads + heads.first_head + member
-        of_line = counts + (line.to(gl.int64) * heads.padded_len + seq.line_start) // PROGRAM_ROWS
-        for turn in range(turns.first, turns.end):
-            before = programs_before(turn, turns, CAUSAL)
-            while gl.atomic_add(of_line + turn, 0, sem="acquire", scope="gpu") < before:
-                pass
-            # The phases of steps -1 and -2 count as over at the start.
-            mbarrier.wait(shared.done.index((step + 1) & 1), ((step + 3) >> 1) & 1)
-            mbarrier.wait(shared.closed.index(step & 1), ((step + 2) >> 1) & 1)
-            mbarrier.arrive(shared.opened)
-            step += 1
-
-
-@gluon.jit
-def close_turns(counts, shared, heads, seq, turns, CAUSAL: gl.constexpr):
-    """The warp that lets the next program add once all of this one's additions are in memory.
-
-    Apart from :func:`open_turns` because waiting for memory takes a third of a turn.
-    """
-    step = 0
-    for member in range(heads.num_members):
-        line = seq.batch * heads.num_heads + heads.first_head + member
-        of_line = counts + (line.to(gl.int64) * heads.padded_len + seq.line_start) // PROGRAM_ROWS
-        for turn in range(turns.first, turns.end):
-            before = programs_before(turn, turns, CAUSAL)
-            mbarrier.wait(shared.done.index(step & 1), (step >> 1) & 1)
-            gl.atomic_xchg(of_line + turn, before + 1, sem="release", scope="gpu")
-            mbarrier.arrive(shared.closed.index(step & 1))
-            step += 1
-
-
-@gluon.jit
-def by_thread(x):
-    """[64, N] in a wgmma accumulator's layout as [64 * N], what a thread holds in fours.
-
-    Written in this order a warp's addition is 512 consecutive bytes; hopper_rows.finish_dq
-    puts rows and columns in order again.
-    """
-    N: gl.constexpr = x.shape[1]
-    return x.reshape([4, 2, 8, N // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([ROWS * N])
-
-
-@gluon.jit
-def add_to_dq(pointer, dq, is_first):
-    """Add a tile [64, N] of dQ in memory; the first program to come writes it."""
-    x = by_thread(dq)
-    LAYOUT: gl.constexpr = x.type.layout
-    places = pointer + gl.arange(0, x.shape[0], LAYOUT)
-    if is_first:
-        gl.store(places, x)
-    else:
-        gl.atomic_add(places, x, sem="relaxed", scope="gpu")
-
-
-@gluon.jit
-def probabilities(
-    s,
-    lse,
-    first_key,
-    first_query,
-    offset,
-    kv_len,
-    scale_log2,
-    CAUSAL: gl.constexpr,
-    MASKED: gl.constexpr,
-):
-    """P^T [64 keys, 64 queries]; queries beyond the sequence have lse = inf, and so P = 0."""
-    p = gl.exp2(s * scale_log2 - lse[None, :])
-    if MASKED:
-        LAYOUT: gl.constexpr = s.type.layout
-        key = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-        last = gl.full([ROWS], kv_len - 1, gl.int32, gl.SliceLayout(0, LAYOUT))
-        if CAUSAL:
-            query = first_query + gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))
-            last = gl.minimum(query + offset, last)
-        p = gl.where(key[:, None] <= last[None, :], p, 0.0)
-    return p
-
-
-@gluon.jit
-def start_scores(a, b_tile, zeros, MAIN: gl.constexpr, TAIL: gl.constexpr):
-    """K Q^T or V dO^T over MAIN + TAIL columns, on its way; a is in registers or shared memory."""
-    b = columns(b_tile, 0, MAIN).permute((1, 0))
-    if TAIL == 0:
-        return warpgroup_mma(a, b, zeros, use_acc=False, is_async=True)
-    else:
-        s = warpgroup_mma(columns(a, 0, MAIN), b, zeros, use_acc=False, is_async=True)
-        b = columns(b_tile, MAIN, TAIL).permute((1, 0))
-        return warpgroup_mma(columns(a, MAIN, TAIL), b, s, is_async=True)
 
 
 @gluon.jit
@@ -607,7 +454,7 @@ def accumulate(
                     half, CONSUMER, STAGES, MAIN, TAIL, CAUSAL, True, RESIDENT,
                 )  # fmt: skip
             dq_ptr = of_line + turn * (PROGRAM_ROWS * BLOCK_D) + FIRST_TILE * (ROWS * ROWS)
-            before = programs_before(turn, turns, CAUSAL)
+            before = programs_before(turn, turns, PROGRAM_ROWS, CAUSAL)
         for turn in range(turns.first + turns.num_masked, turns.end):
             for half in gl.static_range(2):
                 now = HalfTurn(
@@ -623,7 +470,7 @@ def accumulate(
                     half, CONSUMER, STAGES, MAIN, TAIL, CAUSAL, False, RESIDENT,
                 )  # fmt: skip
             dq_ptr = of_line + turn * (PROGRAM_ROWS * BLOCK_D) + FIRST_TILE * (ROWS * ROWS)
-            before = programs_before(turn, turns, CAUSAL)
+            before = programs_before(turn, turns, PROGRAM_ROWS, CAUSAL)
     parity = progress.parity
     if turns.end > turns.first:
         # dQ of the last turn.
@@ -657,52 +504,6 @@ def accumulate(
     if TAIL > 0:
         store_rows(progress.dk_tail * scale, dk_rows, first_key, MAIN, HEAD_DIM)
         store_rows(progress.dv_tail, dv_rows, first_key, MAIN, HEAD_DIM)
-
-
-@gluon.jit
-def place_in_order(heads_at_once, num_key_tiles):
-    """The head and the key tile of this program.
-
-    Programs start in order, and of one head the last keys have to be added to dQ first. So many
-    heads take turns, which leaves the long programs of all of them, not of the last head alone,
-    for the end; and where all programs are as long, they meet at a turn's dQ later.
-    """
-    index = gl.program_id(0)
-    num_heads = gl.num_programs(0) // num_key_tiles
-    first_head = index // (heads_at_once * num_key_tiles) * heads_at_once
-    width = gl.minimum(heads_at_once, num_heads - first_head)
-    index -= first_head * num_key_tiles
-    return first_head + index % width, num_key_tiles - 1 - index // width
-
-
-@gluon.jit
-def turns_of_keys(key_tile, q_len, kv_len, CAUSAL: gl.constexpr):
-    """The turns of the program with one tile of keys; none if it lies behind the sequence."""
-    first = key_tile * PROGRAM_ROWS
-    num_key_tiles = gl.cdiv(kv_len, PROGRAM_ROWS)
-    num_turns = gl.cdiv(q_len, PROGRAM_ROWS)
-    offset = kv_len - q_len
-    first_turn = 0
-    num_masked = 0
-    if CAUSAL:
-        first_turn = gl.minimum(gl.maximum(first - offset, 0) // PROGRAM_ROWS, num_turns)
-        last_key = first + PROGRAM_ROWS - 1
-        first_unmasked = gl.cdiv(gl.maximum(last_key - offset, 0), PROGRAM_ROWS)
-        num_masked = gl.maximum(gl.minimum(first_unmasked, num_turns) - first_turn, 0)
-    if first + PROGRAM_ROWS > kv_len:
-        num_masked = num_turns - first_turn
-    if first >= kv_len:
-        first_turn = num_turns
-        num_masked = 0
-    return Turns(
-        first_key=first,
-        first=first_turn,
-        end=num_turns,
-        num_masked=num_masked,
-        key_tile=key_tile,
-        num_key_tiles=num_key_tiles,
-        offset=offset,
-    )
 
 
 @gluon.jit
@@ -806,7 +607,7 @@ def flash_backward(
         padded_len=padded_len,
     )
     seq = sequence(cu_seqlens_q, cu_seqlens_k, part // num_out_heads, q_len, kv_len, PACKED)
-    turns = turns_of_keys(key_tile, seq.q_len, seq.kv_len, CAUSAL)
+    turns = turns_of_keys(key_tile, seq.q_len, seq.kv_len, PROGRAM_ROWS, CAUSAL)
     inputs = Inputs(q=q_desc, do=do_desc, k=k_desc, v=v_desc, statistics=stat_desc)
     gradients = Gradients(
         dk_ptr, dv_ptr, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs
@@ -856,8 +657,8 @@ def flash_backward(
                 ),
             ),
             (produce, (inputs, shared, heads, seq, turns, STAGES)),
-            (open_turns, (counts, shared, heads, seq, turns, CAUSAL)),
-            (close_turns, (counts, shared, heads, seq, turns, CAUSAL)),
+            (open_turns, (counts, shared, heads, seq, turns, PROGRAM_ROWS, CAUSAL)),
+            (close_turns, (counts, shared, heads, seq, turns, PROGRAM_ROWS, CAUSAL)),
         ],
         [4, 1, 1, 1],
         [CONSUMER_REGISTERS, 24, 24, 24],

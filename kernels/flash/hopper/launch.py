@@ -2,8 +2,8 @@
 
 They read q, k, v and do through the tensor memory accelerator, which addresses rows that are
 multiples of 16 bytes apart; a tensor that is not laid out so is copied. What they do not do,
-:mod:`kernels.flash.any_gpu.launch` does: float32, accumulators, head dims above 128, and empty
-tensors.
+:mod:`kernels.flash.any_gpu.launch` does: float32, accumulators, head dims above 256 or
+not by eights, and empty tensors.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def why_not(problem: Problem) -> str | None:
         return reason
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return "computes in bfloat16 and float16 only"
-    if problem.head_dim > 128 or problem.head_dim % 8:
-        return f"head_dim {problem.head_dim}: must be a multiple of 8, at most 128"
+    if problem.head_dim > 256 or problem.head_dim % 8:
+        return f"head_dim {problem.head_dim}: must be a multiple of 8, at most 256"
     if problem.accumulates:
         return "does not continue from an accumulator"
     if problem.batch_size * problem.num_heads > _MAX_GRID_Y:

@@ -101,6 +101,7 @@ def plan_backward(call: BackwardPass) -> BackwardPlan:
     """The launches of a call whose tensors TMA can address."""
     # Gluon, which old versions of Triton lack: why_not has been asked before.
     from kernels.flash.hopper.backward import flash_backward
+    from kernels.flash.hopper.backward_wide import flash_backward_wide
     from kernels.flash.hopper.rows import finish_dq, row_statistics, sum_parts
 
     problem, q, k, v, do, o = call.problem, call.q, call.k, call.v, call.do, call.o
@@ -114,22 +115,31 @@ def plan_backward(call: BackwardPass) -> BackwardPlan:
     padded_len = num_blocks * PROGRAM_ROWS
     by_query = grid(problem.q_len, problem.batch_size * problem.num_heads)
     num_parts = schedule.num_parts(problem)
-    num_key_tiles = -(-problem.kv_len // PROGRAM_ROWS)
+    size = schedule.backward_rows(problem)
+    num_key_tiles = -(-problem.kv_len // size)
     parts_shape = (k.shape[0], problem.num_kv_heads * num_parts, k.shape[2], problem.head_dim)
     dk_strides, dv_strides = dk.stride()[:3], dv.stride()[:3]
-    rowwise = {"HEAD_DIM": problem.head_dim, "BLOCK_D": width, "BLOCK_Q": PROGRAM_ROWS}
+    resident = {"RESIDENT": chosen.resident} if width <= 128 else {}
+    rowwise = {
+        "HEAD_DIM": problem.head_dim,
+        "BLOCK_D": width,
+        "BLOCK_Q": PROGRAM_ROWS,
+        "TURN": size,
+        "PACKED": problem.packed,
+        "num_warps": width // 32 if width > 128 else 4,
+    }
     parts = ((parts_shape, torch.float32),) * 2
     return BackwardPlan(
         workspace=(
             ((2, num_lines, padded_len), torch.float32),
-            ((num_lines, num_blocks), torch.int32),
+            ((num_lines, padded_len // size), torch.int32),
             ((num_lines, padded_len, width), torch.float32),
             *(() if num_parts == 1 else parts),
         ),
         row_statistics=PreparedLaunch(
             row_statistics,
             by_query,
-            {**rowwise, "HAS_DLSE": call.dlse is not None, "PACKED": problem.packed},
+            {**rowwise, "HAS_DLSE": call.dlse is not None},
             integers=(
                 *o.stride()[:3],
                 *do.stride()[:3],
@@ -141,9 +151,9 @@ def plan_backward(call: BackwardPass) -> BackwardPlan:
             ),
         ),
         main=PreparedLaunch(
-            flash_backward,
+            flash_backward if width <= 128 else flash_backward_wide,
             (num_key_tiles * problem.batch_size * problem.num_kv_heads * num_parts, 1, 1),
-            {"STAGES": chosen.stages, "RESIDENT": chosen.resident, **_constants(problem)},
+            {"STAGES": chosen.stages, **resident, **_constants(problem)},
             integers=(
                 *(dk_strides if num_parts == 1 else _contiguous_strides(parts_shape)),
                 *(dv_strides if num_parts == 1 else _contiguous_strides(parts_shape)),
@@ -167,7 +177,7 @@ def plan_backward(call: BackwardPass) -> BackwardPlan:
         finish_dq=PreparedLaunch(
             finish_dq,
             by_query,
-            {**rowwise, "CAUSAL": problem.causal, "PACKED": problem.packed},
+            {**rowwise, "CAUSAL": problem.causal},
             integers=(
                 *dq.stride()[:3],
                 problem.num_heads,
@@ -181,7 +191,12 @@ def plan_backward(call: BackwardPass) -> BackwardPlan:
         else PreparedLaunch(
             sum_parts,
             grid(k.shape[2], k.shape[0] * problem.num_kv_heads),
-            {"HEAD_DIM": problem.head_dim, "BLOCK_D": width, "BLOCK_K": PROGRAM_ROWS},
+            {
+                "HEAD_DIM": problem.head_dim,
+                "BLOCK_D": width,
+                "BLOCK_K": PROGRAM_ROWS,
+                "num_warps": width // 16 if width > 128 else 4,
+            },
             integers=(*dk_strides, *dv_strides, problem.num_kv_heads, num_parts, k.shape[2]),
         ),
     )

@@ -33,15 +33,16 @@ def row_statistics(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr,
-    HAS_DLSE: tl.constexpr,
+    TURN: tl.constexpr,
     PACKED: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
 ):
     """Write lse in units of log2, and delta = rowsum(o * do) - dlse, for every query row.
 
     Both are [lines, padded_len], where each sequence begins at a multiple of BLOCK_Q
     (hopper_tiles.sequence) and is filled up to one. A row without keys, or beyond the end, gets
     lse = +inf, so that its probabilities come out as exp2(-inf) = 0. The counts of programs that
-    have added to each BLOCK_Q rows of dQ begin at zero.
+    have added to each TURN rows of dQ begin at zero.
     """
     block = tl.program_id(0)
     row = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
@@ -75,7 +76,9 @@ def row_statistics(
     out = statistics_ptr + line * padded_len + out_start + row
     tl.store(out, lse)
     tl.store(out + plane, delta)
-    tl.store(counts_ptr + (line * padded_len + out_start) // BLOCK_Q + block, 0)
+    PER_BLOCK: tl.constexpr = BLOCK_Q // TURN
+    counts = counts_ptr + (line * padded_len + out_start) // TURN + block * PER_BLOCK
+    tl.store(counts + tl.arange(0, PER_BLOCK), tl.zeros([PER_BLOCK], tl.int32))
 
 
 @triton.jit
@@ -95,8 +98,9 @@ def finish_dq(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    TURN: tl.constexpr,
     PACKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
 ):
     """dQ = scale * its sum, in rows and columns again, and zero where a query sees no key."""
     block = tl.program_id(0)
@@ -113,10 +117,10 @@ def finish_dq(
         batch = 0
     if block * BLOCK_Q >= q_len:
         return
-    # The sums of a block that no key tile reaches were never written.
-    seen = kv_len > 0
+    # The sums of a turn that no key tile reaches were never written.
+    seen = row * 0 + kv_len > 0
     if CAUSAL:
-        seen = seen & ((block + 1) * BLOCK_Q - 1 + kv_len - q_len >= 0)
+        seen = seen & ((row // TURN + 1) * TURN - 1 + kv_len - q_len >= 0)
     column = tl.arange(0, BLOCK_D)
     mask = (row < q_len)[:, None] & (column < HEAD_DIM)[None, :]
     batch = tl.cast(batch, tl.int64)
@@ -128,7 +132,7 @@ def finish_dq(
     thread = (row % 64 // 16 * 32 + row % 8 * 4)[:, None] + (column % 8 // 2)[None, :]
     register = (row % 16 // 8 * 2)[:, None] + (column % 2)[None, :]
     place = tile * 4096 + (column % 64 // 8)[None, :] * 512 + thread * 4 + register
-    dq = tl.load(sums + place, mask=mask & seen, other=0.0) * scale
+    dq = tl.load(sums + place, mask=mask & seen[:, None], other=0.0) * scale
     out = dq_ptr + batch * stride_qb + head.to(tl.int64) * stride_qh
     rows = (start + row).to(tl.int64)[:, None] * stride_qs
     tl.store(out + rows + column[None, :], dq.to(dq_ptr.dtype.element_ty), mask=mask)

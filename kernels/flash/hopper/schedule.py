@@ -42,6 +42,8 @@ BACKWARD = {
     64: Schedule(tile=64, stages=4, resident=True),
     # dK and dV alone take half of the registers.
     128: Schedule(tile=64, stages=2),
+    # Keys of 64, not 128, and their columns halved (backward_wide).
+    256: Schedule(tile=64, stages=2),
 }
 
 
@@ -77,6 +79,11 @@ def block_d(problem: Problem) -> int:
     return columns(problem.head_dim).stored
 
 
+def backward_rows(problem: Problem) -> int:
+    """Keys of a program of the backward pass, and queries of its turns."""
+    return PROGRAM_ROWS if block_d(problem) <= 128 else ROWS
+
+
 def tiles_of_program(problem: Problem) -> int:
     """The number of query tiles that a forward program takes one after another.
 
@@ -108,7 +115,7 @@ def num_parts(problem: Problem) -> int:
     if problem.causal:
         return problem.group_size
     processors = torch.cuda.get_device_properties(problem.device).multi_processor_count
-    programs = -(-problem.kv_len // PROGRAM_ROWS) * problem.batch_size * problem.num_kv_heads
+    programs = -(-problem.kv_len // backward_rows(problem)) * problem.batch_size * problem.num_kv_heads
     divisors = [n for n in range(1, problem.group_size + 1) if problem.group_size % n == 0]
     busy = {n: n * programs / (processors * -(-n * programs // processors)) for n in divisors}
     return next((n for n in divisors if busy[n] > 0.9), max(divisors, key=lambda n: busy[n]))

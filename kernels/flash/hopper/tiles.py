@@ -127,28 +127,34 @@ class Rows(NamedTuple):
 @gluon.jit
 def columns(tile, FIRST: gl.constexpr, NUM: gl.constexpr):
     """``NUM`` columns of a tile in shared memory, from ``FIRST`` on."""
-    if tile.shape[1] == NUM:
-        return tile
-    else:
-        return tile.slice(FIRST, NUM, dim=1)
+    if tile.shape[1] != NUM:
+        tile = tile.slice(FIRST, NUM, dim=1)
+    return tile
 
 
 @gluon.jit
-def store_rows(x, rows, first, FIRST_COLUMN: gl.constexpr, HEAD_DIM: gl.constexpr):
+def store_rows(
+    x,
+    rows,
+    first,
+    FIRST_COLUMN: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    REARRANGE: gl.constexpr = True,
+):
     """64 rows of a sequence to memory, from ``first`` on, without those beyond its length.
 
-    16-bit rows are rearranged, in shared memory, so that a thread has 16 bytes; in 32 bits the
-    four threads that share a row have 32 bytes side by side as they are.
+    16-bit rows are rearranged, if there is shared memory for it, so that a thread has 16 bytes; in
+    32 bits the four threads that share a row have 32 bytes side by side as they are.
 
     Args:
         x: [ROWS, N] of the columns from ``FIRST_COLUMN`` on; those at HEAD_DIM and beyond are
             left out.
     """
     N: gl.constexpr = x.shape[1]
-    FULL: gl.constexpr = rows.pointer.dtype.element_ty == gl.float32
+    AS_IT_IS: gl.constexpr = rows.pointer.dtype.element_ty == gl.float32 or not REARRANGE
     OWN: gl.constexpr = x.type.layout
     ROW_MAJOR: gl.constexpr = gl.BlockedLayout([1, 8], [256 // N, N // 8], [4, 1], [1, 0])
-    STORE: gl.constexpr = OWN if FULL else ROW_MAJOR
+    STORE: gl.constexpr = OWN if AS_IT_IS else ROW_MAJOR
     x = gl.convert_layout(x.to(rows.pointer.dtype.element_ty), STORE)
     row = first + gl.arange(0, ROWS, gl.SliceLayout(1, STORE))
     column = FIRST_COLUMN + gl.arange(0, N, gl.SliceLayout(0, STORE))

@@ -1,0 +1,243 @@
+"""What the Hopper backward kernels share: their division of work, and the order of sums of dQ.
+
+A program has ``SIZE`` keys of one key head and loops over the queries that see them, ``SIZE`` at a
+time: a *turn*. dQ is summed over programs in memory, in float32, and always in the same order, so
+that two runs agree bit for bit: the program of the last keys first. One warp waits for the
+programs before (:func:`open_turns`), another tells the one after (:func:`close_turns`). Under a
+causal mask that order costs little: the program of the keys before starts its loop one turn
+earlier, and so comes to each turn one turn later.
+
+That order cannot block: programs start in the order of their indices, so whichever a program
+waits for has started before it.
+"""
+
+# Triton's types are not Python's.
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
+
+from kernels.flash.hopper.tiles import ROWS, columns
+
+
+class Inputs(NamedTuple):
+    """Descriptors of the tensors that TMA copies from."""
+
+    q: Any
+    do: Any
+    k: Any
+    v: Any
+    statistics: Any
+    """Two lines for each query head: lse in units of log2, and delta num_lines further on."""
+
+
+class Heads(NamedTuple):
+    """The query heads of a program, which share a key head."""
+
+    out_head: Any
+    """The head of dk and dv that this program fills."""
+    num_heads: Any
+    """Query heads of a sequence."""
+    first_head: Any
+    num_members: Any
+    """Query heads of this program."""
+    kv_head: Any
+    num_lines: Any
+    """Query heads of the whole batch."""
+    padded_len: Any
+    """Rows of a line of the statistics."""
+
+
+class Turns(NamedTuple):
+    """The keys of a program, and the turns whose queries see some of them."""
+
+    first_key: Any
+    first: Any
+    end: Any
+    num_masked: Any
+    """Turns, the first ones, that need the mask."""
+    key_tile: Any
+    num_key_tiles: Any
+    offset: Any
+    """The last key that the first query sees."""
+
+
+class Gradients(NamedTuple):
+    """Destinations of dk and dv, with their strides."""
+
+    dk_ptr: Any
+    dv_ptr: Any
+    stride_kb: Any
+    stride_kh: Any
+    stride_ks: Any
+    stride_vb: Any
+    stride_vh: Any
+    stride_vs: Any
+
+
+@gluon.jit
+def place_in_order(heads_at_once, num_key_tiles):
+    """The head and the key tile of this program.
+
+    Programs start in order, and of one head the last keys have to be added to dQ first. So many
+    heads take turns, which leaves the long programs of all of them, not of the last head alone,
+    for the end; and where all programs are as long, they meet at a turn's dQ later.
+    """
+    index = gl.program_id(0)
+    num_heads = gl.num_programs(0) // num_key_tiles
+    first_head = index // (heads_at_once * num_key_tiles) * heads_at_once
+    width = gl.minimum(heads_at_once, num_heads - first_head)
+    index -= first_head * num_key_tiles
+    return first_head + index % width, num_key_tiles - 1 - index // width
+
+
+@gluon.jit
+def turns_of_keys(key_tile, q_len, kv_len, SIZE: gl.constexpr, CAUSAL: gl.constexpr):
+    """The turns of the program with one tile of keys; none if it lies behind the sequence."""
+    first = key_tile * SIZE
+    num_key_tiles = gl.cdiv(kv_len, SIZE)
+    num_turns = gl.cdiv(q_len, SIZE)
+    offset = kv_len - q_len
+    first_turn = 0
+    num_masked = 0
+    if CAUSAL:
+        first_turn = gl.minimum(gl.maximum(first - offset, 0) // SIZE, num_turns)
+        last_key = first + SIZE - 1
+        first_unmasked = gl.cdiv(gl.maximum(last_key - offset, 0), SIZE)
+        num_masked = gl.maximum(gl.minimum(first_unmasked, num_turns) - first_turn, 0)
+    if first + SIZE > kv_len:
+        num_masked = num_turns - first_turn
+    if first >= kv_len:
+        first_turn = num_turns
+        num_masked = 0
+    return Turns(
+        first_key=first,
+        first=first_turn,
+        end=num_turns,
+        num_masked=num_masked,
+        key_tile=key_tile,
+        num_key_tiles=num_key_tiles,
+        offset=offset,
+    )
+
+
+@gluon.jit
+def programs_before(turn, turns, SIZE: gl.constexpr, CAUSAL: gl.constexpr):
+    """The number of programs, of later keys, that add to a turn's dQ before this one."""
+    last = turns.num_key_tiles - 1
+    if CAUSAL:
+        last = gl.minimum(last, (turn * SIZE + SIZE - 1 + turns.offset) // SIZE)
+    return last - turns.key_tile
+
+
+@gluon.jit
+def open_turns(counts, shared, heads, seq, turns, SIZE: gl.constexpr, CAUSAL: gl.constexpr):
+    """The warp that lets the consumers add to dQ once all programs before have done so.
+
+    A barrier tells only even phases from odd ones, so nobody may fall two phases behind another.
+    Hence a turn opens when the consumers are done with the one before and the two turns before
+    that are closed; ``done`` and ``closed`` are two barriers each, for turns in turn.
+    """
+    step = 0
+    for member in range(heads.num_members):
+        line = seq.batch * heads.num_heads + heads.first_head + member
+        of_line = counts + (line.to(gl.int64) * heads.padded_len + seq.line_start) // SIZE
+        for turn in range(turns.first, turns.end):
+            before = programs_before(turn, turns, SIZE, CAUSAL)
+            while gl.atomic_add(of_line + turn, 0, sem="acquire", scope="gpu") < before:
+                pass
+            # The phases of steps -1 and -2 count as over at the start.
+            mbarrier.wait(shared.done.index((step + 1) & 1), ((step + 3) >> 1) & 1)
+            mbarrier.wait(shared.closed.index(step & 1), ((step + 2) >> 1) & 1)
+            mbarrier.arrive(shared.opened)
+            step += 1
+
+
+@gluon.jit
+def close_turns(counts, shared, heads, seq, turns, SIZE: gl.constexpr, CAUSAL: gl.constexpr):
+    """The warp that lets the next program add once all of this one's additions are in memory.
+
+    Apart from :func:`open_turns` because waiting for memory takes a third of a turn.
+    """
+    step = 0
+    for member in range(heads.num_members):
+        line = seq.batch * heads.num_heads + heads.first_head + member
+        of_line = counts + (line.to(gl.int64) * heads.padded_len + seq.line_start) // SIZE
+        for turn in range(turns.first, turns.end):
+            before = programs_before(turn, turns, SIZE, CAUSAL)
+            mbarrier.wait(shared.done.index(step & 1), (step >> 1) & 1)
+            gl.atomic_xchg(of_line + turn, before + 1, sem="release", scope="gpu")
+            mbarrier.arrive(shared.closed.index(step & 1))
+            step += 1
+
+
+@gluon.jit
+def by_thread(x):
+    """[64, N] in a wgmma accumulator's layout as [64 * N], what a thread holds in fours.
+
+    Written in this order a warp's addition is 512 consecutive bytes; hopper_rows.finish_dq
+    puts rows and columns in order again.
+    """
+    N: gl.constexpr = x.shape[1]
+    return x.reshape([4, 2, 8, N // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([ROWS * N])
+
+
+@gluon.jit
+def add_to_dq(pointer, dq, is_first):
+    """Add a tile [64, N] of dQ in memory; the first program to come writes it."""
+    x = by_thread(dq)
+    LAYOUT: gl.constexpr = x.type.layout
+    places = pointer + gl.arange(0, x.shape[0], LAYOUT)
+    if is_first:
+        gl.store(places, x)
+    else:
+        gl.atomic_add(places, x, sem="relaxed", scope="gpu")
+
+
+@gluon.jit
+def probabilities(
+    s,
+    lse,
+    first_key,
+    first_query,
+    offset,
+    kv_len,
+    scale_log2,
+    CAUSAL: gl.constexpr,
+    MASKED: gl.constexpr,
+):
+    """P^T [64 keys, 64 queries]; queries beyond the sequence have lse = inf, and so P = 0."""
+    p = gl.exp2(s * scale_log2 - lse[None, :])
+    if MASKED:
+        LAYOUT: gl.constexpr = s.type.layout
+        key = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+        last = gl.full([ROWS], kv_len - 1, gl.int32, gl.SliceLayout(0, LAYOUT))
+        if CAUSAL:
+            query = first_query + gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))
+            last = gl.minimum(query + offset, last)
+        p = gl.where(key[:, None] <= last[None, :], p, 0.0)
+    return p
+
+
+@gluon.jit
+def start_scores(a, b_tile, zeros, MAIN: gl.constexpr, TAIL: gl.constexpr):
+    """K Q^T or V dO^T over MAIN + TAIL columns, on its way; a is in registers or shared memory."""
+    s = warpgroup_mma(
+        columns(a, 0, MAIN),
+        columns(b_tile, 0, MAIN).permute((1, 0)),
+        zeros,
+        use_acc=False,
+        is_async=True,
+    )
+    if TAIL > 0:
+        s = warpgroup_mma(
+            columns(a, MAIN, TAIL),
+            columns(b_tile, MAIN, TAIL).permute((1, 0)),
+            s,
+            is_async=True,
+        )
+    return s
