@@ -133,8 +133,8 @@ class FlashTriton(Attention):
 
         In float32 three: the forward pass keeps a second number of each row's lse.
         """
-        narrow = problem.dtype in ("bfloat16", "float16") and problem.head_dim <= 128
-        if self.implementation == "plain" or problem.device != "cuda" or not narrow:
+        half = problem.dtype in ("bfloat16", "float16") and problem.head_dim % 8 == 0
+        if self.implementation == "plain" or problem.device != "cuda" or not half:
             row_bytes = 12.0 if problem.dtype == "float32" else 8.0
             return row_bytes * problem.batch_size * problem.num_heads * problem.q_len
         from kernels.flash.hopper import schedule

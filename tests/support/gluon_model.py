@@ -65,6 +65,7 @@ class Tile:
 
     holds: tuple[str, int] | None = None
     """Name of the tensor and first row; None before the first copy and while one is under way."""
+    shape = ANYTHING
 
     def permute(self, _: Any) -> Tile:
         return self
@@ -350,6 +351,7 @@ def run_program(
     kv_len: int,
     tiles: int,
     stages: int,
+    tail: int,
     causal: bool,
     cu_seqlens: tuple[list[int], list[int]] | None = None,
     sequence: int = 0,
@@ -358,6 +360,7 @@ def run_program(
     """The results of one program: for each consumer's first row, the scores that made up its o.
 
     Args:
+        tail: columns of the head dim that a second matmul takes; 0 for none.
         cu_seqlens: of queries and keys of a packed batch, whose longest have q_len and kv_len.
         edit: a line of the kernel's source, and what to put in its place.
     """
@@ -373,6 +376,7 @@ def run_program(
         "warpgroup_mma": machine.warpgroup_mma,
         "warpgroup_mma_wait": machine.warpgroup_mma_wait,
         "store_rows": machine.store_rows,
+        "columns": lambda tile, *_: tile,
         "masked": lambda s, *_: s,
         "row_sums_by_thread": ANYTHING,
         "softmax_step": lambda s, m, total, *_: (s, m, total, ANYTHING),
@@ -386,7 +390,7 @@ def run_program(
         names |= {name: getattr(module, name) for name in structures}
     for module, functions in (
         (hopper_tiles, ("sequence", "key_tiles")),
-        (hopper_forward, ("query_tile", "produce", "advance", "consume", "flash_forward")),
+        (hopper_forward, ("query_tile", "produce", "start_scores", "advance", "consume", "flash_forward")),
     ):
         for function in functions:
             source = textwrap.dedent(inspect.getsource(getattr(module, function).fn))
@@ -399,6 +403,6 @@ def run_program(
         *(Descriptor(name) for name in "qkv"),
         *(ANYTHING, ANYTHING, *starts, 0, 0, 0),
         *(Heads(1), 1, q_len, kv_len, 0, ANYTHING),
-        *(128, stages, tiles, 64, 64, causal, cu_seqlens is not None, 4),
+        *(128, stages, tiles, 96, 128, 64, tail, causal, cu_seqlens is not None, 4),
     )
     return machine.stored

@@ -19,6 +19,7 @@ def check(seed: int, edit: tuple[str, str] | None = None) -> None:
     rng = random.Random(seed)
     tiles, stages, causal = rng.choice((1, 2, 3)), rng.choice((2, 3, 4)), rng.random() < 0.7
     q_len, kv_len = rng.randint(1, 800), rng.randint(1, 800)
+    tail = rng.choice((0, 32))
     cu_seqlens, lengths = None, [(q_len, kv_len)]
     if rng.random() < 0.3:
         lengths += [(rng.randint(0, q_len), rng.randint(0, kv_len)) for _ in range(2)]
@@ -42,6 +43,7 @@ def check(seed: int, edit: tuple[str, str] | None = None) -> None:
                 kv_len=kv_len,
                 tiles=tiles,
                 stages=stages,
+                tail=tail,
                 causal=causal,
                 cu_seqlens=cu_seqlens,
                 sequence=sequence,
