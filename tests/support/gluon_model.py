@@ -390,7 +390,10 @@ def run_program(
         names |= {name: getattr(module, name) for name in structures}
     for module, functions in (
         (hopper_tiles, ("sequence", "key_tiles")),
-        (hopper_forward, ("query_tile", "produce", "start_scores", "advance", "consume", "flash_forward")),
+        (
+            hopper_forward,
+            ("query_tile", "produce", "start_scores", "advance", "consume", "flash_forward"),
+        ),
     ):
         for function in functions:
             source = textwrap.dedent(inspect.getsource(getattr(module, function).fn))

@@ -44,7 +44,6 @@ from kernels.flash.hopper.backward_order import (
     Gradients,
     Heads,
     Inputs,
-    Turns,
     add_to_dq,
     close_turns,
     open_turns,

@@ -377,9 +377,7 @@ def accumulate(
                     STAGES, MAIN, TAIL, CAUSAL, False,
                 )  # fmt: skip
             else:
-                progress = turn_of_gradients(
-                    shared, views, progress, now, STAGES, MAIN, TAIL
-                )
+                progress = turn_of_gradients(shared, views, progress, now, STAGES, MAIN, TAIL)
             dq_ptr = of_line + turn * (ROWS * BLOCK_D)
             before = programs_before(turn, turns, ROWS, CAUSAL)
     parity = progress.parity

@@ -355,7 +355,15 @@ class TestOnHopper:
 
     @pytest.mark.parametrize("causal", [True, False])
     def test_against_float64(self, causal: bool) -> None:
-        for shape in ("square", "more keys", "fewer keys", "one token", "ragged", "wide", "grouped"):
+        for shape in (
+            "square",
+            "more keys",
+            "fewer keys",
+            "one token",
+            "ragged",
+            "wide",
+            "grouped",
+        ):
             self.check(shape, torch.bfloat16, causal)
 
     @pytest.mark.exhaustive
