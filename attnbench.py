@@ -66,7 +66,10 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "Checkpoints": {
-        "parallel.checkpoints": ("save_checkpoint", "load_checkpoint", "sharded_state_dict"),
+        "parallel.checkpoints": (
+            *("save_checkpoint", "save_checkpoint_in_background"),
+            *("load_checkpoint", "sharded_state_dict"),
+        ),
     },
     "Tensor parallelism": {
         "parallel.tensor": (

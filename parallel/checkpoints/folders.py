@@ -58,18 +58,23 @@ def save_checkpoint(
     Raises:
         ValueError: the model is on other ranks.
     """
+    state = begin_saving(folder, model, optimizer, group)
+    with _quietly():
+        dcp.save(
+            state, checkpoint_id=folder, process_group=group, no_dist=not dist.is_initialized()
+        )
+
+
+def begin_saving(
+    folder: Folder, model: nn.Module, optimizer: Optimizer | None, group: dist.ProcessGroup | None
+) -> dict[str, Any]:
+    """What is to be saved, in the training's own memory; the folder holds no checkpoint now."""
     _require_all_ranks(model, group)
     if not dist.is_initialized() or dist.get_rank(group) == 0:
         # What an interrupted save leaves of an older one is no checkpoint: no rank writes before
         # this one has planned with it.
         (Path(folder) / METADATA).unlink(missing_ok=True)
-    with _quietly():
-        dcp.save(
-            {**sharded_state_dict(model, optimizer), TIES: ties_of(model)},
-            checkpoint_id=folder,
-            process_group=group,
-            no_dist=not dist.is_initialized(),
-        )
+    return {**sharded_state_dict(model, optimizer), TIES: ties_of(model)}
 
 
 def load_checkpoint(

@@ -67,6 +67,12 @@ class PartOfTensor(Tensor):
     def size(self, dim: int | None = None) -> Any:
         return self.whole if dim is None else self.whole[dim]
 
+    def new_empty(self, *_: Any, **__: Any) -> Any:
+        raise ValueError(
+            "torch.distributed.checkpoint.async_save copies no parts of tensors: use "
+            "parallel.checkpoints.save_checkpoint_in_background"
+        )
+
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         return [
             WriteItem(
@@ -90,6 +96,19 @@ class PartOfTensor(Tensor):
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         assert index.offset is not None, "boxes are named by their offsets"
         return self.pieces[torch.Size(index.offset)]
+
+
+def copy_of(part: PartOfTensor) -> PartOfTensor:
+    """The same part in memory of its own, on the CPU."""
+    plain = part.as_subclass(Tensor)
+    copied = plain.to("cpu", copy=True)
+    copy = copied.as_subclass(PartOfTensor)
+    copy.whole, first = part.whole, plain.storage_offset()
+    copy.pieces = {
+        offsets: copied.as_strided(piece.size(), piece.stride(), piece.storage_offset() - first)
+        for offsets, piece in part.pieces.items()
+    }
+    return copy
 
 
 def part_of(elements: Tensor, origin: ShardOrigin) -> PartOfTensor:
