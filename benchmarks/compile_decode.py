@@ -140,7 +140,7 @@ def _type(name: str, dtype: str) -> str:
         return "*fp32"
     if name.endswith("_ptr"):
         return f"*{dtype}"
-    return "fp32" if name == "scale_log2" else "i32"
+    return "fp32" if name in ("scale_log2", "unit_scale") else "i32"
 
 
 def main() -> int:

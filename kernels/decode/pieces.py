@@ -1,9 +1,11 @@
 """Partial results of lines that several workers share, and their merge by the last to finish.
 
-A worker that holds a piece of a line writes the piece's normalised output and its log-sum-exp
-(both float32, the latter in units of log2) to its own slot, and then counts itself in with one
-atomic addition. Whoever counts in last reads all slots of the line, in the order of the keys,
-and writes the merged output: one launch, no waiting, and equal bits whoever is last.
+A worker that holds a piece of a line writes the state of its softmax (the weighted sum of values,
+the maximum m that it is relative to, and the sum of the weights, in float32) to its own slot, and
+then counts itself in with one atomic addition. Whoever counts in last reads all slots of the line,
+in the order of the keys, and writes the merged output: one launch, no waiting, and equal bits
+whoever is last. A log-sum-exp in place of m and the sum would be rounded: at scores of thousands
+by a thousandth, which the piece's weight would be off by.
 
 The addition releases what its program wrote and acquires what the others did, at the scope of
 the device; the barrier before it puts the stores of all threads before the one thread that adds
@@ -27,23 +29,26 @@ def slot_of(worker, row_tile, continues, ROW_TILES: tl.constexpr):
 
 @triton.jit
 def store_piece(
-    o,
-    lse,
+    acc,
+    m,
+    l,  # noqa: E741
     pieces_ptr,
-    piece_lse_ptr,
     slot,
     num_rows,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """o [BLOCK_M, BLOCK_D] and lse [BLOCK_M] of the first ``num_rows`` rows to a slot."""
+    """acc [BLOCK_M, BLOCK_D], m and l [BLOCK_M] of the first ``num_rows`` rows to a slot."""
     rows = tl.arange(0, BLOCK_M)
     columns = tl.arange(0, BLOCK_D)
     inside = rows < num_rows
     first = tl.cast(slot, tl.int64) * BLOCK_M
-    tl.store(piece_lse_ptr + first + rows, lse, mask=inside)
+    num_places = tl.cast(tl.num_programs(0), tl.int64) * 2 * BLOCK_M
+    m_ptr = pieces_ptr + num_places * BLOCK_D
+    tl.store(m_ptr + first + rows, m, mask=inside)
+    tl.store(m_ptr + num_places + first + rows, l, mask=inside)
     places = pieces_ptr + first * BLOCK_D + rows[:, None] * BLOCK_D + columns[None, :]
-    tl.store(places, o, mask=inside[:, None])
+    tl.store(places, acc, mask=inside[:, None])
 
 
 @triton.jit
@@ -60,7 +65,7 @@ def is_last(counter_ptr, num_pieces):
 @triton.jit
 def merge_pieces(
     pieces_ptr,
-    piece_lse_ptr,
+    num_programs,
     first_worker,
     last_worker,
     row_tile,
@@ -74,14 +79,22 @@ def merge_pieces(
     MERGE_PIECES: tl.constexpr,
     MERGE_ROWS: tl.constexpr,
     MERGE_COLUMNS: tl.constexpr,
+    SUMS: tl.constexpr,
+    NATURAL: tl.constexpr,
 ):
     """The merged output of one line's rows to memory.
 
     MERGE_PIECES slots are read at a time, for they are as far away as the L2 cache.
 
     Args:
+        num_programs: those that wrote the pieces, with two slots each.
         out_rows: pointers [MERGE_ROWS] to the rows of the output; rows: their numbers.
+        SUMS: pieces are as :func:`store_piece` writes them; else normalised outputs, each with
+            its log-sum-exp in the place of m, and nothing in that of the sum.
+        NATURAL: m is in natural units, else in those of log2.
     """
+    num_places = tl.cast(num_programs, tl.int64) * 2 * BLOCK_M
+    m_ptr = pieces_ptr + num_places * BLOCK_D
     for first_column in range(0, BLOCK_D, MERGE_COLUMNS):
         columns = first_column + tl.arange(0, MERGE_COLUMNS)
         top = tl.full([MERGE_ROWS], float("-inf"), tl.float32)
@@ -94,18 +107,25 @@ def merge_pieces(
             places = tl.cast(slots, tl.int64)[:, None] * BLOCK_M + rows[None, :]
             inside = (workers <= last_worker)[:, None] & (rows < num_rows)[None, :]
             # From L2: this multiprocessor's L1 may hold what a slot was before.
-            lse = tl.load(
-                piece_lse_ptr + places, mask=inside, other=float("-inf"), cache_modifier=".cg"
-            )
+            m = tl.load(m_ptr + places, mask=inside, other=float("-inf"), cache_modifier=".cg")
             o = tl.load(
                 pieces_ptr + places[:, :, None] * BLOCK_D + columns[None, None, :],
                 mask=inside[:, :, None], other=0.0, cache_modifier=".cg",
             )  # fmt: skip
-            new_top = tl.maximum(top, tl.max(lse, 0))
+            new_top = tl.maximum(top, tl.max(m, 0))
             reference = tl.where(new_top == float("-inf"), 0.0, new_top)
-            weights = tl.exp2(lse - reference[None, :])
-            shrink = tl.exp2(top - reference)
-            total = total * shrink + tl.sum(weights, 0)
+            weights, shrink = m - reference[None, :], top - reference
+            if NATURAL:
+                weights, shrink = tl.exp(weights), tl.exp(shrink)
+            else:
+                weights, shrink = tl.exp2(weights), tl.exp2(shrink)
+            sums = weights
+            if SUMS:
+                l = tl.load(  # noqa: E741
+                    m_ptr + num_places + places, mask=inside, other=0.0, cache_modifier=".cg"
+                )
+                sums = weights * l
+            total = total * shrink + tl.sum(sums, 0)
             merged = merged * shrink[:, None] + tl.sum(weights[:, :, None] * o, 0)
             top = new_top
         merged = merged / tl.where(total == 0.0, 1.0, total)[:, None]

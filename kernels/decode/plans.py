@@ -58,6 +58,8 @@ class Plan(NamedTuple):
     """Programs, and the rows and columns of what each may leave."""
     num_counters: int
     """One for each line and row tile."""
+    unit: float
+    """Factor of the scale: 1 in natural units, log2 e in those of log2."""
 
     def __call__(self, *tensors: Tensor, scale: float) -> None:
         """Launch with the tensors of a call and newly allocated workspace."""
@@ -67,7 +69,7 @@ class Plan(NamedTuple):
                 *tensors,
                 workspace.pieces(*self.pieces, device),
                 workspace.counters(self.num_counters, device),
-                floats=(scale * LOG2_E,),
+                floats=(scale * self.unit,),
             )
 
 
@@ -88,6 +90,7 @@ def plan_of(
         device=call.device,
         pieces=(num_programs, constants["BLOCK_M"], call.block_d),
         num_counters=call.batch_size * call.num_kv_heads * row_tiles,
+        unit=1.0 if constants["NATURAL"] else LOG2_E,
     )
 
 
@@ -108,6 +111,8 @@ def shared_constants(call: Call, tiles: configs.Tiles, *, merge_values: int) -> 
         "MERGE_PIECES": min(16, max(1, budget // (merge_rows * merge_columns))),
         "MERGE_ROWS": merge_rows,
         "MERGE_COLUMNS": merge_columns,
+        # log2 e has more digits than float32: a score of thousands would lose a thousandth by it.
+        "NATURAL": call.dtype == torch.float32,
         "PRECISION": "tf32x3" if call.dtype == torch.float32 else "ieee",
         "UPCAST": INTERPRETED and call.dtype == torch.bfloat16,
         "num_warps": tiles.num_warps,

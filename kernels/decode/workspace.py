@@ -44,6 +44,6 @@ def _reserved(count: int, device: torch.device) -> Tensor:
 
 
 def pieces(num_programs: int, block_m: int, block_d: int, device: torch.device) -> Tensor:
-    """Two slots for each program: [block_m, block_d] float32 and the log-sum-exp of its rows."""
-    values = 2 * num_programs * block_m * (block_d + 1)
+    """Two slots for each program: [block_m, block_d] float32, and two numbers for each row."""
+    values = 2 * num_programs * block_m * (block_d + 2)
     return torch.empty(values, dtype=torch.float32, device=device)

@@ -30,7 +30,7 @@ import triton.language as tl
 from kernels.decode.cache_tiles import blocks_of, load_rotated, load_rows, tile_rows
 from kernels.decode.pieces import is_last, merge_pieces, slot_of, store_piece
 from kernels.decode.schedule import share_of, units_of, worker_of
-from kernels.flash.any_gpu.tiles import dot
+from kernels.flash.any_gpu.tiles import dot, power
 
 
 @triton.jit(
@@ -74,7 +74,7 @@ def flash_decode_kernel(
     max_positions,
     num_workers,
     min_units,
-    scale_log2,
+    unit_scale,
     NUM_KV_HEADS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     NEW: tl.constexpr,
@@ -91,12 +91,14 @@ def flash_decode_kernel(
     MERGE_PIECES: tl.constexpr,
     MERGE_ROWS: tl.constexpr,
     MERGE_COLUMNS: tl.constexpr,
+    NATURAL: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """Output and appended tokens of one worker's share; grid: num_workers * ROW_TILES.
 
-    ``k_stride_b`` is a sequence's stride, or a block's if paged; ``scale_log2`` is scale log2 e.
+    ``k_stride_b`` is a sequence's stride, or a block's if paged; ``unit_scale`` is the scale, times
+    log2 e unless NATURAL.
     """
     worker = tl.program_id(0) // ROW_TILES
     row_tile = tl.program_id(0) % ROW_TILES
@@ -106,7 +108,6 @@ def flash_decode_kernel(
     )  # fmt: skip
     if worker >= num_workers:
         return
-    piece_lse_ptr = pieces_ptr + tl.cast(tl.num_programs(0), tl.int64) * 2 * BLOCK_M * BLOCK_D
     tile_row = tl.arange(0, BLOCK_M)
     row = row_tile * BLOCK_M + tile_row
     token = row % NEW
@@ -150,7 +151,7 @@ def flash_decode_kernel(
             k = load_rows(k_rows, inside, HEAD_DIM, BLOCK_D)
             v = load_rows(v_rows, inside, HEAD_DIM, BLOCK_D)
             acc, m, l = _attend(  # noqa: E741
-                acc, m, l, q, k, v, inside[None, :], scale_log2, PRECISION, UPCAST
+                acc, m, l, q, k, v, inside[None, :], unit_scale, NATURAL, PRECISION, UPCAST
             )
             blocks = next_blocks
 
@@ -183,12 +184,12 @@ def flash_decode_kernel(
                 tl.store(v_rows[:, None] + columns[None, :], v, written)
             seen = (new[None, :] <= token[:, None]) & new_inside[None, :]
             acc, m, l = _attend(  # noqa: E741
-                acc, m, l, q, k, v, seen, scale_log2, PRECISION, UPCAST
+                acc, m, l, q, k, v, seen, unit_scale, NATURAL, PRECISION, UPCAST
             )
 
-        o = acc / l[:, None]
         out_base = out_ptr + batch * out_stride_b
         if (first == 0) & (last == units):
+            o = acc / l[:, None]
             out_rows = (
                 out_base
                 + (kv_head * GROUP_SIZE + row // NEW) * out_stride_h + token * out_stride_t
@@ -201,8 +202,7 @@ def flash_decode_kernel(
             )
         else:
             slot = slot_of(worker, row_tile, first > 0, ROW_TILES)
-            lse = m + tl.log2(l)
-            store_piece(o, lse, pieces_ptr, piece_lse_ptr, slot, num_rows, BLOCK_M, BLOCK_D)
+            store_piece(acc, m, l, pieces_ptr, slot, num_rows, BLOCK_M, BLOCK_D)
             first_worker = worker_of(line_start, total, num_workers)
             last_worker = worker_of(line_start + units - 1, total, num_workers)
             counter = (sequence * NUM_KV_HEADS + kv_head) * ROW_TILES + row_tile
@@ -210,11 +210,11 @@ def flash_decode_kernel(
                 merge_row = tl.arange(0, MERGE_ROWS)
                 out_row = row_tile * BLOCK_M + merge_row
                 merge_pieces(
-                    pieces_ptr, piece_lse_ptr, first_worker, last_worker, row_tile,
+                    pieces_ptr, tl.num_programs(0), first_worker, last_worker, row_tile,
                     out_base + (kv_head * GROUP_SIZE + out_row // NEW) * out_stride_h
                     + out_row % NEW * out_stride_t,
                     merge_row, num_rows, BLOCK_M, BLOCK_D, HEAD_DIM,
-                    ROW_TILES, MERGE_PIECES, MERGE_ROWS, MERGE_COLUMNS,
+                    ROW_TILES, MERGE_PIECES, MERGE_ROWS, MERGE_COLUMNS, True, NATURAL,
                 )  # fmt: skip
 
         unit = line_start + last
@@ -224,13 +224,28 @@ def flash_decode_kernel(
 
 
 @triton.jit
-def _attend(acc, m, l, q, k, v, seen, scale_log2, PRECISION: tl.constexpr, UPCAST: tl.constexpr):  # noqa: E741
-    """One step of the online softmax; every row sees at least one key of the tile."""
-    scores = dot(q, tl.trans(k), None, PRECISION, UPCAST) * scale_log2
-    scores = tl.where(seen, scores, float("-inf"))
-    m_new = tl.maximum(m, tl.max(scores, 1))
-    p = tl.exp2(scores - m_new[:, None])
-    shrink = tl.exp2(m - m_new)
+def _attend(
+    acc,
+    m,
+    l,  # noqa: E741
+    q,
+    k,
+    v,
+    seen,
+    unit_scale,
+    NATURAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """One step of the online softmax; every row sees at least one key of the tile.
+
+    p, shrink and what l and acc are relative to all refer to m, one float32 value: its rounding
+    cancels. The mask comes after the subtraction, which is fused with the product before it.
+    """
+    scores = dot(q, tl.trans(k), None, PRECISION, UPCAST) * unit_scale
+    m_new = tl.maximum(m, tl.max(tl.where(seen, scores, float("-inf")), 1))
+    p = tl.where(seen, power(scores - m_new[:, None], NATURAL), 0.0)
+    shrink = power(m - m_new, NATURAL)
     l = l * shrink + tl.sum(p, 1)  # noqa: E741
     acc = dot(p.to(v.dtype), v, acc * shrink[:, None], PRECISION, UPCAST)
     return acc, m_new, l

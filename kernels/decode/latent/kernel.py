@@ -24,7 +24,7 @@ import triton.language as tl
 from kernels.decode.cache_tiles import blocks_of, load_rows, tile_rows
 from kernels.decode.pieces import is_last, merge_pieces, slot_of, store_piece
 from kernels.decode.schedule import share_of, units_of, worker_of
-from kernels.flash.any_gpu.tiles import dot
+from kernels.flash.any_gpu.tiles import dot, power
 
 
 @triton.jit(do_not_specialize=["batch_size", "num_workers", "min_units"])
@@ -52,7 +52,7 @@ def latent_decode_kernel(
     batch_size,
     num_workers,
     min_units,
-    scale_log2,
+    unit_scale,
     NUM_HEADS: tl.constexpr,
     NEW: tl.constexpr,
     RANK: tl.constexpr,
@@ -67,13 +67,14 @@ def latent_decode_kernel(
     MERGE_PIECES: tl.constexpr,
     MERGE_ROWS: tl.constexpr,
     MERGE_COLUMNS: tl.constexpr,
+    NATURAL: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """Output of one worker's share; grid: num_workers * ROW_TILES.
 
-    ``cache_stride_b`` is a sequence's stride, or a block's if paged; ``scale_log2`` is scale
-    log2 e.
+    ``cache_stride_b`` is a sequence's stride, or a block's if paged; ``unit_scale`` is the
+    scale, times log2 e unless NATURAL.
     """
     worker = tl.program_id(0) // ROW_TILES
     row_tile = tl.program_id(0) % ROW_TILES
@@ -82,7 +83,6 @@ def latent_decode_kernel(
     )
     if worker >= num_workers:
         return
-    piece_lse_ptr = pieces_ptr + tl.cast(tl.num_programs(0), tl.int64) * 2 * BLOCK_M * BLOCK_D
     row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     row_inside = row < NUM_HEADS * NEW
     num_rows = NUM_HEADS * NEW - row_tile * BLOCK_M
@@ -120,23 +120,23 @@ def latent_decode_kernel(
             c = load_rows(rows, inside, RANK, BLOCK_D)
             k_rope = load_rows(rows + RANK, inside, ROPE_DIM, BLOCK_ROPE)
             scores = dot(q_rope, tl.trans(k_rope), None, PRECISION, UPCAST)
-            scores = dot(q, tl.trans(c), scores, PRECISION, UPCAST) * scale_log2
-            scores = tl.where(key[None, :] < num_seen[:, None], scores, float("-inf"))
-            m_new = tl.maximum(m, tl.max(scores, 1))
+            scores = dot(q, tl.trans(c), scores, PRECISION, UPCAST) * unit_scale
+            seen = key[None, :] < num_seen[:, None]
+            m_new = tl.maximum(m, tl.max(tl.where(seen, scores, float("-inf")), 1))
             # An early new token may see no key of the piece: -inf - -inf is not a number.
             reference = tl.where(m_new == float("-inf"), 0.0, m_new)
-            p = tl.exp2(scores - reference[:, None])
-            shrink = tl.exp2(m - reference)
+            # As in the dense kernel: all refer to m, and the subtraction is fused with the product.
+            p = tl.where(seen, power(scores - reference[:, None], NATURAL), 0.0)
+            shrink = power(m - reference, NATURAL)
             l = l * shrink + tl.sum(p, 1)  # noqa: E741
             acc = dot(p.to(c.dtype), c, acc * shrink[:, None], PRECISION, UPCAST)
             m = m_new
             blocks = next_blocks
 
-        # A query without any key: zero and, since m is, minus infinity. NaN stays NaN.
-        l = tl.where(l == 0.0, 1.0, l)  # noqa: E741
-        o = acc / l[:, None]
         out_base = out_ptr + batch * out_stride_b
         if (first == 0) & (last == units):
+            # A query without any key: zero. NaN stays NaN.
+            o = acc / tl.where(l == 0.0, 1.0, l)[:, None]
             columns = tl.arange(0, BLOCK_D)
             out_rows = out_base + row // NEW * out_stride_h + row % NEW * out_stride_t
             tl.store(
@@ -146,8 +146,7 @@ def latent_decode_kernel(
             )
         else:
             slot = slot_of(worker, row_tile, first > 0, ROW_TILES)
-            lse = m + tl.log2(l)
-            store_piece(o, lse, pieces_ptr, piece_lse_ptr, slot, num_rows, BLOCK_M, BLOCK_D)
+            store_piece(acc, m, l, pieces_ptr, slot, num_rows, BLOCK_M, BLOCK_D)
             first_worker = worker_of(before, total, num_workers)
             last_worker = worker_of(before + units - 1, total, num_workers)
             counter = sequence * ROW_TILES + row_tile
@@ -155,10 +154,10 @@ def latent_decode_kernel(
                 merge_row = tl.arange(0, MERGE_ROWS)
                 out_row = row_tile * BLOCK_M + merge_row
                 merge_pieces(
-                    pieces_ptr, piece_lse_ptr, first_worker, last_worker, row_tile,
+                    pieces_ptr, tl.num_programs(0), first_worker, last_worker, row_tile,
                     out_base + out_row // NEW * out_stride_h + out_row % NEW * out_stride_t,
                     merge_row, num_rows, BLOCK_M, BLOCK_D, RANK,
-                    ROW_TILES, MERGE_PIECES, MERGE_ROWS, MERGE_COLUMNS,
+                    ROW_TILES, MERGE_PIECES, MERGE_ROWS, MERGE_COLUMNS, True, NATURAL,
                 )  # fmt: skip
 
         unit = before + last

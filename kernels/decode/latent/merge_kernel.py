@@ -58,10 +58,9 @@ def merge_kernel(
     tile_row = tl.program_id(1) * MERGE_ROWS + tl.arange(0, MERGE_ROWS)
     row = row_tile * BLOCK_M + tile_row
     merge_pieces(
-        pieces_ptr, pieces_ptr + tl.cast(num_programs, tl.int64) * (2 * BLOCK_M * BLOCK_D),
-        first_worker, last_worker, row_tile,
+        pieces_ptr, num_programs, first_worker, last_worker, row_tile,
         out_ptr + tl.cast(sequence, tl.int64) * out_stride_b
         + row // NEW * out_stride_h + row % NEW * out_stride_t,
         tile_row, num_rows - row_tile * BLOCK_M, BLOCK_M, BLOCK_D, BLOCK_D,
-        ROW_TILES, MERGE_PIECES, MERGE_ROWS, BLOCK_D,
+        ROW_TILES, MERGE_PIECES, MERGE_ROWS, BLOCK_D, False, False,
     )  # fmt: skip

@@ -61,7 +61,7 @@ def kind_of(name: str) -> str:
         return "tensordesc<bf16[64, 64],layout>"
     if name.endswith("_ptr"):
         return "*bf16"
-    if name == "scale_log2":
+    if name in ("scale_log2", "unit_scale"):
         return "fp32"
     return "constexpr" if name.isupper() or name == "num_warps" else "i32"
 
@@ -128,7 +128,7 @@ def test_other_tensors_are_passed_without_asking_triton(flash: Fake) -> None:
             "cos_ptr": rotary.cos, "sin_ptr": rotary.sin, "out_ptr": out,
         }  # fmt: skip
         assert flash.addresses(*wanted) == [x.data_ptr() for x in wanted.values()]
-        passed = ctypes.c_float.from_buffer_copy(flash.launches[-1]["scale_log2"]).value
+        passed = ctypes.c_float.from_buffer_copy(flash.launches[-1]["unit_scale"]).value
         assert passed == pytest.approx((0.25 if scale is None else scale) * LOG2_E)
         strides = ("k_stride_b", "k_stride_h", "k_stride_n", "capacity", "max_positions")
         assert flash.addresses(*strides) == [2 * 64 * 16, 64 * 16, 16, 64, 128]
