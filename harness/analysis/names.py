@@ -12,6 +12,10 @@ from harness.store.record import Record
 from kernels import BACKENDS
 from parallel import STRATEGIES
 
+ALWAYS = ("tp", "shard_group")
+"""Options of a strategy that its name shows even where all records agree, if they are set: nothing
+else in a row tells that weights are split, or held in several copies."""
+
 
 class Names:
     """Names of models, backends, precisions and strategies in tables.
@@ -92,7 +96,7 @@ def _distinct_names(choices: Iterable[dict[str, Any] | None]) -> dict[str, str]:
         differing = [
             field
             for field in sorted(values)
-            if field == "tp" or any(peer.get(field) != values[field] for peer in peers)
+            if field in ALWAYS or any(peer.get(field) != values[field] for peer in peers)
         ]
         # An option that is not set is left out, beside those where it is.
         given = [field for field in differing if values.get(field) is not None]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
-from records import ENVIRONMENT, in_rounds, make_record
+from records import ENVIRONMENT, in_rounds, make_record, make_strategy_record
 from status_examples import step_samples
 
 from harness.analysis.frame import build_frame
@@ -102,6 +102,23 @@ class TestFrame:
         second.case["model"]["num_layers"] = 3
         labels = build_frame([first, second])["model"].unique()
         assert list(labels) == ["small(num_layers=12)", "small(num_layers=3)"]
+
+    def test_groups_of_hybrid_sharding_are_always_named(self) -> None:
+        """Also where all rows have the same, and none where weights are in one copy."""
+        hybrid, plain = (
+            make_strategy_record("fsdp", ms=4.0, shard_group=group) for group in (2, None)
+        )
+        assert set(build_frame([hybrid])["strategy"]) == {"fsdp(shard_group=2)"}
+        assert set(build_frame([plain])["strategy"]) == {"fsdp"}
+
+    def test_clipped_steps_are_told_apart(self) -> None:
+        clipped, plain = make_record(samples_ms={"step": [[2.0]]}), make_record()
+        clipped.case["task"]["clip_grad_norm"] = 0.5
+        clipped.notes["gradient_norm"] = 7.25
+        plain.case["task"].pop("clip_grad_norm", None)
+        rows = [build_frame([record]).iloc[0] for record in (clipped, plain)]
+        assert [row["clipping"] for row in rows] == ["norm 0.5", "none"]
+        assert rows[0]["gradient_norm"] == 7.25
 
     def test_no_records_make_no_table(self) -> None:
         frame = build_frame([])
