@@ -45,8 +45,8 @@ def save_checkpoint_in_background(
         before the program ends or the folder is read.
 
     Raises:
-        ValueError: the model is on other ranks, or there is no ``writing_group`` of a part of
-            the world.
+        ValueError: the model is on other ranks, an older checkpoint in the folder cannot be
+            removed, or there is no ``writing_group`` of a part of the world.
     """
     writing = _writer_of(group, writing_group)
     writing.wait()

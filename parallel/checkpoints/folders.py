@@ -56,13 +56,19 @@ def save_checkpoint(
         group: the ranks that train the model; the world if None.
 
     Raises:
-        ValueError: the model is on other ranks.
+        ValueError: the model is on other ranks, or a rank cannot write into the folder.
     """
     state = begin_saving(folder, model, optimizer, group)
-    with _quietly():
-        dcp.save(
-            state, checkpoint_id=folder, process_group=group, no_dist=not dist.is_initialized()
-        )
+    try:
+        with _quietly():
+            dcp.save(
+                state, checkpoint_id=folder, process_group=group, no_dist=not dist.is_initialized()
+            )
+    except CheckpointException as error:
+        # An interruption goes on as it is, so that nobody takes it for an error and goes on.
+        if not isinstance(_first_of(error), Exception):
+            raise
+        raise ValueError(f"{folder}: cannot be written: {_in_one_line(error)}") from None
 
 
 def begin_saving(
@@ -70,11 +76,25 @@ def begin_saving(
 ) -> dict[str, Any]:
     """What is to be saved, in the training's own memory; the folder holds no checkpoint now."""
     _require_all_ranks(model, group)
-    if not dist.is_initialized() or dist.get_rank(group) == 0:
-        # What an interrupted save leaves of an older one is no checkpoint: no rank writes before
-        # this one has planned with it.
-        (Path(folder) / METADATA).unlink(missing_ok=True)
+    # What an interrupted save leaves of an older one is no checkpoint: no rank writes before this.
+    _remove_metadata(folder, group)
     return {**sharded_state_dict(model, optimizer), TIES: ties_of(model)}
+
+
+def _remove_metadata(folder: Folder, group: dist.ProcessGroup | None) -> None:
+    """One rank removes it, and all hear whether it could: those that wait for it would hang."""
+    failed = ""
+    if not dist.is_initialized() or dist.get_rank(group) == 0:
+        try:
+            (Path(folder) / METADATA).unlink(missing_ok=True)
+        except OSError as error:
+            failed = str(error)
+    if dist.is_initialized():
+        told = [failed]
+        dist.broadcast_object_list(told, group=group, group_src=0)
+        (failed,) = told
+    if failed:
+        raise ValueError(f"{folder}: cannot be written: {failed}")
 
 
 def load_checkpoint(
@@ -148,10 +168,19 @@ def _read(folder: Folder, state: dict[str, Any], group: dist.ProcessGroup | None
                 no_dist=not dist.is_initialized(),
             )
     except (CheckpointException, OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
-        failures = getattr(error, "failures", None) or {0: (error,)}
-        first = next(iter(failures.values()))[0]
-        said = str(first).splitlines() or [type(first).__name__]
-        raise ValueError(f"{folder}: a file of it cannot be read: {said[0]}") from None
+        raise ValueError(f"{folder}: a file of it cannot be read: {_in_one_line(error)}") from None
+
+
+def _first_of(error: BaseException) -> BaseException:
+    """Of the errors that ranks had, the first one's; else the error itself."""
+    failures: dict[int, Any] = getattr(error, "failures", None) or {0: (error,)}
+    first: BaseException = next(iter(failures.values()))[0]
+    return first
+
+
+def _in_one_line(error: BaseException) -> str:
+    first = _first_of(error)
+    return next(iter(str(first).splitlines()), type(first).__name__)
 
 
 def _require_ties(saved: tuple[tuple[str, ...], ...], model: nn.Module, folder: Folder) -> None:

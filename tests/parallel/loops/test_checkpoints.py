@@ -269,6 +269,29 @@ def test_an_interrupted_save_over_another_loads_no_mixture(
         load_checkpoint(tmp_path, nn.Linear(2, 2))
 
 
+def say_why_not_saved(group: dist.ProcessGroup, folder: Path) -> list[str]:
+    model, optimizer = make(Tied, fsdp, group, owners=False)
+    said = []
+    for name in ("kept", "nowhere"):
+        with pytest.raises(ValueError, match=r"cannot be written") as caught:
+            save_checkpoint(folder / name, model, optimizer, group=group)
+        said.append(str(caught.value).replace(str(folder), "F"))
+    return said
+
+
+def test_all_ranks_say_why_they_cannot_save(tmp_path: Path) -> None:
+    """Where rank 0 alone fails, at an older checkpoint, and where all do, at the folder."""
+    (tmp_path / "kept" / ".metadata").mkdir(parents=True)
+    (tmp_path / "nowhere").symlink_to(tmp_path / "missing")
+    said = on_ranks(2, say_why_not_saved, tmp_path)
+    assert said == [
+        [
+            "F/kept: cannot be written: [Errno 21] Is a directory: 'F/kept/.metadata'",
+            "F/nowhere: cannot be written: [Errno 17] File exists: 'F/nowhere'",
+        ]
+    ] * len(said)
+
+
 class Heads(nn.Module):
     """An embedding and a head, one parameter or two."""
 
