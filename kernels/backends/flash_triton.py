@@ -36,6 +36,9 @@ IMPLEMENTATIONS = ("auto", "hopper", "plain")
 AUTOGRAD = ("auto", "native", "python")
 """The names of kernels.flash.function, likewise."""
 
+PRECISIONS = ("auto", "ieee", "bf16x6", "tf32")
+"""The names of kernels.flash.call.problem, likewise."""
+
 
 @attention_backend("flash_triton", look=Look(colour="#D55E00", marker=">"))
 @dataclass(kw_only=True, slots=True)
@@ -59,10 +62,10 @@ class FlashTriton(Attention):
                 f"attention.implementation={self.implementation}: "
                 f"must be one of {', '.join(IMPLEMENTATIONS)}"
             )
-        if self.float32_precision not in problem_facts.PRECISIONS:
+        if self.float32_precision not in PRECISIONS:
             raise ValueError(
                 f"attention.float32_precision={self.float32_precision}: "
-                f"must be one of {', '.join(problem_facts.PRECISIONS)}"
+                f"must be one of {', '.join(PRECISIONS)}"
             )
         if self.autograd not in AUTOGRAD:
             raise ValueError(

@@ -10,8 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from kernels.registry import joined_later
-from parallel.data import data_parallel, elementwise_optimizer
-from parallel.data.hybrid_sharding import hybrid_mesh
+from parallel.data import data_parallel, elementwise_optimizer, hybrid_sharding
 from parallel.strategies.strategy import Strategy
 
 COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
@@ -95,7 +94,7 @@ class FullyShardedStrategy(DataParallelStrategy):
 
     def hybrid_mesh(self) -> DeviceMesh:
         """Axes replicate and shard, and tp, of the world; where there are several copies."""
-        return hybrid_mesh(self.shard_ranks, dp=self.dp, cp=self.cp, tp=self.tp)
+        return hybrid_sharding.hybrid_mesh(self.shard_ranks, dp=self.dp, cp=self.cp, tp=self.tp)
 
     @property
     def parameter_share(self) -> float:

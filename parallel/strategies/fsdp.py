@@ -9,9 +9,8 @@ from typing import Any, ClassVar
 import torch
 
 from kernels.registry import Look
-from parallel.data import elementwise_optimizer
+from parallel.data import elementwise_optimizer, hybrid_sharding
 from parallel.data.fsdp import container
-from parallel.data.hybrid_sharding import REPLICATE, SHARD
 from parallel.strategies._bases import FullyShardedStrategy
 from parallel.strategies.strategy import Strategy, strategy
 
@@ -39,7 +38,10 @@ class FSDPStrategy(FullyShardedStrategy):
         group, copies = self.data_group(), None
         if self.copies > 1:
             mesh = self.hybrid_mesh()
-            group, copies = mesh.get_group(SHARD), mesh.get_group(REPLICATE)
+            group, copies = (
+                mesh.get_group(hybrid_sharding.SHARD),
+                mesh.get_group(hybrid_sharding.REPLICATE),
+            )
         return container.FSDP(
             model,
             compute_dtype=self.torch_dtype(),

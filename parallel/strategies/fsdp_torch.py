@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.registry import Look
-from parallel.data import model_blocks, replicas
-from parallel.data.hybrid_sharding import REPLICATE, SHARD
+from parallel.data import hybrid_sharding, model_blocks, replicas
 from parallel.strategies._bases import FullyShardedStrategy
 from parallel.strategies.strategy import strategy
 
@@ -36,7 +35,11 @@ class TorchFSDP(FullyShardedStrategy):
         tensors = (*model.parameters(), *model.buffers())
         replicas.broadcast_from_first(tensors, self.data_mesh().get_group())
         # Of two axes, fully_shard replicates over the first and shards over the second.
-        mesh = self.hybrid_mesh()[REPLICATE, SHARD] if self.copies > 1 else self.data_mesh()
+        mesh = (
+            self.hybrid_mesh()[hybrid_sharding.REPLICATE, hybrid_sharding.SHARD]
+            if self.copies > 1
+            else self.data_mesh()
+        )
         dtype = self.torch_dtype()
         # As in our FSDP, inputs of blocks are not cast: the rotary tables stay in float32.
         policy = MixedPrecisionPolicy(param_dtype=dtype, cast_forward_inputs=False)
