@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from kernels.registry import joined_later
 from parallel.data import data_parallel, elementwise_optimizer, hybrid_sharding
 from parallel.strategies.strategy import Strategy
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
 

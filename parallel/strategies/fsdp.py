@@ -38,10 +38,8 @@ class FSDPStrategy(FullyShardedStrategy):
         group, copies = self.data_group(), None
         if self.copies > 1:
             mesh = self.hybrid_mesh()
-            group, copies = (
-                mesh.get_group(hybrid_sharding.SHARD),
-                mesh.get_group(hybrid_sharding.REPLICATE),
-            )
+            group = mesh.get_group(hybrid_sharding.SHARD)
+            copies = mesh.get_group(hybrid_sharding.REPLICATE)
         return container.FSDP(
             model,
             compute_dtype=self.torch_dtype(),

@@ -34,12 +34,10 @@ class TorchFSDP(FullyShardedStrategy):
 
         tensors = (*model.parameters(), *model.buffers())
         replicas.broadcast_from_first(tensors, self.data_mesh().get_group())
-        # Of two axes, fully_shard replicates over the first and shards over the second.
-        mesh = (
-            self.hybrid_mesh()[hybrid_sharding.REPLICATE, hybrid_sharding.SHARD]
-            if self.copies > 1
-            else self.data_mesh()
-        )
+        mesh = self.data_mesh()
+        if self.copies > 1:
+            # Of two axes, fully_shard replicates over the first and shards over the second.
+            mesh = self.hybrid_mesh()[hybrid_sharding.REPLICATE, hybrid_sharding.SHARD]
         dtype = self.torch_dtype()
         # As in our FSDP, inputs of blocks are not cast: the rotary tables stay in float32.
         policy = MixedPrecisionPolicy(param_dtype=dtype, cast_forward_inputs=False)

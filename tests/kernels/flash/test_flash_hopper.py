@@ -19,7 +19,7 @@ from torch import Tensor
 from kernels.backends import flash_triton
 from kernels.flash import dispatch, operator
 from kernels.flash.call.arguments import BackwardPass, FlashCall, FlashOptions, ForwardPass
-from kernels.flash.call.problem import Problem, describe
+from kernels.flash.call.problem import PRECISIONS, Problem, describe
 from kernels.flash.hopper import launch as hopper
 from kernels.flash.hopper import pairing, plans, schedule
 from kernels.problem import AttentionSpec, Packing
@@ -108,6 +108,9 @@ class TestWhatItLeavesToThePlainKernels:
 
     def test_is_asked_first(self) -> None:
         assert ("auto", *dispatch.IMPLEMENTATIONS) == flash_triton.IMPLEMENTATIONS
+
+    def test_names_of_precisions(self) -> None:
+        assert PRECISIONS == flash_triton.PRECISIONS
 
     def test_an_unknown_one_is_refused_before_anything_runs(self) -> None:
         with pytest.raises(ValueError, match="=hoper: must be one of auto, hopper"):
