@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import warnings
@@ -77,24 +78,26 @@ def begin_saving(
     """What is to be saved, in the training's own memory; the folder holds no checkpoint now."""
     _require_all_ranks(model, group)
     # What an interrupted save leaves of an older one is no checkpoint: no rank writes before this.
-    _remove_metadata(folder, group)
+    _remove_metadata(folder, model, group)
     return {**sharded_state_dict(model, optimizer), TIES: ties_of(model)}
 
 
-def _remove_metadata(folder: Folder, group: dist.ProcessGroup | None) -> None:
+def _remove_metadata(folder: Folder, model: nn.Module, group: dist.ProcessGroup | None) -> None:
     """One rank removes it, and all hear whether it could: those that wait for it would hang."""
-    failed = ""
+    path = Path(folder) / METADATA
+    code = 0
     if not dist.is_initialized() or dist.get_rank(group) == 0:
         try:
-            (Path(folder) / METADATA).unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
         except OSError as error:
-            failed = str(error)
+            code = error.errno or errno.EIO
     if dist.is_initialized():
-        told = [failed]
-        dist.broadcast_object_list(told, group=group, group_src=0)
-        (failed,) = told
-    if failed:
-        raise ValueError(f"{folder}: cannot be written: {failed}")
+        device = next((parameter.device for parameter in model.parameters()), None)
+        told = torch.tensor(code, device=device)
+        dist.broadcast(told, group=group, group_src=0)
+        code = int(told)
+    if code:
+        raise ValueError(f"{folder}: cannot be written: {path}: {os.strerror(code)}")
 
 
 def load_checkpoint(

@@ -286,7 +286,7 @@ def test_all_ranks_say_why_they_cannot_save(tmp_path: Path) -> None:
     said = on_ranks(2, say_why_not_saved, tmp_path)
     assert said == [
         [
-            "F/kept: cannot be written: [Errno 21] Is a directory: 'F/kept/.metadata'",
+            "F/kept: cannot be written: F/kept/.metadata: Is a directory",
             "F/nowhere: cannot be written: [Errno 17] File exists: 'F/nowhere'",
         ]
     ] * len(said)
