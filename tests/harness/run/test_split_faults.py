@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +29,10 @@ ENDED_BY_LIMITS = ("split_fault_raise", "split_fault_raise_backward", "split_fau
 SCHEMES = {"send_recv": "zigzag", "symmetric": "llama3"}
 """By transport, the scheme that is measured over it."""
 
+ALIKE = ("split_fault_wrong", "split_fault_raise_backward", "split_fault_hang")
+"""Faults of which nothing depends on the transport, so that one of them shows what becomes of
+them: of a wrong result ranks vote, of a pass that raises too, and who hangs is ended by signals."""
+
 VOTE_TIMEOUT_S = 60.0
 """The default, which no healthy vote comes near."""
 
@@ -48,29 +50,34 @@ GRID = {
 
 @dataclass(kw_only=True, slots=True)
 class Ended:
-    """How sweeps ended, and their records by kernel."""
+    """How the faults over one transport ended, and their records by kernel."""
 
     limits: Limits
     statuses: dict[str, str]
     records: dict[str, dict[str, Any]]
     returncodes: list[int]
-    table: str
+    table: list[str]
+    """The lines of the faults."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Sweep:
-    """A results folder, and commands that measure there with one scheme over one transport."""
+    """A results folder, and commands that measure there over both transports."""
 
     folder: Path
     command: Command
-    scheme: str
-    transport: str
 
-    def run(self, kernels: Sequence[str], *arguments: str) -> subprocess.CompletedProcess[str]:
-        choices = {"attention": self.scheme, "attention.transport": self.transport}
-        grid = GRID | choices | {"attention.kernel": list(kernels)}
+    def run(
+        self, kernels: dict[str, list[str]], *arguments: str
+    ) -> subprocess.CompletedProcess[str]:
+        grids = [
+            GRID
+            | {"attention": SCHEMES[transport], "attention.transport": transport}
+            | {"attention.kernel": names}
+            for transport, names in kernels.items()
+        ]
         sweep = {"title": "Faults on split sequences", "tables": ["context_parallel"]}
-        sweep |= {"figures": ["rank_timeline"], "scales": {"tiny": [grid]}}
+        sweep |= {"figures": ["rank_timeline"], "scales": {"tiny": grids}}
         path = self.folder / "faults.yaml"
         path.write_text(yaml.safe_dump(sweep), encoding="utf-8")
         return self.command(
@@ -84,55 +91,56 @@ class Sweep:
             },
         )
 
-    def records(self) -> dict[str, dict[str, Any]]:
+    def records(self, transport: str) -> dict[str, dict[str, Any]]:
         paths = (self.folder / "results" / "records").glob("*.json")
         records = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-        return {record["case"]["attention"]["kernel"]: record for record in records}
-
-
-@pytest.fixture(scope="module")
-def sweeps(
-    tmp_path_factory: pytest.TempPathFactory, command: Command
-) -> Iterator[dict[str, Future[Ended]]]:
-    """By transport, side by side: what takes time in them is that ranks wait for each other."""
-    with ThreadPoolExecutor() as pool:
-        yield {
-            transport: pool.submit(
-                _ended,
-                Sweep(
-                    folder=tmp_path_factory.mktemp(transport),
-                    command=command,
-                    scheme=scheme,
-                    transport=transport,
-                ),
-            )
-            for transport, scheme in SCHEMES.items()
+        attention = [record["case"]["attention"] for record in records]
+        return {
+            choices["kernel"]: record
+            for choices, record in zip(attention, records, strict=True)
+            if choices["transport"] == transport
         }
 
 
-@pytest.fixture(scope="module", params=SCHEMES)
-def ended(request: pytest.FixtureRequest, sweeps: dict[str, Future[Ended]]) -> Ended:
-    return sweeps[request.param].result()
-
-
-def _ended(sweep: Sweep) -> Ended:
-    statuses = dict(STATUSES)
-    if sweep.transport == "symmetric":
-        # Over either transport a rank that gives up in the backward pass does so alike.
-        del statuses["split_fault_raise_backward"]
-    at_once = [name for name in statuses if name not in ENDED_BY_LIMITS]
+@pytest.fixture(scope="module")
+def sweeps(tmp_path_factory: pytest.TempPathFactory, command: Command) -> dict[str, Ended]:
+    """By transport; both in one command, as most of what it takes is to start and to report."""
+    sweep = Sweep(folder=tmp_path_factory.mktemp("split"), command=command)
+    statuses = {
+        transport: {
+            name: status
+            for name, status in STATUSES.items()
+            if transport == "send_recv" or name not in ALIKE
+        }
+        for transport in SCHEMES
+    }
+    at_once = {
+        transport: [name for name in names if name not in ENDED_BY_LIMITS]
+        for transport, names in statuses.items()
+    }
     first = sweep.run(at_once)
-    limits = Limits(healthy_s=sweep.records()["split_fault_none"]["wall_s"])
+    healthy = [sweep.records(transport)["split_fault_none"]["wall_s"] for transport in SCHEMES]
+    limits = Limits(healthy_s=max(healthy))
     # With all of them, so that the table has all; those that are recorded are left as they are.
-    second = sweep.run(list(statuses), *limits.arguments())
+    everything = {transport: list(names) for transport, names in statuses.items()}
+    second = sweep.run(everything, *limits.arguments())
     (table,) = sweep.folder.glob("results/sweeps/*/tables/context_parallel.md")
-    return Ended(
-        limits=limits,
-        statuses=statuses,
-        records=sweep.records(),
-        returncodes=[first.returncode, second.returncode],
-        table=table.read_text(encoding="utf-8"),
-    )
+    lines = table.read_text(encoding="utf-8").splitlines()
+    return {
+        transport: Ended(
+            limits=limits,
+            statuses=statuses[transport],
+            records=sweep.records(transport),
+            returncodes=[first.returncode, second.returncode],
+            table=[line for line in lines if "split_fault" in line and scheme in line],
+        )
+        for transport, scheme in SCHEMES.items()
+    }
+
+
+@pytest.fixture(scope="module", params=SCHEMES)
+def ended(request: pytest.FixtureRequest, sweeps: dict[str, Ended]) -> Ended:
+    return sweeps[request.param]
 
 
 class TestFaults:
@@ -159,8 +167,7 @@ class TestFaults:
             assert record["wall_s"] < 2 * limit_s, name
 
     def test_no_fault_is_shown_as_a_speed(self, ended: Ended) -> None:
-        faults = [line for line in ended.table.splitlines() if "split_fault" in line]
-        faults = [line for line in faults if "split_fault_none" not in line]
+        faults = [line for line in ended.table if "split_fault_none" not in line]
         assert len(faults) == len(ended.statuses) - 2
         for line in faults:
             assert any(word in line for word in ("failed", "timeout", "wrong result"))
