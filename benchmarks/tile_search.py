@@ -1,38 +1,56 @@
-"""Searches tile sizes for the any-GPU kernels, and writes them to the table that ships with them.
+"""Searches tile sizes for the any-GPU kernels, in bounded time, and keeps every candidate's time.
 
-Run as ``python -m benchmarks.tile_search [OPTIONS]`` in the repository on the GPU to search for;
-``--write`` puts the rows into kernels/flash/any_gpu/pinned.json, in place of those of the same
-device and class. Without it they are printed. All candidates are compiled first, by as many
-processes as there are cores; then they are timed, one after another. float16 gets the rows of
-bfloat16.
+Run as ``python -m benchmarks.tile_search --record FILE.csv [OPTIONS]`` in the repository on the
+GPU to search for. All candidates are compiled first, by as many processes as there are cores, and
+those compiled are timed, one after another; what ``--seconds`` leaves no time for is written down
+as untried. ``python -m benchmarks.tile_search --from FILE.csv --write`` then puts the rows that
+follow from the record into kernels/flash/any_gpu/pinned.json; it needs no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import csv
 import os
+import subprocess
 import sys
-import tempfile
-from concurrent.futures import ProcessPoolExecutor
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from itertools import product
+from multiprocessing import TimeoutError as PoolTimeoutError
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
+import triton
 
+from benchmarks import tile_record
 from kernels.flash import operator
-from kernels.flash.any_gpu import configs
+from kernels.flash.any_gpu import configs, launch
 from kernels.flash.call.arguments import FlashCall, FlashOptions
+from kernels.flash.call.problem import Problem
 from kernels.problem import AttentionSpec
 
-PINNED = Path(configs.__file__).with_name("pinned.json")
+ROOT = Path(__file__).parents[1]
 
 LENGTHS = {"short": (8, 1024), "long": (1, 8192)}
 """Batch size and tokens of the sequences that stand for a class of lengths."""
 
 NUM_HEADS = 16
+
+DEVICE = "cuda"
+
+COMPILING_SHARE = 0.6
+"""Of the time limit, for compiling."""
+
+Choose = Callable[[str, Problem, Callable[[configs.TileConfig], float]], configs.TileConfig]
+"""kernels.flash.any_gpu.configs.choose, or what stands for it."""
+
+Compiled = tuple[str, configs.TileConfig]
+"""A row of the table without its length, which kernels are not compiled for, and tiles."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -46,90 +64,236 @@ class ShapeClass:
     length: str
 
 
-def search(shape_class: ShapeClass) -> configs.Table:
-    """The fastest tiles of forward, dK and dV, and dQ: rows of a table."""
-    # What is shipped now must not answer.
-    configs._pinned().clear()
-    batch_size, seq_len = LENGTHS[shape_class.length]
-    dtype = torch.bfloat16 if shape_class.precision == "bfloat16" else torch.float32
-    shape = (batch_size, NUM_HEADS, seq_len, shape_class.head_dim)
-    q, k, v, do = (torch.randn(shape, device="cuda", dtype=dtype) for _ in range(4))
-    options = FlashOptions(
-        precision="ieee" if shape_class.precision == "bfloat16" else shape_class.precision,
-        implementation="plain",
-        autotune=True,
-    )
-    call = FlashCall(
-        q=q,
-        k=k,
-        v=v,
-        spec=AttentionSpec(causal=shape_class.causal, scale=shape_class.head_dim**-0.5),
-        options=options,
-    )
-    o, lse = operator.forward(call)
-    operator.backward(call, do, o, lse)
-    torch.cuda.synchronize()
-    return dict(configs._cached(torch.cuda.get_device_name()))
+class Attention:
+    """Inputs of one class of shapes, and both passes with tiles that somebody else chooses."""
+
+    def __init__(self, shape_class: ShapeClass) -> None:
+        batch_size, seq_len = LENGTHS[shape_class.length]
+        half = shape_class.precision == "bfloat16"
+        shape = (batch_size, NUM_HEADS, seq_len, shape_class.head_dim)
+        dtype = torch.bfloat16 if half else torch.float32
+        q, k, v, self.do = (torch.randn(shape, device=DEVICE, dtype=dtype) for _ in range(4))
+        self.call = FlashCall(
+            q=q,
+            k=k,
+            v=v,
+            spec=AttentionSpec(causal=shape_class.causal, scale=shape_class.head_dim**-0.5),
+            options=FlashOptions(
+                precision="ieee" if half else shape_class.precision, implementation="plain"
+            ),
+        )
+        self.o = torch.zeros_like(q)
+        self.lse = torch.zeros(shape[:-1], device=DEVICE)
+
+    def forward(self, choose: Choose) -> None:
+        self._run(choose, lambda: operator.forward(self.call))
+
+    def backward(self, choose: Choose) -> None:
+        self._run(choose, lambda: operator.backward(self.call, self.do, self.o, self.lse))
+
+    def _run(self, choose: Choose, run: Callable[[], tuple[torch.Tensor, ...]]) -> None:
+        launch._configs.clear()
+        chooses = configs.choose
+        configs.choose = choose
+        try:
+            results = run()
+            _wait()
+        finally:
+            configs.choose = chooses
+        if len(results) == 2:
+            self.o, self.lse = results
 
 
-def with_float16(table: configs.Table) -> configs.Table:
-    """The table, and the same tiles for float16, which costs what bfloat16 costs."""
-    twins = {row.replace("/bfloat16/", "/float16/"): tiles for row, tiles in table.items()}
-    return {**table, **twins}
+def candidates(kernel: str, problem: Problem) -> list[configs.TileConfig]:
+    """What a search tries on this device, the rule's choice first."""
+    return configs.candidates(kernel, problem, configs._device_facts(problem.device)[1])
 
 
-def merged(text: str, device_name: str, table: configs.Table) -> str:
-    """The shipped file with a device's rows added or replaced, one row on each line."""
-    devices = json.loads(text)
-    rows = devices.get(device_name, {}) | {row: asdict(tiles) for row, tiles in table.items()}
-    devices[device_name] = rows
-    blocks = [
-        f" {json.dumps(name)}: {{\n"
-        + ",\n".join(f"  {json.dumps(row)}: {json.dumps(rows[row])}" for row in sorted(rows))
-        + "\n }"
-        for name, rows in sorted(devices.items())
+def compile_candidates(job: tuple[ShapeClass, str, int]) -> list[Compiled]:
+    """Compile one candidate of a pass's kernels, and say which, also if they do not run."""
+    shape_class, direction, position = job
+    done: list[Compiled] = []
+
+    def choose(
+        kernel: str, problem: Problem, measure: Callable[[configs.TileConfig], float]
+    ) -> configs.TileConfig:
+        found = candidates(kernel, problem)
+        tiles = found[min(position, len(found) - 1)]
+        row = configs.shape_class(kernel, problem)
+        done.append((row.rpartition("/")[0], tiles))
+        try:
+            measure(tiles)
+        except Exception:
+            # Does not fit; the timing will say so. The last candidate is small.
+            return found[-1]
+        return tiles
+
+    launch._milliseconds = _run_once
+    try:
+        attention = Attention(shape_class)
+        attention.forward(choose) if direction == "forward" else attention.backward(choose)
+    except Exception as error:
+        print(f"{job}: {error}", file=sys.stderr)
+    return done
+
+
+def _run_once(run: Callable[[], None]) -> float:
+    run()
+    _wait()
+    return 0.0
+
+
+def _wait() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def compile_all(classes: list[ShapeClass], deadline: float) -> set[Compiled]:
+    """Compile in many processes until ``deadline``, of time.monotonic(), best guesses first."""
+    shapes = list(dict.fromkeys(_short(shape_class) for shape_class in classes))
+    most = max(len(sizes) for sizes in configs._CANDIDATES.values())
+    jobs = [
+        (shape_class, direction, position)
+        for position in range(most)
+        for shape_class in shapes
+        for direction in ("backward", "forward")
     ]
-    return "{\n" + ",\n".join(blocks) + "\n}\n"
+    done: set[Compiled] = set()
+    with get_context("spawn").Pool(min(len(jobs), os.cpu_count() or 1)) as pool:
+        results = pool.imap_unordered(compile_candidates, jobs)
+        for _ in jobs:
+            try:
+                done.update(results.next(max(0.0, deadline - time.monotonic())))
+            except PoolTimeoutError:
+                print("tile_search: no more time to compile", file=sys.stderr)
+                break
+    # Leaving the pool ends its processes, also one that hangs in a compiler.
+    return done
+
+
+def _short(shape_class: ShapeClass) -> ShapeClass:
+    return ShapeClass(
+        precision=shape_class.precision,
+        head_dim=shape_class.head_dim,
+        causal=shape_class.causal,
+        length="short",
+    )
+
+
+def time_class(
+    shape_class: ShapeClass, compiled: set[Compiled], deadline: float
+) -> list[dict[str, Any]]:
+    """Lines of the record, for all candidates of the three kernels on one class of shapes."""
+    lines: list[dict[str, Any]] = []
+
+    def choose(
+        kernel: str, problem: Problem, measure: Callable[[configs.TileConfig], float]
+    ) -> configs.TileConfig:
+        row = configs.shape_class(kernel, problem)
+        times: dict[configs.TileConfig, float] = {}
+        first = len(lines)
+        for position, tiles in enumerate(candidates(kernel, problem)):
+            line = {
+                "row": row,
+                "batch_size": problem.batch_size,
+                "num_heads": problem.num_heads,
+                "seq_len": problem.q_len,
+                "position": position,
+                **asdict(tiles),
+                "outcome": "untried",
+            }
+            lines.append(line)
+            if time.monotonic() > deadline or (row.rpartition("/")[0], tiles) not in compiled:
+                continue
+            try:
+                times[tiles] = measure(tiles)
+                line |= {"outcome": "timed", "milliseconds": f"{times[tiles]:.5f}"}
+            except Exception as error:
+                line |= {"outcome": "failed", "error": " ".join(str(error).split())[:120]}
+        if not times:
+            raise RuntimeError(f"{row}: no candidate was timed")
+        clock_mhz = _sm_clock_mhz()
+        for line in lines[first:]:
+            line["sm_clock_mhz"] = clock_mhz
+        return min(times, key=times.__getitem__)
+
+    attention = Attention(shape_class)
+    try:
+        attention.forward(choose)
+        attention.backward(choose)
+    except RuntimeError as error:
+        print(f"tile_search: {error}", file=sys.stderr)
+    return lines
+
+
+def _sm_clock_mhz() -> str:
+    """The clock of the first GPU that nvidia-smi names; empty if it does not say."""
+    command = ["nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits"]
+    try:
+        return subprocess.check_output(command, text=True, timeout=5).split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return ""
+
+
+def measure(classes: list[ShapeClass], path: Path, seconds: float) -> None:
+    """Search in at most about ``seconds``, and write the record as it grows."""
+    start = time.monotonic()
+    compiled = compile_all(classes, start + COMPILING_SHARE * seconds)
+    print(f"compiled {len(compiled)} kernels in {time.monotonic() - start:.0f} s", flush=True)
+    common = {
+        "device": torch.cuda.get_device_name(),
+        "date": datetime.now(UTC).date().isoformat(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, tile_record.COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        for shape_class in classes:
+            for line in time_class(shape_class, compiled, start + seconds):
+                writer.writerow({**common, **line})
+            file.flush()
+    print(f"compiled and timed in {time.monotonic() - start:.0f} s", flush=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tile_search", description=__doc__)
-    parser.add_argument(
-        "--precision",
-        nargs="+",
-        default=["bfloat16"],
-        choices=["bfloat16", "bf16x6", "tf32", "ieee"],
-    )
-    parser.add_argument("--head-dim", nargs="+", type=int, default=[64, 128])
-    parser.add_argument("--mask", nargs="+", default=["causal"], choices=["causal", "full"])
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--record", type=Path, help="search, and write every time to this CSV file")
+    what.add_argument("--from", type=Path, dest="source", help="search nothing: read this record")
+    precisions = ["bfloat16", "bf16x6", "tf32", "ieee"]
+    parser.add_argument("--precision", nargs="+", default=precisions[:2], choices=precisions)
+    parser.add_argument("--head-dim", nargs="+", type=int, default=[64, 128, 256])
+    parser.add_argument("--mask", nargs="+", default=["causal", "full"], choices=["causal", "full"])
     parser.add_argument("--length", nargs="+", default=list(LENGTHS), choices=list(LENGTHS))
-    parser.add_argument("--write", action="store_true", help=f"put the rows into {PINNED.name}")
+    parser.add_argument("--seconds", type=float, default=150.0, help="about, for the whole search")
+    parser.add_argument("--write", action="store_true", help="put the rows into pinned.json")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("tile_search: needs a CUDA device, and torch sees none", file=sys.stderr)
-        return 2
-    classes = [
-        ShapeClass(precision=precision, head_dim=head_dim, causal=mask == "causal", length=length)
-        for precision, head_dim, mask, length in product(
-            arguments.precision, arguments.head_dim, arguments.mask, arguments.length
-        )
-    ]
-    with tempfile.TemporaryDirectory() as scratch:
-        # Each search starts from an empty table of this machine; compiled kernels are kept.
-        os.environ["XDG_CACHE_HOME"] = scratch
-        processes = min(len(classes), os.cpu_count() or 1)
-        with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-            list(pool.map(search, classes))
-        configs.cache_path(torch.cuda.get_device_name()).unlink(missing_ok=True)
-        table: configs.Table = {}
-        for shape_class in classes:
-            table |= search(shape_class)
-    table = with_float16(table)
+    if arguments.record is not None:
+        if not torch.cuda.is_available():
+            print("tile_search: needs a CUDA device, and torch sees none", file=sys.stderr)
+            return 2
+        classes = [
+            ShapeClass(
+                precision=precision, head_dim=head_dim, causal=mask == "causal", length=length
+            )
+            for mask, head_dim, precision, length in product(
+                arguments.mask, arguments.head_dim, arguments.precision, arguments.length
+            )
+            # A wide head_dim has one candidate in bf16x6.
+            if precision != "bf16x6" or head_dim <= 128
+        ]
+        measure(classes, arguments.record, arguments.seconds)
+    path = arguments.record or arguments.source
+    lines = tile_record.read(path)
+    table = tile_record.table_of(lines)
     for row in sorted(table):
-        print(row, asdict(table[row]))
+        print(row, *asdict(table[row]).values())
     if arguments.write:
-        text = merged(PINNED.read_text(encoding="utf-8"), torch.cuda.get_device_name(), table)
-        PINNED.write_text(text, encoding="utf-8")
+        record = path.resolve().relative_to(ROOT).as_posix()
+        text = tile_record.merged(tile_record.PINNED.read_text(encoding="utf-8"), lines, record)
+        tile_record.PINNED.write_text(text, encoding="utf-8")
     return 0
 
 

@@ -1,11 +1,13 @@
 """Tile sizes: which configuration a kernel runs with, and where that choice comes from.
 
-In this order: the table shipped with the package (``pinned.json``, for the devices it names:
-tiles that ptxas compiles without heavy spills, not yet the outcome of a search); the table of
-this machine in the user's cache, written by autotuning; a search now, if the caller asked for
-autotuning; and a rule by head_dim, dtype and the GPU's shared memory.
+In this order: the table shipped with the package (``pinned.json``), rows that a search found;
+the table of this machine in the user's cache, written by autotuning; a search now, if the caller
+asked for autotuning; shipped rows that are predicted; and a rule by head_dim, dtype and the GPU's
+shared memory, which is the prediction for every other GPU. :func:`origins` counts which it was.
 A table has one row for a kernel and class of shapes, such as
-``forward/bfloat16/d64/causal/long``.
+``forward/bfloat16/d64/causal/long``. The shipped file says of each device's rows where they come
+from: ``searched`` with date, versions and the committed record (benchmarks/tile_search.py), or
+``predicted`` with by what.
 """
 
 from __future__ import annotations
@@ -16,10 +18,12 @@ import re
 import tempfile
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -121,12 +125,20 @@ _SPLIT_CANDIDATES = {
 }  # fmt: skip
 """By kernel and the largest padded head_dim that they are for."""
 
+_SOURCES = {"searched": ("date", "torch", "triton", "record"), "predicted": ("by",)}
+"""What the shipped file says of rows besides them, by where they come from."""
+
 # Values that one thread of a program may hold before the compiler (Triton 3.6 with its ptxas,
 # for compute capability 8.0, 8.6 and 9.0) spills more than a few: see _values_of_a_thread.
 _MAX_VALUES = 176
 _MAX_IEEE_VALUES = 16
 
+AUTOTUNE_SECONDS = 60.0
+"""After so long a search for one row starts no further candidate."""
+
 _autotune_seconds = 0.0
+
+_origins: Counter[str] = Counter()
 
 
 def choose(
@@ -140,15 +152,26 @@ def choose(
     """
     device_name, shared_memory_bytes = _device_facts(problem.device)
     row = shape_class(kernel, problem)
-    for table in (_pinned().get(device_name, {}), _cached(device_name)):
-        if row in table:
-            return table[row]
-    if problem.autotune and measure is not None:
-        best = _search(candidates(kernel, problem, shared_memory_bytes), measure)
-        _cached(device_name)[row] = best
+    shipped = _pinned().get(device_name, {})
+    tiles, origin = shipped.get("searched", {}).get(row), "searched"
+    if tiles is None:
+        tiles, origin = _cached(device_name).get(row), "autotuned"
+    if tiles is None and problem.autotune and measure is not None:
+        tiles = _search(row, candidates(kernel, problem, shared_memory_bytes), measure)
+        _cached(device_name)[row] = tiles
         _write(cache_path(device_name), _cached(device_name))
-        return best
-    return candidates(kernel, problem, shared_memory_bytes)[0]
+    if tiles is None:
+        tiles, origin = shipped.get("predicted", {}).get(row), "predicted"
+    if tiles is None:
+        tiles, origin = candidates(kernel, problem, shared_memory_bytes)[0], "rule"
+    _origins[origin] += 1
+    return tiles
+
+
+def origins() -> Counter[str]:
+    """How many choices of this process were ``searched`` and shipped, ``autotuned`` on this
+    machine, ``predicted`` and shipped, or the ``rule``'s."""
+    return _origins.copy()
 
 
 def shape_class(kernel: str, problem: Problem) -> str:
@@ -214,19 +237,37 @@ def read_table(path: Path) -> Table:
         return {}
 
 
-def _search(found: list[TileConfig], measure: Callable[[TileConfig], float]) -> TileConfig:
-    """The fastest candidate; those that do not compile, or do not fit the device, drop out."""
+def _search(
+    row: str,
+    found: list[TileConfig],
+    measure: Callable[[TileConfig], float],
+    clock: Callable[[], float] = time.perf_counter,
+) -> TileConfig:
+    """The fastest candidate; those that do not compile, or do not fit the device, drop out.
+
+    Candidates come best guess first. After ``AUTOTUNE_SECONDS`` no further one is started once one
+    has run, and a warning says how many were left. A candidate that hangs in the compiler cannot be
+    interrupted: it holds the search, and the call that asked for it.
+    """
     global _autotune_seconds
-    start = time.perf_counter()
+    start = clock()
     times: dict[TileConfig, float] = {}
     failure: Exception | None = None
-    for config in found:
+    for position, config in enumerate(found):
+        if times and clock() - start >= AUTOTUNE_SECONDS:
+            warnings.warn(
+                f"{row}: autotuning stopped after {AUTOTUNE_SECONDS:g} s, with "
+                f"{len(found) - position} of {len(found)} tile sizes untried; the best so far is "
+                "kept",
+                stacklevel=2,
+            )
+            break
         try:
             times[config] = measure(config)
         except Exception as error:
             # Triton, LLVM and ptxas each have exceptions of their own for "does not fit".
             failure = error
-    _autotune_seconds += time.perf_counter() - start
+    _autotune_seconds += clock() - start
     if not times:
         raise RuntimeError(f"no tile size works here; the last one failed: {failure}") from failure
     return min(times, key=times.__getitem__)
@@ -286,10 +327,25 @@ def _device_facts(device: torch.device) -> tuple[str, int]:
 
 
 @cache
-def _pinned() -> dict[str, Table]:
+def _pinned() -> dict[str, dict[str, Table]]:
+    """The shipped rows by device and origin, ``searched`` or ``predicted``."""
     path = Path(__file__).with_name("pinned.json")
-    devices = json.loads(path.read_text(encoding="utf-8"))
-    return {device: _parse(rows) for device, rows in devices.items()}
+    return shipped_tables(json.loads(path.read_text(encoding="utf-8")))
+
+
+def shipped_tables(devices: dict[str, Any]) -> dict[str, dict[str, Table]]:
+    """The rows of the shipped file by device and origin; ValueError if one lacks its source."""
+    for device, blocks in devices.items():
+        for origin, block in blocks.items():
+            facts = _SOURCES.get(origin)
+            if facts is None:
+                raise ValueError(f"{device}: {origin} must be one of {', '.join(_SOURCES)}")
+            if block.keys() != {*facts, "rows"}:
+                raise ValueError(f"{device}: {origin} must have {', '.join(facts)} and rows")
+    return {
+        device: {origin: _parse(block["rows"]) for origin, block in blocks.items()}
+        for device, blocks in devices.items()
+    }
 
 
 @cache

@@ -69,7 +69,9 @@ class TestConfigs:
         configs._cached.cache_clear()
         assert configs.choose("forward", facts()) == wanted, "read from the file"
         pinned = configs.TileConfig(**self.SLOW)
-        monkeypatch.setattr(configs, "_pinned", lambda: {"Some GPU": {self.ROW: pinned}})
+        monkeypatch.setattr(
+            configs, "_pinned", lambda: {"Some GPU": {"searched": {self.ROW: pinned}}}
+        )
         assert configs.choose("forward", facts()) == pinned
 
     def test_search_skips_what_fails_and_counts_its_time(self, tables: Path) -> None:
@@ -115,9 +117,8 @@ class TestConfigs:
         assert [path.name for path in tables.parent.iterdir()] == [tables.name]
 
     def test_shipped_table(self) -> None:
-        path = Path(configs.__file__).with_name("pinned.json")
-        for rows in json.loads(path.read_text(encoding="utf-8")).values():
-            for row in rows:
+        for blocks in configs._pinned().values():
+            for row in itertools.chain(*blocks.values()):
                 kernel, dtype, head_dim, mask, length = row.split("/")
                 assert kernel in configs.INTERPRETER
                 assert dtype in ("float32", "bf16x6", "tf32", "float16", "bfloat16")
