@@ -95,11 +95,14 @@ ON_LAPTOPS = [command for command in MEASURING if command.what == "Laptop"]
 ON_GPUS = [command for command in MEASURING if command.what != "Laptop"]
 WITH_OWN_FILES = "docs/extending.md"
 """A page whose commands need the files that it shows."""
-QUICK = (
-    "README.md attnbench model=tiny attention=naive,sdpa seq_len=128,512",
-    "docs/splitting_sequences.md attnbench sweeps=flop_balance",
-)
-"""Commands that are run, and not only planned."""
+QUICK = {
+    "README.md attnbench model=tiny attention=naive,sdpa seq_len=128,512": (
+        "task.warmup_steps=1",
+        "task.measure_steps=2",
+    ),
+    "docs/splitting_sequences.md attnbench sweeps=flop_balance": (),
+}
+"""Commands that are run, and not only planned, and how to measure few passes with them."""
 
 
 def test_there_are_many() -> None:
@@ -180,9 +183,9 @@ def with_gpus(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
 
 @pytest.mark.parametrize("quick", QUICK)
 def test_quick_ones_run(quick: str, tmp_path: Path) -> None:
-    """As they stand, in one round."""
+    """As they stand, in one round of few passes."""
     (command,) = [item for item in COMMANDS if str(item) == quick]
-    once = [*command.arguments, "until=rounds", "interleave=1", "device=cpu"]
+    once = [*command.arguments, *QUICK[quick], "until=rounds", "interleave=1", "device=cpu"]
     done = run_program("attnbench", [*once, f"results={tmp_path}"])
     assert done.returncode == 0, done.stdout + done.stderr
     assert list(tmp_path.glob("sweeps/*/report.md"))
