@@ -241,7 +241,6 @@ def _search(
     row: str,
     found: list[TileConfig],
     measure: Callable[[TileConfig], float],
-    clock: Callable[[], float] = time.perf_counter,
 ) -> TileConfig:
     """The fastest candidate; those that do not compile, or do not fit the device, drop out.
 
@@ -250,11 +249,11 @@ def _search(
     interrupted: it holds the search, and the call that asked for it.
     """
     global _autotune_seconds
-    start = clock()
+    start = time.perf_counter()
     times: dict[TileConfig, float] = {}
     failure: Exception | None = None
     for position, config in enumerate(found):
-        if times and clock() - start >= AUTOTUNE_SECONDS:
+        if times and time.perf_counter() - start >= AUTOTUNE_SECONDS:
             warnings.warn(
                 f"{row}: autotuning stopped after {AUTOTUNE_SECONDS:g} s, with "
                 f"{len(found) - position} of {len(found)} tile sizes untried; the best so far is "
@@ -267,7 +266,7 @@ def _search(
         except Exception as error:
             # Triton, LLVM and ptxas each have exceptions of their own for "does not fit".
             failure = error
-    _autotune_seconds += clock() - start
+    _autotune_seconds += time.perf_counter() - start
     if not times:
         raise RuntimeError(f"no tile size works here; the last one failed: {failure}") from failure
     return min(times, key=times.__getitem__)

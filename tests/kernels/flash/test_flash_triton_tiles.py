@@ -93,6 +93,52 @@ class TestConfigs:
         with pytest.raises(RuntimeError, match=r"no tile size works here.*registers"):
             configs.choose("backward_dkv", facts(autotune=True), fail)
 
+    @pytest.mark.parametrize("fails_first", [False, True])
+    def test_search_is_bounded_in_time(
+        self, tables: Path, monkeypatch: pytest.MonkeyPatch, fails_first: bool
+    ) -> None:
+        """Candidates of 25 seconds each: three start within a minute, and the best is kept."""
+        found = configs.candidates("forward", facts(), 100 * 1024)
+        seconds, tried = 0.0, []
+
+        def measure(config: configs.TileConfig) -> float:
+            nonlocal seconds
+            seconds += 25.0
+            tried.append(config)
+            if fails_first and len(tried) < 4:
+                raise RuntimeError("out of resource: shared memory")
+            return 9.0 - len(tried)
+
+        monkeypatch.setattr(configs.time, "perf_counter", lambda: seconds)
+        # Those that fail are no answer: the search goes on until one runs.
+        count = 4 if fails_first else 3
+        wanted = rf"long: autotuning stopped after 60 s, with {len(found) - count} of {len(found)} "
+        with pytest.warns(UserWarning, match=wanted) as warned:
+            chosen = configs.choose("forward", facts(autotune=True), measure)
+        assert len(warned) == 1
+        assert tried == found[:count]
+        assert chosen == found[count - 1]
+        assert configs.read_table(tables) == {self.ROW: chosen}
+
+    def test_a_choice_says_where_it_comes_from(
+        self, tables: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def origin(**changes: Any) -> str:
+            before = configs.origins()
+            configs.choose("forward", facts(**changes), lambda config: 1.0)
+            (name,) = configs.origins() - before
+            return name
+
+        tiles = configs.TileConfig(**self.SLOW)
+        assert origin() == "rule"
+        pinned = {"predicted": {self.ROW: tiles}}
+        monkeypatch.setattr(configs, "_pinned", lambda: {"Some GPU": pinned})
+        assert origin() == "predicted"
+        assert origin(autotune=True) == "autotuned"
+        assert origin() == "autotuned", "measured here goes before predicted"
+        pinned["searched"] = {self.ROW: tiles}
+        assert origin(autotune=True) == "searched"
+
     @pytest.mark.parametrize("text", ["{", "[]", '{"row": {"block_q": 1}}', '{"row": 3}', "null"])
     def test_corrupt_file(self, tables: Path, text: str) -> None:
         tables.parent.mkdir(parents=True)
