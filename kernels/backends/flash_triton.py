@@ -120,12 +120,18 @@ class FlashTriton(Attention):
 
     @contextmanager
     def noting(self, notes: dict[str, Any]) -> Iterator[None]:
-        """What the options leave open: whether gradients ran through the compiled node, and how
-        float32 was multiplied."""
+        """What the options leave open: whether gradients ran through the compiled node, how
+        float32 was multiplied, and where the tiles of the any-GPU kernels come from."""
         from kernels.flash import dispatch, native
+        from kernels.flash.any_gpu import configs, launch
 
         before, float32_before = native.num_calls(), dispatch.float32_calls()
+        # What an earlier case remembered would not be chosen, and so not counted, again.
+        launch.forget_tiles()
+        origins_before = configs.origins()
         yield
+        if chosen := configs.origins() - origins_before:
+            notes["tiles"] = ", ".join(sorted(chosen))
         if native.num_calls() > before:
             notes["autograd"] = "native"
         if ran := dispatch.float32_calls() - float32_before:

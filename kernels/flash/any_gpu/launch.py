@@ -152,6 +152,11 @@ def row_terms(
     return row_lse, row_dots
 
 
+def forget_tiles() -> None:
+    """Choose the tiles of every problem anew at its next call, from tables and rule."""
+    _configs.clear()
+
+
 def _config(
     kernel: str, problem: Problem, measure: Callable[[TileConfig], float]
 ) -> TileConfig:  # fmt: skip

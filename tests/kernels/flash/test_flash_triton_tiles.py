@@ -16,6 +16,7 @@ import torch
 from exact_attention import assert_close, exact, exact_gradients, inputs
 from triton_device import CLOSENESS, DEVICE, RUNS_TRITON
 
+from kernels.backends.flash_triton import FlashTriton
 from kernels.flash import flash_attention, operator
 from kernels.flash.any_gpu import configs
 from kernels.flash.any_gpu import launch as plain
@@ -119,6 +120,24 @@ class TestConfigs:
         assert tried == found[:count]
         assert chosen == found[count - 1]
         assert configs.read_table(tables) == {self.ROW: chosen}
+
+    def test_records_say_where_tiles_come_from(
+        self, tables: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """In every case that runs a problem, not only in the first of its process."""
+        monkeypatch.setattr(plain, "_configs", {})
+        monkeypatch.setattr(plain, "INTERPRETED", False)
+        backend = FlashTriton(name="flash_triton", implementation="plain")
+        problem = facts()
+        for _ in range(2):
+            notes: dict[str, Any] = {}
+            with backend.noting(notes):
+                plain._config("forward", problem, lambda config: 1.0)
+                plain._config("forward", problem, lambda config: 1.0)
+            assert notes == {"tiles": "rule"}
+        with backend.noting(notes := {}):
+            pass
+        assert notes == {}
 
     def test_a_choice_says_where_it_comes_from(
         self, tables: Path, monkeypatch: pytest.MonkeyPatch
