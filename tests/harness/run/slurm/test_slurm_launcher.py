@@ -494,6 +494,7 @@ class TestAgents:
         secret = new_secret()
         nodes += (f"launcher.rdzv_secret={secret}",)
         tiny = ("task.warmup_steps=1", "task.measure_steps=2", "model.num_layers=1")
+        tiny += ("model.d_model=16", "model.d_ff=16", "model.vocab_size=16")
         ranks = ("parallel=ddp_torch", "parallel.dp=1,2")
         request = compose_request(["device=cpu", "model=tiny", *nodes, *tiny, *ranks])
         with ThreadPoolExecutor() as pool:
