@@ -21,7 +21,6 @@ _PLAIN = {
     "softcap": 0.0,
     "alibi_slopes": None,
     "return_softmax": False,
-    "deterministic": False,
 }
 """Features that are not used; some versions have no defaults for them."""
 
@@ -116,6 +115,7 @@ class FlashAttn2(FlashLibrary):
             dv=dv,
             softmax_scale=spec.scale,
             causal=spec.causal,
+            deterministic=self.deterministic,
             **_PLAIN,
             **lengths_of(spec.packing),
         )

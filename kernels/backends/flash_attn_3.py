@@ -40,6 +40,9 @@ class FlashAttn3(FlashLibrary):
         major, minor = capability()
         if major != 9:
             return f"needs compute capability 9.0 (Hopper), this device has {major}.{minor}"
+        if self.deterministic and problem.needs_grad and problem.head_dim > 192:
+            # Refused by mha_bwd in hopper/flash_api.cpp.
+            return f"deterministic gradients need a head_dim of at most 192, not {problem.head_dim}"
         return why_not_head_dim(problem.head_dim, 256)
 
     def why_not_decode_here(self, problem: DecodeProblem) -> str | None:
@@ -90,6 +93,7 @@ class FlashAttn3(FlashLibrary):
             # Earlier versions name it causal.
             causal=spec.causal,
             is_causal=spec.causal,
+            deterministic=self.deterministic,
             **lengths_of(spec.packing),
         )
         return dq, dk, dv

@@ -50,6 +50,8 @@ class FlashAttn4(FlashLibrary):
                 "needs compute capability 9.0 (Hopper), or 8.0 without gradients; "
                 f"this device has {major}.{minor}"
             )
+        if major == 12 and self.deterministic and problem.needs_grad:
+            return "has no deterministic gradients on compute capability 12.0"
         if major in (10, 11) and problem.head_dim == 256:
             return None
         reason = why_not_head_dim(problem.head_dim, 256 if major == 9 else 128)
@@ -96,6 +98,7 @@ class FlashAttn4(FlashLibrary):
             lse=lse,
             softmax_scale=spec.scale,
             causal=spec.causal,
+            deterministic=self.deterministic,
             **lengths_of(spec.packing),
         )
         return dq, dk, dv

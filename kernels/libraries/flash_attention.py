@@ -27,6 +27,7 @@ from kernels.decoding import DecodeProblem
 from kernels.libraries import flash_kvcache
 from kernels.libraries.adapter import DTYPES, parameters_of
 from kernels.problem import AttentionProblem, AttentionSpec, Packing
+from kernels.registry import joined_later
 from kernels.rotary import Rotary
 
 
@@ -44,6 +45,9 @@ class FlashLibrary(Attention, Decoding):
     """Functions that are called, and the parameters that they must have."""
     oldest: ClassVar[tuple[int, ...]] = ()
     """The first version whose private functions give what is needed."""
+
+    deterministic: bool = joined_later(False)
+    """Gradients bit for bit the same in every call, at the cost of time and memory."""
 
     def version(self) -> str | None:
         try:
@@ -98,6 +102,8 @@ class FlashLibrary(Attention, Decoding):
         version, module = self.version(), self.load()
         for function, parameters in self.needs.items():
             found = parameters_of(getattr(module, function, None))
+            if self.deterministic and "dout" in found:
+                parameters = (*parameters, "deterministic")
             missing = [name for name in parameters if name not in found]
             if missing:
                 what = f"its {function} takes no {missing[0]}" if found else f"has no {function}"

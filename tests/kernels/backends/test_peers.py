@@ -70,7 +70,8 @@ PARAMETERS = {
     },
     "flash_attn_4": {
         "_flash_attn_fwd": f"q k v qv {DENSE_OR_PACKED} softmax_scale causal return_lse",
-        "_flash_attn_bwd": f"q k v out dout lse softmax_scale causal {DENSE_OR_PACKED} dlse",
+        "_flash_attn_bwd": f"q k v out dout lse softmax_scale causal {DENSE_OR_PACKED} "
+        "deterministic dlse",
     },
 }
 """Parameters of the libraries' private functions, as read in their public sources."""
@@ -220,6 +221,51 @@ class TestCalls:
             assert given["cu_seqlens_q"] is cu[0]
             assert given["cu_seqlens_k"] is cu[1]
             assert (given["max_seqlen_q"], given["max_seqlen_k"]) == (6, 5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+class TestDeterministic:
+    @pytest.mark.parametrize("packed", [True, False])
+    @pytest.mark.parametrize("deterministic", [True, False])
+    def test_the_library_is_asked(
+        self, install: Install, name: str, packed: bool, deterministic: bool
+    ) -> None:
+        peer = install(name)
+        backend = BACKENDS[name].target(name=name, deterministic=deterministic).role(Attention)
+        q, k, v, do = tensors(4, 4)
+        packing = None
+        if packed:
+            q, k, v, do = (x[0].transpose(0, 1) for x in (q, k, v, do))
+            cu = torch.tensor([0, 4], dtype=torch.int32)
+            packing = Packing(cu_seqlens_q=cu, cu_seqlens_k=cu, max_q_len=4, max_kv_len=4)
+        spec = AttentionSpec(causal=True, scale=0.3, packing=packing)
+        o, lse = backend.forward(q, k, v, spec)
+        backend.backward(do, q, k, v, o, lse, spec)
+        assert peer.given["deterministic"] is deterministic
+
+    def test_a_version_without_it(self, install: Install, name: str) -> None:
+        """It is refused, where a call by name would leave the wish out."""
+        function = next(key for key in PARAMETERS[name] if key.endswith(("_bwd", "_backward")))
+        without = Library(name).stand_in(
+            PARAMETERS[name][function].replace("deterministic", ""), backward=True
+        )
+        install(name, **{function: without})
+        assert backend_of(name).supports(problem_of()) is None
+        backend = BACKENDS[name].target(name=name, deterministic=True)
+        reason = str(backend.supports(problem_of()))
+        assert f"its {function} takes no deterministic" in reason
+
+
+def test_where_libraries_have_no_deterministic_gradients(install: Install) -> None:
+    third = BACKENDS["flash_attn_3"].target(name="flash_attn_3", deterministic=True)
+    install("flash_attn_3")
+    assert third.supports(problem_of(head_dim=192)) is None
+    assert "at most 192, not 256" in str(third.supports(problem_of(head_dim=256)))
+    assert third.supports(problem_of(head_dim=256, needs_grad=False)) is None
+    fourth = BACKENDS["flash_attn_4"].target(name="flash_attn_4", deterministic=True)
+    install("flash_attn_4", capability=(12, 0))
+    assert "no deterministic gradients" in str(fourth.supports(problem_of()))
+    assert fourth.supports(problem_of(needs_grad=False)) is None
 
 
 @pytest.mark.parametrize("name", NAMES)
