@@ -22,9 +22,10 @@ COLUMNS = (
     "block_q", "block_k", "num_warps", "num_stages", "outcome", "milliseconds", "sm_clock_mhz",
     "error",
 )  # fmt: skip
-"""``row`` names kernel and class as the table does; ``position`` is the candidate's, best guess
-first; ``outcome`` is timed, failed or untried; ``milliseconds`` is the median of some runs with
-an empty L2; ``sm_clock_mhz`` was read after the row's last candidate."""
+"""``row`` names kernel and class as the table does; ``position`` is the candidate's among those of
+the search, best guess first; ``outcome`` is timed, failed or untried; ``milliseconds`` is the
+median of some runs; ``sm_clock_mhz`` was read after the row's last candidate, and is empty where
+nobody did."""
 
 TIE = 1.02
 """Times within 2% of the fastest count as equal: two searches differ by about as much."""

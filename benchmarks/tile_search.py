@@ -36,10 +36,8 @@ from kernels.problem import AttentionSpec
 
 ROOT = Path(__file__).parents[1]
 
-LENGTHS = {"short": (8, 1024), "long": (1, 8192)}
-"""Batch size and tokens of the sequences that stand for a class of lengths."""
-
-NUM_HEADS = 16
+SIZES = {"few": (1, 1, 4096), "some": (1, 1, 16384), "many": (1, 16, 4096)}
+"""Batch size, heads and tokens that stand for a class of sizes."""
 
 DEVICE = "cuda"
 
@@ -50,7 +48,7 @@ Choose = Callable[[str, Problem, Callable[[configs.TileConfig], float]], configs
 """kernels.flash.any_gpu.configs.choose, or what stands for it."""
 
 Compiled = tuple[str, configs.TileConfig]
-"""A row of the table without its length, which kernels are not compiled for, and tiles."""
+"""A row of the table without its size, which kernels are not compiled for, and tiles."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -61,16 +59,16 @@ class ShapeClass:
     """bfloat16, or of float32 bf16x6, tf32 or ieee."""
     head_dim: int
     causal: bool
-    length: str
+    size: str
 
 
 class Attention:
     """Inputs of one class of shapes, and both passes with tiles that somebody else chooses."""
 
     def __init__(self, shape_class: ShapeClass) -> None:
-        batch_size, seq_len = LENGTHS[shape_class.length]
+        batch_size, num_heads, seq_len = SIZES[shape_class.size]
         half = shape_class.precision == "bfloat16"
-        shape = (batch_size, NUM_HEADS, seq_len, shape_class.head_dim)
+        shape = (batch_size, num_heads, seq_len, shape_class.head_dim)
         dtype = torch.bfloat16 if half else torch.float32
         q, k, v, self.do = (torch.randn(shape, device=DEVICE, dtype=dtype) for _ in range(4))
         self.call = FlashCall(
@@ -150,7 +148,7 @@ def _wait() -> None:
 
 def compile_all(classes: list[ShapeClass], deadline: float) -> set[Compiled]:
     """Compile in many processes until ``deadline``, of time.monotonic(), best guesses first."""
-    shapes = list(dict.fromkeys(_short(shape_class) for shape_class in classes))
+    shapes = list(dict.fromkeys(_small(shape_class) for shape_class in classes))
     most = max(len(sizes) for sizes in configs._CANDIDATES.values())
     jobs = [
         (shape_class, direction, position)
@@ -171,12 +169,12 @@ def compile_all(classes: list[ShapeClass], deadline: float) -> set[Compiled]:
     return done
 
 
-def _short(shape_class: ShapeClass) -> ShapeClass:
+def _small(shape_class: ShapeClass) -> ShapeClass:
     return ShapeClass(
         precision=shape_class.precision,
         head_dim=shape_class.head_dim,
         causal=shape_class.causal,
-        length="short",
+        size="few",
     )
 
 
@@ -266,7 +264,7 @@ def main() -> int:
     parser.add_argument("--precision", nargs="+", default=precisions[:2], choices=precisions)
     parser.add_argument("--head-dim", nargs="+", type=int, default=[64, 128, 256])
     parser.add_argument("--mask", nargs="+", default=["causal", "full"], choices=["causal", "full"])
-    parser.add_argument("--length", nargs="+", default=list(LENGTHS), choices=list(LENGTHS))
+    parser.add_argument("--size", nargs="+", default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--seconds", type=float, default=150.0, help="about, for the whole search")
     parser.add_argument("--write", action="store_true", help="put the rows into pinned.json")
     arguments = parser.parse_args()
@@ -275,11 +273,9 @@ def main() -> int:
             print("tile_search: needs a CUDA device, and torch sees none", file=sys.stderr)
             return 2
         classes = [
-            ShapeClass(
-                precision=precision, head_dim=head_dim, causal=mask == "causal", length=length
-            )
-            for mask, head_dim, precision, length in product(
-                arguments.mask, arguments.head_dim, arguments.precision, arguments.length
+            ShapeClass(precision=precision, head_dim=head_dim, causal=mask == "causal", size=size)
+            for mask, head_dim, precision, size in product(
+                arguments.mask, arguments.head_dim, arguments.precision, arguments.size
             )
             # A wide head_dim has one candidate in bf16x6.
             if precision != "bf16x6" or head_dim <= 128

@@ -5,7 +5,7 @@ the table of this machine in the user's cache, written by autotuning; a search n
 asked for autotuning; shipped rows that are predicted; and a rule by head_dim, dtype and the GPU's
 shared memory, which is the prediction for every other GPU. :func:`origins` counts which it was.
 A table has one row for a kernel and class of shapes, such as
-``forward/bfloat16/d64/causal/long``. The shipped file says of each device's rows where they come
+``forward/bfloat16/d64/causal/many``. The shipped file says of each device's rows where they come
 from: ``searched`` with date, versions and the committed record (benchmarks/tile_search.py), or
 ``predicted`` with by what.
 """
@@ -30,8 +30,12 @@ import triton
 
 from kernels.flash.call.problem import Problem
 
-LONG = 2048
-"""Sequences of more tokens are long: their tiles are many enough to fill a large GPU."""
+ROWS = {"few": 8_192, "some": 32_768}
+"""The most query rows, of all heads and sequences, of classes of calls; beyond are many. What
+matters is whether tiles of a size are enough programs for a large GPU's multiprocessors: 64 or 128
+rows a tile fill an H200 from 16,384 rows on (results/h200-tiles/float32.csv)."""
+
+MANY = "many"
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -175,13 +179,14 @@ def origins() -> Counter[str]:
 
 
 def shape_class(kernel: str, problem: Problem) -> str:
-    """The row of a table: kernel, dtype, padded head_dim, mask and length."""
+    """The row of a table: kernel, dtype, padded head_dim, mask and number of query rows."""
     dtype = str(problem.dtype).removeprefix("torch.")
     if problem.precision != "ieee":
         dtype = problem.precision
     mask = "causal" if problem.causal else "full"
-    length = "long" if max(problem.q_len, problem.kv_len) > LONG else "short"
-    return f"{kernel}/{dtype}/d{problem.block_d}/{mask}/{length}"
+    num_rows = problem.batch_size * problem.num_heads * problem.q_len
+    size = next((name for name, most in ROWS.items() if num_rows <= most), MANY)
+    return f"{kernel}/{dtype}/d{problem.block_d}/{mask}/{size}"
 
 
 def candidates(kernel: str, problem: Problem, shared_memory_bytes: int) -> list[TileConfig]:

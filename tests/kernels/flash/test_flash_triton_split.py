@@ -207,7 +207,7 @@ class TestTiles:
         assert len(found[0]) <= len(found[1]) <= len(found[2])
         rows = [max(tiles.block_q, tiles.block_k) for tiles in found[1]]
         assert head_dim != 128 or rows[0] <= 32, "64 rows spill 1 KB a thread and more there"
-        assert configs.shape_class(kernel, problem) == f"{kernel}/bf16x6/d{head_dim}/causal/short"
+        assert configs.shape_class(kernel, problem) == f"{kernel}/bf16x6/d{head_dim}/causal/few"
 
     @pytest.mark.parametrize(
         ("kernel", "head_dim", "tiles", "compiled_bytes"),

@@ -47,14 +47,20 @@ def facts(**changes: Any) -> Any:
 
 
 class TestConfigs:
-    ROW = "forward/bfloat16/d64/causal/long"
+    ROW = "forward/bfloat16/d64/causal/few"
     SLOW: ClassVar = {"block_q": 16, "block_k": 16, "num_warps": 1, "num_stages": 1}
 
     def test_rows_are_named_by_what_matters(self) -> None:
         assert configs.shape_class("forward", facts()) == self.ROW
-        other = facts(dtype=torch.float32, precision="tf32", head_dim=80, causal=False, q_len=1,
+        other = facts(dtype=torch.float32, precision="tf32", head_dim=80, causal=False, q_len=4097,
                       kv_len=2048)  # fmt: skip
-        assert configs.shape_class("backward_dq", other) == "backward_dq/tf32/d128/full/short"
+        assert configs.shape_class("backward_dq", other) == "backward_dq/tf32/d128/full/some"
+        for changes, size in (
+            ({"q_len": 4097}, "some"),
+            ({"batch_size": 3}, "some"),
+            ({"num_heads": 9}, "many"),
+        ):
+            assert configs.shape_class("forward", facts(**changes)).endswith(f"/{size}")
 
     def test_order(self, tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """The shipped table, then the user's, then a search if asked for, then the rule."""
@@ -184,12 +190,12 @@ class TestConfigs:
     def test_shipped_table(self) -> None:
         for blocks in configs._pinned().values():
             for row in itertools.chain(*blocks.values()):
-                kernel, dtype, head_dim, mask, length = row.split("/")
+                kernel, dtype, head_dim, mask, size = row.split("/")
                 assert kernel in configs.INTERPRETER
                 assert dtype in ("float32", "bf16x6", "tf32", "float16", "bfloat16")
                 assert head_dim in ("d16", "d32", "d64", "d128", "d256")
                 assert mask in ("causal", "full")
-                assert length in ("short", "long")
+                assert size in ("few", "some", "many")
         assert configs._pinned()["NVIDIA H200"]
 
     @pytest.mark.parametrize("kernel", ["forward", "backward_dkv", "backward_dq"])

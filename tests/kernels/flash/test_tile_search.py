@@ -22,7 +22,7 @@ from benchmarks.compile_tiles import SHARED_MEMORY_BYTES, problem_of
 from kernels.flash.any_gpu import configs, launch
 from kernels.flash.any_gpu.configs import TileConfig
 
-ROW = "forward/bfloat16/d64/causal/long"
+ROW = "forward/bfloat16/d64/causal/many"
 SIZES = [(128, 64), (64, 64), (32, 32)]
 """Of the candidates of a made-up record, in order."""
 COMPILED = ROOT / "results" / "h200-tiles" / "compiled.csv"
@@ -59,7 +59,7 @@ class TestTable:
         assert sizes(tile_record.table_of([failed, line(1, 1.0)])) == SIZES[1]
 
     def test_float16_gets_the_tiles_of_bfloat16(self) -> None:
-        tf32 = "forward/tf32/d64/causal/long"
+        tf32 = "forward/tf32/d64/causal/many"
         table = tile_record.table_of([line(0, 1.0), line(1, 1.0, row=tf32), line(0, 2.0, row=tf32)])
         assert len(table) == 3
         assert sizes(table, ROW.replace("bfloat16", "float16")) == SIZES[0]
@@ -102,7 +102,7 @@ class TestShippedFile:
 
     def test_a_search_takes_the_place_of_predictions_of_its_rows(self) -> None:
         tiles = {"block_q": 16, "block_k": 32, "num_warps": 4, "num_stages": 1}
-        other = "forward/bf16x6/d64/full/short"
+        other = "forward/bf16x6/d64/full/few"
         text = tile_record.formatted(
             {"Some GPU": {"predicted": {"by": "a guess", "rows": {ROW: tiles, other: tiles}}}}
         )
@@ -156,14 +156,13 @@ class TestPrediction:
 @pytest.mark.skipif(DEVICE != "cpu", reason="stands in for a GPU, and this host has one")
 class TestSearch:
     pytestmark = RUNS_TRITON
-    CLASS = tile_search.ShapeClass(precision="bfloat16", head_dim=16, causal=True, length="short")
+    CLASS = tile_search.ShapeClass(precision="bfloat16", head_dim=16, causal=True, size="few")
 
     @pytest.fixture(autouse=True)
     def on_the_cpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Tiny inputs, interpreted, whose kernels ask for tiles as compiled ones do."""
         monkeypatch.setattr(tile_search, "DEVICE", "cpu")
-        monkeypatch.setattr(tile_search, "LENGTHS", {"short": (1, 16)})
-        monkeypatch.setattr(tile_search, "NUM_HEADS", 1)
+        monkeypatch.setattr(tile_search, "SIZES", {"few": (1, 1, 16)})
         monkeypatch.setattr(launch, "_milliseconds", lambda run: run() or 1.5)
         monkeypatch.setattr(launch, "_config", lambda *call: configs.choose(*call))
         tiles = [TileConfig(block_q=16, block_k=16, num_warps=4, num_stages=n) for n in (1, 2, 3)]
@@ -177,7 +176,7 @@ class TestSearch:
         assert len(compiled) == 6
         launch._milliseconds = lambda run: run() or 1.5
         lines = tile_search.time_class(self.CLASS, compiled, time.monotonic() + 60)
-        rows = [f"{kernel}/bfloat16/d16/causal/short" for kernel in configs.INTERPRETER]
+        rows = [f"{kernel}/bfloat16/d16/causal/few" for kernel in configs.INTERPRETER]
         assert [line["row"] for line in lines] == [row for row in rows for _ in range(3)]
         assert [line["outcome"] for line in lines] == ["timed", "timed", "untried"] * 3
         assert [line["num_stages"] for line in lines] == [1, 2, 3] * 3
