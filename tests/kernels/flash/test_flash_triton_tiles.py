@@ -119,7 +119,7 @@ class TestConfigs:
         monkeypatch.setattr(configs.time, "perf_counter", lambda: seconds)
         # Those that fail are no answer: the search goes on until one runs.
         count = 4 if fails_first else 3
-        wanted = rf"long: autotuning stopped after 60 s, with {len(found) - count} of {len(found)} "
+        wanted = rf"few: autotuning stopped after 60 s, with {len(found) - count} of {len(found)} "
         with pytest.warns(UserWarning, match=wanted) as warned:
             chosen = configs.choose("forward", facts(autotune=True), measure)
         assert len(warned) == 1
