@@ -14,7 +14,6 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 
 class CompiledForEach:
@@ -49,11 +48,11 @@ def copy_of(function: Any) -> FunctionType:
 
 def kind_of(*args: Any) -> Hashable:
     """What torch.compile compiles anew for: layouts of tensors, other arguments, and modes."""
-    device = next(x.device.type for x in args if isinstance(x, Tensor))
+    device = next(x.device.type for x in args if isinstance(x, torch.Tensor))
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
     modes = autocast, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    return modes, *(layout_of(x) if isinstance(x, Tensor) else x for x in args)
+    return modes, *(layout_of(x) if isinstance(x, torch.Tensor) else x for x in args)
 
 
-def layout_of(x: Tensor) -> Hashable:
+def layout_of(x: torch.Tensor) -> Hashable:
     return x.shape, x.stride(), x.dtype, x.device, x.requires_grad
