@@ -13,13 +13,9 @@ heads of the group or a part of them, 128 at a time: a *turn* of two halves. Its
   dP^T = V dO^T, because then P^T and dS^T come out of the tensor core in the registers from
   which dV += P^T dO and dK += dS^T Q read them. dS goes to shared memory as well: in the turn
   after, each consumer computes half of dQ = dS K over all 128 keys.
-- dQ is summed over programs in memory, in float32, and always in the same order, so that two
-  runs agree bit for bit: the program of the last keys first. One warp waits for the programs
-  before, another tells the one after. Under a causal mask that order costs nothing: the program
-  of the keys before starts its loop one turn earlier, and so comes to each turn one turn later.
+- Two warps keep the order in which programs add to dQ (:mod:`kernels.flash.hopper.backward_order`).
 
-That order cannot block: programs start in the order of their indices, so whichever a program
-waits for has started before it.
+Above head_dim 128 there is :mod:`kernels.flash.hopper.backward_wide`.
 
 docs/kernels.md has a diagram of the warps over time and the budget of shared memory and registers.
 """
@@ -548,7 +544,7 @@ def flash_backward(
 
     It takes ``num_members`` of the ``group_size`` query heads that share the key head; where that
     is not all of them, the parts write a dK and dV each, as if of so many more key heads, and
-    hopper_rows.sum_parts adds them up.
+    rows.sum_parts adds them up.
     dq_sums is [num_lines, padded_len, BLOCK_D] float32, tiles of 64 by 64 in the order of
     :func:`by_thread`; counts is [num_lines, padded_len / 128] int32, zero at the start.
     """

@@ -179,7 +179,7 @@ def close_turns(counts, shared, heads, seq, turns, SIZE: gl.constexpr, CAUSAL: g
 def by_thread(x):
     """[64, N] in a wgmma accumulator's layout as [64 * N], what a thread holds in fours.
 
-    Written in this order a warp's addition is 512 consecutive bytes; hopper_rows.finish_dq
+    Written in this order a warp's addition is 512 consecutive bytes; rows.finish_dq
     puts rows and columns in order again.
     """
     N: gl.constexpr = x.shape[1]

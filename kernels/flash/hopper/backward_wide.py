@@ -11,8 +11,8 @@ queries:
   that there.
 - Each has half of the columns of dV += P^T dO, of dK += dS^T Q, and, one turn later, of dQ = dS K.
 
-What each waits for is covered by matmuls that are under way: dQ of the turn before runs while S
-and dP become P, dV while dS is computed. The order in which programs add to dQ is that of
+Matmuls are under way while a consumer waits: dQ of the turn before while S and dP become P, dV
+while dS is computed. The order in which programs add to dQ is that of
 :mod:`kernels.flash.hopper.backward_order`. P reaches dS rounded to 16 bits, as it reaches dV.
 
 docs/kernels.md has the budget of shared memory and registers.

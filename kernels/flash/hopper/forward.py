@@ -344,7 +344,7 @@ def consume(
     """One consumer: 64 queries of each tile over all visible key tiles, then o, lse to memory."""
     dtype: gl.constexpr = shared.q_tiles.dtype
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
-    # All stored columns: with P in registers, fewer than 128 take as long, and parts longer.
+    # All stored columns: in parts, as S takes them, O takes longer (docs/kernels.md).
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)

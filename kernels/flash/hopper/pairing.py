@@ -116,7 +116,7 @@ def key_tile_counts(q_len: int, kv_len: int, causal: bool) -> list[int]:
 
 
 def programs(num_tiles: int, tiles: int, causal: bool) -> list[list[int]]:
-    """The query tiles of a head's programs, as :func:`hopper_forward.query_tile` has them."""
+    """The query tiles of a head's programs, as :func:`forward.query_tile` has them."""
     num_programs = -(-num_tiles // tiles)
     found = []
     for program in range(num_programs):

@@ -40,7 +40,7 @@ def row_statistics(
     """Write lse in units of log2, and delta = rowsum(o * do) - dlse, for every query row.
 
     Both are [lines, padded_len], where each sequence begins at a multiple of BLOCK_Q
-    (hopper_tiles.sequence) and is filled up to one. A row without keys, or beyond the end, gets
+    (tiles.sequence) and is filled up to one. A row without keys, or beyond the end, gets
     lse = +inf, so that its probabilities come out as exp2(-inf) = 0. The counts of programs that
     have added to each TURN rows of dQ begin at zero.
     """
@@ -126,7 +126,7 @@ def finish_dq(
     batch = tl.cast(batch, tl.int64)
     line = batch * num_heads + head
     sums = sums_ptr + (line * padded_len + sums_start) * BLOCK_D
-    # hopper_backward.by_thread: row and column of a tile of 64 by 64 by warp, group of four
+    # backward_order.by_thread: row and column of a tile of 64 by 64 by warp, group of four
     # threads, thread, and register (the accumulator of wgmma, PTX ISA, figure of wgmma .m64nNk16).
     tile = (row // 64)[:, None] * (BLOCK_D // 64) + (column // 64)[None, :]
     thread = (row % 64 // 16 * 32 + row % 8 * 4)[:, None] + (column % 8 // 2)[None, :]
