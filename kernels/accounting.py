@@ -36,9 +36,16 @@ def attended_pairs(q_len: int, kv_len: int, causal: bool) -> float:
     return kv_len * kv_len / 2
 
 
+def problem_pairs(problem: AttentionProblem) -> float:
+    """Query-key pairs of one head; of a window or a prefix exactly those that the mask keeps."""
+    if problem.mask.is_plain:
+        return attended_pairs(problem.q_len, problem.kv_len, problem.causal)
+    return problem.mask.pairs(problem.q_len, problem.kv_len)
+
+
 def forward_flops(problem: AttentionProblem) -> float:
-    """4 B H S^2 D, halved when causal."""
-    pairs = attended_pairs(problem.q_len, problem.kv_len, problem.causal)
+    """4 B H S^2 D, halved when causal, and less where a window hides keys."""
+    pairs = problem_pairs(problem)
     return 4 * problem.batch_size * problem.num_heads * pairs * problem.head_dim
 
 

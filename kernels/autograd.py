@@ -8,11 +8,13 @@ it would be wrong, or zero, without a word.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from kernels import sinks
 from kernels.problem import AttentionSpec
 
 
@@ -40,27 +42,42 @@ class ExplicitPasses(Protocol):
 
 def attend(passes: ExplicitPasses, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
     """Differentiable attention; saves q, k, v, o and the lse, never the score matrix."""
-    o: Tensor = _AttentionFunction.apply(q, k, v, passes, spec)
+    o: Tensor = _AttentionFunction.apply(q, k, v, spec.sinks, passes, spec)
     return o
 
 
 class _AttentionFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, passes: ExplicitPasses, spec: AttentionSpec
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink_logits: Tensor | None,
+        passes: ExplicitPasses,
+        spec: AttentionSpec,
     ) -> Tensor:
-        o, lse = passes.forward(q, k, v, spec)
-        ctx.save_for_backward(q, k, v, o, lse)
-        ctx.passes, ctx.spec = passes, spec
+        # What the passes see holds no sinks, of which autograd knows the tensor alone.
+        keys = spec if sink_logits is None else replace(spec, sinks=None)
+        o, lse = passes.forward(q, k, v, keys)
+        if sink_logits is not None:
+            o, lse = sinks.add(o, lse, sink_logits)
+        ctx.save_for_backward(q, k, v, o, lse, sink_logits)
+        ctx.passes, ctx.spec = passes, keys
         return o
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> Any:
-        q, k, v, *results = ctx.saved_tensors
+        q, k, v, o, lse, sink_logits = ctx.saved_tensors
         with torch.no_grad():
-            gradients = ctx.passes.backward(do, q, k, v, *results, ctx.spec)
+            gradients: tuple[Tensor, ...] = ctx.passes.backward(do, q, k, v, o, lse, ctx.spec)
+            sources: tuple[Tensor, ...] = (do, q, k, v)
+            if sink_logits is not None:
+                gradients = (*gradients, sinks.gradient(do, o, lse, sink_logits))
+                sources = (*sources, sink_logits)
         name = f"attention={ctx.passes.name}"
-        return *first_order_only(name, gradients, (do, q, k, v)), None, None
+        found = first_order_only(name, gradients, sources)
+        return *found, *(None,) * (6 - len(found))
 
 
 def first_order_only(

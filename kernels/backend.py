@@ -30,10 +30,10 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from kernels import accounting, autograd, merge, packed
+from kernels import accounting, autograd, merge, packed, sinks
 from kernels.decoding import DecodeProblem
-from kernels.problem import AttentionProblem, AttentionSpec
-from kernels.registry import Registry
+from kernels.problem import MASKS, AttentionProblem, AttentionSpec
+from kernels.registry import Registry, joined_later
 from kernels.rotary import Rotary
 
 BACKENDS: Registry[type[AttentionBackend]] = Registry(
@@ -76,9 +76,14 @@ class AttentionBackend:
     def supports(self, problem: AttentionProblem) -> str | None:
         """None if this backend can solve ``problem`` here, else the reason why not, in one line.
 
-        May query the device and look for libraries; never raises.
+        May query the device and look for libraries; never raises. Callers ask
+        :meth:`why_unsupported`, which asks this of masks that ``takes`` names alone.
         """
         return "attends from a cache only, with task=decode or task=generate"
+
+    def why_unsupported(self, problem: AttentionProblem) -> str | None:
+        """None if this backend can solve ``problem`` here, else the reason why not, in one line."""
+        return self.supports(problem)
 
     def supports_decode(self, problem: DecodeProblem) -> str | None:
         """:meth:`supports` for a step from a cache."""
@@ -116,6 +121,19 @@ class Attention(AttentionBackend):
 
     role_in_words: ClassVar[str] = "attends to whole sequences"
 
+    window: int | None = joined_later(None)
+    """Sliding window: a query sees its own key and the window - 1 before it (without a causal mask
+    as many after it); None hides nothing."""
+    prefix_len: int = joined_later(0)
+    """Prefix-LM: the first keys of a sequence, which every query sees; needs a causal mask."""
+    softcap: float | None = joined_later(None)
+    """Bound of the scores, softcap tanh(score / softcap), as Gemma 2 has it; None leaves them."""
+    sinks: bool = joined_later(False)
+    """A learned logit for each query head in the softmax, without a value, as gpt-oss has it."""
+
+    takes: ClassVar[frozenset[str]] = frozenset()
+    """Which of ``kernels.problem.MASKS``, and ``shift``, its calls may ask for; harnesses refuse
+    the others before they ask :meth:`supports`."""
     takes_causal_rectangles: ClassVar[bool] = True
     """Whether a causal mask may have more keys than queries, aligned to the bottom right."""
 
@@ -126,6 +144,34 @@ class Attention(AttentionBackend):
 
     def supports(self, problem: AttentionProblem) -> str | None:
         return None
+
+    def why_unsupported(self, problem: AttentionProblem) -> str | None:
+        for name in problem.asks_for():
+            if name not in self.takes_here(problem):
+                return f"takes no attention.{name}={getattr(problem, name)}"
+        return self.supports(problem)
+
+    def takes_here(self, problem: AttentionProblem) -> frozenset[str]:
+        """:attr:`takes`, where it depends on the problem."""
+        return self.takes
+
+    def mask_options(self) -> dict[str, Any]:
+        """The options of ``kernels.problem.MASKS``, as fields of an AttentionProblem."""
+        return {name: getattr(self, name) for name in MASKS}
+
+    def check_mask_options(self) -> None:
+        """Raise ValueError, naming the full key, unless the options of a mask make sense."""
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"attention.window={self.window}: must be at least 1")
+        if self.prefix_len < 0:
+            raise ValueError(f"attention.prefix_len={self.prefix_len}: must be at least 0")
+        if self.prefix_len and self.window is not None:
+            raise ValueError(
+                f"attention.prefix_len={self.prefix_len}: cannot be combined with "
+                f"attention.window={self.window}; leave one of them out"
+            )
+        if self.softcap is not None and not 0 < self.softcap < float("inf"):
+            raise ValueError(f"attention.softcap={self.softcap}: must be a positive number")
 
     def rounds_scores(self, problem: AttentionProblem) -> bool:
         """Whether scores are rounded to the problem's dtype, as matrices in memory are.
@@ -149,7 +195,10 @@ class Attention(AttentionBackend):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """q [B, H, S, D], k and v [B, H_kv, S_k, D] -> o [B, H, S, D] and lse [B, H, S] float32."""
+        """q [B, H, S, D], k and v [B, H_kv, S_k, D] -> o [B, H, S, D] and lse [B, H, S] float32.
+
+        Over the keys alone: sinks, which :func:`kernels.sinks.add` puts in, are the caller's.
+        """
         if type(self).attend is Attention.attend:
             raise self.unwritten("forward() and backward(), or attend()")
         raise NotImplementedError(f"attention={self.name} gives no log-sum-exp")
@@ -164,7 +213,12 @@ class Attention(AttentionBackend):
         lse: torch.Tensor,
         spec: AttentionSpec,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gradients (dq, dk, dv), in the shapes of q, k and v."""
+        """Gradients (dq, dk, dv), in the shapes of q, k and v.
+
+        Args:
+            o, lse: over these keys, or over more of them, or with sinks: probabilities are
+                exp(score - lse) either way.
+        """
         if type(self).forward is not Attention.forward:
             raise self.unwritten("backward()")
         raise NotImplementedError(f"attention={self.name} gives no log-sum-exp")
@@ -172,8 +226,15 @@ class Attention(AttentionBackend):
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
-        """Differentiable attention: shapes as in :meth:`forward`, gives o alone."""
+        """Differentiable attention, with sinks: shapes as in :meth:`forward`, gives o alone."""
         return autograd.attend(self, q, k, v, spec)
+
+    def attend_with_lse(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """:meth:`forward` with the sinks of ``spec``, in o and in lse."""
+        o, lse = self.forward(q, k, v, spec)
+        return (o, lse) if spec.sinks is None else sinks.add(o, lse, spec.sinks)
 
     def forward_onto(
         self,

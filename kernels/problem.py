@@ -1,9 +1,9 @@
 """Attention calls: the sizes of one, its mask and scale, and the packing of its batch.
 
 Tensors are ``[batch, heads, seq, head_dim]`` (B, H, S, D); lse, the natural-log log-sum-exp of
-the scaled scores, is float32 ``[B, H, S]``. Causal masks are aligned to the bottom right: with
-S_q queries and S_k keys, query i sees keys 0 .. i + S_k - S_q. A query that sees no key has output
-zero, lse minus infinity, and no gradient.
+the scaled scores, is float32 ``[B, H, S]``. Masks are aligned to the bottom right: with S_q
+queries and S_k keys, a causal mask shows query i the keys 0 .. i + S_k - S_q (:class:`Mask`). A
+query that sees no key has output zero, lse minus infinity, and no gradient.
 
 A packed batch has sequences of different lengths end to end, ``[tokens, heads, head_dim]``
 (T, H, D) with lse ``[H, T]``, and a :class:`Packing` that says where each begins.
@@ -12,8 +12,85 @@ A packed batch has sequences of different lengths end to end, ``[tokens, heads, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
+
+MASKS = ("window", "prefix_len", "softcap", "sinks")
+"""What a call may ask for besides a causal mask, as fields and options are named."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Mask:
+    """The keys that each query sees: one range of them, whose ends never move to the left.
+
+    Of S_q queries and S_k keys, query i stands at position p = i + S_k - S_q + shift among the
+    keys. Without a mask it sees all keys; with a causal one those up to p.
+    """
+
+    causal: bool
+    window: int | None = None
+    """Keys at a distance of at least this many positions from p are hidden: with a causal mask a
+    query sees its own key and window - 1 before."""
+    prefix_len: int = 0
+    """With a causal mask, the first keys that every query sees (prefix-LM); not with a window."""
+    shift: int = 0
+    """Positions by which the queries stand later than at the bottom right; for parts of
+    sequences, whose keys may lie elsewhere."""
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window={self.window}: must be at least 1")
+        if self.prefix_len < 0:
+            raise ValueError(f"prefix_len={self.prefix_len}: must be at least 0")
+        if self.prefix_len and self.window is not None:
+            raise ValueError(
+                f"prefix_len={self.prefix_len}: cannot be combined with window={self.window}"
+            )
+        if self.prefix_len and not self.causal:
+            raise ValueError(
+                f"prefix_len={self.prefix_len}: needs a causal mask, since without one every "
+                "query sees all keys"
+            )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is no more than a causal mask aligned to the bottom right, or none."""
+        return self.window is None and not self.prefix_len and not (self.causal and self.shift)
+
+    def keys(self, query: int, q_len: int, kv_len: int) -> tuple[int, int]:
+        """The keys [start, stop) that a query sees; empty ranges have stop <= start."""
+        position = query + kv_len - q_len + self.shift
+        start, stop = 0, kv_len
+        if self.causal:
+            stop = min(kv_len, max(position + 1, self.prefix_len))
+        elif self.window is not None:
+            stop = min(kv_len, position + self.window)
+        if self.window is not None:
+            start = max(0, position - self.window + 1)
+        return start, max(stop, 0)
+
+    def pairs(self, q_len: int, kv_len: int) -> int:
+        """Query-key pairs that the mask keeps."""
+        first = kv_len - q_len + self.shift
+        starts, stops = 0, q_len * kv_len
+        if self.causal:
+            stops = _clamped_sum(first + 1, q_len, min(self.prefix_len, kv_len), kv_len)
+        elif self.window is not None:
+            stops = _clamped_sum(first + self.window, q_len, 0, kv_len)
+        if self.window is not None:
+            starts = _clamped_sum(first - self.window + 1, q_len, 0, kv_len)
+        return stops - starts
+
+
+def _clamped_sum(first: int, count: int, low: int, high: int) -> int:
+    """The sum of ``count`` consecutive integers from ``first`` on, each clamped to [low, high]."""
+    below = min(max(low - first, 0), count)
+    above = min(max(first + count - high, 0), count - below)
+    between = count - below - above
+    middle = between * (first + below) + between * (between - 1) // 2
+    return below * low + middle + above * high
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -38,6 +115,28 @@ class AttentionProblem:
     """Ranks that the sequence is split over; lengths are those of the whole sequence."""
     autocast: bool = False
     """Whether the call runs under torch.autocast, which on CUDA takes softmax in float32."""
+    window: int | None = None
+    """Of :class:`Mask`, like ``prefix_len``."""
+    prefix_len: int = 0
+    shift: int = 0
+    softcap: float | None = None
+    """Of :class:`AttentionSpec`."""
+    sinks: bool = False
+    """Whether each query head has a logit besides those of its keys."""
+
+    @property
+    def mask(self) -> Mask:
+        """The keys that each query sees; raises ValueError where that makes no sense."""
+        return Mask(
+            causal=self.causal,
+            window=self.window,
+            prefix_len=self.prefix_len,
+            shift=self.shift,
+        )
+
+    def asks_for(self) -> list[str]:
+        """The names of ``MASKS`` that this problem needs, and ``shift``."""
+        return [name for name in (*MASKS, "shift") if getattr(self, name) not in (None, 0, False)]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -70,3 +169,22 @@ class AttentionSpec:
     """Factor of the scores, usually 1/sqrt(D)."""
     packing: Packing | None = None
     """None for a dense batch; else tensors are [T, H, D] and lse is [H, T]."""
+    window: int | None = None
+    """Of :class:`Mask`, like ``prefix_len`` and ``shift``; in a packed batch of each sequence."""
+    prefix_len: int = 0
+    shift: int = 0
+    softcap: float | None = None
+    """Scores s become softcap tanh(s / softcap), after the scale and before the mask."""
+    sinks: torch.Tensor | None = None
+    """A logit for each query head, [H], that takes part in the softmax and has no value
+    (gpt-oss): lse is over the keys and the sink. Learned, so that it may need a gradient."""
+
+    @property
+    def mask(self) -> Mask:
+        """The keys that each query sees; raises ValueError where that makes no sense."""
+        return Mask(
+            causal=self.causal,
+            window=self.window,
+            prefix_len=self.prefix_len,
+            shift=self.shift,
+        )

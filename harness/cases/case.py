@@ -21,7 +21,7 @@ from harness.cases.precision import Precision
 from harness.cases.profiler import PROFILERS, Profiler
 from harness.cases.requirements import require_at_least, require_choice
 from harness.cases.task import TASKS, Task
-from kernels import BACKENDS, AttentionBackend, AttentionProblem
+from kernels import BACKENDS, Attention, AttentionBackend, AttentionProblem
 from kernels.caches import CACHES, CacheChoice
 from kernels.registry import JOINED_LATER, Registry
 from models.config import ModelConfig
@@ -62,6 +62,8 @@ class Case:
                 f"parallel.cp={self.parallel.cp}: attention={self.attention.name} runs on whole "
                 f"sequences; choose one that splits them, {', '.join(_that_split_sequences())}"
             )
+        if isinstance(self.attention, Attention):
+            self.attention.check_mask_options()
         if "model" not in self.task.uses:
             self.model = None
         if "compile" not in self.task.uses:

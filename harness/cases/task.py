@@ -85,7 +85,9 @@ class Task:
 
     def why_unsupported(self, case: Case) -> str | None:
         """None if the attention supports the case here, else the reason in one line."""
-        return case.attention.supports(self.attention_problem(case)) if self.attends else None
+        return (
+            case.attention.why_unsupported(self.attention_problem(case)) if self.attends else None
+        )
 
     def attention_choice(self, case: Case) -> str:
         """Name of the backend that runs: the one that ``attention=auto`` picks, or the chosen."""

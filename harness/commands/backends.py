@@ -143,7 +143,7 @@ def _why_not_split(scheme: AttentionBackend, device: str, *, packed: bool = Fals
     problems = [replace(problem, cp=2, packed=packed) for problem in _plain_problems(device)]
     if _first_supported(scheme, problems) is not None:
         return None
-    return scheme.supports(problems[0])
+    return scheme.why_unsupported(problems[0])
 
 
 def _device(arguments: list[str]) -> str:
@@ -172,7 +172,7 @@ def features_of(backend: AttentionBackend, device: str) -> Features:
     problem = _first_supported(backend, _plain_problems(device))
     caches = _caches(backend, device)
     if problem is None:
-        reason = backend.supports(next(iter(_plain_problems(device))))
+        reason = backend.why_unsupported(next(iter(_plain_problems(device))))
         if not isinstance(backend, Attention) and caches == NO:
             # A decoding backend's only reason is the one about caches.
             reason = _why_no_cache(backend, device)
@@ -182,10 +182,10 @@ def features_of(backend: AttentionBackend, device: str) -> Features:
         )
     reason = None
     if not problem.needs_grad:
-        reason = backend.supports(replace(problem, needs_grad=True))
+        reason = backend.why_unsupported(replace(problem, needs_grad=True))
 
     def takes(**changes: int | bool) -> bool:
-        return backend.supports(replace(problem, **changes)) is None  # type: ignore[arg-type]
+        return backend.why_unsupported(replace(problem, **changes)) is None  # type: ignore[arg-type]
 
     longer = takes(kv_len=problem.kv_len + 64)
     any_length = longer and takes(kv_len=problem.kv_len - 64)
@@ -269,12 +269,12 @@ def _plain_problems(device: str) -> Iterable[AttentionProblem]:
 def _first_supported(
     backend: AttentionBackend, problems: Iterable[AttentionProblem]
 ) -> AttentionProblem | None:
-    return next((item for item in problems if backend.supports(item) is None), None)
+    return next((item for item in problems if backend.why_unsupported(item) is None), None)
 
 
 def _packed(backend: AttentionBackend, problem: AttentionProblem) -> str:
     """Whether a packed batch is one call of its own, or one call for each sequence."""
-    if backend.supports(problem) is not None:
+    if backend.why_unsupported(problem) is not None:
         return NO
     choice = backend.choice(problem)
     solver = type(backend) if choice == backend.name else BACKENDS[choice].target

@@ -30,7 +30,7 @@ class Support:
 
     def _ask(self, attention: AttentionBackend, problem: AttentionProblem) -> str | None:
         if self._machine.is_here:
-            return attention.supports(problem)
+            return attention.why_unsupported(problem)
         if reason := self._why_not_peers(attention, problem):
             return reason
         problem = _on_fewer_ranks(attention, problem)
@@ -80,7 +80,7 @@ def _splits(attention: AttentionBackend) -> bool:
 def _asked(attention: AttentionBackend, problem: AttentionProblem) -> str | None:
     """What a backend says where its device may be absent, which some only find by using it."""
     try:
-        return attention.supports(problem)
+        return attention.why_unsupported(problem)
     except (AssertionError, RuntimeError):
         return None
 

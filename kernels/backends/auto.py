@@ -13,7 +13,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -25,7 +25,7 @@ from kernels.backend import (
     attention_backend,
 )
 from kernels.decoding import DecodeProblem
-from kernels.problem import AttentionProblem, AttentionSpec
+from kernels.problem import MASKS, AttentionProblem, AttentionSpec
 from kernels.registry import Look
 from kernels.rotary import Rotary
 
@@ -66,6 +66,8 @@ DECODE_CHAINS: dict[str, tuple[str, ...]] = {
 @dataclass(kw_only=True, slots=True)
 class Auto(DelegatedAttention, Decoding):
     """Delegates each call to the first backend of its chain that supports it."""
+
+    takes: ClassVar[frozenset[str]] = frozenset((*MASKS, "shift"))
 
     def choice(self, problem: AttentionProblem) -> str:
         return choose(problem).name
@@ -116,7 +118,8 @@ class Auto(DelegatedAttention, Decoding):
             (batch_size, num_heads, k.shape[1], q_len, kv_len, head_dim),
             q.dtype,
             q.device.type,
-            spec.causal,
+            (spec.causal, spec.window, spec.prefix_len, spec.shift),
+            (spec.softcap, spec.sinks is not None),
             needs_grad,
             spec.packing is not None,
             with_lse,
@@ -127,11 +130,14 @@ def _choose_for(
     sizes: tuple[int, ...],
     dtype: torch.dtype,
     device: str,
-    causal: bool,
+    mask: tuple[bool, int | None, int, int],
+    logits: tuple[float | None, bool],
     needs_grad: bool,
     packed: bool,
     with_lse: bool,
 ) -> Attention:
+    causal, window, prefix_len, shift = mask
+    softcap, has_sinks = logits
     batch_size, num_heads, num_kv_heads, q_len, kv_len, head_dim = sizes
     problem = AttentionProblem(
         batch_size=batch_size,
@@ -145,6 +151,11 @@ def _choose_for(
         causal=causal,
         needs_grad=needs_grad,
         packed=packed,
+        window=window,
+        prefix_len=prefix_len,
+        shift=shift,
+        softcap=softcap,
+        sinks=has_sinks,
     )
     return choose(problem, with_lse=with_lse)
 
@@ -157,7 +168,7 @@ def choose(problem: AttentionProblem, *, with_lse: bool = False) -> Attention:
             continue
         entry = BACKENDS[name]
         backend = entry.target(name=name, **entry.preset).role(Attention)
-        if (backend.gives_lse or not with_lse) and backend.supports(problem) is None:
+        if (backend.gives_lse or not with_lse) and backend.why_unsupported(problem) is None:
             return backend
     raise AssertionError(f"flash_torch refuses nothing, and yet {problem}")
 

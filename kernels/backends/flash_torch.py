@@ -8,12 +8,13 @@ memory tiling saves without any special hardware. :mod:`kernels.flash.pytorch` h
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from kernels.backend import DenseAttention, attention_backend
 from kernels.flash import pytorch
-from kernels.problem import AttentionProblem, AttentionSpec
+from kernels.problem import MASKS, AttentionProblem, AttentionSpec
 from kernels.registry import Look
 from kernels.toolchain import why_not_compile
 
@@ -22,6 +23,8 @@ from kernels.toolchain import why_not_compile
 @dataclass(kw_only=True, slots=True)
 class FlashTorch(DenseAttention):
     """Tiled attention with an online softmax; supports every length, head_dim and dtype."""
+
+    takes: ClassVar[frozenset[str]] = frozenset((*MASKS, "shift"))
 
     block_q: int = 128
     """Queries in a tile (B_q)."""

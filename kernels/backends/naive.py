@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from kernels import accounting
 from kernels.backend import Attention, DenseAttention, attention_backend
-from kernels.problem import AttentionProblem, AttentionSpec
+from kernels.problem import MASKS, AttentionProblem, AttentionSpec, Mask
 from kernels.ranges import RangeMaker, named_range
 from kernels.registry import Look
 
@@ -26,10 +27,14 @@ from kernels.registry import Look
 class Naive(DenseAttention):
     """Explicit softmax; autograd keeps the probabilities for the backward pass."""
 
+    takes: ClassVar[frozenset[str]] = frozenset((*MASKS, "shift"))
+
     def supports(self, problem: AttentionProblem) -> str | None:
         # A packed batch goes by way of the explicit passes, which know rows without any key.
         if problem.causal and problem.kv_len < problem.q_len and not problem.packed:
             return "with fewer keys than queries, a causal mask leaves rows without any key"
+        if problem.shift and not problem.packed:
+            return "with shifted queries, a mask may leave rows without any key"
         return None
 
     def keeps_scores(self, problem: AttentionProblem) -> bool:
@@ -101,10 +106,15 @@ class Naive(DenseAttention):
         keys, values = _expand_heads(k, group_size), _expand_heads(v, group_size)
         scores = masked_scores(q, keys, spec).float()
         probabilities = _probabilities(scores, lse)
+        slope: float | torch.Tensor = spec.scale
+        if spec.softcap is not None:
+            # d tanh x = 1 - tanh^2 x; where the mask hides a key the probability is zero.
+            capped = scores.masked_fill(scores == float("-inf"), 0.0) / spec.softcap
+            slope = spec.scale * (1 - capped.square())
         dv = probabilities.to(do.dtype).mT @ do
         dp = (do @ values.mT).float()
         row_dots = (do.float() * o.float()).sum(dim=-1, keepdim=True)
-        ds = (probabilities * (dp - row_dots) * spec.scale).to(q.dtype)
+        ds = (probabilities * (dp - row_dots) * slope).to(q.dtype)
         dk = ds.mT @ q
         return ds @ keys, _sum_groups(dk, group_size), _sum_groups(dv, group_size)
 
@@ -125,19 +135,43 @@ def explicit_softmax_attention(
         scores = masked_scores(q, _expand_heads(k, group_size), spec)
     with marks("softmax"):
         # Under autocast softmax gives float32; the second matmul needs one dtype on both sides.
-        probabilities = scores.softmax(dim=-1).to(v.dtype)
+        probabilities = _softmax(scores, spec.sinks).to(v.dtype)
     with marks("final matmul"):
         return probabilities @ _expand_heads(v, group_size)
 
 
+def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Softmax over keys, and over a sink for each head, which gets no column of the result."""
+    if sinks is None:
+        return scores.softmax(dim=-1)
+    column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, column], dim=-1).softmax(dim=-1)[..., :-1]
+
+
 def masked_scores(q: torch.Tensor, k: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-    """Scaled scores [B, H, S, S_k], minus infinity where a causal mask hides the key."""
+    """Scaled and capped scores [B, H, S, S_k], minus infinity where the mask hides the key."""
     scores = (q @ k.mT) * spec.scale
-    if spec.causal:
-        q_len, kv_len = scores.shape[-2:]
-        visible = scores.new_ones(q_len, kv_len, dtype=bool).tril(diagonal=kv_len - q_len)
-        scores = scores.masked_fill(~visible, float("-inf"))
-    return scores
+    if spec.softcap is not None:
+        scores = spec.softcap * (scores / spec.softcap).tanh()
+    q_len, kv_len = scores.shape[-2:]
+    visible = visible_keys(spec.mask, q_len, kv_len, scores.device)
+    return scores if visible is None else scores.masked_fill(~visible, float("-inf"))
+
+
+def visible_keys(mask: Mask, q_len: int, kv_len: int, device: torch.device) -> torch.Tensor | None:
+    """Which keys each query sees, bool [S, S_k]; None if all."""
+    if not mask.causal and mask.window is None:
+        return None
+    offset = kv_len - q_len + mask.shift
+    visible = torch.ones(q_len, kv_len, dtype=torch.bool, device=device)
+    if mask.causal:
+        visible = visible.tril(diagonal=offset)
+        visible[:, : mask.prefix_len] = True
+    elif mask.window is not None:
+        visible = visible.tril(diagonal=offset + mask.window - 1)
+    if mask.window is not None:
+        visible = visible.triu(diagonal=offset - mask.window + 1)
+    return visible
 
 
 def _probabilities(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:

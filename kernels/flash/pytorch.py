@@ -4,7 +4,7 @@ The forward pass is Algorithm 1 of the CS336 systems text (section 1.3.2): for e
 queries one loop over the tiles of keys, with a running maximum m, a running denominator l and
 an unnormalised output o, so that no more than one tile of scores exists at a time. The backward
 pass recomputes each tile of probabilities from the log-sum-exp (equations 13 to 19). Tiles that
-a causal mask empties are skipped, and only tiles that the diagonal crosses are compared with it.
+a mask empties are skipped, and only tiles that an edge of it crosses are compared with it.
 
 Names follow the text: S scores, P probabilities, L log-sum-exp, D = rowsum(O * dO).
 
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from kernels.autograd import first_order_only
-from kernels.problem import AttentionSpec
+from kernels.problem import AttentionSpec, Mask
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -41,21 +41,13 @@ class Blocks:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Tiling:
-    """The tiles of the score matrix to compute, and those that need the mask.
-
-    Query i sees the keys up to i + kv_len - q_len: the mask is aligned to the bottom right.
-    """
+    """The tiles of the score matrix to compute, and those that need the mask."""
 
     q_len: int
     kv_len: int
     block_q: int
     block_k: int
-    causal: bool
-
-    @property
-    def offset(self) -> int:
-        """The last key that the first query sees; negative where it sees none."""
-        return self.kv_len - self.q_len
+    mask: Mask
 
     def query_tiles(self) -> Iterator[slice]:
         for start in range(0, self.q_len, self.block_q):
@@ -63,18 +55,25 @@ class Tiling:
 
     def key_tiles(self, queries: slice) -> Iterator[slice]:
         """Tiles with at least one key that one of the queries sees."""
-        end = min(self.kv_len, queries.stop + self.offset) if self.causal else self.kv_len
-        for start in range(0, end, self.block_k):
+        # The first query sees the leftmost key, and the last one the rightmost.
+        begin, _ = self._seen(queries.start)
+        _, end = self._seen(queries.stop - 1)
+        for start in range(begin // self.block_k * self.block_k, end, self.block_k):
             yield slice(start, min(start + self.block_k, self.kv_len))
 
     def hidden(self, queries: slice, keys: slice, group_size: int, like: Tensor) -> Tensor | None:
         """Mask of the hidden scores [R, K] of a tile; None if none is hidden."""
-        below_the_diagonal = keys.stop <= queries.start + self.offset + 1
-        if not self.causal or below_the_diagonal:
+        begin, _ = self._seen(queries.stop - 1)
+        _, end = self._seen(queries.start)
+        if begin <= keys.start and keys.stop <= end:
             return None
-        i_Q = torch.arange(queries.start, queries.stop, device=like.device)
+        ranges = [self._seen(query) for query in range(queries.start, queries.stop)]
+        ends_Q2 = torch.tensor(ranges, device=like.device).repeat(group_size, 1)
         j_K = torch.arange(keys.start, keys.stop, device=like.device)
-        return j_K > i_Q.repeat(group_size).unsqueeze(1) + self.offset
+        return (j_K < ends_Q2[:, :1]) | (j_K >= ends_Q2[:, 1:])
+
+    def _seen(self, query: int) -> tuple[int, int]:
+        return self.mask.keys(query, self.q_len, self.kv_len)
 
 
 def forward(
@@ -95,7 +94,7 @@ def forward(
         kv_len=k_BHSD.shape[2],
         block_q=blocks.block_q,
         block_k=blocks.block_k,
-        causal=spec.causal,
+        mask=spec.mask,
     )
     dtype = accumulator_dtype(q_BHSD)
     o_BHSD = q_BHSD.new_empty(*q_BHSD.shape[:3], v_BHSD.shape[3])
@@ -108,7 +107,7 @@ def forward(
         for keys in tiling.key_tiles(queries):
             k_j, v_j = k_BHSD[:, :, keys].to(dtype), v_BHSD[:, :, keys].to(dtype)
             hidden = tiling.hidden(queries, keys, group_size, q_i)
-            o_i, l_i, m_i = update(q_i, k_j, v_j, o_i, l_i, m_i, hidden, spec.scale)
+            o_i, l_i, m_i = update(q_i, k_j, v_j, o_i, l_i, m_i, hidden, spec.scale, spec.softcap)
         # A row that saw no key has l = 0 and o = 0, and keeps them; NaN stays NaN.
         o_i = o_i / torch.where(l_i == 0, 1.0, l_i)
         o_BHSD[:, :, queries] = heads_of(o_i, group_size).to(o_BHSD.dtype)
@@ -125,9 +124,12 @@ def forward_tile(
     m_BHR1: Tensor,
     hidden_RK: Tensor | None,
     scale: float,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One step of Algorithm 1's inner loop: (o, l, m) after one more tile of keys."""
     S = q_BHRD @ k_BHKD.mT * scale
+    if softcap is not None:
+        S = softcap * (S / softcap).tanh()
     if hidden_RK is not None:
         S = S.masked_fill(hidden_RK, -torch.inf)
     m_new = torch.maximum(m_BHR1, S.amax(dim=-1, keepdim=True))
@@ -157,7 +159,7 @@ def backward(
         kv_len=k_BHSD.shape[2],
         block_q=blocks.block_q,
         block_k=blocks.block_k,
-        causal=spec.causal,
+        mask=spec.mask,
     )
     dtype = accumulator_dtype(q_BHSD)
     D_BHS1 = (o_BHSD.to(dtype) * do_BHSD.to(dtype)).sum(dim=-1, keepdim=True)
@@ -175,7 +177,9 @@ def backward(
         for keys in tiling.key_tiles(queries):
             k_j, v_j = k_BHSD[:, :, keys].to(dtype), v_BHSD[:, :, keys].to(dtype)
             hidden = tiling.hidden(queries, keys, group_size, q_i)
-            dq_ij, dk_ij, dv_ij = update(q_i, k_j, v_j, do_i, L_i, D_i, hidden, spec.scale)
+            dq_ij, dk_ij, dv_ij = update(
+                q_i, k_j, v_j, do_i, L_i, D_i, hidden, spec.scale, spec.softcap
+            )
             dq_i += dq_ij
             dk_BHSD[:, :, keys] += dk_ij
             dv_BHSD[:, :, keys] += dv_ij
@@ -192,17 +196,22 @@ def backward_tile(
     D_BHR1: Tensor,
     hidden_RK: Tensor | None,
     scale: float,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The additions of one tile of scores to dq, dk and dv."""
     S = q_BHRD @ k_BHKD.mT * scale  # (13)
+    slope: Tensor | float = scale
+    if softcap is not None:
+        tanh = (S / softcap).tanh()
+        S, slope = softcap * tanh, scale * (1 - tanh.square())
     if hidden_RK is not None:
         S = S.masked_fill(hidden_RK, -torch.inf)
     P = (S - L_BHR1).exp()  # (14)
     dv_BHKD = P.mT @ do_BHRD  # (15)
     dP = do_BHRD @ v_BHKD.mT  # (16)
-    dS = P * (dP - D_BHR1)  # (17)
-    dq_BHRD = dS @ k_BHKD * scale  # (18)
-    dk_BHKD = dS.mT @ q_BHRD * scale  # (19)
+    dS = P * (dP - D_BHR1) * slope  # (17)
+    dq_BHRD = dS @ k_BHKD  # (18)
+    dk_BHKD = dS.mT @ q_BHRD  # (19)
     return dq_BHRD, dk_BHKD, dv_BHKD
 
 

@@ -109,8 +109,11 @@ class SequenceParallelAttention(DelegatedAttention):
 
     def supports(self, problem: AttentionProblem) -> str | None:
         if problem.cp == 1:
-            return self.on_one_device.supports(problem)
+            return self.on_one_device.why_unsupported(problem)
         return self.why_not_split(problem)
+
+    def takes_here(self, problem: AttentionProblem) -> frozenset[str]:
+        return self.on_one_device.takes_here(problem) if problem.cp == 1 else self.takes
 
     def why_not_split(self, problem: AttentionProblem) -> str | None:
         """:meth:`supports` of a problem on several ranks."""
@@ -216,7 +219,7 @@ class ContextParallelAttention(SequenceParallelAttention):
             )
         for q_len, kv_len, causal in self._shapes(problem):
             call = replace(problem, cp=1, q_len=q_len, kv_len=kv_len, causal=causal)
-            reason = kernel.supports(call)
+            reason = kernel.why_unsupported(call)
             if reason is not None:
                 return f"attention.kernel={self.kernel}: {reason}"
         return None

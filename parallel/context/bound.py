@@ -141,7 +141,7 @@ class BoundAttention(SplitAttention):
         key = (q.shape, k.shape, q.dtype, causal)
 
         def takes_rectangles(q_len: int, kv_len: int) -> bool:
-            return self._kernel.supports(_problem(q, k, q_len, kv_len)) is None
+            return self._kernel.why_unsupported(_problem(q, k, q_len, kv_len)) is None
 
         def make() -> RankSchedule:
             return DenseSchedule(

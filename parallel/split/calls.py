@@ -194,7 +194,7 @@ def checked(
         cp=session.num_ranks,
         autocast=torch.is_autocast_enabled(q.device.type),
     )
-    reason = scheme.supports(problem)
+    reason = scheme.why_unsupported(problem)
     if reason is not None:
         raise ValueError(f"{request.scheme}_attention: {reason}")
     return Checked(

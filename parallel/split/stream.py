@@ -178,7 +178,7 @@ def _checked(
             needs_grad=calls.needs_grad(q, k, v),
             packed=True,
         )
-        reason = kernel.supports(problem)
+        reason = kernel.why_unsupported(problem)
         if reason is not None:
             raise ValueError(f"stream_attention: kernel={name}: {reason}")
     scale = q.shape[-1] ** -0.5 if scale is None else scale

@@ -263,7 +263,7 @@ class Decode(Task):
             return "CUDA graphs exist on CUDA devices only"
         reason = case.attention.supports_decode(self.decode_problem(case))
         if reason is None and self.prompts:
-            return self.prefill_backend().supports(self.prefill_problem(case))
+            return self.prefill_backend().why_unsupported(self.prefill_problem(case))
         return reason
 
     def attention_choice(self, case: Case) -> str:

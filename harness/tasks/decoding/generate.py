@@ -161,7 +161,7 @@ class Generate(Task):
         if self.cuda_graph and case.device != "cuda":
             return "CUDA graphs exist on CUDA devices only"
         reason = case.attention.supports_decode(self.decode_problem(case))
-        return reason or self.prefill_backend().supports(self.attention_problem(case))
+        return reason or self.prefill_backend().why_unsupported(self.attention_problem(case))
 
     def attention_choice(self, case: Case) -> str:
         return case.attention.role(Decoding).decode_choice(self.decode_problem(case))

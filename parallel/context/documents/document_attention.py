@@ -139,7 +139,7 @@ class DocumentAttention(SplitAttention):
             joined = True
         elif joined is None:
             rectangle = _problem(q, k, max(lengths))
-            fits = self._kernel.supports(rectangle) is None
+            fits = self._kernel.why_unsupported(rectangle) is None
             joined = fits and joins_well(plan, self.rank)
         if keeps_keys is None:
             keeps_keys = plan.keeps_keys()

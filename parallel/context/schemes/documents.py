@@ -87,10 +87,12 @@ class DocumentParallelAttention(SequenceParallelAttention):
                 f"attention.kernel={self.kernel} gives no log-sum-exp, by which diagonals are "
                 "merged; use attention.diagonals=joined"
             )
-        reason = kernel.supports(replace(problem, cp=1))
+        reason = kernel.why_unsupported(replace(problem, cp=1))
         if reason is None and problem.causal and not self._merges():
             # Part of a document's queries, and its keys up to the last of them.
-            reason = kernel.supports(replace(problem, cp=1, q_len=max(1, problem.q_len // 2)))
+            reason = kernel.why_unsupported(
+                replace(problem, cp=1, q_len=max(1, problem.q_len // 2))
+            )
         return reason and f"attention.kernel={self.kernel}: {reason}"
 
     def _merges(self) -> bool:

@@ -78,7 +78,7 @@ class Ulysses(SequenceParallelAttention):
                 "mask the padding would be attended to"
             )
         for call in self._calls(problem):
-            reason = self.on_one_device.supports(call)
+            reason = self.on_one_device.why_unsupported(call)
             if reason is not None:
                 return f"attention.kernel={self.kernel}: {reason}"
         return None
