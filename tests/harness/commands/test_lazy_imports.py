@@ -162,7 +162,7 @@ def test_dataclasses_and_hints_of_a_postponed_module() -> None:
     """
     hints, options = json.loads(python(code))
     assert hints["kernel"] == "<class 'str'>"
-    assert options == {"name": "sdpa_flash", "kernel": "flash"}
+    assert options.items() >= {"name": "sdpa_flash", "kernel": "flash"}.items()
 
 
 def test_a_figure_does_not_load_torch() -> None:
