@@ -44,6 +44,9 @@ APART = (
     "even hosts, may differ."
 )
 STALE = f"{fmt.DIAMOND} Measured with other kernels, model code or schemes than those of now."
+ALL_STALE = (
+    "All values here were measured with other kernels, model code or schemes than those of now."
+)
 OTHER_HOST = f"{fmt.TRIANGLE} Measured on another host than what it is compared with."
 OVERTAKEN = f"{fmt.OPEN_TRIANGLE_DOWN} A newer attempt gave no result"
 """Followed, as above, by how it ended."""
@@ -180,9 +183,27 @@ def build_table(name: str, frame: pd.DataFrame) -> Table | None:
     built: Table | None = TABLES[name].target(frame)
     if built is not None:
         built.name = name
+        _say_once_what_all_share(built)
         cases = _measured_cases(built, frame)
         built.footnotes += [*reasons(cases), *revisions(cases), *hosts(cases)]
     return built
+
+
+def _say_once_what_all_share(built: Table) -> None:
+    """Where every value is of other code than now, one sentence says so, and no value is marked."""
+    if STALE not in built.footnotes:
+        return
+    columns = [column for column in built.columns if column.mark is not None]
+    values = [
+        built.rows.loc[built.rows[column.key].notna(), str(column.mark)] for column in columns
+    ]
+    if not all(marks.str.contains(fmt.DIAMOND, regex=False).all() for marks in values):
+        return
+    keys = {str(column.mark) for column in columns}
+    built.rows = built.rows.assign(
+        **{key: built.rows[key].str.replace(fmt.DIAMOND, "", regex=False) for key in keys}
+    )
+    built.footnotes[built.footnotes.index(STALE)] = ALL_STALE
 
 
 def _measured_cases(built: Table, frame: pd.DataFrame) -> pd.DataFrame:

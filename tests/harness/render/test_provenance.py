@@ -21,7 +21,7 @@ from harness.cases.source import source_of
 from harness.render.files import to_markdown
 from harness.render.latex import to_latex
 from harness.render.report import provenance_of
-from harness.render.table import OTHER_HOST, STALE, build_table
+from harness.render.table import ALL_STALE, OTHER_HOST, STALE, build_table
 from harness.store.record import Record
 
 SAMPLES = {
@@ -65,6 +65,14 @@ class TestStale:
         marked = [line for line in text.splitlines() if fmt.DIAMOND in line and "|" in line]
         assert len(marked) == 1
         assert "naive" in marked[0]
+
+    def test_where_every_row_is_of_other_kernels_it_is_said_once(self) -> None:
+        olds = [record("naive"), record("sdpa")]
+        for old in olds:
+            old.source["kernels/backends"] = "0" * 12
+        text = summary(olds)
+        assert ALL_STALE in text
+        assert fmt.DIAMOND not in text
 
     def test_other_measuring_code_is_said_once_and_marks_no_row(self) -> None:
         old = record("naive")
