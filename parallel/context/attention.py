@@ -18,10 +18,11 @@ import torch.distributed as dist
 
 from kernels.backend import BACKENDS, Attention, AttentionBackend, DelegatedAttention
 from kernels.backends.auto import choose
-from kernels.problem import AttentionProblem, AttentionSpec
+from kernels.problem import MASKS, AttentionProblem, AttentionSpec, Mask
 from parallel.context import bound
 from parallel.context.blocks import schedule
 from parallel.context.blocks.layouts import Contiguous, Layout, ScoreBlock
+from parallel.context.blocks.score_blocks import begins
 from parallel.context.memory.sizes import CallReader, CallSizes, LocalSizes
 from parallel.context.memory.transports import (
     AllGatherMemory,
@@ -160,6 +161,8 @@ class ContextParallelAttention(SequenceParallelAttention):
     """Whether all keys are brought here at once, in the order of their positions."""
     needs_causal: ClassVar[bool] = False
     """Whether the layout exists only to balance a causal mask."""
+    takes: ClassVar[frozenset[str]] = frozenset(MASKS)
+    """Of the whole sequence; blocks of it ask the kernel for shifts besides."""
 
     def __post_init__(self) -> None:
         SequenceParallelAttention.__post_init__(self)
@@ -184,7 +187,7 @@ class ContextParallelAttention(SequenceParallelAttention):
 
     def kernel_of(self, problem: AttentionProblem) -> str:
         local = self.layout(problem.cp).local_len(problem.q_len)
-        own = replace(problem, cp=1, q_len=local, kv_len=local)
+        own = replace(problem, cp=1, q_len=local, kv_len=local, sinks=False)
         return choose(own, with_lse=True).name if self.kernel == "auto" else self.kernel
 
     def transport_of(self, problem: AttentionProblem) -> str:
@@ -208,7 +211,7 @@ class ContextParallelAttention(SequenceParallelAttention):
             reason = why_not_symmetric(problem)
             if reason is not None:
                 return reason
-        return self._why_not_kernel(problem)
+        return why_not_prefix(problem, layout) or self._why_not_kernel(problem)
 
     def _why_not_kernel(self, problem: AttentionProblem) -> str | None:
         kernel = self.on_one_device
@@ -217,25 +220,24 @@ class ContextParallelAttention(SequenceParallelAttention):
                 f"attention.kernel={self.kernel} gives no log-sum-exp, by which the results of "
                 "blocks of keys are merged"
             )
-        for q_len, kv_len, causal in self._shapes(problem):
-            call = replace(problem, cp=1, q_len=q_len, kv_len=kv_len, causal=causal)
-            reason = kernel.why_unsupported(call)
+        for q_len, kv_len, mask in self._shapes(problem):
+            reason = kernel.why_unsupported(part_of(problem, q_len, kv_len, mask))
             if reason is not None:
                 return f"attention.kernel={self.kernel}: {reason}"
         return None
 
-    def _shapes(self, problem: AttentionProblem) -> set[tuple[int, int, bool]]:
+    def _shapes(self, problem: AttentionProblem) -> set[tuple[int, int, Mask]]:
         """Queries, keys and mask of all kernel calls; of a packed batch, its longest sequence's."""
         layout, ranks = self.layout(problem.cp), range(problem.cp)
-        local = layout.local_len(problem.q_len)
+        local, mask = layout.local_len(problem.q_len), problem.mask
         if not self.gathers:
-            found = [layout.block(r, s, local, problem.causal) for r in ranks for s in ranks]
-            return {(b.q_len, b.kv_len, b.causal) for b in found if b is not None}
-        blocks = [b for r in ranks for b in layout.prefix_blocks(r, local, problem.causal)]
+            found = [b for r in ranks for s in ranks for b in layout.blocks(r, s, local, mask)]
+            return {(b.q_len, b.kv_len, b.mask) for b in found}
+        blocks = [b for r in ranks for b in layout.gathered_blocks(r, local, mask)]
         if problem.packed:
-            return {(b.q_len, b.kv_len, b.causal) for b in blocks}
+            return {(b.q_len, b.kv_len, b.mask) for b in blocks}
         # A dense rectangle that the kernel refuses is computed in two parts.
-        return {(b.q_len, b.q_len, b.causal) for b in blocks}
+        return {(b.q_len, b.q_len if b.mask.is_plain else b.kv_len, b.mask) for b in blocks}
 
     def split_peak_memory(self, problem: AttentionProblem) -> dict[str, float] | None:
         """Of the fullest rank, by :mod:`parallel.context.memory`."""
@@ -302,9 +304,14 @@ class RingAttention(ContextParallelAttention):
         found = []
         for step in range(problem.cp):
             source = (rank - step) % problem.cp
-            block = sizes.layout.block(rank, source, sizes.local_len, problem.causal)
-            call = reader.read([block], all_keys=False, first=step == 0) if block else None
-            found.append([call] if call else [])
+            blocks = sizes.layout.blocks(rank, source, sizes.local_len, problem.mask)
+            firsts = begins(blocks) if step == 0 else [False] * len(blocks)
+            found.append(
+                [
+                    reader.read([block], all_keys=False, first=first)
+                    for block, first in zip(blocks, firsts, strict=True)
+                ]
+            )
         return found
 
     def _transport_memory(self, problem: AttentionProblem) -> TransportMemoryFactory:
@@ -345,7 +352,7 @@ class GatherAttention(ContextParallelAttention):
 
     def _visits(self, reader: CallReader, rank: int) -> Visits:
         sizes, problem = reader.sizes, reader.sizes.problem
-        blocks = sizes.layout.prefix_blocks(rank, sizes.local_len, problem.causal)
+        blocks = sizes.layout.gathered_blocks(rank, sizes.local_len, problem.mask)
         num_groups = problem.num_kv_heads // (self.kv_heads_at_once or problem.num_kv_heads)
         return [self._calls(reader, blocks, num_groups)] * num_groups
 
@@ -377,6 +384,32 @@ class GatherAttention(ContextParallelAttention):
         if self._reads_peers(group, device):
             return factories.symmetric_gather(group, device, heads)
         return factories.all_gather(group, device, heads)
+
+
+def part_of(problem: AttentionProblem, q_len: int, kv_len: int, mask: Mask) -> AttentionProblem:
+    """One kernel call for a split problem, in which sinks are put afterwards."""
+    return replace(
+        problem,
+        cp=1,
+        q_len=q_len,
+        kv_len=kv_len,
+        causal=mask.causal,
+        window=mask.window,
+        prefix_len=mask.prefix_len,
+        shift=mask.shift,
+        sinks=False,
+    )
+
+
+def why_not_prefix(problem: AttentionProblem, layout: Layout) -> str | None:
+    """None unless a prefix shows the padding of a dense batch, else the reason in one line."""
+    length = problem.q_len
+    if problem.packed or problem.prefix_len <= length or length % layout.multiple == 0:
+        return None
+    return (
+        f"attention.prefix_len={problem.prefix_len}: must be at most the {length} tokens of a "
+        f"sequence, since they do not divide by {layout.multiple} and padding would be seen"
+    )
 
 
 def why_not_symmetric(problem: AttentionProblem) -> str | None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kernels import Attention, AttentionProblem, AttentionSpec, Packing
+from kernels import Attention, AttentionProblem, AttentionSpec, Packing, sinks
 from kernels.autograd import first_order_only
+from kernels.problem import Mask
 from parallel.context.blocks.layouts import Layout
 from parallel.context.blocks.loops import AttentionPass
 from parallel.context.blocks.schedule import DenseSchedule, PackedSchedule, RankSchedule
@@ -49,6 +50,9 @@ class SplitAttention:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         """Local q [B, H, S, D] and k, v [B, H_kv, S, D] -> local o; S is layout.local_len(N).
+
+        Sinks of the spec are whole on every rank, and get the gradient of this rank's queries: a
+        caller sums it over ranks, as that of any other parameter.
 
         Of a packed batch q is [T, H, D] and k, v are [T, H_kv, D], as ``layout.shard_packed`` gives
         them; its packing is that of the whole batch, each sequence at its real length, queries
@@ -113,32 +117,35 @@ class BoundAttention(SplitAttention):
         if self.layout.num_ranks == 1:
             return self._kernel.attend(q, k, v, spec)
         self._agree(q, k, v)
-        return _Attention.apply(q, k, v, self, *self._both_schedules(q, k, spec), spec.scale)
+        schedules = self._both_schedules(q, k, spec)
+        # What the passes see holds no sinks, of which autograd knows the tensor alone.
+        keys = spec if spec.sinks is None else replace(spec, sinks=None)
+        return _Attention.apply(q, k, v, spec.sinks, self, *schedules, keys)
 
     def attend_with_lse(
         self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor] | None:
         if self.layout.num_ranks == 1:
-            return self._kernel.forward(q, k, v, spec) if self._kernel.gives_lse else None
+            return self._kernel.attend_with_lse(q, k, v, spec) if self._kernel.gives_lse else None
         self._agree(q, k, v)
         schedule, _ = self._both_schedules(q, k, spec)
-        return self.new_pass(schedule, spec.scale).forward(q, k, v)
+        return self.new_pass(schedule, spec).forward(q, k, v)
 
     def _both_schedules(
         self, q: Tensor, k: Tensor, spec: AttentionSpec
     ) -> tuple[RankSchedule, RankSchedule]:
         """Those of the forward and of the backward pass."""
         if spec.packing is None:
-            schedule = self._dense_schedule(q, k, spec.causal)
+            schedule = self._dense_schedule(q, k, spec.mask)
             return schedule, schedule
         forward, backward = (
-            self._packed_schedule(spec.packing, spec.causal, fused, q.device)
+            self._packed_schedule(spec.packing, spec.mask, fused, q.device)
             for fused in (self._fusion.forward, self._fusion.backward)
         )
         return forward, backward
 
-    def _dense_schedule(self, q: Tensor, k: Tensor, causal: bool) -> RankSchedule:
-        key = (q.shape, k.shape, q.dtype, causal)
+    def _dense_schedule(self, q: Tensor, k: Tensor, mask: Mask) -> RankSchedule:
+        key = (q.shape, k.shape, q.dtype, mask)
 
         def takes_rectangles(q_len: int, kv_len: int) -> bool:
             return self._kernel.why_unsupported(_problem(q, k, q_len, kv_len)) is None
@@ -148,7 +155,7 @@ class BoundAttention(SplitAttention):
                 self.layout,
                 self.rank,
                 q.shape[2],
-                causal,
+                mask,
                 prefixes=self._gathers,
                 takes_rectangles=takes_rectangles,
             )
@@ -156,11 +163,11 @@ class BoundAttention(SplitAttention):
         return self._prepared(key, None, make)
 
     def _packed_schedule(
-        self, packing: Packing, causal: bool, fused: bool, device: torch.device
+        self, packing: Packing, mask: Mask, fused: bool, device: torch.device
     ) -> RankSchedule:
         # By identity: to compare lengths would wait for the device in every call.
         starts = packing.cu_seqlens_q
-        key = (id(starts), starts._version, causal, fused)
+        key = (id(starts), starts._version, mask, fused)
 
         def make() -> RankSchedule:
             ends = starts.tolist()
@@ -168,7 +175,7 @@ class BoundAttention(SplitAttention):
                 self.layout,
                 self.rank,
                 [end - start for start, end in itertools.pairwise(ends)],
-                causal,
+                mask,
                 prefixes=self._gathers,
                 fused=fused,
                 device=device,
@@ -204,14 +211,16 @@ class BoundAttention(SplitAttention):
                 )
         self._agreed = True
 
-    def new_pass(self, schedule: RankSchedule, scale: float) -> AttentionPass:
+    def new_pass(self, schedule: RankSchedule, spec: AttentionSpec) -> AttentionPass:
         """A pass over the keys of all ranks, with a new transport."""
         return AttentionPass(
             kernel=self._kernel,
             schedule=schedule,
             transport=self._transports.make(self.tracer),
-            scale=scale,
+            scale=spec.scale,
             tracer=self.tracer,
+            softcap=spec.softcap,
+            sinks=spec.sinks,
         )
 
 
@@ -240,21 +249,28 @@ class _Attention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        sink_logits: Tensor | None,
         bound: BoundAttention,
         forward_schedule: RankSchedule,
         backward_schedule: RankSchedule,
-        scale: float,
+        spec: AttentionSpec,
     ) -> Tensor:
-        o, lse = bound.new_pass(forward_schedule, scale).forward(q, k, v)
-        ctx.save_for_backward(q, k, v, o, lse)
-        ctx.bound, ctx.schedule, ctx.scale = bound, backward_schedule, scale
+        with_sinks = spec if sink_logits is None else replace(spec, sinks=sink_logits)
+        o, lse = bound.new_pass(forward_schedule, with_sinks).forward(q, k, v)
+        ctx.save_for_backward(q, k, v, o, lse, sink_logits)
+        ctx.bound, ctx.schedule, ctx.spec = bound, backward_schedule, spec
         return o
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> Any:
-        this_pass = ctx.bound.new_pass(ctx.schedule, ctx.scale)
-        q, k, v, *results = ctx.saved_tensors
+        this_pass = ctx.bound.new_pass(ctx.schedule, ctx.spec)
+        q, k, v, o, lse, sink_logits = ctx.saved_tensors
         with torch.no_grad():
-            gradients = this_pass.backward(do, q, k, v, *results)
+            gradients: tuple[Tensor, ...] = this_pass.backward(do, q, k, v, o, lse)
+            sources: tuple[Tensor, ...] = (do, q, k, v)
+            if sink_logits is not None:
+                gradients = (*gradients, sinks.gradient(do, o, lse, sink_logits))
+                sources = (*sources, sink_logits)
         name = f"context-parallel attention ({ctx.bound.layout.name})"
-        return *first_order_only(name, gradients, (do, q, k, v)), *(None,) * 4
+        found = first_order_only(name, gradients, sources)
+        return *found, *(None,) * (8 - len(found))

@@ -24,25 +24,19 @@ from typing import ClassVar
 
 import torch
 
+from kernels.problem import Mask
+from parallel.context.blocks.score_blocks import EMPTY, ScoreBlock, hides_more, visible
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class ScoreBlock:
-    """A rectangle of scores: some of the queries against some of the keys."""
-
-    q: slice
-    """Local queries, as indices into the rank's part of one sequence."""
-    kv: slice
-    """Keys, as indices into the tensor that holds them."""
-    causal: bool
-    """Whether a causal mask, aligned to the bottom right of the rectangle, applies."""
-
-    @property
-    def q_len(self) -> int:
-        return self.q.stop - self.q.start
-
-    @property
-    def kv_len(self) -> int:
-        return self.kv.stop - self.kv.start
+__all__ = [
+    "LAYOUTS",
+    "Contiguous",
+    "Layout",
+    "ScoreBlock",
+    "Striped",
+    "Zigzag",
+    "permute_striped",
+    "unpermute_striped",
+]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -78,6 +72,43 @@ class Layout:
         Both slices are local: of the rank's ``local_len`` queries and of the source's keys.
         """
         raise NotImplementedError
+
+    def blocks(self, rank: int, source: int, local_len: int, mask: Mask) -> list[ScoreBlock]:
+        """All blocks of ``rank``'s queries and ``source``'s keys; none where no pair is kept.
+
+        Under a causal mask alone, or none, that is :meth:`block`. Else there is a block for each
+        pair of runs that see each other; of a rank's own keys those of a run with itself come
+        first, in which each query sees at least one key.
+        """
+        length = local_len * self.num_ranks
+        mask = hides_more(mask, length)
+        if mask.is_plain:
+            block = self.block(rank, source, local_len, mask.causal)
+            return [] if block is None else [block]
+        own, theirs = (_starts(self.runs(r, length)) for r in (rank, source))
+        found = [
+            (rank == source and q_start != k_start, block.moved(q_start, k_start))
+            for q_start, queries in own
+            for k_start, keys in theirs
+            if (block := visible(queries, keys, mask)) is not None
+        ]
+        return [block for _, block in sorted(found, key=lambda pair: pair[0])]
+
+    def gathered_blocks(self, rank: int, local_len: int, mask: Mask) -> list[ScoreBlock]:
+        """One block for each run of ``rank``, with the keys of all ranks that its queries see.
+
+        Keys are in the order of their positions. Raises ValueError as :meth:`prefix_blocks` does.
+        """
+        length = local_len * self.num_ranks
+        mask = hides_more(mask, length)
+        blocks = self.prefix_blocks(rank, local_len, mask.causal)
+        if mask.is_plain:
+            return blocks
+        found = []
+        for start, run in _starts(self.runs(rank, length)):
+            block = visible(run, range(length), mask)
+            found.append(EMPTY if block is None else block.moved(start, 0))
+        return found
 
     def prefix_blocks(self, rank: int, local_len: int, causal: bool) -> list[ScoreBlock]:
         """The blocks of ``rank``'s queries and all keys in the order of their positions.
@@ -229,6 +260,15 @@ def _swap(x: torch.Tensor, dim: int, sizes: tuple[int, int], num_ranks: int) -> 
     if x.shape[dim] % num_ranks:
         raise ValueError(f"dim {dim} has {x.shape[dim]} entries: must be a multiple of {num_ranks}")
     return x.unflatten(dim, sizes).transpose(dim, dim + 1).flatten(dim, dim + 1)
+
+
+def _starts(runs: Sequence[range]) -> list[tuple[int, range]]:
+    """Each run after the local index of its first token."""
+    found, start = [], 0
+    for run in runs:
+        found.append((start, run))
+        start += len(run)
+    return found
 
 
 def _along(x: torch.Tensor, dim: int, run: range) -> torch.Tensor:

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kernels import Attention
+from kernels import Attention, AttentionSpec, sinks
 from parallel.context.blocks.rows import Rows
 from parallel.context.blocks.schedule import KernelCall, RankSchedule
 from parallel.context.blocks.tracing import COMPUTE, Tracer
@@ -77,6 +77,9 @@ class AttentionPass:
     transport: Transport
     scale: float
     tracer: Tracer
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    """Put in once, when all keys have been seen; the backward pass of the keys needs none."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """o in q's dtype and lse in float32, of this rank's queries over all ranks' keys."""
@@ -93,13 +96,19 @@ class AttentionPass:
                         call.kv.take(visit.v),
                     )
                     if call.first:
-                        part = self.kernel.forward(*tensors, call.spec(self.scale))
+                        part = self.kernel.forward(*tensors, self._spec(call))
                     else:
                         so_far = (o.take(heads, call.q), lse.take(heads, call.q))
-                        part = self.kernel.forward_onto(*so_far, *tensors, call.spec(self.scale))
+                        part = self.kernel.forward_onto(*so_far, *tensors, self._spec(call))
                     o.put(heads, call.q, part[0])
                     lse.put(heads, call.q, part[1])
-        return o.value.to(q.dtype), lse.value
+        total = o.value, lse.value
+        if self.sinks is not None:
+            total = sinks.add(*total, self.sinks)
+        return total[0].to(q.dtype), total[1]
+
+    def _spec(self, call: KernelCall) -> AttentionSpec:
+        return call.spec(self.scale, self.softcap)
 
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
@@ -118,7 +127,7 @@ class AttentionPass:
                     own_lse = call.q.take_lse(lse.narrow(schedule.head_dim_of[1], *_span(heads)))
                     keys = (call.kv.take(visit.k), call.kv.take(visit.v))
                     part_dq, part_dk, part_dv = self.kernel.backward(
-                        own_do, own_q, *keys, own_o, own_lse, call.spec(self.scale)
+                        own_do, own_q, *keys, own_o, own_lse, self._spec(call)
                     )
                     if call.first:
                         dq.put(heads, call.q, part_dq)

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kernels import AttentionSpec, Packing
+from kernels.problem import Mask
 from parallel.context.blocks.layouts import Layout, ScoreBlock
 from parallel.context.blocks.rows import DenseRows, PackedRows, Rows
+from parallel.context.blocks.score_blocks import EMPTY, begins
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -26,15 +28,23 @@ class KernelCall:
 
     q: Rows
     kv: Rows
-    causal: bool
+    mask: Mask
     first: bool
     """Whether it is the first call with its queries, so that there is no result to merge with."""
     packing: Packing | None = None
     """Lengths of a packed call's sequences, in the selected rows."""
 
-    def spec(self, scale: float) -> AttentionSpec:
-        """Mask, scale and packing of the call."""
-        return AttentionSpec(causal=self.causal, scale=scale, packing=self.packing)
+    def spec(self, scale: float, softcap: float | None) -> AttentionSpec:
+        """Mask, scale, cap and packing of the call."""
+        return AttentionSpec(
+            causal=self.mask.causal,
+            scale=scale,
+            packing=self.packing,
+            window=self.mask.window,
+            prefix_len=self.mask.prefix_len,
+            shift=self.mask.shift,
+            softcap=softcap,
+        )
 
 
 class RankSchedule(Protocol):
@@ -83,7 +93,7 @@ class DenseSchedule:
         layout: Layout,
         rank: int,
         local_len: int,
-        causal: bool,
+        mask: Mask,
         *,
         prefixes: bool,
         takes_rectangles: TakesRectangles,
@@ -92,17 +102,20 @@ class DenseSchedule:
         self._of_all: list[KernelCall] = []
         self._of_source: list[list[KernelCall]] = []
         if prefixes:
-            for block in layout.prefix_blocks(rank, local_len, causal):
+            for block in layout.gathered_blocks(rank, local_len, mask):
                 self._of_all += [
                     _dense_call(part, local_len, local_len * layout.num_ranks, first=index == 0)
                     for index, part in enumerate(cut(block, takes_rectangles))
                 ]
         else:
             for source in range(layout.num_ranks):
-                found = layout.block(rank, source, local_len, causal)
-                own = source == rank
+                blocks = layout.blocks(rank, source, local_len, mask)
+                firsts = begins(blocks) if source == rank else [False] * len(blocks)
                 self._of_source.append(
-                    [_dense_call(found, local_len, local_len, first=own)] if found else []
+                    [
+                        _dense_call(block, local_len, local_len, first=first)
+                        for block, first in zip(blocks, firsts, strict=True)
+                    ]
                 )
         calls = itertools.chain(self._of_all, *self._of_source)
         self.accumulates = any(not call.first for call in calls)
@@ -125,7 +138,7 @@ def _dense_call(block: ScoreBlock, q_len: int, kv_len: int, *, first: bool) -> K
     return KernelCall(
         q=DenseRows(block.q, whole=block.q_len == q_len),
         kv=DenseRows(block.kv, whole=block.kv_len == kv_len),
-        causal=block.causal,
+        mask=block.mask,
         first=first,
     )
 
@@ -133,7 +146,8 @@ def _dense_call(block: ScoreBlock, q_len: int, kv_len: int, *, first: bool) -> K
 def cut(block: ScoreBlock, takes_rectangles: TakesRectangles) -> list[ScoreBlock]:
     """The block, or the two that make it up, for kernels that know causal squares only."""
     seen_by_all = block.kv_len - block.q_len
-    if not block.causal or seen_by_all == 0 or takes_rectangles(block.q_len, block.kv_len):
+    plain_causal = block.causal and block.mask.is_plain
+    if not plain_causal or seen_by_all == 0 or takes_rectangles(block.q_len, block.kv_len):
         return [block]
     edge = block.kv.start + seen_by_all
     return [
@@ -161,7 +175,7 @@ class PackedSchedule:
         layout: Layout,
         rank: int,
         lengths: Sequence[int],
-        causal: bool,
+        mask: Mask,
         *,
         prefixes: bool,
         fused: bool,
@@ -174,15 +188,20 @@ class PackedSchedule:
         self._of_all: list[KernelCall] = []
         self._of_source: list[list[KernelCall]] = []
         if prefixes:
-            by_sequence = [layout.prefix_blocks(rank, local, causal) for local in self._local]
+            by_sequence = [
+                layout.gathered_blocks(rank, layout.local_len(length), within(mask, length))
+                for length in lengths
+            ]
             # The same run of every sequence, one run after another.
             by_run = [list(blocks) for blocks in zip(*by_sequence, strict=True)]
             arrived = self._arrival_index()
             groups = [by_run] if fused else [[run] for run in by_run]
-            self._of_all = [self._prefix_call(group, causal, arrived) for group in groups]
+            self._of_all = [
+                self._prefix_call(alike, arrived) for group in groups for alike in _by_mask(group)
+            ]
         else:
             self._of_source = [
-                self._block_calls(rank, source, causal) for source in range(layout.num_ranks)
+                self._block_calls(rank, source, lengths, mask) for source in range(layout.num_ranks)
             ]
         calls = itertools.chain(self._of_all, *self._of_source)
         self.accumulates = any(not call.first for call in calls)
@@ -212,9 +231,12 @@ class PackedSchedule:
         return found
 
     def _prefix_call(
-        self, runs: Sequence[Sequence[ScoreBlock]], causal: bool, arrived: Sequence[Tensor]
+        self, runs: Sequence[Sequence[ScoreBlock]], arrived: Sequence[Tensor]
     ) -> KernelCall:
-        """One call for the given runs, each a block of every sequence."""
+        """One call for the given runs, each a block of every sequence, of one mask but empty ones.
+
+        ``runs`` with a block each for every sequence.
+        """
         blocks = [block for run in runs for block in run]
         kv_parts = tuple(
             torch.cat([index[block.kv] for index, block in zip(arrived, run, strict=True)])
@@ -224,28 +246,43 @@ class PackedSchedule:
         return KernelCall(
             q=self._rows(q_parts, self._starts[-1]),
             kv=self._rows(kv_parts, self._starts[-1] * self._layout.num_ranks),
-            causal=causal,
+            mask=_mask_of(blocks),
             first=True,
             packing=self._packing(blocks),
         )
 
-    def _block_calls(self, rank: int, source: int, causal: bool) -> list[KernelCall]:
-        found = [self._layout.block(rank, source, local, causal) for local in self._local]
-        blocks = [
-            block or ScoreBlock(q=slice(0, 0), kv=slice(0, 0), causal=causal) for block in found
+    def _block_calls(
+        self, rank: int, source: int, lengths: Sequence[int], mask: Mask
+    ) -> list[KernelCall]:
+        """Of each sequence the first block in one call, the second in another, and so on.
+
+        Blocks of different masks are in different calls.
+        """
+        by_sequence = [
+            self._layout.blocks(rank, source, local, within(mask, length))
+            for local, length in zip(self._local, lengths, strict=True)
         ]
-        if not any(block.q_len for block in blocks):
-            return []
+        firsts = [begins(blocks) if source == rank else [] for blocks in by_sequence]
         num_local = self._starts[-1]
-        return [
-            KernelCall(
-                q=self._rows((self._q_index(blocks),), num_local),
-                kv=self._rows((self._kv_index(blocks),), num_local),
-                causal=next(block.causal for block in blocks if block.q_len),
-                first=source == rank,
-                packing=self._packing(blocks),
-            )
-        ]
+        calls = []
+        for place in range(max(map(len, by_sequence), default=0)):
+            run = [blocks[place] if place < len(blocks) else EMPTY for blocks in by_sequence]
+            for first in (True, False):
+                own = [
+                    block if (place < len(begin) and begin[place]) is first else EMPTY
+                    for block, begin in zip(run, firsts, strict=True)
+                ]
+                for (blocks,) in _by_mask([own]):
+                    calls.append(
+                        KernelCall(
+                            q=self._rows((self._q_index(blocks),), num_local),
+                            kv=self._rows((self._kv_index(blocks),), num_local),
+                            mask=_mask_of(blocks),
+                            first=first,
+                            packing=self._packing(blocks),
+                        )
+                    )
+        return calls
 
     def _q_index(self, blocks: Sequence[ScoreBlock]) -> Tensor:
         return _joined(self._starts, [block.q for block in blocks])
@@ -279,3 +316,25 @@ def _joined(starts: Sequence[int], slices: Sequence[slice]) -> Tensor:
         for start, part in zip(starts, slices, strict=False)
     ]
     return torch.cat(parts)
+
+
+def within(mask: Mask, length: int) -> Mask:
+    """``mask`` in a sequence of so many real tokens, whose padding no prefix shows."""
+    if not mask.prefix_len:
+        return mask
+    return replace(mask, prefix_len=min(mask.prefix_len, length))
+
+
+def _mask_of(blocks: Sequence[ScoreBlock]) -> Mask:
+    """The one mask of all blocks that have queries."""
+    return next(block.mask for block in blocks if block.q_len)
+
+
+def _by_mask(runs: Sequence[Sequence[ScoreBlock]]) -> list[list[list[ScoreBlock]]]:
+    """The runs once for each mask, with the blocks of others empty; runs of none are left out."""
+    masks = dict.fromkeys(block.mask for run in runs for block in run if block.q_len)
+    found = []
+    for mask in masks:
+        alike = [[block if block.mask == mask else EMPTY for block in run] for run in runs]
+        found.append([run for run in alike if any(block.q_len for block in run)])
+    return found

@@ -109,6 +109,7 @@ class CallReader:
 
     def _workspace(self, blocks: Sequence[ScoreBlock], num_groups: int) -> float:
         problem = self.sizes.problem
+        mask = blocks[0].mask
         call = replace(
             problem,
             cp=1,
@@ -116,6 +117,10 @@ class CallReader:
             num_kv_heads=problem.num_kv_heads // num_groups,
             q_len=sum(block.q_len for block in blocks),
             kv_len=sum(block.kv_len for block in blocks),
-            causal=blocks[0].causal,
+            causal=mask.causal,
+            window=mask.window,
+            prefix_len=mask.prefix_len,
+            shift=mask.shift,
+            sinks=False,
         )
         return self.kernel.backward_workspace(call)

@@ -293,6 +293,10 @@ def publish(
 
 def _write(out: Tensor, contributions: Sequence[Contribution], name: str) -> None:
     """Write the ``dk`` or ``dv`` of all calls into a slot, zeros where none has any."""
+    if len(contributions) > 1:
+        # They may have keys in common.
+        out.copy_(sum_of_contributions(out, contributions, name))
+        return
     if len(contributions) == 1 and contributions[0].call.kv.whole:
         out.copy_(getattr(contributions[0], name))
         return

@@ -1,0 +1,99 @@
+"""Windows, prefixes, caps and sinks on split sequences, against float64."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from masked_split import MaskedBatch, check
+from split_attention import PROBLEM, SCHEMES, TRANSPORTS, scheme_of
+
+MASKS: tuple[dict[str, Any], ...] = (
+    {"window": 1},
+    {"window": 5},
+    {"window": 13, "softcap": 0.7},
+    {"window": 6, "with_sinks": True},
+    {"prefix_len": 7},
+    {"prefix_len": 19, "softcap": 0.5, "with_sinks": True},
+)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_dense(name: str, num_ranks: int) -> None:
+    for number, mask in enumerate(MASKS):
+        # Lengths that no number of ranks divides.
+        batch = MaskedBatch(lengths=(35,) * (1 + number % 2), **mask)
+        transport = TRANSPORTS[name][number % 2]
+        check(num_ranks, name, {"transport": transport}, batch)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_packed(name: str, num_ranks: int) -> None:
+    for number, mask in enumerate(MASKS):
+        batch = MaskedBatch(lengths=(21, 3, 1, 30), packed=True, **mask)
+        transport = TRANSPORTS[name][number % 2]
+        check(num_ranks, name, {"transport": transport}, batch)
+
+
+@pytest.mark.parametrize("name", ["ring", "llama3"])
+def test_a_window_to_both_sides(name: str) -> None:
+    for window in (1, 4, 11):
+        check(3, name, {}, MaskedBatch(lengths=(24, 24), causal=False, window=window))
+    check(2, name, {}, MaskedBatch(lengths=(12, 20), packed=True, causal=False, window=5))
+
+
+def test_runs_of_a_packed_batch_in_one_call() -> None:
+    options = {"forward_mode": "fused", "backward_mode": "fused"}
+    for mask in MASKS:
+        batch = MaskedBatch(lengths=(21, 3, 30), packed=True, **mask)
+        check(3, "zigzag_llama3", options, batch)
+
+
+def test_some_heads_at_a_time() -> None:
+    batch = MaskedBatch(lengths=(22,), window=5, with_sinks=True)
+    for transport in TRANSPORTS["llama3"]:
+        check(2, "llama3", {"kv_heads_at_once": 1, "transport": transport}, batch)
+
+
+def test_masks_lengths_and_layouts_at_random() -> None:
+    draw = random.Random(5)
+    for _ in range(24):
+        name = draw.choice(SCHEMES)
+        mask: dict[str, Any] = {"window": draw.choice([None, 1, 2, 3, 8, 17, 50])}
+        if mask["window"] is None:
+            mask["prefix_len"] = draw.randrange(0, 30)
+        packed = draw.random() < 0.5
+        batch = MaskedBatch(
+            lengths=tuple(draw.randrange(1, 34) for _ in range(3)) if packed else (33,),
+            packed=packed,
+            num_heads=2,
+            num_kv_heads=1,
+            head_dim=4,
+            softcap=draw.choice([None, 0.8]),
+            with_sinks=draw.random() < 0.5,
+            **mask,
+        )
+        transport = draw.choice(TRANSPORTS[name])
+        check(draw.choice([2, 3, 4]), name, {"transport": transport}, batch)
+
+
+class TestSupport:
+    def test_kernels_are_asked_for_the_masks_of_blocks(self) -> None:
+        windowed = replace(PROBLEM, window=5)
+        assert scheme_of("ring", kernel="flash_torch").why_unsupported(windowed) is None
+        reason = scheme_of("ring", kernel="sdpa_flash").why_unsupported(windowed)
+        assert reason == "attention.kernel=sdpa_flash: takes no attention.window=5"
+
+    def test_sinks_are_no_matter_of_the_kernel(self) -> None:
+        problem = replace(PROBLEM, sinks=True)
+        assert scheme_of("zigzag", kernel="sdpa_flash").why_unsupported(problem) is None
+
+    def test_a_prefix_that_shows_padding_is_refused(self) -> None:
+        problem = replace(PROBLEM, q_len=62, kv_len=62, prefix_len=63)
+        reason = scheme_of("zigzag", kernel="flash_torch").why_unsupported(problem)
+        assert reason is not None
+        assert reason.startswith("attention.prefix_len=63: must be at most the 62 tokens")
