@@ -161,16 +161,17 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("benchmarks.repeatability: torch sees no CUDA device", file=sys.stderr)
         return 2
+    facts = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     rows = []
     for shape in SHAPES:
         rows.append(row(shape, options.passes))
         print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
-    if options.record:
-        with options.record.open("w", newline="", encoding="utf-8") as file:
-            facts = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-            writer = csv.DictWriter(file, [*rows[0], *facts])
-            writer.writeheader()
-            writer.writerows([found | facts for found in rows])
+        if options.record:
+            # After each shape, so that whoever interrupts keeps what there is.
+            with options.record.open("w", newline="", encoding="utf-8") as file:
+                writer = csv.DictWriter(file, [*rows[0], *facts])
+                writer.writeheader()
+                writer.writerows([found | facts for found in rows])
     return int(any(found["different"] != "none" for found in rows))
 
 
