@@ -15,14 +15,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from kernels.backend import Attention, attention_backend
 from kernels.flash.call import arguments
 from kernels.flash.call import problem as problem_facts
-from kernels.problem import AttentionProblem, AttentionSpec
+from kernels.problem import MASKS, AttentionProblem, AttentionSpec
 from kernels.registry import Look, joined_later
 from kernels.toolchain import why_not_triton
 
@@ -44,6 +44,8 @@ PRECISIONS = ("auto", "ieee", "bf16x6", "tf32")
 @dataclass(kw_only=True, slots=True)
 class FlashTriton(Attention):
     """Triton kernels for dense, packed, grouped and causal attention, with an explicit lse."""
+
+    takes: ClassVar[frozenset[str]] = frozenset((*MASKS, "shift"))
 
     implementation: str = "auto"
     """auto (the fastest that can run), hopper (compute capability 9.0), or plain (any CUDA GPU)."""
@@ -114,6 +116,10 @@ class FlashTriton(Attention):
             accumulates=False,
             # The only one that some devices do not have.
             precision="bf16x6" if splits else "ieee",
+            window=problem.window,
+            prefix_len=problem.prefix_len,
+            shift=problem.shift,
+            softcap=problem.softcap,
         )
         implementation = "hopper" if self.autograd == "native" else self.implementation
         return dispatch.why_not(facts, implementation)
@@ -182,17 +188,10 @@ class FlashTriton(Attention):
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
-        from kernels.flash.function import flash_attention
+        from kernels.flash import function
 
-        return flash_attention(
-            q,
-            k,
-            v,
-            causal=spec.causal,
-            scale=spec.scale,
-            packing=spec.packing,
-            options=self._options(),
-        )
+        o: torch.Tensor = function.attend(q, k, v, spec, self._options())
+        return o
 
     def forward_onto(
         self,
@@ -220,9 +219,7 @@ class FlashTriton(Attention):
             return False
         from kernels.flash import dispatch
 
-        return (
-            dispatch.why_not(problem_facts.describe(q, k, v, causal=spec.causal), "hopper") is None
-        )
+        return dispatch.why_not(self._call(q, k, v, spec).problem(), "hopper") is None
 
     def _call(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec

@@ -2,7 +2,9 @@
 
 An implementation is a module with three functions: ``why_not(problem)``, which is None or the
 reason why it cannot run a problem here, and ``forward`` and ``backward``, which run a
-:class:`ForwardPass` and a :class:`BackwardPass`. ``IMPLEMENTATIONS`` is tried in its order. It
+:class:`ForwardPass` and a :class:`BackwardPass`. ``FORWARD_TAKES`` and ``BACKWARD_TAKES`` name the
+masks that each of them knows (:meth:`Problem.asks_for`); a pass that one implementation does not
+know is another's. ``IMPLEMENTATIONS`` is tried in its order. It
 names modules, which are imported when they are first asked: a new one is one more line.
 """
 
@@ -37,7 +39,7 @@ def why_not(problem: Problem, implementation: str = "auto") -> str | None:
         return str(error)
     reasons = []
     for name in names:
-        reason = _module(name).why_not(problem)
+        reason = _why_not_one(_module(name), problem, ("forward", "backward"))
         if reason is None:
             return None
         reasons.append(reason if len(IMPLEMENTATIONS) == 1 else f"{name}: {reason}")
@@ -59,12 +61,21 @@ def _module(name: str) -> Any:
 
 
 @lru_cache(maxsize=4096)
-def _choose(problem: Problem, implementation: str) -> Any:
-    """The module to run a problem with."""
+def _choose(problem: Problem, implementation: str, direction: str) -> Any:
+    """The module to run the ``forward`` or ``backward`` pass of a problem with."""
     for name in _names(implementation):
-        if _module(name).why_not(problem) is None:
+        if _why_not_one(_module(name), problem, (direction,)) is None:
             return _module(name)
     raise ValueError(f"flash attention: {why_not(problem, implementation)}")
+
+
+def _why_not_one(module: Any, problem: Problem, directions: Sequence[str]) -> str | None:
+    reason: str | None = module.why_not(problem)
+    asked = problem.asks_for()
+    for direction in directions:
+        if reason is None and (missing := asked - getattr(module, f"{direction.upper()}_TAKES")):
+            reason = f"its {direction} pass takes no {' or '.join(sorted(missing))}"
+    return reason
 
 
 _MAX_ROW_STRIDE = 2**22
@@ -112,7 +123,7 @@ def forward_of(
     if problem.dtype == torch.float32:
         _float32_calls[problem.precision] += 1
     with on(problem.device):
-        _choose(problem, call.options.implementation).forward(forward_pass)
+        _choose(problem, call.options.implementation, "forward").forward(forward_pass)
     return o, lse
 
 
@@ -170,7 +181,7 @@ def backward_of(
         rest=rest,
     )
     with on(problem.device):
-        _choose(problem, call.options.implementation).backward(backward_pass)
+        _choose(problem, call.options.implementation, "backward").backward(backward_pass)
     return gradients
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kernels import sinks as sink_logits
 from kernels.autograd import first_order_only
 from kernels.flash import dispatch, native, operator
 from kernels.flash.call.arguments import DEFAULT_OPTIONS, FlashCall, FlashOptions
@@ -21,49 +23,107 @@ def flash_attention(
     v: Tensor,
     *,
     causal: bool = False,
+    window: int | None = None,
+    prefix_len: int = 0,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     scale: float | None = None,
     packing: Packing | None = None,
     return_lse: bool = False,
     options: FlashOptions = DEFAULT_OPTIONS,
 ) -> Any:
-    """o = softmax(q k^T * scale) v, by tiles; gradients reach q, k, v through o and through lse.
+    """o = softmax(q k^T * scale) v, by tiles; gradients reach all inputs through o and through lse.
 
     Args:
         q: [B, H, S, D], or with ``packing`` [T, H, D]; float32, float16 or bfloat16, and under
             torch.autocast cast to its dtype, as PyTorch's attention does.
         k, v: [B, H_kv, S_k, D] or [T_k, H_kv, D]; H_kv divides H.
         causal: query i sees keys 0 .. i + S_k - S.
+        window: keys as far as this from query i's own position i + S_k - S, or farther, are
+            hidden: with ``causal`` it sees its own key and window - 1 before.
+        prefix_len: with ``causal``, and without a window, every query sees so many first keys.
+        softcap: scores s become softcap tanh(s / softcap), after the scale.
+        sinks: [H], a logit for each head that takes part in the softmax and has no value; lse is
+            then over the keys and the sink.
         scale: 1/sqrt(D) if not given.
         return_lse: give (o, lse) with lse float32 [B, H, S] or [H, T], natural logarithm.
 
     Returns:
-        o, or (o, lse). A query that sees no key has output zero and lse minus infinity.
+        o, or (o, lse). A query that sees no key has output zero, and lse minus infinity but for
+        its sink. In a packed batch masks are those of each sequence.
 
     Raises:
         ValueError: the call makes no sense, cannot run here, or not with native gradients.
         RuntimeError: in a second derivative; ``attention=naive`` has them.
     """
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
+    spec = AttentionSpec(
+        causal=causal,
+        scale=scale,
+        packing=packing,
+        window=window,
+        prefix_len=prefix_len,
+        softcap=softcap,
+        sinks=sinks,
+    )
+    return attend(q, k, v, spec, options, return_lse)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    options: FlashOptions = DEFAULT_OPTIONS,
+    return_lse: bool = False,
+) -> Any:
+    """:func:`flash_attention` of a spec, which may have a shift too."""
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    if scale is None:
-        scale = q.shape[-1] ** -0.5
     if options.autograd not in AUTOGRAD:
         raise ValueError(f"autograd is {options.autograd}: must be one of {', '.join(AUTOGRAD)}")
     needs_grad = torch.is_grad_enabled() and (
-        q.requires_grad or k.requires_grad or v.requires_grad
-    )  # fmt: skip
-    spec = AttentionSpec(causal=causal, scale=scale, packing=packing)
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (spec.sinks is not None and spec.sinks.requires_grad)
+    )
+    if spec.sinks is not None:
+        _check_sinks(spec.sinks, q)
     if needs_grad and not torch.compiler.is_compiling():
-        if _may_be_native(options) and packing is None and not return_lse:
-            o = native.attend(q, k, v, causal, scale)
+        if _may_be_native(options) and not return_lse and _has_native_form(spec):
+            o = native.attend(q, k, v, spec.causal, spec.scale)
             if o is not None:
                 return o
-        return _Attention.apply(q, k, v, spec, options, return_lse)
+        return _Attention.apply(q, k, v, spec.sinks, spec, options, return_lse)
     # Under torch.compile the operator brings its own derivative.
     call = FlashCall(q=q, k=k, v=v, spec=spec, options=options)
     o, lse = operator.forward(call)
+    if spec.sinks is not None:
+        o, lse = sink_logits.add(o, lse, spec.sinks)
     return (o, lse) if return_lse else o
+
+
+def _check_sinks(sinks: Tensor, q: Tensor) -> None:
+    num_heads = q.shape[1] if q.dim() > 1 else 0
+    if sinks.shape != (num_heads,) or sinks.device != q.device:
+        raise ValueError(
+            f"sinks is {list(sinks.shape)} on {sinks.device}: must be [{num_heads}] on {q.device}"
+        )
+
+
+def _has_native_form(spec: AttentionSpec) -> bool:
+    """Whether the compiled node can have learned such calls: dense, with a plain mask or none."""
+    return (
+        spec.packing is None
+        and spec.window is None
+        and spec.softcap is None
+        and spec.sinks is None
+        and not spec.prefix_len
+        and not spec.shift
+    )
 
 
 def _may_be_native(options: FlashOptions) -> bool:
@@ -79,13 +139,14 @@ class _Attention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        sinks: Tensor | None,
         spec: AttentionSpec,
         options: FlashOptions,
         return_lse: bool,
     ) -> Tensor | tuple[Tensor, Tensor]:
         call = FlashCall(q=q, k=k, v=v, spec=spec, options=options)
         problem = call.problem()
-        has_node = spec.packing is None and not return_lse
+        has_node = _has_native_form(spec) and not return_lse
         is_required = options.autograd == "native" and has_node
         if is_required:
             reason = "implementation=plain has none" if not _may_be_native(options) else None
@@ -94,7 +155,11 @@ class _Attention(torch.autograd.Function):
                 raise ValueError(f"flash attention: autograd=native: {reason}")
         rest = dispatch.empty_rest(q, spec.packing is not None)
         o, lse = dispatch.forward_of(problem, call, rest=rest)
-        ctx.save_for_backward(q, k, v, o, lse, rest)
+        if sinks is not None:
+            o, lse, rest = _with_sinks(o, lse, rest, sinks)
+            # Autograd alone may hold a tensor with a history.
+            spec = replace(spec, sinks=None)
+        ctx.save_for_backward(q, k, v, o, lse, rest, sinks)
         ctx.problem, ctx.spec, ctx.options = problem, spec, options
         ctx.learns = has_node and _may_be_native(options)
         if ctx.learns:
@@ -105,7 +170,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None = None) -> Any:
-        q, k, v, o, lse, rest = ctx.saved_tensors
+        q, k, v, o, lse, rest, sinks = ctx.saved_tensors
         if do is None:
             do = torch.zeros_like(o)
         call = FlashCall(q=q, k=k, v=v, spec=ctx.spec, options=ctx.options)
@@ -113,8 +178,35 @@ class _Attention(torch.autograd.Function):
         gradients = dispatch.backward_of(ctx.problem, call, do, o, lse, dlse, rest)
         if ctx.learns and dlse is None:
             native.learn_backward(ctx.problem, call, do, o, lse, gradients)
-        incoming = (do,) if dlse is None else (do, dlse)
-        return *first_order_only("flash_attention", gradients, (*incoming, q, k, v)), *(None,) * 3
+        sources = (do, q, k, v) if dlse is None else (do, dlse, q, k, v)
+        if sinks is None:
+            return *first_order_only("flash_attention", gradients, sources), *(None,) * 4
+        dsinks = _sinks_gradient(do, o, lse, dlse, sinks)
+        found = first_order_only("flash_attention", (*gradients, dsinks), (*sources, sinks))
+        return *found, *(None,) * 3
+
+
+def _with_sinks(
+    o: Tensor, lse: Tensor, rest: Tensor | None, sinks: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """o and lse over the keys and the sinks, and what float32 rounds away of this lse."""
+    o, total = sink_logits.add(o, lse, sinks)
+    if rest is None:
+        return o, total, None
+    # In float64, since the total is about as large as lse and rounded like it.
+    exact = torch.logaddexp(lse.double() + rest, sinks.double().unsqueeze(-1))
+    return o, total, torch.where(total == float("-inf"), 0.0, exact - total).float()
+
+
+def _sinks_gradient(
+    do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None, sinks: Tensor
+) -> Tensor:
+    """d sinks of o and lse with sinks, through both."""
+    dsinks = sink_logits.gradient(do, o, lse, sinks)
+    if dlse is None:
+        return dsinks
+    share = (sinks.float().unsqueeze(-1) - lse.masked_fill(lse == float("-inf"), 0.0)).exp() * dlse
+    return dsinks + share.sum(-1 if lse.dim() == 2 else (0, 2)).to(dsinks.dtype)
 
 
 class FlashAttentionTriton(torch.autograd.Function):

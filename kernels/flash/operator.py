@@ -38,7 +38,7 @@ def forward(
         ValueError: shapes, dtypes or devices do not fit, or no implementation can run here.
     """
     if torch.compiler.is_compiling():
-        o, lse, _ = flash_forward(*_flat(call), *(accumulator or (None, None)))
+        o, lse, _ = flash_forward(*_flat(call), *(accumulator or (None, None)), *_flat_mask(call))
         return o, lse
     return run_forward(call, accumulator)
 
@@ -53,7 +53,7 @@ def backward(
         dlse: the gradient that reaches lse, shaped like it.
     """
     if torch.compiler.is_compiling():
-        dq, dk, dv = flash_backward(*_flat(call), do, o, lse, dlse)
+        dq, dk, dv = flash_backward(*_flat(call), do, o, lse, dlse, None, *_flat_mask(call))
         return dq, dk, dv
     return run_backward(call, do, o, lse, dlse)
 
@@ -74,6 +74,18 @@ _CALL = (
 
 _NUM_FLAT = 12
 
+_MASK = "SymInt? window=None, SymInt prefix_len=0, SymInt shift=0, float? softcap=None"
+"""The rest of a call, last and with defaults, for graphs that PyTorch's caches kept from before."""
+
+_NO_MASK = (None, 0, 0, None)
+
+
+def _halves(arguments: tuple[Any, ...], num_others: int) -> tuple[FlashCall, tuple[Any, ...]]:
+    """The call, and the arguments between its two parts; PyTorch leaves out trailing defaults."""
+    given = (*arguments, None) if len(arguments) < _NUM_FLAT + num_others else arguments
+    others, mask = given[_NUM_FLAT : _NUM_FLAT + num_others], given[_NUM_FLAT + num_others :]
+    return _call_of(given[:_NUM_FLAT], (*mask, *_NO_MASK[len(mask) :])), others
+
 
 def _flat(call: FlashCall) -> tuple[Any, ...]:
     """The arguments of ``_CALL``."""
@@ -93,26 +105,41 @@ def _flat(call: FlashCall) -> tuple[Any, ...]:
     )
 
 
-def _call_of(flat: tuple[Any, ...]) -> FlashCall:
-    """The inverse of :func:`_flat`."""
+def _flat_mask(call: FlashCall) -> tuple[Any, ...]:
+    """The arguments of ``_MASK``."""
+    spec = call.spec
+    return spec.window, spec.prefix_len, spec.shift, spec.softcap
+
+
+def _call_of(flat: tuple[Any, ...], mask: tuple[Any, ...]) -> FlashCall:
+    """The inverse of :func:`_flat` and :func:`_flat_mask`."""
     q, k, v, causal, scale, cu_q, cu_k, max_q, max_k, precision, implementation, autotune = flat
     packing = None
     if cu_q is not None and cu_k is not None:
         packing = Packing(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_q_len=max_q, max_kv_len=max_k)
     options = FlashOptions(precision=precision, implementation=implementation, autotune=autotune)
-    spec = AttentionSpec(causal=causal, scale=scale, packing=packing)
+    window, prefix_len, shift, softcap = mask
+    spec = AttentionSpec(
+        causal=causal,
+        scale=scale,
+        packing=packing,
+        window=window,
+        prefix_len=prefix_len,
+        shift=shift,
+        softcap=softcap,
+    )
     return FlashCall(q=q, k=k, v=v, spec=spec, options=options)
 
 
 @torch.library.custom_op(
     "attnbench::flash_forward",
     mutates_args=(),
-    schema=f"({_CALL}, Tensor? earlier_o, Tensor? earlier_lse) -> (Tensor, Tensor, Tensor)",
+    schema=f"({_CALL}, Tensor? earlier_o, Tensor? earlier_lse, {_MASK}) "
+    "-> (Tensor, Tensor, Tensor)",
 )
 def flash_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`forward` as torch.compile sees it, and the rest of lse: it changes no argument."""
-    earlier_o, earlier_lse = arguments[_NUM_FLAT:]
-    call = _call_of(arguments[:_NUM_FLAT])
+    call, (earlier_o, earlier_lse) = _halves(arguments, 2)
     if earlier_o is None:
         return _run_with_rest(call)
     o, lse = run_forward(call, (earlier_o.clone(), earlier_lse.clone()))
@@ -122,22 +149,22 @@ def flash_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 @torch.library.custom_op(
     "attnbench::flash_backward",
     mutates_args=(),
-    # With a default, for graphs that PyTorch's caches kept from when it had no rest.
-    schema=f"({_CALL}, Tensor do, Tensor o, Tensor lse, Tensor? dlse, Tensor? rest=None) "
+    # rest has a default as _MASK has.
+    schema=f"({_CALL}, Tensor do, Tensor o, Tensor lse, Tensor? dlse, Tensor? rest=None, {_MASK}) "
     "-> (Tensor, Tensor, Tensor)",
 )
 def flash_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`backward` as torch.compile sees it."""
-    return run_backward(_call_of(arguments[:_NUM_FLAT]), *arguments[_NUM_FLAT:])
+    call, others = _halves(arguments, 5)
+    return run_backward(call, *others)
 
 
 @flash_forward.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    earlier_o, earlier_lse = arguments[_NUM_FLAT:]
+    call, (earlier_o, earlier_lse) = _halves(arguments, 2)
     if earlier_o is not None:
         o, lse = torch.empty_like(earlier_o), torch.empty_like(earlier_lse)
         return o, lse, lse.new_empty(0)
-    call = _call_of(arguments[:_NUM_FLAT])
     packed = call.spec.packing is not None
     o, lse = empty_results(call.q, packed)
     rest = empty_rest(call.q, packed)
@@ -152,7 +179,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_others: Any) -> tuple[Tensor, Tensor, T
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     q, k, v, causal, scale, cu_q, cu_k, *others = inputs[:_NUM_FLAT]
     ctx.save_for_backward(q, k, v, *output, cu_q, cu_k)
-    ctx.numbers, ctx.others = (causal, scale), others
+    ctx.numbers, ctx.others, ctx.mask = (causal, scale), others, inputs[_NUM_FLAT + 2 :]
     ctx.set_materialize_grads(False)
 
 
@@ -163,8 +190,9 @@ def _differentiate(
     if do is None:
         do = torch.zeros_like(o)
     call = (q, k, v, *ctx.numbers, cu_q, cu_k, *ctx.others)
-    gradients = flash_backward(*call, do, o, lse, dlse, rest if rest.numel() else None)
-    return *gradients, *(None,) * 11
+    rest = rest if rest.numel() else None
+    gradients = flash_backward(*call, do, o, lse, dlse, rest, *ctx.mask)
+    return *gradients, *(None,) * (_NUM_FLAT - 3 + 2 + len(_NO_MASK))
 
 
 def _refuse(*_: Any) -> None:

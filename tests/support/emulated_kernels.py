@@ -256,7 +256,7 @@ def emulate(monkeypatch: pytest.MonkeyPatch, batch: int) -> EmulatedGpu:
     ):
         gpu.kernels[name] = Kernel(getattr(module, name), with_batch(compute), gpu)
         monkeypatch.setattr(module, name, gpu.kernels[name])
-    monkeypatch.setattr(dispatch, "_choose", lambda problem, implementation: hopper)
+    monkeypatch.setattr(dispatch, "_choose", lambda problem, implementation, direction: hopper)
     monkeypatch.setattr(plans, "FORWARD_PLANS", {})
     monkeypatch.setattr(plans, "BACKWARD_PLANS", {})
     properties = SimpleNamespace(multi_processor_count=132, L2_cache_size=50 << 20)

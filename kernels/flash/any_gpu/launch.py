@@ -26,6 +26,11 @@ from kernels.problem import Packing
 INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)
 """Whether triton was first imported under TRITON_INTERPRET=1; it cannot change later."""
 
+FORWARD_TAKES: frozenset[str] = frozenset()
+"""What the forward pass takes besides a causal mask, of ``Problem.asks_for``."""
+BACKWARD_TAKES: frozenset[str] = frozenset()
+"""The same of the backward pass."""
+
 _ROW_TERMS_BLOCK_Q = 32
 
 _SMALLEST = torch.finfo(torch.float32).tiny

@@ -46,7 +46,7 @@ class FlashCall:
     """[B, H_kv, S_k, D] or [T_k, H_kv, D], like v; H_kv divides H."""
     v: Tensor
     spec: AttentionSpec
-    """Mask, scale, and the packing of a packed batch."""
+    """Mask, scale and cap of the scores, and the packing of a packed batch; sinks play no part."""
     options: FlashOptions = DEFAULT_OPTIONS
 
     def problem(self, accumulator: tuple[Tensor, Tensor] | None = None) -> Problem:
@@ -60,6 +60,10 @@ class FlashCall:
             accumulator=accumulator,
             precision=self.options.precision,
             autotune=self.options.autotune,
+            window=self.spec.window,
+            prefix_len=self.spec.prefix_len,
+            shift=self.spec.shift,
+            softcap=self.spec.softcap,
         )
 
 

@@ -12,13 +12,15 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
-from kernels.problem import Packing
+from kernels.problem import Mask, Packing
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
 MAX_SPLIT_HEAD_DIM = 128
 """Beyond, three parts of every operand find no room in registers, whatever the tile."""
 PRECISIONS = ("auto", "ieee", "bf16x6", "tf32")
+MAX_SHIFT = 2**29
+"""Positions of queries and keys are compared in 32 bits."""
 
 
 # Compared by identity: equal calls share one object, and hashing thirteen fields is slower.
@@ -45,6 +47,28 @@ class Problem:
     """Precision of float32 matmuls, ``ieee``, ``bf16x6`` or ``tf32``; ``ieee`` for other dtypes."""
     autotune: bool = False
     """Whether tile sizes may be searched for when none are known."""
+    window: int | None = None
+    """Of :class:`kernels.problem.Mask`, like ``prefix_len`` and ``shift``. :func:`describe` leaves
+    out what changes no key that a query sees, so that no number exceeds the lengths by far."""
+    prefix_len: int = 0
+    shift: int = 0
+    softcap: float | None = None
+    """Of :class:`kernels.problem.AttentionSpec`."""
+
+    @property
+    def mask(self) -> Mask:
+        """The keys that each query sees."""
+        return Mask(
+            causal=self.causal,
+            window=self.window,
+            prefix_len=self.prefix_len,
+            shift=self.shift,
+        )
+
+    def asks_for(self) -> frozenset[str]:
+        """What it needs besides a causal mask, by the names of the fields."""
+        names = ("window", "prefix_len", "shift", "softcap")
+        return frozenset(name for name in names if getattr(self, name) not in (None, 0))
 
     @property
     def block_d(self) -> int:
@@ -81,6 +105,10 @@ def describe(
     accumulator: tuple[Tensor, Tensor] | None = None,
     precision: str = "ieee",
     autotune: bool = False,
+    window: int | None = None,
+    prefix_len: int = 0,
+    shift: int = 0,
+    softcap: float | None = None,
 ) -> Problem:
     """The facts of a call; ValueError if it makes no sense."""
     if precision == "auto" and q.dtype == torch.float32:
@@ -96,6 +124,8 @@ def describe(
         None if accumulator is None else tuple(_tensor_facts(x) for x in accumulator),
         precision,
         autotune,
+        (window, prefix_len, shift),
+        softcap,
     )
 
 
@@ -175,6 +205,8 @@ def _checked(
     accumulator: tuple | None,
     precision: str,
     autotune: bool,
+    mask_numbers: tuple[int | None, int, int],
+    softcap: float | None,
 ) -> Problem:
     q_shape, k_shape, v_shape = shapes
     dtype, device = dtypes[0], devices[0]
@@ -218,6 +250,12 @@ def _checked(
                     f"the accumulator's {name} is {_show(facts[0])} {_name(facts[1])} on "
                     f"{facts[2]}: must be {_show(shape)} float32 on {device}"
                 )
+    if softcap is not None and not 0 < softcap < float("inf"):
+        raise ValueError(f"softcap={softcap}: must be a positive number")
+    window, prefix_len, shift = mask_numbers
+    mask = _reduced(
+        Mask(causal=causal, window=window, prefix_len=prefix_len, shift=shift), q_len, kv_len
+    )
     return Problem(
         device=device,
         dtype=dtype,
@@ -232,7 +270,25 @@ def _checked(
         accumulates=accumulator is not None,
         precision=precision if dtype == torch.float32 else "ieee",
         autotune=autotune,
+        window=mask.window,
+        prefix_len=mask.prefix_len,
+        shift=mask.shift,
+        softcap=softcap,
     )
+
+
+def _reduced(mask: Mask, q_len: int, kv_len: int) -> Mask:
+    """An equal mask without what changes nothing, for lengths up to these."""
+    window, shift = mask.window, mask.shift
+    if abs(shift) >= MAX_SHIFT:
+        raise ValueError(f"shift={shift}: must lie within {MAX_SHIFT} positions")
+    # The last query decides whether any has lost its first key, the first one its last key.
+    if window is not None and kv_len + shift <= window and (mask.causal or q_len - shift <= window):
+        window = None
+    if window is None and not mask.causal:
+        shift = 0
+    prefix_len = min(mask.prefix_len, kv_len)
+    return Mask(causal=mask.causal, window=window, prefix_len=prefix_len, shift=shift)
 
 
 def _check_packing(packing: tuple, device: torch.device) -> tuple[int, int, int]:

@@ -28,6 +28,11 @@ from kernels.problem import Packing
 
 _MAX_GRID_Y = 65535
 
+FORWARD_TAKES: frozenset[str] = frozenset()
+"""What the forward pass takes besides a causal mask, of ``Problem.asks_for``."""
+BACKWARD_TAKES: frozenset[str] = frozenset()
+"""The same of the backward pass."""
+
 LOG2_E = math.log2(math.e)
 
 
