@@ -51,8 +51,9 @@ class SplitAttention:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         """Local q [B, H, S, D] and k, v [B, H_kv, S, D] -> local o; S is layout.local_len(N).
 
-        Sinks of the spec are whole on every rank, and get the gradient of this rank's queries: a
-        caller sums it over ranks, as that of any other parameter.
+        Sinks of the spec are whole on every rank, and get the gradient of what this rank has
+        computed, its queries or its heads: a caller sums it over ranks, as that of any other
+        parameter.
 
         Of a packed batch q is [T, H, D] and k, v are [T, H_kv, D], as ``layout.shard_packed`` gives
         them; its packing is that of the whole batch, each sequence at its real length, queries

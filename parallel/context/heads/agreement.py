@@ -7,8 +7,24 @@ import hashlib
 import torch
 import torch.distributed as dist
 
+from kernels import AttentionSpec
+
 _LONGEST = 1024
 """Bytes of a rank's statement that are compared; of longer ones the beginning and a checksum."""
+
+
+def mask_in_words(spec: AttentionSpec) -> str:
+    """What a call asks for that ranks must have in common, beside shapes."""
+    words = ["causal" if spec.causal else "full"]
+    if spec.window is not None:
+        words.append(f"window={spec.window}")
+    if spec.prefix_len:
+        words.append(f"prefix_len={spec.prefix_len}")
+    if spec.softcap is not None:
+        words.append(f"softcap={spec.softcap}")
+    if spec.sinks is not None:
+        words.append(f"sinks {list(spec.sinks.shape)}")
+    return ", ".join(words)
 
 
 def agree(

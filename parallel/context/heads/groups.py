@@ -20,7 +20,7 @@ from kernels import Attention, AttentionSpec, Packing
 from parallel.context.blocks.layouts import Contiguous
 from parallel.context.blocks.tracing import COMPUTE, Tracer
 from parallel.context.bound import SplitAttention
-from parallel.context.heads.agreement import agree
+from parallel.context.heads.agreement import agree, mask_in_words
 from parallel.context.heads.head_attention import HeadAttention
 from parallel.context.heads.mesh import HeadMesh
 from parallel.context.heads.nested import Nested
@@ -71,7 +71,7 @@ class GroupAttention(SplitAttention):
         self._ring.tracer = self.tracer
         self._heads.tracer = _WithoutComputing(self.tracer)
         facts = ", ".join(f"{list(x.shape)} {str(x.dtype)[6:]}" for x in tensors)
-        facts += f", {'causal' if spec.causal else 'full'}"
+        facts += f", {mask_in_words(spec)}"
         device = tensors[0].device
         if spec.packing is None:
             self._agree(device, facts)
@@ -81,7 +81,7 @@ class GroupAttention(SplitAttention):
         key = (id(starts), starts._version)
         if key not in self._packings:
             lengths = [end - start for start, end in itertools.pairwise(starts.tolist())]
-            complaint = self._complaint(tensors, lengths, spec.causal)
+            complaint = self._complaint(tensors, lengths, spec)
             self._agree(device, f"{facts}, lengths {lengths}", complaint)
             if len(self._packings) >= _PACKINGS_KEPT:
                 self._packings.pop(next(iter(self._packings)))
@@ -103,7 +103,7 @@ class GroupAttention(SplitAttention):
         )
 
     def _complaint(
-        self, tensors: tuple[Tensor, ...], lengths: Sequence[int], causal: bool
+        self, tensors: tuple[Tensor, ...], lengths: Sequence[int], spec: AttentionSpec
     ) -> str | None:
         expected = sum(map(self.layout.local_len, lengths))
         found = [x.shape[0] for x in tensors]
@@ -114,10 +114,15 @@ class GroupAttention(SplitAttention):
                 "sequences"
             )
         uneven = [length for length in lengths if length % self.layout.multiple]
-        if uneven and not causal:
+        if uneven and not spec.causal:
             return (
                 f"a sequence of {uneven[0]} tokens does not divide by {self.layout.multiple}, and "
                 "without a causal mask the padding would be attended to"
+            )
+        if uneven and min(uneven) < spec.prefix_len:
+            return (
+                f"a sequence of {min(uneven)} tokens does not divide by {self.layout.multiple}, "
+                f"and prefix_len={spec.prefix_len} would show its padding"
             )
         return None
 
@@ -153,7 +158,7 @@ class _RingKernel(Attention):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
-        found = self.ring.attend_with_lse(q, k, v, _of_whole(spec))
+        found = self.ring.attend_with_lse(q, k, v, replace(_of_whole(spec), sinks=None))
         assert found is not None, "a ring merges by the lse"
         return found
 

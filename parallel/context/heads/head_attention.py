@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from kernels.autograd import first_order_only
 from parallel.context.blocks.layouts import Layout
 from parallel.context.blocks.tracing import COMPUTE, Tracer
 from parallel.context.bound import SplitAttention
-from parallel.context.heads.agreement import agree
+from parallel.context.heads.agreement import agree, mask_in_words
 from parallel.context.heads.exchange import Exchange
 from parallel.context.heads.sequences import HEAD_DIM, DenseSequences, PackedSequences, Sequences
 from parallel.context.heads.split import HeadSplit, Piece
@@ -51,7 +52,7 @@ class HeadAttention(SplitAttention):
         whole = _Inwards.apply(q, k, v, exchange, backward)
         with self.tracer.span(COMPUTE, 0):
             parts = [
-                self._kernel.attend(*_piece(whole, piece), spec)
+                self._kernel.attend(*_piece(whole, piece), self._spec(spec, exchange, piece))
                 for piece in exchange.split.pieces(self.rank)
             ]
         o: Tensor = _Outwards.apply(_joined(parts, HEAD_DIM), exchange, backward)
@@ -63,11 +64,14 @@ class HeadAttention(SplitAttention):
         if not self._kernel.gives_lse:
             return None
         if self.layout.num_ranks == 1:
-            return self._kernel.forward(q, k, v, spec)
+            return self._kernel.attend_with_lse(q, k, v, spec)
         exchange = self._exchange(q, k, v, spec)
         whole = exchange.inwards(q, k, v)
         pieces = exchange.split.pieces(self.rank)
-        found = [self._kernel.forward(*_piece(whole, piece), spec) for piece in pieces]
+        found = [
+            self._kernel.attend_with_lse(*_piece(whole, piece), self._spec(spec, exchange, piece))
+            for piece in pieces
+        ]
         o = _joined([part for part, _ in found], HEAD_DIM)
         packed = spec.packing is not None
         lse = _joined([part for _, part in found], 0 if packed else 1)
@@ -75,6 +79,14 @@ class HeadAttention(SplitAttention):
         column = (lse.mT if packed else lse).unsqueeze(-1)
         own = exchange.outwards_as_queries(column).squeeze(-1)
         return exchange.outwards_as_queries(o), own.mT if packed else own
+
+    def _spec(self, spec: AttentionSpec, exchange: Exchange, piece: Piece) -> AttentionSpec:
+        """The call of a piece, with the sinks of its heads; their gradient is zero for others."""
+        if spec.sinks is None:
+            return spec
+        first = exchange.split.q_heads(self.rank).start
+        heads = slice(first + piece.q.start, first + piece.q.stop)
+        return replace(spec, sinks=spec.sinks[heads])
 
     def _exchange(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Exchange:
         sequences = self._sequences((q, k, v), spec)
@@ -90,7 +102,7 @@ class HeadAttention(SplitAttention):
 
     def _sequences(self, tensors: tuple[Tensor, ...], spec: AttentionSpec) -> Sequences:
         facts = ", ".join(f"{list(x.shape)} {str(x.dtype)[6:]}" for x in tensors)
-        facts += f", {'causal' if spec.causal else 'full'}"
+        facts += f", {mask_in_words(spec)}"
         device = tensors[0].device
         if spec.packing is None:
             self._agree(device, facts)

@@ -17,12 +17,14 @@ import torch
 import torch.distributed as dist
 
 from kernels import AttentionProblem
+from kernels.problem import MASKS
 from parallel.context import bound
 from parallel.context.attention import (
     SYMMETRIC,
     RingAttention,
     SequenceParallelAttention,
     why_not_peers,
+    why_not_prefix,
     why_not_symmetric,
 )
 from parallel.context.blocks.layouts import Contiguous, Layout
@@ -47,6 +49,7 @@ class HybridAttention(SequenceParallelAttention):
     it, up to 8."""
 
     ring_type: ClassVar[type[RingAttention]]
+    takes: ClassVar[frozenset[str]] = frozenset(MASKS)
 
     def __post_init__(self) -> None:
         SequenceParallelAttention.__post_init__(self)
@@ -134,6 +137,7 @@ class HybridAttention(SequenceParallelAttention):
                 f"{problem.q_len} tokens do not divide by {multiple}, and without a causal "
                 "mask the padding would be attended to"
             )
+        reasons.append(why_not_prefix(problem, self.layout(problem.cp)))
         return next(filter(None, reasons), None)
 
     def _calls(self, problem: AttentionProblem) -> list[AttentionProblem]:

@@ -19,9 +19,10 @@ import torch.distributed as dist
 
 from kernels import AttentionProblem, attention_backend
 from kernels.backends.auto import choose
+from kernels.problem import MASKS
 from kernels.registry import Look
 from parallel.context import bound
-from parallel.context.attention import SequenceParallelAttention
+from parallel.context.attention import SequenceParallelAttention, why_not_prefix
 from parallel.context.blocks.layouts import Contiguous, Layout
 from parallel.context.heads import head_attention
 from parallel.context.heads.split import HeadSplit
@@ -36,6 +37,7 @@ class Ulysses(SequenceParallelAttention):
     """How tokens travel: one collective each way (all_to_all), which auto is as well."""
 
     transports: ClassVar[tuple[str, ...]] = ("all_to_all",)
+    takes: ClassVar[frozenset[str]] = frozenset(MASKS)
 
     def __post_init__(self) -> None:
         SequenceParallelAttention.__post_init__(self)
@@ -81,7 +83,7 @@ class Ulysses(SequenceParallelAttention):
             reason = self.on_one_device.why_unsupported(call)
             if reason is not None:
                 return f"attention.kernel={self.kernel}: {reason}"
-        return None
+        return why_not_prefix(problem, self.layout(problem.cp))
 
     def _calls(self, problem: AttentionProblem) -> list[AttentionProblem]:
         """The kernel calls of all ranks, without repetitions; the largest first."""

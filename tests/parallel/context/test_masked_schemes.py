@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from masked_split import MaskedBatch, check
+from ranks import RankError
 from split_attention import PROBLEM, SCHEMES, TRANSPORTS, scheme_of
 
 MASKS: tuple[dict[str, Any], ...] = (
@@ -37,6 +38,29 @@ def test_packed(name: str, num_ranks: int) -> None:
         batch = MaskedBatch(lengths=(21, 3, 1, 30), packed=True, **mask)
         transport = TRANSPORTS[name][number % 2]
         check(num_ranks, name, {"transport": transport}, batch)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_exchanged_heads(num_ranks: int, packed: bool) -> None:
+    for mask in MASKS:
+        # Three ranks have parts of groups of query heads.
+        lengths = (21, 3, 1, 30) if packed else (35,)
+        check(num_ranks, "ulysses", {}, MaskedBatch(lengths=lengths, packed=packed, **mask))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", ["ulysses_ring", "ulysses_zigzag"])
+def test_exchanged_heads_and_a_ring(name: str, packed: bool) -> None:
+    for mask in MASKS:
+        lengths = (21, 24, 30) if packed else (35,)
+        check(4, name, {"ulysses": 2}, MaskedBatch(lengths=lengths, packed=packed, **mask))
+
+
+def test_a_prefix_that_shows_padding_of_a_packed_batch_is_refused() -> None:
+    batch = MaskedBatch(lengths=(21, 3), packed=True, prefix_len=7)
+    with pytest.raises(RankError, match="a sequence of 3 tokens does not divide by 4, and prefix"):
+        check(4, "ulysses_ring", {"ulysses": 2}, batch)
 
 
 @pytest.mark.parametrize("name", ["ring", "llama3"])
