@@ -6,7 +6,8 @@ the scores between a run's own queries and keys, can be in either:
 
     joined   the second call has every key that a waiting query sees, so each query is in one call
     first    the first call has the diagonals too, so that it hides more of the transfer; waiting
-             queries are in both, merged by log-sum-exp
+             queries are in both, merged by log-sum-exp. Not with a window or a prefix, whose edges
+             fall elsewhere in each run's other keys.
 """
 
 from __future__ import annotations
@@ -81,15 +82,16 @@ def make_calls(
     """The calls of ``rank``; ranks may differ in ``joined``, and not in ``keeps_keys``."""
     placement, causal = plan.placement, plan.causal
     runs = placement.parts[rank]
-    num_local = routes.num_local_runs(placement, rank, causal)
+    num_local = plan.num_local_runs(rank)
     merges = not joined and num_local < len(runs)
     own = runs if merges else runs[:num_local]
     sends = [plan.sent(rank, to, diagonals=to != rank or joined) for to in _ranks(plan)]
     comes = [plan.sent(of, rank, diagonals=of != rank or joined) for of in _ranks(plan)]
     if not joined:
         # The keys before the last waiting run of each document, whoever holds them.
-        asked = routes.needed(placement, rank, causal, diagonals=False)
-        assert all(part.stop <= asked[part.document] for part in itertools.chain(*comes))
+        asked = plan.needed(rank, diagonals=False)
+        ends = {document: ranges[-1][1] for document, ranges in asked.items()}
+        assert all(part.stop <= ends[part.document] for part in itertools.chain(*comes))
     rest, gather, layers = _rest(plan, rank, num_local, comes, joined, device)
     return RankCalls(
         num_rows=placement.tokens(rank),
@@ -110,7 +112,7 @@ def make_calls(
 def joins_well(plan: Routes, rank: int) -> bool:
     """Whether what needs own keys alone hides the transfer, without diagonals."""
     placement = plan.placement
-    runs = placement.parts[rank][: routes.num_local_runs(placement, rank, plan.causal)]
+    runs = placement.parts[rank][: plan.num_local_runs(rank)]
     pairs = sum(run.pairs for run in runs)
     return pairs >= PAIRS_THAT_HIDE_A_ROW * plan.received(rank)
 
@@ -168,40 +170,34 @@ def _rest(
     if not waiting:
         return None, _index((), device), []
     there = routes.arrivals(comes)
-    stops = [_keys(plan, run, joined) for run in waiting]
+    keys = [plan.keys(run, diagonals=joined) for run in waiting]
     found = [
         part
-        for run, stop in zip(waiting, stops, strict=True)
-        for part in routes.rows_up_to(there[run.document], stop)
+        for run, (first, stop) in zip(waiting, keys, strict=True)
+        for part in routes.rows_between(there[run.document], first, stop)
     ]
+    kv_lens = [stop - first for first, stop in keys]
     q_lens = [run.tokens for run in waiting]
     start = sum(run.tokens for run in runs[:num_local])
     call = Call(
         rows=slice(start, start + sum(q_lens)),
-        packing=_packing(q_lens, stops, device),
+        packing=_packing(q_lens, kv_lens, device),
         causal=plan.causal and joined,
     )
-    return call, _index(found, device), _layers(waiting, stops)
+    return call, _index(found, device), _layers(waiting, kv_lens)
 
 
-def _keys(plan: Routes, run: Run, joined: bool) -> int:
-    """How many of its document's first keys a waiting run has in the second call."""
-    if not plan.causal:
-        return plan.placement.lengths[run.document]
-    return run.stop if joined else run.start
-
-
-def _layers(waiting: Sequence[Run], stops: Sequence[int]) -> list[tuple[int, int]]:
+def _layers(waiting: Sequence[Run], kv_lens: Sequence[int]) -> list[tuple[int, int]]:
     """Bounds of the keys of consecutive runs of different documents."""
     bounds = [0]
     seen: set[int] = set()
     total = 0
-    for run, stop in zip(waiting, stops, strict=True):
+    for run, kv_len in zip(waiting, kv_lens, strict=True):
         if run.document in seen:
             bounds.append(total)
             seen = set()
         seen.add(run.document)
-        total += stop
+        total += kv_len
     return list(itertools.pairwise([*bounds, total]))
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kernels import Attention, AttentionProblem, AttentionSpec, Packing
+from kernels import Attention, AttentionProblem, AttentionSpec, Packing, sinks
 from kernels.autograd import first_order_only
+from kernels.problem import Mask
 from parallel.context.blocks.tracing import COMPUTE
 from parallel.context.bound import SplitAttention
 from parallel.context.documents.calls import RankCalls, joins_well, make_calls
@@ -20,7 +21,7 @@ from parallel.context.documents.layout import WHY_NOT_DENSE, Documents
 from parallel.context.documents.passes import OWN, REST, WAITING, DocumentPass
 from parallel.context.documents.placement import place
 from parallel.context.documents.routes import Routes
-from parallel.context.heads.agreement import agree
+from parallel.context.heads.agreement import agree, mask_in_words
 
 _NAME = "document attention"
 """For errors."""
@@ -63,7 +64,9 @@ class DocumentAttention(SplitAttention):
         calls = self._prepared(q, k, v, spec)
         if not self._kernel.gives_lse:
             return self._attend_without_lse(q, k, v, spec, calls)
-        o: Tensor = _Attention.apply(q, k, v, self, calls, spec)
+        # What the passes see holds no sinks, of which autograd knows the tensor alone.
+        keys = spec if spec.sinks is None else replace(spec, sinks=None)
+        o: Tensor = _Attention.apply(q, k, v, spec.sinks, self, calls, keys)
         return o
 
     def attend_with_lse(
@@ -72,7 +75,7 @@ class DocumentAttention(SplitAttention):
         if not self._kernel.gives_lse:
             return None
         if self.layout.num_ranks == 1:
-            return self._kernel.forward(q, k, v, spec)
+            return self._kernel.attend_with_lse(q, k, v, spec)
         calls = self._prepared(q, k, v, spec)
         o, lse, _ = self.new_pass(calls, spec).forward(q, k, v)
         return o, lse
@@ -123,19 +126,20 @@ class DocumentAttention(SplitAttention):
         # By identity: to compare lengths would wait for the device in every call.
         starts = spec.packing.cu_seqlens_q
         shapes = ((x.shape, x.dtype) for x in (q, k, v))
-        key = (id(starts), starts._version, spec.causal, *shapes)
+        key = (id(starts), starts._version, spec.mask, *shapes)
         if key not in self._calls:
-            lengths = self._agreed_lengths((q, k, v), spec.packing, spec.causal)
+            lengths = self._agreed_lengths((q, k, v), spec.packing, spec)
             if len(self._calls) >= _PACKINGS_KEPT:
                 self._calls.pop(next(iter(self._calls)))
             # The offsets stay alive with what is known of them, so that no others get their id.
-            self._calls[key] = starts, self._make(q, k, spec.causal, lengths)
+            self._calls[key] = starts, self._make(q, k, spec.mask, lengths)
         return self._calls[key][1]
 
-    def _make(self, q: Tensor, k: Tensor, causal: bool, lengths: tuple[int, ...]) -> RankCalls:
-        plan = Routes.of(place(lengths, self.layout.num_ranks), causal)
+    def _make(self, q: Tensor, k: Tensor, mask: Mask, lengths: tuple[int, ...]) -> RankCalls:
+        placement = place(lengths, self.layout.num_ranks)
+        plan = Routes.of(placement, mask.causal, mask.window, mask.prefix_len)
         joined, keeps_keys = self._choices.joined, self._choices.keeps_keys
-        if not causal or not self._kernel.gives_lse:
+        if not mask.causal or not plan.is_plain or not self._kernel.gives_lse:
             joined = True
         elif joined is None:
             rectangle = _problem(q, k, max(lengths))
@@ -146,7 +150,7 @@ class DocumentAttention(SplitAttention):
         return make_calls(plan, self.rank, q.device, joined=joined, keeps_keys=keeps_keys)
 
     def _agreed_lengths(
-        self, tensors: tuple[Tensor, ...], packing: Packing, causal: bool
+        self, tensors: tuple[Tensor, ...], packing: Packing, spec: AttentionSpec
     ) -> tuple[int, ...]:
         """Lengths of the whole batch's documents, the same on all ranks."""
         starts, key_starts = packing.cu_seqlens_q.tolist(), packing.cu_seqlens_k.tolist()
@@ -159,7 +163,7 @@ class DocumentAttention(SplitAttention):
         else:
             complaint = self._complaint(tensors, lengths)
         facts = ", ".join(f"{list(x.shape)} {str(x.dtype)[6:]}" for x in tensors)
-        facts += f", {'causal' if causal else 'full'}, lengths {list(lengths)}"
+        facts += f", {mask_in_words(spec)}, lengths {list(lengths)}"
         if complaint is not None or facts not in self._agreed:
             agree(self._group, tensors[0].device, facts, complaint)
             self._agreed.add(facts)
@@ -205,22 +209,31 @@ class _Attention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        sink_logits: Tensor | None,
         bound: DocumentAttention,
         calls: RankCalls,
         spec: AttentionSpec,
     ) -> Tensor:
-        o, lse, arrived = bound.new_pass(calls, spec).forward(q, k, v)
-        ctx.save_for_backward(q, k, v, o, lse, arrived if calls.keeps_keys else None)
+        with_sinks = spec if sink_logits is None else replace(spec, sinks=sink_logits)
+        o, lse, arrived = bound.new_pass(calls, with_sinks).forward(q, k, v)
+        kept = arrived if calls.keeps_keys else None
+        ctx.save_for_backward(q, k, v, o, lse, sink_logits, kept)
         ctx.bound, ctx.calls, ctx.spec = bound, calls, spec
         return o
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> Any:
         this_pass = ctx.bound.new_pass(ctx.calls, ctx.spec)
-        q, k, v, *results = ctx.saved_tensors
+        q, k, v, o, lse, sink_logits, arrived = ctx.saved_tensors
         with torch.no_grad():
-            gradients = this_pass.backward(do, q, k, v, *results)
-        return *first_order_only(_NAME, gradients, (do, q, k, v)), None, None, None
+            gradients: tuple[Tensor, ...] = this_pass.backward(do, q, k, v, o, lse, arrived)
+            sources: tuple[Tensor, ...] = (do, q, k, v)
+            if sink_logits is not None:
+                rows = slice(0, ctx.calls.num_rows)
+                d_sinks = sinks.gradient(do[rows], o[rows], lse[:, rows], sink_logits)
+                gradients, sources = (*gradients, d_sinks), (*sources, sink_logits)
+        found = first_order_only(_NAME, gradients, sources)
+        return *found, *(None,) * (7 - len(found))
 
 
 class _Box:

@@ -7,12 +7,12 @@ home. Where these keys were not kept, they come again while one half of that res
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from kernels import Attention, AttentionSpec
+from kernels import Attention, AttentionSpec, sinks
 from parallel.context.blocks.tracing import COMPUTE, Tracer
 from parallel.context.documents.calls import Call, RankCalls
 from parallel.context.documents.exchange import KeyExchange
@@ -41,7 +41,7 @@ class DocumentPass:
         if calls.local is not None:
             rows = calls.local.rows
             with self.tracer.span(COMPUTE, OWN):
-                part = self.kernel.forward(q[rows], k[rows], v[rows], calls.local.spec(self.like))
+                part = self.kernel.forward(q[rows], k[rows], v[rows], self._spec(calls.local))
                 o[rows], lse[:, rows] = part
         arrived = None if arriving is None else arriving.wait(WAITING)
         if calls.rest is not None:
@@ -49,16 +49,23 @@ class DocumentPass:
             with self.tracer.span(COMPUTE, WAITING):
                 rows = calls.rest.rows
                 o[rows], lse[:, rows] = self._rest(q[rows], o[rows], lse[:, rows], arrived)
+        if self.like.sinks is not None:
+            rows = slice(0, calls.num_rows)
+            o[rows], lse[:, rows] = sinks.add(o[rows], lse[:, rows], self.like.sinks)
         return o, lse, arrived
+
+    def _spec(self, call: Call) -> AttentionSpec:
+        """The call without sinks, which are put in when all keys have been seen."""
+        return call.spec(replace(self.like, sinks=None))
 
     def _rest(self, q: Tensor, o: Tensor, lse: Tensor, arrived: Tensor) -> tuple[Tensor, Tensor]:
         call = self.calls.rest
         assert call is not None
         tensors = (q, *self.exchange.keys(arrived))
         if not self.calls.merges:
-            return self.kernel.forward(*tensors, call.spec(self.like))
+            return self.kernel.forward(*tensors, self._spec(call))
         so_far = o.float(), lse.contiguous()
-        return self.kernel.forward_onto(*so_far, *tensors, call.spec(self.like))
+        return self.kernel.forward_onto(*so_far, *tensors, self._spec(call))
 
     def backward(
         self,
@@ -91,7 +98,7 @@ class DocumentPass:
                     *keys,
                     o[rows],
                     lse[:, rows].contiguous(),
-                    call.spec(self.like),
+                    self._spec(call),
                 )
                 if calls.merges:
                     dq[rows] += part

@@ -7,6 +7,7 @@ it sends to itself: so all of them arrive in one tensor, sorted by rank, documen
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -28,35 +29,16 @@ class Segment(NamedTuple):
     def rows(self) -> range:
         return range(self.row, self.row + self.stop - self.start)
 
-
-def num_local_runs(placement: Placement, rank: int, causal: bool) -> int:
-    """Runs of ``rank`` that need no key outside the run; they are its first ones."""
-    return sum(
-        run.start == 0 if causal else placement.is_whole(run) for run in placement.parts[rank]
-    )
-
-
-def waiting_runs(placement: Placement, rank: int, causal: bool) -> tuple[Run, ...]:
-    """Runs of ``rank`` that need keys outside the run."""
-    return placement.parts[rank][num_local_runs(placement, rank, causal) :]
+    def between(self, start: int, stop: int) -> Segment | None:
+        """The part of it at these positions; None if it has none of them."""
+        first, last = max(start, self.start), min(stop, self.stop)
+        if first >= last:
+            return None
+        return Segment(self.document, first, last, self.row + first - self.start)
 
 
-def needed(
-    placement: Placement, rank: int, causal: bool, *, diagonals: bool = True
-) -> dict[int, int]:
-    """For each document of a waiting run, how many of its first keys ``rank`` asks for.
-
-    Args:
-        diagonals: whether those of the run itself are among them; other ranks send the same
-            in either case.
-    """
-    found: dict[int, int] = {}
-    for run in waiting_runs(placement, rank, causal):
-        stop = placement.lengths[run.document]
-        if causal:
-            stop = run.stop if diagonals else run.start
-        found[run.document] = max(stop, found.get(run.document, 0))
-    return found
+Ranges = list[tuple[int, int]]
+"""Positions from one up to another, disjoint and ascending."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -67,9 +49,14 @@ class Routes:
     causal: bool
     held: Sequence[dict[int, list[Segment]]]
     """The keys that each rank holds, by document."""
+    window: int | None = None
+    """Of :class:`kernels.problem.Mask`, with a causal mask, like ``prefix_len``."""
+    prefix_len: int = 0
 
     @classmethod
-    def of(cls, placement: Placement, causal: bool) -> Routes:
+    def of(
+        cls, placement: Placement, causal: bool, window: int | None = None, prefix_len: int = 0
+    ) -> Routes:
         held = []
         for part in placement.parts:
             segments: dict[int, list[Segment]] = {}
@@ -80,16 +67,61 @@ class Routes:
             for found in segments.values():
                 found.sort()
             held.append(segments)
-        return cls(placement=placement, causal=causal, held=held)
+        return cls(
+            placement=placement, causal=causal, held=held, window=window, prefix_len=prefix_len
+        )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the mask is a causal one or none."""
+        return self.window is None and not self.prefix_len
+
+    def keys(self, run: Run, *, diagonals: bool = True) -> tuple[int, int]:
+        """The keys of its document from the first to the last that a run's queries see.
+
+        Args:
+            diagonals: whether those of the run itself are among them; without them no more than a
+                causal mask is known.
+        """
+        length = self.placement.lengths[run.document]
+        if not self.causal:
+            return 0, length
+        assert diagonals or self.is_plain, "a window or a prefix cuts through diagonals"
+        start = 0 if self.window is None else max(0, run.start - self.window + 1)
+        stop = max(run.stop, min(self.prefix_len, length)) if diagonals else run.start
+        return start, stop
+
+    def num_local_runs(self, rank: int) -> int:
+        """Runs of ``rank``, from the first on, that need no key outside the run."""
+        runs = self.placement.parts[rank]
+        alone = itertools.takewhile(lambda run: self.keys(run) == (run.start, run.stop), runs)
+        return sum(1 for _ in alone)
+
+    def waiting_runs(self, rank: int) -> tuple[Run, ...]:
+        """The other runs of ``rank``."""
+        return self.placement.parts[rank][self.num_local_runs(rank) :]
+
+    def needed(self, rank: int, *, diagonals: bool = True) -> dict[int, Ranges]:
+        """For each document of a waiting run, the keys that ``rank`` asks for.
+
+        Args:
+            diagonals: as of :meth:`keys`; other ranks send the same in either case.
+        """
+        found: dict[int, Ranges] = {}
+        for run in self.waiting_runs(rank):
+            keys = self.keys(run, diagonals=diagonals)
+            found.setdefault(run.document, []).append(keys)
+        return {document: _joined(ranges) for document, ranges in found.items()}
 
     def sent(self, source: int, to: int, *, diagonals: bool = True) -> list[Segment]:
         """The rows of ``source`` that rank ``to`` asks for, in the order in which they arrive."""
-        asked = needed(self.placement, to, self.causal, diagonals=diagonals)
+        asked = self.needed(to, diagonals=diagonals)
         return [
-            segment._replace(stop=min(segment.stop, asked[document]))
+            part
             for document in sorted(asked)
             for segment in self.held[source].get(document, ())
-            if segment.start < asked[document]
+            for start, stop in asked[document]
+            if (part := segment.between(start, stop)) is not None
         ]
 
     def received(self, rank: int) -> int:
@@ -112,10 +144,7 @@ class Routes:
 
     def travels(self) -> bool:
         """Whether any rank needs keys of another one."""
-        return any(
-            waiting_runs(self.placement, rank, self.causal)
-            for rank in range(self.placement.num_ranks)
-        )
+        return any(self.waiting_runs(rank) for rank in range(self.placement.num_ranks))
 
     def keeps_keys(self) -> bool:
         """Whether no rank receives more rows than it holds.
@@ -140,8 +169,20 @@ def arrivals(by_source: Sequence[Sequence[Segment]]) -> dict[int, list[Segment]]
     return found
 
 
-def rows_up_to(there: Sequence[Segment], stop: int) -> Iterator[range]:
-    """The rows of a document's first ``stop`` keys, in the order of their positions."""
+def rows_between(there: Sequence[Segment], start: int, stop: int) -> Iterator[range]:
+    """The rows of a document's keys [start, stop), in the order of their positions."""
     for segment in there:
-        if segment.start < stop:
-            yield segment._replace(stop=min(segment.stop, stop)).rows
+        part = segment.between(start, stop)
+        if part is not None:
+            yield part.rows
+
+
+def _joined(ranges: Ranges) -> Ranges:
+    """The same positions in disjoint ranges."""
+    found: Ranges = []
+    for start, stop in sorted(ranges):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(stop, found[-1][1])
+        else:
+            found.append((start, stop))
+    return found

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from kernels import AttentionProblem, attention_backend
 from kernels.backends.auto import choose
+from kernels.problem import MASKS
 from kernels.registry import Look
 from parallel.context import bound
 from parallel.context.attention import SequenceParallelAttention
@@ -49,6 +50,7 @@ class DocumentParallelAttention(SequenceParallelAttention):
     (``never``); auto keeps them if no rank receives more keys than it has."""
 
     transports: ClassVar[tuple[str, ...]] = ("all_to_all",)
+    takes: ClassVar[frozenset[str]] = frozenset(MASKS)
 
     def __post_init__(self) -> None:
         SequenceParallelAttention.__post_init__(self)
@@ -71,7 +73,7 @@ class DocumentParallelAttention(SequenceParallelAttention):
     def kernel_of(self, problem: AttentionProblem) -> str:
         if self.kernel != "auto":
             return self.kernel
-        return choose(replace(problem, cp=1), with_lse=True).name
+        return choose(replace(problem, cp=1, sinks=False), with_lse=True).name
 
     def transport_of(self, problem: AttentionProblem) -> str:
         return self.transports[0]
@@ -81,14 +83,23 @@ class DocumentParallelAttention(SequenceParallelAttention):
             return WHY_NOT_DENSE
         if problem.q_len != problem.kv_len:
             return "queries and keys of a split document are the same tokens, equally many"
+        if problem.window is not None and not problem.causal:
+            return (
+                f"attention.window={problem.window}: needs a causal mask here; without one use "
+                "ring or llama3"
+            )
+        if self.diagonals == "first" and not problem.mask.is_plain:
+            return "attention.diagonals=first: has no window and no prefix; leave it out"
         kernel = self.on_one_device
+        # Where it gives the lse, sinks are put in from the outside.
+        problem = replace(problem, sinks=problem.sinks and not kernel.gives_lse)
         if self.diagonals == "first" and not kernel.gives_lse:
             return (
                 f"attention.kernel={self.kernel} gives no log-sum-exp, by which diagonals are "
                 "merged; use attention.diagonals=joined"
             )
         reason = kernel.why_unsupported(replace(problem, cp=1))
-        if reason is None and problem.causal and not self._merges():
+        if reason is None and problem.causal and not (problem.mask.is_plain and self._merges()):
             # Part of a document's queries, and its keys up to the last of them.
             reason = kernel.why_unsupported(
                 replace(problem, cp=1, q_len=max(1, problem.q_len // 2))

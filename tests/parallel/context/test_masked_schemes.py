@@ -57,6 +57,16 @@ def test_exchanged_heads_and_a_ring(name: str, packed: bool) -> None:
         check(4, name, {"ulysses": 2}, MaskedBatch(lengths=lengths, packed=packed, **mask))
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_placed_documents(num_ranks: int) -> None:
+    for number, mask in enumerate(MASKS):
+        for lengths in ((21, 3, 1, 30), (40,), (9, 8, 17, 12)):
+            options = {"keep_keys": ("always", "never")[number % 2]}
+            check(
+                num_ranks, "documents", options, MaskedBatch(lengths=lengths, packed=True, **mask)
+            )
+
+
 def test_a_prefix_that_shows_padding_of_a_packed_batch_is_refused() -> None:
     batch = MaskedBatch(lengths=(21, 3), packed=True, prefix_len=7)
     with pytest.raises(RankError, match="a sequence of 3 tokens does not divide by 4, and prefix"):
