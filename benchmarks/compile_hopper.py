@@ -55,6 +55,9 @@ class Variant:
     """Whether dK and dV are parts in float32, to be added up."""
     tiles: int = 1
     """Query tiles of a program of the forward kernel."""
+    mask: str = "plain"
+    """As ``MASK`` of the forward kernel."""
+    softcap: float = 0.0
 
 
 def compile_variant(variant: Variant) -> Any:
@@ -75,6 +78,8 @@ def compile_variant(variant: Variant) -> Any:
         "TILES": variant.tiles,
         "RESIDENT": schedule.resident,
         "CAUSAL": variant.causal,
+        "MASK": variant.mask,
+        "SOFTCAP": variant.softcap,
         "PACKED": variant.packed,
         "num_warps": 4,
     }
@@ -173,8 +178,16 @@ def main() -> int:
             ]
             if kernel == "backward":
                 variants.append(replace(variants[0], full_precision=True))
-            elif hopper_schedule.columns(head_dim).stored in pairing.COSTS:
-                variants.append(replace(variants[0], tiles=2))
+            else:
+                if hopper_schedule.columns(head_dim).stored in pairing.COSTS:
+                    variants.append(replace(variants[0], tiles=2))
+                variants += [
+                    replace(variants[0], mask="prefix"),
+                    replace(variants[0], mask="window"),
+                    replace(variants[1], mask="window"),
+                    replace(variants[0], softcap=50.0),
+                    replace(variants[0], mask="window", softcap=50.0),
+                ]
             for variant in variants:
                 compiled = compile_variant(variant)
                 report = assembler_report(compiled.asm["ptx"])
@@ -189,6 +202,8 @@ def main() -> int:
                     f"{'packed' if variant.packed else 'dense':<7}"
                     f"{'parts' if variant.full_precision else '':<6}"
                     f"{'pairs' if variant.tiles == 2 else '':<6}"
+                    f"{variant.mask if variant.mask != 'plain' else '':<7}"
+                    f"{'cap' if variant.softcap else '':<4}"
                     f"{compiled.metadata.shared / 1024:4.0f} KiB shared  {spills}",
                     *slow,
                     sep="\n    ",

@@ -12,8 +12,9 @@ import inspect
 import random
 import textwrap
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 
@@ -105,6 +106,8 @@ class Scores(Anything):
 
     query: int
     key: int
+    masked_as: int | None = None
+    """The key tile whose visible keys were left, if a mask was applied."""
 
     def to(self, _: Any) -> Scores:
         return self
@@ -342,6 +345,35 @@ class Heads(int):
         return ANYTHING
 
 
+def tile_names() -> dict[str, Any]:
+    """Constants and structures of the kernels' tiles."""
+    from kernels.flash.hopper import tiles
+
+    numbers = ("ROWS", "CONSUMERS", "PROGRAM_ROWS", "CONSUMER_REGISTERS", "LN_2", "LOG2_E")
+    names = {name: getattr(tiles, name).value for name in numbers}
+    structures = ("Sequence", "Rows", "Edges", "KeyTiles")
+    return names | {name: getattr(tiles, name) for name in structures}
+
+
+def load(
+    names: dict[str, Any],
+    module: ModuleType,
+    functions: Iterable[str],
+    edit: tuple[str, str] | None = None,
+) -> None:
+    """Add functions of a kernel to ``names``, in Python that finds there what it calls.
+
+    Args:
+        edit: a line of their source, and what to put in its place.
+    """
+    for function in functions:
+        source = textwrap.dedent(inspect.getsource(getattr(module, function).fn))
+        source = source[source.index("def ") :]
+        if edit is not None:
+            source = source.replace(*edit)
+        exec("from __future__ import annotations\n" + source, names)
+
+
 def run_program(
     *,
     seed: int,
@@ -353,6 +385,8 @@ def run_program(
     stages: int,
     tail: int,
     causal: bool,
+    mask: str = "plain",
+    edges: tuple[int, int, int] = (0, 0, 0),
     cu_seqlens: tuple[list[int], list[int]] | None = None,
     sequence: int = 0,
     edit: tuple[str, str] | None = None,
@@ -361,6 +395,7 @@ def run_program(
 
     Args:
         tail: columns of the head dim that a second matmul takes; 0 for none.
+        mask: the constant MASK, and ``edges`` its window, prefix_len and shift.
         cu_seqlens: of queries and keys of a packed batch, whose longest have q_len and kv_len.
         edit: a line of the kernel's source, and what to put in its place.
     """
@@ -377,35 +412,21 @@ def run_program(
         "warpgroup_mma_wait": machine.warpgroup_mma_wait,
         "store_rows": machine.store_rows,
         "columns": lambda tile, *_: tile,
-        "masked": lambda s, *_: s,
+        "masked": lambda s, tile, *_: replace(s, masked_as=tile),
         "row_sums_by_thread": ANYTHING,
         "softmax_step": lambda s, m, total, *_: (s, m, total, ANYTHING),
     }
-    for name in ("ROWS", "CONSUMERS", "PROGRAM_ROWS", "CONSUMER_REGISTERS", "LN_2"):
-        names[name] = getattr(hopper_tiles, name).value
-    for module, structures in (
-        (hopper_tiles, ("Sequence", "Rows")),
-        (hopper_forward, ("Inputs", "Shared", "Head", "Outputs", "Progress")),
-    ):
-        names |= {name: getattr(module, name) for name in structures}
-    for module, functions in (
-        (hopper_tiles, ("sequence", "key_tiles")),
-        (
-            hopper_forward,
-            ("query_tile", "produce", "start_scores", "advance", "consume", "flash_forward"),
-        ),
-    ):
-        for function in functions:
-            source = textwrap.dedent(inspect.getsource(getattr(module, function).fn))
-            source = source[source.index("def ") :]
-            if edit is not None and edit[0] in source:
-                source = source.replace(*edit)
-            exec("from __future__ import annotations\n" + source, names)
+    names |= tile_names()
+    structures = ("Inputs", "Shared", "Head", "Outputs", "Progress")
+    names |= {name: getattr(hopper_forward, name) for name in structures}
+    load(names, hopper_tiles, ("sequence", "offsets", "key_tiles"), edit)
+    functions = ("query_tile", "produce", "start_scores", "advance", "consume", "flash_forward")
+    load(names, hopper_forward, functions, edit)
     starts = [Place(numbers) for numbers in cu_seqlens] if cu_seqlens else [ANYTHING, ANYTHING]
     names["flash_forward"](
         *(Descriptor(name) for name in "qkv"),
         *(ANYTHING, ANYTHING, *starts, 0, 0, 0),
-        *(Heads(1), 1, q_len, kv_len, 0, ANYTHING),
-        *(128, stages, tiles, 96, 128, 64, tail, causal, cu_seqlens is not None, 4),
+        *(Heads(1), 1, q_len, kv_len, 0, *edges, ANYTHING),
+        *(128, stages, tiles, 96, 128, 64, tail, causal, mask, 0.0, cu_seqlens is not None, 4),
     )
     return machine.stored

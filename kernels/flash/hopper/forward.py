@@ -46,8 +46,10 @@ from kernels.flash.hopper.tiles import (
     CONSUMER_REGISTERS,
     CONSUMERS,
     LN_2,
+    LOG2_E,
     PROGRAM_ROWS,
     ROWS,
+    Edges,
     Rows,
     columns,
     key_tiles,
@@ -140,10 +142,12 @@ def produce(
     shared,
     head,
     seq,
+    edges,
     TILES: gl.constexpr,
     STAGES: gl.constexpr,
     BLOCK_K: gl.constexpr,
     CAUSAL: gl.constexpr,
+    MASK: gl.constexpr,
 ):
     """The producer: for each tile TMA copies of its queries, and of keys and values right to left.
 
@@ -154,7 +158,8 @@ def produce(
     phase = 1
     for turn in range(TILES):
         first = query_tile(turn, head.num_tiles, TILES, CAUSAL) * PROGRAM_ROWS
-        num_key_tiles, _ = key_tiles(first, seq.q_len, seq.kv_len, PROGRAM_ROWS, BLOCK_K, CAUSAL)
+        tiles = key_tiles(first, seq.q_len, seq.kv_len, edges, PROGRAM_ROWS, BLOCK_K, CAUSAL, MASK)
+        num_key_tiles = tiles.stop - tiles.start
         if num_key_tiles > 0:
             mbarrier.expect(shared.q_ready.index(turn), CONSUMERS * inputs.q.block_type.nbytes)
             for consumer in gl.static_range(CONSUMERS):
@@ -166,7 +171,7 @@ def produce(
                 )
         num_steps = gl.where(num_key_tiles > 0, num_key_tiles + 1, 0)
         for step in range(num_steps):
-            row = seq.k_start + (num_key_tiles - 1 - step) * BLOCK_K
+            row = seq.k_start + (tiles.stop - 1 - step) * BLOCK_K
             mbarrier.wait(shared.free.index(slot), phase)
             if step < num_key_tiles:
                 mbarrier.expect(shared.k_ready.index(slot), inputs.k.block_type.nbytes)
@@ -198,11 +203,34 @@ def produce(
 
 
 @gluon.jit
-def masked(s, tile, first_row, seq, BLOCK_K: gl.constexpr, CAUSAL: gl.constexpr):
+def masked(
+    s,
+    tile,
+    first_row,
+    seq,
+    edges,
+    BLOCK_K: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    MASK: gl.constexpr,
+):
     """Scores with minus infinity where the key is out of sight."""
     LAYOUT: gl.constexpr = s.type.layout
-    seen = visible_keys(tile, first_row, seq.q_len, seq.kv_len, BLOCK_K, CAUSAL, LAYOUT)
+    seen = visible_keys(
+        tile, first_row, seq.q_len, seq.kv_len, edges, BLOCK_K, CAUSAL, MASK, LAYOUT
+    )
     return gl.where(seen, s, float("-inf"))
+
+
+@gluon.jit
+def capped(s, scale_log2, SOFTCAP: gl.constexpr):
+    """softcap tanh(scale s / softcap) of products s, in units of log2.
+
+    tanh x is 1 - 2 / (exp(2 x) + 1), which is exact to float32 beside 1, also where exp overflows.
+    The hardware's own tanh is wrong by up to 2^-11, times the cap an error of 2% in P at 50.
+    """
+    LIMIT: gl.constexpr = SOFTCAP * LOG2_E
+    power = gl.exp2(s * (scale_log2 * (2.0 / SOFTCAP)))
+    return LIMIT - 2.0 * LIMIT / (power + 1.0)
 
 
 @gluon.jit
@@ -283,12 +311,15 @@ def advance(
     more,
     first_row,
     seq,
+    edges,
     scale_log2,
     STAGES: gl.constexpr,
     BLOCK_K: gl.constexpr,
     MAIN: gl.constexpr,
     TAIL: gl.constexpr,
     CAUSAL: gl.constexpr,
+    MASK: gl.constexpr,
+    SOFTCAP: gl.constexpr,
     MASKED: gl.constexpr,
 ):
     """Scores of key tile ``tile`` while the values of the tile before are added to o.
@@ -306,8 +337,11 @@ def advance(
     mbarrier.wait(shared.v_ready.index(slot), phase)
     o = warpgroup_mma(p, shared.v_tiles.index(slot), o, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
+    if SOFTCAP > 0.0:
+        s = capped(s, scale_log2, SOFTCAP)
+        scale_log2 = 1.0
     if MASKED:
-        s = masked(s, tile, first_row, seq, BLOCK_K, CAUSAL)
+        s = masked(s, tile, first_row, seq, edges, BLOCK_K, CAUSAL, MASK)
     new_p, reference, total, shrink = softmax_step(s, reference, total, scale_log2, MASKED)
     new_p = gl.convert_layout(new_p.to(p.dtype), p.type.layout)
     next_slot = slot + 1
@@ -329,6 +363,7 @@ def consume(
     shared,
     head,
     seq,
+    edges,
     outputs,
     scale_log2,
     CONSUMER: gl.constexpr,
@@ -340,6 +375,8 @@ def consume(
     MAIN: gl.constexpr,
     TAIL: gl.constexpr,
     CAUSAL: gl.constexpr,
+    MASK: gl.constexpr,
+    SOFTCAP: gl.constexpr,
 ):
     """One consumer: 64 queries of each tile over all visible key tiles, then o, lse to memory."""
     dtype: gl.constexpr = shared.q_tiles.dtype
@@ -364,9 +401,8 @@ def consume(
     phase = 0
     for turn in range(TILES):
         first = query_tile(turn, head.num_tiles, TILES, CAUSAL) * PROGRAM_ROWS
-        num_key_tiles, num_unmasked = key_tiles(
-            first, seq.q_len, seq.kv_len, PROGRAM_ROWS, BLOCK_K, CAUSAL
-        )
+        tiles = key_tiles(first, seq.q_len, seq.kv_len, edges, PROGRAM_ROWS, BLOCK_K, CAUSAL, MASK)
+        num_key_tiles = tiles.stop - tiles.start
         q_tile = shared.q_tiles.index(turn * CONSUMERS + CONSUMER)
         first_row = first + CONSUMER * ROWS
         reference = gl.full([ROWS], float("-inf"), gl.float32, ROW)
@@ -378,8 +414,12 @@ def consume(
             s = start_scores(q_tile, shared.k_tiles.index(slot), MAIN, TAIL)
             s = warpgroup_mma_wait(0, deps=[s])
             mbarrier.arrive(shared.free.index(slot))
-            s = masked(s, num_key_tiles - 1, first_row, seq, BLOCK_K, CAUSAL)
-            p, reference, total, _ = softmax_step(s, reference, total, scale_log2, True)
+            scale = scale_log2
+            if SOFTCAP > 0.0:
+                s = capped(s, scale_log2, SOFTCAP)
+                scale = 1.0
+            s = masked(s, tiles.stop - 1, first_row, seq, edges, BLOCK_K, CAUSAL, MASK)
+            p, reference, total, _ = softmax_step(s, reference, total, scale, True)
             p = gl.convert_layout(p.to(dtype), P_LAYOUT)
             slot += 1
             if slot == STAGES:
@@ -389,17 +429,32 @@ def consume(
             if num_key_tiles > 1:
                 mbarrier.wait(shared.k_ready.index(slot), phase)
             progress = Progress(p, o, reference, total, slot, phase)
-            for step in range(num_key_tiles - 1 - num_unmasked):
+            left = 0
+            num_left = 0
+            if MASK == "window":
+                # The first tile has been visited.
+                left = gl.minimum(tiles.unmasked_start, tiles.stop - 1)
+                num_left = left - tiles.start
+            for step in range(tiles.stop - 1 - tiles.unmasked_stop):
                 progress = advance(
-                    shared, q_tile, progress, num_key_tiles - 2 - step, step + 2 < num_key_tiles,
-                    first_row, seq, scale_log2, STAGES, BLOCK_K, MAIN, TAIL, CAUSAL, True,
+                    shared, q_tile, progress, tiles.stop - 2 - step, step + 2 < num_key_tiles,
+                    first_row, seq, edges, scale_log2, STAGES, BLOCK_K, MAIN, TAIL, CAUSAL, MASK,
+                    SOFTCAP, True,
                 )  # fmt: skip
-            num_plain = gl.minimum(num_unmasked, num_key_tiles - 1)
+            num_plain = gl.minimum(tiles.unmasked_stop, tiles.stop - 1) - left
             for step in range(num_plain):
                 progress = advance(
-                    shared, q_tile, progress, 0, step + 1 < num_plain,
-                    first_row, seq, scale_log2, STAGES, BLOCK_K, MAIN, TAIL, CAUSAL, False,
+                    shared, q_tile, progress, 0, step + 1 < num_plain + num_left,
+                    first_row, seq, edges, scale_log2, STAGES, BLOCK_K, MAIN, TAIL, CAUSAL, MASK,
+                    SOFTCAP, False,
                 )  # fmt: skip
+            if MASK == "window":
+                for step in range(num_left):
+                    progress = advance(
+                        shared, q_tile, progress, left - 1 - step, step + 1 < num_left,
+                        first_row, seq, edges, scale_log2, STAGES, BLOCK_K, MAIN, TAIL, CAUSAL,
+                        MASK, SOFTCAP, True,
+                    )  # fmt: skip
             p, o, reference, total, slot, phase = progress
             mbarrier.wait(shared.v_ready.index(slot), phase)
             o = warpgroup_mma(p, shared.v_tiles.index(slot), o, is_async=True)
@@ -451,6 +506,9 @@ def flash_forward(
     q_len,
     kv_len,
     lse_len,
+    window,
+    prefix_len,
+    shift,
     scale_log2,
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
@@ -460,6 +518,8 @@ def flash_forward(
     MAIN: gl.constexpr,
     TAIL: gl.constexpr,
     CAUSAL: gl.constexpr,
+    MASK: gl.constexpr,
+    SOFTCAP: gl.constexpr,
     PACKED: gl.constexpr,
     num_warps: gl.constexpr,
 ):
@@ -493,6 +553,10 @@ def flash_forward(
     number = gl.program_id(1) % num_heads
     head = Head(number, number // group_size, num_tiles)
     seq = sequence(cu_seqlens_q, cu_seqlens_k, gl.program_id(1) // num_heads, q_len, kv_len, PACKED)
+    edges = Edges(window, prefix_len, shift)
+    if MASK == "plain":
+        # Else the warps would be handed numbers that they do not use.
+        edges = Edges(0, 0, 0)
     gl.warp_specialize(
         [
             (
@@ -501,6 +565,7 @@ def flash_forward(
                     shared,
                     head,
                     seq,
+                    edges,
                     outputs,
                     scale_log2,
                     0,
@@ -512,6 +577,8 @@ def flash_forward(
                     MAIN,
                     TAIL,
                     CAUSAL,
+                    MASK,
+                    SOFTCAP,
                 ),
             ),
             (
@@ -520,6 +587,7 @@ def flash_forward(
                     shared,
                     head,
                     seq,
+                    edges,
                     outputs,
                     scale_log2,
                     1,
@@ -531,9 +599,11 @@ def flash_forward(
                     MAIN,
                     TAIL,
                     CAUSAL,
+                    MASK,
+                    SOFTCAP,
                 ),
             ),
-            (produce, (inputs, shared, head, seq, TILES, STAGES, BLOCK_K, CAUSAL)),
+            (produce, (inputs, shared, head, seq, edges, TILES, STAGES, BLOCK_K, CAUSAL, MASK)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, 24],

@@ -58,24 +58,86 @@ def sequence(cu_seqlens_q, cu_seqlens_k, batch, q_len, kv_len, PACKED: gl.conste
     return Sequence(batch, q_start, q_len, k_start, kv_len, line_start)
 
 
+class Edges(NamedTuple):
+    """Numbers of :class:`kernels.problem.Mask`; a kernel's constant MASK says which of them count.
+
+    ``plain`` is a causal mask aligned to the bottom right, or none, and has no numbers; ``prefix``
+    is a causal mask with ``prefix_len`` and ``shift``; ``window`` has ``window`` and ``shift``.
+    """
+
+    window: Any
+    prefix_len: Any
+    shift: Any
+
+
+class KeyTiles(NamedTuple):
+    """The key tiles that a tile of queries visits, and those of them that need no mask."""
+
+    start: Any
+    stop: Any
+    """Not before ``start``, and the same if there are none."""
+    unmasked_start: Any
+    """From ``start`` to ``stop``."""
+    unmasked_stop: Any
+    """From ``unmasked_start`` to ``stop``."""
+
+
+@gluon.jit
+def offsets(q_len, kv_len, edges, CAUSAL: gl.constexpr, MASK: gl.constexpr):
+    """What leads from a query to the last key that it sees, and to the first one under a window.
+
+    Sequences of keys end before, or begin after, and a prefix may be longer.
+    """
+    last = kv_len - q_len
+    if MASK != "plain":
+        last = last + edges.shift
+    first = last
+    if MASK == "window":
+        first = last - edges.window + 1
+        if not CAUSAL:
+            last = last + edges.window - 1
+    return last, first
+
+
 @gluon.jit
 def key_tiles(
-    first, q_len, kv_len, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, CAUSAL: gl.constexpr
+    first,
+    q_len,
+    kv_len,
+    edges,
+    BLOCK_Q: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    MASK: gl.constexpr,
 ):
-    """Number of key tiles that the queries from ``first`` on see, and of those seen entirely.
+    """The key tiles that queries see of which the first is ``first``.
 
-    The latter are those on the left; the others cross the causal diagonal or the last key.
+    Both ends of what a query sees move to the right from query to query, if at all. So the first
+    query and the last one decide what all together see, and what each of them does.
     """
     visible = kv_len
     unmasked = kv_len
-    if CAUSAL:
-        offset = kv_len - q_len
-        visible = gl.minimum(kv_len, gl.minimum(first + BLOCK_Q, q_len) + offset)
-        unmasked = gl.minimum(kv_len, first + 1 + offset)
-    num_tiles = gl.maximum(gl.cdiv(visible, BLOCK_K), 0)
+    to_last, to_first = offsets(q_len, kv_len, edges, CAUSAL, MASK)
+    if CAUSAL or MASK == "window":
+        visible = gl.minimum(first + BLOCK_Q, q_len) + to_last
+        unmasked = first + 1 + to_last
+        if MASK == "prefix":
+            visible = gl.maximum(visible, edges.prefix_len)
+            unmasked = gl.maximum(unmasked, edges.prefix_len)
+        visible = gl.minimum(kv_len, visible)
+        unmasked = gl.minimum(kv_len, unmasked)
+    stop = gl.maximum(gl.cdiv(visible, BLOCK_K), 0)
     if first >= q_len:
-        num_tiles = 0
-    return num_tiles, gl.minimum(gl.maximum(unmasked, 0) // BLOCK_K, num_tiles)
+        stop = 0
+    start = 0
+    unmasked_start = 0
+    unmasked_stop = gl.minimum(gl.maximum(unmasked, 0) // BLOCK_K, stop)
+    if MASK == "window":
+        start = gl.minimum(gl.maximum(first + to_first, 0) // BLOCK_K, stop)
+        last_start = gl.maximum(gl.minimum(first + BLOCK_Q, q_len) - 1 + to_first, 0)
+        unmasked_start = gl.minimum(gl.maximum(gl.cdiv(last_start, BLOCK_K), start), stop)
+        unmasked_stop = gl.maximum(unmasked_stop, unmasked_start)
+    return KeyTiles(start, stop, unmasked_start, unmasked_stop)
 
 
 @gluon.jit
@@ -84,17 +146,26 @@ def visible_keys(
     first_row,
     q_len,
     kv_len,
+    edges,
     BLOCK_K: gl.constexpr,
     CAUSAL: gl.constexpr,
+    MASK: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
     """Mask of the keys of a tile that 64 queries see: [ROWS, BLOCK_K]."""
     key = tile * BLOCK_K + gl.arange(0, BLOCK_K, gl.SliceLayout(0, LAYOUT))
     last = gl.full([ROWS], kv_len - 1, gl.int32, gl.SliceLayout(1, LAYOUT))
-    if CAUSAL:
-        row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-        last = gl.minimum(row + (kv_len - q_len), last)
-    return key[None, :] <= last[:, None]
+    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    to_last, to_first = offsets(q_len, kv_len, edges, CAUSAL, MASK)
+    if CAUSAL or MASK == "window":
+        own = row + to_last
+        if MASK == "prefix":
+            own = gl.maximum(own, edges.prefix_len - 1)
+        last = gl.minimum(own, last)
+    seen = key[None, :] <= last[:, None]
+    if MASK == "window":
+        seen = seen & (key[None, :] >= (row + to_first)[:, None])
+    return seen
 
 
 @gluon.jit

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
 from itertools import accumulate
 
 import pytest
-from gluon_model import ProtocolError, run_program
+from gluon_model import ProtocolError, Scores, run_program
 
 from kernels.flash.hopper.pairing import key_tile_counts, programs
+from kernels.problem import Mask
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 
-def check(seed: int, edit: tuple[str, str] | None = None) -> None:
+def check(seed: int, edit: tuple[str, str] | None = None, window: int | None = None) -> None:
     """A random problem: every program stores, for its tiles, all visible keys, right to left."""
     rng = random.Random(seed)
     tiles, stages, causal = rng.choice((1, 2, 3)), rng.choice((2, 3, 4)), rng.random() < 0.7
     q_len, kv_len = rng.randint(1, 800), rng.randint(1, 800)
     tail = rng.choice((0, 32))
+    mask = random_mask(rng, causal) if rng.random() < 0.5 else Mask(causal=causal)
+    if window is not None:
+        mask = Mask(causal=causal, window=window)
     cu_seqlens, lengths = None, [(q_len, kv_len)]
     if rng.random() < 0.3:
         lengths += [(rng.randint(0, q_len), rng.randint(0, kv_len)) for _ in range(2)]
@@ -31,7 +34,6 @@ def check(seed: int, edit: tuple[str, str] | None = None) -> None:
     num_tiles = -(-q_len // 128)
     for sequence, (own_q_len, own_kv_len) in enumerate(lengths):
         q_start, k_start = (x[sequence] for x in cu_seqlens) if cu_seqlens else (0, 0)
-        counts = key_tile_counts(own_q_len, own_kv_len, causal)
         grid = programs(num_tiles, tiles, causal)
         assert sorted(tile for program in grid for tile in program) == list(range(num_tiles))
         for number, mine in enumerate(grid):
@@ -45,25 +47,67 @@ def check(seed: int, edit: tuple[str, str] | None = None) -> None:
                 stages=stages,
                 tail=tail,
                 causal=causal,
+                mask=kind_of_mask(mask),
+                edges=(mask.window or 0, mask.prefix_len, mask.shift),
                 cu_seqlens=cu_seqlens,
                 sequence=sequence,
                 edit=edit,
             )
-            got = {
-                row: [((s.query - q_start), (s.key - k_start) // 128) for s in scores]
-                for row, scores in stored.items()
-            }
-            assert got == dict(wanted(mine, counts, own_q_len))
+            if mask.is_plain:
+                counts = key_tile_counts(own_q_len, own_kv_len, causal)
+                assert {row: len(scores) for row, scores in stored.items()} == {
+                    row: counts[row // 128] for row in stored
+                }
+            check_program(stored, mine, mask, (own_q_len, own_kv_len), (q_start, k_start))
 
 
-def wanted(
-    tiles: list[int], counts: list[int], q_len: int
-) -> Iterable[tuple[int, list[tuple[int, int]]]]:
-    """First row of each consumer, and the key tiles that it visits."""
-    for tile in tiles:
-        for row in (128 * tile, 128 * tile + 64):
-            if row < q_len:
-                yield row, [(row, key) for key in reversed(range(counts[tile]))]
+def random_mask(rng: random.Random, causal: bool) -> Mask:
+    """One with a window, or with a prefix."""
+    shift = rng.choice((0, rng.randint(-900, 900)))
+    if causal and rng.random() < 0.3:
+        return Mask(causal=True, prefix_len=rng.choice((0, rng.randint(0, 900))), shift=shift)
+    return Mask(causal=causal, window=rng.choice((1, 64, rng.randint(1, 900))), shift=shift)
+
+
+def kind_of_mask(mask: Mask) -> str:
+    if mask.window is not None:
+        return "window"
+    return "plain" if mask.is_plain else "prefix"
+
+
+def check_program(
+    stored: dict[int, list[Scores]],
+    tiles: list[int],
+    mask: Mask,
+    lengths: tuple[int, int],
+    starts: tuple[int, int],
+) -> None:
+    """Each consumer visited what its program's queries see, and masked what they see in part.
+
+    Args:
+        stored: by each consumer's first row, scores in their order.
+        tiles: query tiles of the program.
+        lengths: of queries and keys, which begin at ``starts`` in the tensors.
+    """
+    q_len, kv_len = lengths
+    rows = [row for tile in tiles for row in (128 * tile, 128 * tile + 64) if row < q_len]
+    assert sorted(stored) == sorted(rows)
+    for row, scores in stored.items():
+        first = row // 128 * 128
+        ranges = [mask.keys(query, *lengths) for query in range(first, min(first + 128, q_len))]
+        wanted = [tile for tile in range(-(-kv_len // 128)) if sees_any(ranges, tile)]
+        assert all(s.query - starts[0] == row for s in scores)
+        got = [(s.key - starts[1]) // 128 for s in scores]
+        # Queries that are shifted behind the last key may look at its tile, and see nothing.
+        assert got == wanted[::-1] or (not wanted and len(got) == 1)
+        for number, (tile, s) in enumerate(zip(got, scores, strict=True)):
+            whole = all(start <= 128 * tile and 128 * tile + 128 <= stop for start, stop in ranges)
+            # The first one is always masked.
+            assert s.masked_as == (tile if number == 0 or not whole else None)
+
+
+def sees_any(ranges: list[tuple[int, int]], tile: int) -> bool:
+    return any(max(start, 128 * tile) < min(stop, 128 * tile + 128) for start, stop in ranges)
 
 
 # What is taken away below is noticed in the first ten.
@@ -102,4 +146,25 @@ def test_notices_what_is_taken_away(edit: tuple[str, str]) -> None:
             check(seed, edit)
 
     with pytest.raises(ProtocolError):
+        check_many()
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ("step + 1 < num_plain + num_left", "step + 1 < num_plain"),
+        ("num_left = left - tiles.start", "num_left = 0"),
+        ("left - 1 - step,", "left - step,"),
+        ("gl.minimum(tiles.unmasked_start, tiles.stop - 1)", "tiles.unmasked_start"),
+        ("row = seq.k_start + (tiles.stop - 1", "row = seq.k_start + (num_key_tiles - 1"),
+        ("num_key_tiles = tiles.stop - tiles.start", "num_key_tiles = tiles.stop"),
+    ],
+    ids=lambda edit: edit[0][:40],
+)
+def test_notices_wrong_tiles_of_windows(edit: tuple[str, str]) -> None:
+    def check_many() -> None:
+        for seed in range(200):
+            check(seed, edit, window=(40, 300)[seed % 2])
+
+    with pytest.raises(AssertionError):
         check_many()

@@ -1,0 +1,70 @@
+"""Parts of the Hopper forward kernel that compute, run from their source on PyTorch's tensors.
+
+:mod:`gluon_model` runs the same source without numbers. Layouts, which say which thread has which
+number, are nothing here.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from gluon_model import ANYTHING, load, tile_names
+from torch import Tensor
+
+
+class Language:
+    """``gl`` for integers and float64."""
+
+    int32 = torch.int32
+    exp2, log2 = torch.exp2, torch.log2
+    SliceLayout = ANYTHING
+
+    def cdiv(self, a: int, b: int) -> int:
+        return -(-a // b)
+
+    def minimum(self, a: Any, b: Any) -> Any:
+        return _of(torch.minimum, min, a, b)
+
+    def maximum(self, a: Any, b: Any) -> Any:
+        return _of(torch.maximum, max, a, b)
+
+    def where(self, condition: Tensor, a: Any, b: Any) -> Tensor:
+        return torch.where(condition, a, b)
+
+    def arange(self, start: int, stop: int, _: Any) -> Tensor:
+        return torch.arange(start, stop)
+
+    def full(self, shape: list[int], value: int, dtype: torch.dtype, _: Any) -> Tensor:
+        return torch.full(shape, value, dtype=dtype)
+
+    def convert_layout(self, x: Tensor, _: Any) -> Tensor:
+        return x
+
+
+def _of(of_tensors: Any, of_integers: Any, a: Any, b: Any) -> Any:
+    if isinstance(a, int) and isinstance(b, int):
+        return of_integers(a, b)
+    return of_tensors(torch.as_tensor(a), torch.as_tensor(b))
+
+
+def forward_functions(edit: tuple[str, str] | None = None) -> SimpleNamespace:
+    """The functions of the kernel: ``key_tiles``, ``visible_keys``, ``softmax_step``, ``capped``.
+
+    Args:
+        edit: a line of the first two's source, and what to put in its place.
+    """
+    # Triton exists for Linux alone, and who imports this file may have to skip.
+    from kernels.flash.hopper import forward, tiles
+
+    names: dict[str, Any] = {
+        "gl": Language(),
+        "row_max": lambda x: x.amax(1),
+        "row_sums_by_thread": lambda x: x.sum(1, keepdim=True),
+        **tile_names(),
+    }
+    load(names, tiles, ("offsets", "key_tiles", "visible_keys"), edit)
+    # PyTorch's tensors have no layout to ask for.
+    load(names, forward, ("softmax_step", "capped"), (".type.layout", ""))
+    return SimpleNamespace(**names)
