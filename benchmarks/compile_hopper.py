@@ -1,7 +1,8 @@
 """Compiles the Hopper kernels for sm_90a, which needs no GPU: registers, spills, shared memory.
 
-Run as ``python -m benchmarks.compile_hopper [KERNEL ...] [HEAD_DIM ...]`` in the repository, with
-triton installed and TRITON_INTERPRET unset. Prints one row for each kernel and variant, and exits
+Run as ``python -m benchmarks.compile_hopper [KERNEL ...] [HEAD_DIM ...] [masks]`` in the
+repository, with triton installed and TRITON_INTERPRET unset; ``masks`` compiles for windows,
+prefixes and caps instead of plain masks. Prints one row for each kernel and variant, and exits
 with 1 if ptxas serialised the matmuls of any: then nothing runs beside them, whatever the source
 says. And if :mod:`kernels.launching.driver` has another idea of a kernel's parameters than its
 code: then Triton launches it, which takes longer.
@@ -166,29 +167,38 @@ def parameters_differ(compiled: Any) -> list[str]:
     return [] if wanted == passed else [f"parameters of {wanted} bytes: {passed} would be passed"]
 
 
+def plain_variants(kernel: str, head_dim: int) -> list[Variant]:
+    variants = [
+        Variant(kernel=kernel, head_dim=head_dim, dtype="bf16", causal=True, packed=False),
+        Variant(kernel=kernel, head_dim=head_dim, dtype="fp16", causal=False, packed=True),
+    ]
+    if kernel == "backward":
+        variants.append(replace(variants[0], full_precision=True))
+    elif hopper_schedule.columns(head_dim).stored in pairing.COSTS:
+        variants.append(replace(variants[0], tiles=2))
+    return variants
+
+
+def masked_variants(kernel: str, head_dim: int) -> list[Variant]:
+    causal, full, *_ = plain_variants(kernel, head_dim)
+    return [
+        replace(causal, mask="prefix"),
+        replace(causal, mask="window"),
+        replace(full, mask="window"),
+        replace(causal, softcap=50.0),
+        replace(causal, mask="window", softcap=50.0),
+    ]
+
+
 def main() -> int:
     failed = False
-    kernels = [word for word in sys.argv[1:] if not word.isdigit()] or list(KERNELS)
-    head_dims = [int(word) for word in sys.argv[1:] if word.isdigit()] or [64, 128]
+    words = sys.argv[1:]
+    variants_of = masked_variants if "masks" in words else plain_variants
+    kernels = [x for x in words if not x.isdigit() and x != "masks"] or list(KERNELS)
+    head_dims = [int(word) for word in words if word.isdigit()] or [64, 128]
     for kernel in kernels:
         for head_dim in head_dims:
-            variants = [
-                Variant(kernel=kernel, head_dim=head_dim, dtype="bf16", causal=True, packed=False),
-                Variant(kernel=kernel, head_dim=head_dim, dtype="fp16", causal=False, packed=True),
-            ]
-            if kernel == "backward":
-                variants.append(replace(variants[0], full_precision=True))
-            else:
-                if hopper_schedule.columns(head_dim).stored in pairing.COSTS:
-                    variants.append(replace(variants[0], tiles=2))
-                variants += [
-                    replace(variants[0], mask="prefix"),
-                    replace(variants[0], mask="window"),
-                    replace(variants[1], mask="window"),
-                    replace(variants[0], softcap=50.0),
-                    replace(variants[0], mask="window", softcap=50.0),
-                ]
-            for variant in variants:
+            for variant in variants_of(kernel, head_dim):
                 compiled = compile_variant(variant)
                 report = assembler_report(compiled.asm["ptx"])
                 lines = [line.strip() for line in report.splitlines()]

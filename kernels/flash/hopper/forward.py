@@ -11,7 +11,8 @@ roles:
   other, so that the softmax of one overlaps the matmuls of the others as well.
 
 Key tiles run from the diagonal to the left. The first ones cross the mask and compare indices;
-the others do not. The schedule is the one of FlashAttention-3 (arXiv:2407.08608, section 3).
+the others do not, until a window ends on the left: tiles that cross that end compare indices again.
+The schedule is the one of FlashAttention-3 (arXiv:2407.08608, section 3).
 
 A multiprocessor has room for one program, so that what a program begins and ends with is exposed:
 setting up barriers, the first copies, the stores of the results. With more than one tile the

@@ -28,7 +28,7 @@ from kernels.problem import Packing
 
 _MAX_GRID_Y = 65535
 
-FORWARD_TAKES: frozenset[str] = frozenset()
+FORWARD_TAKES = frozenset(("window", "prefix_len", "shift", "softcap"))
 """What the forward pass takes besides a causal mask, of ``Problem.asks_for``."""
 BACKWARD_TAKES: frozenset[str] = frozenset()
 """The same of the backward pass."""

@@ -53,6 +53,9 @@ def plan_forward(call: ForwardPass) -> PreparedLaunch:
             "BLOCK_K": chosen.tile,
             "STAGES": chosen.stages,
             "TILES": tiles,
+            "MASK": schedule.forward_mask(problem),
+            # A number of the model, which few calls differ in.
+            "SOFTCAP": problem.softcap or 0.0,
             **_constants(problem),
         },
         integers=(
@@ -62,6 +65,9 @@ def plan_forward(call: ForwardPass) -> PreparedLaunch:
             problem.q_len,
             problem.kv_len,
             q.shape[2],
+            problem.window or 0,
+            problem.prefix_len,
+            problem.shift,
         ),
         descriptors=(
             _tiles(q, ROWS, width),

@@ -84,13 +84,21 @@ def backward_rows(problem: Problem) -> int:
     return PROGRAM_ROWS if block_d(problem) <= 128 else ROWS
 
 
+def forward_mask(problem: Problem) -> str:
+    """The constant MASK of the forward kernel (:class:`tiles.Edges`)."""
+    if problem.window is not None:
+        return "window"
+    return "plain" if problem.mask.is_plain else "prefix"
+
+
 def tiles_of_program(problem: Problem) -> int:
     """The number of query tiles that a forward program takes one after another.
 
     The lengths of a packed batch are known to the GPU alone, and so is what its programs cost.
-    Shared memory has no room for pairs of tiles of more than 128 columns.
+    Shared memory has no room for pairs of tiles of more than 128 columns. The costs of pairs were
+    measured without windows, prefixes and caps.
     """
-    if problem.packed or block_d(problem) not in pairing.COSTS:
+    if problem.packed or problem.asks_for() or block_d(problem) not in pairing.COSTS:
         return 1
     processors = torch.cuda.get_device_properties(problem.device).multi_processor_count
     return pairing.tiles_of_program(

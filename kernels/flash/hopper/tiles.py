@@ -84,9 +84,9 @@ class KeyTiles(NamedTuple):
 
 @gluon.jit
 def offsets(q_len, kv_len, edges, CAUSAL: gl.constexpr, MASK: gl.constexpr):
-    """What leads from a query to the last key that it sees, and to the first one under a window.
+    """What to add to a query's index for the last key that it sees, and under a window the first.
 
-    Sequences of keys end before, or begin after, and a prefix may be longer.
+    A prefix, and the ends of the sequence, are left to the caller.
     """
     last = kv_len - q_len
     if MASK != "plain":
