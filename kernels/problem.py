@@ -71,6 +71,11 @@ class Mask:
             start = max(0, position - self.window + 1)
         return start, max(stop, 0)
 
+    def leaves_empty_rows(self, q_len: int, kv_len: int) -> bool:
+        """Whether a query sees no key; where any does not, the first or the last does not."""
+        ends = (self.keys(query, q_len, kv_len) for query in (0, q_len - 1))
+        return any(stop <= start for start, stop in ends)
+
     def pairs(self, q_len: int, kv_len: int) -> int:
         """Query-key pairs that the mask keeps."""
         first = kv_len - q_len + self.shift

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from kernels import accounting, recompiling
 from kernels.backend import Attention, attention_backend
 from kernels.backends.naive import explicit_softmax_attention
-from kernels.problem import AttentionProblem, AttentionSpec
+from kernels.problem import MASKS, AttentionProblem, AttentionSpec
 from kernels.registry import Look
 from kernels.toolchain import why_not_compile
 
@@ -27,6 +27,7 @@ class Compiled(Attention):
     """The naive backend through torch.compile, each shape compiled afresh."""
 
     compiles: ClassVar[bool] = True
+    takes: ClassVar[frozenset[str]] = frozenset(MASKS)
 
     def libraries(self) -> tuple[str, ...]:
         return ("triton",)
@@ -36,13 +37,15 @@ class Compiled(Attention):
             return "takes no packed batch of different lengths"
         if problem.causal and problem.kv_len < problem.q_len:
             return "with fewer keys than queries, a causal mask leaves rows without any key"
+        if problem.window and problem.mask.leaves_empty_rows(problem.q_len, problem.kv_len):
+            return "with fewer keys than queries, this window leaves rows without any key"
         return why_not_compile(problem.device)
 
     def keeps_scores(self, problem: AttentionProblem) -> bool:
         return problem.needs_grad
 
     def peak_memory(self, problem: AttentionProblem) -> dict[str, float] | None:
-        """Bytes of the backward pass; without gradients, or a mask, not predicted.
+        """Bytes of the backward pass; without gradients, or a plain causal mask, not predicted.
 
         Inductor decides what is materialised. With the mask of PyTorch 2.11 it keeps the
         probabilities and the mask, and fuses all between the matmuls into one kernel, which writes
@@ -51,6 +54,8 @@ class Compiled(Attention):
         one tile, the gradients of both matmuls are read and written apart.
         """
         if not problem.needs_grad or not problem.causal or problem.device != "cuda":
+            return None
+        if problem.asks_for():
             return None
         q, kv, rows = accounting.tensor_bytes(problem)
         element = q / (problem.batch_size * problem.num_heads * problem.q_len * problem.head_dim)
@@ -73,8 +78,21 @@ class Compiled(Attention):
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
-        o: torch.Tensor = _compiled_attention(q, k, v, spec)
+        # Sinks are an argument of their own, since a layer's have the layout of every other's.
+        keys = spec if spec.sinks is None else replace(spec, sinks=None)
+        o: torch.Tensor = _compiled_attention(q, k, v, spec.sinks, keys)
         return o
 
 
-_compiled_attention = recompiling.CompiledForEach(explicit_softmax_attention, kept=KEPT)
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sink_logits: torch.Tensor | None,
+    spec: AttentionSpec,
+) -> torch.Tensor:
+    whole = spec if sink_logits is None else replace(spec, sinks=sink_logits)
+    return explicit_softmax_attention(q, k, v, whole)
+
+
+_compiled_attention = recompiling.CompiledForEach(_attention, kept=KEPT)

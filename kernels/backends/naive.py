@@ -35,6 +35,9 @@ class Naive(DenseAttention):
             return "with fewer keys than queries, a causal mask leaves rows without any key"
         if problem.shift and not problem.packed:
             return "with shifted queries, a mask may leave rows without any key"
+        lengths = problem.q_len, problem.kv_len
+        if problem.window and not problem.packed and problem.mask.leaves_empty_rows(*lengths):
+            return "with fewer keys than queries, this window leaves rows without any key"
         return None
 
     def keeps_scores(self, problem: AttentionProblem) -> bool:
