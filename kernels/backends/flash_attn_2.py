@@ -10,7 +10,7 @@ import torch
 from kernels.backend import attention_backend
 from kernels.decoding import DecodeProblem
 from kernels.libraries.adapter import call_by_name, capability, why_not_head_dim
-from kernels.libraries.flash_attention import FlashLibrary, lengths_of
+from kernels.libraries.flash_attention import FlashLibrary, lengths_of, mask_of
 from kernels.problem import AttentionProblem, AttentionSpec
 from kernels.registry import Look
 
@@ -22,7 +22,7 @@ _PLAIN = {
     "alibi_slopes": None,
     "return_softmax": False,
 }
-"""Features that are not used; some versions have no defaults for them."""
+"""Features where they are not used; some versions have no defaults for them."""
 
 PAGE_MULTIPLE = 256
 """Tokens in a block of a paged cache are a multiple of this."""
@@ -51,6 +51,11 @@ class FlashAttn2(FlashLibrary):
         major, minor = capability()
         if major < 8:
             return f"needs compute capability 8.0 (Ampere), this device has {major}.{minor}"
+        window = problem.window
+        if window is not None and not problem.causal and problem.kv_len < window < problem.q_len:
+            # mha_fwd in csrc/flash_attn/flash_api.cpp takes a right side of at least kv_len keys
+            # for an unlimited one, and the first queries stand up to q_len keys before the last.
+            return "takes a window that is longer than the keys for none, without a causal mask"
         return why_not_head_dim(problem.head_dim, 256)
 
     def why_not_decode_here(self, problem: DecodeProblem) -> str | None:
@@ -78,7 +83,7 @@ class FlashAttn2(FlashLibrary):
             v=v,
             softmax_scale=spec.scale,
             causal=spec.causal,
-            **_PLAIN,
+            **(_PLAIN | mask_of(spec)),
             **lengths,
         )
         if _may_lack_keys(q, k, spec):
@@ -116,7 +121,7 @@ class FlashAttn2(FlashLibrary):
             softmax_scale=spec.scale,
             causal=spec.causal,
             deterministic=self.deterministic,
-            **_PLAIN,
+            **(_PLAIN | mask_of(spec)),
             **lengths_of(spec.packing),
         )
         return dq, dk, dv
@@ -124,4 +129,5 @@ class FlashAttn2(FlashLibrary):
 
 def _may_lack_keys(q: torch.Tensor, k: torch.Tensor, spec: AttentionSpec) -> bool:
     """Whether a query may see no key, whose lse is then plus infinity in this library."""
-    return spec.packing is not None or k.shape[1] == 0 or (spec.causal and k.shape[1] < q.shape[1])
+    banded = spec.causal or spec.window is not None
+    return spec.packing is not None or k.shape[1] == 0 or (banded and k.shape[1] < q.shape[1])

@@ -10,7 +10,7 @@ import torch
 from kernels.backend import attention_backend
 from kernels.decoding import DecodeProblem
 from kernels.libraries.adapter import call_by_name, capability, why_not_head_dim
-from kernels.libraries.flash_attention import FlashLibrary, lengths_of
+from kernels.libraries.flash_attention import FlashLibrary, lengths_of, mask_of
 from kernels.problem import AttentionProblem, AttentionSpec
 from kernels.registry import Look
 
@@ -62,6 +62,7 @@ class FlashAttn3(FlashLibrary):
             v=v,
             softmax_scale=spec.scale,
             causal=spec.causal,
+            **mask_of(spec),
             **lengths_of(spec.packing),
         )
         return o, lse
@@ -94,6 +95,7 @@ class FlashAttn3(FlashLibrary):
             causal=spec.causal,
             is_causal=spec.causal,
             deterministic=self.deterministic,
+            **mask_of(spec),
             **lengths_of(spec.packing),
         )
         return dq, dk, dv

@@ -13,7 +13,7 @@ import torch
 
 from kernels.backend import attention_backend
 from kernels.libraries.adapter import call_by_name, capability, why_not_head_dim
-from kernels.libraries.flash_attention import FlashLibrary, lengths_of
+from kernels.libraries.flash_attention import FlashLibrary, lengths_of, mask_of
 from kernels.problem import AttentionProblem, AttentionSpec
 from kernels.registry import Look
 
@@ -52,7 +52,13 @@ class FlashAttn4(FlashLibrary):
             )
         if major == 12 and self.deterministic and problem.needs_grad:
             return "has no deterministic gradients on compute capability 12.0"
+        banded_or_capped = problem.window is not None or problem.softcap is not None
+        if major in (8, 12) and banded_or_capped:
+            # flash_fwd.py ends there with iterations that mask nothing, and "TODO: local".
+            return f"takes no window or softcap on compute capability {major}.{minor}"
         if major in (10, 11) and problem.head_dim == 256:
+            if problem.softcap is not None and problem.needs_grad:
+                return "has no gradients with a softcap at head_dim 256 on Blackwell"
             return None
         reason = why_not_head_dim(problem.head_dim, 256 if major == 9 else 128)
         if reason is None and problem.needs_grad and problem.head_dim % 32:
@@ -73,6 +79,7 @@ class FlashAttn4(FlashLibrary):
             softmax_scale=spec.scale,
             causal=spec.causal,
             return_lse=True,
+            **mask_of(spec),
             **lengths_of(spec.packing),
         )
         return o, lse
@@ -99,6 +106,7 @@ class FlashAttn4(FlashLibrary):
             softmax_scale=spec.scale,
             causal=spec.causal,
             deterministic=self.deterministic,
+            **mask_of(spec),
             **lengths_of(spec.packing),
         )
         return dq, dk, dv

@@ -8,6 +8,10 @@ handed over as a transposed view; the kernels take strides.
 
 Private functions change, so they are called by name (:mod:`kernels.libraries.adapter`), and a
 version without a parameter that the result depends on is refused.
+
+A window is a number of keys on each side of the diagonal, which they align to the bottom right
+too. Their backward passes subtract rowsum(do * o) and take probabilities from the lse, so sinks
+are added from the outside (:mod:`kernels.sinks`); version 4 alone has an argument for them.
 """
 
 from __future__ import annotations
@@ -30,10 +34,15 @@ from kernels.problem import AttentionProblem, AttentionSpec, Packing
 from kernels.registry import joined_later
 from kernels.rotary import Rotary
 
+_MASK_PARAMETERS = {"window": ("window_size_left", "window_size_right"), "softcap": ("softcap",)}
+"""What the functions must have for a mask; sinks are added from the outside."""
+
 
 @dataclass(kw_only=True, slots=True)
 class FlashLibrary(Attention, Decoding):
     """A FlashAttention library as a backend; subclasses say which functions to call."""
+
+    takes: ClassVar[frozenset[str]] = frozenset(("window", "softcap", "sinks"))
 
     modules: ClassVar[tuple[str, ...]]
     """Modules that may hold the functions; the first that exists is taken."""
@@ -63,7 +72,9 @@ class FlashLibrary(Attention, Decoding):
             return "runs on CUDA devices only"
         if problem.dtype not in DTYPES:
             return f"takes {' and '.join(DTYPES)}, not {problem.dtype}"
-        return self.why_not_installed() or self.why_not_here(problem)
+        return (
+            self.why_not_installed() or self._why_not_masked(problem) or self.why_not_here(problem)
+        )
 
     def backward_workspace(self, problem: AttentionProblem) -> float:
         """Bytes of float32 sums of dq, of heads' widths rounded up to 32, and two numbers a row.
@@ -99,16 +110,28 @@ class FlashLibrary(Attention, Decoding):
         reason = self._why_not_importable()
         if reason is not None:
             return reason
-        version, module = self.version(), self.load()
+        module = self.load()
         for function, parameters in self.needs.items():
-            found = parameters_of(getattr(module, function, None))
-            if self.deterministic and "dout" in found:
+            if self.deterministic and "dout" in parameters_of(getattr(module, function, None)):
                 parameters = (*parameters, "deterministic")
-            missing = [name for name in parameters if name not in found]
-            if missing:
-                what = f"its {function} takes no {missing[0]}" if found else f"has no {function}"
-                return f"{self.distribution} {version or ''} is of another version: {what}"
+            if reason := self._why_not_called(function, parameters):
+                return reason
         return None
+
+    def _why_not_masked(self, problem: AttentionProblem) -> str | None:
+        """None if the functions of this version have parameters for the mask, else the reason."""
+        names = [name for kind in problem.asks_for() for name in _MASK_PARAMETERS.get(kind, ())]
+        reasons = (self._why_not_called(function, tuple(names)) for function in self.needs)
+        return next((reason for reason in reasons if reason), None)
+
+    def _why_not_called(self, function: str, parameters: tuple[str, ...]) -> str | None:
+        """None if the library's function has these parameters, else the reason."""
+        found = parameters_of(getattr(self.load(), function, None))
+        missing = [name for name in parameters if name not in found]
+        if not missing:
+            return None
+        what = f"its {function} takes no {missing[0]}" if found else f"has no {function}"
+        return f"{self.distribution} {self.version() or ''} is of another version: {what}"
 
     def _why_not_importable(self) -> str | None:
         version = self.version()
@@ -196,6 +219,19 @@ def lengths_of(packing: Packing | None) -> dict[str, Any]:
         "max_seqlen_q": packing.max_q_len,
         "max_seqlen_k": packing.max_kv_len,
     }
+
+
+def mask_of(spec: AttentionSpec) -> dict[str, Any]:
+    """The arguments that every library names the same for a window and a cap, where asked for."""
+    given: dict[str, Any] = {}
+    if spec.window is not None:
+        # Keys at this distance are seen still.
+        furthest = spec.window - 1
+        given["window_size_left"] = furthest
+        given["window_size_right"] = 0 if spec.causal else furthest
+    if spec.softcap is not None:
+        given["softcap"] = spec.softcap
+    return given
 
 
 def _numbers(version: str) -> tuple[int, ...]:
