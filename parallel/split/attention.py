@@ -6,13 +6,14 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kernels import BACKENDS
+from kernels import BACKENDS, AttentionSpec
 from parallel.context.attention import SequenceParallelAttention
 from parallel.context.bound import SplitAttention
 from parallel.split import calls, gradients
@@ -27,6 +28,10 @@ def split_attention(
     v: Tensor,
     *,
     causal: bool = False,
+    window: int | None = None,
+    prefix_len: int = 0,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     scale: float | None = None,
     layout: str = "bshd",
     length: int | None = None,
@@ -49,6 +54,13 @@ def split_attention(
             [T, H, D]; float32, float16 or bfloat16, and under torch.autocast cast to its dtype.
         k, v: the same with H_kv heads, which divide H.
         causal: a query sees the keys at its own and at earlier positions of its whole sequence.
+        window: a query sees its own key and the window - 1 before, and without causal as many
+            after; keys that no query of a rank sees are not sent to it, where the scheme can.
+        prefix_len: with causal, the first keys of each sequence, which all queries see.
+        softcap: scores s become softcap tanh(s / softcap), after the scale.
+        sinks: [H], a logit for each query head that takes part in the softmax and has no value;
+            the same on all ranks. Its gradient is of what this rank has computed: sum it over
+            ranks, as that of any parameter that ranks share.
         scale: 1/sqrt(D) if not given.
         length: real tokens of each whole dense sequence, where :func:`parallel.split.shard` padded
             it; gradients that reach padding are dropped. Padding of packed batches is known.
@@ -56,8 +68,8 @@ def split_attention(
             each; makes the batch a packed one, of which each sequence is split by itself.
         local_cu_seqlens: instead, offsets of this rank's parts, the same on all ranks; none padded.
         cu_seqlens_k: for callers that have both; must be the same.
-        return_lse: give (o, lse), lse float32 [B, H, S] or [H, T] over the keys of all ranks, for
-            which no gradient is known. With gradients it costs a second forward pass.
+        return_lse: give (o, lse), lse float32 [B, H, S] or [H, T] over the keys of all ranks and
+            sinks, for which no gradient is known. With gradients it costs a second forward pass.
         group: the whole world if not given.
         compare: ranks compare their calls at each ``new`` shape or packing, or at ``every`` call.
         options: of the scheme, such as ``kernel="flash_triton"`` (any attention on one device;
@@ -74,6 +86,10 @@ def split_attention(
         scheme=scheme,
         options=tuple(sorted(options.items())),
         causal=causal,
+        window=window,
+        prefix_len=prefix_len,
+        softcap=softcap,
+        sinks=sinks,
         scale=scale,
         layout=layout,
         length=length,
@@ -163,24 +179,34 @@ def _attend(
     if swap:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     with calls.attending():
-        o, lse = _both(bound, found, q, k, v, return_lse=return_lse)
+        spec = found.spec
+        if request.sinks is not None:
+            spec = replace(spec, sinks=request.sinks)
+        o, lse = _both(bound, found.scheme.name, spec, q, k, v, return_lse=return_lse)
     o = gradients.guarded(o, found.real, f"{request.scheme}_attention")
     o = o.transpose(1, 2) if swap else o
     return (o, lse) if return_lse else o
 
 
 def _both(
-    bound: SplitAttention, call: calls.Checked, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool
+    bound: SplitAttention,
+    scheme: str,
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """o and, if asked for, lse; with gradients by a pass for each, since one does not have both."""
     lse = None
     if return_lse:
         with torch.no_grad():
-            found = bound.attend_with_lse(q.detach(), k.detach(), v.detach(), call.spec)
+            found = bound.attend_with_lse(q.detach(), k.detach(), v.detach(), spec)
         if found is None:
             # Without a collective, and so on all ranks.
-            raise ValueError(f"return_lse=True: {call.scheme.name} hides its log-sum-exp")
+            raise ValueError(f"return_lse=True: {scheme} hides its log-sum-exp")
         o, lse = found
-        if not calls.needs_grad(q, k, v):
+        if not calls.needs_grad(q, k, v, spec.sinks):
             return o, lse
-    return bound.attend(q, k, v, call.spec), lse
+    return bound.attend(q, k, v, spec), lse

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels import BACKENDS, AttentionProblem, AttentionSpec, Packing
+from kernels.problem import MASKS
 from parallel.context.attention import SequenceParallelAttention
 from parallel.context.blocks.layouts import Layout
 from parallel.split import checks, packed_parts
@@ -33,7 +34,8 @@ def scheme_of(name: str, options: tuple[tuple[str, Any], ...] = ()) -> SequenceP
         raise ValueError(
             f"scheme={name!r}: attends on one device; must be one of {', '.join(scheme_names())}"
         )
-    known = set(inspect.signature(entry.target).parameters) - {"name"}
+    # A mask is an argument of a call.
+    known = set(inspect.signature(entry.target).parameters) - {"name", *MASKS}
     for key, _ in options:
         if key not in known:
             raise ValueError(
@@ -49,6 +51,10 @@ class Request:
     scheme: str
     options: tuple[tuple[str, Any], ...]
     causal: bool = False
+    window: int | None = None
+    prefix_len: int = 0
+    softcap: float | None = None
+    sinks: Tensor | None = None
     scale: float | None = None
     layout: str = "bshd"
     length: int | None = None
@@ -67,6 +73,7 @@ class Checked:
 
     scheme: SequenceParallelAttention
     spec: AttentionSpec
+    """Without sinks, which each call has its own of."""
     real: Tensor | None
     """True for rows of real tokens, in a form that broadcasts to o; None without padding."""
 
@@ -104,8 +111,8 @@ def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
-def needs_grad(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+def needs_grad(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def given_lengths(request: Request) -> tuple[int, ...] | None:
@@ -132,13 +139,14 @@ def kind_of(
     return (
         request.scheme,
         request.options,
-        request.causal,
+        (request.causal, request.window, request.prefix_len, request.softcap),
+        checks.form_of_sinks(request.sinks),
         request.scale,
         request.layout,
         request.length,
         "cu_seqlens" if request.cu_seqlens is not None else "local_cu_seqlens",
         lengths,
-        needs_grad(q, k, v),
+        needs_grad(q, k, v, request.sinks),
         q.device,
         *((tuple(x.shape), x.dtype) for x in (q, k, v)),
     )
@@ -146,16 +154,27 @@ def kind_of(
 
 def facts_of(kind: tuple[Any, ...]) -> str:
     """A kind of call in words, without what may differ between ranks."""
-    scheme, options, causal, scale, layout, length, name, lengths, with_grad, device, *tensors = (
-        kind
-    )
+    scheme, options, mask, sinks, scale, *more, device, q, k, v = kind
+    layout, length, name, lengths, with_grad = more
+    tensors = (q, k, v)
     words = [f"{list(shape)} {str(dtype)[6:]}" for shape, dtype in tensors]
     words += [scheme, *(f"{key}={value}" for key, value in options)]
-    words += ["causal" if causal else "full", "with gradients" if with_grad else "no gradients"]
+    words += mask_in_words(mask, sinks)
+    words.append("with gradients" if with_grad else "no gradients")
     words += [device.type, f"scale={scale}"]
     words += [f"layout={layout}, length={length}"] if lengths is None else []
     words += [f"{name} of {list(lengths)}"] if lengths is not None else []
     return ", ".join(words)
+
+
+def mask_in_words(mask: tuple[bool, int | None, int, float | None], sinks: Any) -> list[str]:
+    """What a call asks for, where it is more than nothing."""
+    causal, window, prefix_len, softcap = mask
+    words = ["causal" if causal else "full"]
+    words += [f"window={window}"] * (window is not None)
+    words += [f"prefix_len={prefix_len}"] * (prefix_len != 0)
+    words += [f"softcap={softcap}"] * (softcap is not None)
+    return words if sinks is None else [*words, f"sinks {list(sinks[0])} {sinks[1]}"]
 
 
 def checked(
@@ -169,6 +188,9 @@ def checked(
     """Everything that can be said of a call without the other ranks."""
     scheme = scheme_of(request.scheme, request.options)
     sizes = checks.sizes_of(q, k, v, layout=request.layout, packed=request.packed)
+    mask = {name: getattr(request, name) for name in ("window", "prefix_len", "softcap")}
+    checks.check_mask(**mask, causal=request.causal)
+    checks.check_sinks(request.sinks, sizes.num_heads, q.device)
     layout = scheme.layout(session.num_ranks)
     if given is None:
         lengths: tuple[int, ...] = (
@@ -189,10 +211,12 @@ def checked(
         dtype=str(q.dtype).removeprefix("torch."),
         device=q.device.type,
         causal=request.causal,
-        needs_grad=needs_grad(q, k, v),
+        needs_grad=needs_grad(q, k, v, request.sinks),
         packed=request.packed,
         cp=session.num_ranks,
         autocast=torch.is_autocast_enabled(q.device.type),
+        sinks=request.sinks is not None,
+        **mask,
     )
     reason = scheme.why_unsupported(problem)
     if reason is not None:
@@ -203,6 +227,7 @@ def checked(
             causal=request.causal,
             scale=q.shape[-1] ** -0.5 if request.scale is None else request.scale,
             packing=_packing(lengths, q.device) if request.packed else None,
+            **mask,
         ),
         real=_real_rows(layout, session.rank, lengths, q.device, packed=request.packed),
     )

@@ -9,11 +9,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from kernels.problem import Mask
 from parallel.context.blocks.layouts import Layout
 from parallel.split import packed_parts
 
@@ -81,6 +82,31 @@ def sizes_of(q: Tensor, k: Tensor, v: Tensor, *, layout: str, packed: bool) -> S
     if not q.numel():
         raise ValueError(f"q has shape {list(q.shape)}: no tokens to attend with")
     return found
+
+
+def check_mask(*, causal: bool, window: int | None, prefix_len: int, softcap: float | None) -> None:
+    """Raise ValueError unless what a call asks for makes sense."""
+    Mask(causal=causal, window=window, prefix_len=prefix_len)
+    if softcap is not None and not 0 < softcap < float("inf"):
+        raise ValueError(f"softcap={softcap}: must be a positive number")
+
+
+def check_sinks(sinks: Tensor | None, num_heads: int, device: torch.device) -> None:
+    """Raise ValueError unless there is a logit for each query head, where there are any."""
+    if sinks is None:
+        return
+    if not sinks.is_floating_point() or sinks.shape != (num_heads,):
+        raise ValueError(
+            f"sinks is {_name(sinks.dtype)} {list(sinks.shape)}: must be a number for each of the "
+            f"{num_heads} query heads, on all ranks"
+        )
+    if sinks.device != device:
+        raise ValueError(f"sinks is on {sinks.device}, q on {device}: must be on one")
+
+
+def form_of_sinks(sinks: Tensor | None) -> tuple[Any, ...] | None:
+    """What tells calls with different sinks apart."""
+    return None if sinks is None else (tuple(sinks.shape), _name(sinks.dtype), sinks.device)
 
 
 def lengths_of(offsets: Offsets, name: str) -> tuple[int, ...]:

@@ -58,7 +58,8 @@ def attention_function(
     A model's ``cu_seq_lens_q=`` are the offsets of whole sequences over all ranks, packed into a
     batch of one; ``position_ids=`` must be those of the split tokens, which the model's rotary
     angles follow: where models tell them, positions that begin at 0 on every rank are refused, at
-    each new shape. Masks, dropout and windows that hide something are refused on all ranks.
+    each new shape. A model's ``sliding_window=``, ``softcap=`` and ``s_aux=`` (sinks; their gradient
+    is of this rank's part) are passed on; masks and dropout are refused on all ranks.
     """
 
     def attention(
@@ -76,11 +77,16 @@ def attention_function(
     ) -> tuple[Tensor, None]:
         session = session_of(group)
         reason = why_not(query, key, attention_mask, dropout, enable_gqa=True)
-        reason = reason or _why_not_more(more, query.shape[-2] * session.num_ranks)
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        window = more.get("sliding_window")
+        if window is not None and window >= query.shape[-2] * session.num_ranks:
+            window = None
+        reason = reason or _why_not_more(more, window, causal)
         if reason is not None:
             session.refuse(f"attn_implementation: {reason}")
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         arguments: dict[str, Any] = {"causal": causal, "scale": scaling, "group": group, **options}
+        asked = {"window": window, "softcap": more.get("softcap"), "sinks": more.get("s_aux")}
+        arguments |= {name: value for name, value in asked.items() if value is not None}
         if cu_seq_lens_q is None:
             _check_positions(session, more.get("position_ids"), query)
             o = attend(query, key, value, layout="bhsd", **arguments)
@@ -116,12 +122,11 @@ def _check_positions(session: Session, positions: Tensor | None, query: Tensor) 
     session.agreed(kind, check, lambda: f"queries {list(shape)} of a model", compare="new")
 
 
-def _why_not_more(more: dict[str, Any], num_tokens: int) -> str | None:
-    """What a model asks for beside a mask: a window, capped scores, sinks, a bias."""
-    window = more.get("sliding_window")
-    if window is not None and window < num_tokens:
-        return f"has no sliding window; it was asked for {window} of {num_tokens} tokens"
-    for key in ("softcap", "s_aux", "position_bias", "head_mask"):
+def _why_not_more(more: dict[str, Any], window: int | None, causal: bool) -> str | None:
+    """What a model asks for that is not had: a bias, or a window whose meaning models differ in."""
+    if window is not None and not causal:
+        return f"has no sliding window without a causal mask; it was asked for {window} tokens"
+    for key in ("position_bias", "head_mask"):
         if more.get(key) is not None:
             return f"has no {key}, which the model passes"
     return None

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from kernels import BACKENDS, Attention, AttentionProblem, AttentionSpec
+from kernels import sinks as attention_sinks
+from kernels.problem import Mask
 from parallel.context.attention import SequenceParallelAttention
 from parallel.split import calls, checks
 from parallel.split.checks import Offsets
@@ -30,6 +32,10 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+_Choices: TypeAlias = tuple[tuple[bool, int | None, int, float | None], float | None, str, int]
+"""(causal, window, prefix_len, softcap), scale, kernel, and KV heads at once."""
+
+
 def stream_attention(
     q: Tensor,
     k: Tensor,
@@ -38,6 +44,10 @@ def stream_attention(
     cu_seqlens: Offsets,
     cu_seqlens_k: Offsets | None = None,
     causal: bool = False,
+    window: int | None = None,
+    prefix_len: int = 0,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     scale: float | None = None,
     return_lse: bool = False,
     kernel: str = "auto",
@@ -58,6 +68,8 @@ def stream_attention(
         cu_seqlens: offsets of the sequences in the whole stream: 0, then the end of each.
         cu_seqlens_k: for callers that have both; must be the same.
         causal: a query sees the keys at its own and at earlier positions of its sequence.
+        window: with causal, a query sees its own key and the window - 1 before.
+        prefix_len, softcap, sinks: as of :func:`parallel.split.split_attention`.
         scale: 1/sqrt(D) if not given.
         return_lse: give (o, lse), lse float32 [H, T/P], for which no gradient is known.
         kernel: any attention on one device that takes packed batches and gives its log-sum-exp.
@@ -76,7 +88,8 @@ def stream_attention(
         group,
         (q, k, v),
         (cu_seqlens, cu_seqlens_k),
-        (causal, scale, kernel, kv_heads_at_once),
+        ((causal, window, prefix_len, softcap), scale, kernel, kv_heads_at_once),
+        sinks,
         compare,
     )
     return found if return_lse else found[0]
@@ -86,7 +99,8 @@ def _attend(
     group: dist.ProcessGroup | None,
     tensors: tuple[Tensor, Tensor, Tensor],
     offsets: tuple[Offsets, Offsets | None],
-    choices: tuple[bool, float | None, str, int],
+    choices: _Choices,
+    sinks: Tensor | None,
     compare: str,
 ) -> tuple[Tensor, Tensor]:
     session = session_of(group)
@@ -100,7 +114,8 @@ def _attend(
             "stream",
             choices,
             lengths,
-            calls.needs_grad(q, k, v),
+            calls.needs_grad(q, k, v, sinks),
+            checks.form_of_sinks(sinks),
             q.device,
             *tensors_kind,
         )
@@ -108,18 +123,20 @@ def _attend(
         session.refuse(error)
 
     def check() -> _Plan:
-        return _checked(session, q, k, v, lengths, choices)
+        return _checked(session, q, k, v, lengths, choices, sinks)
 
     plan = session.agreed(kind, check, lambda: _facts(kind), compare=compare)
     with calls.attending():
-        found: tuple[Tensor, Tensor] = _StreamAttention.apply(q, k, v, plan)
+        found: tuple[Tensor, Tensor] = _StreamAttention.apply(q, k, v, sinks, plan)
     return found
 
 
 def _facts(kind: tuple[Any, ...]) -> str:
-    _, (causal, scale, kernel, heads_at_once), lengths, with_grad, device, *tensors = kind
+    _, choices, lengths, with_grad, sinks, device, *tensors = kind
+    mask, scale, kernel, heads_at_once = choices
     words = [f"{list(shape)} {str(dtype)[6:]}" for shape, dtype in tensors]
-    words += ["causal" if causal else "full", "with gradients" if with_grad else "no gradients"]
+    words += calls.mask_in_words(mask, sinks)
+    words.append("with gradients" if with_grad else "no gradients")
     words += [
         device.type,
         f"scale={scale}",
@@ -151,10 +168,11 @@ def _checked(
     k: Tensor,
     v: Tensor,
     lengths: tuple[int, ...],
-    choices: tuple[bool, float | None, str, int],
+    choices: _Choices,
+    sinks: Tensor | None,
 ) -> _Plan:
     """Everything that can be said of a call without the other ranks."""
-    causal, scale, name, heads_at_once = choices
+    (causal, window, prefix_len, softcap), scale, name, heads_at_once = choices
     sizes = checks.sizes_of(q, k, v, layout="bshd", packed=True)
     checks.check_stream_part(sizes.num_tokens, lengths, session.num_ranks)
     heads_at_once = heads_at_once or sizes.num_kv_heads
@@ -162,7 +180,10 @@ def _checked(
         raise ValueError(
             f"kv_heads_at_once={heads_at_once}: must divide the {sizes.num_kv_heads} KV heads"
         )
-    part = part_of(lengths, causal, session.rank, session.num_ranks, q.device)
+    checks.check_mask(causal=causal, window=window, prefix_len=prefix_len, softcap=softcap)
+    checks.check_sinks(sinks, sizes.num_heads, q.device)
+    mask = Mask(causal=causal, window=window, prefix_len=prefix_len)
+    part = part_of(lengths, mask, session.rank, session.num_ranks, q.device)
     kernel = _kernel_of(name)
     if part.packing is not None:
         problem = AttentionProblem(
@@ -175,14 +196,24 @@ def _checked(
             dtype=str(q.dtype).removeprefix("torch."),
             device=q.device.type,
             causal=causal,
-            needs_grad=calls.needs_grad(q, k, v),
+            needs_grad=calls.needs_grad(q, k, v, sinks),
             packed=True,
+            window=window,
+            prefix_len=prefix_len,
+            softcap=softcap,
         )
         reason = kernel.why_unsupported(problem)
         if reason is not None:
             raise ValueError(f"stream_attention: kernel={name}: {reason}")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    spec = AttentionSpec(causal=causal, scale=scale, packing=part.packing)
+    spec = AttentionSpec(
+        causal=causal,
+        scale=scale,
+        packing=part.packing,
+        window=window,
+        prefix_len=prefix_len,
+        softcap=softcap,
+    )
     return _Plan(kernel=kernel, part=part, spec=spec, session=session, heads_at_once=heads_at_once)
 
 
@@ -201,7 +232,9 @@ class _StreamAttention(torch.autograd.Function):
     """Saves this rank's q, k, v, o and lse; other ranks' keys come again for the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: _Plan) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None, plan: _Plan
+    ) -> tuple[Tensor, Tensor]:
         o = torch.zeros_like(q)
         lse = q.new_full((q.shape[1], q.shape[0]), float("-inf"), dtype=torch.float32)
         real = slice(0, plan.num_real)
@@ -210,7 +243,9 @@ class _StreamAttention(torch.autograd.Function):
                 part = plan.kernel.forward(q[real, queries], all_k, all_v, plan.spec)
                 o[real, queries], lse[queries, real] = part
             del keys, all_k, all_v
-        ctx.save_for_backward(q, k, v, o, lse)
+        if sink_logits is not None:
+            o[real], lse[:, real] = attention_sinks.add(o[real], lse[:, real], sink_logits)
+        ctx.save_for_backward(q, k, v, o, lse, sink_logits)
         ctx.plan = plan
         ctx.mark_non_differentiable(lse)
         return o, lse
@@ -218,7 +253,7 @@ class _StreamAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Tensor, _: Any) -> Any:
         refuse_second_order("stream_attention")
-        q, k, v, o, lse = ctx.saved_tensors
+        q, k, v, o, lse, sink_logits = ctx.saved_tensors
         plan: _Plan = ctx.plan
         real = slice(0, plan.num_real)
         dq, dk, dv = torch.zeros_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -238,7 +273,10 @@ class _StreamAttention(torch.autograd.Function):
             del all_k, all_v
             for mine, part in zip((dk, dv), parts, strict=True):
                 mine[:, keys] = _summed(mine[:, keys], part, plan)
-        return dq, dk, dv, None
+        d_sinks = None
+        if sink_logits is not None:
+            d_sinks = attention_sinks.gradient(do[real], o[real], lse[:, real], sink_logits)
+        return dq, dk, dv, d_sinks, None
 
 
 def _gathered(

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kernels import Packing
+from kernels.problem import Mask
 from parallel.context.blocks.layouts import Contiguous
 from parallel.split.checks import Offsets
 from parallel.split.offsets import LENGTHS
@@ -40,6 +41,8 @@ def stream_part(
     cu_seqlens: Offsets,
     *,
     causal: bool,
+    window: int | None = None,
+    prefix_len: int = 0,
     rank: int | None = None,
     num_ranks: int | None = None,
     group: dist.ProcessGroup | None = None,
@@ -49,6 +52,7 @@ def stream_part(
 
     Args:
         cu_seqlens: offsets of the stream's sequences: 0, then the end of each.
+        window, prefix_len: with ``causal``, of :func:`parallel.split.stream_attention`.
         device: that of ``cu_seqlens``, or the CPU, if not given.
     """
     if rank is None or num_ranks is None:
@@ -57,13 +61,19 @@ def stream_part(
     if device is None:
         device = cu_seqlens.device if isinstance(cu_seqlens, Tensor) else "cpu"
     lengths = LENGTHS.of(cu_seqlens, "cu_seqlens")
-    return part_of(lengths, causal, rank, num_ranks, torch.device(device))
+    mask = Mask(causal=causal, window=window, prefix_len=prefix_len)
+    return part_of(lengths, mask, rank, num_ranks, torch.device(device))
 
 
 def part_of(
-    lengths: tuple[int, ...], causal: bool, rank: int, num_ranks: int, device: torch.device
+    lengths: tuple[int, ...], mask: Mask, rank: int, num_ranks: int, device: torch.device
 ) -> StreamPart:
-    """:func:`stream_part` of sequences of these lengths."""
+    """:func:`stream_part` of sequences of these lengths.
+
+    Raises ValueError for a window without a causal mask.
+    """
+    if mask.window is not None and not mask.causal:
+        raise ValueError(f"window={mask.window}: needs causal=True in a stream")
     total = sum(lengths)
     local = -(-total // num_ranks)
     start, stop = (min(edge * local, total) for edge in (rank, rank + 1))
@@ -72,7 +82,11 @@ def part_of(
         begin, last = max(first, start), min(end, stop)
         if begin < last:
             queries.append(last - begin)
-            keys.append((first, last if causal else end))
+            # Keys that all queries see may lie beyond the last query, to whose position the mask
+            # is not aligned then; it hides none of them.
+            seen = max(last, min(end, first + mask.prefix_len)) if mask.causal else end
+            unseen = first if mask.window is None else max(first, begin - mask.window + 1)
+            keys.append((unseen, seen))
     if not queries:
         return StreamPart(packing=None, queries=slice(start, stop), keys=slice(start, start))
     key_lengths = [end - first for first, end in keys]

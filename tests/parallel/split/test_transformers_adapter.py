@@ -110,8 +110,14 @@ def refused(group: dist.ProcessGroup, arguments: dict[str, Any]) -> str:
     [
         ({"attention_mask": torch.ones(1, 8)}, "attn_implementation: takes no mask tensor; a "),
         ({"dropout": 0.1}, "attn_implementation: has no dropout; it was asked for 0.1"),
-        ({"sliding_window": 12}, "attn_implementation: has no sliding window; it was asked for 12"),
-        ({"softcap": 30.0}, "attn_implementation: has no softcap, which the model passes"),
+        (
+            {"sliding_window": 12, "is_causal": False},
+            "attn_implementation: has no sliding window without a causal mask; it was asked for 12",
+        ),
+        (
+            {"position_bias": torch.ones(1)},
+            "attn_implementation: has no position_bias, which the model passes",
+        ),
         ({"is_causal": False}, "zigzag_attention: zigzag balances a causal mask"),
     ],
 )
