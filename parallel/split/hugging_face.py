@@ -58,8 +58,8 @@ def attention_function(
     A model's ``cu_seq_lens_q=`` are the offsets of whole sequences over all ranks, packed into a
     batch of one; ``position_ids=`` must be those of the split tokens, which the model's rotary
     angles follow: where models tell them, positions that begin at 0 on every rank are refused, at
-    each new shape. A model's ``sliding_window=``, ``softcap=`` and ``s_aux=`` (sinks; their gradient
-    is of this rank's part) are passed on; masks and dropout are refused on all ranks.
+    each new shape. A model's ``sliding_window=``, ``softcap=`` and ``s_aux=`` are passed on,
+    the last as sinks; masks and dropout are refused on all ranks.
     """
 
     def attention(
