@@ -12,11 +12,11 @@ Loop structure.
   here, so that its probabilities come out as zero below and nothing else has to know about it.
 - ``backward_dkv_kernel``: one program owns a tile of keys of one key head and keeps dk and dv
   in registers. It walks over the query heads of the group, and for each over the query tiles
-  that see its keys: first those that the diagonal or the last query cuts, comparing indices,
-  then the full ones. Scores are computed transposed, [keys, queries], so that both sums over
-  queries are plain matmuls.
+  that see its keys: first those that the diagonal, the end of a window or the last query cuts,
+  comparing indices, then the full ones. Scores are computed transposed, [keys, queries], so that
+  both sums over queries are plain matmuls.
 - ``backward_dq_kernel``: one program owns a tile of queries of one head and walks over key
-  tiles exactly as the forward kernel does, full ones first.
+  tiles exactly as the forward kernel does.
 """
 
 # Triton's types are not Python's.
@@ -28,6 +28,7 @@ import triton.language as tl
 
 from kernels.flash.any_gpu.tiles import (
     LOG2_E,
+    capped,
     dot,
     head_offset,
     load_tile,
@@ -83,7 +84,11 @@ def row_terms_kernel(
     tl.store(row_dots_ptr + row_offset + rows, tl.where(has_key, row_dots, 0.0), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_kv_heads", "q_len", "kv_len", "num_k_tiles"])
+@triton.jit(
+    do_not_specialize=[
+        *("num_kv_heads", "q_len", "kv_len", "num_k_tiles", "window", "prefix_len", "shift")
+    ]
+)
 def backward_dkv_kernel(
     q_ptr,
     k_ptr,
@@ -121,6 +126,10 @@ def backward_dkv_kernel(
     kv_len,
     num_k_tiles,
     scale,
+    window,
+    prefix_len,
+    shift,
+    softcap,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
@@ -155,21 +164,44 @@ def backward_dkv_kernel(
     dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
 
-    # Key j is seen by the queries from first_query[j] on.
-    if CAUSAL:
+    # Key j is seen by the queries from first_query[j] on, and under a window to before
+    # end_query[j].
+    end_query = None
+    if CAUSAL or window is not None:
         offset = k_start - (kv_len - q_len)
+        if shift is not None:
+            offset -= shift
+        if window is not None:
+            end_query = offset + window + tl.arange(0, BLOCK_K)
+            end_of_first = tl.minimum(tl.maximum(offset + window, 0), q_len)
+            last_key = tl.minimum(BLOCK_K, keys_left) - 1
+            stop = tl.minimum(tl.maximum(offset + window + last_key, 0), q_len)
+            if not CAUSAL:
+                offset -= window - 1
         first_query = offset + tl.arange(0, BLOCK_K)
         cut_start = tl.minimum(tl.maximum(offset, 0), q_len) // BLOCK_Q * BLOCK_Q
         full_start = tl.cdiv(tl.maximum(offset + BLOCK_K - 1, 0), BLOCK_Q) * BLOCK_Q
+        if prefix_len is not None:
+            in_prefix = k_start + tl.arange(0, BLOCK_K) < prefix_len
+            first_query = tl.where(in_prefix, 0, first_query)
+            cut_start = tl.where(k_start < prefix_len, 0, cut_start)
+            full_start = tl.where(k_start + BLOCK_K <= prefix_len, 0, full_start)
     else:
         first_query = tl.zeros([BLOCK_K], tl.int32)
         cut_start = 0
         full_start = 0
-    full_end = q_len // BLOCK_Q * BLOCK_Q
-    # Cut tiles lie at the diagonal, and at the end if the last tile is not a whole one.
-    num_at_diagonal = tl.cdiv(tl.minimum(full_start, q_len) - cut_start, BLOCK_Q)
-    last_start = tl.maximum(full_start, full_end)
-    num_cut = num_at_diagonal + tl.where(last_start < q_len, 1, 0)
+    if window is not None:
+        # Cut tiles lie at both ends of the window, or are all of it.
+        full_end = end_of_first // BLOCK_Q * BLOCK_Q
+        num_at_diagonal = tl.cdiv(tl.minimum(full_start, stop) - cut_start, BLOCK_Q)
+        last_start = tl.maximum(full_start, full_end)
+        num_cut = num_at_diagonal + tl.cdiv(tl.maximum(stop - last_start, 0), BLOCK_Q)
+    else:
+        full_end = q_len // BLOCK_Q * BLOCK_Q
+        # Cut tiles lie at the diagonal, and at the end if the last tile is not a whole one.
+        num_at_diagonal = tl.cdiv(tl.minimum(full_start, q_len) - cut_start, BLOCK_Q)
+        last_start = tl.maximum(full_start, full_end)
+        num_cut = num_at_diagonal + tl.where(last_start < q_len, 1, 0)
 
     for member in range(GROUP_SIZE):
         head = kv_head * GROUP_SIZE + member
@@ -180,18 +212,21 @@ def backward_dkv_kernel(
         rest_head = rest_ptr + row_offset
         dots_head = row_dots_ptr + row_offset
         for index in range(num_cut):
-            q_start = tl.where(index < num_at_diagonal, cut_start + index * BLOCK_Q, last_start)
+            last = last_start
+            if window is not None:
+                last += (index - num_at_diagonal) * BLOCK_Q
+            q_start = tl.where(index < num_at_diagonal, cut_start + index * BLOCK_Q, last)
             q_start = tl.multiple_of(q_start, BLOCK_Q)
             dk, dv = _add_queries(
                 dk, dv, k, v, q_head, do_head, lse_head, rest_head, dots_head, q_stride_s,
-                do_stride_s, q_start, q_len, first_query, scale, CAUSAL, True,
+                do_stride_s, q_start, q_len, first_query, end_query, scale, softcap, CAUSAL, True,
                 HEAD_DIM, BLOCK_D, BLOCK_Q, NATURAL, PRECISION, UPCAST,
             )  # fmt: skip
         for q_start in range(full_start, full_end, BLOCK_Q):
             q_start = tl.multiple_of(q_start, BLOCK_Q)
             dk, dv = _add_queries(
                 dk, dv, k, v, q_head, do_head, lse_head, rest_head, dots_head, q_stride_s,
-                do_stride_s, q_start, q_len, first_query, scale, CAUSAL, False,
+                do_stride_s, q_start, q_len, first_query, end_query, scale, softcap, CAUSAL, False,
                 HEAD_DIM, BLOCK_D, BLOCK_Q, NATURAL, PRECISION, UPCAST,
             )  # fmt: skip
 
@@ -215,7 +250,9 @@ def _add_queries(
     q_start,
     q_len,
     first_query,
+    end_query,
     scale,
+    softcap,
     CAUSAL: tl.constexpr,
     MASKED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -243,21 +280,36 @@ def _add_queries(
         row_lse = tl.load(row_lse_ptr + queries)
         row_dots = tl.load(row_dots_ptr + queries)
     scores = dot(k, tl.trans(q), None, PRECISION, UPCAST)
+    unit_scale = scale if NATURAL else scale * LOG2_E
+    if softcap is not None:
+        shares = capped(scores, unit_scale, softcap)
+        scores = shares * softcap
+    else:
+        scores = scores * unit_scale
     if NATURAL:
         rest = tl.load(rest_ptr + queries, mask=queries < q_len, other=0.0)
-        p = tl.exp(scores * scale - row_lse[None, :] - rest[None, :])
+        p = tl.exp(scores - row_lse[None, :] - rest[None, :])
     else:
-        p = tl.exp2(scores * (scale * LOG2_E) - row_lse[None, :])
-    if MASKED and CAUSAL:
-        p = tl.where(queries[None, :] >= first_query[:, None], p, 0.0)
+        p = tl.exp2(scores - row_lse[None, :])
+    if MASKED and (CAUSAL or end_query is not None):
+        is_seen = queries[None, :] >= first_query[:, None]
+        if end_query is not None:
+            is_seen = is_seen & (queries[None, :] < end_query[:, None])
+        p = tl.where(is_seen, p, 0.0)
     dv = dot(p.to(do.dtype), do, dv, PRECISION, UPCAST)
     dp = dot(v, tl.trans(do), None, PRECISION, UPCAST)
     ds = p * (dp - row_dots[None, :])
+    if softcap is not None:
+        ds *= 1.0 - shares * shares
     dk = dot(ds.to(q.dtype), q, dk, PRECISION, UPCAST)
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["num_heads", "q_len", "kv_len", "num_q_tiles"])
+@triton.jit(
+    do_not_specialize=[
+        *("num_heads", "q_len", "kv_len", "num_q_tiles", "window", "prefix_len", "shift")
+    ]
+)
 def backward_dq_kernel(
     q_ptr,
     k_ptr,
@@ -291,6 +343,10 @@ def backward_dq_kernel(
     kv_len,
     num_q_tiles,
     scale,
+    window,
+    prefix_len,
+    shift,
+    softcap,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
@@ -334,14 +390,24 @@ def backward_dq_kernel(
     row_dots = tl.load(row_dots_ptr + row_offset + rows, mask=inside, other=0.0)
     dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
 
-    num_seen, full_end, stop = visible_keys(q_start, q_len, kv_len, BLOCK_Q, BLOCK_K, CAUSAL)
+    first_seen, end_seen, start, full_start, full_end, stop = visible_keys(
+        q_start, q_len, kv_len, window, prefix_len, shift, BLOCK_Q, BLOCK_K, CAUSAL
+    )
+    if window is not None:
+        dq = _add_keys(
+            dq, q, do, row_lse, rest, row_dots, k_ptr, v_ptr, k_stride_s, v_stride_s, start,
+            tl.minimum(full_start, stop), first_seen, end_seen, kv_len, scale, softcap, True,
+            window is not None, HEAD_DIM, BLOCK_D, BLOCK_K, NATURAL, PRECISION, UPCAST,
+        )  # fmt: skip
     dq = _add_keys(
-        dq, q, do, row_lse, rest, row_dots, k_ptr, v_ptr, k_stride_s, v_stride_s, 0, full_end,
-        num_seen, kv_len, scale, False, HEAD_DIM, BLOCK_D, BLOCK_K, NATURAL, PRECISION, UPCAST,
+        dq, q, do, row_lse, rest, row_dots, k_ptr, v_ptr, k_stride_s, v_stride_s, full_start,
+        full_end, first_seen, end_seen, kv_len, scale, softcap, False,
+        window is not None, HEAD_DIM, BLOCK_D, BLOCK_K, NATURAL, PRECISION, UPCAST,
     )  # fmt: skip
     dq = _add_keys(
-        dq, q, do, row_lse, rest, row_dots, k_ptr, v_ptr, k_stride_s, v_stride_s, full_end, stop,
-        num_seen, kv_len, scale, True, HEAD_DIM, BLOCK_D, BLOCK_K, NATURAL, PRECISION, UPCAST,
+        dq, q, do, row_lse, rest, row_dots, k_ptr, v_ptr, k_stride_s, v_stride_s, full_end,
+        stop, first_seen, end_seen, kv_len, scale, softcap, True,
+        window is not None, HEAD_DIM, BLOCK_D, BLOCK_K, NATURAL, PRECISION, UPCAST,
     )  # fmt: skip
     store_tile(dq * scale, dq_ptr, dq_stride_s, rows_left, BLOCK_Q, HEAD_DIM, BLOCK_D)
 
@@ -360,10 +426,13 @@ def _add_keys(
     v_stride_s,
     start,
     stop,
-    num_seen,
+    first_seen,
+    end_seen,
     kv_len,
     scale,
+    softcap,
     MASKED: tl.constexpr,
+    WINDOWED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -383,14 +452,25 @@ def _add_keys(
             v_stride_s, kv_len - k_start, BLOCK_K, HEAD_DIM, BLOCK_D, MASKED,
         )  # fmt: skip
         scores = dot(q, tl.trans(k), None, PRECISION, UPCAST)
-        if NATURAL:
-            p = tl.exp(scores * scale - row_lse[:, None] - rest[:, None])
+        unit_scale = scale if NATURAL else scale * LOG2_E
+        if softcap is not None:
+            shares = capped(scores, unit_scale, softcap)
+            scores = shares * softcap
         else:
-            p = tl.exp2(scores * (scale * LOG2_E) - row_lse[:, None])
+            scores = scores * unit_scale
+        if NATURAL:
+            p = tl.exp(scores - row_lse[:, None] - rest[:, None])
+        else:
+            p = tl.exp2(scores - row_lse[:, None])
         if MASKED:
             keys = k_start + tl.arange(0, BLOCK_K)
-            p = tl.where(keys[None, :] < num_seen[:, None], p, 0.0)
+            is_seen = keys[None, :] < end_seen[:, None]
+            if WINDOWED:
+                is_seen = is_seen & (keys[None, :] >= first_seen[:, None])
+            p = tl.where(is_seen, p, 0.0)
         dp = dot(do, tl.trans(v), None, PRECISION, UPCAST)
         ds = p * (dp - row_dots[:, None])
+        if softcap is not None:
+            ds *= 1.0 - shares * shares
         dq = dot(ds.to(k.dtype), k, dq, PRECISION, UPCAST)
     return dq

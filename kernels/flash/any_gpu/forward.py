@@ -3,12 +3,15 @@
 Loop structure. One program owns one tile of BLOCK_Q queries of one head and keeps, in
 registers and float32, three running values for them: the largest scaled score ``m``, the
 softmax denominator ``l`` relative to it, and the unnormalised output ``acc``. It walks over
-the key tiles in order, in two loops around the same body:
+the key tiles in order, in loops around the same body:
 
-1. key tiles that every query of the tile sees entirely: no index is ever compared;
-2. the tiles that the causal diagonal or the last key cuts: one comparison per score.
+1. under a window, the tiles that its left edge cuts, from the first key that any query sees;
+2. key tiles that every query of the tile sees entirely: no index is ever compared;
+3. the tiles that the causal diagonal or the last key cuts: one comparison per score.
 
-Tiles that no query sees are not visited. At the end o = acc / l and lse = m + log l. Scores
+Tiles that no query sees are not visited. ``window``, ``prefix_len``, ``shift`` and ``softcap`` are
+None in calls that have none, for which the compiler makes the same code as if they did not
+exist. At the end o = acc / l and lse = m + log l. Scores
 are in units of log2 inside (scale times log2 e is folded into one multiplication), because
 the GPU has an instruction for 2^x and none for e^x.
 
@@ -36,6 +39,7 @@ import triton.language as tl
 from kernels.flash.any_gpu.tiles import (
     LN_2,
     LOG2_E,
+    capped,
     dot,
     head_offset,
     load_tile,
@@ -47,7 +51,11 @@ from kernels.flash.any_gpu.tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["num_heads", "q_len", "kv_len", "num_q_tiles"])
+@triton.jit(
+    do_not_specialize=[
+        *("num_heads", "q_len", "kv_len", "num_q_tiles", "window", "prefix_len", "shift")
+    ]
+)
 def forward_kernel(
     q_ptr,
     k_ptr,
@@ -76,6 +84,10 @@ def forward_kernel(
     kv_len,
     num_q_tiles,
     unit_scale,
+    window,
+    prefix_len,
+    shift,
+    softcap,
     SCALE_SIGN: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -93,8 +105,8 @@ def forward_kernel(
     """o, lse of one tile of queries; grid: num_q_tiles * num_heads * batch (or sequences).
 
     ``unit_scale`` is |scale|, times log2 e unless NATURAL, and 1 when the scale is zero;
-    SCALE_SIGN is the scale's sign, or 0. GIVES_REST: what float32 rounds away of lse goes to
-    ``rest_ptr``, which is like lse; only if NATURAL.
+    ``softcap`` is in the same units; SCALE_SIGN is the scale's sign, or 0. GIVES_REST: what float32
+    rounds away of lse goes to ``rest_ptr``, which is like lse; only if NATURAL.
     """
     tile = tl.program_id(0) % num_q_tiles
     if CAUSAL:
@@ -134,14 +146,24 @@ def forward_kernel(
         l = tl.zeros([BLOCK_Q], tl.float32)  # noqa: E741
         acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
 
-    num_seen, full_end, stop = visible_keys(q_start, q_len, kv_len, BLOCK_Q, BLOCK_K, CAUSAL)
+    first_seen, end_seen, start, full_start, full_end, stop = visible_keys(
+        q_start, q_len, kv_len, window, prefix_len, shift, BLOCK_Q, BLOCK_K, CAUSAL
+    )
+    if window is not None:
+        acc, m, l = _visit_keys(  # noqa: E741
+            acc, m, l, q, k_ptr, v_ptr, k_stride_s, v_stride_s, start,
+            tl.minimum(full_start, stop), first_seen, end_seen, kv_len, unit_scale, softcap,
+            True, window is not None, HEAD_DIM, BLOCK_D, BLOCK_K, NATURAL, PRECISION, UPCAST,
+        )  # fmt: skip
     acc, m, l = _visit_keys(  # noqa: E741
-        acc, m, l, q, k_ptr, v_ptr, k_stride_s, v_stride_s, 0, full_end, num_seen, kv_len,
-        unit_scale, False, HEAD_DIM, BLOCK_D, BLOCK_K, NATURAL, PRECISION, UPCAST,
+        acc, m, l, q, k_ptr, v_ptr, k_stride_s, v_stride_s, full_start, full_end, first_seen,
+        end_seen, kv_len, unit_scale, softcap,
+        False, window is not None, HEAD_DIM, BLOCK_D, BLOCK_K, NATURAL, PRECISION, UPCAST,
     )  # fmt: skip
     acc, m, l = _visit_keys(  # noqa: E741
-        acc, m, l, q, k_ptr, v_ptr, k_stride_s, v_stride_s, full_end, stop, num_seen, kv_len,
-        unit_scale, True, HEAD_DIM, BLOCK_D, BLOCK_K, NATURAL, PRECISION, UPCAST,
+        acc, m, l, q, k_ptr, v_ptr, k_stride_s, v_stride_s, full_end, stop, first_seen,
+        end_seen, kv_len, unit_scale, softcap,
+        True, window is not None, HEAD_DIM, BLOCK_D, BLOCK_K, NATURAL, PRECISION, UPCAST,
     )  # fmt: skip
 
     # A query without any key, whose total is exactly zero: zero and minus infinity. A total that
@@ -169,10 +191,13 @@ def _visit_keys(
     v_stride_s,
     start,
     stop,
-    num_seen,
+    first_seen,
+    end_seen,
     kv_len,
     unit_scale,
+    softcap,
     MASKED: tl.constexpr,
+    WINDOWED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -188,16 +213,28 @@ def _visit_keys(
             k_stride_s, kv_len - k_start, BLOCK_K, HEAD_DIM, BLOCK_D, MASKED,
         )  # fmt: skip
         scores = dot(q, tl.trans(k), None, PRECISION, UPCAST)
+        if softcap is not None:
+            # Already in the units of exponents, unlike scores that have no cap.
+            scores = capped(scores, unit_scale, softcap) * softcap
         if MASKED:
             keys = k_start + tl.arange(0, BLOCK_K)
-            scores = tl.where(keys[None, :] < num_seen[:, None], scores, float("-inf"))
-        m_new = tl.maximum(m, tl.max(scores, 1) * unit_scale)
+            is_seen = keys[None, :] < end_seen[:, None]
+            if WINDOWED:
+                is_seen = is_seen & (keys[None, :] >= first_seen[:, None])
+            scores = tl.where(is_seen, scores, float("-inf"))
+        if softcap is None:
+            m_new = tl.maximum(m, tl.max(scores, 1) * unit_scale)
+        else:
+            m_new = tl.maximum(m, tl.max(scores, 1))
         if MASKED:  # noqa: SIM108
             # Minus infinity less itself is not a number; a query may have seen nothing yet.
             reference = tl.where(m_new == float("-inf"), 0.0, m_new)
         else:
             reference = m_new
-        p = power(scores * unit_scale - reference[:, None], NATURAL)
+        if softcap is None:
+            p = power(scores * unit_scale - reference[:, None], NATURAL)
+        else:
+            p = power(scores - reference[:, None], NATURAL)
         correction = power(m - reference, NATURAL)
         l = l * correction + tl.sum(p, 1)  # noqa: E741
         acc = acc * correction[:, None]

@@ -26,9 +26,9 @@ from kernels.problem import Packing
 INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)
 """Whether triton was first imported under TRITON_INTERPRET=1; it cannot change later."""
 
-FORWARD_TAKES: frozenset[str] = frozenset()
+FORWARD_TAKES = frozenset(("window", "prefix_len", "shift", "softcap"))
 """What the forward pass takes besides a causal mask, of ``Problem.asks_for``."""
-BACKWARD_TAKES: frozenset[str] = frozenset()
+BACKWARD_TAKES = FORWARD_TAKES
 """The same of the backward pass."""
 
 _ROW_TERMS_BLOCK_Q = 32
@@ -71,14 +71,15 @@ def forward(call: ForwardPass) -> None:
         problem.q_len,
         problem.kv_len,
     )
-    unit_scale = abs(scale) * (1.0 if _is_natural(problem) else math.log2(math.e)) if sign else 1.0
+    unit_scale = abs(scale) * _unit(problem) if sign else 1.0
+    mask = _mask(problem)
 
     def launch(config: TileConfig, o: Tensor = call.o, lse: Tensor = call.lse) -> None:
         num_q_tiles = -(-problem.q_len // config.block_q)
         grid = (num_q_tiles * problem.num_heads * problem.batch_size,)
         forward_kernel[grid](
             q, k, v, o, lse, lse if call.rest is None else call.rest, *arguments, num_q_tiles,
-            unit_scale, SCALE_SIGN=sign, ACCUMULATE=problem.accumulates,
+            unit_scale, *mask, SCALE_SIGN=sign, ACCUMULATE=problem.accumulates,
             GIVES_REST=call.rest is not None, **_constants(problem, config),
         )  # fmt: skip
 
@@ -107,6 +108,7 @@ def backward(call: BackwardPass) -> None:
         *_strides(problem, do),
     )
     row_strides = _lse_strides(problem, call.lse)
+    mask = _mask(problem)
 
     def launch_dkv(config: TileConfig) -> None:
         num_k_tiles = -(-problem.kv_len // config.block_k)
@@ -115,7 +117,7 @@ def backward(call: BackwardPass) -> None:
             q, k, v, do, row_lse, rest, row_dots, dk, dv, *shared,
             *_strides(problem, dk), *_strides(problem, dv), *row_strides,
             problem.num_kv_heads, problem.q_len, problem.kv_len, num_k_tiles, scale,
-            **_constants(problem, config),
+            *mask, **_constants(problem, config),
         )  # fmt: skip
 
     def launch_dq(config: TileConfig) -> None:
@@ -125,7 +127,7 @@ def backward(call: BackwardPass) -> None:
             q, k, v, do, row_lse, rest, row_dots, dq, *shared,
             *_strides(problem, dq), *row_strides,
             problem.num_heads, problem.q_len, problem.kv_len, num_q_tiles, scale,
-            **_constants(problem, config),
+            *mask, **_constants(problem, config),
         )  # fmt: skip
 
     for kernel, launch, result in (
@@ -199,6 +201,20 @@ def _constants(problem: Problem, config: TileConfig) -> dict[str, Any]:
 def _is_natural(problem: Problem) -> bool:
     """Whether scores are in natural units in the kernels, and not in those of log2."""
     return problem.dtype == torch.float32
+
+
+def _unit(problem: Problem) -> float:
+    """One, in the units of scores in the kernels."""
+    return 1.0 if _is_natural(problem) else math.log2(math.e)
+
+
+def _mask(problem: Problem) -> tuple[int | None, int | None, int | None, float | None]:
+    """Window, prefix, shift and cap, each None if it changes nothing."""
+    softcap = problem.softcap
+    if softcap is not None:
+        # Beyond, all scores are equal, or all are as without a cap, as far as float32 can tell.
+        softcap = min(max(softcap, 1e-20), 1e20) * _unit(problem)
+    return problem.window, problem.prefix_len or None, problem.shift or None, softcap
 
 
 def _cu_seqlens(packing: Packing | None) -> tuple[Tensor | None, Tensor | None]:

@@ -56,28 +56,69 @@ def visible_keys(
     q_start,
     q_len,
     kv_len,
+    window,
+    prefix_len,
+    shift,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):
-    """The keys that the queries of one tile see, with the mask aligned to the bottom right.
+    """The keys that the queries of one tile see (:class:`kernels.problem.Mask`).
 
-    Returns ``num_seen`` [BLOCK_Q]: a query sees its first num_seen keys, which may be none or
-    fewer; ``full_end``: the key tiles before it are seen entirely by every query, a multiple
-    of BLOCK_K; ``stop``: no query sees a key from there on.
+    Returns:
+        first_seen, end_seen: [BLOCK_Q], a query sees the keys from one to before the other, which
+            may be none or fewer; first_seen need not be compared without a window.
+        start, full_start, full_end: multiples of BLOCK_K. No query sees a key before ``start``, and
+            every query sees all from ``full_start`` to before ``full_end``, if there are any.
+        stop: no query sees a key from there on.
     """
     rows = tl.arange(0, BLOCK_Q)
-    if CAUSAL:
-        first_hidden = q_start + 1 + kv_len - q_len
+    if CAUSAL or window is not None:
+        first_hidden = q_start + (1 if CAUSAL else window) + kv_len - q_len
+        if shift is not None:
+            first_hidden += shift
         last_row = tl.minimum(BLOCK_Q, q_len - q_start) - 1
-        num_seen = tl.minimum(first_hidden + rows, kv_len)
-        seen_by_all = tl.maximum(tl.minimum(first_hidden, kv_len), 0)
+        end_seen = tl.minimum(first_hidden + rows, kv_len)
+        end_of_first = tl.maximum(tl.minimum(first_hidden, kv_len), 0)
         stop = tl.maximum(tl.minimum(first_hidden + last_row, kv_len), 0)
+        if prefix_len is not None:
+            prefix_end = tl.minimum(prefix_len, kv_len)
+            end_seen = tl.maximum(end_seen, prefix_end)
+            end_of_first = tl.maximum(end_of_first, prefix_end)
+            stop = tl.maximum(stop, prefix_end)
     else:
-        num_seen = rows * 0 + kv_len
-        seen_by_all = kv_len
+        end_seen = rows * 0 + kv_len
+        end_of_first = kv_len
         stop = kv_len
-    return num_seen, seen_by_all // BLOCK_K * BLOCK_K, stop
+    full_end = end_of_first // BLOCK_K * BLOCK_K
+    if window is not None:
+        first = first_hidden - window
+        if not CAUSAL:
+            first -= window - 1
+        first_seen = first + rows
+        start = tl.maximum(first, 0) // BLOCK_K * BLOCK_K
+        full_start = tl.cdiv(tl.maximum(first + last_row, 0), BLOCK_K) * BLOCK_K
+        full_end = tl.maximum(full_end, full_start)
+    else:
+        first_seen = rows * 0
+        start = 0
+        full_start = 0
+    return first_seen, end_seen, start, full_start, full_end, stop
+
+
+@triton.jit
+def capped(scores, unit_scale, softcap):
+    """tanh(scores * unit_scale / softcap), exact to float32; times ``softcap`` it is the score.
+
+    ``unit_scale`` and ``softcap`` are in the same units, those that exponents are taken in.
+    """
+    x = scores * (unit_scale / softcap)
+    # For large x e^2x is infinite, and 1 what is left. For small x, where the difference loses
+    # digits, the Taylor series; what follows x^9 is below float32's rounding up to 0.3.
+    far = 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
+    y = x * x
+    series = 1.0 + y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * (62 / 2835))))
+    return tl.where(tl.abs(x) < 0.3, x * series, far)
 
 
 @triton.jit
