@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from kernels.accounting import attended_pairs
 from models.config import ModelConfig
+from models.variants import PLAIN, AttentionVariant
 
 BACKWARD_OVER_FORWARD = 2
 
@@ -25,18 +26,20 @@ class ParameterCount:
     feed_forward: int
     norms: int
     head: int
+    sinks: int = 0
+    """Logits of query heads, one a head of each layer."""
 
     @property
     def total(self) -> int:
-        return self.embedding + self.linear + self.norms
+        return self.embedding + self.linear + self.norms + self.sinks
 
     @property
     def linear(self) -> int:
-        """Weights that multiply every token: all but the embedding and the norms."""
+        """Weights that multiply every token: all but embedding, norms and sinks."""
         return self.attention + self.feed_forward + self.head
 
 
-def count_parameters(config: ModelConfig) -> ParameterCount:
+def count_parameters(config: ModelConfig, variant: AttentionVariant = PLAIN) -> ParameterCount:
     """The parameters of :class:`models.transformer.Transformer`, by part."""
     d_kv = config.kv_heads * config.head_dim
     attention, rank = config.d_model * (2 * config.d_model + 2 * d_kv), config.kv_lora_rank
@@ -50,10 +53,13 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
         feed_forward=config.num_layers * 3 * config.d_model * config.d_ff,
         norms=(2 * config.num_layers + 1) * config.d_model + config.num_layers * (rank or 0),
         head=config.vocab_size * config.d_model,
+        sinks=config.num_layers * config.num_heads if variant.sinks else 0,
     )
 
 
-def parameter_sizes(config: ModelConfig, tp: int = 1) -> list[int]:
+def parameter_sizes(
+    config: ModelConfig, tp: int = 1, variant: AttentionVariant = PLAIN
+) -> list[int]:
     """Elements of each parameter of :class:`models.transformer.Transformer`, in its order.
 
     On one of ``tp`` tensor-parallel ranks, each of which holds an equal part of all but the norms.
@@ -61,14 +67,15 @@ def parameter_sizes(config: ModelConfig, tp: int = 1) -> list[int]:
     width, d_ff = config.d_model, config.d_ff // tp
     d_kv = config.kv_heads * config.head_dim
     q, k, v, o = (size // tp for size in (width**2, width * d_kv, width * d_kv, width**2))
-    block = [width, q, k, v, o, width, *[width * d_ff] * 3]
+    sinks = [config.num_heads // tp] if variant.sinks else []
+    block = [width, *sinks, q, k, v, o, width, *[width * d_ff] * 3]
     vocabulary = config.vocab_size * width // tp
     return [vocabulary, *block * config.num_layers, width, vocabulary]
 
 
-def num_parameters(config: ModelConfig) -> int:
+def num_parameters(config: ModelConfig, variant: AttentionVariant = PLAIN) -> int:
     """All parameters; the output head is not tied to the embedding."""
-    return count_parameters(config).total
+    return count_parameters(config, variant).total
 
 
 def residual_stream_bytes(
@@ -83,24 +90,59 @@ def matmul_flops_per_token(config: ModelConfig) -> float:
     return 2 * count_parameters(config).linear
 
 
-def forward_flops(
-    config: ModelConfig, batch_size: int, seq_len: int, *, causal: bool = True
+def visible_pairs(
+    config: ModelConfig, seq_len: int, *, causal: bool = True, variant: AttentionVariant = PLAIN
 ) -> float:
-    """Linear layers and attention, 4 B H S^2 D a block, halved when causal."""
-    pairs = attended_pairs(seq_len, seq_len, causal)
+    """Query-key pairs of one head, summed over layers: of each layer those that its mask keeps.
+
+    A causal mask alone keeps half of the square, as papers count it; windows and prefixes are
+    counted exactly. Without a causal mask the variant is not asked.
+    """
+    if not causal:
+        return config.num_layers * attended_pairs(seq_len, seq_len, causal=False)
+    return sum(
+        attended_pairs(seq_len, seq_len, causal=True)
+        if layer.mask.is_plain
+        else layer.mask.pairs(seq_len, seq_len)
+        for layer in variant.of_layers(config)
+    )
+
+
+def forward_flops(
+    config: ModelConfig,
+    batch_size: int,
+    seq_len: int,
+    *,
+    causal: bool = True,
+    variant: AttentionVariant = PLAIN,
+) -> float:
+    """Linear layers and attention, 4 B H S^2 D a block, halved when causal, less with a window."""
+    pairs = visible_pairs(config, seq_len, causal=causal, variant=variant)
     attention = 4 * batch_size * config.num_heads * pairs * config.head_dim
-    return batch_size * seq_len * matmul_flops_per_token(config) + config.num_layers * attention
+    return batch_size * seq_len * matmul_flops_per_token(config) + attention
 
 
 def backward_flops(
-    config: ModelConfig, batch_size: int, seq_len: int, *, causal: bool = True
+    config: ModelConfig,
+    batch_size: int,
+    seq_len: int,
+    *,
+    causal: bool = True,
+    variant: AttentionVariant = PLAIN,
 ) -> float:
     """Twice the forward pass."""
-    return BACKWARD_OVER_FORWARD * forward_flops(config, batch_size, seq_len, causal=causal)
+    forward = forward_flops(config, batch_size, seq_len, causal=causal, variant=variant)
+    return BACKWARD_OVER_FORWARD * forward
 
 
 def train_step_flops(
-    config: ModelConfig, batch_size: int, seq_len: int, *, causal: bool = True
+    config: ModelConfig,
+    batch_size: int,
+    seq_len: int,
+    *,
+    causal: bool = True,
+    variant: AttentionVariant = PLAIN,
 ) -> float:
     """Forward and backward; the optimizer's are a few per parameter and not counted."""
-    return (1 + BACKWARD_OVER_FORWARD) * forward_flops(config, batch_size, seq_len, causal=causal)
+    forward = forward_flops(config, batch_size, seq_len, causal=causal, variant=variant)
+    return (1 + BACKWARD_OVER_FORWARD) * forward

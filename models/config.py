@@ -33,6 +33,9 @@ class ModelConfig:
     """Rank of the latents of multi-head latent attention; None keeps keys and values."""
     rope_head_dim: int | None = joined_later(None)
     """Width of a head's rotary part, of latent attention alone; None is half of the head."""
+    full_attention_every: int | None = joined_later(None)
+    """With attention.window, one layer in this many attends without it, the last of each group: 2
+    in Gemma 2 and gpt-oss, 6 in Gemma 3; None gives every layer the window."""
 
     def __post_init__(self) -> None:
         sizes = (
@@ -59,6 +62,12 @@ class ModelConfig:
             )
 
         self._validate_latents()
+        every = self.full_attention_every
+        if every is not None and not 2 <= every <= self.num_layers:
+            raise ValueError(
+                f"model.full_attention_every={every}: must be at least 2, since attention.window "
+                f"is for the other layers, and at most model.num_layers={self.num_layers}"
+            )
 
     def _validate_latents(self) -> None:
         if self.kv_lora_rank is None:

@@ -25,6 +25,7 @@ from kernels.rotary import rotary_table, rotate
 from models.decoding import cache_shape, decode_problem
 from models.latent_attention import LatentSelfAttention
 from models.transformer import SelfAttention, Transformer
+from models.variants import PLAIN, AttentionVariant
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -80,6 +81,9 @@ class Generator:
         max_len: tokens that each sequence has room for, prompt and generated.
         dtype: of keys and values.
         cuda_graph: capture the decoding step once and replay it; the batch is then static.
+
+    Raises ValueError for what does not fit together, and for a window, a prefix, a cap of scores
+    or sinks, of which steps from a cache know nothing.
     """
 
     def __init__(
@@ -96,6 +100,12 @@ class Generator:
     ) -> None:
         config = model.config
         device = model.embedding.weight.device
+        for variant in (model.variant, AttentionVariant(**prefill.mask_options())):
+            if variant != PLAIN:
+                raise ValueError(
+                    f"{variant.words()}: steps from a cache attend to all tokens before them, "
+                    "under a causal mask alone; leave it out"
+                )
         if choice.is_latent != (config.kv_lora_rank is not None):
             kept = "keys and values" if config.kv_lora_rank is None else "latents"
             raise ValueError(f"cache={choice.name}: model={config.name} keeps {kept}")

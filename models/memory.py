@@ -38,6 +38,7 @@ from typing import Literal, assert_never
 
 from models.accounting import count_parameters, parameter_sizes
 from models.config import ModelConfig
+from models.variants import PLAIN, AttentionVariant
 
 Mode = Literal["forward", "forward_backward", "train_step"]
 
@@ -108,10 +109,12 @@ class TrainingStep:
     """Whether such a block also keeps the outputs of its linear layers and fused attention."""
     on_cpu: bool = False
     """Whether each RMSNorm keeps its normalised input besides, T E r."""
+    variant: AttentionVariant = PLAIN
+    """Of attention; sinks are parameters."""
 
     def predict_memory(self) -> MemoryPrediction:
         """Peak bytes of each category."""
-        sizes = parameter_sizes(self.config, self.tp)
+        sizes = parameter_sizes(self.config, self.tp, self.variant)
         parameters = float(sum(sizes) * self.param_bytes)
         gradients, optimizer_state = parameters, 0.0
         saved = recomputed = of_block = 0.0

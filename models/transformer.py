@@ -11,6 +11,8 @@ Shape suffixes of tensors:
     B  batch            S  tokens held here         V  vocab_size
     E  d_model          F  d_ff                     D  head_dim, E = H * D
     H  query heads      G  key and value heads      P  pairs of rotated features, D / 2
+
+A window, a prefix, a cap of scores and sinks are a layer's :mod:`models.variants`.
 """
 
 from __future__ import annotations
@@ -19,10 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.problem import AttentionSpec
 from models.config import ModelConfig
 from models.latent_attention import LatentSelfAttention
 from models.layers import CoreAttention, Embedding, Linear, rotary_table, rotate
+from models.variants import PLAIN, AttentionVariant
 
 
 class SelfAttention(nn.Module):
@@ -36,17 +38,28 @@ class SelfAttention(nn.Module):
         config: ModelConfig,
         attention: CoreAttention,
         *,
+        variant: AttentionVariant = PLAIN,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         self.attention = attention
+        self.variant = variant
+        self.sinks: nn.Parameter | None = None
+        if variant.sinks:
+            self.sinks = nn.Parameter(torch.empty(config.num_heads, device=device, dtype=dtype))
+            self.reset_parameters()
         d_q, d_kv = config.d_model, config.kv_heads * config.head_dim
         self.q_proj = Linear(config.d_model, d_q, device=device, dtype=dtype)
         self.k_proj = Linear(config.d_model, d_kv, device=device, dtype=dtype)
         self.v_proj = Linear(config.d_model, d_kv, device=device, dtype=dtype)
         self.o_proj = Linear(d_q, config.d_model, device=device, dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        """Initialise this module's own parameters, its sinks."""
+        if self.sinks is not None:
+            nn.init.zeros_(self.sinks)
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [..., E] -> q [..., H, D], k and v [..., G, D], not rotated."""
@@ -62,7 +75,7 @@ class SelfAttention(nn.Module):
             rotate(q_BSHD, cos, sin).transpose(1, 2),
             rotate(k_BSGD, cos, sin).transpose(1, 2),
             v_BSGD.transpose(1, 2),
-            AttentionSpec(causal=True, scale=self.head_dim**-0.5),
+            self.variant.spec(self.head_dim**-0.5, self.sinks),
         )
         return self.o_proj(o_BHSD.transpose(1, 2).flatten(-2))
 
@@ -94,14 +107,20 @@ class Block(nn.Module):
         config: ModelConfig,
         attention: CoreAttention,
         *,
+        variant: AttentionVariant = PLAIN,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         width, eps = config.d_model, config.norm_eps
         self.attention_norm = nn.RMSNorm(width, eps, device=device, dtype=dtype)
-        kind = SelfAttention if config.kv_lora_rank is None else LatentSelfAttention
-        self.attention = kind(config, attention, device=device, dtype=dtype)
+        self.attention: SelfAttention | LatentSelfAttention
+        if config.kv_lora_rank is None:
+            self.attention = SelfAttention(
+                config, attention, variant=variant, device=device, dtype=dtype
+            )
+        else:
+            self.attention = LatentSelfAttention(config, attention, device=device, dtype=dtype)
         self.feed_forward_norm = nn.RMSNorm(width, eps, device=device, dtype=dtype)
         self.feed_forward = FeedForward(config, device=device, dtype=dtype)
 
@@ -116,8 +135,12 @@ class Transformer(nn.Module):
     Args:
         config: the size.
         attention: how every block attends.
+        variant: what attention does beside a causal mask; ``config.full_attention_every`` leaves
+            the window out of some layers.
         device: where parameters are created and initialised; ``meta`` leaves them without data.
         dtype: of the parameters; None is torch's default.
+
+    Raises ValueError for a variant of latent attention, of which there are none.
     """
 
     def __init__(
@@ -125,14 +148,21 @@ class Transformer(nn.Module):
         config: ModelConfig,
         attention: CoreAttention,
         *,
+        variant: AttentionVariant = PLAIN,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.config = config
+        if config.kv_lora_rank is not None and variant != PLAIN:
+            raise ValueError(
+                f"{variant.words()}: latent attention, model.kv_lora_rank={config.kv_lora_rank}, "
+                "takes none of these; leave one of the two out"
+            )
+        self.config, self.variant = config, variant
         self.embedding = Embedding(config.vocab_size, config.d_model, device=device, dtype=dtype)
         self.blocks = nn.ModuleList(
-            Block(config, attention, device=device, dtype=dtype) for _ in range(config.num_layers)
+            Block(config, attention, variant=of_layer, device=device, dtype=dtype)
+            for of_layer in variant.of_layers(config)
         )
         self.final_norm = nn.RMSNorm(config.d_model, config.norm_eps, device=device, dtype=dtype)
         self.head = Linear(config.d_model, config.vocab_size, device=device, dtype=dtype)

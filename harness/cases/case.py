@@ -25,6 +25,7 @@ from kernels import BACKENDS, Attention, AttentionBackend, AttentionProblem
 from kernels.caches import CACHES, CacheChoice
 from kernels.registry import JOINED_LATER, Registry
 from models.config import ModelConfig
+from models.variants import PLAIN, AttentionVariant
 from parallel import STRATEGIES, Strategy
 from parallel.context.attention import SequenceParallelAttention
 
@@ -73,12 +74,23 @@ class Case:
                 f"model.kv_lora_rank={self.model.kv_lora_rank}: task={self.task.name} knows no "
                 "latent attention; use task=generate, or leave it out"
             )
+        if self.model is not None and self.model.full_attention_every is not None:
+            self._require_window()
         if "cache" not in self.task.uses:
             self.cache = None
         self._drop_what_does_nothing()
         self.task.validate(self)
         if self.profile is not None:
             self.profile.validate(self)
+
+    def _require_window(self) -> None:
+        """Raise ValueError for layers without a window where no layer has one."""
+        assert self.model is not None, "a model has layers"
+        if self.attention_variant.window is None:
+            raise ValueError(
+                f"model.full_attention_every={self.model.full_attention_every}: leaves the window "
+                "out of some layers, and there is none; set attention.window, or leave it out"
+            )
 
     def _drop_what_does_nothing(self) -> None:
         if "checkpoint" not in self.task.uses or (
@@ -99,6 +111,13 @@ class Case:
     def uses_dynamo(self) -> bool:
         """Whether it compiles or has a model: optimizers and checkpointing import Dynamo too."""
         return self.compiles or self.model is not None
+
+    @property
+    def attention_variant(self) -> AttentionVariant:
+        """What its attention does beside a causal mask, in layers that have all of it."""
+        if not isinstance(self.attention, Attention):
+            return PLAIN
+        return AttentionVariant(**self.attention.mask_options())
 
     @property
     def world_size(self) -> int:

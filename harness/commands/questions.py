@@ -90,8 +90,14 @@ def asked(command: str, arguments: Sequence[str], *, needs: Sequence[str] = ("mo
         if (group_of(key) in PINNED and key not in ("model", "precision")) or key == "batch_size"
     }
     _require_choices(pinned)
+    config = parts.choice("model", {"model": model, **_of_group(typed, "model")})
+    if config.full_attention_every is not None and "attention.window" not in typed:
+        raise ValueError(
+            f"model.full_attention_every={config.full_attention_every}: leaves the window out of "
+            "some layers; set attention.window too, or leave it out"
+        )
     question = Question(
-        model=parts.choice("model", {"model": model, **_of_group(typed, "model")}),
+        model=config,
         seq_len=seq_len,
         gpus=gpus,
         sequences=_sequences(typed, seq_len, gpus),

@@ -11,6 +11,7 @@ import pandas as pd
 from harness.cases.case import Case
 from harness.forecast.law import Observation, Shape
 from harness.forecast.operations import Sizes, backward, forward, optimizer, sizes_of
+from models.variants import PLAIN
 from parallel.collectives import bus_factor
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "w1", "w3", "w2")
@@ -83,6 +84,8 @@ def _attention(row: dict[str, Any], source: int) -> Found:
         # Passes that waited for their host; long ones are the device's whatever it did.
         return
     case = Case.from_dict(row["case"])
+    if case.attention_variant != PLAIN:
+        return
     problem = case.attention_problem
     rows = case.batch_size * problem.num_heads * case.seq_len
     if case.device == "cuda" and rows < LEAST_ROWS:
@@ -116,7 +119,7 @@ def _profile(row: dict[str, Any], source: int) -> Found:
     whole = getattr(case.task, "mode", None) == "train_step"
     if row["phase"] != "step" or not isinstance(profile, dict) or not whole or case.compiles:
         return
-    if case.world_size > 1 or case.checkpoint is not None:
+    if case.world_size > 1 or case.checkpoint is not None or case.attention_variant != PLAIN:
         return
     totals = _totals(profile)
     sizes = sizes_of(case)

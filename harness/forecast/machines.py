@@ -21,6 +21,7 @@ from harness.forecast.operations import Operation, Sizes
 from harness.forecast.prediction import StepPrediction
 from harness.forecast.schedule import Phase, Piece
 from harness.predictions import training
+from models.variants import PLAIN
 
 KINDS = ("autocast", "low", "float32")
 """Number formats of elementwise kernels, each closest to its neighbours."""
@@ -181,6 +182,9 @@ class Machine:
 
     def why_not(self, case: Case) -> str | None:
         """Why this calibration has no time of a case's attention, in one line; else None."""
+        if case.attention_variant != PLAIN:
+            asked = case.attention_variant.words()
+            return f"{self.name}: causal attention alone was measured, without {asked}"
         _, note = self.attending.backend(case)
         return None if note is None else f"{self.name}: {note}"
 

@@ -20,6 +20,7 @@ from harness.forecast import communication, operations, schedule
 from harness.forecast.calibration import Calibration, Exposure, HostSpeed
 from harness.forecast.law import non_negative_fit
 from harness.forecast.machines import GAPS, UNFUSED, UNMEASURED_COMPILED, Machine, tensors_of
+from models.variants import PLAIN
 
 HOST_BOUND = 1.25
 """Measured over predicted time of the device above which a step has waited for its host."""
@@ -54,16 +55,19 @@ class MeasuredStep:
 
 
 def of_frame(frame: pd.DataFrame) -> list[MeasuredStep]:
-    """Every measured training step."""
+    """Every measured training step with causal attention and nothing besides."""
     rows = frame[(frame["task"] == "train_step") & (frame["status"] == "ok")]
     found = []
     for case_id, group in rows.groupby("case_id", sort=False):
         row = cast("dict[str, Any]", group[group["phase"] == "step"].iloc[0].to_dict())
+        case = Case.from_dict(row["case"])
+        if case.attention_variant != PLAIN:
+            continue
         profile = row["kernel_profile"]
         found.append(
             MeasuredStep(
                 case_id=str(case_id),
-                case=Case.from_dict(row["case"]),
+                case=case,
                 phases_ms=dict(zip(group["phase"], group["median_ms"], strict=True)),
                 host=_host(row),
                 profile=profile if isinstance(profile, dict) else None,

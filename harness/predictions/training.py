@@ -113,7 +113,8 @@ def footprint(case: Case) -> Footprint:
 
 def _fully_sharded_peak(case: Case, whole: MemoryPrediction) -> fully_sharded.Moment:
     assert case.model is not None, "training steps have a model"
-    count, element = accounting.count_parameters(case.model), DTYPE_BYTES[_gathered_dtype(case)]
+    count = accounting.count_parameters(case.model, case.attention_variant)
+    element = DTYPE_BYTES[_gathered_dtype(case)]
     scale = element / case.parallel.tp
     return fully_sharded.peak_moment(
         whole,
@@ -159,6 +160,7 @@ def _of_one_data_rank(case: Case) -> MemoryPrediction:
         checkpoint_every=checkpoint.blocks if checkpoint is not None else None,
         checkpoint_selective=checkpoint is not None and checkpoint.scope == "selective",
         on_cpu=case.device == "cpu",
+        variant=case.attention_variant,
     ).predict_memory()
 
 
@@ -180,7 +182,8 @@ def gradient_sizes(case: Case) -> list[int]:
     """Bytes of each gradient, in the order of the model's parameters."""
     assert case.model is not None, "training steps have a model"
     element = DTYPE_BYTES[case.precision.parameters]
-    return [size * element for size in accounting.parameter_sizes(case.model, case.parallel.tp)]
+    sizes = accounting.parameter_sizes(case.model, case.parallel.tp, case.attention_variant)
+    return [size * element for size in sizes]
 
 
 def traffic_bytes(case: Case) -> dict[str, float]:

@@ -8,6 +8,7 @@ key heads G, d_ff F and the vocabulary V::
       attention_norm     this rank's tokens          [B, S / tp, E]
       attention          all tokens               -> [B, S, E]        all-gather
         q, k, v_proj     by heads                    [B, S, (H or G) / tp D]
+        sinks            by heads                    [H / tp], if there are any
         o_proj           by heads                 -> [B, S / tp, E]   reduce-scatter
       feed_forward_norm  this rank's tokens          [B, S / tp, E]
       feed_forward       all tokens               -> [B, S, E]        all-gather
@@ -35,6 +36,7 @@ from parallel.tensor.styles import (
     ColumnParallel,
     GatheredColumnParallel,
     GatherInput,
+    ParallelHeads,
     RowParallel,
     SequenceParallelNorm,
     Style,
@@ -44,7 +46,7 @@ from parallel.tensor.styles import (
 PLAN: dict[str, Style] = {
     "embedding": VocabParallelEmbedding(),
     "blocks.*.attention_norm": SequenceParallelNorm(),
-    "blocks.*.attention": GatherInput(),
+    "blocks.*.attention": ParallelHeads(),
     "blocks.*.attention.[qkv]_proj": ColumnParallel(),
     "blocks.*.attention.o_proj": RowParallel(),
     "blocks.*.feed_forward_norm": SequenceParallelNorm(),

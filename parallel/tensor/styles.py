@@ -52,6 +52,15 @@ class GatherInput(Style):
         module.register_forward_pre_hook(gather)
 
 
+class ParallelHeads(GatherInput):
+    """An attention layer of all tokens and this rank's heads; of its sinks it keeps those heads'.
+
+    Its projections, split by heads, have styles of their own.
+    """
+
+    split_dims: ClassVar[dict[str, int]] = {"sinks": 0}
+
+
 class ColumnParallel(Style):
     """A linear layer of all tokens that gives this rank's part of the output features."""
 

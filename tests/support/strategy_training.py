@@ -32,7 +32,8 @@ def train_case(case: Case, first_batch: int, num_batches: int) -> list[Tensor]:
     """Weights of the transformer after AdamW steps through the strategy."""
     assert case.model is not None
     torch.manual_seed(5)
-    module = Transformer(case.model, BACKENDS["naive"].target(name="naive"))
+    naive = BACKENDS["naive"].target(name="naive")
+    module = Transformer(case.model, naive, variant=case.attention_variant)
     model = case.parallel.wrap(module)
     optimizer = case.parallel.optimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
     for _ in range(3):

@@ -57,7 +57,7 @@ def tp_mesh(group: dist.ProcessGroup) -> DeviceMesh:
 def make_model(case: Case, attention: Any, device: torch.device | str = CPU) -> Transformer:
     torch.manual_seed(5)
     assert case.model is not None
-    return Transformer(case.model, attention, device=device)
+    return Transformer(case.model, attention, variant=case.attention_variant, device=device)
 
 
 def naive() -> Any:

@@ -25,6 +25,7 @@ from models import accounting, transformer
 from models.accounting import num_parameters
 from models.config import ModelConfig
 from models.memory import TrainingStep
+from models.variants import PLAIN
 
 _FLOAT64_BYTES = 8
 
@@ -42,6 +43,11 @@ class PrecisionAudit(Task):
 
     def validate(self, case: Case) -> None:
         require_one_process(case)
+        if case.attention_variant != PLAIN:
+            raise ValueError(
+                f"{case.attention_variant.words()}: task=precision_audit compares a causal mask "
+                "alone with float64; leave it out"
+            )
 
     def num_passes(self) -> int:
         return 2

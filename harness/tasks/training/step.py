@@ -131,7 +131,13 @@ def build_model(case: Case, attention: CoreAttention, device: torch.device) -> T
     dtype = getattr(torch, case.precision.parameters)
     splits = case.parallel.tp > 1
     # A model to be split is made without memory: the whole may not fit on one device.
-    model = Transformer(case.model, attention, device="meta" if splits else device, dtype=dtype)
+    model = Transformer(
+        case.model,
+        attention,
+        variant=case.attention_variant,
+        device="meta" if splits else device,
+        dtype=dtype,
+    )
     if splits:
         split_transformer(model, case.parallel.tp_mesh(), device)
     if case.checkpoint is not None:

@@ -29,6 +29,7 @@ from harness.measure import check, passes, plain_attention
 from harness.tasks import batch
 from harness.tasks.training import step as training_step
 from harness.tasks.training.clipping import unscale_and_clip
+from kernels import Attention, AttentionBackend
 from models.config import ModelConfig
 from models.layers import CoreAttention
 from models.transformer import Transformer, cross_entropy
@@ -122,20 +123,34 @@ def small_case(case: Case, draw: int) -> Case:
     checkpoint = case.checkpoint
     if checkpoint is not None and checkpoint.blocks > model.num_layers:
         checkpoint = replace(checkpoint, every=model.num_layers)
+    seq_len = 32 * parallel.tp * parallel.cp
     parameters = 2 * model.vocab_size * model.d_model + model.num_layers * model.d_model * (
         2 * model.d_model + 2 * model.kv_heads * model.head_dim + 3 * model.d_ff
     )
     unit_bytes = DTYPE_BYTES * parameters // parallel.tp // UNITS
     return replace(
         case,
+        attention=_small_attention(case.attention, seq_len),
         model=model,
         parallel=parallel.in_units_of(unit_bytes),
         batch_size=2,
-        seq_len=32 * parallel.tp * parallel.cp,
+        seq_len=seq_len,
         seed=case.seed + 1000 * (draw + 1),
         checkpoint=checkpoint,
         compile=Compile(),
         profile=None,
+    )
+
+
+def _small_attention(attention: AttentionBackend, seq_len: int) -> AttentionBackend:
+    """The attention with a window or a prefix that hides keys of short sequences too."""
+    if not isinstance(attention, Attention):
+        return attention
+    window = attention.window
+    return replace(
+        attention,
+        window=None if window is None else min(window, seq_len // 4),
+        prefix_len=min(attention.prefix_len, seq_len // 4),
     )
 
 
@@ -152,6 +167,7 @@ def small_model(model: ModelConfig, ranks: int) -> ModelConfig:
         num_layers=2,
         num_heads=heads,
         num_kv_heads=kv_heads,
+        full_attention_every=None if model.full_attention_every is None else 2,
     )
 
 
@@ -187,7 +203,11 @@ class _Trained:
         torch.manual_seed(self._case.seed)
         attention = plain_attention.PlainAttention()
         model = Transformer(
-            self._case.model, attention, device=self._bench.device, dtype=self._dtype
+            self._case.model,
+            attention,
+            variant=self._case.attention_variant,
+            device=self._bench.device,
+            dtype=self._dtype,
         )
         return self._tied(model, scale=model.config.d_model**-0.5)
 

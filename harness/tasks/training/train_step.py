@@ -13,8 +13,8 @@ timeline in steps after the measured ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import ClassVar
 
@@ -116,13 +116,20 @@ class TrainStep(Task):
             causal=True,
             needs_grad=self.mode != "forward",
             cp=case.parallel.cp,
+            **asdict(case.attention_variant),
         )
+
+    def why_unsupported(self, case: Case) -> str | None:
+        # Layers with full attention ask for less, which a backend may still not take.
+        reasons = (case.attention.why_unsupported(part.attention_problem) for part in _kinds(case))
+        return next((reason for reason in reasons if reason is not None), None)
 
     def work(self, case: Case) -> dict[str, Work]:
         # Ranks share a sequence's tokens (cp), and every matmul and head (tp), in equal parts.
         ranks = case.parallel.cp * case.parallel.tp
-        forward = accounting.forward_flops(_model(case), case.batch_size, case.seq_len) / ranks
-        backward = accounting.backward_flops(_model(case), case.batch_size, case.seq_len) / ranks
+        sizes, variant = (_model(case), case.batch_size, case.seq_len), case.attention_variant
+        forward = accounting.forward_flops(*sizes, variant=variant) / ranks
+        backward = accounting.backward_flops(*sizes, variant=variant) / ranks
         tokens = case.batch_size * case.seq_len // ranks
         phases = {"forward": Work(flops=forward, tokens=tokens)}
         total = forward
@@ -153,16 +160,22 @@ class TrainStep(Task):
         # Ranks that share weights train on the same tokens.
         rank = case.parallel.data_rank(bench.rank)
         if case.parallel.cp == 1:
-            dense = attention_calls.DenseCall(case, bench.device, sequence_major=True)
+            dense = [
+                attention_calls.DenseCall(kind, bench.device, sequence_major=True)
+                for kind in _kinds(case)
+            ]
             make_batch = partial(batch.whole_batch, case, bench.device, rank)
             own = case.attention.role(Attention)
             self._check_and_measure(case, bench, dense, own, make_batch, layout=None)
             return
         scheme = case.attention.role(SequenceParallelAttention)
         with scheme.bind(case.parallel.cp_group(), bench.device) as attention:
-            split = split_call.SplitCall(case, bench.device, attention, sequence_major=True)
-            if split.padding:
-                bench.outcome.notes["padding_tokens"] = split.padding
+            split = [
+                split_call.SplitCall(kind, bench.device, attention, sequence_major=True)
+                for kind in _kinds(case)
+            ]
+            if split[0].padding:
+                bench.outcome.notes["padding_tokens"] = split[0].padding
             make_batch = partial(batch.split_batch, case, bench.device, rank, attention.layout)
             self._check_and_measure(
                 case, bench, split, attention, make_batch, layout=attention.layout
@@ -172,19 +185,20 @@ class TrainStep(Task):
         self,
         case: Case,
         bench: Bench,
-        call: attention_calls.AttentionCall,
+        calls: Sequence[attention_calls.AttentionCall],
         attention: layers.CoreAttention,
         make_batch: Callable[[], batch.Batch],
         *,
         layout: Layout | None,
     ) -> None:
-        """Check the attention call, then measure steps of a model that attends by it.
+        """Check the attention calls, then measure steps of a model that makes them.
 
         Over several ranks the strategy is held to one process, before the first round of measured
         steps and after the last.
         """
-        check.check_call(case, bench, call)
-        bench.vote()
+        for call in calls:
+            check.check_call(case, bench, call)
+            bench.vote()
         several = case.world_size > 1
         trains_together = several and self.mode != "forward"
         if trains_together and bench.in_first_round:
@@ -264,6 +278,19 @@ def _note_loss(bench: Bench, own: float) -> None:
 def _model(case: Case) -> ModelConfig:
     assert case.model is not None, "train_step uses a model"
     return case.model
+
+
+def _kinds(case: Case) -> list[Case]:
+    """The case as each kind of its layers attends: with its window and, of some, without."""
+    if _model(case).full_attention_every is None:
+        return [case]
+    own = case.attention.role(Attention)
+    full = replace(
+        case,
+        attention=replace(own, window=None),
+        model=replace(_model(case), full_attention_every=None),
+    )
+    return [case, full]
 
 
 def _require_divisible(case: Case) -> None:

@@ -69,6 +69,10 @@ MESHES = {
         *("attention=ring", "attention.kernel=naive", "seq_len=15"),
         *("parallel.cp=2", "parallel.tp=2"),
     ),
+    "dp x tp with sinks": (
+        *("parallel=fsdp", "parallel.dp=2", "parallel.tp=2", "attention.sinks=true"),
+        *("attention.window=5", "model.full_attention_every=2"),
+    ),
     "dp x tp of one rank": ("parallel=ddp_naive", "parallel.dp=4"),
     "dp of one rank x tp": (ON_FOUR, "parallel=ddp_bucketed", "parallel.dp=1", "parallel.tp=4"),
     **{
@@ -111,15 +115,17 @@ class TestWeightsAreThoseOfOneProcess:
             for name, parameter in model.named_parameters():
                 torch.testing.assert_close(found[name], parameter.grad)
 
-    def test_two_ranks_step_by_step(self) -> None:
+    @pytest.mark.parametrize("masks", [(), ("attention.sinks=true", "attention.softcap=0.5")])
+    def test_two_ranks_step_by_step(self, masks: tuple[str, ...]) -> None:
         """Grouped queries; first weights to the bit, losses, gradients and their norm."""
-        case = case_of("parallel.tp=2")
+        case = case_of("parallel.tp=2", *masks)
         model = make_model(case, naive())
         first = {name: p.detach().clone() for name, p in model.named_parameters()}
         batch = whole_batch(case, CPU, 0)
         loss = cross_entropy(model(batch.tokens, batch.positions), batch.targets)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        assert any("sinks" in name for name in first) == bool(masks)
         for found in on_ranks(2, step_by_step, case):
             assert found["first"].keys() == first.keys()
             assert all(torch.equal(found["first"][name], first[name]) for name in first)
