@@ -13,6 +13,7 @@ inputs of w1, w3          T E a, shared; under autocast 2 T E a
 q, k, v                   T (H + 2 G) D a; with explicit scores k and v repeated, 3 T H D a
 probabilities             B H S^2 a and a bool mask S^2; autocast's softmax is in float32,
                           kept beside its low-precision copy, B H S^2 (4 + a)
+                          with a cap of scores its tanh, B H S^2 a; with sinks a column more
 or log-sum-exp            4 T H
 o, the input of o_proj    T E a
 w1, w3, silu, product     4 T F a
@@ -270,7 +271,12 @@ class TrainingStep:
         # Autocast for CPUs leaves softmax in low precision.
         widened = self.autocast and not self.on_cpu
         score_bytes = self.activation_bytes + (_FLOAT32_BYTES if widened else 0)
-        return self._tokens * qkvo_bytes + self._scores * score_bytes + self.seq_len**2
+        if self.variant.softcap is not None:
+            score_bytes += self.activation_bytes
+        column = 0.0
+        if self.variant.sinks:
+            column = self._tokens * heads * (_FLOAT32_BYTES if widened else self.activation_bytes)
+        return self._tokens * qkvo_bytes + self._scores * score_bytes + column + self.seq_len**2
 
     def _working_set(self) -> float:
         """The most that a forward pass without autograd holds at once.
@@ -287,7 +293,10 @@ class TrainingStep:
         attention = self._tokens * heads * config.head_dim * low
         if self.attention_saves_scores:
             widened = self.autocast and not self.on_cpu
-            attention += self._scores * (low + 2 * _FLOAT32_BYTES if widened else 2 * low)
+            # Scores with their quotient by the cap and its tanh, or the softmax.
+            capping = 3 * low if self.variant.softcap is not None else 0
+            softmax = low + 2 * _FLOAT32_BYTES if widened else 2 * low
+            attention += self._scores * max(capping, softmax)
         feed_forward = 3 * self._tokens * config.d_ff / self.tp * low
         loss_bytes = low + _FLOAT32_BYTES + (0 if low == _FLOAT32_BYTES else _FLOAT32_BYTES)
         loss = self._tokens * config.vocab_size / self.tp * loss_bytes

@@ -332,6 +332,41 @@ def test_memory_counts_sinks_among_parameters() -> None:
     assert with_sinks.optimizer_state - plain.optimizer_state == 2 * 4 * 16 + 4 * 4
 
 
+def saved_bytes(model: Transformer, tokens: Tensor) -> int:
+    """Bytes of distinct storages, parameters apart, that autograd keeps for a backward pass."""
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    storages = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            storages[storage.data_ptr()] = storage.nbytes()
+        return tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        cross_entropy(model(tokens, torch.arange(tokens.shape[1])), tokens)
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("variant", [AttentionVariant(window=5), EVERYTHING])
+def test_activations_by_formula_are_those_saved(variant: AttentionVariant) -> None:
+    config = small_config(vocab_size=200, num_layers=3)
+    tokens = random_tokens(config, 3, 64)
+    measured = saved_bytes(Transformer(config, backend("naive"), variant=variant), tokens)
+    step = TrainingStep(
+        config=config,
+        batch_size=3,
+        seq_len=64,
+        mode="forward_backward",
+        attention_saves_scores=True,
+        param_bytes=4,
+        activation_bytes=4,
+        on_cpu=True,
+        variant=variant,
+    )
+    assert step.predict_memory().saved == pytest.approx(measured, rel=0.005)
+
+
 # What cannot be
 
 

@@ -73,6 +73,16 @@ def test_a_small_step_waits_for_its_host(h200: Any) -> None:
     assert "waiting for the host" not in names
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"window": 64}, "attention.window=64"), ({"sinks": True}, "attention.sinks=true")],
+)
+def test_no_time_of_a_variant_is_predicted(h200: Any, options: Any, words: str) -> None:
+    masked = case(attention={"name": "sdpa", **options})
+    assert h200.why_not(masked).endswith(f"without {words}")
+    assert "\n" not in h200.why_not(masked)
+
+
 def test_ten_thousand_predictions_take_seconds(h200: Any) -> None:
     cases = [case(seq_len=length, batch_size=batch) for length in (512, 1024) for batch in (1, 2)]
     begin = time.process_time()

@@ -38,6 +38,10 @@ WRONG = {
         ["model=tiny", "attention.kernel=math"],
         ["attention.kernel:", "attention="],
     ),
+    "layers without a window that no layer has": (
+        ["model=tiny", "model.full_attention_every=2"],
+        ["model.full_attention_every=2:", "set attention.window"],
+    ),
     "words for a number": (["model=tiny", "seq_len=many"], ["seq_len=many:", "whole number"]),
     "no GPUs": (["model=tiny", "machine=h200", "gpus=0"], ["gpus=0:", "at least 1"]),
     "too many GPUs": (["model=tiny", "machine=h200", "gpus=4097"], ["gpus=4097:", "at most 4,096"]),

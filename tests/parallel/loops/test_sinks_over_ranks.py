@@ -28,4 +28,4 @@ def test_trained_as_in_one_process(name: str, options: tuple[str, ...]) -> None:
     for found in on_ranks(4, train_case_on_rank, case):
         for got, want in zip(found, wanted, strict=True):
             assert want.abs().max() > 1e-3
-            torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
