@@ -8,12 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 from omegaconf import OmegaConf
 
 from harness import forecast
 from harness.cases.case import Case
-from harness.forecast import build, calibration
+from harness.forecast import build, calibration, extract, steps
 from harness.forecast.schedule import Exchange, Phase, predict
 from harness.paths import CONF, ROOT
 
@@ -81,6 +82,29 @@ def test_no_time_of_a_variant_is_predicted(h200: Any, options: Any, words: str) 
     masked = case(attention={"name": "sdpa", **options})
     assert h200.why_not(masked).endswith(f"without {words}")
     assert "\n" not in h200.why_not(masked)
+
+
+@pytest.mark.parametrize(("options", "taken"), [({}, True), ({"window": 64}, False)])
+def test_a_calibration_reads_plain_causal_attention_alone(options: Any, taken: bool) -> None:
+    attention = Case.from_dict(
+        {
+            **{key: PLAIN[key] for key in ("parallel", "batch_size", "seed", "device")},
+            "task": {"name": "attention"},
+            "attention": {"name": "sdpa", **options},
+            "precision": case().to_dict()["precision"],
+            "seq_len": 4096,
+        }
+    )
+    columns = {"layout": "dense", "rotary": "none", "causal": True, "cuda_graph": False, "cp": 1}
+    columns |= {"kv_len": None, "seq_len": 4096, "disturbed": None, "median_ms": 2.0}
+    row = {**columns, "task": "attention", "status": "ok", "phase": "forward"}
+    row |= {"case_id": "one", "case": attention.to_dict()}
+    found = extract.from_frame(pd.DataFrame([row]), {})
+    assert set(found) == ({"attention/sdpa/bfloat16/forward"} if taken else set())
+    step = case(attention={"name": "sdpa", **options})
+    row |= {"task": "train_step", "phase": "step", "case": step.to_dict(), "machine": None}
+    row |= {"kernel_profile": None, "revision": "one"}
+    assert len(steps.of_frame(pd.DataFrame([row]))) == taken
 
 
 def test_ten_thousand_predictions_take_seconds(h200: Any) -> None:

@@ -45,7 +45,7 @@ class Trained:
 def train(case: Case, attention: Any, batch: Batch, group: dist.ProcessGroup | None) -> Trained:
     torch.manual_seed(5)
     assert case.model is not None
-    model = Transformer(case.model, attention)
+    model = Transformer(case.model, attention, variant=case.attention_variant)
     losses = []
     for _ in range(STEPS):
         model.zero_grad()
@@ -87,6 +87,21 @@ def test_losses_and_gradients_are_those_of_one_device(
     for found in on_ranks(num_ranks, train_split, name, case):
         assert found.losses == pytest.approx(expected.losses, rel=1e-5)
         for got, wanted in zip(found.gradients, expected.gradients, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["zigzag", "llama3", "ulysses"])
+def test_sinks_and_alternating_windows_are_those_of_one_device(name: str) -> None:
+    """Each rank has a part of every sink's gradient, of its own queries or of its heads."""
+    masks = ("attention.window=7", "attention.sinks=true", "model.full_attention_every=2")
+    case = case_of(24, "attention=naive", *masks)
+    naive = BACKENDS["naive"].target(name="naive")
+    expected = train(case, naive, whole_batch(case, CPU, 0), None)
+    assert sum(tuple(x.shape) == (4,) for x in expected.gradients) == 2
+    for found in on_ranks(2, train_split, name, case):
+        assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+        for got, wanted in zip(found.gradients, expected.gradients, strict=True):
+            assert wanted.abs().max() > 1e-4
             torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6)
 
 
