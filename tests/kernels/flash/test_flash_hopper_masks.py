@@ -1,0 +1,396 @@
+"""Windows, prefixes, shifts and caps in the Hopper kernels, run against float64.
+
+Each test runs many calls, since every width and kind of mask is compiled once, and names all that
+went wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise, product
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.flash import dispatch, operator
+from kernels.flash.call.arguments import FlashCall, FlashOptions, ForwardPass
+from kernels.flash.call.problem import describe
+from kernels.flash.hopper import launch as hopper
+from kernels.flash.hopper import plans, schedule
+from kernels.problem import AttentionSpec, Packing
+
+ROOT = Path(__file__).parents[3]
+
+ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+needs_hopper = pytest.mark.skipif(
+    not ON_HOPPER, reason="needs a CUDA device of compute capability 9.0"
+)
+ON_HOPPER_ONLY = FlashOptions(implementation="hopper")
+
+
+@dataclass(kw_only=True, frozen=True)
+class Case:
+    """A call. Its repr says which one failed."""
+
+    head_dim: int
+    lengths: tuple[int, int] = (777, 777)
+    """Queries and keys."""
+    causal: bool = True
+    window: int | None = None
+    prefix_len: int = 0
+    shift: int = 0
+    softcap: float | None = None
+    batch: int = 1
+    heads: tuple[int, int] = (4, 2)
+    """Of queries and of keys."""
+    dtype: torch.dtype = torch.bfloat16
+    spread: float = 0.7
+    """Standard deviation of the scores."""
+
+    def spec(self, packing: Packing | None = None) -> AttentionSpec:
+        return AttentionSpec(
+            causal=self.causal,
+            scale=self.spread * self.head_dim**-0.5,
+            packing=packing,
+            window=self.window,
+            prefix_len=self.prefix_len,
+            shift=self.shift,
+            softcap=self.softcap,
+        )
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v and do as a transformer stores them: [B, S, H, D] underneath."""
+        generator = torch.Generator("cuda").manual_seed(11)
+
+        def randn(length: int, heads: int) -> Tensor:
+            shape = (self.batch, length, heads, self.head_dim)
+            x = torch.randn(shape, generator=generator, device="cuda")
+            return x.to(self.dtype).transpose(1, 2)
+
+        (q_len, kv_len), (heads, kv_heads) = self.lengths, self.heads
+        return (
+            randn(q_len, heads),
+            randn(kv_len, kv_heads),
+            randn(kv_len, kv_heads),
+            randn(q_len, heads),
+        )
+
+
+def visible(case: Case, q_len: int, kv_len: int) -> Tensor:
+    """Which query sees which key, [q_len, kv_len], pair by pair."""
+    p = torch.arange(q_len, device="cuda")[:, None] + kv_len - q_len + case.shift
+    key = torch.arange(kv_len, device="cuda")[None, :]
+    seen = torch.ones(q_len, kv_len, dtype=torch.bool, device="cuda")
+    if case.causal:
+        seen &= key <= p
+    if case.window is not None:
+        seen &= (p - key).abs() < case.window
+    return seen | (key < case.prefix_len)
+
+
+def exact(case: Case, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor, ...]:
+    """o, lse, dq, dk, dv in float64; rows without keys are zero, lse -inf."""
+    q, k, v, do = (x.double() for x in (q, k, v, do))
+    scale = case.spec().scale
+    group = q.shape[1] // k.shape[1]
+    keys, values = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    scores = q @ keys.mT * scale
+    slope = 1.0
+    if case.softcap is not None:
+        tanh = torch.tanh(scores / case.softcap)
+        scores, slope = case.softcap * tanh, 1 - tanh.square()
+    scores = scores.masked_fill(~visible(case, q.shape[2], k.shape[2]), -torch.inf)
+    lse = scores.logsumexp(dim=-1)
+    p = (scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp()
+    o = p @ values
+    ds = p * (do @ values.mT - (do * o).sum(-1, keepdim=True)) * slope * scale
+    dk, dv = (x.unflatten(1, (k.shape[1], group)).sum(2) for x in (ds.mT @ q, p.mT @ do))
+    return o, lse, ds @ keys, dk, dv
+
+
+def wrong(got: Tensor, expected: Tensor, what: str) -> list[str]:
+    """What is wrong with rows of o, each for itself, so that one among thousands is noticed."""
+    error = (got.double() - expected).norm(dim=-1)
+    excess = error / (1e-2 * expected.norm(dim=-1) + 2e-3)
+    # Also true where an error is no number.
+    if excess.numel() == 0 or bool((excess <= 1).all()):
+        return []
+    worst = excess.nan_to_num(torch.inf).argmax()
+    place = [int(x) for x in torch.unravel_index(worst, excess.shape)]
+    return [f"{what}{place} by {float(error.flatten()[worst]):.3g} ({float(excess.max()):.2f})"]
+
+
+def wrong_lse(got: Tensor, expected: Tensor, spread: float = 1.0) -> list[str]:
+    """A key too many of a thousand changes it by 1e-3, and float32's sums by 1e-5.
+
+    Both grow with the scores.
+    """
+    unseen = expected == -torch.inf
+    if not torch.equal(got == -torch.inf, unseen):
+        return ["lse: minus infinity at other rows"]
+    error = (got.double() - expected).masked_fill(unseen, 0.0).abs()
+    if error.numel() == 0 or bool((error <= 1e-4 * max(1.0, spread)).all()):
+        return []
+    worst = error.nan_to_num(torch.inf).argmax()
+    place = [int(x) for x in torch.unravel_index(worst, error.shape)]
+    return [f"lse{place} by {float(error.flatten()[worst]):.3g}"]
+
+
+def wrong_gradient(got: Tensor, expected: Tensor, what: str) -> list[str]:
+    error = float((got.double() - expected).norm())
+    if error <= 5e-3 * float(expected.norm()) + 1e-3:
+        return []
+    return [f"{what} by {error:.3g} of {float(expected.norm()):.3g}"]
+
+
+def failures(case: Case) -> list[str]:
+    """What is wrong with the results of a call, and of the same call again."""
+    q, k, v, do = case.tensors()
+    call = FlashCall(q=q, k=k, v=v, spec=case.spec(), options=ON_HOPPER_ONLY)
+    # The backward pass runs wherever it knows the mask.
+    has_backward = dispatch.why_not(call.problem(), "hopper") is None
+    results: list[tuple[Tensor, ...]] = []
+    for _ in range(2):
+        o, lse = operator.forward(call)
+        results.append((o, lse, *(operator.backward(call, do, o, lse) if has_backward else ())))
+    expected = exact(case, q, k, v, do)
+    o, lse, *gradients = results[0]
+    found = wrong(o, expected[0], "o") + wrong_lse(lse, expected[1], case.spread)
+    for name, got, wanted in zip(("dq", "dk", "dv"), gradients, expected[2:], strict=False):
+        found += wrong_gradient(got, wanted, name)
+    names = ("o", "lse", "dq", "dk", "dv")
+    for name, first, second in zip(names, *results, strict=False):
+        if not torch.equal(first, second):
+            found.append(f"{name} differs from run to run")
+    return found
+
+
+def check(cases: Iterable[Case]) -> None:
+    """Runs all, and names those that fail."""
+    found = [(case, what) for case in cases if (what := failures(case))]
+    assert not found, "\n" + "\n".join(f"{case}: {'; '.join(what)}" for case, what in found)
+
+
+@pytest.mark.gpu
+@needs_hopper
+class TestOnHopper:
+    # Odd lengths, ends within and at the ends of tiles, and more or fewer keys than queries.
+    LENGTHS = ((3, 2), (129, 129), (384, 385), (300, 1111), (1111, 300), (1500, 1500))
+    WINDOWS = (1, 7, 64, 128, 129, 200, 1000)
+
+    @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+    @pytest.mark.parametrize("causal", [True, False])
+    def test_windows(self, head_dim: int, causal: bool) -> None:
+        check(
+            Case(head_dim=head_dim, lengths=lengths, causal=causal, window=window)
+            for lengths, window in product(self.LENGTHS, self.WINDOWS)
+        )
+
+    @pytest.mark.parametrize("head_dim", [64, 128, 256])
+    @pytest.mark.parametrize("causal", [True, False])
+    def test_shifted_windows(self, head_dim: int, causal: bool) -> None:
+        """Queries without any key before, or behind, or both beside others that have some."""
+        shifts = (-2000, -700, -129, -1, 1, 63, 500, 3000)
+        check(
+            Case(head_dim=head_dim, lengths=lengths, causal=causal, window=window, shift=shift)
+            for lengths, window, shift in product(
+                ((777, 777), (300, 1111), (1111, 300)), (7, 200), shifts
+            )
+        )
+
+    @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+    def test_shifts_and_prefixes(self, head_dim: int) -> None:
+        check(
+            Case(head_dim=head_dim, lengths=lengths, prefix_len=prefix_len, shift=shift)
+            for lengths, prefix_len, shift in product(
+                ((777, 777), (300, 1111), (1111, 300)),
+                (0, 1, 100, 128, 333, 2000),
+                (0, -2000, -129, -1, 1, 127, 500, 3000),
+            )
+        )
+
+    @pytest.mark.parametrize("head_dim", [64, 128, 256])
+    def test_caps(self, head_dim: int) -> None:
+        """Scores well below the cap, around it, and far beyond."""
+        masks = (
+            *(Case(head_dim=head_dim, causal=causal) for causal in (True, False)),
+            Case(head_dim=head_dim, window=200),
+            Case(head_dim=head_dim, prefix_len=300),
+        )
+        check(
+            replace(case, softcap=5.0, spread=spread)
+            for case, spread in product(masks, (0.7, 5.0, 100.0))
+        )
+        check([replace(masks[0], softcap=50.0, spread=30.0)])
+
+    def test_one_query_and_one_key(self) -> None:
+        check(
+            Case(head_dim=64, lengths=lengths, causal=causal, window=window, shift=shift)
+            for lengths in ((1, 1), (1, 1500), (1500, 1))
+            for causal in (True, False)
+            for window, shift in ((1, 0), (200, 0), (200, -7))
+        )
+
+    def test_float16_heads_and_batches(self) -> None:
+        case = Case(head_dim=80, dtype=torch.float16, batch=3, window=130, lengths=(515, 600))
+        check(
+            replace(case, heads=heads, causal=causal)
+            for heads in ((1, 1), (6, 6), (8, 1))
+            for causal in (True, False)
+        )
+
+    @pytest.mark.parametrize("head_dim", [64, 128])
+    def test_long_sequences_many_times(self, head_dim: int) -> None:
+        """Many programs, whose rings go round often: equal bits each time, and the right ones."""
+        case = Case(head_dim=head_dim, lengths=(8192, 8192), window=1024, heads=(4, 1))
+        check([case])
+        q, k, v, _ = case.tensors()
+        call = FlashCall(q=q, k=k, v=v, spec=case.spec(), options=ON_HOPPER_ONLY)
+        first = operator.forward(call)
+        for _ in range(100):
+            assert all(map(torch.equal, operator.forward(call), first))
+
+    @pytest.mark.parametrize("head_dim", [64, 128, 256])
+    @pytest.mark.parametrize("causal", [True, False])
+    def test_keys_outside_all_windows_are_not_read(self, head_dim: int, causal: bool) -> None:
+        """Where no tile of keys begins or ends: a number that is none has no place to hide."""
+        case = Case(head_dim=head_dim, lengths=(100, 1500), causal=causal, window=64, shift=-700)
+        q, k, v, _ = case.tensors()
+        spec = case.spec()
+        clean = operator.forward(FlashCall(q=q, k=k, v=v, spec=spec, options=ON_HOPPER_ONLY))
+        seen = visible(case, 100, 1500).any(0).nonzero().flatten().tolist()
+        start, stop = seen[0], seen[-1] + 1
+        k, v = k.clone(), v.clone()
+        k[:, :, :start], k[:, :, stop:] = torch.nan, torch.nan
+        # Hidden values of a tile that is visited are multiplied with zero, which is NaN of NaN.
+        v[:, :, : start // 128 * 128], v[:, :, -(-stop // 128) * 128 :] = torch.nan, torch.nan
+        planted = operator.forward(FlashCall(q=q, k=k, v=v, spec=spec, options=ON_HOPPER_ONLY))
+        assert clean[0].isfinite().all()
+        assert all(map(torch.equal, planted, clean))
+
+    @pytest.mark.parametrize(
+        "case",
+        [
+            Case(head_dim=64, window=100),
+            Case(head_dim=128, window=130, causal=False, softcap=20.0),
+            Case(head_dim=256, window=65, shift=-3),
+            Case(head_dim=64, prefix_len=150, shift=2),
+            Case(head_dim=128, softcap=20.0),
+        ],
+        ids=("window", "symmetric, cap", "wide, shift", "prefix, shift", "cap"),
+    )
+    def test_packed(self, case: Case) -> None:
+        """The mask is of each sequence; some have no queries, or no keys."""
+        pairs = ((300, 300), (1, 1), (0, 40), (513, 700), (64, 0), (700, 513), (65, 129))
+        ends_q, ends_k = ([0, *accumulate(x)] for x in zip(*pairs, strict=True))
+        packing = Packing(
+            cu_seqlens_q=torch.tensor(ends_q, dtype=torch.int32, device="cuda"),
+            cu_seqlens_k=torch.tensor(ends_k, dtype=torch.int32, device="cuda"),
+            max_q_len=700,
+            max_kv_len=700,
+        )
+        dense = replace(case, lengths=(ends_q[-1], ends_k[-1])).tensors()
+        q, k, v, do = (x[0].transpose(0, 1) for x in dense)
+        call = FlashCall(q=q, k=k, v=v, spec=case.spec(packing), options=ON_HOPPER_ONLY)
+        o, lse = operator.forward(call)
+        has_backward = dispatch.why_not(call.problem(), "hopper") is None
+        gradients = operator.backward(call, do, o, lse) if has_backward else ()
+        found = []
+        spans = zip(pairwise(ends_q), pairwise(ends_k), strict=True)
+        for number, (queries, keys) in enumerate((slice(*a), slice(*b)) for a, b in spans):
+            q_, do_, o_ = (dense_part(x, queries) for x in (q, do, o))
+            k_, v_ = (dense_part(x, keys) for x in (k, v))
+            expected = exact(case, q_, k_, v_, do_)
+            what = wrong(o_, expected[0], "o") + wrong_lse(lse[None, :, queries], expected[1])
+            for name, got, wanted, rows in zip(
+                ("dq", "dk", "dv"), gradients, expected[2:], (queries, keys, keys), strict=False
+            ):
+                what += wrong_gradient(dense_part(got, rows), wanted, name)
+            found += [f"sequence {number}, {pairs[number]}: {x}" for x in what]
+        assert not found, "\n" + "\n".join(found)
+
+
+def dense_part(x: Tensor, rows: slice) -> Tensor:
+    """[T, H, D] -> [1, H, S, D] of one sequence."""
+    return x[rows].transpose(0, 1).unsqueeze(0)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_compiles_for_masks(head_dim: int) -> None:
+    """In a process of its own, since this one may have Triton's interpreter."""
+    pytest.importorskip("triton.experimental.gluon")
+    run = subprocess.run(
+        [sys.executable, "-m", "benchmarks.compile_hopper", "forward", str(head_dim), "masks"],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
+    spilled = [int(x) for x in re.findall(r"(\d+) bytes spill stores", run.stdout)]
+    assert len(spilled) == 5
+    assert max(spilled) <= (0 if head_dim <= 128 else 32), run.stdout
+
+
+class TestPlans:
+    """What the forward kernel is told of a mask."""
+
+    def plan(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        causal: bool = True,
+        window: int | None = None,
+        prefix_len: int = 0,
+        shift: int = 0,
+        softcap: float | None = None,
+    ) -> tuple[str, float, int, tuple[int, ...]]:
+        """Its mask, its cap, query tiles of a program, and the mask's numbers."""
+        pytest.importorskip("triton.experimental.gluon")
+        properties = SimpleNamespace(multi_processor_count=132)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        q = torch.empty(8, 12, 1024, 64, dtype=torch.bfloat16)
+        problem = describe(
+            q, q, q, causal=causal, window=window, prefix_len=prefix_len, shift=shift,
+            softcap=softcap,
+        )  # fmt: skip
+        lse = torch.empty(8, 12, 1024)
+        launch = plans.plan_forward(
+            ForwardPass(problem=problem, q=q, k=q, v=q, o=q, lse=lse, scale=1.0)
+        )
+        names = [x for x in launch.kernel.arg_names if x not in launch.constants]
+        # Tensors before, the scale behind.
+        numbers = dict(zip(names[-1 - len(launch.integers) : -1], launch.integers, strict=True))
+        constants = launch.constants
+        return (
+            *(constants["MASK"], constants["SOFTCAP"], constants["TILES"]),
+            tuple(numbers[name] for name in ("window", "prefix_len", "shift")),
+        )
+
+    def test_of_plain_masks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert self.plan(monkeypatch) == ("plain", 0.0, 2, (0, 0, 0))
+        # One that hides nothing.
+        assert self.plan(monkeypatch, window=1024) == ("plain", 0.0, 2, (0, 0, 0))
+
+    def test_of_others(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Pairs of query tiles were not measured under them."""
+        assert self.plan(monkeypatch, window=9, shift=2) == ("window", 0.0, 1, (9, 0, 2))
+        assert self.plan(monkeypatch, causal=False, window=9) == ("window", 0.0, 1, (9, 0, 0))
+        assert self.plan(monkeypatch, prefix_len=9) == ("prefix", 0.0, 1, (0, 9, 0))
+        assert self.plan(monkeypatch, shift=-9) == ("prefix", 0.0, 1, (0, 0, -9))
+        assert self.plan(monkeypatch, softcap=9.0) == ("plain", 9.0, 1, (0, 0, 0))
+
+    def test_the_forward_pass_takes_them(self) -> None:
+        q = torch.empty(1, 1, 8, 64, dtype=torch.bfloat16)
+        problem = describe(q, q, q, causal=True, window=3, shift=1, softcap=2.0)
+        assert problem.asks_for() <= hopper.FORWARD_TAKES
+        assert schedule.forward_mask(problem) == "window"
