@@ -2,10 +2,11 @@
 
 ``attention=sdpa_cudnn`` calls cuDNN through PyTorch, which picks the first plan of its heuristics
 and aligns causal masks to the top left. Here a graph is built by cuDNN's package, with masks
-aligned to the bottom right, a deterministic mode, and the newest graphs that the package knows.
-The kernels are those of libcudnn itself: the package nvidia-cudnn-cu12 or -cu13 that PyTorch
-brings, unless a newer one is installed over it or LD_LIBRARY_PATH has another. Checks follow
-``include/cudnn_frontend/node`` of github.com/NVIDIA/cudnn-frontend, version 1.23.
+aligned to the bottom right, windows, a deterministic mode, and the newest graphs that the package
+knows; sinks are added from the outside. The kernels are those of libcudnn itself: the package
+nvidia-cudnn-cu12 or -cu13 that PyTorch brings, unless a newer one is installed over it or
+LD_LIBRARY_PATH has another. Checks follow ``include/cudnn_frontend/node`` of
+github.com/NVIDIA/cudnn-frontend, version 1.24.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import metadata
+from typing import ClassVar
 
 import torch
 
@@ -35,6 +37,8 @@ OLDEST = (1, 18)
 class CudnnFrontend(DenseAttention):
     """Package nvidia-cudnn-frontend, 1.18 or later, with the libcudnn that it finds."""
 
+    takes: ClassVar[frozenset[str]] = frozenset(("window", "sinks"))
+
     deterministic: bool = False
     """Gradients bit for bit the same in every call; on Hopper cuDNN keeps S x S of them for it."""
 
@@ -56,6 +60,8 @@ class CudnnFrontend(DenseAttention):
             return "takes no packed batch of different lengths"
         if problem.causal and problem.q_len > problem.kv_len:
             return "cuDNN's causal mask takes no more queries than keys"
+        if problem.window is not None and problem.q_len > problem.kv_len:
+            return "cuDNN's window takes no more queries than keys"
         return _why_not_installed() or _why_not_here(problem, self.deterministic)
 
     def backward_workspace(self, problem: AttentionProblem) -> float:
@@ -140,7 +146,7 @@ def _why_no_graph(problem: AttentionProblem, deterministic: bool, device: int) -
             layouts=tuple(laid_out(name) for name in names),
             dtype=dtype,
             device=device,
-            causal=problem.causal,
+            mask=problem.mask,
             scale=problem.head_dim**-0.5,
             deterministic=deterministic and names == cudnn_graphs.BACKWARD,
         )

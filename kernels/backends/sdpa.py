@@ -2,7 +2,8 @@
 
 The public function hides the log-sum-exp. Where a kernel's own operator gives it in full, the
 explicit :meth:`Sdpa.forward` and :meth:`Sdpa.backward` call that operator, which is what the
-public function calls too: then the kernel can run inside a ring.
+public function calls too: then the kernel can run inside a ring, and sinks are added by the
+log-sum-exp. PyTorch passes no window and no softcap on to these kernels.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ _NUM_COPIES = {"flash": 2, "efficient": 1, "cudnn": 0}
 class Sdpa(DenseAttention, Decoding):
     """torch.nn.functional.scaled_dot_product_attention, restricted to one kernel if asked."""
 
+    takes: ClassVar[frozenset[str]] = frozenset(("sinks",))
     takes_causal_rectangles: ClassVar[bool] = False
 
     kernel: str = "auto"
@@ -57,6 +59,9 @@ class Sdpa(DenseAttention, Decoding):
     @property
     def gives_lse(self) -> bool:
         return self.kernel in KERNELS_WITH_LSE
+
+    def takes_here(self, problem: AttentionProblem) -> frozenset[str]:
+        return self.takes if self.gives_lse else frozenset()
 
     def __post_init__(self) -> None:
         if self.kernel not in SDPA_KERNELS:
@@ -152,6 +157,8 @@ class Sdpa(DenseAttention, Decoding):
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
+        if spec.sinks is not None:
+            return DenseAttention.attend(self, q, k, v, spec)
         arguments: dict[str, Any] = {
             "is_causal": spec.causal,
             "scale": spec.scale,

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.problem import AttentionSpec
+from kernels.problem import AttentionSpec, Mask
 
 MOST_GRAPHS = 128
 """Graphs that are kept; the one that was used longest ago is dropped."""
@@ -48,7 +48,7 @@ class GraphKey:
     layouts: tuple[Layout, ...]
     dtype: torch.dtype
     device: int
-    causal: bool
+    mask: Mask
     scale: float
     deterministic: bool
 
@@ -122,7 +122,7 @@ def _call(
         layouts=tuple(layout(x) for x in tensors),
         dtype=tensors[0].dtype,
         device=device.index or 0,
-        causal=spec.causal,
+        mask=spec.mask,
         scale=spec.scale,
         deterministic=deterministic,
     )
@@ -183,10 +183,9 @@ def _supported(key: GraphKey) -> Any:
         for identifier, name in enumerate(key.names, start=1)
         if name not in outputs
     }
-    band: dict[str, Any] = {}
-    if key.causal:
+    band = _band(key.mask)
+    if band:
         band["diagonal_alignment"] = cudnn.diagonal_alignment.BOTTOM_RIGHT
-        band["diagonal_band_right_bound"] = 0
     qkv = {name: inputs[name] for name in "qkv"}
     if key.names == FORWARD:
         results = graph.sdpa(**qkv, generate_stats=True, attn_scale=key.scale, **band)
@@ -209,6 +208,22 @@ def _supported(key: GraphKey) -> Any:
     graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
     graph.check_support()
     return graph
+
+
+def _band(mask: Mask) -> dict[str, Any]:
+    """The bounds of the keys that a row sees, those of ``utils/attn_score_modifiers.h``.
+
+    The right one is inclusive, a column at most so many after the diagonal; the left one is
+    exclusive, column + bound > row.
+    """
+    band: dict[str, Any] = {}
+    if mask.causal:
+        band["diagonal_band_right_bound"] = 0
+    elif mask.window is not None:
+        band["diagonal_band_right_bound"] = mask.window - 1
+    if mask.window is not None:
+        band["diagonal_band_left_bound"] = mask.window
+    return band
 
 
 def _readable(x: Tensor) -> Tensor:

@@ -16,11 +16,13 @@ from typing import Any
 import pytest
 import torch
 from attention_by_definition import assert_close, attention_by_definition, problem_of, tensors_of
+from test_masks import check_mask
 from torch import Tensor
 
-from kernels import BACKENDS, Attention, AttentionSpec
+from kernels import BACKENDS, Attention, AttentionProblem, AttentionSpec
 from kernels.backends import cudnn_frontend
 from kernels.libraries import cudnn_graphs
+from tests.support import masked_libraries
 
 PROBLEM = problem_of(dtype="bfloat16", num_heads=4, num_kv_heads=2, q_len=9, kv_len=17)
 ON_CUDA = replace(PROBLEM, device="cuda")
@@ -100,10 +102,15 @@ class Graph:
         nodes = {name: x for name, x in arguments.items() if isinstance(x, Node)}
         assert len(given) == len(nodes) + len(self.call.outputs)
         x = {name: node.holds(given[node.given["uid"]]) for name, node in nodes.items()}
+        if any(name.startswith("diagonal_band") for name in arguments):
+            assert arguments["diagonal_alignment"] == "bottom right"
+        if self.library.is_masked:
+            for node, value in zip(self.call.outputs, self._masked(x), strict=True):
+                node.holds(given[node.given["uid"]]).copy_(value)
+            return
         causal = "diagonal_band_right_bound" in arguments
         if causal:
             assert arguments["diagonal_band_right_bound"] == 0
-            assert arguments["diagonal_alignment"] == "bottom right"
         results = attention_by_definition(
             x["q"],
             x["k"],
@@ -121,6 +128,22 @@ class Graph:
             assert node.given["output"] is True
             node.holds(given[node.given["uid"]]).copy_(value)
 
+    def _masked(self, x: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        """Within the bounds, of which the left one is exclusive (utils/attn_score_modifiers.h)."""
+        arguments = self.call.arguments
+        left = arguments.get("diagonal_band_left_bound")
+        right = arguments.get("diagonal_band_right_bound")
+        assert left is None or (left > 0 and x["q"].shape[2] <= x["k"].shape[2])
+        band = masked_libraries.Band(None if left is None else left - 1, right)
+        call = {name: x[name].transpose(1, 2) for name in x if name != "stats"}
+        call |= {"dout": call.get("dO"), "softmax_scale": arguments["attn_scale"]}
+        if "dO" not in x:
+            o, lse = masked_libraries.forward(call, band, 0.0)
+            return o.transpose(1, 2), lse[..., None]
+        stats = x["stats"].squeeze(-1)
+        found = masked_libraries.backward(call, call["o"], stats, band, 0.0)
+        return tuple(gradient.transpose(1, 2) for gradient in found)
+
 
 class Library:
     """What is called of module cudnn."""
@@ -133,6 +156,8 @@ class Library:
         self.graphs: list[Graph] = []
         self.executed: list[Graph] = []
         self.stream = 0
+        self.is_masked = False
+        """Whether calls may have windows and sinks; the statistics are trusted then."""
         self.workspace_bytes = 0
         self.fails_at = ""
 
@@ -238,6 +263,58 @@ class TestCalls:
         assert asked is deterministic
 
 
+MASKS = {
+    "window": {"window": 4},
+    "window of one": {"window": 1},
+    "window on both sides": {"window": 4, "causal": False},
+    "window of all keys": {"window": 40, "causal": False},
+    "sinks": {"sinks": True},
+    "sinks without a mask": {"sinks": True, "causal": False},
+    "window and sinks": {"window": 3, "sinks": True},
+}
+
+
+class AsOnGpu(cudnn_frontend.CudnnFrontend):
+    """With the refusals of a GPU for tensors of a CPU."""
+
+    def why_unsupported(self, problem: AttentionProblem) -> str | None:
+        found = replace(problem, device="cuda")
+        return cudnn_frontend.CudnnFrontend.why_unsupported(self, found)
+
+
+class TestMasks:
+    @pytest.mark.parametrize("kind", MASKS)
+    def test_results_are_those_of_the_definition(self, library: Library, kind: str) -> None:
+        library.is_masked = True
+        problem = replace(PROBLEM, **MASKS[kind])
+        backend = AsOnGpu(name="cudnn_frontend")
+        assert backend.why_unsupported(problem) is None
+        check_mask(backend, problem)
+
+    def test_a_window_has_a_graph_of_its_own(self, library: Library) -> None:
+        library.is_masked = True
+        q, k, v, _ = tensors_of(PROBLEM)
+        for window in (3, 4, 3, None):
+            backend_of().forward(q, k, v, AttentionSpec(causal=True, scale=0.3, window=window))
+        assert len(library.graphs) == 3
+
+    def test_what_it_refuses(self, library: Library) -> None:
+        backend = backend_of()
+        for changes in ({"softcap": 4.0}, {"prefix_len": 4}, {"shift": 1}):
+            (name,) = changes
+            reason = backend.why_unsupported(replace(ON_CUDA, **changes))
+            assert f"takes no attention.{name}=" in str(reason)
+        more = replace(ON_CUDA, q_len=18, causal=False)
+        assert backend.why_unsupported(more) is None
+        reason = backend.why_unsupported(replace(more, window=4))
+        assert reason == "cuDNN's window takes no more queries than keys"
+
+    def test_cudnn_is_asked_about_the_window(self, library: Library) -> None:
+        assert backend_of().why_unsupported(replace(ON_CUDA, window=4)) is None
+        bounds = [graph.call.arguments["diagonal_band_left_bound"] for graph in library.graphs]
+        assert bounds == [4, 4]
+
+
 class TestSupport:
     def test_where_it_runs(self, library: Library) -> None:
         assert backend_of().supports(ON_CUDA) is None
@@ -330,3 +407,7 @@ class TestOnGpu:
             again = backend.backward(do, q, k, v, o, lse, spec)
             for first, second in zip(gradients, again, strict=True):
                 assert torch.equal(first, second)
+
+    @pytest.mark.parametrize("kind", MASKS)
+    def test_masks(self, kind: str) -> None:
+        check_mask(backend_of(), replace(ON_CUDA, head_dim=64, **MASKS[kind]))
