@@ -38,13 +38,17 @@ that are:
   S_q≠S_k    a causal mask with more keys than queries (S_k>S_q), or any number of them
   ring       gives the log-sum-exp, so that it can run on a sequence over many devices
   head_dim   which widths of a head it takes; 8-256 by 8 are the multiples of 8 from 8 to 256
-Then the caches that they attend from, with task=decode, and the schemes that split a sequence over
+Then the caches that they attend from, with task=decode; the options of masks that they take here,
+attention.window=, prefix_len=, softcap= and sinks=; and the schemes that split a sequence over
 several ranks.
 """
 
 DEVICES = ("auto", "cpu", "cuda")
 
 HEAD_DIMS = (1, 4, 8, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 512, 1024)
+
+EACH_MASK: dict[str, float] = {"window": 100, "prefix_len": 100, "softcap": 30.0, "sinks": True}
+"""A value of each of ``kernels.problem.MASKS``, to ask a backend about."""
 
 YES, NO, UNKNOWN = "yes", "no", fmt.ABSENT
 
@@ -68,6 +72,8 @@ class Features:
     ring: str = UNKNOWN
     """Whether its log-sum-exp lets it run inside a ring of devices."""
     head_dims: str = UNKNOWN
+    masks: str = NO
+    """The options of a mask that it takes on this machine: ``window, softcap, sinks``."""
     caches: str = NO
     """Caches that it can take steps from: ``contiguous, paged``; and why none, for ``reason``."""
 
@@ -184,7 +190,7 @@ def features_of(backend: AttentionBackend, device: str) -> Features:
     if not problem.needs_grad:
         reason = backend.why_unsupported(replace(problem, needs_grad=True))
 
-    def takes(**changes: int | bool) -> bool:
+    def takes(**changes: float) -> bool:
         return backend.why_unsupported(replace(problem, **changes)) is None  # type: ignore[arg-type]
 
     longer = takes(kv_len=problem.kv_len + 64)
@@ -199,6 +205,7 @@ def features_of(backend: AttentionBackend, device: str) -> Features:
         lengths="any" if any_length else "S_k>S_q" if longer else NO,
         ring=YES if isinstance(backend, Attention) and backend.gives_lse else NO,
         head_dims=_head_dims([dim for dim in HEAD_DIMS if takes(head_dim=dim)]),
+        masks=", ".join(name for name, value in EACH_MASK.items() if takes(**{name: value})) or NO,
         caches=caches,
     )
 
@@ -328,23 +335,26 @@ def _print(rows: list[Features], device: str, console: Console) -> None:
     for row, line in zip(rows, lines, strict=True):
         style = "dim" if row.usable == NO else ""
         console.print(escape(line), style=style, highlight=False, soft_wrap=True)
-    decoding = [row for row in rows if row.caches != NO]
-    if decoding:
-        width = max(len(row.name) for row in decoding)
-        console.print("\nFrom a cache, with task=decode:", highlight=False)
-        for row in decoding:
-            console.print(f"  {row.name:<{width}}  {row.caches}", highlight=False, soft_wrap=True)
-    reasons = [row for row in rows if row.reason is not None]
-    if reasons:
-        width = max(len(row.name) for row in reasons)
-        console.print("\nWhy not, or not wholly:", highlight=False)
-        for row in reasons:
-            line = f"  {row.name:<{width}}  {row.reason}"
-            console.print(escape(line), highlight=False, soft_wrap=True)
+    caches = {row.name: row.caches for row in rows if row.caches != NO}
+    _print_each("From a cache, with task=decode:", caches, console)
+    masks = {row.name: row.masks for row in rows if row.masks != NO}
+    _print_each("Options of masks besides the causal one, attention.NAME=:", masks, console)
+    reasons = {row.name: row.reason for row in rows if row.reason is not None}
+    _print_each("Why not, or not wholly:", reasons, console)
     for row in rows:
         chosen = _choice(row.name, device) if row.usable != NO else row.name
         if chosen != row.name:
             console.print(f"\nattention={row.name} would choose {chosen} here.", highlight=False)
+
+
+def _print_each(title: str, texts: dict[str, str], console: Console) -> None:
+    """A line for each backend that has a text, or nothing."""
+    if not texts:
+        return
+    width = max(map(len, texts))
+    console.print(f"\n{title}", highlight=False)
+    for name, text in texts.items():
+        console.print(escape(f"  {name:<{width}}  {text}"), highlight=False, soft_wrap=True)
 
 
 def _choice(name: str, device: str) -> str:

@@ -93,6 +93,14 @@ class TestFeatures:
         other = picky(lambda problem: problem.kv_len != problem.q_len)
         assert other == replace(plain, lengths="no")
 
+    def test_masks_are_those_that_it_takes_and_supports(self) -> None:
+        class Masked(Picky):
+            takes = frozenset(("window", "softcap", "sinks"))
+
+        found = features_of(Masked(name="m", refuses=lambda problem: problem.window == 100), "cpu")
+        assert found.masks == "softcap, sinks"
+        assert picky(lambda problem: False).masks == "no"
+
     @pytest.mark.parametrize(
         ("takes", "words"),
         [
@@ -145,6 +153,8 @@ class TestCommand:
         assert " decode " in usable["standard"]
         assert " decode " in usable["mla_absorbed"]
         assert re.search("\n  standard +contiguous, paged\n", below)
+        assert re.search("\n  naive +window, prefix_len, softcap, sinks\n", below)
+        assert re.search("\n  sdpa_flash +sinks\n", below)
         schemes = sorted(splitting - {"context_parallel_torch", "ulysses", "documents"})
         assert f"ring column says yes: {', '.join(schemes)}.\n" in below
         assert "Over parallel.cp ranks, with any usable attention.kernel=: ulysses.\n" in below
@@ -239,10 +249,44 @@ class TestAuto:
             ({"packed": True}, False, "naive"),
             ({"kv_len": 30}, False, "naive"),
             ({"kv_len": 8}, False, "flash_torch"),
+            ({"window": 4}, False, "naive"),
+            ({"window": 4}, True, "naive"),
+            ({"softcap": 9.0}, False, "naive"),
+            ({"sinks": True}, False, "sdpa_flash"),
+            ({"window": 4, "causal": False, "kv_len": 8}, False, "flash_torch"),
+            ({"shift": -4}, True, "flash_torch"),
         ],
     )
     def test_on_a_cpu(self, changes: dict[str, Any], with_lse: bool, name: str) -> None:
         assert choose(replace(PROBLEM, **changes), with_lse=with_lse).name == name
+
+    @pytest.mark.parametrize(
+        ("capability", "changes", "name"),
+        [
+            ((9, 0), {"window": 4}, "flash_attn_4"),
+            ((9, 0), {"window": 4, "softcap": 9.0, "sinks": True}, "flash_attn_4"),
+            ((9, 0), {"prefix_len": 4}, "flex"),
+            ((10, 0), {"softcap": 9.0}, "flash_attn_4"),
+            ((8, 0), {"window": 4, "softcap": 9.0}, "flash_attn_2"),
+            ((8, 0), {"prefix_len": 4}, "flex"),
+        ],
+    )
+    def test_passes_over_backends_that_refuse_a_mask(
+        self,
+        capability: tuple[int, int],
+        changes: dict[str, Any],
+        name: str,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """With all that a chain names installed, the first that takes the mask is chosen."""
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: capability)
+        ours = BACKENDS["flash_triton"].target
+        for entry in BACKENDS:
+            if entry.target is not ours:
+                monkeypatch.setattr(entry.target, "supports", lambda self, problem: None)
+        monkeypatch.setattr(ours, "why_unsupported", lambda self, problem: "no")
+        assert choose(replace(PROBLEM, device="cuda", **changes)).name == name
 
     def test_poses_the_problem_that_its_tensors_are(self, monkeypatch: pytest.MonkeyPatch) -> None:
         asked: list[tuple[AttentionProblem, bool]] = []
