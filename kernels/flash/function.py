@@ -159,7 +159,7 @@ class _Attention(torch.autograd.Function):
             o, lse, rest = _with_sinks(o, lse, rest, sinks)
             # Autograd alone may hold a tensor with a history.
             spec = replace(spec, sinks=None)
-        ctx.save_for_backward(q, k, v, o, lse, rest, sinks)
+        ctx.save_for_backward(q, k, v, o, lse, rest, *(() if sinks is None else (sinks,)))
         ctx.problem, ctx.spec, ctx.options = problem, spec, options
         ctx.learns = has_node and _may_be_native(options)
         if ctx.learns:
@@ -170,7 +170,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None = None) -> Any:
-        q, k, v, o, lse, rest, sinks = ctx.saved_tensors
+        q, k, v, o, lse, rest, *others = ctx.saved_tensors
+        sinks = others[0] if others else None
         if do is None:
             do = torch.zeros_like(o)
         call = FlashCall(q=q, k=k, v=v, spec=ctx.spec, options=ctx.options)
@@ -190,12 +191,16 @@ def _with_sinks(
     o: Tensor, lse: Tensor, rest: Tensor | None, sinks: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """o and lse over the keys and the sinks, and what float32 rounds away of this lse."""
-    o, total = sink_logits.add(o, lse, sinks)
     if rest is None:
-        return o, total, None
-    # In float64, since the total is about as large as lse and rounded like it.
-    exact = torch.logaddexp(lse.double() + rest, sinks.double().unsqueeze(-1))
-    return o, total, torch.where(total == float("-inf"), 0.0, exact - total).float()
+        return *sink_logits.add(o, lse, sinks), None
+    # As sinks.add does it, in float64: a total of thousands is rounded by more than is left of it.
+    of_keys = lse.double() + rest
+    exact = torch.logaddexp(of_keys, sinks.double().unsqueeze(-1))
+    is_empty = exact == float("-inf")
+    weight = (of_keys - exact.masked_fill(is_empty, 0.0)).exp().float()
+    o = o * (weight if o.dim() == 4 else weight.transpose(0, 1)).unsqueeze(-1)
+    total = exact.float()
+    return o, total, (exact - total).masked_fill(is_empty, 0.0).float()
 
 
 def _sinks_gradient(

@@ -102,6 +102,23 @@ def test_gradients(shift: float, scale: float, causal: bool) -> None:
         assert_as_near(*near, name, GRADIENT_FLOOR)
 
 
+@pytest.mark.parametrize("shift", SHIFTS)
+def test_sinks_as_large_as_the_scores(shift: float) -> None:
+    *tensors, do = inputs(shift, 0.25)
+    sinks = torch.tensor([shift, shift + 2.5], device=DEVICE)
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    o = flash_attention(*leaves, causal=True, scale=0.25, sinks=sinks, options=OPTIONS)
+    found = torch.autograd.grad(o, leaves, do)
+    wanted = [x.double().requires_grad_() for x in tensors]
+    o_of_keys, lse = exact(*wanted, True, 0.25)
+    expected = o_of_keys * torch.sigmoid(lse - sinks.double()[:, None])[..., None]
+    assert off(o, expected.detach()) < FLOOR
+    gradients = torch.autograd.grad(expected, wanted, do.double())
+    for name, got, want in zip(("dq", "dk", "dv"), found, gradients, strict=True):
+        columns = slice(0, 15) if name == "dq" else slice(None)
+        assert off(got[..., columns], want[..., columns]) < GRADIENT_FLOOR, name
+
+
 def through_operator(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """As torch.compile sees it."""
     spec = AttentionSpec(causal=True, scale=0.25)
