@@ -55,15 +55,27 @@ def backward_flops(problem: AttentionProblem) -> float:
 
 
 def forward_bytes(problem: AttentionProblem) -> float:
-    """The fewest bytes the forward pass moves: q, k, v read once, o and lse written once."""
+    """The fewest bytes the forward pass moves: q, k, v read once, o and lse written once.
+
+    Of k and v those rows that some query sees; the sinks are nothing beside them.
+    """
     q_bytes, kv_bytes, lse_bytes = tensor_bytes(problem)
-    return 2 * q_bytes + 2 * kv_bytes + lse_bytes
+    return 2 * q_bytes + 2 * kv_bytes * _seen_share(problem) + lse_bytes
 
 
 def backward_bytes(problem: AttentionProblem) -> float:
     """q, k, v, o, do and lse read once, dq, dk, dv written once."""
     q_bytes, kv_bytes, lse_bytes = tensor_bytes(problem)
-    return 4 * q_bytes + 4 * kv_bytes + lse_bytes
+    return 4 * q_bytes + 2 * kv_bytes * (1 + _seen_share(problem)) + lse_bytes
+
+
+def _seen_share(problem: AttentionProblem) -> float:
+    """The share of the keys that any query sees, which a window may leave out."""
+    if problem.window is None or not problem.q_len or not problem.kv_len:
+        return 1.0
+    first, _ = problem.mask.keys(0, problem.q_len, problem.kv_len)
+    _, last = problem.mask.keys(problem.q_len - 1, problem.q_len, problem.kv_len)
+    return max(0, last - first) / problem.kv_len
 
 
 def tensor_bytes(problem: AttentionProblem) -> tuple[float, float, float]:
@@ -137,13 +149,17 @@ def memory(problem: AttentionProblem, *, keeps_scores: bool) -> dict[str, float]
     """Bytes in use between forward and backward, by category.
 
     q, k, v and o stay for the backward pass, and either the probabilities (with the mask, of
-    one byte per pair) or the log-sum-exp of every row.
+    one byte per pair) or the log-sum-exp of every row. Of scores with a cap their tanh stays too,
+    and of those with sinks a column more.
     """
     q_bytes, kv_bytes, lse_bytes = tensor_bytes(problem)
     values = {"inputs": q_bytes + 2 * kv_bytes, "output": q_bytes}
     if keeps_scores:
-        values["probabilities"] = q_bytes / problem.head_dim * problem.kv_len
-        if problem.causal:
+        column = q_bytes / problem.head_dim
+        values["probabilities"] = column * (problem.kv_len + problem.sinks)
+        if problem.softcap is not None:
+            values["capped_scores"] = column * problem.kv_len
+        if problem.causal or problem.window is not None:
             values["mask"] = float(problem.q_len * problem.kv_len)
     else:
         values["lse"] = lse_bytes

@@ -15,7 +15,7 @@ from harness.analysis.machines import Machine
 from harness.analysis.memory import own_peak_bytes
 from harness.analysis.names import Names
 from harness.analysis.stats import median, slowest_rank
-from harness.cases.columns import BATCH_LAYOUTS
+from harness.cases.columns import BATCH_LAYOUTS, NO_MASK
 from harness.cases.hardware import Hardware, find_hardware
 from harness.cases.source import changed_folders, is_measured
 from harness.cases.task import WHOLE_PHASES
@@ -66,6 +66,10 @@ class Reading:
         if head_dim is None and num_heads:
             head_dim = source["d_model"] // num_heads
         return num_heads, source.get("num_kv_heads") or num_heads, head_dim
+
+    def mask(self, option: str, otherwise: Any) -> Any:
+        """An option of ``kernels.problem.MASKS``, if the attention has it and it is set."""
+        return self.case["attention"].get(option) or otherwise
 
     @cached_property
     def device_name(self) -> str | None:
@@ -207,6 +211,10 @@ CASE_COLUMNS: Mapping[str, Callable[[Reading], Any]] = {
     "num_kv_heads": lambda of: of.heads[1],
     "head_dim": lambda of: of.heads[2],
     "causal": lambda of: of.task.get("causal", True),
+    "window": lambda of: of.mask("window", NO_MASK),
+    "prefix_len": lambda of: of.mask("prefix_len", 0),
+    "softcap": lambda of: of.mask("softcap", NO_MASK),
+    "sinks": lambda of: of.mask("sinks", False),
     "kv_len": lambda of: of.task.get("kv_len") or of.case["seq_len"],
     "layout": lambda of: BATCH_LAYOUTS[of.task.get("packing", "none")],
     "lengths": lambda of: of.task.get("lengths", "equal"),

@@ -10,6 +10,7 @@ from harness.cases.case import label
 from harness.cases.task import task_type
 from harness.store.record import Record
 from kernels import BACKENDS
+from kernels.problem import MASKS
 from parallel import STRATEGIES
 
 ALWAYS = ("tp", "shard_group")
@@ -43,6 +44,8 @@ class Names:
         return self._strategy[_key(_without_ranks(values))]
 
     def attention(self, values: dict[str, Any]) -> str:
+        """The name without options of a mask, which have columns of their own."""
+        values = {key: value for key, value in values.items() if key not in MASKS}
         key = _key(values)
         if key not in self._attention:
             self._attention[key] = _attention_label(values)

@@ -65,6 +65,7 @@ class Case:
             )
         if isinstance(self.attention, Attention):
             self.attention.check_mask_options()
+            self._require_no_mask_in_vain(self.attention)
         if "model" not in self.task.uses:
             self.model = None
         if "compile" not in self.task.uses:
@@ -140,6 +141,18 @@ class Case:
     def id(self) -> str:
         """A slug that a person can read and a hash of everything that defines the case."""
         return f"{self.slug}-{_digest(_defining(self))}"
+
+    def _require_no_mask_in_vain(self, attention: Attention) -> None:
+        """Raise ValueError for a window or its like where the task would not use it."""
+        if not self.task.attends or self.task.takes_masks:
+            return
+        usual = type(attention)(name=attention.name).mask_options()
+        for key, value in attention.mask_options().items():
+            if value != usual[key]:
+                raise ValueError(
+                    f"attention.{key}={json.dumps(value)}: task={self.task.name} takes no "
+                    f"{key}; leave it out, or use task=attention"
+                )
 
     @property
     def slug(self) -> str:

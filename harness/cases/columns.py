@@ -47,6 +47,14 @@ BATCH_LAYOUTS = {
 """Each ``task.packing`` as tables name it, the usual one first."""
 
 
+NO_MASK = "none"
+"""A window or a cap that is not set, as tables name it; before the others."""
+
+
+def _but_for_none(shown: fmt.Format) -> fmt.Format:
+    return lambda value: NO_MASK if value == NO_MASK else shown(value)
+
+
 def _say_nothing(value: Any) -> str:
     return ""
 
@@ -75,6 +83,26 @@ POINTS = Points(
             header="causal",
             describe=lambda value: "causal" if value else "not causal",
             format=fmt.yes_no,
+        ),
+        "window": Point(
+            header="window",
+            describe=lambda value: "" if value == NO_MASK else f"window {fmt.integer(value)}",
+            format=_but_for_none(fmt.integer),
+            looks=in_order(NO_MASK),
+        ),
+        "prefix_len": Point(
+            header="prefix",
+            describe=lambda value: f"prefix of {fmt.counted(value, 'key')}" if value else "",
+            format=fmt.integer,
+        ),
+        "softcap": Point(
+            header="softcap",
+            describe=lambda value: "" if value == NO_MASK else f"softcap {value:g}",
+            format=_but_for_none("{:g}".format),
+            looks=in_order(NO_MASK),
+        ),
+        "sinks": Point(
+            header="sinks", describe=lambda value: "sinks" if value else "", format=fmt.yes_no
         ),
         "seq_len": Point(
             header="seq_len",

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from harness.cases.column import CaseColumn
-from kernels import AttentionProblem
+from kernels import Attention, AttentionBackend, AttentionProblem
 from kernels.registry import Registry
 from models.memory import MemoryPrediction
 
@@ -51,6 +51,8 @@ class Task:
     """Whether it can run a model with latent attention (model.kv_lora_rank)."""
     attends: ClassVar[bool] = True
     """Whether it calls attention; if not, ``attention=`` changes nothing."""
+    takes_masks: ClassVar[bool] = True
+    """Whether its attention may have a window, a prefix, a cap or sinks."""
     measures: ClassVar[bool] = True
     """Whether it runs anything; if not, its results are counted by formula."""
     profiled_phases: ClassVar[tuple[str, ...]] = ()
@@ -129,6 +131,11 @@ class Task:
     def run(self, case: Case, bench: Bench) -> None:
         """Set up, check, warm up and measure on this rank; ``bench`` takes the results."""
         raise NotImplementedError
+
+
+def mask_options(attention: AttentionBackend) -> dict[str, Any]:
+    """Fields of an AttentionProblem from ``attention.window=`` and its like, where it has them."""
+    return attention.mask_options() if isinstance(attention, Attention) else {}
 
 
 def task_type(name: str) -> type[Task]:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from harness.gate.comparison import Place, compare, errors_of
-from harness.gate.exact import EXACT, Arithmetic
 from harness.gate.findings import Finding
+from harness.gate.scoring import EXACT, Arithmetic
 from harness.gate.tolerances import Format
 
 

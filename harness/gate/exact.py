@@ -16,46 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from harness.gate.scoring import EXACT, Arithmetic, Scoring
+
 BLOCK = 512
 """Queries whose log-sum-exp is computed at once."""
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Arithmetic:
-    """The dtype of every operation, and the one that probabilities and results are rounded to."""
-
-    dtype: torch.dtype
-    rounds_to: torch.dtype | None = None
-    rounds_scores: bool = False
-    """Whether scores, and their gradients by row, are rounded too, as matrices in memory are."""
-
-    def wide(self, x: Tensor) -> Tensor:
-        return x.to(self.dtype)
-
-    def round(self, x: Tensor) -> Tensor:
-        return x if self.rounds_to is None else x.to(self.rounds_to).to(self.dtype)
-
-    def scores(self, q: Tensor, k: Tensor, scale: float = 1.0) -> Tensor:
-        """scale q k^T, as a product of matrices and another operation."""
-        if not self.rounds_scores:
-            return (q @ k.mT).mul_(scale)
-        product = self.round(q @ k.mT)
-        return product if scale == 1.0 else self.round(product * scale)
-
-
-EXACT = Arithmetic(dtype=torch.float64)
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Mask:
-    """Query i sees the keys up to i + ``offset``; all of them without a causal mask."""
-
-    causal: bool
-    offset: int
-
-    def hidden(self, rows: Tensor, keys: Tensor) -> Tensor | None:
-        """Which keys a row does not see; ``rows`` and ``keys`` broadcast to the scores."""
-        return keys > rows + self.offset if self.causal else None
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -92,35 +56,35 @@ class Rows:
         )
 
 
-def log_sum_exp(q_BGHSD: Tensor, k_BGKD: Tensor, mask: Mask, scale: float) -> Tensor:
-    """The log-sum-exp of every row's scores, [B, G, H, S], float64.
+def log_sum_exp(q_BGHSD: Tensor, k_BGKD: Tensor, scoring: Scoring) -> Tensor:
+    """The log-sum-exp of every row's scores and of its sink, [B, G, H, S], float64.
 
     Scores are exact to float64, and their exponentials, relative to the largest, to float32, which
     takes a third of the time: the sum is off by 1e-7 of itself, less than any float32 result.
     """
     group, length = q_BGHSD.shape[2:4]
-    k_BGKD = k_BGKD.double()
+    # Of a window's keys only those that are seen are widened.
+    windowed = scoring.mask.window is not None
+    k_BGKD = k_BGKD if windowed else k_BGKD.double()
     lse = q_BGHSD.new_empty(q_BGHSD.shape[:4], dtype=torch.float64)
     columns = torch.arange(k_BGKD.shape[2], device=k_BGKD.device)
     for start in range(0, length, BLOCK):
         rows = torch.arange(start, min(start + BLOCK, length), device=k_BGKD.device)
-        seen = k_BGKD.shape[2]
-        if mask.causal:
-            seen = max(0, min(seen, int(rows[-1]) + 1 + mask.offset))
+        seen = scoring.mask.keys_of(start, start + len(rows) - 1, k_BGKD.shape[2])
         q_rows = q_BGHSD[..., start : start + len(rows), :].flatten(2, 3).double()
-        scores = (q_rows @ k_BGKD[:, :, :seen].mT).mul_(scale)
-        hidden = mask.hidden(rows.repeat(group)[:, None], columns[:seen])
-        if hidden is not None:
-            scores.masked_fill_(hidden, float("-inf"))
-        largest = scores.amax(-1, keepdim=True) if seen else scores.new_full((1,), -torch.inf)
+        places = rows.repeat(group)[:, None]
+        keys = k_BGKD[:, :, seen].double()
+        scores, _ = scoring.scores(EXACT, q_rows, keys, places, columns[seen])
+        empty = seen.start == seen.stop
+        largest = scores.new_full((1,), -torch.inf) if empty else scores.amax(-1, keepdim=True)
         below = scores.sub_(largest.nan_to_num(neginf=0.0)).float()
         total = below.exp_().sum(-1).double().log() + largest.squeeze(-1)
         lse[..., start : start + len(rows)] = total.unflatten(2, (group, -1))
-    return lse
+    return scoring.with_sinks(lse)
 
 
 def rows_of_queries(
-    tensors: dict[str, Tensor], rows_BGHR: Tensor, mask: Mask, scale: float, arithmetic: Arithmetic
+    tensors: dict[str, Tensor], rows_BGHR: Tensor, scoring: Scoring, arithmetic: Arithmetic
 ) -> Rows:
     """o, lse and, where ``do`` is among the tensors, dq of some queries.
 
@@ -129,14 +93,16 @@ def rows_of_queries(
     """
     group = rows_BGHR.shape[2]
     wide = arithmetic.wide
-    k, v = wide(tensors["k"]), wide(tensors["v"])
+    seen = slice(0, tensors["k"].shape[2])
+    if scoring.mask.window is not None:
+        seen = scoring.mask.keys_of(int(rows_BGHR.min()), int(rows_BGHR.max()), seen.stop)
+    k, v = wide(tensors["k"][:, :, seen]), wide(tensors["v"][:, :, seen])
     q = wide(take(tensors["q"], rows_BGHR)).flatten(2, 3)
-    scores = arithmetic.scores(q, k, scale)
-    columns = torch.arange(k.shape[2], device=k.device)
-    hidden = mask.hidden(rows_BGHR.flatten(2, 3)[..., None], columns)
-    if hidden is not None:
-        scores.masked_fill_(hidden, float("-inf"))
-    lse = scores.logsumexp(-1, keepdim=True)
+    columns = torch.arange(seen.start, seen.stop, device=k.device)
+    places = rows_BGHR.flatten(2, 3)[..., None]
+    scores, slope = scoring.scores(arithmetic, q, k, places, columns)
+    lse = scoring.with_sinks(scores.logsumexp(-1).unflatten(2, (group, -1)), arithmetic)
+    lse = lse.flatten(2, 3)[..., None]
     # A row that sees no key has probabilities of zero: exp(-inf - 0).
     p = scores.sub_(lse.nan_to_num(neginf=0.0)).exp_()
     o = arithmetic.round(arithmetic.round(p) @ v)
@@ -146,9 +112,12 @@ def rows_of_queries(
         do = wide(take(tensors["do"], rows_BGHR)).flatten(2, 3)
         dp = arithmetic.scores(do, v)
         largest = p.amax(-1)
-        ds = p.mul_(dp.sub_((do * o).sum(-1, keepdim=True))).mul_(scale)
+        ds = p.mul_(dp.sub_((do * o).sum(-1, keepdim=True))).mul_(scoring.scale)
+        if slope is not None:
+            # Terms stay as they are without a cap: its slope is off by a part of 1, not of itself.
+            ds.mul_(slope)
         values["dq"] = arithmetic.round(arithmetic.round(ds) @ k)
-        terms["dq"] = scale * largest * do.norm(dim=-1) * _per_element(v) * _norm(k)
+        terms["dq"] = scoring.scale * largest * do.norm(dim=-1) * _per_element(v) * _norm(k)
     return Rows(
         values={name: x.unflatten(2, (group, -1)) for name, x in values.items()},
         terms={name: x.unflatten(2, (group, -1)) for name, x in terms.items()},
@@ -159,8 +128,7 @@ def rows_of_keys(
     tensors: dict[str, Tensor],
     lse_BGHS: Tensor,
     rows_BGR: Tensor,
-    mask: Mask,
-    scale: float,
+    scoring: Scoring,
     arithmetic: Arithmetic,
 ) -> Rows:
     """dk and dv of some keys, over all queries that see them.
@@ -171,22 +139,24 @@ def rows_of_keys(
         lse_BHGS: the exact log-sum-exp of every query.
     """
     wide = arithmetic.wide
-    q, do = (wide(tensors[name]).flatten(2, 3) for name in ("q", "do"))
-    dots = (wide(tensors["o"]).flatten(2, 3) * do).sum(-1)
-    k, v = (wide(take(tensors[name], rows_BGR)) for name in ("k", "v"))
     group, length = tensors["q"].shape[2:4]
-    scores = arithmetic.scores(k, q, scale)
-    queries = torch.arange(length, device=q.device).repeat(group)
-    hidden = mask.hidden(queries, rows_BGR[..., None])
-    if hidden is not None:
-        scores.masked_fill_(hidden, float("-inf"))
-    lse = wide(lse_BGHS).flatten(2, 3).nan_to_num(neginf=0.0)
+    seeing = slice(0, length)
+    if scoring.mask.window is not None:
+        seeing = scoring.mask.queries_of(int(rows_BGR.min()), int(rows_BGR.max()), length)
+    q, do, o = (wide(tensors[name][..., seeing, :]).flatten(2, 3) for name in ("q", "do", "o"))
+    dots = (o * do).sum(-1)
+    k, v = (wide(take(tensors[name], rows_BGR)) for name in ("k", "v"))
+    queries = torch.arange(seeing.start, seeing.stop, device=q.device).repeat(group)
+    scores, slope = scoring.scores(arithmetic, k, q, queries, rows_BGR[..., None])
+    lse = wide(lse_BGHS[..., seeing]).flatten(2, 3).nan_to_num(neginf=0.0)
     p = scores.sub_(lse[:, :, None]).exp_()
     dv = arithmetic.round(arithmetic.round(p) @ do)
     largest = p.amax(-1)
-    ds = p.mul_(arithmetic.scores(v, do).sub_(dots[:, :, None])).mul_(scale)
+    ds = p.mul_(arithmetic.scores(v, do).sub_(dots[:, :, None])).mul_(scoring.scale)
+    if slope is not None:
+        ds.mul_(slope)
     dk = arithmetic.round(arithmetic.round(ds) @ q)
-    terms = scale * largest * _norm(do) * _per_element(v) * _norm(q)
+    terms = scoring.scale * largest * _norm(do) * _per_element(v) * _norm(q)
     return Rows(values={"dk": dk, "dv": dv}, terms={"dk": terms, "dv": dv.norm(dim=-1) / 2})
 
 

@@ -15,11 +15,13 @@ from torch import Tensor
 
 from harness.gate import exact
 from harness.gate.comparison import Place, compare, errors_of
-from harness.gate.exact import EXACT, Arithmetic, Mask, Rows
+from harness.gate.exact import Rows
 from harness.gate.findings import Finding
 from harness.gate.identities import check_identities
 from harness.gate.lse import check_lse
 from harness.gate.sampling import draw_rows
+from harness.gate.scoring import EXACT, Arithmetic, Mask, Scoring
+from harness.gate.sink_gradient import SinkGradient
 from harness.gate.tolerances import Format
 
 SCORES_AT_ONCE = {"cpu": 2**20, "cuda": 2**24}
@@ -27,6 +29,10 @@ SCORES_AT_ONCE = {"cpu": 2**20, "cuda": 2**24}
 
 CAREFUL_ROWS = 64
 """Rows of a head on which the careful computation is carried out."""
+
+POSITIONS_AT_ONCE = 4096
+"""Rows of a window are compared in blocks that reach over so many positions, or over a window if
+that is more: each then meets few keys that none of its rows sees."""
 
 OF_QUERIES = ("q", "o", "do", "dq", "lse")
 
@@ -39,6 +45,11 @@ class Part:
     """q, o, do, dq [B, heads, S, D], k, v, dk, dv [B, key-value heads, K, D]; lse [B, heads, S]."""
     causal: bool
     scale: float
+    window: int | None = None
+    prefix_len: int = 0
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    """A logit for each query head, [heads]."""
     sequence: int | None = None
     """Which sequence of a packed batch this is."""
     rounds_scores: bool = False
@@ -47,24 +58,46 @@ class Part:
     """Of several ranks that hold the same tensors: which one this is, of how many."""
 
 
-def check_part(part: Part, number_format: Format, generator: torch.Generator) -> Iterator[Finding]:
+def check_part(
+    part: Part,
+    number_format: Format,
+    generator: torch.Generator,
+    of_sinks: SinkGradient | None = None,
+) -> Iterator[Finding]:
     """All findings of one part of a call, those that hold as well.
 
     Args:
         generator: draws the rows, on the CPU; the next check gets others from it.
+        of_sinks: takes the part's share of their gradient.
     """
     yield from _check_finite(part)
     grouped = _by_group(part.tensors)
-    for batch, groups in _chunks(grouped, part.share, part.sequence):
+    sinks = None if part.sinks is None else part.sinks.unflatten(0, (grouped["k"].shape[1], -1))
+    for batch, groups in _chunks(grouped, part):
         tensors = {name: x[batch, groups] for name, x in grouped.items()}
+        group = tensors["q"].shape[2]
         heads = _Heads(
             tensors=tensors,
-            mask=Mask(causal=part.causal, offset=tensors["k"].shape[2] - tensors["q"].shape[3]),
-            scale=part.scale,
+            scoring=Scoring(
+                mask=_mask(part),
+                scale=part.scale,
+                softcap=part.softcap,
+                sinks=None if sinks is None else sinks[groups],
+            ),
             careful=number_format.careful(rounds_scores=part.rounds_scores),
-            place=_places(part, batch.start, groups.start, tensors["q"].shape[2]),
+            place=_places(part, batch.start, groups.start, group),
+            first_head=groups.start * group,
         )
-        yield from heads.check(number_format, generator)
+        yield from heads.check(number_format, generator, of_sinks)
+
+
+def _mask(part: Part) -> Mask:
+    return Mask(
+        causal=part.causal,
+        offset=part.tensors["k"].shape[2] - part.tensors["q"].shape[2],
+        window=part.window,
+        prefix_len=part.prefix_len,
+    )
 
 
 def _check_finite(part: Part) -> Iterator[Finding]:
@@ -109,27 +142,31 @@ def _by_group(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def _chunks(
-    grouped: dict[str, Tensor], share: tuple[int, int], sequence: int | None
-) -> Iterator[tuple[slice, slice]]:
+def _chunks(grouped: dict[str, Tensor], part: Part) -> Iterator[tuple[slice, slice]]:
     """Batch entries and key-value heads that are compared at once, those of this rank."""
     batch, groups, group, length = grouped["q"].shape[:4]
-    scores = group * min(length, exact.BLOCK) * grouped["k"].shape[2]
-    at_once = max(1, SCORES_AT_ONCE[grouped["q"].device.type] // scores)
+    rows = min(length, exact.BLOCK)
+    seen = grouped["k"].shape[2]
+    if part.window is not None:
+        seen = min(seen, rows + 2 * part.window)
+    at_once = max(1, SCORES_AT_ONCE[grouped["q"].device.type] // (group * rows * seen))
     groups_at_once = min(groups, at_once)
     batch_at_once = max(1, at_once // groups)
-    rank, ranks = share
+    rank, ranks = part.share
     if ranks > 1:
         # Single heads, so that every rank has some of them.
         groups_at_once = batch_at_once = 1
-    # Packed sequences may have one chunk each: another rank begins with each of them.
-    rank = (rank - (sequence or 0)) % ranks
     chunks = [
         (slice(b, min(b + batch_at_once, batch)), slice(g, min(g + groups_at_once, groups)))
         for b in range(0, batch, batch_at_once)
         for g in range(0, groups, groups_at_once)
     ]
-    yield from chunks[rank::ranks]
+    if part.sinks is not None:
+        # Of a head whose sink's gradient is compared a rank has every row of every sequence.
+        yield from (chunk for chunk in chunks if chunk[1].start % ranks == rank)
+        return
+    # Packed sequences may have one chunk each: another rank begins with each of them.
+    yield from chunks[(rank - (part.sequence or 0)) % ranks :: ranks]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -138,12 +175,15 @@ class _Heads:
 
     tensors: dict[str, Tensor]
     """q, o, do, dq [B, G, H, S, D], k, v, dk, dv [B, G, K, D], lse [B, G, H, S]."""
-    mask: Mask
-    scale: float
+    scoring: Scoring
     careful: Arithmetic
     place: Place
+    first_head: int
+    """The place of the first query head in the call."""
 
-    def check(self, number_format: Format, generator: torch.Generator) -> Iterator[Finding]:
+    def check(
+        self, number_format: Format, generator: torch.Generator, of_sinks: SinkGradient | None
+    ) -> Iterator[Finding]:
         """Rows of o, lse and dq, rows of dk and dv, and the identities."""
         batch, groups, group, length = self.tensors["q"].shape[:4]
         keys = self.tensors["k"].shape[2]
@@ -153,11 +193,10 @@ class _Heads:
 
         def query_rows(arithmetic: Arithmetic, chosen: Tensor) -> Rows:
             return self._in_blocks(
-                lambda some: exact.rows_of_queries(
-                    self.tensors, some, self.mask, self.scale, arithmetic
-                ),
+                lambda some: exact.rows_of_queries(self.tensors, some, self.scoring, arithmetic),
                 chosen,
-                group * keys,
+                group,
+                keys,
             )
 
         reached: dict[str, float] = {}
@@ -169,17 +208,18 @@ class _Heads:
             yield from check_lse(given, right, careful, number_format, rows, self.place)
         if terms_of_dq is None:
             return
-        lse = exact.log_sum_exp(self.tensors["q"], self.tensors["k"], self.mask, self.scale)
+        lse = exact.log_sum_exp(self.tensors["q"], self.tensors["k"], self.scoring)
+        if of_sinks is not None:
+            of_sinks.add(self.tensors, lse, self.scoring, self.careful, self.first_head)
         rows = draw_rows(batch * groups, keys, generator).to(device)
         rows = rows.unflatten(0, (batch, groups))
 
         def key_rows(arithmetic: Arithmetic, chosen: Tensor) -> Rows:
             return self._in_blocks(
-                lambda some: exact.rows_of_keys(
-                    self.tensors, lse, some, self.mask, self.scale, arithmetic
-                ),
+                lambda some: exact.rows_of_keys(self.tensors, lse, some, self.scoring, arithmetic),
                 chosen,
-                group * length,
+                group,
+                length,
             )
 
         right, careful = self._both(key_rows, rows)
@@ -224,10 +264,21 @@ class _Heads:
             )
 
     def _in_blocks(
-        self, compute: Callable[[Tensor], Rows], rows: Tensor, scores_of_row: int
+        self, compute: Callable[[Tensor], Rows], rows: Tensor, group: int, columns: int
     ) -> Rows:
-        """Compute as many of the rows at once as may be."""
+        """Compute as many of the rows at once as may be.
+
+        Args:
+            group: query heads to a key-value head; columns: keys of a row, or queries of one.
+        """
         batch, groups = rows.shape[:2]
+        window = self.scoring.mask.window
+        blocks = 1
+        if window is not None:
+            reach = max(window, POSITIONS_AT_ONCE)
+            blocks = -(-columns // reach)
+            columns = min(columns, reach + 2 * window)
         limit = SCORES_AT_ONCE[rows.device.type]
-        at_once = max(1, limit // (batch * groups * scores_of_row))
+        at_once = max(1, limit // (batch * groups * group * columns))
+        at_once = min(at_once, -(-rows.shape[-1] // blocks))
         return Rows.joined([compute(some) for some in rows.split(at_once, dim=-1)])

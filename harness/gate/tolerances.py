@@ -4,7 +4,9 @@ The careful computation is that of FlashAttention: operations in float32 on inpu
 the probabilities, their gradients and the results rounded to it (FlashAttention-2, section 3.1). It
 is carried out on rows of the very problem, and its errors against float64 are the measure of those
 of a kernel. A backend that says that it rounds scores, such as an explicit softmax whose matrices
-are in bfloat16, is held to a computation that rounds them as well. Kernels reach up to twice as
+are in bfloat16, is held to a computation that rounds them as well. A tanh that caps scores has 11
+bits beside narrow formats, since kernels take the device's own (``tanh.approx.f32``, of
+which the PTX ISA says that its relative error is up to 2^-11). Kernels reach up to twice as
 much (sums of gradients in bfloat16), and those of sums in float32 have an order of their own.
 
 A factor of the results of a whole head shows more sharply, since roundings cancel in it: it may be
@@ -17,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from harness.gate.exact import Arithmetic
+from harness.gate.scoring import Arithmetic
 
 ROUNDOFF = {
     "float32": 2.0**-24,
@@ -47,6 +49,7 @@ class Format:
             dtype=torch.float32,
             rounds_to=self.dtype if narrow else None,
             rounds_scores=narrow and rounds_scores,
+            rounds_tanh=narrow,
         )
 
     @property

@@ -21,6 +21,9 @@ class AttentionCall(Protocol):
     """An attention call to check and measure: dense, packed, or split over ranks."""
 
     problem: AttentionProblem
+    sinks: Tensor | None
+    """The sinks' logits [H], which require grad if the problem does: learned, like weights, they
+    are an argument of the call and not one of its inputs."""
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
         """Random q, k, v on the device, which require grad if the problem does."""
@@ -49,6 +52,59 @@ class AttentionCall(Protocol):
         ...
 
 
+def learned(call: AttentionCall) -> tuple[Tensor, ...]:
+    """What a call learns beside its inputs, of which backward passes give the gradient."""
+    return () if call.sinks is None else (call.sinks,)
+
+
+def draw_sinks(
+    problem: AttentionProblem, device: torch.device, generator: torch.Generator | None = None
+) -> Tensor | None:
+    """Random sinks [H], of the size of scores and in float32; None for a problem without."""
+    if not problem.sinks:
+        return None
+    logits = torch.randn(problem.num_heads, device=device, generator=generator)
+    return logits.requires_grad_(problem.needs_grad)
+
+
+def spec_of(
+    problem: AttentionProblem, sinks: Tensor | None, packing: Packing | None = None
+) -> AttentionSpec:
+    """The arguments of a problem's call beside its inputs."""
+    return AttentionSpec(
+        causal=problem.causal,
+        scale=problem.head_dim**-0.5,
+        packing=packing,
+        window=problem.window,
+        prefix_len=problem.prefix_len,
+        softcap=problem.softcap,
+        sinks=sinks,
+    )
+
+
+def part_of(
+    tensors: dict[str, Tensor],
+    spec: AttentionSpec,
+    *,
+    rounds_scores: bool,
+    sequence: int | None = None,
+    share: tuple[int, int] = (0, 1),
+) -> Part:
+    """Dense tensors of a call with these arguments."""
+    return Part(
+        tensors=tensors,
+        causal=spec.causal,
+        scale=spec.scale,
+        window=spec.window,
+        prefix_len=spec.prefix_len,
+        softcap=spec.softcap,
+        sinks=None if spec.sinks is None else spec.sinks.detach(),
+        sequence=sequence,
+        share=share,
+        rounds_scores=rounds_scores,
+    )
+
+
 class DenseCall:
     """q [B, H, S, D] and k, v [B, H_kv, S_k, D] through the case's attention.
 
@@ -61,6 +117,7 @@ class DenseCall:
         self._case = case
         self._device = device
         self._sequence_major = sequence_major
+        self.sinks = draw_sinks(self.problem, device)
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
         problem = self.problem
@@ -83,11 +140,11 @@ class DenseCall:
 
     def attend_with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
         backend = self._case.attention.role(Attention)
-        return backend.forward(q, k, v, self._spec) if backend.gives_lse else None
+        return backend.attend_with_lse(q, k, v, self._spec) if backend.gives_lse else None
 
     @property
     def _spec(self) -> AttentionSpec:
-        return AttentionSpec(causal=self.problem.causal, scale=self.problem.head_dim**-0.5)
+        return spec_of(self.problem, self.sinks)
 
     def output_gradient(self, o: Tensor) -> Tensor:
         return torch.randn_like(o)
@@ -96,14 +153,7 @@ class DenseCall:
         return DenseCall(self._case, self._device, sequence_major=not self._sequence_major)
 
     def parts(self, tensors: dict[str, Tensor]) -> Iterable[Part]:
-        return [
-            Part(
-                tensors=tensors,
-                causal=self._spec.causal,
-                scale=self._spec.scale,
-                rounds_scores=rounds_scores(self._case),
-            )
-        ]
+        return [part_of(tensors, self._spec, rounds_scores=rounds_scores(self._case))]
 
 
 class PackedCall:
@@ -119,6 +169,7 @@ class PackedCall:
         self._device = device
         self._starts = [0, *itertools.accumulate(lengths)]
         self._packing = self_attention_packing(lengths, device)
+        self.sinks = draw_sinks(self.problem, device)
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
         problem = self.problem
@@ -139,15 +190,11 @@ class PackedCall:
 
     def attend_with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
         backend = self._case.attention.role(Attention)
-        return backend.forward(q, k, v, self._spec) if backend.gives_lse else None
+        return backend.attend_with_lse(q, k, v, self._spec) if backend.gives_lse else None
 
     @property
     def _spec(self) -> AttentionSpec:
-        return AttentionSpec(
-            causal=self.problem.causal,
-            scale=self.problem.head_dim**-0.5,
-            packing=self._packing,
-        )
+        return spec_of(self.problem, self.sinks, self._packing)
 
     def output_gradient(self, o: Tensor) -> Tensor:
         return torch.randn_like(o)
@@ -175,14 +222,7 @@ def sequences_of(
             name: x[None, :, start:end] if name == "lse" else x[start:end].transpose(0, 1)[None]
             for name, x in tensors.items()
         }
-        yield Part(
-            tensors=dense,
-            causal=spec.causal,
-            scale=spec.scale,
-            sequence=index,
-            share=share,
-            rounds_scores=rounds_scores,
-        )
+        yield part_of(dense, spec, rounds_scores=rounds_scores, sequence=index, share=share)
 
 
 def rounds_scores(case: Case) -> bool:

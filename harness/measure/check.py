@@ -17,11 +17,12 @@ from harness.bench.outcome import WrongResult
 from harness.cases.case import Case
 from harness.gate.findings import Finding, join_checks, to_check, worst
 from harness.gate.gate import Part, check_part
+from harness.gate.sink_gradient import SinkGradient
 from harness.gate.tolerances import Format, format_of
 from harness.measure.attention_calls import AttentionCall
 from harness.measure.passes import Passes, autocast
 
-NAMES = ("o", "dq", "dk", "dv")
+NAMES = ("o", "dq", "dk", "dv", "dsinks")
 
 
 def check_call(
@@ -30,8 +31,9 @@ def check_call(
     """Make calls at full size and compare their results with float64.
 
     Two calls are made, each on new tensors: the first on tensors that lie in memory in the other
-    order that models use, the second as the case does. A forward pass follows in which all scores
-    are so large that their exponentials overflow unless the maximum is taken off first. From the
+    order that models use, the second as the case does. Scores that a cap bends are spread so widely
+    in the first that it bends many of them. A forward pass follows in which all scores are so large
+    that their exponentials overflow unless the maximum is taken off first. From the
     second call on, kernels may be launched another way, and that way is what is timed. Code that
     was compiled for one layout is called twice with that one. A case measured in rounds is checked
     so in the first.
@@ -56,6 +58,9 @@ def _check_once(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Make one call, check it and its log-sum-exp, and return its inputs."""
     inputs = call.inputs()
+    if call.problem.softcap is not None and number == 0:
+        with torch.no_grad():
+            inputs[0].mul_(max(1.0, SPREAD_OF_CAPPED * call.problem.softcap))
     made = kind(case, call, inputs)
     timed = TimedResults(case, bench, call, inputs, first_draw=number)
     o = made.forward()
@@ -74,6 +79,10 @@ def _check_once(
 OVERFLOWING_SCORE = 96.0
 """exp(89) is more than float32 holds."""
 
+SPREAD_OF_CAPPED = 0.125
+"""The deviation of scores in the call that shows what a cap does, as a part of it. Random inputs
+have a deviation of 1, and a cap of 50 changes such scores and their gradients by 0.04%."""
+
 
 def _check_large_scores(case: Case, bench: Bench, call: AttentionCall) -> None:
     """Check a forward pass whose scores overflow an exponential, some twice as large as others.
@@ -82,8 +91,11 @@ def _check_large_scores(case: Case, bench: Bench, call: AttentionCall) -> None:
     of two scores, whatever format scores are rounded to, and the larger takes all the weight of a
     row. So a sound softmax is right in any precision, and one that takes off no maximum, or that
     of other keys than it has seen, is not. Its error is not that of the case: what rounds the
-    difference of two such numbers in float32 errs as TF32 does, and no more is asked for.
+    difference of two such numbers in float32 errs as TF32 does, and no more is asked for. A cap
+    below such scores leaves none that could overflow.
     """
+    if call.problem.softcap is not None and call.problem.softcap < OVERFLOWING_SCORE:
+        return
     q, k, v = call.inputs()
     exponent = math.ceil(math.log2(OVERFLOWING_SCORE * call.problem.head_dim**0.5))
     with torch.no_grad():
@@ -153,7 +165,7 @@ class TimedResults:
                 self._inputs[0].neg_()
 
     def keep(self, *results: Tensor) -> None:
-        """Keep o, and where there are gradients dq, dk and dv, of the pass that ends."""
+        """Keep o, and where there are gradients dq, dk, dv and dsinks, of the pass that ends."""
         self._last = results
 
     def check(self) -> None:
@@ -165,38 +177,58 @@ class TimedResults:
         tensors |= {name: x.detach() for name, x in zip(NAMES, self._last, strict=False)}
         if self.do is not None:
             tensors["do"] = self.do
+        of_sinks = SinkGradient(tensors.pop("dsinks")) if "dsinks" in tensors else None
         with torch.no_grad():
-            check_parts(self._case, self._bench, self._call.parts(tensors), draw=self._draw)
+            parts = self._call.parts(tensors)
+            check_parts(self._case, self._bench, parts, draw=self._draw, of_sinks=of_sinks)
         self._draw += 1
 
 
 def check_parts(
-    case: Case, bench: Bench, parts: Iterable[Part], *, draw: int, prefix: str = ""
+    case: Case,
+    bench: Bench,
+    parts: Iterable[Part],
+    *,
+    draw: int,
+    prefix: str = "",
+    of_sinks: SinkGradient | None = None,
 ) -> None:
     """Note the errors of all parts of a call, and hold them to their tolerances.
 
     Args:
         draw: which random rows to compare: a number of its own for every check of a case.
         prefix: goes before the names of tensors in the record.
+        of_sinks: has the gradient of the call's sinks, which all parts add up to.
 
     Raises WrongResult if an error exceeds its tolerance.
     """
     number_format = format_of(case.precision.peak)
-    found = _findings(case, bench, parts, number_format, draw=draw)
+    found = _findings(case, bench, parts, number_format, draw=draw, of_sinks=of_sinks)
     named = {f"{prefix}{name}": finding for name, finding in found.items()}
     note(case, bench, named, factor=number_format.factor)
 
 
 def _findings(
-    case: Case, bench: Bench, parts: Iterable[Part], number_format: Format, *, draw: int
+    case: Case,
+    bench: Bench,
+    parts: Iterable[Part],
+    number_format: Format,
+    *,
+    draw: int,
+    of_sinks: SinkGradient | None = None,
 ) -> dict[str, Finding]:
     """The worst of all parts, by name."""
     seed = hash((case.seed, bench.round_index, draw)) % 2**32
     generator = torch.Generator().manual_seed(seed)
+
+    def found() -> Iterator[Finding]:
+        for part in parts:
+            yield from check_part(part, number_format, generator, of_sinks)
+        if of_sinks is not None:
+            yield from of_sinks.findings(number_format)
+
     with torch.no_grad(), one_thread():
-        return worst(
-            finding for part in parts for finding in check_part(part, number_format, generator)
-        )
+        return worst(found())
 
 
 @contextlib.contextmanager

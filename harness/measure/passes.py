@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from harness.cases.case import Case
-from harness.measure.attention_calls import AttentionCall
+from harness.measure.attention_calls import AttentionCall, learned
 from kernels.launching.graphs import capture
 
 
@@ -34,8 +34,12 @@ class Passes:
             return self._call.attend(*self._inputs)
 
     def backward(self, o: Tensor, do: Tensor) -> tuple[Tensor, ...]:
-        """dq, dk and dv, from the output of the last forward pass and its gradient."""
-        return torch.autograd.grad(o, self._inputs, do)
+        """dq, dk, dv and where the call has sinks theirs, from the last forward pass's output.
+
+        Args:
+            do: gradient of that output.
+        """
+        return torch.autograd.grad(o, (*self._inputs, *learned(self._call)), do)
 
 
 class GraphedPasses(Passes):

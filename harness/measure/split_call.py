@@ -10,7 +10,14 @@ from torch import Tensor
 
 from harness.cases.case import Case
 from harness.gate.gate import Part
-from harness.measure.attention_calls import rounds_scores, self_attention_packing, sequences_of
+from harness.measure.attention_calls import (
+    draw_sinks,
+    part_of,
+    rounds_scores,
+    self_attention_packing,
+    sequences_of,
+    spec_of,
+)
 from kernels import AttentionSpec
 from parallel.context.bound import SplitAttention
 
@@ -43,6 +50,7 @@ class SplitCall:
         self._packing = None if lengths is None else self_attention_packing(lengths, device)
         # A generator of its own: ranks may have drawn different numbers from the global one.
         self._generator = torch.Generator(device).manual_seed(case.seed + 1)
+        self.sinks = draw_sinks(self.problem, device, self._generator)
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
         problem = self.problem
@@ -85,11 +93,7 @@ class SplitCall:
 
     @property
     def _spec(self) -> AttentionSpec:
-        return AttentionSpec(
-            causal=self.problem.causal,
-            scale=self.problem.head_dim**-0.5,
-            packing=self._packing,
-        )
+        return spec_of(self.problem, self.sinks, self._packing)
 
     def other_layout(self) -> SplitCall | None:
         if self._lengths is not None:
@@ -103,15 +107,8 @@ class SplitCall:
         whole = {name: self._whole(x, lse=name == "lse") for name, x in tensors.items()}
         spec, share = self._spec, (self._attention.rank, self._attention.layout.num_ranks)
         if self._lengths is None:
-            return [
-                Part(
-                    tensors=whole,
-                    causal=spec.causal,
-                    scale=spec.scale,
-                    share=share,
-                    rounds_scores=rounds_scores(self._case),
-                )
-            ]
+            rounds = rounds_scores(self._case)
+            return [part_of(whole, spec, rounds_scores=rounds, share=share)]
         starts = [0, *itertools.accumulate(self._lengths)]
         return sequences_of(
             whole, starts, spec, rounds_scores=rounds_scores(self._case), share=share

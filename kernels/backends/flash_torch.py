@@ -53,7 +53,12 @@ class FlashTorch(DenseAttention):
     def dense_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return pytorch.forward(q, k, v, spec, self._blocks)
+        if spec.softcap is None:
+            return pytorch.forward(q, k, v, spec, self._blocks)
+        # Autocast would round scores here and not in the backward pass, which runs without it.
+        # Scores that need a cap are large, so that their roundings would show in the gradients.
+        with torch.autocast(q.device.type, enabled=False):
+            return pytorch.forward(q, k, v, spec, self._blocks)
 
     def dense_backward(
         self,

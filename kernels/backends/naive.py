@@ -44,21 +44,24 @@ class Naive(DenseAttention):
         return problem.needs_grad
 
     def peak_memory(self, problem: AttentionProblem) -> dict[str, float] | None:
-        """Bytes at the step that holds the most matrices of scores; packed calls not predicted.
+        """Bytes at the step that holds the most matrices of scores.
+
+        Not predicted for packed calls, and for scores with a cap or sinks, whose steps hold more.
 
         Backward, that is the softmax's own: PyTorch (SoftMax.cu) holds the probabilities, their
         gradient, the product of both and the gradient of the scores, beside the mask that
         masked_fill saved, and dv. Forward, it is masking: scores before and after it, and the
         mask and its complement; under autocast the softmax, whose input and output are float32.
         """
-        if problem.packed:
+        if problem.packed or problem.softcap is not None or problem.sinks:
             return None
         q, kv, _ = accounting.tensor_bytes(problem)
         pairs = float(problem.batch_size * problem.num_heads * problem.q_len * problem.kv_len)
         element = q / (problem.batch_size * problem.num_heads * problem.q_len * problem.head_dim)
         widened = problem.autocast and problem.device == "cuda"
         softmax = 4.0 if widened else element
-        mask = float(problem.q_len * problem.kv_len) if problem.causal else 0.0
+        masked = problem.causal or problem.window is not None
+        mask = float(problem.q_len * problem.kv_len) if masked else 0.0
         values = {"inputs": q + 2 * kv}
         if problem.num_heads != problem.num_kv_heads:
             values["expanded_keys"] = kv * problem.num_heads / problem.num_kv_heads

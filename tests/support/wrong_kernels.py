@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -101,6 +102,19 @@ class Planted(FlashTorch):
         results = {"dq": dq, "dk": dk, "dv": dv}
         self._spoil(results, call)
         return results["dq"], results["dk"], results["dv"]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        if spec.sinks is not None and self.fault in OF_SINKS:
+            spec = replace(spec, sinks=_Spoilt.apply(spec.sinks, OF_SINKS[self.fault]))
+        return FlashTorch.attend(self, q, k, v, spec)
+
+    def attend_with_lse(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
+    ) -> tuple[Tensor, Tensor]:
+        o, lse = FlashTorch.attend_with_lse(self, q, k, v, spec)
+        if self.fault == "sinks_missing_from_lse":
+            return o, self.forward(q, k, v, replace(spec, sinks=None))[1]
+        return o, lse
 
     def _call(self, kind: str, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Call:
         number = CALLS[self.fault, kind]
@@ -467,6 +481,101 @@ def packed_in_the_middle(x: Results, call: Call) -> None:
         x["dv"][starts[1] : starts[2]] *= 1.1
 
 
+# Windows, prefixes, caps and sinks; without the option these are right.
+
+
+def _window(call: Call, by: int) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
+    spec = call.spec
+    if spec.window is not None:
+        spec = replace(spec, window=spec.window + by)
+    return call.q, call.k, call.v, spec
+
+
+CHANGED["window_too_wide_by_one"] = lambda call: _window(call, 1)
+CHANGED["window_too_narrow_by_one"] = lambda call: _window(call, -1)
+
+
+def _window_not_seen(call: Call) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
+    return call.q, call.k, call.v, replace(call.spec, window=None)
+
+
+CHANGED["window_forgotten"] = _window_not_seen
+
+
+def _window_on_one_side(call: Call) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
+    """Keys after the query's own are hidden though no mask is causal."""
+    return call.q, call.k, call.v, replace(call.spec, causal=True)
+
+
+CHANGED["window_on_one_side"] = _window_on_one_side
+
+
+def _prefix_too_short(call: Call) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
+    spec = replace(call.spec, prefix_len=max(0, call.spec.prefix_len - 1))
+    return call.q, call.k, call.v, spec
+
+
+CHANGED["prefix_too_short_by_one"] = _prefix_too_short
+
+
+def _in_backward(call: Call, spec: AttentionSpec) -> AttentionSpec:
+    return call.spec if call.do is None else spec
+
+
+def _cap_forgotten(call: Call) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
+    return call.q, call.k, call.v, _in_backward(call, replace(call.spec, softcap=None))
+
+
+CHANGED["softcap_forgotten_in_backward"] = _cap_forgotten
+
+
+def _no_cap(call: Call) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
+    return call.q, call.k, call.v, replace(call.spec, softcap=None)
+
+
+CHANGED["softcap_forgotten"] = _no_cap
+
+
+@spoils
+def slope_of_the_cap_forgotten(x: Results, call: Call) -> None:
+    """Probabilities are right, and their gradients reach the scores as if nothing bent these."""
+    if "dq" not in x or call.spec.softcap is None:
+        return
+    assert call.do is not None
+    k, v = (y.float().repeat_interleave(call.group, 1) for y in (call.k, call.v))
+    q, do = call.q.float(), call.do.float()
+    bent = call.spec.softcap * (q @ k.mT * (call.spec.scale / call.spec.softcap)).tanh()
+    seen = torch.ones(bent.shape[-2:], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
+    p = bent.masked_fill(~seen, -math.inf).softmax(-1)
+    dp = do @ v.mT
+    ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * call.spec.scale
+    x["dq"] = (ds @ k).to(x["dq"].dtype)
+    dk = (ds.mT @ q).unflatten(1, (-1, call.group)).sum(2)
+    x["dk"] = dk.to(x["dk"].dtype)
+
+
+OF_SINKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gradient_of_sinks_with_the_wrong_sign": lambda gradient: -gradient,
+    "gradient_of_one_sink_zero": lambda gradient: gradient * (torch.arange(len(gradient)) != 1),
+    "gradient_of_sinks_of_half_the_batch": lambda gradient: gradient / 2,
+    "sinks_by_3_percent": lambda gradient: 1.03 * gradient,
+}
+"""What faults make of the gradient of the sinks."""
+
+
+class _Spoilt(torch.autograd.Function):
+    """Sinks as they are, whose gradient is spoilt."""
+
+    @staticmethod
+    def forward(ctx: Any, sinks: Tensor, fault: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.fault = fault
+        return sinks.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.fault(gradient), None
+
+
 def _scale(x: Results, name: str, factor: float) -> None:
     if name in x:
         x[name] = (x[name].float() * factor).to(x[name].dtype)
@@ -479,7 +588,7 @@ def _noise(x: Results, name: str, share: float) -> None:
         x[name] = (x[name].float() + share * size * noise).to(x[name].dtype)
 
 
-FAULTS = (*SPOILED, *CHANGED)
+FAULTS = (*SPOILED, *CHANGED, *OF_SINKS, "sinks_missing_from_lse")
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from harness.cases.requirements import (
     require_head_groups,
     require_several,
 )
-from harness.cases.task import WHOLE_PHASES, Task, Work, task
+from harness.cases.task import WHOLE_PHASES, Task, Work, mask_options, task
 from harness.measure import attention_calls, check, passes, profiling, split_call, timeline
 from harness.tasks.lengths import ragged_lengths
 from kernels import Attention, AttentionProblem, accounting
@@ -103,6 +103,7 @@ class AttentionTask(Task):
                 f"task.kv_len={self.kv_len}: with task.causal=true, queries would see no key; "
                 f"must be at least seq_len={case.seq_len}"
             )
+        self._validate_mask(case)
         if self.packing == "ragged":
             require_several("task.packing=ragged", case.batch_size, "sequence")
         if case.parallel.dp > 1:
@@ -125,6 +126,23 @@ class AttentionTask(Task):
                 f"task.cuda_graph=true: the host leads what parallel.cp={case.parallel.cp} ranks "
                 "send each other; use parallel.cp=1 or task.cuda_graph=false"
             )
+
+    def _validate_mask(self, case: Case) -> None:
+        options = mask_options(case.attention)
+        prefix_len, window = options.get("prefix_len"), options.get("window")
+        if prefix_len and not self.causal:
+            raise ValueError(
+                f"attention.prefix_len={prefix_len}: with task.causal=false every query sees all "
+                "keys; leave it out, or use task.causal=true"
+            )
+        if window is not None and not self.causal and self.kv_len is not None:
+            # The first query stands kv_len - seq_len keys in, and sees those up to the window.
+            least = case.seq_len - window + 1
+            if self.kv_len < least:
+                raise ValueError(
+                    f"task.kv_len={self.kv_len}: with attention.window={window}, queries would see "
+                    f"no key; must be at least {least}"
+                )
 
     def compiles(self, case: Case) -> bool:
         return self.compile
@@ -157,6 +175,7 @@ class AttentionTask(Task):
             needs_grad=self.mode != "forward",
             cp=case.parallel.cp,
             autocast=case.precision.autocast is not None,
+            **mask_options(case.attention),
         )
         if self.packing == "none":
             return dense
@@ -197,10 +216,13 @@ class AttentionTask(Task):
         return work
 
     def predicted_memory(self, case: Case) -> dict[str, float] | None:
-        """Bytes at the peak of a pass; not of what torch.compile or a CUDA graph makes of one."""
-        if self.cuda_graph or (self.compile and not case.attention.compiles):
-            return None
+        """Bytes at the peak of a pass; not of what torch.compile or a CUDA graph makes of one.
+
+        Nor of one with sinks, which some kernels know and others have added to their results.
+        """
         problem = self.attention_problem(case)
+        if self.cuda_graph or problem.sinks or (self.compile and not case.attention.compiles):
+            return None
         if problem.packed:
             # Whatever a packed call holds it holds for each token.
             tokens = sum(self.lengths(case))

@@ -39,6 +39,7 @@ class FlopBalance(Task):
     block_k: int = 128
     """Keys in a tile of the kernel."""
 
+    takes_masks: ClassVar[bool] = False
     gives_shape: ClassVar[bool] = True
     columns: ClassVar[tuple[CaseColumn, ...]] = (
         CaseColumn(name="balance", read=note("balance")),

@@ -97,6 +97,7 @@ class Decode(Task):
     measure_steps: int = 100
     """Timed passes."""
 
+    takes_masks: ClassVar[bool] = False
     uses: ClassVar[frozenset[str]] = frozenset({"cache", "profile"})
     profiled_phases: ClassVar[tuple[str, ...]] = ("prefill", "decode")
     gives_shape: ClassVar[bool] = True

@@ -18,8 +18,8 @@ from harness.bench.bench import Bench
 from harness.cases.case import Case
 from harness.gate.comparison import Place
 from harness.gate.decoding import attended, attended_latents, check_rows
-from harness.gate.exact import Arithmetic
 from harness.gate.findings import Finding, worst
+from harness.gate.scoring import Arithmetic
 from harness.gate.tolerances import format_of
 from harness.measure import check
 from harness.tasks.decoding.decode_call import DecodeCall

@@ -68,6 +68,7 @@ class Generate(Task):
     measure_steps: int = 3
     """Timed passes, of output_len - 1 decoding steps each."""
 
+    takes_masks: ClassVar[bool] = False
     uses: ClassVar[frozenset[str]] = frozenset({"model", "cache", "profile"})
     profiled_phases: ClassVar[tuple[str, ...]] = ("prefill", "decode")
     compared_phases: ClassVar[tuple[str, ...]] = ("prefill", "decode")

@@ -55,6 +55,7 @@ class Prefill(Task):
     measure_steps: int = 20
     """Timed passes."""
 
+    takes_masks: ClassVar[bool] = False
     uses: ClassVar[frozenset[str]] = frozenset({"cache", "profile"})
     profiled_phases: ClassVar[tuple[str, ...]] = ("prefill",)
     gives_shape: ClassVar[bool] = True

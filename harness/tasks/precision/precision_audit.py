@@ -38,6 +38,7 @@ AUDIT = CaseColumn(name="audit", read=note("audit"))
 class PrecisionAudit(Task):
     """One step of AdamW on random tokens, compared tensor by tensor with float64."""
 
+    takes_masks: ClassVar[bool] = False
     uses: ClassVar[frozenset[str]] = frozenset({"model"})
     columns: ClassVar[tuple[CaseColumn, ...]] = (AUDIT,)
 

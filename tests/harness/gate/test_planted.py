@@ -32,7 +32,25 @@ WITH = {
     "top_left_alignment": ("task.kv_len=200",),
     "packed_boundary": ("task.packing=ragged",),
     "packed_in_the_middle": ("task.packing=ragged",),
+    "window_too_wide_by_one": ("attention.window=40",),
+    "window_too_narrow_by_one": ("attention.window=40",),
+    "window_forgotten": ("attention.window=150",),
+    "window_on_one_side": ("attention.window=20", "task.causal=false"),
+    "prefix_too_short_by_one": ("attention.prefix_len=50",),
+    "softcap_forgotten_in_backward": ("attention.softcap=50",),
+    "softcap_forgotten": ("attention.softcap=50",),
+    "slope_of_the_cap_forgotten": ("attention.softcap=50",),
+    **dict.fromkeys((*wrong_kernels.OF_SINKS, "sinks_missing_from_lse"), ("attention.sinks=true",)),
 }
+
+MASKS = (
+    ("attention.window=40",),
+    ("attention.window=1", "task.packing=ragged", "attention.sinks=true"),
+    ("attention.window=20", "task.causal=false", "task.kv_len=200"),
+    ("attention.prefix_len=50", "attention.softcap=3"),
+    ("attention.softcap=50", "attention.sinks=true"),
+    ("attention.softcap=120",),
+)
 
 BELOW_BF16 = {
     "inputs_rounded_to_float16": "finer than bfloat16",
@@ -79,7 +97,9 @@ def test_is_wrong(fault: str, precision: str) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16_pure"])
-@pytest.mark.parametrize("arguments", [(), ("task.kv_len=200",), ("task.packing=ragged",)])
+@pytest.mark.parametrize(
+    "arguments", [(), ("task.kv_len=200",), ("task.packing=ragged",), *MASKS], ids=" ".join
+)
 def test_without_a_fault_is_right(arguments: tuple[str, ...], precision: str) -> None:
     bench = run(case_of("none", f"precision={precision}", *arguments))
     assert bench.outcome.check is not None
