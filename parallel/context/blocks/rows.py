@@ -21,6 +21,11 @@ class Rows(Protocol):
         """Whether these are all tokens, in order."""
         ...
 
+    @property
+    def count(self) -> int:
+        """How many rows these are."""
+        ...
+
     def take(self, x: Tensor) -> Tensor:
         """The rows of q, k, v, o or a gradient."""
         ...
@@ -44,6 +49,10 @@ class DenseRows:
 
     rows: slice
     whole: bool
+
+    @property
+    def count(self) -> int:
+        return int(self.rows.stop - self.rows.start)
 
     def take(self, x: Tensor) -> Tensor:
         return x[:, :, self.rows]
@@ -72,6 +81,10 @@ class PackedRows:
     parts: tuple[Tensor, ...]
     """int64 indices; not used if :attr:`whole`."""
     whole: bool
+
+    @property
+    def count(self) -> int:
+        return sum(len(index) for index in self.parts)
 
     def take(self, x: Tensor) -> Tensor:
         return x if self.whole else x.index_select(0, self._index)

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from kernels import AttentionSpec, Packing
 from kernels.problem import Mask
+from parallel.context.blocks.halo import Halo, Reach
 from parallel.context.blocks.layouts import Layout, ScoreBlock
 from parallel.context.blocks.rows import DenseRows, PackedRows, Rows
-from parallel.context.blocks.score_blocks import EMPTY, begins
+from parallel.context.blocks.score_blocks import EMPTY, begins, hides_more
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -54,6 +55,10 @@ class RankSchedule(Protocol):
     """Whether any query meets keys in more than one call, so that results are merged."""
     head_dim_of: tuple[int, int]
     """The dimension of heads in q, k, v and o, and in the log-sum-exp."""
+
+    halo: Halo | None
+    """Set where ranks need some of the others' keys alone: :meth:`of_source` then has calls with
+    the rows that ``halo.needed`` names."""
 
     def of_source(self, source: int) -> Sequence[KernelCall]:
         """Kernel calls with the keys that rank ``source`` holds."""
@@ -101,6 +106,15 @@ class DenseSchedule:
         self._layout = layout
         self._of_all: list[KernelCall] = []
         self._of_source: list[list[KernelCall]] = []
+        self.halo: Halo | None = None
+        if not prefixes and not hides_more(mask, local_len * layout.num_ranks).is_plain:
+            self.halo = _halo(
+                rank,
+                layout.num_ranks,
+                lambda to, source: Reach(
+                    [layout.blocks(to, source, local_len, mask)], [0]
+                ).dense_rows(local_len),
+            )
         if prefixes:
             for block in layout.gathered_blocks(rank, local_len, mask):
                 self._of_all += [
@@ -111,9 +125,14 @@ class DenseSchedule:
             for source in range(layout.num_ranks):
                 blocks = layout.blocks(rank, source, local_len, mask)
                 firsts = begins(blocks) if source == rank else [False] * len(blocks)
+                kv_len = local_len
+                if self.halo is not None and source != rank:
+                    reach = Reach([blocks], [0])
+                    blocks = [replace(block, kv=reach.place(0, block.kv)) for block in blocks]
+                    kv_len = reach.num_rows
                 self._of_source.append(
                     [
-                        _dense_call(block, local_len, local_len, first=first)
+                        _dense_call(block, local_len, kv_len, first=first)
                         for block, first in zip(blocks, firsts, strict=True)
                     ]
                 )
@@ -187,10 +206,22 @@ class PackedSchedule:
         self._starts = [0, *itertools.accumulate(self._local)]
         self._of_all: list[KernelCall] = []
         self._of_source: list[list[KernelCall]] = []
+        self.halo: Halo | None = None
+        self._masks = [within(mask, length) for length in lengths]
+        plain = (
+            hides_more(own, local * layout.num_ranks).is_plain
+            for own, local in zip(self._masks, self._local, strict=True)
+        )
+        if not prefixes and not all(plain):
+            self.halo = _halo(
+                rank,
+                layout.num_ranks,
+                lambda to, source: self._reach(to, source).packed_rows(self._starts[-1], device),
+            )
         if prefixes:
             by_sequence = [
-                layout.gathered_blocks(rank, layout.local_len(length), within(mask, length))
-                for length in lengths
+                layout.gathered_blocks(rank, local, own)
+                for local, own in zip(self._local, self._masks, strict=True)
             ]
             # The same run of every sequence, one run after another.
             by_run = [list(blocks) for blocks in zip(*by_sequence, strict=True)]
@@ -201,7 +232,7 @@ class PackedSchedule:
             ]
         else:
             self._of_source = [
-                self._block_calls(rank, source, lengths, mask) for source in range(layout.num_ranks)
+                self._block_calls(rank, source) for source in range(layout.num_ranks)
             ]
         calls = itertools.chain(self._of_all, *self._of_source)
         self.accumulates = any(not call.first for call in calls)
@@ -251,19 +282,28 @@ class PackedSchedule:
             packing=self._packing(blocks),
         )
 
-    def _block_calls(
-        self, rank: int, source: int, lengths: Sequence[int], mask: Mask
-    ) -> list[KernelCall]:
+    def _blocks(self, rank: int, source: int) -> list[list[ScoreBlock]]:
+        """The blocks of each sequence."""
+        return [
+            self._layout.blocks(rank, source, local, own)
+            for local, own in zip(self._local, self._masks, strict=True)
+        ]
+
+    def _reach(self, rank: int, source: int) -> Reach:
+        return Reach(self._blocks(rank, source), self._starts)
+
+    def _block_calls(self, rank: int, source: int) -> list[KernelCall]:
         """Of each sequence the first block in one call, the second in another, and so on.
 
         Blocks of different masks are in different calls.
         """
-        by_sequence = [
-            self._layout.blocks(rank, source, local, within(mask, length))
-            for local, length in zip(self._local, lengths, strict=True)
-        ]
+        by_sequence = self._blocks(rank, source)
         firsts = [begins(blocks) if source == rank else [] for blocks in by_sequence]
-        num_local = self._starts[-1]
+        num_local = num_keys = self._starts[-1]
+        reach = None
+        if self.halo is not None and source != rank:
+            reach = self._reach(rank, source)
+            num_keys = reach.num_rows
         calls = []
         for place in range(max(map(len, by_sequence), default=0)):
             run = [blocks[place] if place < len(blocks) else EMPTY for blocks in by_sequence]
@@ -276,7 +316,7 @@ class PackedSchedule:
                     calls.append(
                         KernelCall(
                             q=self._rows((self._q_index(blocks),), num_local),
-                            kv=self._rows((self._kv_index(blocks),), num_local),
+                            kv=self._rows((self._kv_index(blocks, reach),), num_keys),
                             mask=_mask_of(blocks),
                             first=first,
                             packing=self._packing(blocks),
@@ -287,8 +327,11 @@ class PackedSchedule:
     def _q_index(self, blocks: Sequence[ScoreBlock]) -> Tensor:
         return _joined(self._starts, [block.q for block in blocks])
 
-    def _kv_index(self, blocks: Sequence[ScoreBlock]) -> Tensor:
-        return _joined(self._starts, [block.kv for block in blocks])
+    def _kv_index(self, blocks: Sequence[ScoreBlock], reach: Reach | None) -> Tensor:
+        if reach is None:
+            return _joined(self._starts, [block.kv for block in blocks])
+        places = [reach.place(number, block.kv) for number, block in enumerate(blocks)]
+        return _joined([0] * len(places), places)
 
     def _rows(self, parts: tuple[Tensor, ...], num_tokens: int) -> PackedRows:
         whole = len(parts) == 1 and torch.equal(parts[0], torch.arange(num_tokens))
@@ -316,6 +359,15 @@ def _joined(starts: Sequence[int], slices: Sequence[slice]) -> Tensor:
         for start, part in zip(starts, slices, strict=False)
     ]
     return torch.cat(parts)
+
+
+def _halo(rank: int, num_ranks: int, rows: Callable[[int, int], Rows | None]) -> Halo:
+    """Of ``rows(to, source)``, those of ``source`` that rank ``to`` needs."""
+    others = [None if other == rank else other for other in range(num_ranks)]
+    return Halo(
+        needed=[None if other is None else rows(rank, other) for other in others],
+        asked=[None if other is None else rows(other, rank) for other in others],
+    )
 
 
 def within(mask: Mask, length: int) -> Mask:

@@ -17,6 +17,7 @@ from torch import Tensor
 from parallel.context.blocks.loops import Contribution, Visit
 from parallel.context.blocks.schedule import RankSchedule
 from parallel.context.blocks.tracing import WAIT, Tracer
+from parallel.context.transports.halo_exchange import HaloExchange
 
 
 class _Exchange:
@@ -46,7 +47,9 @@ class _Exchange:
 
 
 class SendRecv:
-    """Point-to-point messages between neighbours, the next block in flight."""
+    """Point-to-point messages: around the ring between neighbours, the next block in flight; or,
+    where ranks need some rows alone, from each owner to whom needs them.
+    """
 
     _KEYS, _GRADIENTS = 0, 2
     """Tags: keys and gradients of one step may be on their way at the same time."""
@@ -56,8 +59,13 @@ class SendRecv:
         self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self._tracer = tracer
         self._gradients: _Exchange | None = None
+        self._halo: HaloExchange | None = None
 
     def visits(self, k: Tensor, v: Tensor, schedule: RankSchedule) -> Iterator[Visit]:
+        if schedule.halo is not None:
+            self._halo = HaloExchange(self._group, self._tracer, schedule.halo)
+            yield from self._halo.visits(k, v, schedule)
+            return
         heads = slice(0, k.shape[schedule.head_dim_of[0]])
         here: tuple[Tensor, ...] = (k.contiguous(), v.contiguous())
         for step in range(self._num_ranks):
@@ -71,6 +79,9 @@ class SendRecv:
                     here = coming.wait()
 
     def deliver(self, visit: Visit, contributions: Sequence[Contribution]) -> None:
+        if self._halo is not None:
+            self._halo.deliver(visit, contributions)
+            return
         if self._gradients is None:
             totals = tuple(torch.zeros_like(x, dtype=torch.float32) for x in (visit.k, visit.v))
         else:
@@ -82,6 +93,8 @@ class SendRecv:
         self._gradients = _Exchange(self._group, totals, self._GRADIENTS, self._tracer)
 
     def collect(self) -> tuple[Tensor, Tensor]:
+        if self._halo is not None:
+            return self._halo.collect()
         assert self._gradients is not None, "collect() follows deliver()"
         with self._tracer.span(WAIT, self._num_ranks):
             dk, dv = self._gradients.wait()

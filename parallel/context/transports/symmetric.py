@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel.context.blocks.halo import Halo, room_for
 from parallel.context.blocks.loops import Contribution, Visit
 from parallel.context.blocks.schedule import RankSchedule
 from parallel.context.blocks.tracing import WAIT, Tracer
@@ -63,11 +64,15 @@ class _Pair:
     def bytes_of(k: Tensor, v: Tensor, num_slots: int) -> int:
         return num_slots * (_aligned(k.nbytes) + _aligned(v.nbytes))
 
-    def of_rank(self, rank: int, slot: int = 0) -> tuple[Tensor, Tensor]:
+    def of_rank(
+        self, rank: int, slot: int = 0, like: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The tensors of a slot, or smaller ones in the form of ``like``."""
         start = slot * self._slot_bytes
+        like = like or self._like
         return (
-            self._memory.of_rank(rank, start, self._like[0]),
-            self._memory.of_rank(rank, start + self._second, self._like[1]),
+            self._memory.of_rank(rank, start, like[0]),
+            self._memory.of_rank(rank, start + self._second, like[1]),
         )
 
 
@@ -91,6 +96,8 @@ class SymmetricRing:
         self._landed: list[Tensor] = []
         """The gradients of the step before, valid once ``_last`` has passed."""
         self._last = StreamEvent(device)
+        self._halo: Halo | None = None
+        self._own: tuple[Tensor, Tensor] | None = None
 
     def visits(self, k: Tensor, v: Tensor, schedule: RankSchedule) -> Iterator[Visit]:
         heads = slice(0, k.shape[schedule.head_dim_of[0]])
@@ -99,6 +106,10 @@ class SymmetricRing:
         keys = _Pair(memory, *here)
         with self._tracer.span(WAIT, 0):
             publish(memory, keys.of_rank(self._rank), here, self._KEYS)
+        self._halo, self._own = schedule.halo, here
+        if self._halo is not None:
+            yield from self._visits_of_rows(keys, heads, self._halo)
+            return
         landing = [tuple(torch.empty_like(x) for x in here) for _ in range(2)]
         coming = StreamEvent(self._device)
         for step in range(self._num_ranks):
@@ -119,23 +130,50 @@ class SymmetricRing:
                     coming.wait()
                 here = target
 
+    def _visits_of_rows(self, keys: _Pair, heads: slice, halo: Halo) -> Iterator[Visit]:
+        """Visits of the rows that are needed, also of none: ranks meet at each step's barrier."""
+        assert self._own is not None, "visits() sets it"
+        coming = []
+        for step in range(1, self._num_ranks):
+            source = (self._rank - step) % self._num_ranks
+            rows, arrived = halo.needed[source], None
+            target = [room_for(rows, x) for x in self._own]
+            if rows is not None:
+                with aside(self._fetching, self._tracer, step, StreamEvent(self._device)):
+                    for into, out in zip(target, keys.of_rank(source), strict=True):
+                        into.copy_(rows.take(out), non_blocking=True)
+                        self._tracer.sent(into.nbytes)
+                    arrived = StreamEvent(self._device)
+            coming.append((step, source, target, arrived))
+        own_k, own_v = self._own
+        yield Visit(step=0, source=self._rank, kv_heads=heads, k=own_k, v=own_v)
+        for step, source, target, arrived in coming:
+            if arrived is not None:
+                with self._tracer.span(WAIT, step):
+                    arrived.wait()
+            yield Visit(step=step, source=source, kv_heads=heads, k=target[0], v=target[1])
+
     def deliver(self, visit: Visit, contributions: Sequence[Contribution]) -> None:
         if visit.step == 0:
             dk, dv = (sum_of_contributions(visit.k, contributions, name) for name in ("dk", "dv"))
             self._totals = (dk, dv)
             return
         assert self._totals is not None, "the first visit is of this rank's own keys"
-        memory = self._buffers.get("gradients", _Pair.bytes_of(visit.k, visit.v, 2))
-        slots, slot = _Pair(memory, visit.k, visit.v), visit.step % 2
+        assert self._own is not None, "visits() sets it"
+        memory = self._buffers.get("gradients", _Pair.bytes_of(*self._own, 2))
+        slots, slot = _Pair(memory, *self._own), visit.step % 2
         self._add_landed(self._totals, visit.step)
         if len(self._published) >= 2:
             # Barrier 1 of the step between has shown that the slot's reader is done.
             with self._tracer.span(WAIT, visit.step):
                 self._published[-1].wait()
-        for name, out in zip(("dk", "dv"), slots.of_rank(self._rank, slot), strict=True):
-            _write(out, contributions, name)
+        if visit.k.numel():
+            mine = slots.of_rank(self._rank, slot, (visit.k, visit.v))
+            for name, out in zip(("dk", "dv"), mine, strict=True):
+                _write(out, contributions, name)
         peer = (self._rank + visit.step) % self._num_ranks
-        parts = slots.of_rank(peer, slot)
+        asked = self._asked_by(peer)
+        parts = () if asked is None else slots.of_rank(peer, slot, asked)
         # Memory of the computing stream, which reads it last.
         self._landed = [torch.empty_like(part) for part in parts]
         written = StreamEvent(self._device)
@@ -147,13 +185,31 @@ class SymmetricRing:
                 self._tracer.sent(part.nbytes)
             self._last = StreamEvent(self._device)
 
+    def _asked_by(self, peer: int) -> tuple[Tensor, Tensor] | None:
+        """Tensors in the form of the rows of this rank's keys that a peer has computed with."""
+        assert self._own is not None, "visits() sets it"
+        if self._halo is None:
+            return self._own
+        rows = self._halo.asked[peer]
+        if rows is None:
+            return None
+        k, v = self._own
+        return room_for(rows, k), room_for(rows, v)
+
     def _add_landed(self, totals: tuple[Tensor, Tensor], step: int) -> None:
+        """Add what landed of the step before ``step``."""
         if not self._landed:
             return
         with self._tracer.span(WAIT, step):
             self._last.wait()
+        rows = None
+        if self._halo is not None:
+            rows = self._halo.asked[(self._rank + step - 1) % self._num_ranks]
         for total, landing in zip(totals, self._landed, strict=True):
-            total.add_(landing)
+            if rows is not None:
+                rows.add(total, landing)
+            elif self._halo is None:
+                total.add_(landing)
         self._landed = []
 
     def collect(self) -> tuple[Tensor, Tensor]:

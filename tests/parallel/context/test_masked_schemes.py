@@ -93,6 +93,44 @@ def test_some_heads_at_a_time() -> None:
         check(2, "llama3", {"kv_heads_at_once": 1, "transport": transport}, batch)
 
 
+def rows_seen(name: str, num_ranks: int, batch: MaskedBatch) -> int:
+    """Keys of other ranks that the queries of each rank see, all ranks together, pair by pair."""
+    layout, (length,) = scheme_of(name).layout(num_ranks), batch.lengths
+    held = [layout.positions(rank, length).tolist() for rank in range(num_ranks)]
+    return sum(
+        any(batch.sees(query, key) for query in held[to])
+        for to in range(num_ranks)
+        for source in range(num_ranks)
+        if source != to
+        for key in held[source]
+    )
+
+
+@pytest.mark.parametrize("name", ["ring", "zigzag", "striped"])
+def test_rings_send_what_is_seen_and_nothing_else(name: str) -> None:
+    masks: tuple[dict[str, Any], ...] = ({"window": 5}, {"window": 14}, {"prefix_len": 7})
+    for transport in TRANSPORTS[name]:
+        for mask in masks:
+            batch = MaskedBatch(lengths=(48,), **mask)
+            found = check(4, name, {"transport": transport}, batch)
+            row = 2 * batch.num_kv_heads * batch.head_dim * 4
+            # Keys and values, again for the backward pass, and their gradients.
+            expected = 3 * row * rows_seen(name, 4, batch)
+            assert sum(one.sent_bytes for one in found) == expected
+
+
+def test_a_rank_whose_keys_nobody_sees_sends_nothing() -> None:
+    found = check(4, "ring", {"transport": "send_recv"}, MaskedBatch(lengths=(48,), window=5))
+    row = 2 * 2 * 8 * 4
+    assert [one.sent_bytes for one in found] == [
+        # Four keys to the next rank, twice, and four gradients to the one before.
+        2 * 4 * row,
+        3 * 4 * row,
+        3 * 4 * row,
+        4 * row,
+    ]
+
+
 def test_masks_lengths_and_layouts_at_random() -> None:
     draw = random.Random(5)
     for _ in range(24):
