@@ -5,16 +5,19 @@ Stand-ins compute what the libraries would of the arguments that they are given.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from conftest import ROOT
 from test_masks import KINDS, check_mask
 from test_peers import NAMES, PARAMETERS, Install, Library
 from test_peers import install as install  # a fixture
 
 from kernels import BACKENDS, Attention, AttentionProblem, Packing
+from kernels.problem import MASKS
 from tests.support.attention_by_definition import assert_close, problem_of
 from tests.support.masked_attention import masked_attention
 from tests.support.masked_libraries import FUNCTIONS
@@ -141,3 +144,21 @@ def test_flash_attn_4_on_other_gpus(install: Install) -> None:
     assert "no gradients with a softcap" in str(backend.why_unsupported(wide))
     assert backend.why_unsupported(replace(wide, needs_grad=False)) is None
     assert backend.why_unsupported(replace(wide, softcap=None, window=4)) is None
+
+
+def test_the_documentation_says_what_each_takes() -> None:
+    """A table of docs/kernels.md, held to the backends on a GPU."""
+    page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+    table = page.split("| backend | window |")[1].split("\n\n")[0]
+    said = {
+        name: {kind for kind, word in zip(MASKS, words.split(" | "), strict=True) if word != "no"}
+        for names, words in re.findall(r"^\| (`.*`) \| (\w.*) \|$", table, re.M)
+        for name in re.findall(r"`(\w+)`", names)
+    }
+    found = {}
+    for entry in BACKENDS:
+        backend = entry.target(name=entry.name, **entry.preset)
+        of_kernels = type(backend).__module__.startswith("kernels.")
+        if of_kernels and isinstance(backend, Attention) and entry.name != "auto":
+            found[entry.name] = set(backend.takes_here(problem_of(device="cuda"))) & {*MASKS}
+    assert said == found
