@@ -15,7 +15,7 @@ CAPTION = (
     "a perfect split; 1 costs nothing."
 )
 
-POINT_COLUMNS = ("num_heads", "head_dim", "seq_len", "ranks", "split")
+POINT_COLUMNS = ("num_heads", "head_dim", "window", "prefix_len", "seq_len", "ranks", "split")
 
 
 @table("flop_balance")

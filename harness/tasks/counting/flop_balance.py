@@ -7,13 +7,13 @@ compute (:mod:`parallel.context.blocks.balance`). No device is needed.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from harness.bench.bench import Bench
 from harness.cases.case import Case
 from harness.cases.column import CaseColumn, note, option
 from harness.cases.requirements import require_at_least, require_choice
-from harness.cases.task import Task, Work, task
+from harness.cases.task import Task, Work, mask_options, task
 from kernels import AttentionProblem, accounting
 from parallel.context.blocks.balance import COUNTS, Balance, count_flops
 from parallel.context.blocks.layouts import LAYOUTS
@@ -24,7 +24,8 @@ _COUNT_BYTES = 8
 @task("flop_balance")
 @dataclass(kw_only=True, slots=True)
 class FlopBalance(Task):
-    """FLOPs per rank, chunk and ring step of a forward pass over one sequence of seq_len."""
+    """FLOPs per rank, chunk and ring step of a forward pass over one sequence of seq_len, with
+    ``attention.window=`` or ``attention.prefix_len=`` where they are set."""
 
     layout: str = "zigzag"
     """How the sequence is split: contiguous, zigzag or striped."""
@@ -39,7 +40,6 @@ class FlopBalance(Task):
     block_k: int = 128
     """Keys in a tile of the kernel."""
 
-    takes_masks: ClassVar[bool] = False
     gives_shape: ClassVar[bool] = True
     columns: ClassVar[tuple[CaseColumn, ...]] = (
         CaseColumn(name="balance", read=note("balance")),
@@ -57,6 +57,9 @@ class FlopBalance(Task):
                 f"parallel.{next(iter(case.parallel.axes))}: task=flop_balance counts in "
                 "one process; say task.ranks="
             )
+        for key in ("softcap", "sinks"):
+            if mask_options(case.attention).get(key):
+                raise ValueError(f"attention.{key}: changes no pair that task=flop_balance counts")
         multiple = LAYOUTS[self.layout](num_ranks=self.ranks).multiple
         if case.seq_len % multiple:
             raise ValueError(
@@ -82,7 +85,13 @@ class FlopBalance(Task):
             device=case.device,
             causal=True,
             needs_grad=False,
+            **self._mask(case),
         )
+
+    def _mask(self, case: Case) -> dict[str, Any]:
+        """``attention.window=`` and ``attention.prefix_len=``, which hide pairs or show more."""
+        options = mask_options(case.attention)
+        return {key: options[key] for key in ("window", "prefix_len") if key in options}
 
     def work(self, case: Case) -> dict[str, Work]:
         flops = accounting.forward_flops(self.attention_problem(case)) / self.ranks
@@ -100,6 +109,7 @@ class FlopBalance(Task):
             head_dim=self.head_dim,
             block_q=self.block_q,
             block_k=self.block_k,
+            **self._mask(case),
         )
 
     def run(self, case: Case, bench: Bench) -> None:

@@ -279,6 +279,25 @@ class TestFlopBalance:
         steps = table_of("flop_balance_steps", records)
         assert cells(steps, "busy ranks")[:8] == [str(8 - step) for step in range(8)]
 
+    def test_a_window_is_balanced_by_contiguous_parts(self) -> None:
+        """16 tokens that see 4 keys each, but for the first three: 6 pairs less on one rank."""
+        keys = ("seq_len=16", "task.ranks=4", "task.num_heads=1", "task.head_dim=1")
+        records = [
+            balance_record(name, *keys, "attention.window=4", "task.block_q=1", "task.block_k=1")
+            for name in ("contiguous", "zigzag")
+        ]
+        balance = records[0].notes["balance"]
+        # Own keys 1 + 2 + 3 + 4 for each rank, and 3 + 2 + 1 of the rank before.
+        assert balance["pair"] == [[40.0, 0, 0, 0], *[[40.0, 24.0, 0, 0]] * 3]
+        assert balance["tile"] == balance["pair"]
+        # The first query of the second half of the second rank sees keys 3 up to 7.
+        assert balance["chunk"][1] == [4 * 2 * 5.0, 4 * 2 * 5.0]
+        assert records[0].work["forward"]["flops"] == 4 * (16 * 4 - 6) / 4
+        built = table_of("flop_balance", records)
+        # 64 pairs over 40; zigzag's first rank has 1 + 2 and 2 x 4 pairs, its last ones 4 x 4.
+        assert [cell[:-1] for cell in cells(built, "by pairs max/min")] == ["1.60", "1.45"]
+        assert "window 4" in built.caption
+
     def test_any_configuration(self) -> None:
         """4 ranks of 2 tokens, one head of 1: pairs counted by hand, 4 FLOPs each."""
         keys = ("seq_len=8", "task.ranks=4", "task.num_heads=1", "task.head_dim=1")
@@ -295,6 +314,7 @@ class TestFlopBalance:
             (["task.layout=spiral"], "task.layout=spiral: must be one of contiguous, zigzag"),
             (["task.ranks=0"], "task.ranks=0: must be at least 1"),
             (["attention=ring", "parallel.cp=2"], "parallel.cp: task=flop_balance counts in one"),
+            (["attention.softcap=3"], "attention.softcap: changes no pair that task=flop_balance"),
         ],
     )
     def test_what_cannot_be_is_one_line(self, arguments: list[str], message: str) -> None:
