@@ -59,6 +59,18 @@ class Mask:
         """Whether it is no more than a causal mask aligned to the bottom right, or none."""
         return self.window is None and not self.prefix_len and not (self.causal and self.shift)
 
+    @property
+    def sides(self) -> tuple[int | None, int | None]:
+        """Keys left and right of the diagonal that a query sees, as libraries name a window.
+
+        The diagonal is aligned to the bottom right, without the shift; None is all keys of a side.
+        A negative number leaves out the diagonal too. A prefix is no such band.
+        """
+        left = None if self.window is None else self.window - 1 - self.shift
+        if self.causal:
+            return left, self.shift
+        return left, None if self.window is None else self.window - 1 + self.shift
+
     def keys(self, query: int, q_len: int, kv_len: int) -> tuple[int, int]:
         """The keys [start, stop) that a query sees; empty ranges have stop <= start."""
         position = query + kv_len - q_len + self.shift

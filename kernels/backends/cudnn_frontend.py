@@ -37,7 +37,7 @@ OLDEST = (1, 18)
 class CudnnFrontend(DenseAttention):
     """Package nvidia-cudnn-frontend, 1.18 or later, with the libcudnn that it finds."""
 
-    takes: ClassVar[frozenset[str]] = frozenset(("window", "sinks"))
+    takes: ClassVar[frozenset[str]] = frozenset(("window", "sinks", "shift"))
 
     deterministic: bool = False
     """Gradients bit for bit the same in every call; on Hopper cuDNN keeps S x S of them for it."""
@@ -50,6 +50,11 @@ class CudnnFrontend(DenseAttention):
 
     def libraries(self) -> tuple[str, ...]:
         return (DISTRIBUTION, "nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
+
+    def takes_here(self, problem: AttentionProblem) -> frozenset[str]:
+        # Its bounds are not negative. No block of a ring has such a one.
+        bounds = [side for side in problem.mask.sides if side is not None]
+        return self.takes if min(bounds, default=0) >= 0 else self.takes - {"shift"}
 
     def supports(self, problem: AttentionProblem) -> str | None:
         if problem.device != "cuda":

@@ -51,11 +51,11 @@ class FlashAttn2(FlashLibrary):
         major, minor = capability()
         if major < 8:
             return f"needs compute capability 8.0 (Ampere), this device has {major}.{minor}"
-        window = problem.window
-        if window is not None and not problem.causal and problem.kv_len < window < problem.q_len:
+        _, right = problem.mask.sides
+        if right is not None and problem.kv_len <= right < problem.q_len - 1:
             # mha_fwd in csrc/flash_attn/flash_api.cpp takes a right side of at least kv_len keys
-            # for an unlimited one, and the first queries stand up to q_len keys before the last.
-            return "takes a window that is longer than the keys for none, without a causal mask"
+            # for an unlimited one, and the first query stands q_len - 1 keys before the last.
+            return "takes a window that reaches further right than the keys are long for none"
         return why_not_head_dim(problem.head_dim, 256)
 
     def why_not_decode_here(self, problem: DecodeProblem) -> str | None:
@@ -82,7 +82,6 @@ class FlashAttn2(FlashLibrary):
             k=k,
             v=v,
             softmax_scale=spec.scale,
-            causal=spec.causal,
             **(_PLAIN | mask_of(spec)),
             **lengths,
         )
@@ -119,7 +118,6 @@ class FlashAttn2(FlashLibrary):
             dk=dk,
             dv=dv,
             softmax_scale=spec.scale,
-            causal=spec.causal,
             deterministic=self.deterministic,
             **(_PLAIN | mask_of(spec)),
             **lengths_of(spec.packing),
@@ -129,5 +127,4 @@ class FlashAttn2(FlashLibrary):
 
 def _may_lack_keys(q: torch.Tensor, k: torch.Tensor, spec: AttentionSpec) -> bool:
     """Whether a query may see no key, whose lse is then plus infinity in this library."""
-    banded = spec.causal or spec.window is not None
-    return spec.packing is not None or k.shape[1] == 0 or (banded and k.shape[1] < q.shape[1])
+    return spec.packing is not None or spec.mask.leaves_empty_rows(q.shape[1], k.shape[1])

@@ -61,7 +61,6 @@ class FlashAttn3(FlashLibrary):
             k=k,
             v=v,
             softmax_scale=spec.scale,
-            causal=spec.causal,
             **mask_of(spec),
             **lengths_of(spec.packing),
         )
@@ -91,9 +90,8 @@ class FlashAttn3(FlashLibrary):
             dk=dk,
             dv=dv,
             softmax_scale=spec.scale,
-            # Earlier versions name it causal.
-            causal=spec.causal,
-            is_causal=spec.causal,
+            # Earlier versions name it causal, as mask_of does.
+            is_causal=spec.causal and not spec.shift,
             deterministic=self.deterministic,
             **mask_of(spec),
             **lengths_of(spec.packing),

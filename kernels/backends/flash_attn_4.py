@@ -52,7 +52,7 @@ class FlashAttn4(FlashLibrary):
             )
         if major == 12 and self.deterministic and problem.needs_grad:
             return "has no deterministic gradients on compute capability 12.0"
-        banded_or_capped = problem.window is not None or problem.softcap is not None
+        banded_or_capped = not problem.mask.is_plain or problem.softcap is not None
         if major in (8, 12) and banded_or_capped:
             # flash_fwd.py ends there with iterations that mask nothing, and "TODO: local".
             return f"takes no window or softcap on compute capability {major}.{minor}"
@@ -77,7 +77,6 @@ class FlashAttn4(FlashLibrary):
             k=k,
             v=v,
             softmax_scale=spec.scale,
-            causal=spec.causal,
             return_lse=True,
             **mask_of(spec),
             **lengths_of(spec.packing),
@@ -104,7 +103,6 @@ class FlashAttn4(FlashLibrary):
             dout=do,
             lse=lse,
             softmax_scale=spec.scale,
-            causal=spec.causal,
             deterministic=self.deterministic,
             **mask_of(spec),
             **lengths_of(spec.packing),

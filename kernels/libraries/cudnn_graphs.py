@@ -216,13 +216,12 @@ def _band(mask: Mask) -> dict[str, Any]:
     The right one is inclusive, a column at most so many after the diagonal; the left one is
     exclusive, column + bound > row.
     """
+    left, right = mask.sides
     band: dict[str, Any] = {}
-    if mask.causal:
-        band["diagonal_band_right_bound"] = 0
-    elif mask.window is not None:
-        band["diagonal_band_right_bound"] = mask.window - 1
-    if mask.window is not None:
-        band["diagonal_band_left_bound"] = mask.window
+    if left is not None:
+        band["diagonal_band_left_bound"] = left + 1
+    if right is not None:
+        band["diagonal_band_right_bound"] = right
     return band
 
 

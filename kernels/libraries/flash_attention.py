@@ -34,7 +34,8 @@ from kernels.problem import AttentionProblem, AttentionSpec, Packing
 from kernels.registry import joined_later
 from kernels.rotary import Rotary
 
-_MASK_PARAMETERS = {"window": ("window_size_left", "window_size_right"), "softcap": ("softcap",)}
+_SIDES = ("window_size_left", "window_size_right")
+_MASK_PARAMETERS = {"window": _SIDES, "shift": _SIDES, "softcap": ("softcap",)}
 """What the functions must have for a mask; sinks are added from the outside."""
 
 
@@ -42,7 +43,7 @@ _MASK_PARAMETERS = {"window": ("window_size_left", "window_size_right"), "softca
 class FlashLibrary(Attention, Decoding):
     """A FlashAttention library as a backend; subclasses say which functions to call."""
 
-    takes: ClassVar[frozenset[str]] = frozenset(("window", "softcap", "sinks"))
+    takes: ClassVar[frozenset[str]] = frozenset(("window", "softcap", "sinks", "shift"))
 
     modules: ClassVar[tuple[str, ...]]
     """Modules that may hold the functions; the first that exists is taken."""
@@ -63,6 +64,11 @@ class FlashLibrary(Attention, Decoding):
             return metadata.version(self.distribution)
         except metadata.PackageNotFoundError:
             return None
+
+    def takes_here(self, problem: AttentionProblem) -> frozenset[str]:
+        # Some versions take a negative side for one without a bound. No block of a ring has one.
+        bounds = [side for side in problem.mask.sides if side is not None]
+        return self.takes if min(bounds, default=0) >= 0 else self.takes - {"shift"}
 
     def libraries(self) -> tuple[str, ...]:
         return (self.distribution,)
@@ -222,13 +228,11 @@ def lengths_of(packing: Packing | None) -> dict[str, Any]:
 
 
 def mask_of(spec: AttentionSpec) -> dict[str, Any]:
-    """The arguments that every library names the same for a window and a cap, where asked for."""
-    given: dict[str, Any] = {}
-    if spec.window is not None:
-        # Keys at this distance are seen still.
-        furthest = spec.window - 1
-        given["window_size_left"] = furthest
-        given["window_size_right"] = 0 if spec.causal else furthest
+    """The arguments that every library names the same: the mask, and a cap where asked for."""
+    given: dict[str, Any] = {"causal": spec.causal and not spec.shift}
+    if not spec.mask.is_plain:
+        sides = zip(_SIDES, spec.mask.sides, strict=True)
+        given |= {name: side for name, side in sides if side is not None}
     if spec.softcap is not None:
         given["softcap"] = spec.softcap
     return given

@@ -270,6 +270,9 @@ MASKS = {
     "window of all keys": {"window": 40, "causal": False},
     "sinks": {"sinks": True},
     "sinks without a mask": {"sinks": True, "causal": False},
+    "later queries": {"window": 6, "shift": 5},
+    "later queries, no window": {"shift": 3},
+    "earlier queries": {"window": 6, "shift": -5, "causal": False},
     "window and sinks": {"window": 3, "sinks": True},
 }
 
@@ -300,7 +303,7 @@ class TestMasks:
 
     def test_what_it_refuses(self, library: Library) -> None:
         backend = backend_of()
-        for changes in ({"softcap": 4.0}, {"prefix_len": 4}, {"shift": 1}):
+        for changes in ({"softcap": 4.0}, {"prefix_len": 4}, {"shift": -1}):
             (name,) = changes
             reason = backend.why_unsupported(replace(ON_CUDA, **changes))
             assert f"takes no attention.{name}=" in str(reason)
