@@ -31,6 +31,12 @@ INSTALL = f"pip install {DISTRIBUTION}"
 OLDEST = (1, 18)
 """The first version that was read; it has all the arguments that are given."""
 
+AT_ODDS = ((1, 23), (1, 26))
+"""First and last version that set an attribute of reshapes whatever libcudnn there is; met with
+1.24 beside libcudnn 9.19 (github.com/NVIDIA/cudnn-frontend/pull/466)."""
+RESHAPE_MODES = 92200
+"""The first libcudnn that knows the attribute."""
+
 
 @attention_backend("cudnn_frontend", look=Look(colour="#BBCC33", marker="8"))
 @dataclass(kw_only=True, slots=True)
@@ -116,9 +122,16 @@ def _why_not_installed() -> str | None:
         return f"{DISTRIBUTION} {version} is too old, {oldest} is needed: {INSTALL}"
     try:
         # Fails where the package finds no libcudnn.
-        cudnn_graphs.load().backend_version()
+        library = int(cudnn_graphs.load().backend_version())
     except Exception as error:
         return f"{DISTRIBUTION} cannot be used ({_one_line(error)})"
+    number = tuple(int(part) for part in version.split(".")[:2])
+    if AT_ODDS[0] <= number <= AT_ODDS[1] and library < RESHAPE_MODES:
+        major, minor = library // 10000, library // 100 % 100
+        return (
+            f"{DISTRIBUTION} {version} builds no graph with libcudnn {major}.{minor}, which must "
+            f"be 9.22 or newer for it: pip install '{DISTRIBUTION}>=1.27'"
+        )
     return None
 
 

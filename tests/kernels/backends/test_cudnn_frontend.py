@@ -187,7 +187,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     stand_in = Library()
     forget()
     monkeypatch.setattr(cudnn_graphs, "load", lambda: stand_in)
-    monkeypatch.setattr(cudnn_frontend.metadata, "version", lambda name: "1.24.0")
+    monkeypatch.setattr(cudnn_frontend.metadata, "version", lambda name: "1.28.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -358,6 +358,16 @@ class TestSupport:
         assert "at most 128, not 256" in str(backend_of().supports(replace(ON_CUDA, head_dim=256)))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (7, 5))
         assert "needs compute capability 8.0" in str(backend_of().supports(ON_CUDA))
+
+    def test_a_version_that_fails_beside_an_older_libcudnn(
+        self, library: Library, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(cudnn_frontend.metadata, "version", lambda name: "1.24.0")
+        reason = str(backend_of().supports(ON_CUDA))
+        assert "1.24.0 builds no graph with libcudnn 9.19" in reason
+        assert "pip install 'nvidia-cudnn-frontend>=1.27'" in reason
+        monkeypatch.setattr(library, "backend_version", lambda: 92200)
+        assert backend_of().supports(ON_CUDA) is None
 
     def test_an_installation_that_will_not_do(
         self, library: Library, monkeypatch: pytest.MonkeyPatch
