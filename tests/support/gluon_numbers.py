@@ -24,14 +24,18 @@ class Language:
     def cdiv(self, a: int, b: int) -> int:
         return -(-a // b)
 
+    # Of a number and none the hardware, unless asked, takes the number.
+
     def minimum(self, a: Any, b: Any) -> Any:
-        return _of(torch.minimum, min, a, b)
+        return _of(torch.fmin, min, a, b)
 
     def maximum(self, a: Any, b: Any) -> Any:
-        return _of(torch.maximum, max, a, b)
+        return _of(torch.fmax, max, a, b)
 
-    def where(self, condition: Tensor, a: Any, b: Any) -> Tensor:
-        return torch.where(condition, a, b)
+    def where(self, condition: Any, a: Any, b: Any) -> Any:
+        return (
+            (a if condition else b) if isinstance(condition, bool) else torch.where(condition, a, b)
+        )
 
     def arange(self, start: int, stop: int, _: Any) -> Tensor:
         return torch.arange(start, stop)
@@ -67,4 +71,26 @@ def forward_functions(edit: tuple[str, str] | None = None) -> SimpleNamespace:
     load(names, tiles, ("offsets", "key_tiles", "visible_keys"), edit)
     # PyTorch's tensors have no layout to ask for.
     load(names, forward, ("softmax_step", "capped"), (".type.layout", ""))
+    return SimpleNamespace(**names)
+
+
+def backward_functions(edit: tuple[str, str] | None = None) -> SimpleNamespace:
+    """Those of the backward kernels: ``turns_of_keys``, ``programs_before``, ``place_in_order``,
+    ``probabilities``, ``score_gradients``; and ``is_reached`` of rows.finish_dq.
+
+    Args:
+        edit: a line of their source, and what to put in its place.
+    """
+    # Triton exists for Linux alone, and who imports this file may have to skip.
+    from kernels.flash.hopper import backward_order, rows, tiles
+
+    names: dict[str, Any] = {"gl": Language(), "Turns": backward_order.Turns, **tile_names()}
+    names["tl"] = names["gl"]
+    load(names, tiles, ("offsets", "capped"), edit)
+    load(names, rows, ("is_reached",), edit)
+    load(names, backward_order, ("place_in_order", "turns_of_keys", "programs_before"), edit)
+    # PyTorch's tensors have no layout to ask for.
+    for function in ("probabilities", "score_gradients"):
+        source = {"LAYOUT: gl.constexpr = s.type.layout": "LAYOUT = None"}
+        load(names, backward_order, (function,), *source.items())
     return SimpleNamespace(**names)

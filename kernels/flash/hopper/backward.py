@@ -46,6 +46,7 @@ from kernels.flash.hopper.backward_order import (
     place_in_order,
     probabilities,
     programs_before,
+    score_gradients,
     start_scores,
     turns_of_keys,
 )
@@ -54,6 +55,7 @@ from kernels.flash.hopper.tiles import (
     CONSUMERS,
     PROGRAM_ROWS,
     ROWS,
+    Edges,
     Rows,
     columns,
     opaque,
@@ -249,7 +251,7 @@ def half_turn(
     before,
     now,
     seq,
-    offset,
+    turns,
     scale_log2,
     HALF: gl.constexpr,
     CONSUMER: gl.constexpr,
@@ -257,6 +259,8 @@ def half_turn(
     MAIN: gl.constexpr,
     TAIL: gl.constexpr,
     CAUSAL: gl.constexpr,
+    MASK: gl.constexpr,
+    SOFTCAP: gl.constexpr,
     MASKED: gl.constexpr,
     RESIDENT: gl.constexpr,
 ):
@@ -302,16 +306,21 @@ def half_turn(
         lse,
         now.first_key,
         now.first_query + HALF * ROWS,
-        offset,
+        turns,
         seq.kv_len,
         scale_log2,
         CAUSAL,
+        MASK,
+        SOFTCAP,
         MASKED,
     )
     a = gl.convert_layout(p.to(dtype), A_LAYOUT)
     dv, dv_tail = start_gradient(a, views.do_tiles.index(slot), dv, dv_tail, MAIN, TAIL)
     dp = warpgroup_mma_wait(EACH, deps=[dp])
-    ds = (p * (dp - delta[None, :])).to(dtype)
+    if SOFTCAP > 0.0 and not RESIDENT:
+        # Read again: to keep it takes registers that there are not.
+        lse = views.lse_tiles.index(slot).load(LINE)
+    ds = score_gradients(p, dp, delta, lse, SOFTCAP).to(dtype)
     if HALF == 0:
         # The other consumer has written dS of the turn before, and read that of two before.
         mbarrier.wait(shared.ds_ready, parity ^ 1, pred=now.has_dq)
@@ -364,6 +373,62 @@ def half_turn(
 
 
 @gluon.jit
+def take_turns(
+    shared,
+    views,
+    k,
+    v,
+    progress,
+    dq_ptr,
+    before,
+    of_line,
+    member,
+    start,
+    stop,
+    seq,
+    heads,
+    turns,
+    scale_log2,
+    CONSUMER: gl.constexpr,
+    STAGES: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    MAIN: gl.constexpr,
+    TAIL: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    MASK: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+    MASKED: gl.constexpr,
+    RESIDENT: gl.constexpr,
+):
+    """The turns from ``start`` to ``stop`` of one query head.
+
+    Args:
+        dq_ptr: where this consumer adds to dQ of the turn before.
+        before: programs that add to it before this one.
+        of_line: dQ of the head's first query.
+    """
+    # A consumer adds to every other 64-by-64 tile of a turn's dQ.
+    FIRST_TILE: gl.constexpr = CONSUMER if BLOCK_D == ROWS else 0
+    for turn in range(start, stop):
+        for half in gl.static_range(2):
+            now = HalfTurn(
+                dq_ptr=dq_ptr,
+                is_first=before == 0,
+                has_dq=(member > 0) | (turn > turns.first),
+                more=(half == 0) | (member + 1 < heads.num_members) | (turn + 1 < turns.end),
+                first_key=turns.first_key + CONSUMER * ROWS,
+                first_query=turn * PROGRAM_ROWS,
+            )
+            progress = half_turn(
+                shared, views, k, v, progress, now, seq, turns, scale_log2,
+                half, CONSUMER, STAGES, MAIN, TAIL, CAUSAL, MASK, SOFTCAP, MASKED, RESIDENT,
+            )  # fmt: skip
+        dq_ptr = of_line + turn * (PROGRAM_ROWS * BLOCK_D) + FIRST_TILE * (ROWS * ROWS)
+        before = programs_before(turn, turns, PROGRAM_ROWS, CAUSAL, MASK)
+    return progress, dq_ptr, before
+
+
+@gluon.jit
 def accumulate(
     shared,
     dq_sums,
@@ -380,6 +445,8 @@ def accumulate(
     MAIN: gl.constexpr,
     TAIL: gl.constexpr,
     CAUSAL: gl.constexpr,
+    MASK: gl.constexpr,
+    SOFTCAP: gl.constexpr,
     RESIDENT: gl.constexpr,
 ):
     """One consumer: dK and dV of 64 keys, and its half of every turn's dQ."""
@@ -427,45 +494,28 @@ def accumulate(
             lse = views.lse_tiles.index(0).load(gl.SliceLayout(0, LAYOUT))
             s = warpgroup_mma_wait(0, deps=[first_s])
     progress = Progress(dk, dv, dk_tail, dv_tail, s, lse, 0, 0, 0)
-    # A consumer adds to every other 64-by-64 tile of a turn's dQ.
-    FIRST_TILE: gl.constexpr = CONSUMER if PARTS == 1 else 0
     dq_ptr = dq_sums
     before = 0
     for member in range(heads.num_members):
         line = seq.batch * heads.num_heads + heads.first_head + member
         of_line = dq_sums + (line.to(gl.int64) * heads.padded_len + seq.line_start) * BLOCK_D
-        for turn in range(turns.first, turns.first + turns.num_masked):
-            for half in gl.static_range(2):
-                now = HalfTurn(
-                    dq_ptr=dq_ptr,
-                    is_first=before == 0,
-                    has_dq=(member > 0) | (turn > turns.first),
-                    more=(half == 0) | (member + 1 < heads.num_members) | (turn + 1 < turns.end),
-                    first_key=first_key,
-                    first_query=turn * PROGRAM_ROWS,
-                )
-                progress = half_turn(
-                    shared, views, k, v, progress, now, seq, turns.offset, scale_log2,
-                    half, CONSUMER, STAGES, MAIN, TAIL, CAUSAL, True, RESIDENT,
-                )  # fmt: skip
-            dq_ptr = of_line + turn * (PROGRAM_ROWS * BLOCK_D) + FIRST_TILE * (ROWS * ROWS)
-            before = programs_before(turn, turns, PROGRAM_ROWS, CAUSAL)
-        for turn in range(turns.first + turns.num_masked, turns.end):
-            for half in gl.static_range(2):
-                now = HalfTurn(
-                    dq_ptr=dq_ptr,
-                    is_first=before == 0,
-                    has_dq=(member > 0) | (turn > turns.first),
-                    more=(half == 0) | (member + 1 < heads.num_members) | (turn + 1 < turns.end),
-                    first_key=first_key,
-                    first_query=turn * PROGRAM_ROWS,
-                )
-                progress = half_turn(
-                    shared, views, k, v, progress, now, seq, turns.offset, scale_log2,
-                    half, CONSUMER, STAGES, MAIN, TAIL, CAUSAL, False, RESIDENT,
-                )  # fmt: skip
-            dq_ptr = of_line + turn * (PROGRAM_ROWS * BLOCK_D) + FIRST_TILE * (ROWS * ROWS)
-            before = programs_before(turn, turns, PROGRAM_ROWS, CAUSAL)
+        mask_end = turns.first + turns.num_masked
+        progress, dq_ptr, before = take_turns(
+            shared, views, k, v, progress, dq_ptr, before, of_line, member, turns.first, mask_end,
+            seq, heads, turns, scale_log2, CONSUMER, STAGES, BLOCK_D, MAIN, TAIL, CAUSAL, MASK,
+            SOFTCAP, True, RESIDENT,
+        )  # fmt: skip
+        progress, dq_ptr, before = take_turns(
+            shared, views, k, v, progress, dq_ptr, before, of_line, member, mask_end,
+            turns.unmasked_end, seq, heads, turns, scale_log2, CONSUMER, STAGES, BLOCK_D, MAIN,
+            TAIL, CAUSAL, MASK, SOFTCAP, False, RESIDENT,
+        )  # fmt: skip
+        if MASK == "window":
+            progress, dq_ptr, before = take_turns(
+                shared, views, k, v, progress, dq_ptr, before, of_line, member,
+                turns.unmasked_end, turns.end, seq, heads, turns, scale_log2, CONSUMER, STAGES,
+                BLOCK_D, MAIN, TAIL, CAUSAL, MASK, SOFTCAP, True, RESIDENT,
+            )  # fmt: skip
     parity = progress.parity
     if turns.end > turns.first:
         # dQ of the last turn.
@@ -528,6 +578,9 @@ def flash_backward(
     kv_len,
     num_lines,
     padded_len,
+    window,
+    prefix_len,
+    shift,
     scale,
     scale_log2,
     STAGES: gl.constexpr,
@@ -537,6 +590,8 @@ def flash_backward(
     MAIN: gl.constexpr,
     TAIL: gl.constexpr,
     CAUSAL: gl.constexpr,
+    MASK: gl.constexpr,
+    SOFTCAP: gl.constexpr,
     PACKED: gl.constexpr,
     num_warps: gl.constexpr,
 ):
@@ -602,7 +657,8 @@ def flash_backward(
         padded_len=padded_len,
     )
     seq = sequence(cu_seqlens_q, cu_seqlens_k, part // num_out_heads, q_len, kv_len, PACKED)
-    turns = turns_of_keys(key_tile, seq.q_len, seq.kv_len, PROGRAM_ROWS, CAUSAL)
+    edges = Edges(window, prefix_len, shift)
+    turns = turns_of_keys(key_tile, seq.q_len, seq.kv_len, edges, PROGRAM_ROWS, CAUSAL, MASK)
     inputs = Inputs(q=q_desc, do=do_desc, k=k_desc, v=v_desc, statistics=stat_desc)
     gradients = Gradients(
         dk_ptr, dv_ptr, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs
@@ -627,6 +683,8 @@ def flash_backward(
                     MAIN,
                     TAIL,
                     CAUSAL,
+                    MASK,
+                    SOFTCAP,
                     RESIDENT,
                 ),
             ),
@@ -648,12 +706,14 @@ def flash_backward(
                     MAIN,
                     TAIL,
                     CAUSAL,
+                    MASK,
+                    SOFTCAP,
                     RESIDENT,
                 ),
             ),
             (produce, (inputs, shared, heads, seq, turns, STAGES)),
-            (open_turns, (counts, shared, heads, seq, turns, PROGRAM_ROWS, CAUSAL)),
-            (close_turns, (counts, shared, heads, seq, turns, PROGRAM_ROWS, CAUSAL)),
+            (open_turns, (counts, shared, heads, seq, turns, PROGRAM_ROWS, CAUSAL, MASK)),
+            (close_turns, (counts, shared, heads, seq, turns, PROGRAM_ROWS, CAUSAL, MASK)),
         ],
         [4, 1, 1, 1],
         [CONSUMER_REGISTERS, 24, 24, 24],

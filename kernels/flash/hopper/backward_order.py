@@ -9,6 +9,12 @@ earlier, and so comes to each turn one turn later.
 
 That order cannot block: programs start in the order of their indices, so whichever a program
 waits for has started before it.
+
+Under a mask each query sees one range of keys, whose ends never move to the left from query to
+query (:class:`kernels.problem.Mask`). So the tiles of keys that come to a turn follow each other,
+and both the turns of a tile and the programs before it at a turn follow from a few numbers
+(:func:`turns_of_keys`, :func:`programs_before`). Under a window a program begins one turn before
+that of the later keys and ends one before it, too.
 """
 
 # Triton's types are not Python's.
@@ -21,7 +27,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
-from kernels.flash.hopper.tiles import ROWS, columns
+from kernels.flash.hopper.tiles import LOG2_E, ROWS, capped, columns, offsets
 
 
 class Inputs(NamedTuple):
@@ -60,10 +66,16 @@ class Turns(NamedTuple):
     end: Any
     num_masked: Any
     """Turns, the first ones, that need the mask."""
+    unmasked_end: Any
+    """Under a window turns from here on need the mask again; else the end."""
     key_tile: Any
     num_key_tiles: Any
     offset: Any
-    """The last key that the first query sees."""
+    """The last key that the first query sees, of a sequence that begins before and has no end."""
+    start: Any
+    """Under a window the first key that it sees, of the same sequence."""
+    prefix_len: Any
+    """Keys that every query sees, under the mask ``prefix``."""
 
 
 class Gradients(NamedTuple):
@@ -96,46 +108,85 @@ def place_in_order(heads_at_once, num_key_tiles):
 
 
 @gluon.jit
-def turns_of_keys(key_tile, q_len, kv_len, SIZE: gl.constexpr, CAUSAL: gl.constexpr):
-    """The turns of the program with one tile of keys; none if it lies behind the sequence."""
+def turns_of_keys(
+    key_tile,
+    q_len,
+    kv_len,
+    edges,
+    SIZE: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    MASK: gl.constexpr,
+):
+    """The turns of the program with one tile of keys; none if it lies behind the sequence.
+
+    The keys that a query sees begin and end no further left than those of the query before. So
+    the last query of a turn says whether its queries have come to the tile, the first one whether
+    they have gone past it.
+    """
     first = key_tile * SIZE
     num_key_tiles = gl.cdiv(kv_len, SIZE)
     num_turns = gl.cdiv(q_len, SIZE)
-    offset = kv_len - q_len
+    offset, start = offsets(q_len, kv_len, edges, CAUSAL, MASK)
+    last_key = first + SIZE - 1
     first_turn = 0
     num_masked = 0
-    if CAUSAL:
-        first_turn = gl.minimum(gl.maximum(first - offset, 0) // SIZE, num_turns)
-        last_key = first + SIZE - 1
+    end = num_turns
+    if MASK == "window":
+        end = gl.minimum(gl.maximum(last_key - start + SIZE, 0) // SIZE, num_turns)
+    if CAUSAL or MASK == "window":
+        first_turn = gl.maximum(first - offset, 0) // SIZE
         first_unmasked = gl.cdiv(gl.maximum(last_key - offset, 0), SIZE)
-        num_masked = gl.maximum(gl.minimum(first_unmasked, num_turns) - first_turn, 0)
+        if MASK == "prefix":
+            first_turn = gl.where(first < edges.prefix_len, 0, first_turn)
+            first_unmasked = gl.where(last_key < edges.prefix_len, 0, first_unmasked)
+        first_turn = gl.minimum(first_turn, end)
+        num_masked = gl.maximum(gl.minimum(first_unmasked, end) - first_turn, 0)
     if first + SIZE > kv_len:
-        num_masked = num_turns - first_turn
+        num_masked = end - first_turn
     if first >= kv_len:
-        first_turn = num_turns
+        first_turn = end
         num_masked = 0
+    unmasked_end = end
+    if MASK == "window":
+        past = gl.minimum(gl.maximum(first + 1 - start, 0) // SIZE, end)
+        unmasked_end = gl.maximum(past, first_turn + num_masked)
     return Turns(
         first_key=first,
         first=first_turn,
-        end=num_turns,
+        end=end,
         num_masked=num_masked,
+        unmasked_end=unmasked_end,
         key_tile=key_tile,
         num_key_tiles=num_key_tiles,
         offset=offset,
+        start=start if MASK == "window" else 0,
+        prefix_len=edges.prefix_len if MASK == "prefix" else 0,
     )
 
 
 @gluon.jit
-def programs_before(turn, turns, SIZE: gl.constexpr, CAUSAL: gl.constexpr):
+def programs_before(turn, turns, SIZE: gl.constexpr, CAUSAL: gl.constexpr, MASK: gl.constexpr):
     """The number of programs, of later keys, that add to a turn's dQ before this one."""
     last = turns.num_key_tiles - 1
-    if CAUSAL:
-        last = gl.minimum(last, (turn * SIZE + SIZE - 1 + turns.offset) // SIZE)
+    if CAUSAL or MASK == "window":
+        last_key = turn * SIZE + SIZE - 1 + turns.offset
+        if MASK == "prefix":
+            last_key = gl.maximum(last_key, turns.prefix_len - 1)
+        last = gl.minimum(last, last_key // SIZE)
     return last - turns.key_tile
 
 
 @gluon.jit
-def open_turns(counts, shared, heads, seq, turns, SIZE: gl.constexpr, CAUSAL: gl.constexpr):
+def open_turns(
+    counts,
+    shared,
+    heads,
+    seq,
+    turns,
+    SIZE: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    MASK: gl.constexpr,
+):
     """The warp that lets the consumers add to dQ once all programs before have done so.
 
     A barrier tells only even phases from odd ones, so nobody may fall two phases behind another.
@@ -147,7 +198,7 @@ def open_turns(counts, shared, heads, seq, turns, SIZE: gl.constexpr, CAUSAL: gl
         line = seq.batch * heads.num_heads + heads.first_head + member
         of_line = counts + (line.to(gl.int64) * heads.padded_len + seq.line_start) // SIZE
         for turn in range(turns.first, turns.end):
-            before = programs_before(turn, turns, SIZE, CAUSAL)
+            before = programs_before(turn, turns, SIZE, CAUSAL, MASK)
             while gl.atomic_add(of_line + turn, 0, sem="acquire", scope="gpu") < before:
                 pass
             # The phases of steps -1 and -2 count as over at the start.
@@ -158,7 +209,16 @@ def open_turns(counts, shared, heads, seq, turns, SIZE: gl.constexpr, CAUSAL: gl
 
 
 @gluon.jit
-def close_turns(counts, shared, heads, seq, turns, SIZE: gl.constexpr, CAUSAL: gl.constexpr):
+def close_turns(
+    counts,
+    shared,
+    heads,
+    seq,
+    turns,
+    SIZE: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    MASK: gl.constexpr,
+):
     """The warp that lets the next program add once all of this one's additions are in memory.
 
     Apart from :func:`open_turns` because waiting for memory takes a third of a turn.
@@ -168,7 +228,7 @@ def close_turns(counts, shared, heads, seq, turns, SIZE: gl.constexpr, CAUSAL: g
         line = seq.batch * heads.num_heads + heads.first_head + member
         of_line = counts + (line.to(gl.int64) * heads.padded_len + seq.line_start) // SIZE
         for turn in range(turns.first, turns.end):
-            before = programs_before(turn, turns, SIZE, CAUSAL)
+            before = programs_before(turn, turns, SIZE, CAUSAL, MASK)
             mbarrier.wait(shared.done.index(step & 1), (step >> 1) & 1)
             gl.atomic_xchg(of_line + turn, before + 1, sem="release", scope="gpu")
             mbarrier.arrive(shared.closed.index(step & 1))
@@ -204,23 +264,49 @@ def probabilities(
     lse,
     first_key,
     first_query,
-    offset,
+    turns,
     kv_len,
     scale_log2,
     CAUSAL: gl.constexpr,
+    MASK: gl.constexpr,
+    SOFTCAP: gl.constexpr,
     MASKED: gl.constexpr,
 ):
     """P^T [64 keys, 64 queries]; queries beyond the sequence have lse = inf, and so P = 0."""
-    p = gl.exp2(s * scale_log2 - lse[None, :])
+    if SOFTCAP > 0.0:
+        p = gl.exp2(capped(s, scale_log2, SOFTCAP) - lse[None, :])
+    else:
+        p = gl.exp2(s * scale_log2 - lse[None, :])
     if MASKED:
         LAYOUT: gl.constexpr = s.type.layout
         key = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
         last = gl.full([ROWS], kv_len - 1, gl.int32, gl.SliceLayout(0, LAYOUT))
-        if CAUSAL:
-            query = first_query + gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))
-            last = gl.minimum(query + offset, last)
-        p = gl.where(key[:, None] <= last[None, :], p, 0.0)
+        query = first_query + gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))
+        if CAUSAL or MASK == "window":
+            own = query + turns.offset
+            if MASK == "prefix":
+                own = gl.maximum(own, turns.prefix_len - 1)
+            last = gl.minimum(own, last)
+        seen = key[:, None] <= last[None, :]
+        if MASK == "window":
+            seen = seen & (key[:, None] >= (query + turns.start)[None, :])
+        p = gl.where(seen, p, 0.0)
     return p
+
+
+@gluon.jit
+def score_gradients(p, dp, delta, lse, SOFTCAP: gl.constexpr):
+    """dS^T = P^T * (dP^T - delta), times the slope of the cap, without the scale.
+
+    The slope is 1 - tanh^2, and lse and P have the tanh: to recompute it from them takes no
+    registers for it, or for S, in between. Where P is 0 it is of no account, but has to be finite.
+    """
+    ds = p * (dp - delta[None, :])
+    if SOFTCAP > 0.0:
+        tanh = (gl.log2(p) + lse[None, :]) * (1.0 / (SOFTCAP * LOG2_E))
+        tanh = gl.minimum(gl.maximum(tanh, -1.0), 1.0)
+        ds = ds * (1.0 - tanh * tanh)
+    return ds
 
 
 @gluon.jit

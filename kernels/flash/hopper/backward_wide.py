@@ -13,7 +13,8 @@ queries:
 
 Matmuls are under way while a consumer waits: dQ of the turn before while S and dP become P, dV
 while dS is computed. The order in which programs add to dQ is that of
-:mod:`kernels.flash.hopper.backward_order`. P reaches dS rounded to 16 bits, as it reaches dV.
+:mod:`kernels.flash.hopper.backward_order`. P reaches dS rounded to 16 bits, as it reaches dV,
+and so does the slope of a cap on the scores, which follows from P.
 
 docs/kernels.md has the budget of shared memory and registers.
 """
@@ -44,6 +45,7 @@ from kernels.flash.hopper.backward_order import (
     place_in_order,
     probabilities,
     programs_before,
+    score_gradients,
     start_scores,
     turns_of_keys,
 )
@@ -51,6 +53,7 @@ from kernels.flash.hopper.tiles import (
     CONSUMER_REGISTERS,
     CONSUMERS,
     ROWS,
+    Edges,
     Rows,
     columns,
     opaque,
@@ -183,13 +186,14 @@ def turn_of_scores(
     before,
     now,
     seq,
-    first_key,
-    offset,
+    turns,
     scale_log2,
     STAGES: gl.constexpr,
     MAIN: gl.constexpr,
     TAIL: gl.constexpr,
     CAUSAL: gl.constexpr,
+    MASK: gl.constexpr,
+    SOFTCAP: gl.constexpr,
     MASKED: gl.constexpr,
 ):
     """The first consumer's turn: P, the first 128 columns of dV and dK, and of dQ before."""
@@ -208,7 +212,17 @@ def turn_of_scores(
     dq = start_dq(views, 1 - new, opaque(0))
     s = warpgroup_mma_wait(1, deps=[s])
     p = probabilities(
-        s, lse, first_key, now.first_query, offset, seq.kv_len, scale_log2, CAUSAL, MASKED
+        s,
+        lse,
+        turns.first_key,
+        now.first_query,
+        turns,
+        seq.kv_len,
+        scale_log2,
+        CAUSAL,
+        MASK,
+        SOFTCAP,
+        MASKED,
     )
     p = p.to(dtype)
     views.p_tiles.index(new).store(p)
@@ -251,6 +265,7 @@ def turn_of_gradients(
     STAGES: gl.constexpr,
     MAIN: gl.constexpr,
     TAIL: gl.constexpr,
+    SOFTCAP: gl.constexpr,
 ):
     """The second consumer's turn: dS, the other columns of dV and dK, and of dQ before."""
     dk, dv, slot, phase, parity = before
@@ -274,7 +289,11 @@ def turn_of_gradients(
         is_async=True,
     )
     dp = warpgroup_mma_wait(2, deps=[dp])
-    ds = (p.to(gl.float32) * (dp - delta[None, :])).to(dtype)
+    lse = delta
+    if SOFTCAP > 0.0:
+        mbarrier.wait(shared.q_ready.index(slot), phase)
+        lse = views.lse_tiles.index(slot).load(gl.SliceLayout(0, LAYOUT))
+    ds = score_gradients(p.to(gl.float32), dp, delta, lse, SOFTCAP).to(dtype)
     views.ds_tiles.index(new).store(ds)
     fence_async_shared()
     mbarrier.arrive(shared.ds_ready)
@@ -303,6 +322,57 @@ def turn_of_gradients(
 
 
 @gluon.jit
+def take_turns(
+    shared,
+    views,
+    progress,
+    dq_ptr,
+    before,
+    of_line,
+    member,
+    start,
+    stop,
+    seq,
+    turns,
+    scale_log2,
+    CONSUMER: gl.constexpr,
+    STAGES: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    MAIN: gl.constexpr,
+    TAIL: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    MASK: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+    MASKED: gl.constexpr,
+):
+    """The turns from ``start`` to ``stop`` of one query head.
+
+    Args:
+        dq_ptr: dQ of the turn before.
+        before: programs that add to it before this one.
+        of_line: dQ of the head's first query.
+        MASKED: of account for the first consumer only.
+    """
+    for turn in range(start, stop):
+        now = Turn(
+            dq_ptr=dq_ptr,
+            is_first=before == 0,
+            has_dq=(member > 0) | (turn > turns.first),
+            first_query=turn * ROWS,
+        )
+        if CONSUMER == 0:
+            progress = turn_of_scores(
+                shared, views, progress, now, seq, turns, scale_log2,
+                STAGES, MAIN, TAIL, CAUSAL, MASK, SOFTCAP, MASKED,
+            )  # fmt: skip
+        else:
+            progress = turn_of_gradients(shared, views, progress, now, STAGES, MAIN, TAIL, SOFTCAP)
+        dq_ptr = of_line + turn * (ROWS * BLOCK_D)
+        before = programs_before(turn, turns, ROWS, CAUSAL, MASK)
+    return progress, dq_ptr, before
+
+
+@gluon.jit
 def accumulate(
     shared,
     dq_sums,
@@ -320,6 +390,8 @@ def accumulate(
     MAIN: gl.constexpr,
     TAIL: gl.constexpr,
     CAUSAL: gl.constexpr,
+    MASK: gl.constexpr,
+    SOFTCAP: gl.constexpr,
 ):
     """One consumer: ``COLUMNS`` columns of dK and dV of 64 keys, and of every turn's dQ."""
     dtype: gl.constexpr = shared.q_tiles.dtype
@@ -348,38 +420,27 @@ def accumulate(
     for member in range(heads.num_members):
         line = seq.batch * heads.num_heads + heads.first_head + member
         of_line = dq_sums + (line.to(gl.int64) * heads.padded_len + seq.line_start) * BLOCK_D
-        first_unmasked = turns.first
+        mask_end = turns.first
+        unmasked_end = turns.end
         if CONSUMER == 0:
-            first_unmasked = turns.first + turns.num_masked
-            for turn in range(turns.first, first_unmasked):
-                now = Turn(
-                    dq_ptr=dq_ptr,
-                    is_first=before == 0,
-                    has_dq=(member > 0) | (turn > turns.first),
-                    first_query=turn * ROWS,
-                )
-                progress = turn_of_scores(
-                    shared, views, progress, now, seq, turns.first_key, turns.offset, scale_log2,
-                    STAGES, MAIN, TAIL, CAUSAL, True,
-                )  # fmt: skip
-                dq_ptr = of_line + turn * (ROWS * BLOCK_D)
-                before = programs_before(turn, turns, ROWS, CAUSAL)
-        for turn in range(first_unmasked, turns.end):
-            now = Turn(
-                dq_ptr=dq_ptr,
-                is_first=before == 0,
-                has_dq=(member > 0) | (turn > turns.first),
-                first_query=turn * ROWS,
-            )
-            if CONSUMER == 0:
-                progress = turn_of_scores(
-                    shared, views, progress, now, seq, turns.first_key, turns.offset, scale_log2,
-                    STAGES, MAIN, TAIL, CAUSAL, False,
-                )  # fmt: skip
-            else:
-                progress = turn_of_gradients(shared, views, progress, now, STAGES, MAIN, TAIL)
-            dq_ptr = of_line + turn * (ROWS * BLOCK_D)
-            before = programs_before(turn, turns, ROWS, CAUSAL)
+            mask_end = turns.first + turns.num_masked
+            unmasked_end = turns.unmasked_end
+            progress, dq_ptr, before = take_turns(
+                shared, views, progress, dq_ptr, before, of_line, member, turns.first, mask_end,
+                seq, turns, scale_log2, CONSUMER, STAGES, BLOCK_D, MAIN, TAIL, CAUSAL, MASK,
+                SOFTCAP, True,
+            )  # fmt: skip
+        progress, dq_ptr, before = take_turns(
+            shared, views, progress, dq_ptr, before, of_line, member, mask_end, unmasked_end,
+            seq, turns, scale_log2, CONSUMER, STAGES, BLOCK_D, MAIN, TAIL, CAUSAL, MASK,
+            SOFTCAP, False,
+        )  # fmt: skip
+        if CONSUMER == 0 and MASK == "window":
+            progress, dq_ptr, before = take_turns(
+                shared, views, progress, dq_ptr, before, of_line, member, unmasked_end, turns.end,
+                seq, turns, scale_log2, CONSUMER, STAGES, BLOCK_D, MAIN, TAIL, CAUSAL, MASK,
+                SOFTCAP, True,
+            )  # fmt: skip
     parity = progress.parity
     if turns.end > turns.first:
         # dQ of the last turn.
@@ -440,6 +501,9 @@ def flash_backward_wide(
     kv_len,
     num_lines,
     padded_len,
+    window,
+    prefix_len,
+    shift,
     scale,
     scale_log2,
     STAGES: gl.constexpr,
@@ -448,6 +512,8 @@ def flash_backward_wide(
     MAIN: gl.constexpr,
     TAIL: gl.constexpr,
     CAUSAL: gl.constexpr,
+    MASK: gl.constexpr,
+    SOFTCAP: gl.constexpr,
     PACKED: gl.constexpr,
     num_warps: gl.constexpr,
 ):
@@ -510,7 +576,8 @@ def flash_backward_wide(
         padded_len=padded_len,
     )
     seq = sequence(cu_seqlens_q, cu_seqlens_k, part // num_out_heads, q_len, kv_len, PACKED)
-    turns = turns_of_keys(key_tile, seq.q_len, seq.kv_len, ROWS, CAUSAL)
+    edges = Edges(window, prefix_len, shift)
+    turns = turns_of_keys(key_tile, seq.q_len, seq.kv_len, edges, ROWS, CAUSAL, MASK)
     inputs = Inputs(q=q_desc, do=do_desc, k=k_desc, v=v_desc, statistics=stat_desc)
     gradients = Gradients(
         dk_ptr, dv_ptr, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs
@@ -538,6 +605,8 @@ def flash_backward_wide(
                     MAIN,
                     TAIL,
                     CAUSAL,
+                    MASK,
+                    SOFTCAP,
                 ),
             ),
             (
@@ -559,11 +628,13 @@ def flash_backward_wide(
                     MAIN,
                     TAIL,
                     CAUSAL,
+                    MASK,
+                    SOFTCAP,
                 ),
             ),
             (produce, (inputs, shared, heads, seq, turns, STAGES)),
-            (open_turns, (counts, shared, heads, seq, turns, ROWS, CAUSAL)),
-            (close_turns, (counts, shared, heads, seq, turns, ROWS, CAUSAL)),
+            (open_turns, (counts, shared, heads, seq, turns, ROWS, CAUSAL, MASK)),
+            (close_turns, (counts, shared, heads, seq, turns, ROWS, CAUSAL, MASK)),
         ],
         [4, 1, 1, 1],
         [CONSUMER_REGISTERS, 24, 24, 24],

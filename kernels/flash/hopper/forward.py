@@ -47,11 +47,11 @@ from kernels.flash.hopper.tiles import (
     CONSUMER_REGISTERS,
     CONSUMERS,
     LN_2,
-    LOG2_E,
     PROGRAM_ROWS,
     ROWS,
     Edges,
     Rows,
+    capped,
     columns,
     key_tiles,
     sequence,
@@ -220,18 +220,6 @@ def masked(
         tile, first_row, seq.q_len, seq.kv_len, edges, BLOCK_K, CAUSAL, MASK, LAYOUT
     )
     return gl.where(seen, s, float("-inf"))
-
-
-@gluon.jit
-def capped(s, scale_log2, SOFTCAP: gl.constexpr):
-    """softcap tanh(scale s / softcap) of products s, in units of log2.
-
-    tanh x is 1 - 2 / (exp(2 x) + 1), which is exact to float32 beside 1, also where exp overflows.
-    The hardware's own tanh is wrong by up to 2^-11, times the cap an error of 2% in P at 50.
-    """
-    LIMIT: gl.constexpr = SOFTCAP * LOG2_E
-    power = gl.exp2(s * (scale_log2 * (2.0 / SOFTCAP)))
-    return LIMIT - 2.0 * LIMIT / (power + 1.0)
 
 
 @gluon.jit

@@ -53,9 +53,6 @@ def plan_forward(call: ForwardPass) -> PreparedLaunch:
             "BLOCK_K": chosen.tile,
             "STAGES": chosen.stages,
             "TILES": tiles,
-            "MASK": schedule.forward_mask(problem),
-            # A number of the model, which few calls differ in.
-            "SOFTCAP": problem.softcap or 0.0,
             **_constants(problem),
         },
         integers=(
@@ -65,9 +62,7 @@ def plan_forward(call: ForwardPass) -> PreparedLaunch:
             problem.q_len,
             problem.kv_len,
             q.shape[2],
-            problem.window or 0,
-            problem.prefix_len,
-            problem.shift,
+            *_edges(problem),
         ),
         descriptors=(
             _tiles(q, ROWS, width),
@@ -171,6 +166,7 @@ def plan_backward(call: BackwardPass) -> BackwardPlan:
                 problem.kv_len,
                 num_lines,
                 padded_len,
+                *_edges(problem),
             ),
             descriptors=(
                 _tiles(q, chosen.tile, width),
@@ -183,13 +179,14 @@ def plan_backward(call: BackwardPass) -> BackwardPlan:
         finish_dq=PreparedLaunch(
             finish_dq,
             by_query,
-            {**rowwise, "CAUSAL": problem.causal},
+            {**rowwise, "CAUSAL": problem.causal, "MASK": schedule.mask_kind(problem)},
             integers=(
                 *dq.stride()[:3],
                 problem.num_heads,
                 problem.q_len,
                 problem.kv_len,
                 padded_len,
+                *_edges(problem),
             ),
         ),
         sum_parts=None
@@ -222,9 +219,17 @@ def _constants(problem: Problem) -> dict[str, Any]:
         "MAIN": columns.main,
         "TAIL": columns.tail,
         "CAUSAL": problem.causal,
+        "MASK": schedule.mask_kind(problem),
+        # A number of the model, which few calls differ in.
+        "SOFTCAP": problem.softcap or 0.0,
         "PACKED": problem.packed,
         "num_warps": 4,
     }
+
+
+def _edges(problem: Problem) -> tuple[int, int, int]:
+    """The numbers of :class:`tiles.Edges`."""
+    return problem.window or 0, problem.prefix_len, problem.shift
 
 
 def grid(rows: int, heads: int, tiles: int = 1) -> tuple[int, int, int]:

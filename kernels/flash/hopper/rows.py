@@ -82,6 +82,39 @@ def row_statistics(
 
 
 @triton.jit
+def is_reached(
+    turn,
+    q_len,
+    kv_len,
+    window,
+    prefix_len,
+    shift,
+    TURN: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
+):
+    """Whether any program comes to a turn; the sums of one that none comes to are never written.
+
+    backward_order.turns_of_keys says which turns a tile of keys comes to.
+    """
+    reached = turn * 0 + kv_len > 0
+    first = turn * TURN + kv_len - q_len
+    if MASK != "plain":
+        first += shift
+    last = first + TURN - 1
+    if MASK == "window":
+        # The first key that the first query sees lies before the end of the last tile.
+        reached = reached & (first - window + 1 < tl.cdiv(kv_len, TURN) * TURN)
+        if not CAUSAL:
+            last += window - 1
+    if MASK == "prefix":
+        last = tl.maximum(last, prefix_len - 1)
+    if CAUSAL or MASK == "window":
+        reached = reached & (last >= 0)
+    return reached
+
+
+@triton.jit
 def finish_dq(
     sums_ptr,
     dq_ptr,
@@ -94,6 +127,9 @@ def finish_dq(
     q_len,
     kv_len,
     padded_len,
+    window,
+    prefix_len,
+    shift,
     scale,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -101,6 +137,7 @@ def finish_dq(
     TURN: tl.constexpr,
     PACKED: tl.constexpr,
     CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
 ):
     """dQ = scale * its sum, in rows and columns again, and zero where a query sees no key."""
     block = tl.program_id(0)
@@ -117,10 +154,9 @@ def finish_dq(
         batch = 0
     if block * BLOCK_Q >= q_len:
         return
-    # The sums of a turn that no key tile reaches were never written.
-    seen = row * 0 + kv_len > 0
-    if CAUSAL:
-        seen = seen & ((row // TURN + 1) * TURN - 1 + kv_len - q_len >= 0)
+    seen = is_reached(
+        row // TURN, q_len, kv_len, window, prefix_len, shift, TURN, CAUSAL, MASK
+    )  # fmt: skip
     column = tl.arange(0, BLOCK_D)
     mask = (row < q_len)[:, None] & (column < HEAD_DIM)[None, :]
     batch = tl.cast(batch, tl.int64)

@@ -84,8 +84,8 @@ def backward_rows(problem: Problem) -> int:
     return PROGRAM_ROWS if block_d(problem) <= 128 else ROWS
 
 
-def forward_mask(problem: Problem) -> str:
-    """The constant MASK of the forward kernel (:class:`tiles.Edges`)."""
+def mask_kind(problem: Problem) -> str:
+    """The constant MASK of the kernels (:class:`tiles.Edges`)."""
     if problem.window is not None:
         return "window"
     return "plain" if problem.mask.is_plain else "prefix"

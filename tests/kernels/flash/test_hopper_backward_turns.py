@@ -1,0 +1,221 @@
+"""Masks in the Hopper backward kernels: who visits which turn, in which order, and the gradients.
+
+The kernels' arithmetic runs on Python's integers and PyTorch's tensors.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import product
+from types import SimpleNamespace
+
+import pytest
+import torch
+from gluon_numbers import backward_functions
+from torch import Tensor
+
+from kernels.problem import Mask
+
+pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+
+ROWS = 64
+
+
+def kind_of(mask: Mask) -> str:
+    """The kernel's constant MASK."""
+    if mask.window is not None:
+        return "window"
+    return "plain" if mask.is_plain else "prefix"
+
+
+def is_seen(mask: Mask, position: int, key: int) -> bool:
+    """Whether a query that stands at ``position`` sees a key, by the definition of the masks."""
+    if key < mask.prefix_len:
+        return True
+    if mask.causal and key > position:
+        return False
+    return mask.window is None or abs(position - key) < mask.window
+
+
+def masks(longest: int) -> Iterator[Mask]:
+    """All masks whose numbers make a difference at lengths up to this one."""
+    shifts = range(-longest - 1, longest + 2)
+    yield Mask(causal=False)
+    for prefix_len, shift in product(range(longest + 2), shifts):
+        yield Mask(causal=True, prefix_len=prefix_len, shift=shift)
+    for causal, window, shift in product((False, True), range(1, longest + 2), shifts):
+        yield Mask(causal=causal, window=window, shift=shift)
+
+
+def check_turns(kernel: SimpleNamespace, mask: Mask, q_len: int, kv_len: int, size: int) -> None:
+    """One head, with one tile of keys too many, as shorter sequences of a packed batch have."""
+    edges = kernel.Edges(mask.window or 0, mask.prefix_len, mask.shift)
+    constants = size, mask.causal, kind_of(mask)
+    num_tiles, num_turns = -(-kv_len // size), -(-q_len // size)
+    offset = kv_len - q_len + mask.shift
+    programs_of = defaultdict(list)
+    # In the order in which programs start.
+    for tile in reversed(range(num_tiles + 1)):
+        own = kernel.turns_of_keys(tile, q_len, kv_len, edges, *constants)
+        mask_end = own.first + own.num_masked
+        assert 0 <= own.first <= mask_end <= own.unmasked_end <= own.end <= num_turns
+        keys = range(tile * size, tile * size + size)
+        for turn in range(num_turns):
+            queries = range(turn * size, turn * size + size)
+            pairs = [is_seen(mask, query + offset, key) for query in queries for key in keys]
+            visits = own.first <= turn < own.end
+            assert visits == (any(pairs) and tile < num_tiles)
+            if visits:
+                programs_of[turn].append(own)
+                is_plain = mask_end <= turn < own.unmasked_end
+                assert is_plain == (all(pairs) and keys[-1] < kv_len)
+    for turn in range(num_turns):
+        orders = [kernel.programs_before(turn, own, *constants) for own in programs_of[turn]]
+        assert orders == list(range(len(orders)))
+        numbers = mask.window or 0, mask.prefix_len, mask.shift
+        reached = kernel.is_reached(turn, q_len, kv_len, *numbers, *constants)
+        assert reached == bool(orders)
+
+
+def check_all(longest: int, size: int, edit: tuple[str, str] | None = None) -> None:
+    kernel = backward_functions(edit)
+    for mask in masks(longest):
+        for q_len, kv_len in product(range(1, longest + 1), repeat=2):
+            check_turns(kernel, mask, q_len, kv_len, size)
+
+
+@pytest.mark.parametrize(
+    ("longest", "size"),
+    [
+        (5, 2),
+        pytest.param(7, 2, marks=pytest.mark.exhaustive),
+        pytest.param(9, 3, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_programs_count_those_before_them(longest: int, size: int) -> None:
+    """Each program waits for as many as add before it, all of which start before it."""
+    check_all(longest, size)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ("last_key - start + SIZE", "last_key - start"),
+        ("gl.maximum(first - offset, 0) // SIZE", "0"),
+        ("gl.where(first < edges.prefix_len", "gl.where(last_key < edges.prefix_len"),
+        ("gl.where(last_key < edges.prefix_len", "gl.where(first < edges.prefix_len"),
+        ("first_turn = gl.minimum(first_turn, end)", "pass"),
+        ("if first + SIZE > kv_len", "if first > kv_len"),
+        ("if first >= kv_len", "if False"),
+        ("first + 1 - start", "first - start"),
+        ("unmasked_end = gl.maximum(past, first_turn + num_masked)", "unmasked_end = past"),
+        ("last_key = gl.maximum(last_key, turns.prefix_len - 1)", "pass"),
+        ("last = gl.minimum(last, last_key // SIZE)", "pass"),
+        ("first += shift", "pass"),
+        ("last += window - 1", "pass"),
+        ("reached & (first - window + 1 < tl", "reached & (first - window < tl"),
+        ("last = tl.maximum(last, prefix_len - 1)", "pass"),
+        ("reached = reached & (last >= 0)", "pass"),
+    ],
+    ids=lambda edit: edit[0][:40],
+)
+def test_notices_a_wrong_edge(edit: tuple[str, str]) -> None:
+    with pytest.raises(AssertionError):
+        check_all(5, 2, edit)
+
+
+@pytest.mark.parametrize("heads_at_once", [1, 2, 4, 16])
+def test_programs_of_later_keys_start_first(heads_at_once: int) -> None:
+    kernel = backward_functions()
+    started = defaultdict(list)
+    for program in range(7 * 5):
+        kernel.gl.program_id = lambda axis, program=program: program
+        kernel.gl.num_programs = lambda axis: 7 * 5
+        head, tile = kernel.place_in_order(heads_at_once, 5)
+        started[head].append(tile)
+    assert started == {head: [4, 3, 2, 1, 0] for head in range(7)}
+
+
+def gradients(
+    mask: Mask, q: Tensor, k: Tensor, v: Tensor, do: Tensor, o: Tensor, lse: Tensor,
+    *, scale: float, softcap: float, size: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv by the kernels' functions, 64 by 64 scores at a time, of one head."""
+    kernel = backward_functions()
+    q_len, kv_len = len(q), len(k)
+    edges = kernel.Edges(mask.window or 0, mask.prefix_len, mask.shift)
+    constants = mask.causal, kind_of(mask)
+    lse = torch.where(lse == -torch.inf, torch.inf, lse * kernel.LOG2_E)
+    lse = torch.nn.functional.pad(lse, (0, size), value=torch.inf)
+    delta = torch.nn.functional.pad((o * do).sum(1), (0, size))
+    q, k, v, do = (torch.nn.functional.pad(x, (0, 0, 0, size)) for x in (q, k, v, do))
+    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+    for tile in reversed(range(-(-kv_len // size))):
+        own = kernel.turns_of_keys(tile, q_len, kv_len, edges, size, *constants)
+        for turn in range(own.first, own.end):
+            is_masked = not own.first + own.num_masked <= turn < own.unmasked_end
+            for row, key in product(range(0, size, ROWS), repeat=2):
+                queries = slice(turn * size + row, turn * size + row + ROWS)
+                keys = slice(tile * size + key, tile * size + key + ROWS)
+                p = kernel.probabilities(
+                    k[keys] @ q[queries].T, lse[queries], keys.start, queries.start, own, kv_len,
+                    scale * kernel.LOG2_E, *constants, softcap, is_masked,
+                )  # fmt: skip
+                dp = v[keys] @ do[queries].T
+                ds = kernel.score_gradients(p, dp, delta[queries], lse[queries], softcap)
+                dv[keys] += p @ do[queries]
+                dk[keys] += ds @ q[queries] * scale
+                dq[queries] += ds.T @ k[keys] * scale
+    return dq[:q_len], dk[:kv_len], dv[:kv_len]
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("size", [64, 128])
+def test_gradients(size: int, softcap: float) -> None:
+    """The kernels' two sizes, at lengths that do not divide, against autograd."""
+    generator = torch.Generator().manual_seed(3)
+    for mask, (q_len, kv_len) in product(
+        (
+            Mask(causal=True),
+            Mask(causal=True, window=1),
+            Mask(causal=True, window=70, shift=-30),
+            Mask(causal=False, window=150),
+            Mask(causal=False, window=20, shift=90),
+            Mask(causal=True, prefix_len=140),
+            Mask(causal=True, prefix_len=20, shift=-200),
+        ),
+        ((300, 300), (100, 333), (333, 100)),
+    ):
+        q, k, v, do = (
+            torch.randn(n, 8, generator=generator, dtype=torch.float64)
+            for n in (q_len, kv_len, kv_len, q_len)
+        )
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        scores = q @ k.T * 0.9
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        first = kv_len - q_len + mask.shift
+        seen = [[is_seen(mask, i + first, j) for j in range(kv_len)] for i in range(q_len)]
+        scores = scores.masked_fill(~torch.tensor(seen), -torch.inf)
+        lse = scores.logsumexp(1)
+        p = (scores - lse.detach().masked_fill(lse == -torch.inf, 0.0)[:, None]).exp()
+        # The sum of a row is 1, or 0: a quotient of it has the same gradient as softmax.
+        o = p @ v / p.sum(1, keepdim=True).clamp_min(1e-30)
+        wanted = torch.autograd.grad(o, leaves, do)
+        with torch.no_grad():
+            got = gradients(
+                mask, q, k, v, do, o, lse, scale=0.9, softcap=softcap, size=size
+            )  # fmt: skip
+        for x, y in zip(got, wanted, strict=True):
+            torch.testing.assert_close(x, y, msg=str((mask, q_len, kv_len)))
+
+
+def test_slope_where_there_is_no_probability() -> None:
+    """Keys out of sight, and queries that see none, whose lse is plus infinity; no number stays."""
+    kernel = backward_functions()
+    p = torch.tensor([[0.0, 0.0, 0.25, torch.nan]])
+    lse = torch.tensor([3.0, torch.inf, 2.0, 0.0])
+    ds = kernel.score_gradients(p, torch.full((1, 4), 8.0), torch.ones(4), lse, 5.0)
+    assert ds[0, :3].tolist() == [0.0, 0.0, 0.25 * 7.0]
+    assert ds[0, 3].isnan()
