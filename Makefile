@@ -79,7 +79,7 @@ benchmarks: install ## time the harness itself, and compile the kernels for Hopp
 	$(BIN)/python -m benchmarks.bench_tables
 	$(BIN)/python -m benchmarks.bench_cluster
 	$(BIN)/python -m benchmarks.compile_hopper
-	$(BIN)/python -m benchmarks.compile_hopper forward masks
+	$(BIN)/python -m benchmarks.compile_hopper masks
 	$(BIN)/python -m benchmarks.compile_decode
 
 clean: ## remove the environment and caches; results stay

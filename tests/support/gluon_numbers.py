@@ -76,7 +76,7 @@ def forward_functions(edit: tuple[str, str] | None = None) -> SimpleNamespace:
 
 def backward_functions(edit: tuple[str, str] | None = None) -> SimpleNamespace:
     """Those of the backward kernels: ``turns_of_keys``, ``programs_before``, ``place_in_order``,
-    ``probabilities``, ``score_gradients``; and ``is_reached`` of rows.finish_dq.
+    ``probabilities``, ``slope_of_cap``; and ``is_reached`` of rows.finish_dq.
 
     Args:
         edit: a line of their source, and what to put in its place.
@@ -90,7 +90,7 @@ def backward_functions(edit: tuple[str, str] | None = None) -> SimpleNamespace:
     load(names, rows, ("is_reached",), edit)
     load(names, backward_order, ("place_in_order", "turns_of_keys", "programs_before"), edit)
     # PyTorch's tensors have no layout to ask for.
-    for function in ("probabilities", "score_gradients"):
+    for function in ("probabilities", "slope_of_cap"):
         source = {"LAYOUT: gl.constexpr = s.type.layout": "LAYOUT = None"}
         load(names, backward_order, (function,), *source.items())
     return SimpleNamespace(**names)

@@ -46,7 +46,7 @@ from kernels.flash.hopper.backward_order import (
     place_in_order,
     probabilities,
     programs_before,
-    score_gradients,
+    slope_of_cap,
     start_scores,
     turns_of_keys,
 )
@@ -317,10 +317,13 @@ def half_turn(
     a = gl.convert_layout(p.to(dtype), A_LAYOUT)
     dv, dv_tail = start_gradient(a, views.do_tiles.index(slot), dv, dv_tail, MAIN, TAIL)
     dp = warpgroup_mma_wait(EACH, deps=[dp])
-    if SOFTCAP > 0.0 and not RESIDENT:
-        # Read again: to keep it takes registers that there are not.
-        lse = views.lse_tiles.index(slot).load(LINE)
-    ds = score_gradients(p, dp, delta, lse, SOFTCAP).to(dtype)
+    ds = p * (dp - delta[None, :])
+    if SOFTCAP > 0.0:
+        if not RESIDENT:
+            # Read again: to keep it takes registers that there are not.
+            lse = views.lse_tiles.index(slot).load(LINE)
+        ds = ds * slope_of_cap(p, lse, SOFTCAP)
+    ds = ds.to(dtype)
     if HALF == 0:
         # The other consumer has written dS of the turn before, and read that of two before.
         mbarrier.wait(shared.ds_ready, parity ^ 1, pred=now.has_dq)
@@ -551,7 +554,7 @@ def accumulate(
         store_rows(progress.dv_tail, dv_rows, first_key, MAIN, HEAD_DIM)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["window", "prefix_len", "shift"])
 def flash_backward(
     q_desc,
     do_desc,

@@ -295,18 +295,16 @@ def probabilities(
 
 
 @gluon.jit
-def score_gradients(p, dp, delta, lse, SOFTCAP: gl.constexpr):
-    """dS^T = P^T * (dP^T - delta), times the slope of the cap, without the scale.
+def slope_of_cap(p, lse, SOFTCAP: gl.constexpr):
+    """1 - tanh^2, by which the gradient of a capped score reaches the score.
 
-    The slope is 1 - tanh^2, and lse and P have the tanh: to recompute it from them takes no
-    registers for it, or for S, in between. Where P is 0 it is of no account, but has to be finite.
+    lse and P [64 keys, 64 queries] in float32 have the tanh: to recompute it from them takes no
+    registers for it, or for S, in between. Where P is 0 it is of no account, but finite: a minimum
+    or maximum of a number and none is the number.
     """
-    ds = p * (dp - delta[None, :])
-    if SOFTCAP > 0.0:
-        tanh = (gl.log2(p) + lse[None, :]) * (1.0 / (SOFTCAP * LOG2_E))
-        tanh = gl.minimum(gl.maximum(tanh, -1.0), 1.0)
-        ds = ds * (1.0 - tanh * tanh)
-    return ds
+    tanh = (gl.log2(p) + lse[None, :]) * (1.0 / (SOFTCAP * LOG2_E))
+    tanh = gl.minimum(gl.maximum(tanh, -1.0), 1.0)
+    return 1.0 - tanh * tanh
 
 
 @gluon.jit

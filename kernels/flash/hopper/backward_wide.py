@@ -13,8 +13,10 @@ queries:
 
 Matmuls are under way while a consumer waits: dQ of the turn before while S and dP become P, dV
 while dS is computed. The order in which programs add to dQ is that of
-:mod:`kernels.flash.hopper.backward_order`. P reaches dS rounded to 16 bits, as it reaches dV,
-and so does the slope of a cap on the scores, which follows from P.
+:mod:`kernels.flash.hopper.backward_order`. P reaches dS rounded to 16 bits, as it reaches dV.
+
+Under a cap on the scores the second consumer needs P^T for dV, and for dS^T its product with the
+slope of the cap: the first leaves that where dS^T is to be.
 
 docs/kernels.md has the budget of shared memory and registers.
 """
@@ -45,7 +47,7 @@ from kernels.flash.hopper.backward_order import (
     place_in_order,
     probabilities,
     programs_before,
-    score_gradients,
+    slope_of_cap,
     start_scores,
     turns_of_keys,
 )
@@ -224,6 +226,13 @@ def turn_of_scores(
         SOFTCAP,
         MASKED,
     )
+    if SOFTCAP > 0.0:
+        # Both have computed dQ of the turn before the last from the dS that was there. The ring's
+        # phases, of two slots, are those of every other turn.
+        gl.static_assert(STAGES == 2)
+        mbarrier.wait(shared.done.index(new), phase ^ 1)
+        sloped = p * slope_of_cap(p, lse, SOFTCAP)
+        views.ds_tiles.index(new).store(sloped.to(dtype))
     p = p.to(dtype)
     views.p_tiles.index(new).store(p)
     fence_async_shared()
@@ -281,7 +290,11 @@ def turn_of_gradients(
     delta = views.delta_tiles.index(slot).load(gl.SliceLayout(0, LAYOUT))
     dq = start_dq(views, 1 - new, opaque(2))
     mbarrier.wait(shared.p_ready, parity)
-    p = views.p_tiles.index(new).load(LAYOUT)
+    if SOFTCAP > 0.0:
+        # Each thread reads what it writes dS over.
+        p = views.ds_tiles.index(new).load(LAYOUT)
+    else:
+        p = views.p_tiles.index(new).load(LAYOUT)
     dv = warpgroup_mma(
         views.p_tiles.index(new),
         columns(views.do_tiles.index(slot), 128, COLUMNS),
@@ -289,11 +302,7 @@ def turn_of_gradients(
         is_async=True,
     )
     dp = warpgroup_mma_wait(2, deps=[dp])
-    lse = delta
-    if SOFTCAP > 0.0:
-        mbarrier.wait(shared.q_ready.index(slot), phase)
-        lse = views.lse_tiles.index(slot).load(gl.SliceLayout(0, LAYOUT))
-    ds = score_gradients(p.to(gl.float32), dp, delta, lse, SOFTCAP).to(dtype)
+    ds = (p.to(gl.float32) * (dp - delta[None, :])).to(dtype)
     views.ds_tiles.index(new).store(ds)
     fence_async_shared()
     mbarrier.arrive(shared.ds_ready)
@@ -474,7 +483,7 @@ def accumulate(
     store_rows(progress.dv, dv_rows, turns.first_key, 128 * CONSUMER, HEAD_DIM, False)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["window", "prefix_len", "shift"])
 def flash_backward_wide(
     q_desc,
     do_desc,

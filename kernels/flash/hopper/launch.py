@@ -28,11 +28,6 @@ from kernels.problem import Packing
 
 _MAX_GRID_Y = 65535
 
-_LEAST_WIDE_CAP = 5.0
-"""backward_wide has the slope of the cap from P in 16 bits: too few where the cap is low. Of
-scores with a standard deviation of 5 gradients are wrong by 0.3% at 5, as without rounding, by
-0.5% at 2 and by 1.2% at 1 (float64 with P rounded to bfloat16)."""
-
 FORWARD_TAKES = frozenset(("window", "prefix_len", "shift", "softcap"))
 """What the forward pass takes besides a causal mask, of ``Problem.asks_for``."""
 BACKWARD_TAKES = frozenset(("window", "prefix_len", "shift", "softcap"))
@@ -60,8 +55,6 @@ def why_not(problem: Problem) -> str | None:
         return "does not continue from an accumulator"
     if problem.batch_size * problem.num_heads > _MAX_GRID_Y:
         return f"more than {_MAX_GRID_Y} heads in a batch"
-    if schedule.block_d(problem) > 128 and (problem.softcap or math.inf) < _LEAST_WIDE_CAP:
-        return f"softcap {problem.softcap}: at least {_LEAST_WIDE_CAP:g} at head_dim over 128"
     return None
 
 

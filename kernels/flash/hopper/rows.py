@@ -114,7 +114,7 @@ def is_reached(
     return reached
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "prefix_len", "shift"])
 def finish_dq(
     sums_ptr,
     dq_ptr,

@@ -78,8 +78,7 @@ class TestWhatItLeavesToThePlainKernels:
     def test_runs_what_it_is_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert self.reason(monkeypatch) is None
         assert self.reason(monkeypatch, head_dim=80, packed=True) is None
-        assert self.reason(monkeypatch, head_dim=256, softcap=50.0) is None
-        assert self.reason(monkeypatch, head_dim=128, softcap=2.0) is None
+        assert self.reason(monkeypatch, head_dim=256) is None
 
     @pytest.mark.parametrize(
         ("changes", "words"),
@@ -87,7 +86,6 @@ class TestWhatItLeavesToThePlainKernels:
             ({"dtype": torch.float32}, "bfloat16 and float16"),
             ({"head_dim": 264}, "at most 256"),
             ({"head_dim": 36}, "multiple of 8"),
-            ({"head_dim": 136, "softcap": 2.0}, "at least 5"),
             ({"accumulates": True}, "accumulator"),
             ({"batch_size": 20_000}, "65535"),
             ({"device": torch.device("cpu")}, "9.0"),

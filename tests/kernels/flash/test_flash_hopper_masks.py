@@ -325,11 +325,12 @@ def dense_part(x: Tensor, rows: slice) -> Tensor:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
-def test_compiles_for_masks(head_dim: int) -> None:
+@pytest.mark.parametrize("kernel", ["forward", "backward"])
+def test_compiles_for_masks(kernel: str, head_dim: int) -> None:
     """In a process of its own, since this one may have Triton's interpreter."""
     pytest.importorskip("triton.experimental.gluon")
     run = subprocess.run(
-        [sys.executable, "-m", "benchmarks.compile_hopper", "forward", str(head_dim), "masks"],
+        [sys.executable, "-m", "benchmarks.compile_hopper", kernel, str(head_dim), "masks"],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "0"},
         capture_output=True,
@@ -338,7 +339,8 @@ def test_compiles_for_masks(head_dim: int) -> None:
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
     spilled = [int(x) for x in re.findall(r"(\d+) bytes spill stores", run.stdout)]
     assert len(spilled) == 5
-    assert max(spilled) <= (0 if head_dim <= 128 else 32), run.stdout
+    limit = 512 if kernel == "backward" else 0 if head_dim <= 128 else 32
+    assert max(spilled) <= limit, run.stdout
 
 
 class TestPlans:
