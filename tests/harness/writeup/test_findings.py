@@ -19,6 +19,7 @@ from records import (
     split_examples,
     strategy_examples,
 )
+from window_records import window_examples
 from writeup_examples import SPEEDS, scaling, steps
 
 from harness.analysis.frame import build_frame
@@ -71,6 +72,7 @@ def all_frames() -> list[pd.DataFrame]:
         decode_examples(),
         [record_of("attention=documents", "attention.kernel=naive", "parallel.cp=2")],
         on_a_host(),
+        window_examples(),
         low_precision_statistics(),
     )
     return [build_frame(examples) for examples in kinds]
