@@ -20,6 +20,7 @@ from harness.gate.updates import Training
 from harness.request.compose import compose_request
 from harness.tasks.training import strategy_check
 from harness.tasks.training.strategy_check import check_replicas, check_strategy
+from kernels import sinks
 from parallel import STRATEGIES
 from parallel.context.attention import SequenceParallelAttention
 
@@ -28,6 +29,8 @@ RANKS = 4
 SMALL = ("task=train_step", "model=tiny", "model.d_model=64", "device=cpu")
 
 DATA = ("attention=naive", f"parallel.dp={RANKS}")
+
+MASKS = ("attention.window=9", "attention.sinks=true", "model.full_attention_every=2")
 
 LATE = "after_some_steps"
 
@@ -143,6 +146,8 @@ SOUND = [
     ["parallel=none", "parallel.tp=4", "attention=sdpa"],
     ["parallel=ddp_bucketed", "parallel.dp=2", "parallel.cp=2", "attention=zigzag"],
     ["parallel=zero_2", "parallel.dp=2", "parallel.tp=2", "attention=naive"],
+    ["parallel=none", "parallel.tp=4", "attention=flash_torch", *MASKS],
+    ["parallel=fsdp", "parallel.dp=2", "parallel.cp=2", "attention=zigzag", *MASKS],
     ["parallel=fsdp", "parallel.compute_dtype=bfloat16", *DATA],
     ["parallel=fsdp_torch", "parallel.compute_dtype=bfloat16", *DATA],
     ["parallel=fsdp", "checkpoint=block", *DATA],
@@ -170,6 +175,20 @@ def test_no_alarm(precision: str, draws: int) -> None:
 def alarms(group: dist.ProcessGroup, choices: list[list[str]], draws: int) -> list[str]:
     with one_process_trains_once():
         return [said_of(case_of(words), bench_of(group), draws=draws) for words in choices]
+
+
+def said_with_wrong_sinks(group: dist.ProcessGroup, factor: float) -> str:
+    """What the check says where the kernel's gradient of sinks is too large or too small."""
+    gradient = sinks.gradient
+    case = case_of(["parallel=none", "parallel.tp=4", "attention=flash_torch", *MASKS])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sinks, "gradient", lambda *tensors: factor * gradient(*tensors))
+        return said_of(case, bench_of(group), draws=1)
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.5, 2.0])
+def test_a_wrong_gradient_of_sinks_is_wrong(factor: float) -> None:
+    assert any("sinks" in text for text in on_ranks(RANKS, said_with_wrong_sinks, factor))
 
 
 def compared(group: dist.ProcessGroup, fault: str) -> str:

@@ -87,6 +87,8 @@ def test_the_small_model_of_the_check_has_a_window_that_hides_keys(ranks: int) -
     assert small.attention_variant == AttentionVariant(window=8 * ranks, sinks=True)
     assert small.seq_len == 32 * ranks
     assert small.model.full_attention_every == 2
+    every_fourth = case_of("attention.window=3", "model.full_attention_every=4")
+    assert small_case(every_fourth, 0).model.full_attention_every == 2
     assert small_case(case_of("attention.window=3"), 0).attention_variant.window == 3
     prefix = small_case(case_of("attention.prefix_len=100"), 0).attention_variant
     assert prefix == AttentionVariant(prefix_len=8)
