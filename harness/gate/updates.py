@@ -19,6 +19,14 @@ from harness.gate.tolerances import ROUNDOFF, Format
 ELEMENT = 4.0
 """A single element may be so many times as wrong as one of them is in the careful training."""
 
+FEW_ELEMENTS = 16
+"""A parameter with fewer, such as the sinks of a layer's heads, errs by chance in either training.
+Sinks' gradients are sums besides whose terms cancel: sound kernels in float16 reached 1.4 times
+what holds for large parameters."""
+
+OF_FEW = 3.0
+"""Such a parameter may be so many times as wrong."""
+
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Training:
@@ -50,28 +58,33 @@ def check_training(
     for name, best in reached.items():
         moves = _Moves.of(name, got, exact, start)
         least = max(usual, best.least, number_format.least)
-        tolerance = number_format.factor * max(best.by_norm, least)
+        factor = number_format.factor
+        few = exact.weights[name].numel() < FEW_ELEMENTS and number_format.name != "float32"
+        factor *= OF_FEW if few else 1.0
         steps = len(exact.losses)
         yield Finding(
             name="training update",
             error=moves.by_norm,
-            tolerance=tolerance,
+            tolerance=factor * max(best.by_norm, least),
             said=f"relative error of the updates of {name} against one process is "
             f"{moves.by_norm:.2g} after {steps} steps",
         )
         yield Finding(
             name="training update element",
             error=moves.by_element,
-            tolerance=ELEMENT * number_format.factor * max(best.by_element, best.by_norm, least),
+            tolerance=ELEMENT * factor * max(best.by_element, best.by_norm, least),
             said=f"the update of an element of {name} differs from that of one process by "
             f"{moves.by_element:.2g} of their root mean square after {steps} steps",
         )
-        factor = abs(moves.factor)
+        if few:
+            # Roundings of few elements do not cancel: a common factor is in the relative error.
+            continue
+        scaled = abs(moves.factor)
         yield Finding(
             name="training update factor",
-            error=factor,
-            tolerance=number_format.factor * max(abs(best.factor), least / 4),
-            said=f"updates of {name} are too large or too small by a factor of {factor:.2g} "
+            error=scaled,
+            tolerance=factor * max(abs(best.factor), least / 4),
+            said=f"updates of {name} are too large or too small by a factor of {scaled:.2g} "
             f"after {steps} steps",
         )
 

@@ -177,18 +177,21 @@ def alarms(group: dist.ProcessGroup, choices: list[list[str]], draws: int) -> li
         return [said_of(case_of(words), bench_of(group), draws=draws) for words in choices]
 
 
-def said_with_wrong_sinks(group: dist.ProcessGroup, factor: float) -> str:
+def said_with_wrong_sinks(group: dist.ProcessGroup, factor: float, precision: str) -> str:
     """What the check says where the kernel's gradient of sinks is too large or too small."""
     gradient = sinks.gradient
-    case = case_of(["parallel=none", "parallel.tp=4", "attention=flash_torch", *MASKS])
+    words = ["parallel=none", "parallel.tp=4", "attention=flash_torch", *MASKS]
+    case = case_of([*words, f"precision={precision}"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sinks, "gradient", lambda *tensors: factor * gradient(*tensors))
         return said_of(case, bench_of(group), draws=1)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("factor", [0.0, 0.5, 2.0])
-def test_a_wrong_gradient_of_sinks_is_wrong(factor: float) -> None:
-    assert any("sinks" in text for text in on_ranks(RANKS, said_with_wrong_sinks, factor))
+def test_a_wrong_gradient_of_sinks_is_wrong(factor: float, precision: str) -> None:
+    by_rank = on_ranks(RANKS, said_with_wrong_sinks, factor, precision)
+    assert any("sinks" in text for text in by_rank)
 
 
 def compared(group: dist.ProcessGroup, fault: str) -> str:
