@@ -58,6 +58,11 @@ def flash_attention(
     """
     if scale is None:
         scale = q.shape[-1] ** -0.5
+    is_plain = window is None and softcap is None and sinks is None and not prefix_len
+    if is_plain and packing is None and not return_lse:
+        o = _by_node(q, k, v, causal, scale, options)
+        if o is not None:
+            return o
     spec = AttentionSpec(
         causal=causal,
         scale=scale,
@@ -67,18 +72,48 @@ def flash_attention(
         softcap=softcap,
         sinks=sinks,
     )
-    return attend(q, k, v, spec, options, return_lse)
+    return _attend(q, k, v, spec, options, return_lse)
 
 
 def attend(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, options: FlashOptions = DEFAULT_OPTIONS
+) -> Any:
+    """:func:`flash_attention` of a spec, which may have a shift too."""
+    if _has_native_form(spec):
+        o = _by_node(q, k, v, spec.causal, spec.scale, options)
+        if o is not None:
+            return o
+    return _attend(q, k, v, spec, options, return_lse=False)
+
+
+def _by_node(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, options: FlashOptions
+) -> Tensor | None:
+    """o by the compiled node; None if Python has to run this call, as it does the first of a kind.
+
+    Asked before anything is put together for Python, which takes longer than a short sequence.
+    """
+    if torch.compiler.is_compiling() or not native.is_built():
+        return None
+    if options.autograd not in AUTOGRAD or not _may_be_native(options):
+        return None
+    if torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    needs_grad = torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad
+    )  # fmt: skip
+    return native.attend(q, k, v, causal, scale) if needs_grad else None
+
+
+def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     spec: AttentionSpec,
-    options: FlashOptions = DEFAULT_OPTIONS,
-    return_lse: bool = False,
+    options: FlashOptions,
+    return_lse: bool,
 ) -> Any:
-    """:func:`flash_attention` of a spec, which may have a shift too."""
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
@@ -93,10 +128,6 @@ def attend(
     if spec.sinks is not None:
         _check_sinks(spec.sinks, q)
     if needs_grad and not torch.compiler.is_compiling():
-        if _may_be_native(options) and not return_lse and _has_native_form(spec):
-            o = native.attend(q, k, v, spec.causal, spec.scale)
-            if o is not None:
-                return o
         return _Attention.apply(q, k, v, spec.sinks, spec, options, return_lse)
     # Under torch.compile the operator brings its own derivative.
     call = FlashCall(q=q, k=k, v=v, spec=spec, options=options)

@@ -74,6 +74,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tenso
     return o
 
 
+def is_built() -> bool:
+    """Whether there is a compiled node in this process, which may have learned some calls."""
+    return _Node.module is not None
+
+
 def num_calls() -> int:
     """How many calls of this process have run without Python."""
     return _Node.num_calls

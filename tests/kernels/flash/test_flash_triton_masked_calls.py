@@ -241,6 +241,7 @@ def test_operators_of_earlier_graphs_run_without_a_mask() -> None:
 
 def test_the_compiled_node_is_asked_for_plain_calls_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
+    monkeypatch.setattr(native, "is_built", lambda: True)
     monkeypatch.setattr(native, "attend", lambda *arguments: asked.append(True))
     q, k, v = leaves_of(*inputs(q_len=5, kv_len=5)[:3])
     for options in (
@@ -250,9 +251,12 @@ def test_the_compiled_node_is_asked_for_plain_calls_alone(monkeypatch: pytest.Mo
         {"sinks": torch.zeros(2, device=DEVICE)},
     ):
         flash_attention(q, k, v, causal=True, **options)
+        backend().attend(q, k, v, AttentionSpec(causal=True, scale=0.3, **options))
+    backend().attend(q, k, v, AttentionSpec(causal=True, scale=0.3, shift=2))
     assert not asked
     flash_attention(q, k, v, causal=True)
-    assert asked
+    backend().attend(q, k, v, AttentionSpec(causal=True, scale=0.3))
+    assert len(asked) == 2
 
 
 class TestProblem:
