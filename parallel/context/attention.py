@@ -22,10 +22,11 @@ from kernels.problem import MASKS, AttentionProblem, AttentionSpec, Mask
 from parallel.context import bound
 from parallel.context.blocks import schedule
 from parallel.context.blocks.layouts import Contiguous, Layout, ScoreBlock
-from parallel.context.blocks.score_blocks import begins
+from parallel.context.blocks.score_blocks import begins, hides_more
 from parallel.context.memory.sizes import CallReader, CallSizes, LocalSizes
 from parallel.context.memory.transports import (
     AllGatherMemory,
+    HaloMemory,
     SendRecvMemory,
     SymmetricGatherMemory,
     SymmetricRingMemory,
@@ -315,7 +316,10 @@ class RingAttention(ContextParallelAttention):
         return found
 
     def _transport_memory(self, problem: AttentionProblem) -> TransportMemoryFactory:
-        return SymmetricRingMemory if self._predicted_symmetric(problem) else SendRecvMemory
+        symmetric = self._predicted_symmetric(problem)
+        if not hides_more(problem.mask, self.layout(problem.cp).padded(problem.q_len)).is_plain:
+            return functools.partial(HaloMemory, published=symmetric)
+        return SymmetricRingMemory if symmetric else SendRecvMemory
 
     def _transport_factory(
         self, group: dist.ProcessGroup, device: torch.device

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from parallel.context.blocks.halo import Reach
 from parallel.context.memory.ledger import Ledger
 from parallel.context.memory.sizes import CallSizes, LocalSizes
 
@@ -83,6 +84,50 @@ class SymmetricRingMemory:
             self._ledger.hold(dk_dv_sums=self._sizes.wide * self._sizes.kv)
         else:
             self._ledger.hold(fetched_dk_dv=self._sizes.kv)
+
+
+class HaloMemory:
+    """The rows of keys that a mask shows: all at once, and their gradients on the way home.
+
+    Of the rank that most rows leave and reach. ``published`` is memory that peers read.
+    """
+
+    def __init__(self, ledger: Ledger, sizes: LocalSizes, *, published: bool) -> None:
+        self._ledger, self._sizes, self._published = ledger, sizes, published
+        self.num_visits = sizes.layout.num_ranks
+        ranks = range(self.num_visits)
+        rows = [[_rows_of(sizes, to, source) for source in ranks] for to in ranks]
+        come = [sum(rows[rank]) for rank in ranks]
+        leave = [0 if published else sum(row[rank] for row in rows) for rank in ranks]
+        row_bytes = sizes.kv / sizes.local_len
+        self._come, self._leave = (row_bytes * max(counts) for counts in (come, leave))
+
+    def begin(self, *, gradients: bool) -> None:
+        kv = self._sizes.kv
+        if self._published:
+            self._ledger.hold(published=kv + (2 * kv if gradients else 0))
+        self._ledger.hold(visiting_keys=self._come + self._leave)
+
+    def arrive(self, visit: int) -> None:
+        pass
+
+    def deliver(self, visit: int, calls: Sequence[CallSizes]) -> None:
+        wide = self._sizes.wide
+        if visit == 0:
+            self._ledger.hold(dk_dv_sums=wide * self._sizes.kv)
+        elif calls:
+            arrived = min(self._sizes.kv, sum(call.kv for call in calls))
+            with self._ledger.during(dk_dv_sums=wide * arrived):
+                # What leaves is kept until the end, and there is room for what comes home.
+                self._ledger.hold(returning_dk_dv=self._come + self._leave)
+
+
+def _rows_of(sizes: LocalSizes, to: int, source: int) -> int:
+    """Rows of ``source`` that rank ``to`` needs."""
+    if to == source:
+        return 0
+    blocks = sizes.layout.blocks(to, source, sizes.local_len, sizes.problem.mask)
+    return Reach([blocks], [0]).num_rows
 
 
 class _GatherMemory:

@@ -87,6 +87,14 @@ class TestPredictedMemory:
         for part in ("arranged_keys", "summed"):
             assert four.peak_memory(self.GUIDE)[part] == whole.peak_memory(self.GUIDE)[part] / 4
 
+    def test_a_window_brings_its_rows_alone(self) -> None:
+        """4,096 of a rank's 8,192 keys leave and come, and no others."""
+        problem = replace(self.GUIDE, window=4_097)
+        for transport, shares in (("send_recv", 1.0), ("symmetric", 0.5)):
+            ring = scheme_of("ring", transport=transport, kernel="flash_torch")
+            found = ring.peak_memory(problem)
+            assert found["visiting_keys"] / 1e6 == pytest.approx(shares * self.KV_MB, rel=2e-3)
+
     def test_without_gradients(self) -> None:
         """A ring: q, k, v, three visits' keys for a moment, o in float32, and a part of it."""
         problem = replace(self.GUIDE, needs_grad=False)
