@@ -51,6 +51,10 @@ class AttentionCall(Protocol):
         """
         ...
 
+    def whole_sum(self, x: Tensor) -> Tensor:
+        """What is learned gets this gradient, of which ranks may have a part each."""
+        ...
+
 
 def learned(call: AttentionCall) -> tuple[Tensor, ...]:
     """What a call learns beside its inputs, of which backward passes give the gradient."""
@@ -152,6 +156,9 @@ class DenseCall:
     def other_layout(self) -> DenseCall:
         return DenseCall(self._case, self._device, sequence_major=not self._sequence_major)
 
+    def whole_sum(self, x: Tensor) -> Tensor:
+        return x
+
     def parts(self, tensors: dict[str, Tensor]) -> Iterable[Part]:
         return [part_of(tensors, self._spec, rounds_scores=rounds_scores(self._case))]
 
@@ -201,6 +208,9 @@ class PackedCall:
 
     def other_layout(self) -> None:
         return None
+
+    def whole_sum(self, x: Tensor) -> Tensor:
+        return x
 
     def parts(self, tensors: dict[str, Tensor]) -> Iterable[Part]:
         return sequences_of(

@@ -177,8 +177,10 @@ class TimedResults:
         tensors |= {name: x.detach() for name, x in zip(NAMES, self._last, strict=False)}
         if self.do is not None:
             tensors["do"] = self.do
-        of_sinks = SinkGradient(tensors.pop("dsinks")) if "dsinks" in tensors else None
         with torch.no_grad():
+            of_sinks = None
+            if "dsinks" in tensors:
+                of_sinks = SinkGradient(self._call.whole_sum(tensors.pop("dsinks")))
             parts = self._call.parts(tensors)
             check_parts(self._case, self._bench, parts, draw=self._draw, of_sinks=of_sinks)
         self._draw += 1

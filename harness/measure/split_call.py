@@ -102,6 +102,10 @@ class SplitCall:
             self._case, self._device, self._attention, sequence_major=not self._sequence_major
         )
 
+    def whole_sum(self, x: Tensor) -> Tensor:
+        """Each rank has the gradient of its own queries or heads (a collective)."""
+        return torch.stack(self._attention.all_parts(x)).sum(0)
+
     def parts(self, tensors: dict[str, Tensor]) -> Iterable[Part]:
         """Whole sequences, gathered on all ranks; each compares a share of their heads."""
         whole = {name: self._whole(x, lse=name == "lse") for name, x in tensors.items()}

@@ -9,14 +9,14 @@ Both sides compute the rows from the layout and the mask, without asking each ot
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from parallel.context.blocks.rows import DenseRows, PackedRows, Rows
-from parallel.context.blocks.score_blocks import ScoreBlock
+from parallel.context.blocks.score_blocks import ScoreBlock, keys_of
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -44,7 +44,7 @@ class Reach:
     """
 
     def __init__(self, by_sequence: Sequence[Sequence[ScoreBlock]], starts: Sequence[int]) -> None:
-        self._parts = [_union(block.kv for block in blocks) for blocks in by_sequence]
+        self._parts = [keys_of(blocks) for blocks in by_sequence]
         self._starts = starts
         lengths = [part.stop - part.start for parts in self._parts for part in parts]
         self._bounds = [0, *itertools.accumulate(lengths)]
@@ -115,14 +115,3 @@ class DenseParts:
     @property
     def _sizes(self) -> list[int]:
         return [part.stop - part.start for part in self.parts]
-
-
-def _union(slices: Iterable[slice]) -> list[slice]:
-    """The same rows in disjoint, ascending slices."""
-    found: list[slice] = []
-    for part in sorted(slices, key=lambda part: part.start):
-        if found and part.start <= found[-1].stop:
-            found[-1] = slice(found[-1].start, max(found[-1].stop, part.stop))
-        else:
-            found.append(part)
-    return [part for part in found if part.start < part.stop]

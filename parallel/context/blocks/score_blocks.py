@@ -152,3 +152,14 @@ def begins(blocks: Sequence[ScoreBlock]) -> list[bool]:
         )
         for index, block in enumerate(blocks)
     ]
+
+
+def keys_of(blocks: Sequence[ScoreBlock]) -> list[slice]:
+    """The keys that any of the blocks reads, in disjoint, ascending slices."""
+    found: list[slice] = []
+    for part in sorted((block.kv for block in blocks), key=lambda part: part.start):
+        if found and part.start <= found[-1].stop:
+            found[-1] = slice(found[-1].start, max(found[-1].stop, part.stop))
+        else:
+            found.append(part)
+    return [part for part in found if part.start < part.stop]

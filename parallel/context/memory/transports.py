@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from parallel.context.blocks.halo import Reach
+from parallel.context.blocks.score_blocks import keys_of
 from parallel.context.memory.ledger import Ledger
 from parallel.context.memory.sizes import CallSizes, LocalSizes
 
@@ -127,7 +127,7 @@ def _rows_of(sizes: LocalSizes, to: int, source: int) -> int:
     if to == source:
         return 0
     blocks = sizes.layout.blocks(to, source, sizes.local_len, sizes.problem.mask)
-    return Reach([blocks], [0]).num_rows
+    return sum(part.stop - part.start for part in keys_of(blocks))
 
 
 class _GatherMemory:
