@@ -19,9 +19,17 @@ from kernels import AttentionProblem
 from kernels.backends.flash_torch import FlashTorch
 from kernels.flash import FlashAttentionPyTorch as Function
 from kernels.flash.pytorch import Tiling
-from kernels.problem import AttentionSpec
+from kernels.problem import AttentionSpec, Mask
 from kernels.toolchain import why_not_compile
 
+MASKS = [
+    Mask(causal=True),
+    Mask(causal=False),
+    Mask(causal=True, window=9),
+    Mask(causal=False, window=5, shift=-3),
+    Mask(causal=True, prefix_len=12),
+    Mask(causal=True, shift=6),
+]
 LENGTHS = [(33, 33), (64, 64), (16, 16), (1, 40), (40, 1), (21, 50), (50, 21), (7, 0)]
 
 
@@ -38,15 +46,22 @@ def tensors(
     ]
 
 
-def visible_keys(q_len: int, kv_len: int, causal: bool) -> Tensor:
+def visible_keys(q_len: int, kv_len: int, mask: Mask) -> Tensor:
+    """Which keys [S_q, S_k] each query sees, score by score as the mask is defined."""
     rows, columns = torch.meshgrid(torch.arange(q_len), torch.arange(kv_len), indexing="ij")
-    return columns <= rows + kv_len - q_len if causal else torch.ones(q_len, kv_len).bool()
+    positions = rows + kv_len - q_len + mask.shift
+    seen = torch.ones(q_len, kv_len, dtype=torch.bool)
+    if mask.window is not None:
+        seen &= (columns - positions).abs() < mask.window
+    if mask.causal:
+        seen &= (columns <= positions) | (columns < mask.prefix_len)
+    return seen
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Softmax over the whole score matrix; rows without a key are zero, by autograd too."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    seen = visible_keys(q.shape[2], k.shape[2], causal)
+    seen = visible_keys(q.shape[2], k.shape[2], Mask(causal=causal))
     weights = (q @ k.mT * scale).exp() * seen
     total = weights.sum(dim=-1)
     o = weights @ v / torch.where(total > 0, total, 1.0).unsqueeze(-1)
@@ -55,25 +70,26 @@ def exact(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tup
 
 class TestTiles:
     @pytest.mark.parametrize(("q_len", "kv_len"), LENGTHS)
-    @pytest.mark.parametrize("causal", [True, False])
+    @pytest.mark.parametrize("mask", MASKS, ids=str)
     @pytest.mark.parametrize(("block_q", "block_k"), [(16, 16), (8, 20), (20, 8), (64, 64)])
     def test_cover_every_visible_score_once_and_compare_no_more_than_needed(
-        self, q_len: int, kv_len: int, causal: bool, block_q: int, block_k: int
+        self, q_len: int, kv_len: int, mask: Mask, block_q: int, block_k: int
     ) -> None:
-        tiling = Tiling(q_len=q_len, kv_len=kv_len, block_q=block_q, block_k=block_k, causal=causal)
-        seen = visible_keys(q_len, kv_len, causal)
+        tiling = Tiling(q_len=q_len, kv_len=kv_len, block_q=block_q, block_k=block_k, mask=mask)
+        seen = visible_keys(q_len, kv_len, mask)
         count = torch.zeros(q_len, kv_len, dtype=torch.int64)
         for queries in tiling.query_tiles():
             for keys in tiling.key_tiles(queries):
                 tile = seen[queries, keys]
                 assert tile.any(), "a tile that the mask empties is skipped"
                 hidden = tiling.hidden(queries, keys, 1, count)
-                assert (hidden is None) == bool(tile.all()), "only the diagonal is compared"
+                assert (hidden is None) == bool(tile.all()), "only edges of the mask are compared"
                 count[queries, keys] += tile if hidden is None else ~hidden
         assert torch.equal(count, seen.long())
 
     def test_a_causal_square_computes_little_more_than_half(self) -> None:
-        tiling = Tiling(q_len=1024, kv_len=1024, block_q=64, block_k=64, causal=True)
+        mask = Mask(causal=True)
+        tiling = Tiling(q_len=1024, kv_len=1024, block_q=64, block_k=64, mask=mask)
         tiles = [(q, k) for q in tiling.query_tiles() for k in tiling.key_tiles(q)]
         assert len(tiles) == 16 * 17 / 2
         masked = [tile for tile in tiles if tiling.hidden(*tile, 1, torch.empty(0)) is not None]
