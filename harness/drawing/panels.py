@@ -7,6 +7,7 @@ from typing import Literal
 
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
@@ -120,11 +121,17 @@ def hide_unused(axes: Iterable[Axes], used: Sequence[Axes]) -> None:
 
 def log_ticks(axis: Axes) -> None:
     """Plain numbers at the decades of both logarithmic axes, and between them if those are few."""
-    for ticks, (low, high) in ((axis.xaxis, axis.get_xlim()), (axis.yaxis, axis.get_ylim())):
-        ticks.set_major_formatter(FuncFormatter(lambda tick, _: f"{tick:,.10g}"))
-        # As many of each decade as do not overlap.
-        labelled = "23456789" if high / low < 4 else "25" if high / low < 40 else ""
-        ticks.set_minor_formatter(_minor_ticks(labelled) if labelled else NullFormatter())
+    log_ticks_of(axis.xaxis, axis.get_xlim())
+    log_ticks_of(axis.yaxis, axis.get_ylim())
+
+
+def log_ticks_of(ticks: Axis, limits: tuple[float, float]) -> None:
+    """The same for one axis, which ends at these limits."""
+    ticks.set_major_formatter(FuncFormatter(lambda tick, _: f"{tick:,.10g}"))
+    low, high = limits
+    # As many of each decade as do not overlap.
+    labelled = "23456789" if high / low < 4 else "25" if high / low < 40 else ""
+    ticks.set_minor_formatter(_minor_ticks(labelled) if labelled else NullFormatter())
 
 
 def _minor_ticks(labelled: str) -> FuncFormatter:

@@ -16,6 +16,7 @@ from harness.cases import format as fmt
 from harness.cases.columns import POINTS, sorted_values
 from harness.drawing.line_labels import draw_spread, label_line_ends
 from harness.drawing.marked import draw_hollow
+from harness.drawing.panels import log_ticks_of
 from harness.render.palette import MARKERS, colour, marker
 
 MAX_ROWS = 4
@@ -98,10 +99,11 @@ def draw_lines(
     axis.xaxis.set_major_locator(FixedLocator(lengths))
     axis.xaxis.set_minor_locator(NullLocator())
     axis.xaxis.set_major_formatter(FuncFormatter(lambda length, _: fmt.integer(length)))
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda tick, _: f"{tick:,.10g}"))
     axis.tick_params(axis="x", labelrotation=30 if len(lengths) > 5 else 0)
     low, high = axis.get_ylim()
     axis.set_ylim(limits or (low, high * 1.6 if crosses else high))
+    if axis.get_yscale() == "log":
+        log_ticks_of(axis.yaxis, axis.get_ylim())
     _draw_crosses(axis, crosses)
     label_line_ends(axis, lines, height_in)
 

@@ -11,7 +11,7 @@ from harness.cases import format as fmt
 from harness.cases.columns import NO_MASK, sorted_values
 from harness.drawing.line_labels import draw_spread, label_line_ends, mark_out_of_memory
 from harness.drawing.marked import BAR_WORDS, draw_hollow, say_marked
-from harness.drawing.panels import panels, whole_calls
+from harness.drawing.panels import log_ticks_of, panels, whole_calls
 from harness.render.figure import CaptionedFigure, figure
 from harness.render.palette import colour, marker
 from harness.render.rows import marks_of
@@ -86,8 +86,8 @@ def _draw(axis: Axes, rows: pd.DataFrame) -> list[Line2D]:
     axis.xaxis.set_major_locator(FixedLocator(lengths))
     axis.xaxis.set_minor_locator(NullLocator())
     axis.xaxis.set_major_formatter(FuncFormatter(in_words))
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda tick, _: f"{tick:,.10g}"))
     axis.set_xlabel("window (keys)")
     axis.set_ylabel("median time (ms)")
     mark_out_of_memory(axis, crosses)
+    log_ticks_of(axis.yaxis, axis.get_ylim())
     return lines
