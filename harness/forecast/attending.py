@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from harness.cases.case import Case
-from harness.forecast import terms
+from harness.forecast import masks, terms
 from harness.forecast.balance import busiest
-from harness.forecast.extract import attention_law, attention_shape
-from harness.forecast.law import Estimate, Law, Shape
-from kernels import BACKENDS, Attention, AttentionProblem
+from harness.forecast.extract import attention_law
+from harness.forecast.law import Estimate, Law, Observation, Shape
+from kernels import Attention, AttentionProblem
 from kernels.backend import DelegatedAttention
+from models.variants import PLAIN
 from parallel.context.attention import SequenceParallelAttention
 
 FindLaw = Callable[[str], Law | None]
@@ -24,13 +26,21 @@ keep them."""
 STAND_IN_ERROR = 0.12
 """Log error of a time that another backend's law stands in for."""
 
+SINKS_ERROR = 0.3
+"""Relative error of the pass that adds sinks, which is counted in bytes and was never timed."""
+
+UNMEASURED_MASK_ERROR = 0.26
+"""Log error of a backend under a mask that it was not measured with: what laws of causal calls are
+off by at windows of 128 to 4,096 keys, of kernels that skip what these hide
+(benchmarks/bench_windows.py)."""
+
 
 class Attending:
     """Attention's part of steps.
 
     Args:
         find: a law by its name, or None.
-        names: of all laws.
+        observations: by the name of a law.
         factors: of the calibration; ``enqueue/BACKEND/PHASE`` is the host's time of a call.
         is_elsewhere: whether the machine is another than this host.
     """
@@ -38,7 +48,7 @@ class Attending:
     def __init__(
         self,
         find: FindLaw,
-        names: list[str],
+        observations: Mapping[str, Sequence[Observation]],
         factors: Mapping[str, float],
         *,
         is_elsewhere: bool,
@@ -47,13 +57,16 @@ class Attending:
         self._factors = factors
         self._is_elsewhere = is_elsewhere
         self._chosen: dict[tuple[object, ...], tuple[str, str | None]] = {}
-        self._busiest: dict[tuple[int, int, int], float] = {}
+        self._busiest: dict[tuple[int, AttentionProblem], float] = {}
         self._kept: list[object] = []
         """Attentions whose identity is in a key."""
-        self._measured = sorted(
-            {tuple(name.split("/")[1:3]) for name in names if name.startswith("attention/")}
-        )
-
+        laws = {name: items for name, items in observations.items() if name.startswith("attention/")}
+        self._measured = sorted({tuple(name.split("/")[1:3]) for name in laws})
+        self._masks = {
+            name: set[str]().union(*(masks.options_of(item.shapes[0]) for item in items))
+            for name, items in laws.items()
+        }
+        """Options of masks under which each law was measured."""
         self._fused = [name for name, _ in self._measured if _compiles_scores(name)]
 
     def launches(self, case: Case, phase: str) -> float:
@@ -64,7 +77,11 @@ class Attending:
     def enqueued(self, case: Case, phase: str, launches: float) -> float:
         """The host's time of one block's attention, in launches."""
         name, _ = self.backend(case)
-        return self._factors.get(f"enqueue/{name}/{phase}", launches)
+        plain = self._factors.get(f"enqueue/{name}/{phase}", launches)
+        if case.attention_variant == PLAIN:
+            return plain
+        added = masks.SINK_LAUNCHES[phase] if case.attention_variant.sinks else 0.0
+        return self._factors.get(f"enqueue/{name}/{phase}/masked", plain) + added
 
     def backend(self, case: Case) -> tuple[str, str | None]:
         """The measured backend whose law a case takes, and a note if that is not its own."""
@@ -79,71 +96,123 @@ class Attending:
         if isinstance(kernel, SequenceParallelAttention):
             kernel = kernel.on_one_device
         name, dtype = kernel.name, _dtype(problem.dtype)
-        if _is_compiled(case) and kernel.keeps_scores(replace(problem, needs_grad=True)):
-            # A compiler fuses an attention made of PyTorch's operators.
-            name = next((found for found in self._fused if (found, dtype) in self._measured), name)
-        if (name, dtype) in self._measured:
-            return name, None
         same = [found for found, measured in self._measured if measured == dtype]
         if not same:
             return "", f"no attention was measured in {problem.dtype}"
-        shape = _shape(case)
+        able = [found for found in same if _takes(found, problem)] or same
+        if isinstance(kernel, Attention) and (why := masks.why_not(kernel, problem)):
+            return self._fastest(able, problem), why
+        if _is_compiled(case) and kernel.keeps_scores(replace(problem, needs_grad=True)):
+            # A compiler fuses an attention made of PyTorch's operators.
+            name = next((found for found in self._fused if found in same), name)
+        if name in same:
+            return name, None
         if isinstance(kernel, DelegatedAttention) and self._is_elsewhere:
             # What this host would choose says nothing of another: the fastest measured there.
-            able = [found for found in same if _gives(found, with_lse=case.parallel.cp > 1)]
-            if able:
-                return min(able, key=lambda found: self._both(found, dtype, shape)), None
+            given = [found for found in able if _gives(found, with_lse=case.parallel.cp > 1)]
+            if given:
+                return self._fastest(given, problem), None
         else:
             chosen = _choice(kernel, replace(problem, cp=1))
-            if (chosen, dtype) in self._measured:
+            if chosen in same:
                 return chosen, None
-        best = min(same, key=lambda found: self._both(found, dtype, shape))
+        best = self._fastest(able, problem)
         return best, f"{name} was not measured in {problem.dtype}; {best} stands in for it"
 
-    def _both(self, name: str, dtype: str, shape: Shape) -> float:
-        laws = [self._find(attention_law(name, dtype, phase)) for phase in ("forward", "backward")]
-        return sum(law(shape).ms if law is not None else 1e9 for law in laws)
+    def _fastest(self, names: Sequence[str], problem: AttentionProblem) -> str:
+        dtype = _dtype(problem.dtype)
 
-    def estimate(self, case: Case, phase: str) -> tuple[Estimate, str | None]:
-        """One block's attention in a phase, on one rank's heads and, with cp, its share."""
+        def both_ms(name: str) -> float:
+            shape = masks.attention_shape(problem, whole=masks.computes_all(name))
+            passes = ("forward", "backward")
+            laws = [self._find(attention_law(name, dtype, phase)) for phase in passes]
+            return sum(law(shape).ms if law is not None else 1e9 for law in laws)
+
+        return min(names, key=both_ms)
+
+    def layers(self, case: Case, phase: str) -> tuple[Estimate, set[str]]:
+        """All blocks' attention in a phase, on one rank's heads and, with cp, its share.
+
+        Returns the time of all together, and notes on what was not measured.
+        """
+        assert case.model is not None, "training steps have a model"
+        notes = set[str]()
+        ms = error_ms = distance = 0.0
+        for variant, count in Counter(case.attention_variant.of_layers(case.model)).items():
+            problem = replace(case.attention_problem, window=variant.window)
+            one = self._estimate(case, problem, phase, notes)
+            added_ms, added_error_ms = self._sinks(problem, phase)
+            ms += count * (one.ms + added_ms)
+            # What is off in one layer is off in all alike.
+            error_ms += count * (one.ms * one.error + added_error_ms)
+            distance = max(distance, one.distance)
+        return Estimate(ms=ms, error=error_ms / ms, distance=distance), notes
+
+    def _estimate(
+        self, case: Case, problem: AttentionProblem, phase: str, notes: set[str]
+    ) -> Estimate:
+        """The attention of one block, without sinks; adds to ``notes``."""
         name, note = self.backend(case)
-        if not name:
-            return self._from_flops(case, phase), note
-        law = self._find(attention_law(name, _dtype(case.attention_problem.dtype), phase))
-        assert law is not None, "measured backends have laws"
-        found = law(_shape(case))
         if note is not None:
-            found = replace(found, error=max(found.error, STAND_IN_ERROR))
-        return replace(found, ms=self._share(case) * found.ms), note
+            notes.add(note)
+        share = self._share(case, problem)
+        if not name:
+            return self._from_flops(case, problem, phase, share)
+        law_name = attention_law(name, _dtype(problem.dtype), phase)
+        law = self._find(law_name)
+        assert law is not None, "measured backends have laws"
+        shape = masks.attention_shape(problem, whole=masks.computes_all(name))
+        found = law(shape)
+        error = found.error
+        if note is not None:
+            error = max(error, STAND_IN_ERROR)
+        for option in sorted(masks.options_of(shape) - self._masks[law_name]):
+            error = max(error, UNMEASURED_MASK_ERROR)
+            notes.add(f"{name} was not measured with attention.{option}")
+        return replace(found, ms=share * found.ms, error=error)
 
-    def _share(self, case: Case) -> float:
+    def _sinks(self, problem: AttentionProblem, phase: str) -> tuple[float, float]:
+        """Milliseconds of the pass over o that adds sinks to one block, and their error."""
+        copying = self._find("copy")
+        if not problem.sinks or copying is None:
+            return 0.0, 0.0
+        elements = problem.batch_size * problem.num_heads * problem.kv_len * problem.head_dim
+        moved = masks.SINK_BYTES[phase] * elements / problem.cp
+        ms = copying((masks.SINK_LAUNCHES[phase], moved)).ms
+        return ms, SINKS_ERROR * ms
+
+    def _share(self, case: Case, problem: AttentionProblem) -> float:
         """Of a whole sequence's attention, what the busiest of the ranks that share it has."""
         if not isinstance(case.attention, SequenceParallelAttention) or case.parallel.cp == 1:
             return 1 / case.parallel.cp
-        key = id(case.attention), case.parallel.cp, case.attention_problem.num_heads
+        key = id(case.attention), problem
         if key not in self._busiest:
             self._kept.append(case.attention)
-            self._busiest[key] = busiest(case.attention, case.attention_problem)
+            self._busiest[key] = busiest(case.attention, problem)
         return self._busiest[key] / case.parallel.cp
 
-    def _from_flops(self, case: Case, phase: str) -> Estimate:
+    def _from_flops(
+        self, case: Case, problem: AttentionProblem, phase: str, share: float
+    ) -> Estimate:
         """A fifth of the matmul rate, where nothing was measured."""
-        scores = terms.attention(_shape(case))[2]
+        scores = terms.attention(masks.attention_shape(problem))[2]
         law = self._find(f"matmul/{case.precision.peak}")
         times = 20.0 if phase == "forward" else 50.0
         ms = times * scores / 50 if law is None else 5 * times * law((4096.0, 4096.0, 4096.0)).ms
         if law is not None:
             ms *= scores / 137
-        return Estimate(ms=self._share(case) * ms, error=0.5, distance=9.0)
+        return Estimate(ms=share * ms, error=0.5, distance=9.0)
 
 
 def _gives(name: str, *, with_lse: bool) -> bool:
     """Whether it is a backend and, where a sequence is split, gives its log-sum-exp."""
-    if name not in BACKENDS:
-        return False
-    entry = BACKENDS[name]
-    backend = entry.target(name=name, **entry.preset)
-    return isinstance(backend, Attention) and (backend.gives_lse or not with_lse)
+    backend = masks.backend_named(name)
+    return backend is not None and (backend.gives_lse or not with_lse)
+
+
+def _takes(name: str, problem: AttentionProblem) -> bool:
+    backend = masks.backend_named(name)
+    return backend is not None and masks.why_not(backend, problem) is None
 
 
 def _is_compiled(case: Case) -> bool:
@@ -152,25 +221,8 @@ def _is_compiled(case: Case) -> bool:
 
 def _compiles_scores(name: str) -> bool:
     """Whether a backend is a compiled one that computes whole matrices of scores."""
-    if name not in BACKENDS:
-        return False
-    entry = BACKENDS[name]
-    backend = entry.target(name=name, **entry.preset)
-    return backend.compiles and backend.keeps_scores(_SMALL)
-
-
-_SMALL = AttentionProblem(
-    batch_size=1,
-    num_heads=1,
-    num_kv_heads=1,
-    q_len=128,
-    kv_len=128,
-    head_dim=64,
-    dtype="bfloat16",
-    device="cuda",
-    causal=True,
-    needs_grad=True,
-)
+    backend = masks.backend_named(name)
+    return backend is not None and backend.compiles and masks.computes_all(name)
 
 
 def _choice(kernel: object, problem: object) -> str:
@@ -183,10 +235,3 @@ def _choice(kernel: object, problem: object) -> str:
 def _dtype(dtype: str) -> str:
     # Kernels take as long in either 16-bit format.
     return "bfloat16" if dtype == "float16" else dtype
-
-
-def _shape(case: Case) -> Shape:
-    problem = case.attention_problem
-    return attention_shape(
-        problem.batch_size, problem.num_heads, problem.num_kv_heads, case.seq_len, problem.head_dim
-    )

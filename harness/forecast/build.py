@@ -11,9 +11,11 @@ import pandas as pd
 import psutil
 
 import harness
+from harness.cases.case import Case
 from harness.cases.hardware import find_hardware
 from harness.forecast import extract, steps
 from harness.forecast.calibration import Calibration
+from models.variants import PLAIN
 
 GIB = 2**30
 
@@ -74,9 +76,11 @@ USUAL_LAUNCH_US = 17.0
 def _enqueue(frame: pd.DataFrame) -> dict[str, float]:
     """The host's time of an attention call by backend and pass, in launches of a usual host."""
     calls = frame[(frame["task"] == "attention") & (frame["cp"] == 1) & frame["host_ms"].notna()]
+    masked = calls["case"].map(lambda case: Case.from_dict(case).attention_variant != PLAIN)
     found = {}
-    for (backend, phase), rows in calls.groupby(["attention", "phase"]):
+    for (backend, phase, has_mask), rows in calls.groupby(["attention", "phase", masked]):
         if phase in ("forward", "backward"):
             launches = median(rows["host_ms"]) * 1e3 / USUAL_LAUNCH_US
-            found[f"enqueue/{backend}/{phase}"] = float(f"{launches:.4g}")
+            name = f"enqueue/{backend}/{phase}" + ("/masked" if has_mask else "")
+            found[name] = float(f"{launches:.4g}")
     return found

@@ -10,6 +10,7 @@ import pandas as pd
 
 from harness.cases.case import Case
 from harness.forecast.law import Observation, Shape
+from harness.forecast.masks import attention_shape, computes_all
 from harness.forecast.operations import Sizes, backward, forward, optimizer, sizes_of
 from models.variants import PLAIN
 from parallel.collectives import bus_factor
@@ -80,30 +81,28 @@ def _attention(row: dict[str, Any], source: int) -> Found:
         return
     if row["cp"] > 1 or (pd.notna(row["kv_len"]) and row["kv_len"] != row["seq_len"]):
         return
-    if {"spread", "busy"} & set(row["disturbed"] or ()) and row["median_ms"] < 1:
-        # Passes that waited for their host; long ones are the device's whatever it did.
-        return
     case = Case.from_dict(row["case"])
-    if case.attention_variant != PLAIN:
+    if case.attention_variant.sinks:
+        # What they add is a term of its own, and no law of a kernel.
         return
+    ms = row["median_ms"]
+    if {"spread", "busy"} & set(row["disturbed"] or ()) and ms < 1:
+        # Passes that waited for their host; long ones are the device's whatever it did.
+        if case.attention_variant == PLAIN or pd.isna(row.get("device_ms")):
+            return
+        ms = row["device_ms"]
     problem = case.attention_problem
     rows = case.batch_size * problem.num_heads * case.seq_len
     if case.device == "cuda" and rows < LEAST_ROWS:
         return
-    shape = attention_shape(
-        case.batch_size, problem.num_heads, problem.num_kv_heads, case.seq_len, problem.head_dim
-    )
-    law = attention_law(case.attention.name, problem.dtype, row["phase"])
-    yield from _observed(law, row["median_ms"], source, shape)
+    name = case.attention.name
+    shape = attention_shape(problem, whole=computes_all(name))
+    yield from _observed(attention_law(name, problem.dtype, row["phase"]), ms, source, shape)
 
 
 def attention_law(backend: str, dtype: str, phase: str) -> str:
     """The law of a backend's passes on one device."""
     return f"attention/{backend}/{dtype}/{phase}"
-
-
-def attention_shape(batch: int, heads: int, kv_heads: int, length: int, head_dim: int) -> Shape:
-    return float(batch), float(heads), float(kv_heads), float(length), float(head_dim)
 
 
 def _collective(row: dict[str, Any], source: int) -> Found:
@@ -205,9 +204,6 @@ def _attention_kernels(
     )
     if not ms:
         return
-    model = case.model
-    shape = attention_shape(
-        case.batch_size, model.num_heads, model.kv_heads, case.seq_len, model.head_dim
-    )
+    shape = attention_shape(case.attention_problem)
     law = attention_law(case.attention.name, case.precision.compute, phase)
-    yield from _observed(law, ms / model.num_layers, source, shape)
+    yield from _observed(law, ms / case.model.num_layers, source, shape)

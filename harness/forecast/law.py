@@ -3,7 +3,8 @@
 A law says t = sum over terms of coefficient x feature, with no negative coefficient: so many
 microseconds a launch, so many a byte, a FLOP, a wave of tiles. Coefficients minimise relative
 errors. What the law leaves unexplained at measured shapes corrects it at shapes close by, less
-and less with distance (Nadaraya-Watson, in log space), and the rest is its error.
+and less with distance (Nadaraya-Watson, in log space), and the rest is its error. Shapes are as
+long as each other but for ones at the end, which may be left out.
 """
 
 from __future__ import annotations
@@ -86,7 +87,9 @@ class Law:
             for item, residual in zip(observations, residuals, strict=True)
             for shape in item.shapes
         ]
-        self._places = np.log2(np.array([shape for shape, _ in spread], dtype=float))
+        self._shapes = [shape for shape, _ in spread]
+        width = max(map(len, self._shapes))
+        self._places = np.array([_place(shape, width) for shape in self._shapes])
         self._residuals = np.array([residual for _, residual in spread])
         self.error = self._left_out_error(observations, residuals)
         self._known: dict[Shape, Estimate] = {}
@@ -110,9 +113,11 @@ class Law:
         return Estimate(ms=law * math.exp(correction), error=error, distance=nearest)
 
     def _distances(self, shape: Shape) -> NDArray[np.float64]:
-        place = np.log2(np.array(shape, dtype=float))
-        distances: NDArray[np.float64] = np.sqrt(((self._places - place) ** 2).sum(axis=1))
-        return distances
+        width = max(self._places.shape[1], len(shape))
+        # Where no measured shape has a place, it is one.
+        places = np.pad(self._places, ((0, 0), (0, width - self._places.shape[1])))
+        found: NDArray[np.float64] = np.sqrt(((places - _place(shape, width)) ** 2).sum(axis=1))
+        return found
 
     def _left_out_error(
         self, observations: Sequence[Observation], residuals: NDArray[np.float64]
@@ -122,12 +127,17 @@ class Law:
             return UNTESTED_ERROR
         errors = []
         for index, item in enumerate(observations):
-            others = np.array([shape not in item.shapes for shape in map(tuple, 2**self._places)])
+            others = np.array([shape not in item.shapes for shape in self._shapes])
             place = self._distances(item.shapes[0])
             kept = self._residuals[others]
             correction = _weighted(kept, place[others]) if len(kept) else 0.0
             errors.append(residuals[index] - correction)
         return float(np.sqrt(np.mean(np.square(errors))))
+
+
+def _place(shape: Shape, width: int) -> NDArray[np.float64]:
+    """Logarithms of a shape, whose ones at the end may be left out."""
+    return np.log2(np.array([*shape, *[1.0] * (width - len(shape))]))
 
 
 def _summed(features: Features, shapes: Sequence[Shape]) -> NDArray[np.float64]:

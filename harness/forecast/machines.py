@@ -21,7 +21,6 @@ from harness.forecast.operations import Operation, Sizes
 from harness.forecast.prediction import StepPrediction
 from harness.forecast.schedule import Phase, Piece
 from harness.predictions import training
-from models.variants import PLAIN
 
 KINDS = ("autocast", "low", "float32")
 """Number formats of elementwise kernels, each closest to its neighbours."""
@@ -137,7 +136,7 @@ class Machine:
         self._laws: dict[str, Law | None] = {}
         self.attending = Attending(
             self.law,
-            list(calibration.observations),
+            calibration.observations,
             calibration.factors,
             is_elsewhere=calibration.name != HERE,
         )
@@ -182,9 +181,6 @@ class Machine:
 
     def why_not(self, case: Case) -> str | None:
         """Why this calibration has no time of a case's attention, in one line; else None."""
-        if case.attention_variant != PLAIN:
-            asked = case.attention_variant.words()
-            return f"{self.name}: causal attention alone was measured, without {asked}"
         _, note = self.attending.backend(case)
         return None if note is None else f"{self.name}: {note}"
 
@@ -287,13 +283,11 @@ class Machine:
     def _pass(self, case: Case, sizes: Sizes, phase: str, notes: set[str]) -> Phase:
         key = (phase, sizes)
         if key not in self._passes:
-            found = operations.forward(sizes) if phase == "forward" else operations.backward(sizes)
-            self._passes[key] = self._summed(found)
+            summed = operations.forward(sizes) if phase == "forward" else operations.backward(sizes)
+            self._passes[key] = self._summed(summed)
         piece = self._passes[key]
-        one, note = self.attending.estimate(case, phase)
-        notes |= piece.notes
-        if note is not None:
-            notes.add(note)
+        one, found = self.attending.layers(case, phase)
+        notes |= piece.notes | found
         if one.distance > NOTICEABLE_DISTANCE:
             notes.add(f"attention is {one.distance:.1f} doublings from what was measured")
         one = replace(one, ms=one.ms / self._compute)
@@ -301,8 +295,8 @@ class Machine:
         launches = self.attending.launches(case, phase)
         plain = Phase(
             name=phase,
-            parts={**piece.parts, ATTENTION: layers * one.ms},
-            errors={**piece.errors, ATTENTION: layers * one.ms * one.error},
+            parts={**piece.parts, ATTENTION: one.ms},
+            errors={**piece.errors, ATTENTION: one.ms * one.error},
             launches=piece.launches + layers * launches,
             enqueued=piece.launches + layers * self.attending.enqueued(case, phase, launches),
             last_ms=self._last_ms(sizes, piece) if phase == "forward" else 0.0,

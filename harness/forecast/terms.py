@@ -5,24 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from harness.forecast.law import Shape
+from harness.forecast.masks import keys_of
 
 
 def attention(shape: Shape) -> Sequence[float]:
-    """An attention pass of any backend: (batch, query heads, key heads, length, head_dim), causal.
+    """An attention pass of any backend; shapes as in :mod:`harness.forecast.masks`.
 
     Launch, longest walk along the keys (blocks of queries run in parallel, and few blocks wait for
-    it), FLOPs, scores, elements of queries, and of keys.
+    it), FLOPs, scores, elements of queries, and of keys, and FLOPs of keys that a window hides,
+    which a kernel that has no bound of its own computes all the same.
     """
-    batch, heads, kv_heads, length, head_dim = shape
+    batch, heads, kv_heads, length, head_dim, reach, passes = (*shape, 1.0, 1.0)[:7]
     rows = batch * heads * length
-    scores = rows * length / 2
+    keys = keys_of(length, reach)
+    scores = rows * keys.computed
     return (
         1.0,
-        length / 1e3,
+        keys.longest / 1e3,
         scores * head_dim / 1e9,
-        scores / 1e6,
+        scores * passes / 1e6,
         rows * head_dim / 1e6,
         batch * kv_heads * length * head_dim / 1e6,
+        rows * keys.hidden * head_dim / 1e9,
     )
 
 

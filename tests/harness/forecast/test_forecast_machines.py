@@ -74,36 +74,61 @@ def test_a_small_step_waits_for_its_host(h200: Any) -> None:
     assert "waiting for the host" not in names
 
 
+ATTENTION: dict[str, Any] = {
+    **{key: PLAIN[key] for key in ("parallel", "batch_size", "seed", "device")},
+    "task": {"name": "attention", "num_heads": 16, "head_dim": 64},
+    "seq_len": 4096,
+}
+
+
+def attention_row(phase: str = "forward", **options: Any) -> dict[str, Any]:
+    """A row of a frame, of attention measured by itself."""
+    precision = case("medium", "bf16_pure").to_dict()["precision"]
+    one = Case.from_dict({**ATTENTION, "precision": precision, "attention": options})
+    columns = {"layout": "dense", "rotary": "none", "causal": True, "cuda_graph": False, "cp": 1}
+    columns |= {"kv_len": None, "seq_len": 4096, "disturbed": None, "median_ms": 2.0}
+    columns |= {"device_ms": 1.9, "host_ms": 0.1, "attention": options["name"]}
+    row = {**columns, "task": "attention", "status": "ok", "phase": phase}
+    return row | {"case_id": "one", "case": one.to_dict()}
+
+
 @pytest.mark.parametrize(
-    ("options", "words"),
-    [({"window": 64}, "attention.window=64"), ({"sinks": True}, "attention.sinks=true")],
+    ("options", "shape"),
+    [
+        ({"name": "flex"}, (4, 16, 16, 4096, 64)),
+        ({"name": "flex", "window": 64}, (4, 16, 16, 4096, 64, 64 / 4096)),
+        ({"name": "flex", "softcap": 30.0}, (4, 16, 16, 4096, 64, 1, 2)),
+        ({"name": "naive", "window": 64}, (4, 16, 16, 4096, 64)),
+        ({"name": "flex", "sinks": True}, None),
+    ],
 )
-def test_no_time_of_a_variant_is_predicted(h200: Any, options: Any, words: str) -> None:
-    masked = case(attention={"name": "sdpa", **options})
-    assert h200.why_not(masked).endswith(f"without {words}")
-    assert "\n" not in h200.why_not(masked)
+def test_a_calibration_reads_attention_with_its_mask(options: Any, shape: Any) -> None:
+    row = attention_row(**options)
+    found = extract.from_frame(pd.DataFrame([row]), {})
+    shapes = [item.shapes for items in found.values() for item in items]
+    assert shapes == ([] if shape is None else [(shape,)])
+
+
+def test_a_masked_pass_that_waited_for_its_host_counts_what_the_device_took() -> None:
+    late = {"median_ms": 0.3, "device_ms": 0.08, "disturbed": ["spread"]}
+    rows = [attention_row(name="flex", window=64) | late, attention_row(name="flex") | late]
+    read = [extract.from_frame(pd.DataFrame([row]), {}) for row in rows]
+    assert [[item.ms for items in one.values() for item in items] for one in read] == [[0.08], []]
+
+
+def test_masked_calls_take_a_host_time_of_their_own() -> None:
+    rows = [attention_row(name="flex"), attention_row(name="flex", window=64) | {"host_ms": 0.4}]
+    found = build._enqueue(pd.DataFrame(rows))
+    plain, masked = (found[f"enqueue/flex/forward{end}"] for end in ("", "/masked"))
+    assert masked == pytest.approx(4 * plain, rel=1e-3)
 
 
 @pytest.mark.parametrize(("options", "taken"), [({}, True), ({"window": 64}, False)])
-def test_a_calibration_reads_plain_causal_attention_alone(options: Any, taken: bool) -> None:
-    attention = Case.from_dict(
-        {
-            **{key: PLAIN[key] for key in ("parallel", "batch_size", "seed", "device")},
-            "task": {"name": "attention"},
-            "attention": {"name": "sdpa", **options},
-            "precision": case().to_dict()["precision"],
-            "seq_len": 4096,
-        }
-    )
-    columns = {"layout": "dense", "rotary": "none", "causal": True, "cuda_graph": False, "cp": 1}
-    columns |= {"kv_len": None, "seq_len": 4096, "disturbed": None, "median_ms": 2.0}
-    row = {**columns, "task": "attention", "status": "ok", "phase": "forward"}
-    row |= {"case_id": "one", "case": attention.to_dict()}
-    found = extract.from_frame(pd.DataFrame([row]), {})
-    assert set(found) == ({"attention/sdpa/bfloat16/forward"} if taken else set())
-    step = case(attention={"name": "sdpa", **options})
-    row |= {"task": "train_step", "phase": "step", "case": step.to_dict(), "machine": None}
-    row |= {"kernel_profile": None, "revision": "one"}
+def test_steps_with_masks_tell_nothing_of_hosts(options: Any, taken: bool) -> None:
+    step = case(attention={"name": "flex", **options})
+    row = {"task": "train_step", "status": "ok", "phase": "step", "case": step.to_dict()}
+    row |= {"machine": None, "kernel_profile": None, "revision": "one", "case_id": "one"}
+    row |= {"median_ms": 2.0}
     assert len(steps.of_frame(pd.DataFrame([row]))) == taken
 
 

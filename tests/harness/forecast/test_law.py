@@ -52,3 +52,21 @@ def test_the_error_grows_with_extrapolation() -> None:
 def test_of_few_shapes_only_the_scale_of_a_usual_law_is_fitted() -> None:
     law = Law(linear, observed((10.0, 24.0)), typical=(2.0, 1.0))
     assert law.coefficients == pytest.approx([4, 2])
+
+
+def test_an_observation_is_left_out_of_its_own_error_whatever_its_size() -> None:
+    noise = (1.0, 1.3, 0.8, 1.2, 0.9)
+
+    def error(unit: float) -> float:
+        pairs = [(unit * 4**k, 4**k * one) for k, one in enumerate(noise)]
+        return Law(lambda shape: (shape[0],), observed(*pairs)).error
+
+    # 2 ** log2(80) is not 80 in floating point.
+    assert error(80.0) == pytest.approx(error(64.0))
+
+
+def test_ones_at_the_end_of_a_shape_may_be_left_out() -> None:
+    items = [Observation(shapes=(shape,), ms=2.0, source=0) for shape in ((4.0,), (8.0, 1.0))]
+    law = Law(lambda shape: (1.0,), [*items, Observation(shapes=((4.0, 2.0),), ms=3.0, source=0)])
+    assert law((4.0, 1.0)) == law((4.0,))
+    assert law((4.0, 4.0)).distance == pytest.approx(1)
