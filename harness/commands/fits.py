@@ -20,6 +20,7 @@ from harness.run.launcher import LaunchError
 from harness.run.workers.worker_group import WorkerStartError
 from harness.terminal import PrintableConsole
 from models import accounting
+from models.variants import PLAIN
 
 HELP = """\
 Usage: attnbench fits model=NAME [machine=h200] [gpus=8] [seq_len=8192] [KEY=VALUE...]
@@ -94,12 +95,16 @@ CHECKPOINTS = ("none", "block")
 
 
 def opening(question: Question) -> str:
-    """The model with its parameters, and the machine with its memory."""
-    count, machine = accounting.count_parameters(question.model), question.machine
+    """The model with its parameters and masks, and the machine with its memory."""
+    variant, machine = question.variant, question.machine
+    count = accounting.count_parameters(question.model, variant)
+    sinks = f", {count.sinks:,} of them sinks" if count.sinks else ""
+    masks = f"{variant.words()}, " if variant != PLAIN else ""
     usable, whole = machine.usable_bytes / GIB, machine.memory_bytes / GIB
     device = fmt.counted(question.gpus, "GPU") if machine.device == "cuda" else "one CPU"
     return (
-        f"{question.model.name}: {parameters(count.total)} parameters, {question.precision}, on "
+        f"{question.model.name}: {parameters(count.total)} parameters{sinks}, {masks}"
+        f"{question.precision}, on "
         f"{device} ({machine.name}: {usable:.0f} of {whole:.0f} GiB for tensors)"
     )
 

@@ -14,12 +14,14 @@ from typing import Any
 from harness.cases.requirements import require_at_least, require_choice
 from harness.did_you_mean import did_you_mean
 from harness.predictions.capacity import Machine, machine_named
-from harness.recommend.question import GOALS, LEAST_SEQUENCES, MESH_KEYS, Question
+from harness.recommend.question import GOALS, LEAST_SEQUENCES, MASK_KEYS, MESH_KEYS, Question
+from harness.recommend.space import usual_attentions
 from harness.request.choices import require_choice_of_group
 from harness.request.command_line import Axes, parse
 from harness.request.config import group_of
 from harness.request.grid import Parts
 from harness.run.here import machine_here
+from kernels import Attention
 
 HERE = "here"
 
@@ -108,6 +110,8 @@ def asked(command: str, arguments: Sequence[str], *, needs: Sequence[str] = ("mo
         typed={key: values for key, values in pinned.items() if group_of(key) != "model"},
         asked=shlex.join(["attnbench", command, *arguments]),
     )
+    if question.masks:
+        _require_sensible_masks(question)
     return Asked(
         question=question,
         measure=measure,
@@ -115,6 +119,11 @@ def asked(command: str, arguments: Sequence[str], *, needs: Sequence[str] = ("mo
         budget_s=_seconds(typed, "budget_s"),
         timeout_s=_seconds(typed, "timeout_s") or 600.0,
     )
+
+
+def _require_sensible_masks(question: Question) -> None:
+    for made in usual_attentions(question):
+        made.role(Attention).check_mask_options()
 
 
 MOST_GPUS = 4096
@@ -141,7 +150,7 @@ def _require_choices(pinned: Axes) -> None:
             for value in values:
                 if not isinstance(value, int) or value < 1:
                     raise ValueError(f"{key}={value}: must be a whole number of at least 1")
-        elif group_of(key) not in ("model", "task", "precision") and group_of(key) not in pinned:
+        elif group_of(key) not in ("model", "task", "precision", *pinned) and key not in MASK_KEYS:
             raise ValueError(f"{key}: belongs to one choice; name it too, with {group_of(key)}=")
         elif len(values) > 1:
             raise ValueError(f"{key}: takes one value here")

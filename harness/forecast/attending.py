@@ -10,7 +10,7 @@ from harness.cases.case import Case
 from harness.forecast import masks, terms
 from harness.forecast.balance import busiest
 from harness.forecast.extract import attention_law
-from harness.forecast.law import Estimate, Law, Observation, Shape
+from harness.forecast.law import Estimate, Law, Observation
 from kernels import Attention, AttentionProblem
 from kernels.backend import DelegatedAttention
 from models.variants import PLAIN
@@ -60,7 +60,9 @@ class Attending:
         self._busiest: dict[tuple[int, AttentionProblem], float] = {}
         self._kept: list[object] = []
         """Attentions whose identity is in a key."""
-        laws = {name: items for name, items in observations.items() if name.startswith("attention/")}
+        laws = {
+            name: items for name, items in observations.items() if name.startswith("attention/")
+        }
         self._measured = sorted({tuple(name.split("/")[1:3]) for name in laws})
         self._masks = {
             name: set[str]().union(*(masks.options_of(item.shapes[0]) for item in items))

@@ -193,8 +193,14 @@ def _of_keys(machine: Machine, case: Case) -> Iterator[Exchange]:
             hidden_ms=(1 - CONTEXT_VISIBLE) * total,
             error_ms=0.5 * total,
             launches=8.0 * cp * model.num_layers,
-            note=note or "context parallelism is by formula",
+            note=note or _by_formula(case),
         )
+
+
+def _by_formula(case: Case) -> str:
+    if case.attention_variant.window is None:
+        return "context parallelism is by formula"
+    return "context parallelism is by formula, and keys that a window hides travel too"
 
 
 def _keys_ms(machine: Machine, case: Case, size: float) -> tuple[float, str | None]:

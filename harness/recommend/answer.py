@@ -179,8 +179,8 @@ def fallen(answer: Answer, most: int = 8) -> list[str]:
         lines.append(f"{rest:>9,}  for {fmt.counted(len(numbers) - most, 'other reason')}")
     for item in answer.found.left_out:
         lines.append(f"{'none':>9}  of {', '.join(item.names)}: {item.reason}")
-    for reason in answer.unpredicted:
-        lines.append(f"{'no time':>9}  {reason.split('; ')[0]}")
+    for reason in dict.fromkeys(whole.split("; ")[0] for whole in answer.unpredicted):
+        lines.append(f"{'no time':>9}  {reason}")
     return lines
 
 

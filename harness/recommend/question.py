@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from harness.predictions.capacity import Machine
+from kernels.problem import MASKS
 from models.config import ModelConfig
+from models.variants import AttentionVariant
 
 GOALS = ("tokens_per_s", "memory", "longest_sequence")
 
@@ -54,5 +56,17 @@ class Question:
             if key.startswith(f"{group}.") and key not in MESH_KEYS
         }
 
+    @property
+    def masks(self) -> dict[str, Any]:
+        """Options of masks, which every attention has: ``{"attention.window": 1024}``."""
+        return {key: values[0] for key, values in self.typed.items() if key in MASK_KEYS}
+
+    @property
+    def variant(self) -> AttentionVariant:
+        """What attention does beside a causal mask."""
+        return AttentionVariant(**{key.split(".")[1]: value for key, value in self.masks.items()})
+
+
+MASK_KEYS = tuple(f"attention.{name}" for name in MASKS)
 
 MESH_KEYS = ("parallel.dp", "parallel.cp", "parallel.tp")

@@ -91,14 +91,16 @@ def attention_choices(question: Question) -> tuple[list[AttentionBackend], list[
             ]
             for point in points or [{}]:
                 try:
-                    made = question.choose("attention", {"attention": entry.name, **point})
+                    values = {"attention": entry.name, **point, **question.masks}
+                    made = question.choose("attention", values)
                 except ValueError:
                     continue
                 found.append(made)
         elif issubclass(entry.target, DelegatedAttention):
             delegates.append(entry.name)
         elif issubclass(entry.target, Attention):
-            found.append(question.choose("attention", {"attention": entry.name}))
+            values = {"attention": entry.name, **question.masks}
+            found.append(question.choose("attention", values))
         else:
             decoding.append(entry.name)
     out = [
@@ -121,7 +123,8 @@ def usual_attentions(question: Question) -> list[AttentionBackend]:
 
     usual = [entry for entry in BACKENDS if issubclass(entry.target, DelegatedAttention)]
     names = [entry.name for entry in sorted(usual, key=place)]
-    return [question.choose("attention", {"attention": name}) for name in names]
+    masks = question.masks
+    return [question.choose("attention", {"attention": name, **masks}) for name in names]
 
 
 def checkpoints(question: Question) -> list[Any]:

@@ -137,10 +137,12 @@ def test_a_mask_without_a_record_widens_the_interval_and_is_said(
     found, plain = causal.step(masked(**options)), causal.step(masked())
     assert f"flash_triton was not measured with attention.{name}" in found.notes
     assert causal.why_not(masked(**options)) is None
-    relative = [one.high_ms / one.low_ms for one in (found, plain)]
-    # A window takes from attention's own part of the step, of which the others have the same.
-    if name != "window":
-        assert relative[0] > relative[1]
+    both = [causal.attending.layers(one, "forward")[0] for one in (masked(**options), masked())]
+    # Causal laws of kernels that skip what is hidden are off by a quarter under windows.
+    assert both[0].error > 0.25 > 2 * both[1].error
+    # Of a window attention is a small part of the step.
+    wider = found.high_ms / found.low_ms > plain.high_ms / plain.low_ms
+    assert wider or name == "window"
     shares = [attention_ms(causal, one) for one in (masked(**options), masked())]
     assert (shares[0] < shares[1]) == (name == "window")
 

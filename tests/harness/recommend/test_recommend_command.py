@@ -42,6 +42,14 @@ WRONG = {
         ["model=tiny", "model.full_attention_every=2"],
         ["model.full_attention_every=2:", "set attention.window"],
     ),
+    "a window of no keys": (
+        ["model=tiny", "attention.window=0"],
+        ["attention.window=0:", "least 1"],
+    ),
+    "a prefix in a window": (
+        ["model=tiny", "attention.window=64", "attention.prefix_len=16"],
+        ["attention.prefix_len=16:", "attention.window=64"],
+    ),
     "words for a number": (["model=tiny", "seq_len=many"], ["seq_len=many:", "whole number"]),
     "no GPUs": (["model=tiny", "machine=h200", "gpus=0"], ["gpus=0:", "at least 1"]),
     "too many GPUs": (["model=tiny", "machine=h200", "gpus=4097"], ["gpus=4097:", "at most 4,096"]),
@@ -174,3 +182,28 @@ def test_measures_on_this_cpu(
         for item in whole
     }
     assert best[1] == min(times, key=lambda name: times[name])
+
+
+def test_masks_are_asked_of_every_attention(tmp_path: Path) -> None:
+    arguments = ["model=small", "seq_len=8192", "machine=h200", "gpus=2", f"results={tmp_path}"]
+    arguments += ["parallel=zero_2", "checkpoint=none"]
+    plain = recommend.recommend(*arguments)
+    local = recommend.recommend(*arguments, "attention.window=256")
+    assert all(item.base.attention.window == 256 for item in local.found.bases)
+    assert {item.base.parallel.cp for item in local.found.bases} == {1, 2}
+    assert local.best is not None
+    assert plain.best is not None
+    assert "attention.window=256" in local.command(local.best)
+    # Attention of 8,192 tokens is more than a tenth of this step.
+    assert local.best.step_ms < 0.9 * plain.best.step_ms
+    assert any("takes no attention.window=256" in reason for reason in local.found.fallen)
+
+
+def test_the_opening_of_fits_says_the_mask_and_counts_sinks() -> None:
+    arguments = ["model=medium", "machine=h200", "attention=naive"]
+    plain = fits.opening(asked("fits", arguments).question)
+    found = fits.opening(asked("fits", [*arguments, "attention.sinks=true"]).question)
+    # 24 layers of 16 heads.
+    assert "384 of them sinks" in found
+    assert "attention.sinks=true" in found
+    assert "sinks" not in plain
