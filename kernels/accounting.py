@@ -150,7 +150,7 @@ def memory(problem: AttentionProblem, *, keeps_scores: bool) -> dict[str, float]
 
     q, k, v and o stay for the backward pass, and either the probabilities (with the mask, of
     one byte per pair) or the log-sum-exp of every row. Of scores with a cap their tanh stays too,
-    and of those with sinks a column more.
+    of float16 in float32, and of those with sinks a column more.
     """
     q_bytes, kv_bytes, lse_bytes = tensor_bytes(problem)
     values = {"inputs": q_bytes + 2 * kv_bytes, "output": q_bytes}
@@ -158,7 +158,8 @@ def memory(problem: AttentionProblem, *, keeps_scores: bool) -> dict[str, float]
         column = q_bytes / problem.head_dim
         values["probabilities"] = column * (problem.kv_len + problem.sinks)
         if problem.softcap is not None:
-            values["capped_scores"] = column * problem.kv_len
+            wide = 2 if problem.dtype == "float16" else 1
+            values["capped_scores"] = wide * column * problem.kv_len
         if problem.causal or problem.window is not None:
             values["mask"] = float(problem.q_len * problem.kv_len)
     else:

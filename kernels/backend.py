@@ -190,7 +190,13 @@ class Attention(AttentionBackend):
         A pass is forward, and with gradients backward, on contiguous tensors [B, H, S, D]; for a
         packed batch the problem is one sequence of all its tokens, [T, H, D].
         """
-        return accounting.kernel_peak(problem, backward_workspace=self.backward_workspace(problem))
+        workspace = self.backward_workspace(problem)
+        if problem.sinks:
+            workspace = max(workspace, sinks.gradient_workspace(problem))
+        values = accounting.kernel_peak(problem, backward_workspace=workspace)
+        if problem.sinks and not problem.needs_grad:
+            values["output_with_sinks"] = values["output"]
+        return values
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec

@@ -77,10 +77,12 @@ class FlashTorch(DenseAttention):
 
         In float32 the sums are the results. At once there are five tiles of scores, and of widths
         of a head those of q, do, dq and its addition, k, v, and the additions to dk and dv.
+        The slope of a cap takes two tiles of scores more.
         """
         heads = 4.0 * problem.batch_size * problem.num_heads
         rows, columns = min(self.block_q, problem.q_len), min(self.block_k, problem.kv_len)
-        tiles = heads * (5 * rows * columns + 4 * (rows + columns) * problem.head_dim)
+        scores = 5 if problem.softcap is None else 7
+        tiles = heads * (scores * rows * columns + 4 * (rows + columns) * problem.head_dim)
         sums = 0.0
         if problem.dtype != "float32":
             kv_heads = 4.0 * problem.batch_size * problem.num_kv_heads

@@ -46,18 +46,24 @@ class Naive(DenseAttention):
     def peak_memory(self, problem: AttentionProblem) -> dict[str, float] | None:
         """Bytes at the step that holds the most matrices of scores.
 
-        Not predicted for packed calls, and for scores with a cap or sinks, whose steps hold more.
+        Not predicted for packed calls.
 
         Backward, that is the softmax's own: PyTorch (SoftMax.cu) holds the probabilities, their
         gradient, the product of both and the gradient of the scores, beside the mask that
-        masked_fill saved, and dv. Forward, it is masking: scores before and after it, and the
-        mask and its complement; under autocast the softmax, whose input and output are float32.
+        masked_fill saved, the tanh of a cap, and dv. Forward, it is masking: scores before and
+        after it, and the mask and its complement; or the cap: scores before it, and two steps; or
+        the softmax under autocast, whose input and output are float32, and with sinks, which
+        make the scores a column wider.
         """
-        if problem.packed or problem.softcap is not None or problem.sinks:
+        if problem.packed:
             return None
         q, kv, _ = accounting.tensor_bytes(problem)
-        pairs = float(problem.batch_size * problem.num_heads * problem.q_len * problem.kv_len)
-        element = q / (problem.batch_size * problem.num_heads * problem.q_len * problem.head_dim)
+        rows = float(problem.batch_size * problem.num_heads * problem.q_len)
+        pairs, columns = rows * problem.kv_len, rows * (problem.kv_len + problem.sinks)
+        element = q / (rows * problem.head_dim)
+        capped = pairs * (4.0 if problem.dtype == "float16" else element)
+        if problem.softcap is None:
+            capped = 0.0
         widened = problem.autocast and problem.device == "cuda"
         softmax = 4.0 if widened else element
         masked = problem.causal or problem.window is not None
@@ -66,15 +72,19 @@ class Naive(DenseAttention):
         if problem.num_heads != problem.num_kv_heads:
             values["expanded_keys"] = kv * problem.num_heads / problem.num_kv_heads
         if not problem.needs_grad:
-            masking = 2 * pairs * element + 2 * mask
-            return values | {
-                "scores": max(masking, pairs * (element + 2 * softmax) if widened else 0.0)
-            }
+            steps = [2 * pairs * element + 2 * mask]
+            if problem.softcap is not None:
+                steps.append(pairs * element + 2 * capped)
+            if widened or problem.sinks:
+                joined = columns * element if problem.sinks else 0.0
+                inputs = columns * softmax if widened else 0.0
+                steps.append(pairs * element + joined + inputs + columns * softmax)
+            return values | {"scores": max(steps)}
         return values | {
             "output": q,
             "output_gradient": q,
             "dv": kv,
-            "scores": 4 * pairs * softmax,
+            "scores": 4 * columns * softmax + capped,
             "mask": mask,
         }
 
@@ -158,7 +168,9 @@ def masked_scores(q: torch.Tensor, k: torch.Tensor, spec: AttentionSpec) -> torc
     """Scaled and capped scores [B, H, S, S_k], minus infinity where the mask hides the key."""
     scores = (q @ k.mT) * spec.scale
     if spec.softcap is not None:
-        scores = spec.softcap * (scores / spec.softcap).tanh()
+        # float16 has no room for cap times gradient, nor for a score that is small beside its cap.
+        wide = torch.float32 if scores.dtype == torch.float16 else scores.dtype
+        scores = (spec.softcap * (scores.to(wide) / spec.softcap).tanh()).to(scores.dtype)
     q_len, kv_len = scores.shape[-2:]
     visible = visible_keys(spec.mask, q_len, kv_len, scores.device)
     return scores if visible is None else scores.masked_fill(~visible, float("-inf"))

@@ -218,10 +218,12 @@ class AttentionTask(Task):
     def predicted_memory(self, case: Case) -> dict[str, float] | None:
         """Bytes at the peak of a pass; not of what torch.compile or a CUDA graph makes of one.
 
-        Nor of one with sinks, which some kernels know and others have added to their results.
+        Nor of split sequences with sinks, which are added after blocks are merged.
         """
         problem = self.attention_problem(case)
-        if self.cuda_graph or problem.sinks or (self.compile and not case.attention.compiles):
+        if self.cuda_graph or (self.compile and not case.attention.compiles):
+            return None
+        if problem.sinks and case.parallel.cp > 1:
             return None
         if problem.packed:
             # Whatever a packed call holds it holds for each token.
