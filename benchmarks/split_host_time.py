@@ -1,4 +1,4 @@
-"""What Python takes for a pass of attention on split sequences, without kernels and without waiting.
+"""The host's time for a pass of attention on split sequences: no kernels, and nobody to wait for.
 
 Run as ``python -m benchmarks.split_host_time [--ranks 2,4] [--only zigzag,ring]
 [--against FOLDER] [--record FILE]``, on any machine with a CPU.
@@ -27,6 +27,7 @@ import csv
 import gc
 import importlib
 import json
+import os
 import pstats
 import statistics
 import subprocess
@@ -176,12 +177,13 @@ def _start(folder: Path) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         text=True,
         cwd=folder,
-        env={**__import__("os").environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder)},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder)},
     )
 
 
 def _ask(child: subprocess.Popen[str], case: Case) -> dict[str, Any]:
-    assert child.stdin is not None and child.stdout is not None
+    assert child.stdin is not None
+    assert child.stdout is not None
     child.stdin.write(json.dumps(vars(case)) + "\n")
     child.stdin.flush()
     answer: dict[str, Any] = json.loads(child.stdout.readline())
@@ -267,8 +269,9 @@ def _counts(run: Pass) -> dict[str, int]:
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            found[_kind(func)] += 1
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+            found[_kind(func, result)] += 1
+            return result
 
     NULL_CALLS.clear()
     with Count():
@@ -281,14 +284,14 @@ def _counts(run: Pass) -> dict[str, int]:
     }
 
 
-def _kind(operation: Any) -> str:
+def _kind(operation: Any, result: Any) -> str:
     namespace, name = operation._schema.name.split("::")
     if namespace in ("c10d", "_c10d_functional"):
         return "message"
     if name.startswith(("empty", "new_empty", "detach", "alias")) or operation.is_view:
         return "free"
-    # Where nothing is to be converted or moved, neither of them launches anything.
-    return "free" if name in ("lift_fresh", "_reshape_alias") else "launch"
+    empty = hasattr(result, "numel") and not result.numel()
+    return "free" if empty or name in ("lift_fresh", "_reshape_alias") else "launch"
 
 
 NULL_CALLS: list[str] = []
@@ -370,9 +373,7 @@ def _attend(case: Case) -> Iterator[tuple[Callable[..., Any], int]]:
             max_q_len=max(lengths),
             max_kv_len=max(lengths),
         )
-    spec = AttentionSpec(
-        causal=True, scale=HEAD_DIM**-0.5, packing=packed, window=case.window
-    )
+    spec = AttentionSpec(causal=True, scale=HEAD_DIM**-0.5, packing=packed, window=case.window)
     with scheme.bind(dist.group.WORLD, torch.device("cpu")) as bound:
         yield lambda q, k, v: bound.attend(q, k, v, spec), LOCAL_LEN
 

@@ -130,7 +130,9 @@ class BoundAttention(SplitAttention):
             return self._kernel.attend_with_lse(q, k, v, spec) if self._kernel.gives_lse else None
         self._agree(q, k, v)
         schedule, _ = self._both_schedules(q, k, spec)
-        return self.new_pass(schedule, spec).forward(q, k, v)
+        # Buffers and their views outlive the pass, and are no part of anybody's graph.
+        with torch.no_grad():
+            return self.new_pass(schedule, spec).forward(q, k, v)
 
     def _both_schedules(
         self, q: Tensor, k: Tensor, spec: AttentionSpec

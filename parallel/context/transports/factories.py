@@ -11,6 +11,7 @@ import torch.distributed as dist
 from parallel.context.blocks.loops import Transport
 from parallel.context.blocks.tracing import Tracer
 from parallel.context.transports.all_gather import AllGather
+from parallel.context.transports.messages import Messages
 from parallel.context.transports.peer_memory import PeerBuffers
 from parallel.context.transports.send_recv import SendRecv
 from parallel.context.transports.symmetric import SymmetricGather, SymmetricRing
@@ -27,7 +28,8 @@ class TransportFactory:
 
 def send_recv(group: dist.ProcessGroup, device: torch.device) -> TransportFactory:
     """Messages around the ring."""
-    return TransportFactory(make=lambda tracer: SendRecv(group, tracer))
+    messages = Messages(group)
+    return TransportFactory(make=lambda tracer: SendRecv(messages, tracer))
 
 
 def symmetric_ring(group: dist.ProcessGroup, device: torch.device) -> TransportFactory:

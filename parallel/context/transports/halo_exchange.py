@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from parallel.context.blocks.halo import Halo, room_for
@@ -21,6 +19,8 @@ from parallel.context.blocks.loops import Contribution, Visit
 from parallel.context.blocks.rows import Rows
 from parallel.context.blocks.schedule import RankSchedule
 from parallel.context.blocks.tracing import WAIT, Tracer
+from parallel.context.transports.all_gather import sum_of_contributions
+from parallel.context.transports.messages import Messages
 
 
 class _Message:
@@ -28,7 +28,7 @@ class _Message:
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        messages: Messages,
         sent: tuple[Sequence[Tensor], int],
         received: tuple[Sequence[Tensor], int],
         first_tag: int,
@@ -37,13 +37,8 @@ class _Message:
         # Kept until they have left.
         self._sent = sent[0]
         self.received = received[0]
-        operations = []
-        for call, (tensors, peer) in ((dist.isend, sent), (dist.irecv, received)):
-            there = dist.get_global_rank(group, peer)
-            for tag, x in enumerate(tensors, first_tag):
-                operations.append(dist.P2POp(call, x, there, group, tag))
         tracer.sent(sum(x.nbytes for x in self._sent))
-        self._works = dist.batch_isend_irecv(operations) if operations else []
+        self._works = messages.start(*sent, *received, first_tag)
 
     def wait(self) -> Sequence[Tensor]:
         """What came; on CUDA the current stream waits, not the host."""
@@ -59,9 +54,9 @@ class HaloExchange:
     _KEYS, _GRADIENTS = 0, 2
     """Tags: keys and gradients may be on their way at the same time."""
 
-    def __init__(self, group: dist.ProcessGroup, tracer: Tracer, halo: Halo) -> None:
-        self._group, self._tracer, self._halo = group, tracer, halo
-        self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
+    def __init__(self, messages: Messages, tracer: Tracer, halo: Halo) -> None:
+        self._messages, self._tracer, self._halo = messages, tracer, halo
+        self._rank, self._num_ranks = messages.rank, messages.num_ranks
         self._totals: tuple[Tensor, Tensor] | None = None
         self._like: tuple[Tensor, Tensor] | None = None
         self._returning: list[_Message] = []
@@ -86,7 +81,7 @@ class HaloExchange:
         sent = () if asked is None else tuple(asked.take(x).contiguous() for x in self._like)
         received = self._room(needed)
         tags = self._KEYS
-        return _Message(self._group, (sent, to), (received, source), tags, self._tracer)
+        return _Message(self._messages, (sent, to), (received, source), tags, self._tracer)
 
     def _room(self, rows: Rows | None) -> tuple[Tensor, ...]:
         """Empty tensors for rows of k and v, in the form of :meth:`Rows.take`."""
@@ -94,12 +89,12 @@ class HaloExchange:
         return () if rows is None else tuple(room_for(rows, x) for x in self._like)
 
     def deliver(self, visit: Visit, contributions: Sequence[Contribution]) -> None:
-        totals = tuple(torch.zeros_like(x, dtype=torch.float32) for x in (visit.k, visit.v))
-        for part in contributions:
-            part.call.kv.add(totals[0], part.dk)
-            part.call.kv.add(totals[1], part.dv)
+        totals = (
+            sum_of_contributions(visit.k, contributions, "dk").contiguous(),
+            sum_of_contributions(visit.v, contributions, "dv").contiguous(),
+        )
         if visit.step == 0:
-            self._totals = totals[0], totals[1]
+            self._totals = totals
             return
         self._return_nothing_before(visit.step)
         like = (visit.k, visit.v)
@@ -116,7 +111,7 @@ class HaloExchange:
         owner, from_ = ((self._rank + hop) % self._num_ranks for hop in (-distance, distance))
         room = self._room(self._halo.asked[from_])
         message = _Message(
-            self._group, (gradients, owner), (room, from_), self._GRADIENTS, self._tracer
+            self._messages, (gradients, owner), (room, from_), self._GRADIENTS, self._tracer
         )
         self._returning.append(message)
 

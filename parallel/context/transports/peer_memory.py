@@ -42,6 +42,33 @@ class PeerMemory(Protocol):
         ...
 
 
+_VIEWS_KEPT = 256
+"""Views of one buffer: a few for each rank and shape of batch."""
+
+
+class PeerViews:
+    """Views of every rank's buffer, made once: each costs several calls, and a pass has dozens."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, int, torch.Size, torch.dtype], Tensor] = {}
+
+    def of_rank(self, rank: int, offset: int, like: Tensor) -> Tensor:
+        """:meth:`PeerMemory.of_rank`."""
+        key = (rank, offset, like.shape, like.dtype)
+        found = self._made.get(key)
+        if found is None:
+            if len(self._made) >= _VIEWS_KEPT:
+                self._made.pop(next(iter(self._made)))
+            # In inference mode it would be a tensor that no later training step may write to.
+            with torch.inference_mode(False):
+                found = self._made[key] = self.make(rank, offset, like)
+        return found
+
+    def make(self, rank: int, offset: int, like: Tensor) -> Tensor:
+        """A view that was not there."""
+        raise NotImplementedError
+
+
 CHANNELS = 2
 """Barriers of different channels may be under way at once, on different streams."""
 
@@ -49,7 +76,7 @@ _ALIGNMENT = 16
 """The signals behind the buffer begin at a multiple of this many bytes."""
 
 
-class CudaPeerMemory:
+class CudaPeerMemory(PeerViews):
     """Symmetric memory of the current device; made by all ranks of the group together.
 
     A barrier counts up one word on each peer and waits for one from each: memory operations of
@@ -62,6 +89,7 @@ class CudaPeerMemory:
         # Not in every build of torch.
         import torch.distributed._symmetric_memory as symmetric
 
+        super().__init__()
         self.num_bytes = num_bytes
         self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self._first_signal = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
@@ -95,7 +123,7 @@ class CudaPeerMemory:
         word: Tensor = self._handle.get_buffer(rank, (_Signal.BYTES,), torch.uint8, at)
         return word.data_ptr()
 
-    def of_rank(self, rank: int, offset: int, like: Tensor) -> Tensor:
+    def make(self, rank: int, offset: int, like: Tensor) -> Tensor:
         element = like.element_size()
         assert offset % element == 0, "offsets are aligned"
         view: Tensor = self._handle.get_buffer(rank, like.shape, like.dtype, offset // element)
@@ -143,10 +171,11 @@ def _driver() -> Any:
     return ctypes.CDLL("libcuda.so.1")
 
 
-class HostPeerMemory:
+class HostPeerMemory(PeerViews):
     """A file per rank, mapped by all ranks of one host; barriers are those of the group."""
 
     def __init__(self, group: dist.ProcessGroup, num_bytes: int) -> None:
+        super().__init__()
         self.num_bytes = num_bytes
         self.outside_bytes = 0
         self._group = group
@@ -164,7 +193,7 @@ class HostPeerMemory:
             # A file may be unlinked once all ranks have mapped it.
             dist.barrier(group)
 
-    def of_rank(self, rank: int, offset: int, like: Tensor) -> Tensor:
+    def make(self, rank: int, offset: int, like: Tensor) -> Tensor:
         part = self._buffers[rank][offset : offset + like.numel() * like.element_size()]
         return part.view(like.dtype).view(like.shape)
 
@@ -201,9 +230,11 @@ class PeerBuffers:
                     torch.cuda.synchronize(self._device)
                 dist.barrier(self._group)
                 del self._memory[purpose], found
-            if self._device.type == "cuda":
-                found = CudaPeerMemory(self._group, num_bytes, self._device)
-            else:
-                found = HostPeerMemory(self._group, num_bytes)
+            # As of views: an evaluation may come before the first training step.
+            with torch.inference_mode(False):
+                if self._device.type == "cuda":
+                    found = CudaPeerMemory(self._group, num_bytes, self._device)
+                else:
+                    found = HostPeerMemory(self._group, num_bytes)
             self._memory[purpose] = found
         return found

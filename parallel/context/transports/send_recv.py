@@ -11,32 +11,31 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from parallel.context.blocks.loops import Contribution, Visit
 from parallel.context.blocks.schedule import RankSchedule
 from parallel.context.blocks.tracing import WAIT, Tracer
+from parallel.context.transports.all_gather import sum_of_contributions
 from parallel.context.transports.halo_exchange import HaloExchange
+from parallel.context.transports.messages import Messages
 
 
 class _Exchange:
     """Tensors on their way to the next rank, and those of the previous rank on their way here."""
 
     def __init__(
-        self, group: dist.ProcessGroup, tensors: Sequence[Tensor], first_tag: int, tracer: Tracer
+        self, messages: Messages, tensors: Sequence[Tensor], first_tag: int, tracer: Tracer
     ) -> None:
-        rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
-        to, from_ = (dist.get_global_rank(group, (rank + hop) % num_ranks) for hop in (1, -1))
-        self.received = tuple(torch.empty_like(x) for x in tensors)
+        rank, num_ranks = messages.rank, messages.num_ranks
+        self.received = tuple([torch.empty_like(x) for x in tensors])
         # Kept until they have left.
         self._sent = tensors
-        operations = []
-        for tag, (out, into) in enumerate(zip(tensors, self.received, strict=True), first_tag):
-            operations.append(dist.P2POp(dist.isend, out, to, group, tag))
-            operations.append(dist.P2POp(dist.irecv, into, from_, group, tag))
+        for out in tensors:
             tracer.sent(out.nbytes)
-        self._works = dist.batch_isend_irecv(operations)
+        self._works = messages.start(
+            tensors, (rank + 1) % num_ranks, self.received, (rank - 1) % num_ranks, first_tag
+        )
 
     def wait(self) -> tuple[Tensor, ...]:
         """The received tensors; on CUDA the current stream waits, not the host."""
@@ -54,16 +53,16 @@ class SendRecv:
     _KEYS, _GRADIENTS = 0, 2
     """Tags: keys and gradients of one step may be on their way at the same time."""
 
-    def __init__(self, group: dist.ProcessGroup, tracer: Tracer) -> None:
-        self._group = group
-        self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
+    def __init__(self, messages: Messages, tracer: Tracer) -> None:
+        self._messages = messages
+        self._rank, self._num_ranks = messages.rank, messages.num_ranks
         self._tracer = tracer
         self._gradients: _Exchange | None = None
         self._halo: HaloExchange | None = None
 
     def visits(self, k: Tensor, v: Tensor, schedule: RankSchedule) -> Iterator[Visit]:
         if schedule.halo is not None:
-            self._halo = HaloExchange(self._group, self._tracer, schedule.halo)
+            self._halo = HaloExchange(self._messages, self._tracer, schedule.halo)
             yield from self._halo.visits(k, v, schedule)
             return
         heads = slice(0, k.shape[schedule.head_dim_of[0]])
@@ -71,7 +70,7 @@ class SendRecv:
         for step in range(self._num_ranks):
             coming = None
             if step + 1 < self._num_ranks:
-                coming = _Exchange(self._group, here, self._KEYS, self._tracer)
+                coming = _Exchange(self._messages, here, self._KEYS, self._tracer)
             source = (self._rank - step) % self._num_ranks
             yield Visit(step=step, source=source, kv_heads=heads, k=here[0], v=here[1])
             if coming is not None:
@@ -82,15 +81,19 @@ class SendRecv:
         if self._halo is not None:
             self._halo.deliver(visit, contributions)
             return
+        totals: tuple[Tensor, ...]
         if self._gradients is None:
-            totals = tuple(torch.zeros_like(x, dtype=torch.float32) for x in (visit.k, visit.v))
+            totals = (
+                sum_of_contributions(visit.k, contributions, "dk").contiguous(),
+                sum_of_contributions(visit.v, contributions, "dv").contiguous(),
+            )
         else:
             with self._tracer.span(WAIT, visit.step):
                 totals = self._gradients.wait()
-        for part in contributions:
-            part.call.kv.add(totals[0], part.dk)
-            part.call.kv.add(totals[1], part.dv)
-        self._gradients = _Exchange(self._group, totals, self._GRADIENTS, self._tracer)
+            for part in contributions:
+                part.call.kv.add(totals[0], part.dk)
+                part.call.kv.add(totals[1], part.dv)
+        self._gradients = _Exchange(self._messages, totals, self._GRADIENTS, self._tracer)
 
     def collect(self) -> tuple[Tensor, Tensor]:
         if self._halo is not None:

@@ -304,19 +304,20 @@ class SymmetricGather:
         self._last.wait()
         for into, part in zip(pair.of_rank(self._rank), parts, strict=True):
             into.copy_(part)
+        # This rank's own part is where it is: the others' are added to a copy of it.
         totals = (
-            torch.zeros_like(parts[0][0], dtype=torch.float32),
-            torch.zeros_like(parts[1][0], dtype=torch.float32),
+            parts[0][self._rank].to(torch.float32, copy=True),
+            parts[1][self._rank].to(torch.float32, copy=True),
         )
         written = StreamEvent(self._device)
         with aside(self._reducing, self._tracer, visit.step, written):
             memory.barrier(self._GRADIENTS)
-            for step in range(self._num_ranks):
+            for step in range(1, self._num_ranks):
                 peer = (self._rank - step) % self._num_ranks
                 for total, part in zip(totals, pair.of_rank(peer), strict=True):
                     landing = torch.empty_like(part[self._rank])
                     landing.copy_(part[self._rank], non_blocking=True)
-                    self._tracer.sent(landing.nbytes if step else 0)
+                    self._tracer.sent(landing.nbytes)
                     total.add_(landing)
             memory.barrier(self._GRADIENTS)
             self._last = StreamEvent(self._device)
