@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kernels import Attention, AttentionProblem, AttentionSpec, Packing, sinks
+from kernels import Attention, AttentionProblem, AttentionSpec, sinks
 from kernels.autograd import first_order_only
-from kernels.problem import Mask
 from parallel.context.blocks.layouts import Layout
 from parallel.context.blocks.loops import AttentionPass
-from parallel.context.blocks.schedule import DenseSchedule, PackedSchedule, RankSchedule
+from parallel.context.blocks.schedule import DenseSchedule, PackedSchedule, RankSchedule, Scores
 from parallel.context.blocks.tracing import NO_TRACING, Tracer
 from parallel.context.transports.factories import TransportFactory
 
-_SCHEDULES_KEPT = 16
-"""One schedule for each shape of batch; a training run has one or two."""
+_PREPARED_KEPT = 16
+"""One for each shape of batch and mask; a training run has a few."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Prepared:
+    """What all passes of calls have in common that differ in the values of their tensors alone.
+
+    Shapes, dtype, packing, mask, scale and cap decide on it, and nothing that a tracer, a stream
+    or the state of autograd could change.
+    """
+
+    forward: RankSchedule
+    backward: RankSchedule
+    offsets: Tensor | None = None
+    """The packing's, kept alive with what is known of them, so that no others get their id."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -100,7 +112,7 @@ class BoundAttention(SplitAttention):
         self._transports = transports
         self._gathers = gathers
         self._fusion = fusion
-        self._schedules: dict[tuple[Any, ...], tuple[Any, RankSchedule]] = {}
+        self._kept: dict[tuple[Any, ...], Prepared] = {}
         self._agreed = False
         # As a decorator it would import torch._dynamo with this module, in more than a second.
         self.attend = torch.compiler.disable(self.attend)  # type: ignore[method-assign]
@@ -118,10 +130,8 @@ class BoundAttention(SplitAttention):
         if self.layout.num_ranks == 1:
             return self._kernel.attend(q, k, v, spec)
         self._agree(q, k, v)
-        schedules = self._both_schedules(q, k, spec)
-        # What the passes see holds no sinks, of which autograd knows the tensor alone.
-        keys = spec if spec.sinks is None else replace(spec, sinks=None)
-        return _Attention.apply(q, k, v, spec.sinks, self, *schedules, keys)
+        prepared = self._prepared(q, k, spec)
+        return _Attention.apply(q, k, v, spec.sinks, self, prepared)
 
     def attend_with_lse(
         self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
@@ -129,72 +139,66 @@ class BoundAttention(SplitAttention):
         if self.layout.num_ranks == 1:
             return self._kernel.attend_with_lse(q, k, v, spec) if self._kernel.gives_lse else None
         self._agree(q, k, v)
-        schedule, _ = self._both_schedules(q, k, spec)
+        prepared = self._prepared(q, k, spec)
         # Buffers and their views outlive the pass, and are no part of anybody's graph.
         with torch.no_grad():
-            return self.new_pass(schedule, spec).forward(q, k, v)
+            return self.new_pass(prepared.forward, spec.sinks).forward(q, k, v)
 
-    def _both_schedules(
-        self, q: Tensor, k: Tensor, spec: AttentionSpec
-    ) -> tuple[RankSchedule, RankSchedule]:
-        """Those of the forward and of the backward pass."""
-        if spec.packing is None:
-            schedule = self._dense_schedule(q, k, spec.mask)
-            return schedule, schedule
-        forward, backward = (
-            self._packed_schedule(spec.packing, spec.mask, fused, q.device)
-            for fused in (self._fusion.forward, self._fusion.backward)
+    def _prepared(self, q: Tensor, k: Tensor, spec: AttentionSpec) -> Prepared:
+        """What the passes of such a call share, made once."""
+        # Of a packing by identity: to compare lengths would wait for the device in every call.
+        starts = None if spec.packing is None else spec.packing.cu_seqlens_q
+        key = (
+            (q.shape, k.shape, q.dtype)
+            if starts is None
+            else (id(starts), starts._version, q.device),
+            *(spec.causal, spec.window, spec.prefix_len, spec.shift, spec.scale, spec.softcap),
         )
-        return forward, backward
+        found = self._kept.get(key)
+        if found is None:
+            if len(self._kept) >= _PREPARED_KEPT:
+                self._kept.pop(next(iter(self._kept)))
+            found = self._kept[key] = self._prepare(q, k, spec)
+        return found
 
-    def _dense_schedule(self, q: Tensor, k: Tensor, mask: Mask) -> RankSchedule:
-        key = (q.shape, k.shape, q.dtype, mask)
+    def _prepare(self, q: Tensor, k: Tensor, spec: AttentionSpec) -> Prepared:
+        if spec.packing is None:
+            schedule = self._dense_schedule(q, k, spec)
+            return Prepared(forward=schedule, backward=schedule)
+        starts, fusion = spec.packing.cu_seqlens_q, self._fusion
+        forward = self._packed_schedule(starts, spec, fusion.forward, q.device)
+        backward = forward
+        if fusion.backward != fusion.forward:
+            backward = self._packed_schedule(starts, spec, fusion.backward, q.device)
+        return Prepared(forward=forward, backward=backward, offsets=starts)
 
+    def _dense_schedule(self, q: Tensor, k: Tensor, spec: AttentionSpec) -> RankSchedule:
         def takes_rectangles(q_len: int, kv_len: int) -> bool:
             return self._kernel.why_unsupported(_problem(q, k, q_len, kv_len)) is None
 
-        def make() -> RankSchedule:
-            return DenseSchedule(
-                self.layout,
-                self.rank,
-                q.shape[2],
-                mask,
-                prefixes=self._gathers,
-                takes_rectangles=takes_rectangles,
-            )
-
-        return self._prepared(key, None, make)
+        return DenseSchedule(
+            self.layout,
+            self.rank,
+            q.shape[2],
+            spec.mask,
+            Scores(scale=spec.scale, softcap=spec.softcap),
+            prefixes=self._gathers,
+            takes_rectangles=takes_rectangles,
+        )
 
     def _packed_schedule(
-        self, packing: Packing, mask: Mask, fused: bool, device: torch.device
+        self, starts: Tensor, spec: AttentionSpec, fused: bool, device: torch.device
     ) -> RankSchedule:
-        # By identity: to compare lengths would wait for the device in every call.
-        starts = packing.cu_seqlens_q
-        key = (id(starts), starts._version, mask, fused)
-
-        def make() -> RankSchedule:
-            ends = starts.tolist()
-            return PackedSchedule(
-                self.layout,
-                self.rank,
-                [end - start for start, end in itertools.pairwise(ends)],
-                mask,
-                prefixes=self._gathers,
-                fused=fused,
-                device=device,
-            )
-
-        return self._prepared(key, starts, make)
-
-    def _prepared(
-        self, key: tuple[Any, ...], keep: Any, make: Callable[[], RankSchedule]
-    ) -> RankSchedule:
-        """The schedule of a shape, made once; ``keep`` stays alive with it."""
-        if key not in self._schedules:
-            if len(self._schedules) >= _SCHEDULES_KEPT:
-                self._schedules.pop(next(iter(self._schedules)))
-            self._schedules[key] = (keep, make())
-        return self._schedules[key][1]
+        return PackedSchedule(
+            self.layout,
+            self.rank,
+            [end - start for start, end in itertools.pairwise(starts.tolist())],
+            spec.mask,
+            Scores(scale=spec.scale, softcap=spec.softcap),
+            prefixes=self._gathers,
+            fused=fused,
+            device=device,
+        )
 
     def _agree(self, *tensors: Tensor) -> None:
         """Raise ValueError on every rank if the first calls of the ranks do not fit together.
@@ -214,16 +218,14 @@ class BoundAttention(SplitAttention):
                 )
         self._agreed = True
 
-    def new_pass(self, schedule: RankSchedule, spec: AttentionSpec) -> AttentionPass:
+    def new_pass(self, schedule: RankSchedule, sinks: Tensor | None = None) -> AttentionPass:
         """A pass over the keys of all ranks, with a new transport."""
         return AttentionPass(
             kernel=self._kernel,
             schedule=schedule,
             transport=self._transports.make(self.tracer),
-            scale=spec.scale,
             tracer=self.tracer,
-            softcap=spec.softcap,
-            sinks=spec.sinks,
+            sinks=sinks,
         )
 
 
@@ -254,19 +256,16 @@ class _Attention(torch.autograd.Function):
         v: Tensor,
         sink_logits: Tensor | None,
         bound: BoundAttention,
-        forward_schedule: RankSchedule,
-        backward_schedule: RankSchedule,
-        spec: AttentionSpec,
+        prepared: Prepared,
     ) -> Tensor:
-        with_sinks = spec if sink_logits is None else replace(spec, sinks=sink_logits)
-        o, lse = bound.new_pass(forward_schedule, with_sinks).forward(q, k, v)
+        o, lse = bound.new_pass(prepared.forward, sink_logits).forward(q, k, v)
         ctx.save_for_backward(q, k, v, o, lse, sink_logits)
-        ctx.bound, ctx.schedule, ctx.spec = bound, backward_schedule, spec
+        ctx.bound, ctx.prepared = bound, prepared
         return o
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> Any:
-        this_pass = ctx.bound.new_pass(ctx.schedule, ctx.spec)
+        this_pass = ctx.bound.new_pass(ctx.prepared.backward)
         q, k, v, o, lse, sink_logits = ctx.saved_tensors
         with torch.no_grad():
             gradients: tuple[Tensor, ...] = this_pass.backward(do, q, k, v, o, lse)
@@ -276,4 +275,4 @@ class _Attention(torch.autograd.Function):
                 sources = (*sources, sink_logits)
         name = f"context-parallel attention ({ctx.bound.layout.name})"
         found = first_order_only(name, gradients, sources)
-        return *found, *(None,) * (8 - len(found))
+        return *found, *(None,) * (6 - len(found))

@@ -66,6 +66,24 @@ class Layout:
         """Positions that ``rank`` holds, in local order, as ranges of the padded sequence."""
         raise NotImplementedError
 
+    @property
+    def is_in_order(self) -> bool:
+        """Whether all ranks' parts, laid end to end, are the sequence."""
+        return False
+
+    def pieces(self, length: int) -> list[tuple[int, slice]]:
+        """The runs of all ranks in the order of their positions: the rank, and its local tokens.
+
+        Raises ValueError where runs have gaps.
+        """
+        found = []
+        for rank in range(self.num_ranks):
+            for start, run in _starts(self.runs(rank, length)):
+                if run.step != 1:
+                    raise ValueError(f"{self.name}: runs have gaps")
+                found.append((run.start, rank, slice(start, start + len(run))))
+        return [(rank, part) for _, rank, part in sorted(found, key=lambda piece: piece[0])]
+
     def block(self, rank: int, source: int, local_len: int, causal: bool) -> ScoreBlock | None:
         """The block of ``rank``'s queries and ``source``'s keys; None where the mask keeps no pair.
 
@@ -184,6 +202,10 @@ class Contiguous(Layout):
     """Rank r holds the r-th of P equal parts."""
 
     name: ClassVar[str] = "contiguous"
+
+    @property
+    def is_in_order(self) -> bool:
+        return True
 
     def runs(self, rank: int, length: int) -> list[range]:
         local = self.local_len(length)

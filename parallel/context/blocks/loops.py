@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kernels import Attention, AttentionSpec, sinks
+from kernels import Attention, sinks
 from parallel.context.blocks.rows import Rows
 from parallel.context.blocks.schedule import KernelCall, RankSchedule
 from parallel.context.blocks.tracing import COMPUTE, Tracer
@@ -75,9 +75,7 @@ class AttentionPass:
     kernel: Attention
     schedule: RankSchedule
     transport: Transport
-    scale: float
     tracer: Tracer
-    softcap: float | None = None
     sinks: Tensor | None = None
     """Put in once, when all keys have been seen; the backward pass of the keys needs none."""
 
@@ -91,15 +89,15 @@ class AttentionPass:
             for call in _calls(schedule, visit):
                 with self.tracer.span(COMPUTE, visit.step):
                     tensors = (
-                        call.q.take(_heads(q, schedule, heads)),
+                        call.q.take(_of_heads(q, heads, schedule.head_dim_of[0])),
                         call.kv.take(visit.k),
                         call.kv.take(visit.v),
                     )
                     if call.first:
-                        part = self.kernel.forward(*tensors, self._spec(call))
+                        part = self.kernel.forward(*tensors, call.spec)
                     else:
                         so_far = (o.take(heads, call.q), lse.take(heads, call.q))
-                        part = self.kernel.forward_onto(*so_far, *tensors, self._spec(call))
+                        part = self.kernel.forward_onto(*so_far, *tensors, call.spec)
                     o.put(heads, call.q, part[0])
                     lse.put(heads, call.q, part[1])
         total = o.value, lse.value
@@ -107,14 +105,12 @@ class AttentionPass:
             total = sinks.add(*total, self.sinks)
         return total[0].to(q.dtype), total[1]
 
-    def _spec(self, call: KernelCall) -> AttentionSpec:
-        return call.spec(self.scale, self.softcap)
-
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) of this rank's tokens, in the dtypes of q, k and v."""
         schedule = self.schedule
+        head_dim, lse_head_dim = schedule.head_dim_of
         dq = _Total(q, schedule, torch.float32 if schedule.accumulates else q.dtype)
         for visit in self.transport.visits(k, v, schedule):
             heads = _query_heads(visit.kv_heads, q, k, schedule)
@@ -122,12 +118,12 @@ class AttentionPass:
             for call in _calls(schedule, visit):
                 with self.tracer.span(COMPUTE, visit.step):
                     own_do, own_q, own_o = (
-                        call.q.take(_heads(x, schedule, heads)) for x in (do, q, o)
+                        call.q.take(_of_heads(x, heads, head_dim)) for x in (do, q, o)
                     )
-                    own_lse = call.q.take_lse(lse.narrow(schedule.head_dim_of[1], *_span(heads)))
+                    own_lse = call.q.take_lse(_of_heads(lse, heads, lse_head_dim))
                     keys = (call.kv.take(visit.k), call.kv.take(visit.v))
                     part_dq, part_dk, part_dv = self.kernel.backward(
-                        own_do, own_q, *keys, own_o, own_lse, self._spec(call)
+                        own_do, own_q, *keys, own_o, own_lse, call.spec
                     )
                     if call.first:
                         dq.put(heads, call.q, part_dq)
@@ -144,18 +140,17 @@ def _calls(schedule: RankSchedule, visit: Visit) -> Sequence[KernelCall]:
     return schedule.of_all() if visit.source is None else schedule.of_source(visit.source)
 
 
-def _query_heads(kv_heads: slice, q: Tensor, k: Tensor, schedule: RankSchedule) -> slice:
-    """The query heads that read these KV heads."""
-    group = q.shape[schedule.head_dim_of[0]] // k.shape[schedule.head_dim_of[0]]
+def _query_heads(kv_heads: slice, q: Tensor, k: Tensor, schedule: RankSchedule) -> slice | None:
+    """The query heads that read these KV heads; None for all of them."""
+    dim = schedule.head_dim_of[0]
+    if kv_heads.start == 0 and kv_heads.stop == k.shape[dim]:
+        return None
+    group = q.shape[dim] // k.shape[dim]
     return slice(kv_heads.start * group, kv_heads.stop * group)
 
 
-def _span(part: slice) -> tuple[int, int]:
-    return part.start, part.stop - part.start
-
-
-def _heads(x: Tensor, schedule: RankSchedule, heads: slice) -> Tensor:
-    return x.narrow(schedule.head_dim_of[0], *_span(heads))
+def _of_heads(x: Tensor, heads: slice | None, dim: int) -> Tensor:
+    return x if heads is None else x.narrow(dim, heads.start, heads.stop - heads.start)
 
 
 class _Total:
@@ -165,7 +160,6 @@ class _Total:
         self, like: Tensor, schedule: RankSchedule, dtype: torch.dtype, *, lse: bool = False
     ) -> None:
         self._head_dim = schedule.head_dim_of[1 if lse else 0]
-        self._num_heads = like.shape[schedule.head_dim_of[0]]
         self._lse = lse
         self._dtype = dtype
         self._like = like
@@ -181,16 +175,16 @@ class _Total:
             self._value = self._like.new_empty(shape, dtype=self._dtype)
         return self._value
 
-    def take(self, heads: slice, rows: Rows) -> Tensor:
-        view = self.value.narrow(self._head_dim, *_span(heads))
+    def take(self, heads: slice | None, rows: Rows) -> Tensor:
+        view = _of_heads(self.value, heads, self._head_dim)
         return rows.take_lse(view) if self._lse else rows.take(view)
 
-    def put(self, heads: slice, rows: Rows, part: Tensor) -> None:
-        if rows.whole and _span(heads) == (0, self._num_heads):
+    def put(self, heads: slice | None, rows: Rows, part: Tensor) -> None:
+        if rows.whole and heads is None:
             self._value = part.to(self._dtype)
             return
-        view = self.value.narrow(self._head_dim, *_span(heads))
+        view = _of_heads(self.value, heads, self._head_dim)
         (rows.put_lse if self._lse else rows.put)(view, part)
 
-    def add(self, heads: slice, rows: Rows, part: Tensor) -> None:
-        rows.add(self.value.narrow(self._head_dim, *_span(heads)), part)
+    def add(self, heads: slice | None, rows: Rows, part: Tensor) -> None:
+        rows.add(_of_heads(self.value, heads, self._head_dim), part)

@@ -6,7 +6,7 @@ into [T, H, D].
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -55,19 +55,19 @@ class DenseRows:
         return int(self.rows.stop - self.rows.start)
 
     def take(self, x: Tensor) -> Tensor:
-        return x[:, :, self.rows]
+        return x if self.whole else x[:, :, self.rows]
 
     def put(self, x: Tensor, part: Tensor) -> None:
-        _copy_unless_same(x[:, :, self.rows], part)
+        _copy_unless_same(self.take(x), part)
 
     def add(self, x: Tensor, part: Tensor) -> None:
-        x[:, :, self.rows].add_(part)
+        self.take(x).add_(part)
 
     def take_lse(self, lse: Tensor) -> Tensor:
-        return lse[:, :, self.rows]
+        return self.take(lse)
 
     def put_lse(self, lse: Tensor, part: Tensor) -> None:
-        _copy_unless_same(lse[:, :, self.rows], part)
+        _copy_unless_same(self.take(lse), part)
 
 
 @dataclass(slots=True, frozen=True)
@@ -81,19 +81,28 @@ class PackedRows:
     parts: tuple[Tensor, ...]
     """int64 indices; not used if :attr:`whole`."""
     whole: bool
+    index: Tensor = field(init=False, repr=False, compare=False)
+    """All parts end to end."""
+
+    def __post_init__(self) -> None:
+        sizes = [len(part) for part in self.parts]
+        index = self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)
+        object.__setattr__(self, "index", index)
+        # The same memory.
+        object.__setattr__(self, "parts", index.split(sizes))
 
     @property
     def count(self) -> int:
-        return sum(len(index) for index in self.parts)
+        return len(self.index)
 
     def take(self, x: Tensor) -> Tensor:
-        return x if self.whole else x.index_select(0, self._index)
+        return x if self.whole else x.index_select(0, self.index)
 
     def put(self, x: Tensor, part: Tensor) -> None:
         if self.whole:
             _copy_unless_same(x, part)
         else:
-            x.index_copy_(0, self._index, part.to(x.dtype))
+            x.index_copy_(0, self.index, part.to(x.dtype))
 
     def add(self, x: Tensor, part: Tensor) -> None:
         if self.whole:
@@ -104,17 +113,13 @@ class PackedRows:
             x.index_add_(0, index, rows.to(x.dtype))
 
     def take_lse(self, lse: Tensor) -> Tensor:
-        return lse if self.whole else lse.index_select(1, self._index)
+        return lse if self.whole else lse.index_select(1, self.index)
 
     def put_lse(self, lse: Tensor, part: Tensor) -> None:
         if self.whole:
             _copy_unless_same(lse, part)
         else:
-            lse.index_copy_(1, self._index, part)
-
-    @property
-    def _index(self) -> Tensor:
-        return self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)
+            lse.index_copy_(1, self.index, part)
 
 
 def _copy_unless_same(view: Tensor, part: Tensor) -> None:

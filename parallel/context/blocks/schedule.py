@@ -29,22 +29,29 @@ class KernelCall:
 
     q: Rows
     kv: Rows
-    mask: Mask
     first: bool
     """Whether it is the first call with its queries, so that there is no result to merge with."""
-    packing: Packing | None = None
-    """Lengths of a packed call's sequences, in the selected rows."""
+    spec: AttentionSpec
+    """Mask, scale, cap, and of a packed call the lengths of its sequences in the selected rows."""
 
-    def spec(self, scale: float, softcap: float | None) -> AttentionSpec:
-        """Mask, scale, cap and packing of the call."""
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Scores:
+    """How scores are made of q and k, for the whole sequence and each of its blocks."""
+
+    scale: float
+    softcap: float | None = None
+
+    def under(self, mask: Mask, packing: Packing | None = None) -> AttentionSpec:
+        """The arguments of a call."""
         return AttentionSpec(
-            causal=self.mask.causal,
-            scale=scale,
-            packing=self.packing,
-            window=self.mask.window,
-            prefix_len=self.mask.prefix_len,
-            shift=self.mask.shift,
-            softcap=softcap,
+            causal=mask.causal,
+            scale=self.scale,
+            packing=packing,
+            window=mask.window,
+            prefix_len=mask.prefix_len,
+            shift=mask.shift,
+            softcap=self.softcap,
         )
 
 
@@ -99,6 +106,7 @@ class DenseSchedule:
         rank: int,
         local_len: int,
         mask: Mask,
+        scores: Scores,
         *,
         prefixes: bool,
         takes_rectangles: TakesRectangles,
@@ -118,7 +126,9 @@ class DenseSchedule:
         if prefixes:
             for block in layout.gathered_blocks(rank, local_len, mask):
                 self._of_all += [
-                    _dense_call(part, local_len, local_len * layout.num_ranks, first=index == 0)
+                    _dense_call(
+                        part, scores, local_len, local_len * layout.num_ranks, first=index == 0
+                    )
                     for index, part in enumerate(cut(block, takes_rectangles))
                 ]
         else:
@@ -132,7 +142,7 @@ class DenseSchedule:
                     kv_len = reach.num_rows
                 self._of_source.append(
                     [
-                        _dense_call(block, local_len, kv_len, first=first)
+                        _dense_call(block, scores, local_len, kv_len, first=first)
                         for block, first in zip(blocks, firsts, strict=True)
                     ]
                 )
@@ -146,19 +156,30 @@ class DenseSchedule:
         return self._of_all
 
     def arrange(self, gathered: Tensor) -> Tensor:
-        return self._layout.unshard(gathered.unbind(), dim=2)
+        if self._layout.is_in_order:
+            return gathered.permute(1, 2, 0, 3, 4).flatten(2, 3)
+        # Piece by piece, in one operation.
+        length = self._layout.num_ranks * gathered.shape[3]
+        found = [gathered[rank, :, :, part] for rank, part in self._layout.pieces(length)]
+        return torch.cat(found, dim=2)
 
     def by_rank(self, arranged: Tensor) -> Tensor:
-        ranks = range(self._layout.num_ranks)
-        return torch.stack([self._layout.shard(arranged, rank, dim=2) for rank in ranks])
+        layout = self._layout
+        if not layout.is_in_order:
+            length = arranged.shape[2]
+            runs = itertools.chain(*(layout.runs(rank, length) for rank in range(layout.num_ranks)))
+            arranged = torch.cat([arranged[:, :, run.start : run.stop] for run in runs], dim=2)
+        return arranged.unflatten(2, (layout.num_ranks, -1)).permute(2, 0, 1, 3, 4).contiguous()
 
 
-def _dense_call(block: ScoreBlock, q_len: int, kv_len: int, *, first: bool) -> KernelCall:
+def _dense_call(
+    block: ScoreBlock, scores: Scores, q_len: int, kv_len: int, *, first: bool
+) -> KernelCall:
     return KernelCall(
         q=DenseRows(block.q, whole=block.q_len == q_len),
         kv=DenseRows(block.kv, whole=block.kv_len == kv_len),
-        mask=block.mask,
         first=first,
+        spec=scores.under(block.mask),
     )
 
 
@@ -195,12 +216,14 @@ class PackedSchedule:
         rank: int,
         lengths: Sequence[int],
         mask: Mask,
+        scores: Scores,
         *,
         prefixes: bool,
         fused: bool,
         device: torch.device,
     ) -> None:
         self._layout = layout
+        self._scores = scores
         self._device = device
         self._local = [layout.local_len(length) for length in lengths]
         self._starts = [0, *itertools.accumulate(self._local)]
@@ -277,9 +300,8 @@ class PackedSchedule:
         return KernelCall(
             q=self._rows(q_parts, self._starts[-1]),
             kv=self._rows(kv_parts, self._starts[-1] * self._layout.num_ranks),
-            mask=_mask_of(blocks),
             first=True,
-            packing=self._packing(blocks),
+            spec=self._scores.under(_mask_of(blocks), self._packing(blocks)),
         )
 
     def _blocks(self, rank: int, source: int) -> list[list[ScoreBlock]]:
@@ -317,9 +339,8 @@ class PackedSchedule:
                         KernelCall(
                             q=self._rows((self._q_index(blocks),), num_local),
                             kv=self._rows((self._kv_index(blocks, reach),), num_keys),
-                            mask=_mask_of(blocks),
                             first=first,
-                            packing=self._packing(blocks),
+                            spec=self._scores.under(_mask_of(blocks), self._packing(blocks)),
                         )
                     )
         return calls

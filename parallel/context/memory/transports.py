@@ -162,8 +162,9 @@ class _GatherMemory:
         self._ledger.hold(summed=total)
         add_wide_rows(self._ledger, self._sizes, calls)
         if not self._sizes.problem.packed:
-            # Every rank's part, and all of them in one tensor.
-            with self._ledger.during(summed=2 * total):
+            # In the order of the ranks, and before it in the order of their pieces.
+            copies = 1 if self._sizes.layout.is_in_order else 2
+            with self._ledger.during(summed=copies * total):
                 pass
 
 

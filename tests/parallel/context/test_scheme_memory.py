@@ -65,7 +65,7 @@ class TestPredictedMemory:
 
     def test_a_gather_by_hand(self) -> None:
         """When dv is put in the order of the ranks, beside dk, which has been."""
-        gather = scheme_of("llama3", transport="all_gather", kernel="sdpa_cudnn")
+        gather = scheme_of("zigzag_llama3", transport="all_gather", kernel="sdpa_cudnn")
         found = gather.peak_memory(replace(self.GUIDE, device="cuda"))
         expected = {
             # In the ranks' order, which the collective keeps, and in that of their positions.
@@ -73,9 +73,22 @@ class TestPredictedMemory:
             "arranged_keys": self.ALL_KV_MB,
             # Causal rectangles are two calls, whose results are summed in float32.
             "dq": 2 * self.Q_MB,
-            "dk_dv": self.ALL_KV_MB,
-            # Float32 dv of all ranks: the sum, each rank's part, and the parts as one tensor.
+            # Of both calls, which see 17 times a sixteenth of all keys together.
+            "dk_dv": self.ALL_KV_MB * 17 / 16,
+            # Float32 dv of all ranks: the sum, the chunks in the order of ranks, and as one tensor.
             "summed": 3 * self.ALL_KV_MB,
+            "reduced_dk_dv": self.ALL_KV_MB * (1 + 1 / 8),
+        }
+        assert {name: found[name] / 1e6 for name in expected} == pytest.approx(expected, rel=2e-3)
+
+    def test_parts_in_order_are_copied_once(self) -> None:
+        """Contiguous parts have no chunks to sort: the sum of dv, and each rank's part of it."""
+        gather = scheme_of("llama3", transport="all_gather", kernel="flash_torch")
+        found = gather.peak_memory(replace(self.GUIDE, device="cuda"))
+        expected = {
+            "dq": self.Q_MB,
+            "dk_dv": self.ALL_KV_MB,
+            "summed": 2 * self.ALL_KV_MB,
             "reduced_dk_dv": self.ALL_KV_MB * (1 + 1 / 8),
         }
         assert {name: found[name] / 1e6 for name in expected} == pytest.approx(expected, rel=2e-3)
