@@ -158,7 +158,9 @@ class BoundAttention(SplitAttention):
         if found is None:
             if len(self._kept) >= _PREPARED_KEPT:
                 self._kept.pop(next(iter(self._kept)))
-            found = self._kept[key] = self._prepare(q, k, spec)
+            # An evaluation may come first, and its inference tensors are no part of a graph.
+            with torch.inference_mode(False):
+                found = self._kept[key] = self._prepare(q, k, spec)
         return found
 
     def _prepare(self, q: Tensor, k: Tensor, spec: AttentionSpec) -> Prepared:

@@ -29,6 +29,7 @@ class MaskedBatch(Batch):
     prefix_len: int = 0
     softcap: float | None = None
     with_sinks: bool = False
+    scale: float = SCALE
 
     def sinks(self) -> Tensor | None:
         generator = torch.Generator().manual_seed(3)
@@ -37,7 +38,7 @@ class MaskedBatch(Batch):
     def spec(self, sinks: Tensor | None) -> AttentionSpec:
         return AttentionSpec(
             causal=self.causal,
-            scale=SCALE,
+            scale=self.scale,
             packing=self.packing() if self.packed else None,
             window=self.window,
             prefix_len=self.prefix_len,
@@ -81,7 +82,7 @@ def _sequence(
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     q, k, v = leaves
     k, v = (x.repeat_interleave(q.shape[0] // x.shape[0], dim=0) for x in (k, v))
-    scores = q @ k.mT * SCALE
+    scores = q @ k.mT * batch.scale
     if batch.softcap is not None:
         scores = batch.softcap * torch.tanh(scores / batch.softcap)
     length = q.shape[1]

@@ -77,7 +77,8 @@ class DocumentAttention(SplitAttention):
         if self.layout.num_ranks == 1:
             return self._kernel.attend_with_lse(q, k, v, spec)
         calls = self._prepared(q, k, v, spec)
-        o, lse, _ = self.new_pass(calls, spec).forward(q, k, v)
+        with torch.no_grad():
+            o, lse, _ = self.new_pass(calls, spec).forward(q, k, v)
         return o, lse
 
     def new_pass(self, calls: RankCalls, spec: AttentionSpec) -> DocumentPass:
@@ -131,8 +132,10 @@ class DocumentAttention(SplitAttention):
             lengths = self._agreed_lengths((q, k, v), spec.packing, spec)
             if len(self._calls) >= _PACKINGS_KEPT:
                 self._calls.pop(next(iter(self._calls)))
-            # The offsets stay alive with what is known of them, so that no others get their id.
-            self._calls[key] = starts, self._make(q, k, spec.mask, lengths)
+            # The offsets stay alive with what is known of them, so that no others get their id. An
+            # evaluation may come first, and its inference tensors are no part of a graph.
+            with torch.inference_mode(False):
+                self._calls[key] = starts, self._make(q, k, spec.mask, lengths)
         return self._calls[key][1]
 
     def _make(self, q: Tensor, k: Tensor, mask: Mask, lengths: tuple[int, ...]) -> RankCalls:
