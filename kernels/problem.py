@@ -40,6 +40,9 @@ class Mask:
     sequences, whose keys may lie elsewhere."""
 
     def __post_init__(self) -> None:
+        for name, value in (("window", self.window or 0), ("prefix_len", self.prefix_len)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ValueError(f"{name}={value}: must be a whole number")
         if self.window is not None and self.window < 1:
             raise ValueError(f"window={self.window}: must be at least 1")
         if self.prefix_len < 0:

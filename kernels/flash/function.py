@@ -119,14 +119,14 @@ def _attend(
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     if options.autograd not in AUTOGRAD:
         raise ValueError(f"autograd is {options.autograd}: must be one of {', '.join(AUTOGRAD)}")
+    if spec.sinks is not None:
+        _check_sinks(spec.sinks, q)
     needs_grad = torch.is_grad_enabled() and (
         q.requires_grad
         or k.requires_grad
         or v.requires_grad
         or (spec.sinks is not None and spec.sinks.requires_grad)
     )
-    if spec.sinks is not None:
-        _check_sinks(spec.sinks, q)
     if needs_grad and not torch.compiler.is_compiling():
         return _Attention.apply(q, k, v, spec.sinks, spec, options, return_lse)
     # Under torch.compile the operator brings its own derivative.
@@ -139,6 +139,10 @@ def _attend(
 
 def _check_sinks(sinks: Tensor, q: Tensor) -> None:
     num_heads = q.shape[1] if q.dim() > 1 else 0
+    if not isinstance(sinks, Tensor):
+        raise ValueError(f"sinks is {type(sinks).__name__}: must be a tensor [{num_heads}]")
+    if not sinks.is_floating_point():
+        raise ValueError(f"sinks is {sinks.dtype}: must be of floating-point numbers")
     if sinks.shape != (num_heads,) or sinks.device != q.device:
         raise ValueError(
             f"sinks is {list(sinks.shape)} on {sinks.device}: must be [{num_heads}] on {q.device}"

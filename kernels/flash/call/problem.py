@@ -250,7 +250,9 @@ def _checked(
                     f"the accumulator's {name} is {_show(facts[0])} {_name(facts[1])} on "
                     f"{facts[2]}: must be {_show(shape)} float32 on {device}"
                 )
-    if softcap is not None and not 0 < softcap < float("inf"):
+    if softcap is not None and not (
+        isinstance(softcap, int | float) and 0 < softcap < float("inf")
+    ):
         raise ValueError(f"softcap={softcap}: must be a positive number")
     window, prefix_len, shift = mask_numbers
     mask = _reduced(

@@ -78,6 +78,17 @@ class TestOptions:
         measured = bench.outcome.memory["before_backward_bytes"]
         assert measured == pytest.approx(sum(predicted.values()), rel=0.01)
 
+    def test_peak_memory_is_predicted_with_sinks(self) -> None:
+        plain, masked = (
+            sum((case.task.predicted_memory(case) or {}).values())
+            for case in (
+                make_case("attention.softcap=5", attention="naive"),
+                make_case("attention.softcap=5", "attention.sinks=true", attention="naive"),
+            )
+        )
+        # A column of float32 beside the keys in each of the four matrices of scores.
+        assert masked - plain == 4 * 4 * (2 * 4 * 64)
+
 
 def test_the_gradient_of_sinks_is_checked_and_timed() -> None:
     case = make_case("attention.sinks=true", "task.packing=ragged")

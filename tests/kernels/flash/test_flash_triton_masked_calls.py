@@ -295,6 +295,14 @@ class TestProblem:
             ({"softcap": 0.0}, r"softcap=0\.0: must be a positive number"),
             ({"softcap": float("inf")}, "softcap=inf: must be a positive number"),
             ({"sinks": torch.zeros(3)}, r"sinks is \[3\] on .*: must be \[2\] on"),
+            ({"sinks": [0.0, 1.0]}, r"sinks is list: must be a tensor \[2\]"),
+            ({"sinks": torch.zeros(2, dtype=torch.complex64)}, "sinks is torch.complex64: must be"),
+            ({"sinks": torch.zeros(2, dtype=torch.int64)}, "sinks is torch.int64: must be"),
+            ({"window": 1.5, "causal": True}, "window=1.5: must be a whole number"),
+            ({"window": "abc", "causal": True}, "window=abc: must be a whole number"),
+            ({"window": True, "causal": True}, "window=True: must be a whole number"),
+            ({"prefix_len": None, "causal": True}, "prefix_len=None: must be a whole number"),
+            ({"softcap": "abc"}, "softcap=abc: must be a positive number"),
         ],
     )
     def test_errors(self, options: dict[str, Any], words: str) -> None:
