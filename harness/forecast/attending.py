@@ -9,7 +9,7 @@ from dataclasses import replace
 from harness.cases.case import Case
 from harness.forecast import masks, terms
 from harness.forecast.balance import busiest
-from harness.forecast.extract import attention_law
+from harness.forecast.extract import AUTOCAST, attention_law
 from harness.forecast.law import Estimate, Law, Observation
 from kernels import Attention, AttentionProblem
 from kernels.backend import DelegatedAttention
@@ -63,7 +63,8 @@ class Attending:
         laws = {
             name: items for name, items in observations.items() if name.startswith("attention/")
         }
-        self._measured = sorted({tuple(name.split("/")[1:3]) for name in laws})
+        kinds = {(name, dtype.removesuffix(AUTOCAST)) for _, name, dtype, _ in map(_split, laws)}
+        self._measured = sorted(kinds)
         self._masks = {
             name: set[str]().union(*(masks.options_of(item.shapes[0]) for item in items))
             for name, items in laws.items()
@@ -103,7 +104,7 @@ class Attending:
             return "", f"no attention was measured in {problem.dtype}"
         able = [found for found in same if _takes(found, problem)] or same
         if isinstance(kernel, Attention) and (why := masks.why_not(kernel, problem)):
-            return self._fastest(able, problem), why
+            return self._fastest(able, case), why
         if _is_compiled(case) and kernel.keeps_scores(replace(problem, needs_grad=True)):
             # A compiler fuses an attention made of PyTorch's operators.
             name = next((found for found in self._fused if found in same), name)
@@ -113,24 +114,32 @@ class Attending:
             # What this host would choose says nothing of another: the fastest measured there.
             given = [found for found in able if _gives(found, with_lse=case.parallel.cp > 1)]
             if given:
-                return self._fastest(given, problem), None
+                return self._fastest(given, case), None
         else:
             chosen = _choice(kernel, replace(problem, cp=1))
             if chosen in same:
                 return chosen, None
-        best = self._fastest(able, problem)
+        best = self._fastest(able, case)
         return best, f"{name} was not measured in {problem.dtype}; {best} stands in for it"
 
-    def _fastest(self, names: Sequence[str], problem: AttentionProblem) -> str:
-        dtype = _dtype(problem.dtype)
+    def _fastest(self, names: Sequence[str], case: Case) -> str:
+        problem = case.attention_problem
 
         def both_ms(name: str) -> float:
             shape = masks.attention_shape(problem, whole=masks.computes_all(name))
-            passes = ("forward", "backward")
-            laws = [self._find(attention_law(name, dtype, phase)) for phase in passes]
+            laws = [self._law_of(name, case, phase)[1] for phase in ("forward", "backward")]
             return sum(law(shape).ms if law is not None else 1e9 for law in laws)
 
         return min(names, key=both_ms)
+
+    def _law_of(self, name: str, case: Case, phase: str) -> tuple[str, Law | None]:
+        """A backend's law under a case's precision, or with its softmax in the other format."""
+        dtype, autocast = _dtype(case.attention_problem.dtype), case.precision.autocast is not None
+        own = attention_law(name, dtype, phase, autocast=autocast)
+        if (law := self._find(own)) is not None:
+            return own, law
+        other = attention_law(name, dtype, phase, autocast=not autocast)
+        return other, self._find(other)
 
     def layers(self, case: Case, phase: str) -> tuple[Estimate, set[str]]:
         """All blocks' attention in a phase, on one rank's heads and, with cp, its share.
@@ -160,8 +169,7 @@ class Attending:
         share = self._share(case, problem)
         if not name:
             return self._from_flops(case, problem, phase, share)
-        law_name = attention_law(name, _dtype(problem.dtype), phase)
-        law = self._find(law_name)
+        law_name, law = self._law_of(name, case, phase)
         assert law is not None, "measured backends have laws"
         shape = masks.attention_shape(problem, whole=masks.computes_all(name))
         found = law(shape)
@@ -204,6 +212,10 @@ class Attending:
         if law is not None:
             ms *= scores / 137
         return Estimate(ms=share * ms, error=0.5, distance=9.0)
+
+
+def _split(law: str) -> list[str]:
+    return law.split("/")
 
 
 def _gives(name: str, *, with_lse: bool) -> bool:

@@ -15,14 +15,15 @@ from typing import Any
 from harness.forecast.law import Observation
 from harness.paths import CONF
 
-SCHEMA = 1
+SCHEMA = 2
 
 FOLDER = CONF / "machine"
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class HostSpeed:
-    """Microseconds that one host takes to enqueue a kernel, from a step that waited for it."""
+    """Microseconds that one host takes to enqueue a kernel, and of an optimizer to list a tensor,
+    from steps that waited for it."""
 
     host: str
     """What tells hosts apart: processors, and the boot that they were measured in."""

@@ -21,7 +21,11 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "w1", "w3", "w2")
 MIB = 2**20
 
 LEAST_ROWS = 8192
-"""Rows of queries below which calls of attention alone take their host longer than the device."""
+"""Rows of queries below which calls of attention alone take their host longer than the device, and
+which no training step has."""
+
+WAITED = 0.9
+"""Time on the device over that of a whole pass below which the pass waited for its host."""
 
 Found = Iterator[tuple[str, Observation]]
 
@@ -85,24 +89,38 @@ def _attention(row: dict[str, Any], source: int) -> Found:
     if case.attention_variant.sinks:
         # What they add is a term of its own, and no law of a kernel.
         return
-    ms = row["median_ms"]
-    if {"spread", "busy"} & set(row["disturbed"] or ()) and ms < 1:
-        # Passes that waited for their host; long ones are the device's whatever it did.
-        if case.attention_variant == PLAIN or pd.isna(row.get("device_ms")):
-            return
-        ms = row["device_ms"]
+    ms, device_ms = row["median_ms"], row.get("device_ms")
     problem = case.attention_problem
     rows = case.batch_size * problem.num_heads * case.seq_len
     if case.device == "cuda" and rows < LEAST_ROWS:
         return
+    if pd.notna(device_ms):
+        # A pass that waited for its host: in a step, others fill the device meanwhile.
+        ms = device_ms if device_ms < WAITED * ms else ms
+    elif {"spread", "busy"} & set(row["disturbed"] or ()) and ms < 1:
+        # Another, whose time on the device is not known; long ones are the device's anyway.
+        return
     name = case.attention.name
+    if computes_all(name) and cast(Any, case.task).compile:
+        # What a compiler makes of it is other kernels.
+        return
     shape = attention_shape(problem, whole=computes_all(name))
-    yield from _observed(attention_law(name, problem.dtype, row["phase"]), ms, source, shape)
+    law = attention_law(name, problem.dtype, row["phase"], autocast=problem.autocast)
+    yield from _observed(law, ms, source, shape)
 
 
-def attention_law(backend: str, dtype: str, phase: str) -> str:
-    """The law of a backend's passes on one device."""
-    return f"attention/{backend}/{dtype}/{phase}"
+def attention_law(backend: str, dtype: str, phase: str, *, autocast: bool = False) -> str:
+    """The law of a backend's passes on one device.
+
+    Args:
+        autocast: whether calls run under torch.autocast, which takes the softmax of scores in
+            memory in float32: twice the bytes.
+    """
+    kind = f"{dtype}{AUTOCAST}" if autocast and dtype != "float32" else dtype
+    return f"attention/{backend}/{kind if computes_all(backend) else dtype}/{phase}"
+
+
+AUTOCAST = "_autocast"
 
 
 def _collective(row: dict[str, Any], source: int) -> Found:
@@ -205,5 +223,6 @@ def _attention_kernels(
     if not ms:
         return
     shape = attention_shape(case.attention_problem)
-    law = attention_law(case.attention.name, case.precision.compute, phase)
+    cast_softmax = case.precision.autocast is not None
+    law = attention_law(case.attention.name, case.precision.compute, phase, autocast=cast_softmax)
     yield from _observed(law, ms / case.model.num_layers, source, shape)

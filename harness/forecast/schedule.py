@@ -43,10 +43,12 @@ class Phase:
     """Standard error of each."""
     launches: float
     enqueued: float
-    """Launches' worth of time on the host, which operations that do more than launch exceed."""
+    """Launches' worth of time on the host, which operations that do more than launch exceed; of an
+    optimizer its tensors."""
     last_ms: float = 0.0
     """Of the device's time, what its last few kernels take: the head and the loss of a forward
-    pass, which run while the host enqueues the next phase already."""
+    pass, which run while the host enqueues the next phase already, and all of an optimizer's,
+    which one call launches when it has listed every tensor."""
 
     @property
     def device_ms(self) -> float:

@@ -7,30 +7,32 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, cast
 
-import numpy as np
 import pandas as pd
 
 from harness.cases.case import Case
-from harness.forecast import communication, operations, schedule
+from harness.forecast import communication, schedule
 from harness.forecast.calibration import Calibration, Exposure, HostSpeed
-from harness.forecast.law import non_negative_fit
-from harness.forecast.machines import GAPS, UNFUSED, UNMEASURED_COMPILED, Machine, tensors_of
+from harness.forecast.machines import GAPS, UNFUSED, UNMEASURED_COMPILED, Machine
 from models.variants import PLAIN
 
 HOST_BOUND = 1.25
 """Measured over predicted time of the device above which a step has waited for its host."""
 
-LEAST_STEPS = 4
-"""Optimizers that waited for their host, of which two terms are fitted."""
+PHASES = ("forward", "backward", "optimizer")
+"""In the order in which a host enqueues them."""
 
 FOLLOWS = 0.3
 """Share of communication's own time that a step waits for after its backward pass, above which a
 strategy is one that begins then."""
+
+LAUNCHED_LAST = 0.5
+"""Share of a phase's time on the device that is launched at its end, above which it tells nothing
+of a host that was ahead: what that took is lost in what the kernels are off by."""
 
 BUSY = 1.1
 """Measured time over that of kernels below which a device was nearly always busy."""
@@ -91,7 +93,6 @@ def completed(plain: Calibration, steps: Sequence[MeasuredStep]) -> Calibration:
     sources = {record["id"]: index for index, record in enumerate(plain.records)}
     revisions = {step.case_id: str(step.row["revision"]) for step in steps}
     known = replace(plain, factors={**plain.factors, "gap_us": gap_us(steps)})
-    known = replace(known, factors={**known.factors, **_optimizer(Machine(known), steps)})
     known = replace(known, hosts=tuple(_hosts(Machine(known), steps, sources)))
     known = replace(known, factors={**known.factors, **_no_grad(Machine(known), steps)})
     known = replace(known, factors={**known.factors, **_compiled(Machine(known), steps)})
@@ -121,23 +122,23 @@ def _hosts(
 ) -> list[HostSpeed]:
     """The speed of each host, from all of its steps and, for one, from what hosts usually do."""
     chosen = calibrating_hosts(machine, steps)
-    timed: dict[tuple[str, str], list[LaunchTime]] = defaultdict(list)
-    for step in steps:
-        if step.host in chosen and _is_plain(step):
-            for one in launch_times(machine, step):
-                timed[step.host, one.phase].append(one)
-    usual: dict[str, list[float]] = defaultdict(list)
-    for (_, phase), times in timed.items():
-        if waits := [one.us for one in times if one.waited]:
-            usual[phase].append(_middle(waits))
+    speeds: dict[str, dict[str, float]] = defaultdict(dict)
+    for phase in PHASES:
+        # Of what hosts took for the phases before follows how far ahead of the device they were.
+        timed: dict[str, list[LaunchTime]] = defaultdict(list)
+        for step in steps:
+            if step.host in chosen and _is_plain(step):
+                known = launch_times(machine, step, speeds[step.host])
+                timed[step.host] += [one for one in known if one.phase == phase]
+        waits = [[one.us for one in times if one.waited] for times in timed.values()]
+        usual = [_middle(times) for times in waits if times]
+        for host in chosen:
+            speeds[host][phase] = host_speed(timed[host], usual)
     found = []
     for host, (step, waited) in sorted(chosen.items()):
-        speeds = {
-            f"{phase}_us": round(host_speed(timed[host, phase], usual[phase]), 3)
-            for phase in ("forward", "backward", "optimizer")
-        }
+        named = {f"{phase}_us": round(us, 3) for phase, us in speeds[host].items()}
         source = sources.setdefault(step.case_id, len(sources))
-        found.append(HostSpeed(host=host, **speeds, bound=waited, source=source))
+        found.append(HostSpeed(host=host, **named, bound=waited, source=source))
     middle = [one.forward_us + one.backward_us for one in found if one.bound]
     if not middle:
         return found
@@ -154,27 +155,46 @@ class LaunchTime:
     """Whether the device waited for it; if not, the host took at most as long."""
 
 
-def launch_times(machine: Machine, step: MeasuredStep) -> list[LaunchTime]:
-    """The host's time of each phase of a step."""
+def launch_times(
+    machine: Machine, step: MeasuredStep, speeds: Mapping[str, float]
+) -> list[LaunchTime]:
+    """The host's time of each phase of a step that tells it.
+
+    Args:
+        speeds: microseconds that the host takes for a launch of each phase, as far as they are
+            known: where the device did not wait for it, the host began the next phase as much
+            earlier as it was ahead.
+    """
     found = []
-    ahead_ms = 0.0
+    host_end = device_end = 0.0
+    late = True
     for phase in machine.enqueued(step.case):
         took_ms = step.phases_ms[phase.name]
         waited = took_ms > HOST_BOUND * phase.device_ms
-        # The device had the last kernels of the phase before to run when this one's host began.
-        host_ms = took_ms + ahead_ms - phase.last_ms
-        ahead_ms = phase.last_ms if waited else 0.0
+        if waited and not late:
+            # The device had caught up, when is not known.
+            host_end = device_end
+        device_end += took_ms
+        # The device has the last kernels of a phase to run when the host is done with it.
+        host_ms = device_end - host_end - phase.last_ms
         us = max(host_ms, 0.1 * took_ms) * 1e3 / phase.enqueued
-        found.append(LaunchTime(phase=phase.name, us=us, waited=waited))
+        if waited or late or phase.last_ms < LAUNCHED_LAST * phase.device_ms:
+            found.append(LaunchTime(phase=phase.name, us=us, waited=waited))
+        known_us = us if waited else speeds.get(phase.name, us)
+        host_end = min(device_end, host_end + known_us * phase.enqueued / 1e3)
+        late = waited
     return found
 
 
 def host_speed(times: Sequence[LaunchTime], usual: Sequence[float]) -> float:
-    """The middle of a host's times, with what hosts usually take as one more of them."""
+    """The middle of a host's times, with what hosts usually take as one more of them.
+
+    Nothing is known of a host, and of any, where both are empty: it takes no time.
+    """
     waits = [one.us for one in times if one.waited]
     limits = [one.us for one in times if not one.waited]
     found = [_middle([*waits, _middle(usual)])] if waits else []
-    return min(found + limits)
+    return min(found + limits, default=_middle(usual) if usual else 0.0)
 
 
 def _middle(values: Sequence[float]) -> float:
@@ -204,21 +224,6 @@ def calibrating_hosts(
             took = step.phases_ms["forward"] + step.phases_ms["backward"]
             best[step.host] = crowded, step, took > HOST_BOUND * device
     return {host: (step, waited) for host, (_, step, waited) in best.items()}
-
-
-def _optimizer(machine: Machine, steps: Sequence[MeasuredStep]) -> dict[str, float]:
-    """What a tensor takes of the optimizer's host, in launches: over optimizers that waited."""
-    rows = []
-    for step in steps:
-        if _is_plain(step):
-            phase, sizes = machine.enqueued(step.case)[-1], operations.sizes_of(step.case)
-            took_ms = step.phases_ms[phase.name]
-            if took_ms > HOST_BOUND * phase.device_ms:
-                rows.append([phase.launches / took_ms, tensors_of(sizes) / took_ms])
-    if len({tuple(row) for row in rows}) < LEAST_STEPS:
-        return {}
-    launch, tensor = non_negative_fit(np.array(rows), np.ones(len(rows)))
-    return {"optimizer_tensor": round(float(tensor / launch), 5)} if launch else {}
 
 
 def _no_grad(machine: Machine, steps: Sequence[MeasuredStep]) -> dict[str, float]:
@@ -264,7 +269,7 @@ def _checkpointed(machine: Machine, steps: Sequence[MeasuredStep]) -> dict[str, 
         assert case.model is not None, "training steps have a model"
         host, layers = machine.host_us(step.host), case.model.num_layers
         phases = machine.enqueued(case)[:2]
-        for phase, one in zip(phases, launch_times(machine, step), strict=False):
+        for phase, one in zip(phases, launch_times(machine, step, host), strict=False):
             if one.waited:
                 launches = one.us * phase.enqueued / host[phase.name] - phase.enqueued
                 name = f"checkpointed/{case.checkpoint.scope}/{phase.name}"

@@ -109,11 +109,37 @@ def test_a_calibration_reads_attention_with_its_mask(options: Any, shape: Any) -
     assert shapes == ([] if shape is None else [(shape,)])
 
 
-def test_a_masked_pass_that_waited_for_its_host_counts_what_the_device_took() -> None:
+def test_a_pass_that_waited_for_its_host_counts_what_the_device_took() -> None:
     late = {"median_ms": 0.3, "device_ms": 0.08, "disturbed": ["spread"]}
-    rows = [attention_row(name="flex", window=64) | late, attention_row(name="flex") | late]
-    read = [extract.from_frame(pd.DataFrame([row]), {}) for row in rows]
-    assert [[item.ms for items in one.values() for item in items] for one in read] == [[0.08], []]
+    row = attention_row(name="flex")
+    rows = [row | late, row | late | {"device_ms": None}, row | {"device_ms": 1.95}]
+    read = [extract.from_frame(pd.DataFrame([one]), {}) for one in rows]
+    times = [[item.ms for items in one.values() for item in items] for one in read]
+    # That of the device; unknown; and that of the pass, which waited for nothing.
+    assert times == [[0.08], [], [2.0]]
+
+
+def test_precisions_of_a_softmax_in_memory_have_laws_of_their_own() -> None:
+    pure = attention_row(name="naive")
+    low = Case.from_dict(pure["case"] | {"precision": case().to_dict()["precision"]})
+    compiled = Case.from_dict(pure["case"] | {"task": {**ATTENTION["task"], "compile": True}})
+    rows = [pure, pure | {"case": low.to_dict()}, pure | {"case": compiled.to_dict()}]
+    read = [list(extract.from_frame(pd.DataFrame([row]), {})) for row in rows]
+    name = "attention/naive/bfloat16"
+    # What a compiler fuses is no call of this backend's kernels.
+    assert read == [[f"{name}/forward"], [f"{name}_autocast/forward"], []]
+
+
+def test_a_precision_without_a_law_takes_the_other(h200: Any) -> None:
+    known = h200.calibration.observations
+    left = {name: items for name, items in known.items() if "_autocast" not in name}
+    assert len(left) < len(known)
+    one = case(attention={"name": "naive"})
+    alone = forecast.machines.Machine(replace(h200.calibration, observations=left))
+    assert alone.why_not(one) is None
+    # A softmax in float32 moves twice the bytes.
+    times = [sum(p.ms for p in m.step(one).parts if p.name == "attention") for m in (alone, h200)]
+    assert 0.4 < times[0] / times[1] < 0.95
 
 
 def test_masked_calls_take_a_host_time_of_their_own() -> None:
@@ -195,6 +221,18 @@ def test_this_machine_keeps_its_fit(tmp_path: Path) -> None:
     found = forecast.machine("here", tmp_path)
     assert found.name == "here"
     assert found.step(case()) == forecast.machine("h200").step(case())
+
+
+def test_a_calibration_of_another_version_is_fitted_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "sweeps" / "calibration"
+    folder.mkdir(parents=True)
+    (folder / "plan.json").write_text("{}")
+    (folder / "machine.json").write_text('{"schema": 1}')
+    known = replace(calibration.read(CONF / "machine" / "h200.json"), name="here")
+    monkeypatch.setattr(build, "build", lambda *_, **__: known)
+    assert forecast.machine("here", tmp_path).calibration == known
 
 
 def split(name: str, cp: int = 4) -> Case:
