@@ -182,6 +182,19 @@ class TestCommandLine:
         assert words in done.stdout + done.stderr
 
 
+def test_a_function_is_no_backend(tmp_path: Path) -> None:
+    (tmp_path / "plain.py").write_text(
+        "from kernels.backend import attention_backend\n"
+        "@attention_backend('mine')\n"
+        "def mine(q, k, v):\n    return q\n"
+    )
+    outside = (tmp_path, environment(tmp_path, "plain"))
+    done = attnbench(outside, "attention=mine", "model=tiny", "device=cpu", "plan=true")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("attnbench: attention=mine: plain registers what cannot be made")
+
+
 MANY = 12
 
 MANY_CHOICES = f"""

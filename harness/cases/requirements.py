@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from harness.did_you_mean import did_you_mean
+
 if TYPE_CHECKING:
     from harness.cases.case import Case
 
@@ -12,7 +14,8 @@ if TYPE_CHECKING:
 def require_choice(key: str, value: str, choices: Sequence[str]) -> None:
     """Raise ValueError that lists the choices unless ``value`` is one of them."""
     if value not in choices:
-        raise ValueError(f"{key}={value}: must be one of {', '.join(choices)}")
+        meant = did_you_mean(value, choices)
+        raise ValueError(f"{key}={value}: must be one of {', '.join(choices)}{meant}")
 
 
 def require_at_least(key: str, value: float, least: float) -> None:

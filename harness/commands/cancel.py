@@ -26,7 +26,9 @@ def main(arguments: list[str] | None = None) -> int:
         "Stop what is queued or running for a results folder: Slurm jobs, and local "
         "runs on this host. What is recorded stays; the same command goes on with the rest.",
     )
-    parser.add_argument("jobs", nargs="*", metavar="JOB", help="such as 123 or 123_4; all if none")
+    parser.add_argument(
+        "jobs", nargs="*", default=[], metavar="JOB", help="such as 123 or 123_4; all if none"
+    )
     options = parser.parse_args(arguments)
     try:
         require_folder(options.results)

@@ -29,7 +29,7 @@ from harness.cases import format as fmt
 from harness.cases.columns import POINTS, point_groups
 from harness.cases.recorded import load_attempts
 from harness.commands.compare_summary import for_terminal, summary
-from harness.commands.results_folder import complain
+from harness.commands.results_folder import OneLineParser, complain
 from harness.did_you_mean import did_you_mean
 from harness.printing import say, warn
 from harness.render.figure import CaptionedFigure, save
@@ -98,7 +98,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="attnbench-compare",
         description="Compare B with A, case by case: two results folders, or two git revisions or "
         "two attention backends of one folder. Nothing is measured, and records are only read.",
@@ -168,6 +168,8 @@ def _sides(a: str, b: str, folder: Path | None, sweep: str | None) -> Sides:
     records = _load(folder, "--in", sweep)
     revisions = sorted({str(record.environment.get("git_revision")) for record in records.values()})
     chosen = [_revision(text, revisions) for text in (a, b)]
+    if a == b or (chosen[0] and chosen[0] == chosen[1]):
+        raise ValueError(f"A={a} and B={b}: are one, whose records are equal to themselves")
     if chosen[0] and chosen[1]:
         parts = [_counting(records, revision) for revision in chosen if revision]
         parts = [part.assign(pair=part["case_id"]) for part in parts]

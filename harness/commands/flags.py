@@ -20,9 +20,10 @@ from omegaconf import OmegaConf
 from harness import __version__
 from harness.cases.sweep import load_sweep
 from harness.paths import CONF, add_own_folder
+from harness.request.choices import require_choice_of_group
 from harness.request.command_line import parse
 from harness.request.compose import scale_of
-from harness.request.config import RUN_KEYS
+from harness.request.config import GROUPS, RUN_KEYS
 from harness.request.config_store import compose_config, store_everything
 from harness.request.help import help_text, template
 
@@ -63,11 +64,15 @@ def run_flags(arguments: Sequence[str]) -> None:
     parser = get_args_parser()
     parser.error = _refuse
     flags, unknown = parser.parse_known_args(list(arguments))
+    if "--" in arguments:
+        raise ValueError("--: marks the end of flags, which needs no mark here; leave it out")
     if mistakes := [item for item in unknown if item.startswith("-")]:
         raise ValueError(_no_such_flag(mistakes[0], arguments))
     for name, instead in _REFUSED.items():
         if getattr(flags, name):
             raise ValueError(f"--{name.replace('_', '-')}: {instead}")
+    if flags.shell_completion and not any("=" in item for item in flags.overrides):
+        raise ValueError("--shell-completion: write --shell-completion install=bash, zsh or fish")
     if flags.hydra_help or flags.shell_completion or _asks_hydra(flags):
         _leave_to_hydra()
     elif flags.help:
@@ -86,17 +91,15 @@ def run_flags(arguments: Sequence[str]) -> None:
 def configuration(overrides: Sequence[str], package: str | None, *, resolve: bool) -> str:
     """The composed configuration as YAML; of a sweep, its grids and what they leave open."""
     typed = parse(overrides)
-    (name,) = typed.pop("sweeps", [None])
+    names = typed.pop("sweeps", [None])
+    if len(names) != 1:
+        raise ValueError("--cfg job: shows one configuration; give sweeps one value")
+    (name,) = names
     kept = [item for item in overrides if item.partition("=")[0] != "sweeps"]
     _require_one_configuration(kept, "--cfg job")
     config: Any = compose_config(kept)
     if package:
-        try:
-            config = OmegaConf.select(config, package, throw_on_missing=True)
-        except Exception as error:
-            raise ValueError(f"--package {package}: {str(error).splitlines()[0]}") from error
-        if config is None:
-            raise ValueError(f"--package {package}: no such part of the configuration")
+        config = _part(config, package)
     composed = OmegaConf.to_yaml(config, resolve=resolve)
     if name is None:
         return composed
@@ -111,10 +114,27 @@ def configuration(overrides: Sequence[str], package: str | None, *, resolve: boo
     )
 
 
+def _part(config: Any, package: str) -> Any:
+    """A part of the configuration, such as ``model``; ValueError for what is none."""
+    try:
+        part = OmegaConf.select(config, package, throw_on_missing=True)
+    except Exception as error:
+        raise ValueError(f"--package {package}: {str(error).splitlines()[0]}") from error
+    if part is None:
+        raise ValueError(f"--package {package}: no such part of the configuration")
+    if not OmegaConf.is_config(part):
+        raise ValueError(
+            f"--package {package}: is the value {part} and no part; leave out the last name"
+        )
+    return part
+
+
 def _require_one_configuration(overrides: Sequence[str], flag: str) -> None:
     for key, values in parse(overrides).items():
         if len(values) > 1:
             raise ValueError(f"{flag}: shows one configuration; give {key} one value")
+        if key in GROUPS:
+            require_choice_of_group(key, str(values[0]))
     compose_config(overrides)
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 from harness.cases import format as fmt
-from harness.commands.results_folder import complain
+from harness.commands.results_folder import OneLineParser, complain
 from harness.printing import say, warn
 from harness.render.figure import save
 from harness.render.files import put
@@ -26,7 +25,7 @@ COMMAND = "attnbench-writeup"
 
 def main(arguments: list[str] | None = None) -> int:
     """Write both documents in every format; returns the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="attnbench-writeup",
         description="Write results folders as a paper (a figure, a table and a verdict for each "
         "question) and an appendix (everything): both as Markdown and LaTeX (and PDF, where a TeX "

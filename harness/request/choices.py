@@ -38,9 +38,19 @@ def is_file(group: str, name: str) -> bool:
 
 
 def options(group: str, name: str) -> Any:
-    """A registered choice with the options that its registration presets."""
+    """A registered choice with the options that its registration presets.
+
+    Raises ValueError in one line for a plugin's choice that is no dataclass of this kind.
+    """
     entry = REGISTRIES[group][name]
-    return entry.target(name=name, **entry.preset)
+    try:
+        return entry.target(name=name, **entry.preset)
+    except TypeError as error:
+        home = REGISTRIES[group].home(name)
+        raise ValueError(
+            f"{group}={name}: {home} registers what cannot be made with a name ({error}); "
+            "it must be a class that inherits its role, as docs/extending.md shows"
+        ) from error
 
 
 def default_choice(group: str) -> str:

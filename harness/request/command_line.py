@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override, OverrideType
 from hydra.errors import HydraException
 
+from harness.did_you_mean import closest
 from harness.paths import config_files
 from harness.request.choices import choices
 from harness.request.config import GROUPS, group_of
@@ -36,13 +36,20 @@ def parse(arguments: Sequence[str]) -> Axes:
         if override.type != OverrideType.CHANGE:
             raise ValueError(f"{argument}: keys can be set, not added or removed; write KEY=VALUE")
         key = override.key_or_group
-        if group_of(key) == "hydra":
+        if override.package is not None:
+            raise ValueError(f"{key}@{override.package}: a choice has one place here; write {key}=")
+        if group_of(key.replace("/", ".")) == "hydra":
             instead = "its own settings have no effect; leave it out"
             if key == "hydra.searchpath":
                 instead = "add a folder of your own with --config-dir DIR"
             raise ValueError(f"{key}: Hydra only composes here; {instead}")
         if key in axes:
             raise ValueError(f"{key}: given twice; separate several values by commas")
+        if argument.startswith(PATH_KEY) and override.is_sweep_override():
+            raise ValueError(
+                f"{key}: takes one value; quote a folder whose name holds a comma: "
+                f"'{key}=\"{argument.removeprefix(PATH_KEY)}\"'"
+            )
         axes[key] = list(_values(override, parser))
     return axes
 
@@ -51,17 +58,24 @@ def _instead_of(argument: str) -> str:
     """How to write what is not in Hydra's grammar."""
     key, equals, value = argument.partition("=")
     if not equals:
-        if argument in config_files("sweeps"):
+        sweeps = config_files("sweeps")
+        if argument in sweeps:
             return f"a sweep; write sweeps={argument}"
-        if close := difflib.get_close_matches(argument, COMMANDS, n=1):
-            return f"write {COMMANDS[close[0]]}"
+        if (command := closest(argument, COMMANDS)) is not None:
+            return f"write {COMMANDS[command]}"
+        if (sweep := closest(argument, sweeps)) is not None:
+            return f"did you mean sweeps={sweep}?"
         return "write KEY=VALUE or KEY=VALUE,VALUE"
+    if key.isidentifier() and "" in [item.strip() for item in value.split(",")]:
+        return "a comma without a value beside it; write KEY=VALUE or KEY=VALUE,VALUE"
     return (
         f"write KEY=VALUE or KEY=VALUE,VALUE; quote a value with other signs: '{key}=\"{value}\"'"
     )
 
 
 COMMANDS = {
+    "help": "attnbench --help",
+    "version": "attnbench --version",
     "backends": "attnbench backends",
     "recommend": "attnbench recommend model=NAME",
     "fits": "attnbench fits model=NAME",

@@ -82,7 +82,7 @@ def compose_request(arguments: Sequence[str], flags: Sequence[str] = ()) -> Requ
     machine = _machine(run)
     device = machine.device if machine is not None else launcher.resolve_device(run["device"])
     require_choice("remeasure", run["remeasure"], REMEASURE)
-    scale = _scale(sweep, run["scale"], device)
+    scale = _scale(sweep, run["scale"], device, named=names[0] is not None)
     cases = expand(sweep.scales[scale], typed, device)
     if machine is None:
         launcher.validate(cases)
@@ -132,7 +132,9 @@ def scale_of(sweep: Sweep, config: DictConfig) -> str:
     return _scale(sweep, config["scale"], launcher.resolve_device(config["device"]))
 
 
-def _scale(sweep: Sweep, scale: str, device: str) -> str:
+def _scale(sweep: Sweep, scale: str, device: str, *, named: bool = True) -> str:
+    if not named and scale not in ("auto", *sweep.scales):
+        raise ValueError(f"scale={scale}: is a size of a sweep; add sweeps=NAME, or leave it out")
     require_choice("scale", scale, ["auto", *sweep.scales])
     if scale == "auto":
         return "full" if device == "cuda" or "tiny" not in sweep.scales else "tiny"

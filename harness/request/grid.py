@@ -6,7 +6,6 @@ composed once, values are set on the typed result, and points are combined from 
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import math
 from dataclasses import fields
@@ -19,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from harness.cases.case import Case
 from harness.cases.requirements import require_at_most
 from harness.cases.task import TASKS
+from harness.did_you_mean import closest
 from harness.paths import config_files
 from harness.request.choices import (
     REGISTRIES,
@@ -176,9 +176,9 @@ def require_key(key: str) -> None:
 
 def _no_such_key(key: str, known: list[str]) -> str:
     prefix, _, last = key.rpartition(".")
-    close = difflib.get_close_matches(last, known, n=1)
-    if close:
-        suggestion = f"did you mean {prefix + '.' if prefix else ''}{close[0]}?"
+    close = closest(last, known)
+    if close is not None:
+        suggestion = f"did you mean {prefix + '.' if prefix else ''}{close}?"
     else:
         suggestion = f"known are {', '.join(name for name in known if name != 'name')}"
     return f"{key}: no such key; {suggestion}"

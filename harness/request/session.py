@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import islice
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -56,8 +57,9 @@ def run_request(request: Request) -> int:
             write_plan(store.results, sweep_plan(request))
         except OSError as error:
             return _complain(f"results={store.results}: cannot be written ({error.strerror})", 2)
-    elif store.results.exists() and not store.results.is_dir():
-        return _complain(f"results={store.results}: is a file; must be a folder", 2)
+    elif (file := _file_on_the_way(store.results)) is not None:
+        where = "is a file" if file == store.results else f"{file} is a file"
+        return _complain(f"results={store.results}: {where}; must be a folder", 2)
     records, problems = load(store)
     for problem in in_short(problems):
         warn(f"{problem}; measured again")
@@ -73,6 +75,12 @@ def run_request(request: Request) -> int:
         print_plan(console, request, plan, predict)
         return 0
     return _measure(console, request, plan, store, predict)
+
+
+def _file_on_the_way(folder: Path) -> Path | None:
+    """What is no folder but would have to be, for a folder of this path to be written."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    return None if existing.is_dir() else existing
 
 
 def _measure(

@@ -350,6 +350,7 @@ def test_memory_has_no_interval(tmp_path: Path) -> None:
         (["{first}", "{second}", "--metric", "speed"], "--metric=speed: no case has it; one of"),
         (["{first}", "{empty}"], "holds no readable records"),
         (["{first}", "{first}"], "are one folder, whose records are equal to themselves"),
+        (["naive", "naive", "--in", "{first}"], "A=naive and B=naive: are one, whose records are"),
         (["naive", "flex", "--in", "{first}", "--sweep", "x"], "has no such sweep; there are none"),
     ],
 )
@@ -365,6 +366,13 @@ def test_what_cannot_be_compared_is_one_line(
     error = capsys.readouterr().err
     assert words in error
     assert len(error.splitlines()) == 1
+
+
+def test_arguments_that_are_missing_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["naive"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("attnbench-compare: the following arguments are required: B; usage: ")
 
 
 def test_a_bound_is_a_percentage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -90,6 +90,19 @@ class TestConfiguration:
             "--config-path: attnbench has one configuration; add files to it with --config-dir DIR",
         ),
         ("--model tiny", "--model: no such flag; write model=tiny"),
+        (
+            "--cfg job sweeps=quickstart,windows",
+            "--cfg job: shows one configuration; give sweeps one value",
+        ),
+        (
+            "--cfg job --package model.name",
+            "--package model.name: is the value small and no part; leave out the last name",
+        ),
+        (
+            "--shell-completion",
+            "--shell-completion: write --shell-completion install=bash, zsh or fish",
+        ),
+        ("--", "--: marks the end of flags, which needs no mark here; leave it out"),
     ],
 )
 def test_what_has_no_meaning_is_one_line(typed: str, line: str) -> None:
@@ -101,6 +114,18 @@ def test_what_has_no_meaning_is_one_line(typed: str, line: str) -> None:
 )
 def test_values_that_there_are_not(typed: str) -> None:
     assert "nix" in refused(*typed.split())
+
+
+def test_a_mistyped_choice_is_one_of_the_group() -> None:
+    assert refused("--cfg", "job", "model=smal").startswith(
+        "model=smal: no such choice (did you mean small?); there are "
+    )
+
+
+def test_a_mistyped_size_of_a_sweep() -> None:
+    said = refused("--cfg", "job", "sweeps=quickstart", "scale=tinny")
+    assert said.startswith("scale=tinny: must be one of ")
+    assert said.endswith(" (did you mean tiny?)")
 
 
 def test_a_mistake_ends_with_two(
@@ -119,6 +144,32 @@ def test_a_mistake_ends_with_two(
         ("compare", "attnbench: compare: write attnbench-compare A B"),
         ("nonsense", "attnbench: nonsense: write KEY=VALUE or KEY=VALUE,VALUE"),
         ("results=/dev/null", "attnbench: results=/dev/null: is a file; must be a folder"),
+        (
+            "results=/dev/null/x",
+            "attnbench: results=/dev/null/x: /dev/null is a file; must be a folder",
+        ),
+        ("help", "attnbench: help: write attnbench --help"),
+        ("quick", "attnbench: quick: did you mean sweeps=quickstart?"),
+        (
+            "seq_len=64,,128",
+            "attnbench: seq_len=64,,128: a comma without a value beside it; write KEY=VALUE or "
+            "KEY=VALUE,VALUE",
+        ),
+        (
+            "results=a,b",
+            "attnbench: results: takes one value; quote a folder whose name holds a comma: "
+            "'results=\"a,b\"'",
+        ),
+        (
+            "hydra/sweeper=basic",
+            "attnbench: hydra/sweeper: Hydra only composes here; its own settings have no effect; "
+            "leave it out",
+        ),
+        ("task@x=attention", "attnbench: task@x: a choice has one place here; write task="),
+        (
+            "scale=tiny",
+            "attnbench: scale=tiny: is a size of a sweep; add sweeps=NAME, or leave it out",
+        ),
     ],
 )
 def test_words_that_are_no_keys(
@@ -136,6 +187,9 @@ def test_words_that_are_no_keys(
         ("task=atention", "attention"),
         ("sweeps=quickstar", "quickstart"),
         ("model=smal", "small"),
+        ("attention=falsh", "flash_triton"),
+        ("attention=NAIVE", "naive"),
+        ("parallel=FSDP", "fsdp"),
     ],
 )
 def test_what_was_meant(

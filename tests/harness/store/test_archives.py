@@ -320,7 +320,9 @@ class TestCommand:
         {
             "no folder": (["{results}/none"], "RESULTS={results}/none: no such folder"),
             "no results": (["{results}/sweeps"], "without records"),
+            "a file": ([__file__], f"RESULTS={__file__}: is a file; must be a folder"),
             "no sweep": (["{results}", "other"], "SWEEP=other: not in {results}; one of all_of"),
+            "mistyped sweep": (["{results}", "sme"], "sme: not in {results} (did you mean some?)"),
             "both": (["{results}", "some", "--unpack"], "--unpack: makes all records files again"),
         }.values(),
     )
