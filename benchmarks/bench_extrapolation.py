@@ -15,7 +15,8 @@ from statistics import median
 import numpy as np
 
 from harness import forecast
-from harness.forecast.law import Estimate, Law
+from harness.forecast.law import Estimate, Law, Observation
+from harness.forecast.masks import options_of
 
 LEAST_SHAPES = 8
 
@@ -28,7 +29,9 @@ def extrapolated(name: str) -> list[tuple[Estimate, float]]:
     machine = forecast.machine(name)
     found = []
     for law, items in machine.calibration.observations.items():
-        alone = [item for item in items if len(item.shapes) == 1]
+        # How far windows are from causal calls is another question (bench_windows.py).
+        plain = [item for item in items if not law.startswith("attention/") or not _masked(item)]
+        alone = [item for item in plain if len(item.shapes) == 1]
         if len(alone) < LEAST_SHAPES:
             continue
         alone.sort(key=lambda item: math.prod(item.shapes[0]))
@@ -38,6 +41,10 @@ def extrapolated(name: str) -> list[tuple[Estimate, float]]:
             one = fitted(item.shapes[0])
             found.append((one, math.log(one.ms / item.ms)))
     return found
+
+
+def _masked(item: Observation) -> bool:
+    return bool(options_of(item.shapes[0]))
 
 
 def main(name: str) -> None:

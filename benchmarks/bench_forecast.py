@@ -25,6 +25,7 @@ from harness.forecast.machines import Machine
 from harness.forecast.prediction import StepPrediction
 from harness.forecast.steps import MeasuredStep
 from harness.paths import ROOT
+from harness.recommend.answer import TIED
 from models.accounting import forward_flops
 
 NOISY = {"spread", "bimodal", "busy", "drift"}
@@ -116,7 +117,11 @@ def print_shares(name: str, items: list[Scored]) -> None:
 
 
 def print_winners(items: list[Scored]) -> None:
-    """Of which cases that differ in one choice the faster one is predicted to be faster."""
+    """Of which cases that differ in one choice the faster one is predicted to be faster.
+
+    An answer names predictions within 2% as ties (harness/recommend/answer.py): counted besides is
+    where the fastest is the predicted one or such a tie.
+    """
     for name, varies in (
         ("attention", lambda case: label(case.attention)),
         ("strategy", lambda case: label(case.parallel)),
@@ -127,7 +132,7 @@ def print_winners(items: list[Scored]) -> None:
             values.pop("attention" if name == "attention" else "parallel")
             values.pop("seed")
             sets[f"{sorted(values.items(), key=str)} {item.step.case.world_size}"].append(item)
-        right = total = 0
+        right = total = named = 0
         regret = []
         for members in sets.values():
             if len({varies(item.step.case) for item in members}) < 2:
@@ -136,11 +141,12 @@ def print_winners(items: list[Scored]) -> None:
             best = min(members, key=lambda item: item.step.ms)
             total += 1
             right += varies(chosen.step.case) == varies(best.step.case)
+            named += best.found.median_ms <= (1 + TIED) * chosen.found.median_ms
             regret.append(chosen.step.ms / best.step.ms - 1)
         if total:
             print(
-                f"right {name}: {right} of {total}; regret at most {max(regret):.1%}, "
-                f"{sum(value <= 0.03 for value in regret)} within 3%"
+                f"right {name}: {right} of {total}, {named} with ties; regret at most "
+                f"{max(regret):.1%}, {sum(value <= 0.03 for value in regret)} within 3%"
             )
 
 
