@@ -291,7 +291,7 @@ def _kind(operation: Any, result: Any) -> str:
     if name.startswith(("empty", "new_empty", "detach", "alias")) or operation.is_view:
         return "free"
     empty = hasattr(result, "numel") and not result.numel()
-    return "free" if empty or name in ("lift_fresh", "_reshape_alias") else "launch"
+    return "free" if empty or name in ("lift_fresh", "_reshape_alias", "_unsafe_view") else "launch"
 
 
 NULL_CALLS: list[str] = []

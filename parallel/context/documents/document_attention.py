@@ -21,7 +21,7 @@ from parallel.context.documents.layout import WHY_NOT_DENSE, Documents
 from parallel.context.documents.passes import OWN, REST, WAITING, DocumentPass
 from parallel.context.documents.placement import place
 from parallel.context.documents.routes import Routes
-from parallel.context.heads.agreement import agree, mask_in_words
+from parallel.context.heads.agreement import agree, facts_of_call, kind_of_call
 
 _NAME = "document attention"
 """For errors."""
@@ -124,10 +124,9 @@ class DocumentAttention(SplitAttention):
     def _prepared(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> RankCalls:
         if spec.packing is None:
             raise ValueError(WHY_NOT_DENSE)
-        # By identity: to compare lengths would wait for the device in every call.
+        # Of a packing by identity: to compare lengths would wait for the device in every call.
         starts = spec.packing.cu_seqlens_q
-        shapes = ((x.shape, x.dtype) for x in (q, k, v))
-        key = (id(starts), starts._version, spec.mask, *shapes)
+        key = kind_of_call((q, k, v), spec)
         if key not in self._calls:
             lengths = self._agreed_lengths((q, k, v), spec.packing, spec)
             if len(self._calls) >= _PACKINGS_KEPT:
@@ -165,8 +164,7 @@ class DocumentAttention(SplitAttention):
             complaint = "cu_seqlens must begin with 0 and not decrease"
         else:
             complaint = self._complaint(tensors, lengths)
-        facts = ", ".join(f"{list(x.shape)} {str(x.dtype)[6:]}" for x in tensors)
-        facts += f", {mask_in_words(spec)}, lengths {list(lengths)}"
+        facts = f"{facts_of_call(tensors, spec)}, lengths {list(lengths)}"
         if complaint is not None or facts not in self._agreed:
             agree(self._group, tensors[0].device, facts, complaint)
             self._agreed.add(facts)

@@ -20,77 +20,88 @@ from parallel.context.heads.sequences import HEAD_DIM, Sequences
 from parallel.context.heads.split import HeadSplit
 
 
+class ExchangePlan:
+    """What the exchanges of tensors of one shape have in common, made once.
+
+    Attributes:
+        pieces: the kernel calls of this rank.
+    """
+
+    def __init__(self, rank: int, split: HeadSplit, sequences: Sequences) -> None:
+        ranks = range(split.num_ranks)
+        self.rank, self.split, self.sequences = rank, split, sequences
+        self.pieces = split.pieces(rank)
+        self.heads = [(split.q_heads(r), *2 * (split.kv_heads(r),)) for r in ranks]
+        """Heads of q, k and v that each rank attends with."""
+        self.sizes = [[len(kind) for kind in kinds] for kinds in self.heads]
+        """How many those are."""
+        self.counts = [sum(kinds) for kinds in self.sizes]
+        self.q_counts = [kinds[0] for kinds in self.sizes]
+        self.own_counts = [self.counts[rank]] * len(ranks)
+        self.own_q_counts = [self.q_counts[rank]] * len(ranks)
+        self.all_sizes = [size for kinds in self.sizes for size in kinds]
+
+
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Exchange:
-    """The exchanges of one pass over tensors of one shape; all ranks make them together."""
+    """The exchanges of one pass; all ranks make them together."""
 
     group: dist.ProcessGroup
-    rank: int
-    split: HeadSplit
-    sequences: Sequences
+    plan: ExchangePlan
     tracer: Tracer
 
     def inwards(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """This rank's tokens of all heads -> whole sequences of its own heads."""
-        ranks = range(self.split.num_ranks)
-        rows = [self._rows(x) for x in (q, k, v)]
-        heads = [(self.split.q_heads(r), *2 * (self.split.kv_heads(r),)) for r in ranks]
+        plan = self.plan
+        rows = [_rows(x) for x in (q, k, v)]
         sent = torch.cat(
-            [x[own.start : own.stop] for kinds in heads for x, own in zip(rows, kinds, strict=True)]
+            [
+                x[own.start : own.stop]
+                for kinds in plan.heads
+                for x, own in zip(rows, kinds, strict=True)
+            ]
         )
-        counts = [sum(map(len, kinds)) for kinds in heads]
-        here = [len(kind) for kind in heads[self.rank]]
-        got = self._all_to_all(sent, counts, [sum(here)] * len(ranks), step=0)
+        got = self._all_to_all(sent, plan.counts, plan.own_counts, step=0)
         del sent
-        parts = got.unflatten(0, (len(ranks), -1)).split(here, dim=1)
-        whole_q, whole_k, whole_v = (self.sequences.join(part) for part in parts)
+        parts = got.unflatten(0, (len(plan.counts), -1)).split(plan.sizes[plan.rank], dim=1)
+        whole_q, whole_k, whole_v = (plan.sequences.join(part) for part in parts)
         return whole_q, whole_k, whole_v
 
     def inwards_as_queries(self, x: Tensor) -> Tensor:
         """:meth:`inwards` for one tensor with the heads of q, such as the gradient of o."""
-        ranks = range(self.split.num_ranks)
-        counts = [len(self.split.q_heads(rank)) for rank in ranks]
-        sent = self._rows(x).contiguous()
-        got = self._all_to_all(sent, counts, [counts[self.rank]] * len(ranks), step=0)
-        return self.sequences.join(got.unflatten(0, (len(ranks), -1)))
+        plan = self.plan
+        sent = _rows(x).contiguous()
+        got = self._all_to_all(sent, plan.q_counts, plan.own_q_counts, step=0)
+        return plan.sequences.join(got.unflatten(0, (len(plan.q_counts), -1)))
 
     def outwards_as_queries(self, x: Tensor) -> Tensor:
         """Whole sequences of this rank's query heads -> its own tokens of all of them."""
-        ranks = range(self.split.num_ranks)
-        counts = [len(self.split.q_heads(rank)) for rank in ranks]
-        sent = self.sequences.cut(x).flatten(0, 1)
-        got = self._all_to_all(sent, [counts[self.rank]] * len(ranks), counts, step=1)
-        return self._from_rows(got)
+        plan = self.plan
+        sent = plan.sequences.cut(x).flatten(0, 1).contiguous()
+        got = self._all_to_all(sent, plan.own_q_counts, plan.q_counts, step=1)
+        return _rows(got).contiguous()
 
     def outwards(self, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of :meth:`inwards`; of a key head on several ranks, their float32 sum."""
-        ranks = range(self.split.num_ranks)
-        heads = [(self.split.q_heads(r), *2 * (self.split.kv_heads(r),)) for r in ranks]
-        sent = torch.cat([self.sequences.cut(x) for x in (dq, dk, dv)], dim=1).flatten(0, 1)
-        counts = [sum(map(len, kinds)) for kinds in heads]
-        got = self._all_to_all(sent, [counts[self.rank]] * len(ranks), counts, step=1)
+        plan = self.plan
+        sent = torch.cat([plan.sequences.cut(x) for x in (dq, dk, dv)], dim=1).flatten(0, 1)
+        got = self._all_to_all(sent, plan.own_counts, plan.counts, step=1)
         del sent
-        parts = got.split([len(kind) for kinds in heads for kind in kinds])
-        own_dq = self._from_rows(torch.cat(parts[0::3]))
-        own_dk, own_dv = (self._from_rows(self._sum(parts[kind::3])) for kind in (1, 2))
+        parts = got.split(plan.all_sizes)
+        own_dq = _joined_rows(parts[0::3])
+        own_dk, own_dv = (self._sum(parts[kind::3]) for kind in (1, 2))
         return own_dq, own_dk, own_dv
 
     def _sum(self, parts: Sequence[Tensor]) -> Tensor:
-        """Rows of all key heads from those that each rank attended with, in rank order."""
-        if not self.split.shares_kv_heads:
-            return torch.cat(list(parts))
-        shape = (self.split.num_kv_heads, *parts[0].shape[1:])
+        """All key heads from those that each rank attended with, in rank order."""
+        split = self.plan.split
+        if not split.shares_kv_heads:
+            return _joined_rows(parts)
+        shape = (split.num_kv_heads, *parts[0].shape[1:])
         total = parts[0].new_zeros(shape, dtype=torch.float32)
-        for rank, part in enumerate(parts):
-            own = self.split.kv_heads(rank)
-            total[own.start : own.stop] += part
-        return total.to(parts[0].dtype)
-
-    def _rows(self, x: Tensor) -> Tensor:
-        return x.transpose(0, HEAD_DIM)
-
-    def _from_rows(self, rows: Tensor) -> Tensor:
-        return rows.transpose(0, HEAD_DIM).contiguous()
+        for kinds, part in zip(self.plan.heads, parts, strict=True):
+            total[kinds[1].start : kinds[1].stop] += part
+        return _rows(total.to(parts[0].dtype)).contiguous()
 
     def _all_to_all(
         self, sent: Tensor, counts: Sequence[int], coming: Sequence[int], *, step: int
@@ -98,7 +109,7 @@ class Exchange:
         """Rows for each rank, ``counts`` of them -> rows from each, ``coming`` of them."""
         got = sent.new_empty((sum(coming), *sent.shape[1:]))
         row_bytes = sent[0].nbytes
-        self.tracer.sent((sum(counts) - counts[self.rank]) * row_bytes)
+        self.tracer.sent((sum(counts) - counts[self.plan.rank]) * row_bytes)
         with self.tracer.span(WAIT, step):
             # As bytes, which every backend moves, whatever the dtype.
             dist.all_to_all_single(
@@ -109,3 +120,13 @@ class Exchange:
                 group=self.group,
             )
         return got
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Tokens of heads -> heads of tokens, and back."""
+    return x.transpose(0, HEAD_DIM)
+
+
+def _joined_rows(parts: Sequence[Tensor]) -> Tensor:
+    """Rows of some heads each -> tokens of all of these heads, in one operation."""
+    return torch.cat([_rows(part) for part in parts], HEAD_DIM)

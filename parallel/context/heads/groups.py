@@ -11,6 +11,7 @@ import contextlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from kernels import Attention, AttentionSpec, Packing
 from parallel.context.blocks.layouts import Contiguous
 from parallel.context.blocks.tracing import COMPUTE, Tracer
 from parallel.context.bound import SplitAttention
-from parallel.context.heads.agreement import agree, mask_in_words
+from parallel.context.heads.agreement import agree, facts_of_call, kind_of_call
 from parallel.context.heads.head_attention import HeadAttention
 from parallel.context.heads.mesh import HeadMesh
 from parallel.context.heads.nested import Nested
@@ -44,7 +45,7 @@ class GroupAttention(SplitAttention):
         self._inner = Contiguous(num_ranks=layout.inner_degree)
         self._ring = ring
         self._heads = HeadAttention(_RingKernel(name="ring", ring=ring), self._inner, mesh.inner)
-        self._packings: dict[tuple[int, int], tuple[Tensor, _GroupPacking]] = {}
+        self._packings: dict[tuple[Any, ...], tuple[Tensor | None, _GroupPacking | None]] = {}
         self._agreed: set[str] = set()
         # As a decorator it would import torch._dynamo with this module, in more than a second.
         self.attend = torch.compiler.disable(self.attend)  # type: ignore[method-assign]
@@ -70,24 +71,33 @@ class GroupAttention(SplitAttention):
         """The call as a group sees it, when all ranks are known to make the same one."""
         self._ring.tracer = self.tracer
         self._heads.tracer = _WithoutComputing(self.tracer)
-        facts = ", ".join(f"{list(x.shape)} {str(x.dtype)[6:]}" for x in tensors)
-        facts += f", {mask_in_words(spec)}"
-        device = tensors[0].device
-        if spec.packing is None:
-            self._agree(device, facts)
-            return spec
-        # By identity: to compare lengths would wait for the device in every call.
-        starts = spec.packing.cu_seqlens_q
-        key = (id(starts), starts._version)
+        # Of a packing by identity: to compare lengths would wait for the device in every call.
+        key = kind_of_call(tensors, spec)
         if key not in self._packings:
-            lengths = [end - start for start, end in itertools.pairwise(starts.tolist())]
-            complaint = self._complaint(tensors, lengths, spec)
-            self._agree(device, f"{facts}, lengths {lengths}", complaint)
+            # An evaluation may come first, and its inference tensors are no part of a graph.
+            with torch.inference_mode(False):
+                found = self._agreed_packing(tensors, spec)
             if len(self._packings) >= _PACKINGS_KEPT:
                 self._packings.pop(next(iter(self._packings)))
             # The offsets stay alive with what is known of them, so that no others get their id.
-            self._packings[key] = starts, self._group_packing(lengths, device)
-        return replace(spec, packing=self._packings[key][1])
+            starts = None if spec.packing is None else spec.packing.cu_seqlens_q
+            self._packings[key] = starts, found
+        packing = self._packings[key][1]
+        return spec if packing is None else replace(spec, packing=packing)
+
+    def _agreed_packing(
+        self, tensors: tuple[Tensor, ...], spec: AttentionSpec
+    ) -> _GroupPacking | None:
+        """The packing of a group's parts, when all ranks are known to make the same call."""
+        facts, device = facts_of_call(tensors, spec), tensors[0].device
+        if spec.packing is None:
+            self._agree(device, facts)
+            return None
+        starts = spec.packing.cu_seqlens_q.tolist()
+        lengths = [end - start for start, end in itertools.pairwise(starts)]
+        complaint = self._complaint(tensors, lengths, spec)
+        self._agree(device, f"{facts}, lengths {lengths}", complaint)
+        return self._group_packing(lengths, device)
 
     def _group_packing(self, lengths: Sequence[int], device: torch.device) -> _GroupPacking:
         whole = _packing([self.layout.padded(length) for length in lengths], device)

@@ -16,15 +16,15 @@ from kernels.autograd import first_order_only
 from parallel.context.blocks.layouts import Layout
 from parallel.context.blocks.tracing import COMPUTE, Tracer
 from parallel.context.bound import SplitAttention
-from parallel.context.heads.agreement import agree, mask_in_words
-from parallel.context.heads.exchange import Exchange
+from parallel.context.heads.agreement import agree, facts_of_call, kind_of_call
+from parallel.context.heads.exchange import Exchange, ExchangePlan
 from parallel.context.heads.sequences import HEAD_DIM, DenseSequences, PackedSequences, Sequences
 from parallel.context.heads.split import HeadSplit, Piece
 
 _NAME = "attention over heads (ulysses)"
 """For errors."""
 
-_PACKINGS_KEPT = 16
+_PLANS_KEPT = 16
 """A training run packs each batch anew, and its layers share the batch's packing."""
 
 
@@ -34,7 +34,7 @@ class HeadAttention(SplitAttention):
     def __init__(self, kernel: Attention, layout: Layout, group: dist.ProcessGroup) -> None:
         super().__init__(layout, group)
         self._kernel = kernel
-        self._packings: dict[tuple[int, int], tuple[Tensor, PackedSequences]] = {}
+        self._plans: dict[tuple[Any, ...], tuple[Tensor | None, ExchangePlan]] = {}
         self._agreed: set[str] = set()
         # As a decorator it would import torch._dynamo with this module, in more than a second.
         self.attend = torch.compiler.disable(self.attend)  # type: ignore[method-assign]
@@ -53,7 +53,7 @@ class HeadAttention(SplitAttention):
         with self.tracer.span(COMPUTE, 0):
             parts = [
                 self._kernel.attend(*_piece(whole, piece), self._spec(spec, exchange, piece))
-                for piece in exchange.split.pieces(self.rank)
+                for piece in exchange.plan.pieces
             ]
         o: Tensor = _Outwards.apply(_joined(parts, HEAD_DIM), exchange, backward)
         return o
@@ -67,7 +67,7 @@ class HeadAttention(SplitAttention):
             return self._kernel.attend_with_lse(q, k, v, spec)
         exchange = self._exchange(q, k, v, spec)
         whole = exchange.inwards(q, k, v)
-        pieces = exchange.split.pieces(self.rank)
+        pieces = exchange.plan.pieces
         found = [
             self._kernel.attend_with_lse(*_piece(whole, piece), self._spec(spec, exchange, piece))
             for piece in pieces
@@ -84,40 +84,43 @@ class HeadAttention(SplitAttention):
         """The call of a piece, with the sinks of its heads; their gradient is zero for others."""
         if spec.sinks is None:
             return spec
-        first = exchange.split.q_heads(self.rank).start
+        first = exchange.plan.split.q_heads(self.rank).start
         heads = slice(first + piece.q.start, first + piece.q.stop)
         return replace(spec, sinks=spec.sinks[heads])
 
     def _exchange(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Exchange:
-        sequences = self._sequences((q, k, v), spec)
-        return Exchange(
-            group=self._group,
-            rank=self.rank,
-            split=HeadSplit(
-                num_ranks=self.layout.num_ranks, num_heads=q.shape[1], num_kv_heads=k.shape[1]
-            ),
-            sequences=sequences,
-            tracer=self.tracer,
-        )
+        return Exchange(group=self._group, plan=self._plan((q, k, v), spec), tracer=self.tracer)
+
+    def _plan(self, tensors: tuple[Tensor, ...], spec: AttentionSpec) -> ExchangePlan:
+        """What all calls like this one share, when all ranks are known to make the same one."""
+        # Of a packing by identity: to compare lengths would wait for the device in every call.
+        starts = None if spec.packing is None else spec.packing.cu_seqlens_q
+        key = kind_of_call(tensors, spec)
+        if key not in self._plans:
+            # An evaluation may come first, and its inference tensors are no part of a graph.
+            with torch.inference_mode(False):
+                sequences = self._sequences(tensors, spec)
+            split = HeadSplit(
+                num_ranks=self.layout.num_ranks,
+                num_heads=tensors[0].shape[1],
+                num_kv_heads=tensors[1].shape[1],
+            )
+            if len(self._plans) >= _PLANS_KEPT:
+                self._plans.pop(next(iter(self._plans)))
+            # The offsets stay alive with what is known of them, so that no others get their id.
+            self._plans[key] = starts, ExchangePlan(self.rank, split, sequences)
+        return self._plans[key][1]
 
     def _sequences(self, tensors: tuple[Tensor, ...], spec: AttentionSpec) -> Sequences:
-        facts = ", ".join(f"{list(x.shape)} {str(x.dtype)[6:]}" for x in tensors)
-        facts += f", {mask_in_words(spec)}"
+        facts = facts_of_call(tensors, spec)
         device = tensors[0].device
         if spec.packing is None:
             self._agree(device, facts)
             return DenseSequences(num_ranks=self.layout.num_ranks)
-        # By identity: to compare lengths would wait for the device in every call.
-        starts = spec.packing.cu_seqlens_q
-        key = (id(starts), starts._version)
-        if key not in self._packings:
-            lengths = [end - start for start, end in itertools.pairwise(starts.tolist())]
-            self._agree(device, f"{facts}, lengths {lengths}", self._complaint(tensors, lengths))
-            if len(self._packings) >= _PACKINGS_KEPT:
-                self._packings.pop(next(iter(self._packings)))
-            # The offsets stay alive with what is known of them, so that no others get their id.
-            self._packings[key] = starts, PackedSequences(self.layout, lengths, device)
-        return self._packings[key][1]
+        starts = spec.packing.cu_seqlens_q.tolist()
+        lengths = [end - start for start, end in itertools.pairwise(starts)]
+        self._agree(device, f"{facts}, lengths {lengths}", self._complaint(tensors, lengths))
+        return PackedSequences(self.layout, lengths, device)
 
     def _complaint(self, tensors: tuple[Tensor, ...], lengths: list[int]) -> str | None:
         expected = sum(map(self.layout.local_len, lengths))

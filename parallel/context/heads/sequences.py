@@ -27,7 +27,7 @@ class Sequences(Protocol):
         ...
 
     def cut(self, whole: Tensor) -> Tensor:
-        """The inverse of :meth:`join`, contiguous; padding is zero."""
+        """The inverse of :meth:`join`, not contiguous; padding is zero."""
         ...
 
 
@@ -44,7 +44,7 @@ class DenseSequences:
         return parts.permute(2, 1, 0, 3, 4).flatten(2, 3)
 
     def cut(self, whole: Tensor) -> Tensor:
-        return whole.unflatten(2, (self.num_ranks, -1)).permute(2, 1, 0, 3, 4).contiguous()
+        return whole.unflatten(2, (self.num_ranks, -1)).permute(2, 1, 0, 3, 4)
 
 
 class PackedSequences:
@@ -74,4 +74,4 @@ class PackedSequences:
     def cut(self, whole: Tensor) -> Tensor:
         every = whole.new_zeros((self._num_ranks * self._num_local, *whole.shape[1:]))
         every.index_copy_(0, self._places, whole)
-        return every.unflatten(0, (self._num_ranks, -1)).transpose(1, 2).contiguous()
+        return every.unflatten(0, (self._num_ranks, -1)).transpose(1, 2)

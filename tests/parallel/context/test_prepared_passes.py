@@ -237,33 +237,43 @@ def test_heads_exchanged_inside_groups(base: MaskedBatch) -> None:
     all_right(on_ranks(4, in_a_mesh, batches))
 
 
-def refused(group: dist.ProcessGroup, name: str, other: MaskedBatch) -> list[str]:
-    """What a rank says to a new call after one alike, where rank 1 has another batch."""
-    base = PACKED if other.packed else DENSE
+def refused(
+    group: dist.ProcessGroup,
+    name: str,
+    base: MaskedBatch,
+    new: dict[str, Any],
+    more: dict[str, Any],
+) -> list[str]:
+    """What a rank says to a second call, new on both ranks, in which rank 1 has more that is."""
     with bound_to(group, name, "all_to_all") as bound:
-        wrong = trained(bound, base)
-        mine = replace(other if bound.rank else base, num_heads=8)
+        spec = base.spec(None)
+        wrong = trained(bound, base, spec)
+        mine = replace(base, **new, **(more if bound.rank else {}))
         leaves, _ = leaves_of(bound, mine)
+        packing = mine.packing() if "lengths" in more and base.packed else spec.packing
         try:
-            bound.attend(*leaves, mine.spec(None))
+            bound.attend(*leaves, replace(mine.spec(None), packing=packing))
         except ValueError as error:
             return [*wrong, str(error)]
     return [*wrong, "nothing"]
 
 
 @pytest.mark.parametrize(
-    ("name", "other", "words"),
+    ("name", "base", "new", "more", "words"),
     [
-        ("ulysses", replace(DENSE, lengths=(24, 24)), "[2, 8, 12, 8]"),
-        ("ulysses", replace(DENSE, dtype=torch.bfloat16), "bfloat16"),
-        ("ulysses", replace(DENSE, window=5), "window=5"),
-        ("ulysses", replace(PACKED, lengths=(8, 24)), "lengths [8, 24]"),
-        ("documents", replace(PACKED, lengths=(8, 24)), "lengths [8, 24]"),
-        ("documents", replace(PACKED, window=5), "window=5"),
+        ("ulysses", DENSE, {"num_heads": 8}, {"lengths": (24, 24)}, "[2, 8, 12, 8]"),
+        ("ulysses", DENSE, {"dtype": torch.bfloat16}, {"head_dim": 16}, "[2, 4, 8, 16] bfloat16"),
+        ("ulysses", DENSE, {"softcap": 1.0}, {"window": 5}, "window=5, softcap=1.0"),
+        ("ulysses", PACKED, {"softcap": 1.0}, {"lengths": (8, 24)}, "lengths [8, 24]"),
+        ("ulysses", PACKED, {"prefix_len": 4}, {"softcap": 1.0}, "prefix_len=4, softcap=1.0"),
+        ("documents", PACKED, {"num_heads": 8}, {"lengths": (8, 24)}, "lengths [8, 24]"),
+        ("documents", PACKED, {"softcap": 1.0}, {"window": 5}, "window=5, softcap=1.0"),
     ],
 )
-def test_ranks_that_differ_after_a_call_alike(name: str, other: MaskedBatch, words: str) -> None:
-    first, second = on_ranks(2, refused, name, other)
+def test_ranks_that_differ_after_a_call_alike(
+    name: str, base: MaskedBatch, new: dict[str, Any], more: dict[str, Any], words: str
+) -> None:
+    first, second = on_ranks(2, refused, name, base, new, more)
     assert first == second
     (said,) = first
     assert said.startswith("ranks disagree on what they attend to")
