@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 import wrong_strategies
 from ranks import on_ranks
-from torch import nn
+from torch import Tensor, nn
 from wrong_strategies import IN_GRADIENTS, OF_PARTS, OF_SHARDS
 
 from harness.bench.bench import Bench
@@ -177,21 +178,49 @@ def alarms(group: dist.ProcessGroup, choices: list[list[str]], draws: int) -> li
         return [said_of(case_of(words), bench_of(group), draws=draws) for words in choices]
 
 
-def said_with_wrong_sinks(group: dist.ProcessGroup, factor: float, precision: str) -> str:
-    """What the check says where the kernel's gradient of sinks is too large or too small."""
-    gradient = sinks.gradient
-    words = ["parallel=none", "parallel.tp=4", "attention=flash_torch", *MASKS]
-    case = case_of([*words, f"precision={precision}"])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sinks, "gradient", lambda *tensors: factor * gradient(*tensors))
-        return said_of(case, bench_of(group), draws=1)
+OF_SINKS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "sign": lambda x, rank: -x,
+    "none": lambda x, rank: 0 * x,
+    "too little": lambda x, rank: 0.6 * x,
+    "twice": lambda x, rank: 2 * x,
+    "one head without": lambda x, rank: torch.cat([0 * x[:1], x[1:]]),
+    "heads in another order": lambda x, rank: x.flip(0),
+    "of the first rank alone": lambda x, rank: x if rank == 0 else 0 * x,
+}
+"""What becomes of a rank's gradient of sinks."""
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("factor", [0.0, 0.5, 2.0])
-def test_a_wrong_gradient_of_sinks_is_wrong(factor: float, precision: str) -> None:
-    by_rank = on_ranks(RANKS, said_with_wrong_sinks, factor, precision)
-    assert any("sinks" in text for text in by_rank)
+def said_with_wrong_sinks(
+    group: dist.ProcessGroup, words: list[str], faults: list[str]
+) -> list[str]:
+    """What the check says where a kernel's gradient of sinks is wrong, by fault."""
+    gradient, case, found = sinks.gradient, case_of([*words, *MASKS]), []
+    with one_process_trains_once():
+        for fault in faults:
+            spoil = functools.partial(OF_SINKS[fault], rank=group.rank())
+            with pytest.MonkeyPatch.context() as patch:
+                # Training in one process has autograd's gradient, of explicit softmax.
+                patch.setattr(sinks, "gradient", lambda *a, spoil=spoil: spoil(gradient(*a)))
+                found.append(said_of(case, bench_of(group), draws=1))
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "bf16_pure"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["parallel=none", "parallel.tp=4", "attention=flash_torch"],
+        ["parallel=fsdp", "parallel.dp=2", "parallel.cp=2", "attention=zigzag"],
+    ],
+    ids=["tp", "cp"],
+)
+def test_a_wrong_gradient_of_sinks_is_wrong(words: list[str], precision: str) -> None:
+    # Under tensor parallelism each of the four ranks has one head.
+    one_head = "parallel.tp=4" in words
+    faults = [fault for fault in OF_SINKS if not (one_head and "order" in fault)]
+    by_rank = on_ranks(RANKS, said_with_wrong_sinks, [*words, f"precision={precision}"], faults)
+    for fault, *of_ranks in zip(faults, *by_rank, strict=True):
+        assert any("sinks" in text for text in of_ranks), fault
 
 
 def compared(group: dist.ProcessGroup, fault: str) -> str:
