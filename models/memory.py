@@ -13,7 +13,8 @@ inputs of w1, w3          T E a, shared; under autocast 2 T E a
 q, k, v                   T (H + 2 G) D a; with explicit scores k and v repeated, 3 T H D a
 probabilities             B H S^2 a and a bool mask S^2; autocast's softmax is in float32,
                           kept beside its low-precision copy, B H S^2 (4 + a)
-                          with a cap of scores its tanh, B H S^2 a; with sinks a column more
+                          with a cap of scores its tanh, B H S^2 a, of float16 in float32,
+                          4 B H S^2; with sinks a column more
 or log-sum-exp            4 T H
 o, the input of o_proj    T E a
 w1, w3, silu, product     4 T F a
@@ -100,6 +101,8 @@ class TrainingStep:
     """Per element of the outputs of linear layers and attention."""
     stream_bytes: int | None = None
     """Per element of the residual stream; None where it has the parameters' dtype."""
+    capped_bytes: int | None = None
+    """Per element of scores on their way through a cap; None where it is ``activation_bytes``."""
     autocast: bool = False
     """Whether torch.autocast casts float32 parameters down for each matmul."""
     tp: int = 1
@@ -272,7 +275,7 @@ class TrainingStep:
         widened = self.autocast and not self.on_cpu
         score_bytes = self.activation_bytes + (_FLOAT32_BYTES if widened else 0)
         if self.variant.softcap is not None:
-            score_bytes += self.activation_bytes
+            score_bytes += self.capped_bytes or self.activation_bytes
         column = 0.0
         if self.variant.sinks:
             column = self._tokens * heads * (_FLOAT32_BYTES if widened else self.activation_bytes)
@@ -294,7 +297,7 @@ class TrainingStep:
         if self.attention_saves_scores:
             widened = self.autocast and not self.on_cpu
             # Scores with their quotient by the cap and its tanh, or the softmax.
-            capping = 3 * low if self.variant.softcap is not None else 0
+            capping = low + 2 * (self.capped_bytes or low) if self.variant.softcap else 0
             softmax = low + 2 * _FLOAT32_BYTES if widened else 2 * low
             attention += self._scores * max(capping, softmax)
         feed_forward = 3 * self._tokens * config.d_ff / self.tp * low

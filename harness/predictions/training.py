@@ -155,6 +155,8 @@ def _of_one_data_rank(case: Case) -> MemoryPrediction:
         param_bytes=DTYPE_BYTES[precision.parameters],
         activation_bytes=DTYPE_BYTES[computes],
         stream_bytes=DTYPE_BYTES[_gathered_dtype(case)],
+        # Explicit softmax caps scores of float16 in float32.
+        capped_bytes=4 if computes == "float16" else None,
         autocast=casts,
         tp=case.parallel.tp,
         checkpoint_every=checkpoint.blocks if checkpoint is not None else None,

@@ -367,6 +367,34 @@ def test_activations_by_formula_are_those_saved(variant: AttentionVariant) -> No
     assert step.predict_memory().saved == pytest.approx(measured, rel=0.005)
 
 
+def test_the_tanh_of_a_cap_is_saved_in_float32_beside_float16() -> None:
+    config = small_config(vocab_size=200)
+    tokens = random_tokens(config, 2, 32)
+
+    def measured(softcap: float | None) -> int:
+        variant = AttentionVariant(softcap=softcap)
+        model = Transformer(config, backend("naive"), variant=variant, dtype=torch.float16)
+        return saved_bytes(model, tokens)
+
+    def predicted(softcap: float | None) -> float:
+        step = TrainingStep(
+            config=config,
+            batch_size=2,
+            seq_len=32,
+            mode="forward_backward",
+            attention_saves_scores=True,
+            param_bytes=2,
+            activation_bytes=2,
+            capped_bytes=4,
+            variant=AttentionVariant(softcap=softcap),
+        )
+        return step.predict_memory().saved
+
+    more = measured(2.0) - measured(None)
+    assert more == 4 * config.num_layers * 2 * config.num_heads * 32**2
+    assert predicted(2.0) - predicted(None) == more
+
+
 # What cannot be
 
 

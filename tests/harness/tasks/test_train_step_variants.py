@@ -45,6 +45,17 @@ def test_a_case_counts_what_its_layers_see() -> None:
     assert training.gradient_bytes(case) - training.gradient_bytes(case_of()) == 4 * 4 * 4
 
 
+def test_memory_of_a_cap_is_in_float32_beside_float16() -> None:
+    def more(precision: str) -> float:
+        plain, capped = (
+            training.step_memory(case_of("attention=naive", f"precision={precision}", *cap)).saved
+            for cap in ((), ("attention.softcap=30",))
+        )
+        return capped - plain
+
+    assert more("fp16") == 2 * more("bf16") == more("fp32")
+
+
 def test_options_change_the_id_and_their_defaults_do_not() -> None:
     plain, windowed = case_of(), case_of("attention.window=64")
     mixed = case_of("attention.window=64", "model.full_attention_every=2")
