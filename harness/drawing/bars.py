@@ -9,6 +9,9 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from harness.cases import format as fmt
 
+LONG_NUMBERS = 1e6
+"""Numbers from here on are so long that only a few of them stand beside each other on an axis."""
+
 
 def draw_bars(
     axis: Axes,
@@ -47,7 +50,7 @@ def draw_bars(
         )
     axis.set_yticks(range(len(names)), names)
     axis.set_ylim(max(len(names), room) - 0.5, -0.5)
-    axis.xaxis.set_major_locator(MaxNLocator(5))
+    axis.xaxis.set_major_locator(MaxNLocator(5 if largest < LONG_NUMBERS else 3))
     axis.xaxis.set_major_formatter(FuncFormatter(lambda tick, _: f"{tick:,.10g}"))
     axis.set_xlim(0, (1.5 if firsts is not None and any(firsts) else 1.18) * largest)
     axis.grid(axis="y", visible=False)

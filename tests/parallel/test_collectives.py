@@ -16,7 +16,7 @@ from records import make_collective_record
 
 from harness.analysis.frame import build_frame
 from harness.cases.case import Case
-from harness.render.figure import draw
+from harness.render.figure import build_figure, draw
 from harness.render.table import build_table
 from harness.request.compose import compose_request
 from harness.request.plan import predicted_seconds
@@ -152,6 +152,21 @@ def test_figure_needs_a_speed() -> None:
     assert drawn is not None
     assert b"all_reduce" in drawn[2]
     assert b"all_gather" not in drawn[2]
+
+
+def test_one_operation_is_one_panel_of_a_line_for_each_number_of_ranks() -> None:
+    records = [
+        make_collective_record("all_reduce", ranks=ranks, size_mib=size, ms=size)
+        for ranks in (2, 4)
+        for size in (1, 10)
+    ]
+    drawn = build_figure("bus_bandwidth", build_frame(records))
+    assert drawn is not None
+    (axis,) = (axis for axis in drawn.figure.axes if axis.get_visible())
+    names = {line.get_label(): list(line.get_ydata()) for line in axis.get_lines()}
+    # MiB in milliseconds, times 2 (n - 1) / n.
+    assert names["all_reduce, 2 ranks"] == pytest.approx([1.048576] * 2)
+    assert names["all_reduce, 4 ranks"] == pytest.approx([1.572864] * 2)
 
 
 class TestCase:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import cycle
+
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
@@ -33,7 +35,9 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     rows = collectives(frame)
     if rows.empty or rows["bus_gb_s"].notna().sum() == 0:
         return None
-    across = ["collective", "size_mib"]
+    # One operation is one panel, with a line for each number of ranks.
+    series = "collective" if rows["collective"].nunique() > 1 else "world_size"
+    across = ["collective", "size_mib", series]
     drawing, drawn, common = panels(
         sort_by_points(rows, across),
         [*across, *UNUSED],
@@ -42,7 +46,7 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
         share_y=True,
     )
     for axis, group in drawn:
-        _draw(axis, group)
+        _draw(axis, group, series)
     return CaptionedFigure(
         caption=f"{CAPTION} {say_marked(rows['mark'])} {common}".strip(),
         figure=drawing,
@@ -50,12 +54,16 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     )
 
 
-def _draw(axis: Axes, rows: pd.DataFrame) -> None:
-    """One line for each operation."""
+def _draw(axis: Axes, rows: pd.DataFrame, series: str) -> None:
+    """One line for each operation, or for each number of ranks."""
     lines: list[Line2D] = []
-    for name, tint, shape in zip(COLLECTIVES, TINTS, MARKERS, strict=True):
-        mine = rows[(rows["collective"] == name) & rows["bus_gb_s"].notna()]
+    values = list(COLLECTIVES) if series == "collective" else sorted(rows[series].unique())
+    for value, tint, shape in zip(values, cycle(TINTS), cycle(MARKERS), strict=False):
+        mine = rows[(rows[series] == value) & rows["bus_gb_s"].notna()]
         if len(mine):
+            name = (
+                value if series == "collective" else f"{mine['collective'].iloc[0]}, {value} ranks"
+            )
             x, y = mine["size_mib"], mine["bus_gb_s"]
             time = mine["collective_median_ms"]
             low, high = (y * time / mine[f"collective_{end}_ms"] for end in ("high", "low"))

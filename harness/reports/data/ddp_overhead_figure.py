@@ -48,10 +48,14 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     drawing = Figure(
         figsize=(max(6.2, WIDTH_IN * len(groups)), HEIGHT_IN + 0.5), layout="constrained"
     )
-    axes = drawing.subplots(1, len(groups), squeeze=False).ravel()
+    axes = drawing.subplots(1, len(groups), squeeze=False, sharey=True).ravel()
     for axis, (_, group) in zip(axes, groups, strict=True):
         axis.set_title(describe(group.iloc[0], varying))
         _draw(axis, group.sort_values("bucket_mib", kind="stable"))
+    bottom, top = axes[0].get_ylim()
+    axes[0].set_ylim(bottom / 1.3, top * 1.6)
+    for axis in axes:
+        log_ticks(axis)
     axes[0].set_ylabel("overhead (ms)")
     handles, labels = axes[0].get_legend_handles_labels()
     drawing.legend(handles, labels, loc="outside upper center", ncols=4)
@@ -82,18 +86,16 @@ def _draw(axis: Axes, rows: pd.DataFrame) -> None:
     axis.plot(at, rows["exposed_ms"], "^-", color=TRACED, label="exposed in trace")
     axis.set_xscale("log")
     axis.set_yscale("log")
-    bottom, top = axis.get_ylim()
-    axis.set_ylim(bottom / 1.3, top * 1.6)
     if best:
         axis.axvline(best, color=MODEL, linestyle=":", linewidth=1.2)
         axis.annotate(
             f"{fmt.number(best)} MiB",
-            (best, top * 1.5),
+            (best, 0.98),
+            xycoords=axis.get_xaxis_transform(),
             xytext=(4, 0),
             textcoords="offset points",
             fontsize=8,
             color=MODEL,
             va="top",
         )
-    log_ticks(axis)
     axis.set_xlabel(f"bucket (MiB), of {fmt.number(size / MIB)} MiB of gradients")

@@ -90,6 +90,14 @@ def _as_bars(rows: pd.DataFrame, roof: str) -> CaptionedFigure:
         )
         for peak in group["peak_tflops"].dropna().unique():
             axis.axvline(peak, color="#444444", linewidth=1)
+            axis.annotate(
+                "matmul peak",
+                (peak, 1.01),
+                xycoords=axis.get_xaxis_transform(),
+                ha="right",
+                fontsize=8,
+                color="#444444",
+            )
         axis.set_xlim(0, 1.08 * top)
         axis.set_xlabel("TFLOP/s")
     marked = say_marked(rows["mark"], SIGNS)

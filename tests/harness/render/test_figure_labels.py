@@ -17,6 +17,7 @@ from records import (
 )
 
 from harness.analysis.frame import build_frame
+from harness.drawing.bars import draw_bars
 from harness.drawing.panels import grid_places
 from harness.render.figure import CaptionedFigure, build_figure
 from harness.render.table import build_table
@@ -100,6 +101,23 @@ def test_printed_numbers_are_in_the_table(name: str) -> None:
     numbers = printed(built(name, records).figure)
     assert numbers
     assert numbers <= tabled(table, build_frame(records))
+
+
+def test_the_line_over_bars_of_rates_has_a_name() -> None:
+    axes = built("roofline", calls()).figure.axes
+    assert ["matmul peak"] * len(axes) == [
+        text.get_text() for axis in axes for text in axis.texts if "peak" in text.get_text()
+    ]
+
+
+def test_long_numbers_of_an_axis_are_few() -> None:
+    axis = Figure().subplots()
+    draw_bars(axis, ["a", "b"], [6_130_000.0, 3_410_000.0], ["k", "k"])
+    low, high = axis.get_xlim()
+    assert len([tick for tick in axis.get_xticks() if low <= tick <= high]) <= 4
+    draw_bars(axis, ["a", "b"], [613.0, 341.0], ["k", "k"])
+    low, high = axis.get_xlim()
+    assert len([tick for tick in axis.get_xticks() if low <= tick <= high]) > 4
 
 
 def test_bars_of_a_step_are_labelled_with_its_median() -> None:

@@ -18,7 +18,7 @@ from harness.analysis.frame import build_frame
 from harness.bench.step_trace import COMMUNICATION, COMPUTE
 from harness.predictions import training as accounting
 from harness.predictions.bucket_overhead import LinkModel
-from harness.render.figure import draw
+from harness.render.figure import build_figure, draw
 from harness.render.table import Table, build_table, finding_of
 from harness.request.compose import compose_request
 from harness.run.rounds.interleaving import comparison_groups
@@ -171,7 +171,22 @@ class TestTables:
         found = [float(cell) for cell in cells(table, "model (ms)")]
         assert found == pytest.approx(expected, rel=0.01)
         assert build_table("ddp_overhead", build_frame(steps)) is None
-        assert draw("ddp_overhead", build_frame([*steps, *link])) is not None
+        slower = [
+            training_record(
+                *SMALL,
+                "parallel=ddp_bucketed",
+                f"parallel.bucket_size_mb={mib}",
+                "precision=bf16",
+                step_ms=5000.0,
+                phases={"communication": 3000.0},
+                notes={"timeline": TIMELINE},
+            )
+            for mib in (0.1, 1.0)
+        ]
+        drawn = build_figure("ddp_overhead", build_frame([*steps, *slower, *link]))
+        assert drawn is not None
+        one, other = (axis.get_ylim() for axis in drawn.figure.axes)
+        assert one == other
 
     @pytest.mark.parametrize(("backward_ms", "is_said"), [(1000.0, True), (2.0, False)])
     def test_why_less_is_left_than_the_model_says(self, backward_ms: float, is_said: bool) -> None:
