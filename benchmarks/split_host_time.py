@@ -218,6 +218,8 @@ def serve() -> int:
     import torch
 
     torch.set_num_threads(1)
+    # What torch brought with it is no garbage, and would be looked through before each sample.
+    gc.freeze()
     for line in sys.stdin:
         case = Case(**json.loads(line))
         with _passes(case) as (forward, both):
