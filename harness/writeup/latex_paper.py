@@ -9,10 +9,10 @@ from harness.writeup.document import Document, NumberedFigure, NumberedTable, Qu
 from harness.writeup.latex import PREAMBLE, figure_lines, fitted, paragraphs
 from harness.writeup.words import Words, notes_of, short, words_of
 
-FIGURE_HEIGHT = 0.19
+FIGURE_HEIGHT = 0.17
 """Greatest height of a figure, over that of the text: figure and table share a page."""
 
-TALL_HEIGHT = 0.25
+TALL_HEIGHT = 0.22
 """The same for a figure that is nearly as high as it is wide, and would become too small."""
 
 TALL = 0.66

@@ -26,7 +26,7 @@ def say_bandwidths(rows: pd.DataFrame) -> str:
     most = known[known["world_size"] == known["world_size"].max()]
     largest = most[most["size_mib"] == most["size_mib"].max()]
     return (
-        f"bus bandwidths of {largest['size_mib'].iloc[0]:g} MiB on "
+        f"bus bandwidths of {largest['size_mib'].iloc[0]:,g} MiB on "
         f"{int(largest['world_size'].iloc[0])} ranks are "
         f"{span(largest['bus_gb_s'], fmt.number)} GB/s over the operations"
     )

@@ -46,7 +46,7 @@ def say(rows: pd.DataFrame) -> str | None:
     wrong = int(rows["wrong_elements"].fillna(0).sum())
     return sentence(
         say_bandwidths(known),
-        f"latencies of {smallest['size_mib'].iloc[0]:g} MiB are "
+        f"latencies of {smallest['size_mib'].iloc[0]:,g} MiB are "
         f"{span(smallest['collective_median_ms'], fmt.number)} ms over operations and ranks",
         f"{fmt.integer(wrong)} elements were wrong" if wrong else "no element was wrong",
     )

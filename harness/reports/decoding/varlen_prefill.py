@@ -64,8 +64,14 @@ def build(frame: pd.DataFrame) -> Table | None:
 
 @finding("varlen_prefill")
 def say(rows: pd.DataFrame) -> str | None:
-    rows = told(rows, "speedup", "verdict")
-    packed = rows[rows["layout"].str.startswith("packed")]
+    packed = rows[rows["layout"].str.startswith("packed") & rows["speedup"].notna()]
+    medians = span(packed["speedup"]) if len(packed) else ""
+    packed = told(packed, "speedup", "verdict")
+    if medians and packed.empty:
+        return sentence(
+            "whether packing pays cannot be told; by medians, packed prompts are "
+            f"{medians} as fast as the fastest padded batch of the same prompts"
+        )
     parts = [
         f"{name} on packed prompts is {span(part['speedup'])} as fast as the fastest padded batch"
         for name, part in packed.groupby("attention")
