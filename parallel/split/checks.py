@@ -87,7 +87,8 @@ def sizes_of(q: Tensor, k: Tensor, v: Tensor, *, layout: str, packed: bool) -> S
 def check_mask(*, causal: bool, window: int | None, prefix_len: int, softcap: float | None) -> None:
     """Raise ValueError unless what a call asks for makes sense."""
     Mask(causal=causal, window=window, prefix_len=prefix_len)
-    if softcap is not None and not 0 < softcap < float("inf"):
+    is_number = isinstance(softcap, int | float) and not isinstance(softcap, bool)
+    if softcap is not None and not (is_number and 0 < softcap < float("inf")):
         raise ValueError(f"softcap={softcap}: must be a positive number")
 
 
@@ -105,8 +106,14 @@ def check_sinks(sinks: Tensor | None, num_heads: int, device: torch.device) -> N
 
 
 def form_of_sinks(sinks: Tensor | None) -> tuple[Any, ...] | None:
-    """What tells calls with different sinks apart."""
-    return None if sinks is None else (tuple(sinks.shape), _name(sinks.dtype), sinks.device)
+    """What tells calls with different sinks apart; ValueError if they are no tensor."""
+    if sinks is None:
+        return None
+    if not isinstance(sinks, Tensor):
+        raise ValueError(
+            f"sinks is {type(sinks).__name__}: must be a tensor with a number for each query head"
+        )
+    return tuple(sinks.shape), _name(sinks.dtype), sinks.device
 
 
 def lengths_of(offsets: Offsets, name: str) -> tuple[int, ...]:

@@ -157,6 +157,10 @@ def message(group: dist.ProcessGroup, scheme: str, arguments: dict[str, Any]) ->
         ("ring", {"window": 0}, "rank 0: window=0: must be at least 1"),
         ("ring", {"prefix_len": 3}, "rank 0: prefix_len=3: needs a causal mask"),
         ("ring", {"softcap": 0.0}, "rank 0: softcap=0.0: must be a positive number"),
+        ("ring", {"softcap": "abc"}, "rank 0: softcap=abc: must be a positive number"),
+        ("ring", {"softcap": True}, "rank 0: softcap=True: must be a positive number"),
+        ("ring", {"window": 2.5}, "rank 0: window=2.5: must be a whole number"),
+        ("ring", {"sinks": [0.0, 1.0]}, "rank 0: sinks is list: must be a tensor with a number "),
         ("ring", {"sinks": torch.zeros(3)}, "rank 0: sinks is float32 [3]: must be a number for "),
         ("stream", {"window": 3}, "rank 0: window=3: needs causal=True in a stream"),
         (
