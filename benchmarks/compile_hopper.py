@@ -59,6 +59,8 @@ class Variant:
     mask: str = "plain"
     """As ``MASK`` of the forward kernel."""
     softcap: float = 0.0
+    unmasked: bool = True
+    """Whether the backward kernel has a loop without a mask."""
 
 
 def compile_variant(variant: Variant) -> Any:
@@ -78,6 +80,7 @@ def compile_variant(variant: Variant) -> Any:
         "STAGES": schedule.stages,
         "TILES": variant.tiles,
         "RESIDENT": schedule.resident,
+        "UNMASKED": variant.unmasked,
         "CAUSAL": variant.causal,
         "MASK": variant.mask,
         "SOFTCAP": variant.softcap,
@@ -181,13 +184,19 @@ def plain_variants(kernel: str, head_dim: int) -> list[Variant]:
 
 def masked_variants(kernel: str, head_dim: int) -> list[Variant]:
     causal, full, *_ = plain_variants(kernel, head_dim)
-    return [
+    variants = [
         replace(causal, mask="prefix"),
         replace(causal, mask="window"),
         replace(full, mask="window"),
         replace(causal, softcap=50.0),
         replace(causal, mask="window", softcap=50.0),
     ]
+    columns = hopper_schedule.columns(head_dim).stored
+    if kernel == "backward" and columns <= 128:
+        variants.append(replace(causal, mask="window", unmasked=False))
+    elif kernel == "forward" and columns in pairing.COSTS_IN_WINDOWS:
+        variants.append(replace(causal, mask="window", tiles=2))
+    return variants
 
 
 def main() -> int:
@@ -214,6 +223,7 @@ def main() -> int:
                     f"{'pairs' if variant.tiles == 2 else '':<6}"
                     f"{variant.mask if variant.mask != 'plain' else '':<7}"
                     f"{'cap' if variant.softcap else '':<4}"
+                    f"{'' if variant.unmasked else 'short':<6}"
                     f"{compiled.metadata.shared / 1024:4.0f} KiB shared  {spills}",
                     *slow,
                     sep="\n    ",

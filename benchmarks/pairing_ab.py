@@ -1,7 +1,8 @@
 """Forward pass with single query tiles against pairs, on a Hopper GPU, beside what was predicted.
 
-Run as ``python -m benchmarks.pairing_ab [--mask causal full]`` in the repository. Both schedules
-run in turns, each as a replayed CUDA graph of several launches; times are medians over the turns.
+Run as ``python -m benchmarks.pairing_ab [--mask causal full] [--window KEYS]`` in the repository.
+Both schedules run in turns, each as a replayed CUDA graph of several launches; times are medians
+over the turns.
 ``model`` is what :mod:`kernels.flash.hopper.pairing` predicts, and ``takes`` what it chooses.
 """
 
@@ -26,6 +27,9 @@ SHAPES = [
 ]
 """Batch size, heads, tokens, head dim."""
 
+SHAPES_OF_WINDOWS = [(1, 16, 65536, d) for d in (64, 128)]
+"""Besides; without a window they would take minutes."""
+
 LAUNCHES = 20
 """Launches of one graph, so that the start of a graph does not count."""
 
@@ -48,11 +52,13 @@ def captured(forward_pass: ForwardPass, tiles: int) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def compare(batch_size: int, heads: int, tokens: int, head_dim: int, causal: bool) -> str:
+def compare(
+    batch_size: int, heads: int, tokens: int, head_dim: int, causal: bool, window: int | None
+) -> str:
     """One row of the table."""
     shape = (batch_size, heads, tokens, head_dim)
     q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    problem = describe(q, k, v, causal=causal)
+    problem = describe(q, k, v, causal=causal, window=window)
     outputs = {t: (torch.empty_like(q), q.new_empty(shape[:3]).float()) for t in (1, 2)}
     graphs = {
         t: captured(
@@ -77,6 +83,7 @@ def compare(batch_size: int, heads: int, tokens: int, head_dim: int, causal: boo
         "heads": batch_size * heads,
         "block_d": head_dim,
         "causal": causal,
+        "window": window,
         "processors": torch.cuda.get_device_properties(q.device).multi_processor_count,
     }
     predicted = [pairing.predicted_us(**facts, tiles=tiles) for tiles in (1, 2)]
@@ -96,6 +103,7 @@ def compare(batch_size: int, heads: int, tokens: int, head_dim: int, causal: boo
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pairing_ab", description=__doc__)
     parser.add_argument("--mask", nargs="+", default=["causal"], choices=["causal", "full"])
+    parser.add_argument("--window", type=int, help="keys that a query sees; by default all")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("pairing_ab: needs a CUDA device, and torch sees none", file=sys.stderr)
@@ -109,8 +117,8 @@ def main() -> int:
         f"{'':<29}{'single us':>10} {'pairs us':>9}  ratio   model: single    pairs  ratio  takes"
     )
     for mask in arguments.mask:
-        for shape in SHAPES:
-            print(compare(*shape, causal=mask == "causal"), flush=True)
+        for shape in SHAPES + (SHAPES_OF_WINDOWS if arguments.window else []):
+            print(compare(*shape, mask == "causal", arguments.window), flush=True)
     return 0
 
 

@@ -451,6 +451,7 @@ def accumulate(
     MASK: gl.constexpr,
     SOFTCAP: gl.constexpr,
     RESIDENT: gl.constexpr,
+    UNMASKED: gl.constexpr,
 ):
     """One consumer: dK and dV of 64 keys, and its half of every turn's dQ."""
     dtype: gl.constexpr = shared.k_tiles.dtype
@@ -502,23 +503,27 @@ def accumulate(
     for member in range(heads.num_members):
         line = seq.batch * heads.num_heads + heads.first_head + member
         of_line = dq_sums + (line.to(gl.int64) * heads.padded_len + seq.line_start) * BLOCK_D
+        # Ends of the loops: a masked one, one without a mask, and under a window a masked one.
         mask_end = turns.first + turns.num_masked
+        if not UNMASKED:
+            mask_end = turns.end
         progress, dq_ptr, before = take_turns(
             shared, views, k, v, progress, dq_ptr, before, of_line, member, turns.first, mask_end,
             seq, heads, turns, scale_log2, CONSUMER, STAGES, BLOCK_D, MAIN, TAIL, CAUSAL, MASK,
             SOFTCAP, True, RESIDENT,
         )  # fmt: skip
-        progress, dq_ptr, before = take_turns(
-            shared, views, k, v, progress, dq_ptr, before, of_line, member, mask_end,
-            turns.unmasked_end, seq, heads, turns, scale_log2, CONSUMER, STAGES, BLOCK_D, MAIN,
-            TAIL, CAUSAL, MASK, SOFTCAP, False, RESIDENT,
-        )  # fmt: skip
-        if MASK == "window":
+        if UNMASKED:
             progress, dq_ptr, before = take_turns(
-                shared, views, k, v, progress, dq_ptr, before, of_line, member,
-                turns.unmasked_end, turns.end, seq, heads, turns, scale_log2, CONSUMER, STAGES,
-                BLOCK_D, MAIN, TAIL, CAUSAL, MASK, SOFTCAP, True, RESIDENT,
+                shared, views, k, v, progress, dq_ptr, before, of_line, member, mask_end,
+                turns.unmasked_end, seq, heads, turns, scale_log2, CONSUMER, STAGES, BLOCK_D, MAIN,
+                TAIL, CAUSAL, MASK, SOFTCAP, False, RESIDENT,
             )  # fmt: skip
+            if MASK == "window":
+                progress, dq_ptr, before = take_turns(
+                    shared, views, k, v, progress, dq_ptr, before, of_line, member,
+                    turns.unmasked_end, turns.end, seq, heads, turns, scale_log2, CONSUMER, STAGES,
+                    BLOCK_D, MAIN, TAIL, CAUSAL, MASK, SOFTCAP, True, RESIDENT,
+                )  # fmt: skip
     parity = progress.parity
     if turns.end > turns.first:
         # dQ of the last turn.
@@ -588,6 +593,7 @@ def flash_backward(
     scale_log2,
     STAGES: gl.constexpr,
     RESIDENT: gl.constexpr,
+    UNMASKED: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr,
     MAIN: gl.constexpr,
@@ -602,7 +608,8 @@ def flash_backward(
 
     It takes ``num_members`` of the ``group_size`` query heads that share the key head; where that
     is not all of them, the parts write a dK and dV each, as if of so many more key heads, and
-    rows.sum_parts adds them up.
+    rows.sum_parts adds them up. Without ``UNMASKED`` every turn takes a mask, as all turns of a
+    short window need one (schedule.has_unmasked_turns).
     dq_sums is [num_lines, padded_len, BLOCK_D] float32, tiles of 64 by 64 in the order of
     :func:`by_thread`; counts is [num_lines, padded_len / 128] int32, zero at the start.
     """
@@ -689,6 +696,7 @@ def flash_backward(
                     MASK,
                     SOFTCAP,
                     RESIDENT,
+                    UNMASKED,
                 ),
             ),
             (
@@ -712,6 +720,7 @@ def flash_backward(
                     MASK,
                     SOFTCAP,
                     RESIDENT,
+                    UNMASKED,
                 ),
             ),
             (produce, (inputs, shared, heads, seq, turns, STAGES)),

@@ -20,7 +20,7 @@ MARGIN = 0.02
 """Pairs are taken if this share of the time is predicted to be saved: the model is no better."""
 
 LONGEST = 4096
-"""Queries and keys of the longest sequences whose pairs were measured beside the fit.
+"""Queries and keys of the longest sequences without a window that were measured beside the fit.
 
 At 16,384 they took 14% longer than single tiles, where these costs say 2%; in between nobody
 has looked."""
@@ -52,19 +52,36 @@ COSTS = {
 }
 """Costs by padded head dim."""
 
+# Fitted on an H200 to 16 heads of 65,536 tokens in causal windows of 128 to 4,096 keys, where times
+# of single calls were measured. In CUDA graphs pairs gain less than predicted, and are the better
+# choice wherever they are taken (benchmarks.pairing_ab: 0.69 to 0.98 of the time, docs/kernels.md).
+COSTS_IN_WINDOWS = {
+    64: Costs(launch=3.0, program=3.2, tile=4.3, key_tile=1.08),
+    128: Costs(launch=2.3, program=4.0, tile=3.0, key_tile=1.41),
+}
+"""Costs by padded head dim, of masked tiles at both ends of what a query tile sees."""
+
 
 @lru_cache(maxsize=1024)
 def tiles_of_program(
-    *, q_len: int, kv_len: int, heads: int, block_d: int, causal: bool, processors: int
+    *,
+    q_len: int,
+    kv_len: int,
+    heads: int,
+    block_d: int,
+    causal: bool,
+    window: int | None,
+    processors: int,
 ) -> int:
     """1 or 2: the query tiles of a program with which the forward pass should end sooner.
 
     Args:
         heads: query heads, over the whole batch.
         block_d: padded head dim, 64 or 128.
+        window: keys that a query sees, as :class:`kernels.problem.Mask` has it.
         processors: of the GPU.
     """
-    if max(q_len, kv_len) > LONGEST:
+    if window is None and max(q_len, kv_len) > LONGEST:
         return 1
     single, pairs = (
         predicted_us(
@@ -73,6 +90,7 @@ def tiles_of_program(
             heads=heads,
             block_d=block_d,
             causal=causal,
+            window=window,
             processors=processors,
             tiles=tiles,
         )
@@ -88,12 +106,13 @@ def predicted_us(
     heads: int,
     block_d: int,
     causal: bool,
+    window: int | None,
     processors: int,
     tiles: int,
 ) -> float:
     """Microseconds of the forward pass with programs of ``tiles`` query tiles."""
-    costs = COSTS[block_d]
-    num_key_tiles = key_tile_counts(q_len, kv_len, causal)
+    costs = (COSTS if window is None else COSTS_IN_WINDOWS)[block_d]
+    num_key_tiles = key_tile_counts(q_len, kv_len, causal, window)
     durations = [
         costs.program + sum(costs.tile + costs.key_tile * num_key_tiles[tile] for tile in program)
         for program in programs(len(num_key_tiles), tiles, causal)
@@ -104,14 +123,18 @@ def predicted_us(
     return costs.launch + makespan(durations, heads, processors)
 
 
-def key_tile_counts(q_len: int, kv_len: int, causal: bool) -> list[int]:
+def key_tile_counts(q_len: int, kv_len: int, causal: bool, window: int | None) -> list[int]:
     """How many key tiles each query tile of a head visits."""
     counts = []
     for first in range(0, q_len, TILE_ROWS):
-        visible = kv_len
+        last = min(first + TILE_ROWS, q_len) - 1
+        start, stop = 0, kv_len
+        if window is not None:
+            start = max(0, first + kv_len - q_len - window + 1)
+            stop = min(kv_len, last + kv_len - q_len + window)
         if causal:
-            visible += min(first + TILE_ROWS, q_len) - q_len
-        counts.append(max(0, -(-visible // TILE_ROWS)))
+            stop = min(stop, last + 1 + kv_len - q_len)
+        counts.append(max(0, -(-stop // TILE_ROWS) - start // TILE_ROWS))
     return counts
 
 

@@ -120,7 +120,10 @@ def plan_backward(call: BackwardPass) -> BackwardPlan:
     num_key_tiles = -(-problem.kv_len // size)
     parts_shape = (k.shape[0], problem.num_kv_heads * num_parts, k.shape[2], problem.head_dim)
     dk_strides, dv_strides = dk.stride()[:3], dv.stride()[:3]
-    resident = {"RESIDENT": chosen.resident} if width <= 128 else {}
+    by_width = {}
+    if width <= 128:
+        by_width["RESIDENT"] = chosen.resident
+        by_width["UNMASKED"] = schedule.has_unmasked_turns(problem.causal, problem.window)
     rowwise = {
         "HEAD_DIM": problem.head_dim,
         "BLOCK_D": width,
@@ -154,7 +157,7 @@ def plan_backward(call: BackwardPass) -> BackwardPlan:
         main=PreparedLaunch(
             flash_backward if width <= 128 else flash_backward_wide,
             (num_key_tiles * problem.batch_size * problem.num_kv_heads * num_parts, 1, 1),
-            {"STAGES": chosen.stages, **resident, **_constants(problem)},
+            {"STAGES": chosen.stages, **by_width, **_constants(problem)},
             integers=(
                 *(dk_strides if num_parts == 1 else _contiguous_strides(parts_shape)),
                 *(dv_strides if num_parts == 1 else _contiguous_strides(parts_shape)),

@@ -169,23 +169,32 @@ class TestPairs:
         assert pairing.programs(5, 2, causal=True) == [[4], [3, 0], [2, 1]]
         assert pairing.programs(5, 2, causal=False) == [[0, 1], [2, 3], [4]]
         for tokens in (1024, 1152):
-            lengths = pairing.key_tile_counts(tokens, tokens, causal=True)
+            lengths = pairing.key_tile_counts(tokens, tokens, causal=True, window=None)
             pairs = pairing.programs(len(lengths), 2, causal=True)
             assert {sum(lengths[tile] for tile in pair) for pair in pairs} == {9}
 
     @pytest.mark.parametrize(
-        ("q_len", "kv_len", "causal", "counts"),
+        ("q_len", "kv_len", "causal", "window", "counts"),
         [
-            (300, 300, True, [1, 2, 3]),
-            (300, 300, False, [3, 3, 3]),
+            (300, 300, True, None, [1, 2, 3]),
+            (300, 300, False, None, [3, 3, 3]),
             # The first 200 of 400 queries see no key, the last ones all 200.
-            (400, 200, True, [0, 1, 2, 2]),
+            (400, 200, True, None, [0, 1, 2, 2]),
             # The first query sees 301 keys.
-            (200, 500, True, [4, 4]),
+            (200, 500, True, None, [4, 4]),
+            # Query 256 sees keys from 129 on, query 384 from 257 on.
+            (512, 512, True, 128, [1, 2, 2, 2]),
+            (512, 512, True, 129, [1, 2, 2, 2]),
+            (512, 512, True, 130, [1, 2, 3, 3]),
+            (512, 512, False, 2, [2, 3, 3, 2]),
+            # The first 200 queries see no key, the last 100 no key any more.
+            (500, 100, True, 101, [0, 0, 0, 1]),
         ],
     )
-    def test_key_tiles(self, q_len: int, kv_len: int, causal: bool, counts: list[int]) -> None:
-        assert pairing.key_tile_counts(q_len, kv_len, causal) == counts
+    def test_key_tiles(
+        self, q_len: int, kv_len: int, causal: bool, window: int | None, counts: list[int]
+    ) -> None:
+        assert pairing.key_tile_counts(q_len, kv_len, causal, window) == counts
 
     def test_programs_start_in_order_where_there_is_room(self) -> None:
         # Two processors and twice 1, 3: one has 1, 1 and 3, the other 3.
@@ -206,6 +215,15 @@ class TestPairs:
     def test_no_pairs_where_none_were_measured(self) -> None:
         assert pairing.tiles_of_program(**self.shape(16, 2 * pairing.LONGEST, 128)) == 1
 
+    @pytest.mark.parametrize(("window", "tiles"), [(128, 2), (1024, 2), (4096, 2), (16384, 1)])
+    def test_pairs_in_windows_that_few_key_tiles_fill(self, window: int, tiles: int) -> None:
+        """The tile's own cost weighs less, the more key tiles there are."""
+        shape = self.shape(16, 65536, 128) | {"window": window}
+        assert pairing.tiles_of_program(**shape) == tiles
+
+    def test_no_pairs_in_windows_that_leave_processors_idle(self) -> None:
+        assert pairing.tiles_of_program(**self.shape(8, 1024, 128) | {"window": 128}) == 1
+
     def test_too_many_to_simulate(self) -> None:
         few, many = (self.shape(heads, 512, 64) for heads in (1024, 1025))
         for tiles in (1, 2):
@@ -220,6 +238,7 @@ class TestPairs:
             "heads": heads,
             "block_d": block_d,
             "causal": True,
+            "window": None,
             "processors": 132,
         }
 

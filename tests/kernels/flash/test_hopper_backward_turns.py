@@ -15,6 +15,7 @@ import torch
 from gluon_numbers import backward_functions
 from torch import Tensor
 
+from kernels.flash.hopper.schedule import PROGRAM_ROWS, has_unmasked_turns
 from kernels.problem import Mask
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
@@ -76,6 +77,21 @@ def check_turns(kernel: SimpleNamespace, mask: Mask, q_len: int, kv_len: int, si
         numbers = mask.window or 0, mask.prefix_len, mask.shift
         reached = kernel.is_reached(turn, q_len, kv_len, *numbers, *constants)
         assert reached == bool(orders)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [1, 127, 128, 129, 253, 254, 255, 256, 600])
+def test_only_long_windows_have_turns_without_a_mask(causal: bool, window: int) -> None:
+    kernel = backward_functions(None)
+    edges = kernel.Edges(window, 0, 0)
+    # With 127 keys more the first query of a turn sees the last key of a program's and no other.
+    tiles = [
+        kernel.turns_of_keys(tile, 1024, kv_len, edges, PROGRAM_ROWS, causal, "window")
+        for kv_len in (1024, 1024 + 127)
+        for tile in range(8)
+    ]
+    found = any(tile.first + tile.num_masked < tile.unmasked_end for tile in tiles)
+    assert found == has_unmasked_turns(causal, window)
 
 
 def check_all(longest: int, size: int, edit: tuple[str, str] | None = None) -> None:

@@ -53,8 +53,8 @@ def check(seed: int, edit: tuple[str, str] | None = None, window: int | None = N
                 sequence=sequence,
                 edit=edit,
             )
-            if mask.is_plain:
-                counts = key_tile_counts(own_q_len, own_kv_len, causal)
+            if not mask.prefix_len and not mask.shift:
+                counts = key_tile_counts(own_q_len, own_kv_len, causal, mask.window)
                 assert {row: len(scores) for row, scores in stored.items()} == {
                     row: counts[row // 128] for row in stored
                 }
