@@ -73,9 +73,18 @@ def capture(
             (warm_up or step)()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, stream=stream):
+    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=_error_mode()):
         result = step()
     return graph, result
+
+
+def _error_mode() -> str:
+    """Which threads' calls may spoil a capture.
+
+    NCCL's watchdog asks for the state of earlier collectives from a thread of its own, which would.
+    """
+    several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return "thread_local" if several else "global"
 
 
 def require_static(captured: tuple[Tensor, ...], given: tuple[Tensor, ...]) -> None:

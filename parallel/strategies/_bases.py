@@ -40,6 +40,7 @@ class BufferedStrategy(DataParallelStrategy):
 class ShardedStateStrategy(DataParallelStrategy):
     """Optimizer state in shards: the wrapped model's ``parameters()`` are this rank's shards."""
 
+    captures: ClassVar[bool] = False
     improves_on: ClassVar[str | None] = None
 
     @property

@@ -21,6 +21,7 @@ from parallel.strategies.strategy import Strategy, strategy
 class BucketedDDPStrategy(BufferedStrategy):
     """:class:`parallel.data.BucketedDDP` over the data ranks."""
 
+    captures: ClassVar[bool] = True
     improves_on: ClassVar[str | None] = "ddp_overlapped"
 
     bucket_size_mb: float = 25.0

@@ -19,6 +19,7 @@ from parallel.strategies.strategy import strategy
 class FlatDDPStrategy(BufferedStrategy):
     """:class:`parallel.data.FlatDDP` over the data ranks."""
 
+    captures: ClassVar[bool] = True
     improves_on: ClassVar[str | None] = "ddp_naive"
 
     def loose_gradients(self, sizes: Sequence[float]) -> float:

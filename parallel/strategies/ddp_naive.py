@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -16,6 +17,8 @@ from parallel.strategies.strategy import strategy
 @dataclass(kw_only=True, slots=True)
 class NaiveDDPStrategy(DataParallelStrategy):
     """:class:`parallel.data.NaiveDDP` over the data ranks."""
+
+    captures: ClassVar[bool] = True
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         return containers.NaiveDDP(model, group=self.data_group())

@@ -18,6 +18,7 @@ from parallel.strategies.strategy import strategy
 class OverlappedDDPStrategy(DataParallelStrategy):
     """:class:`parallel.data.OverlappedDDP` over the data ranks."""
 
+    captures: ClassVar[bool] = True
     improves_on: ClassVar[str | None] = "ddp_flat"
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:

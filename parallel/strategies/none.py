@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -15,6 +16,8 @@ from parallel.strategies.strategy import Strategy, strategy
 @dataclass(kw_only=True, slots=True)
 class NoDataParallelism(Strategy):
     """One batch; where its sequences are split, gradients are averaged after backward."""
+
+    captures: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         Strategy.__post_init__(self)

@@ -44,6 +44,8 @@ class Strategy:
     """Another strategy whose time tables hold this one's against, besides PyTorch's DDP."""
     improves_on: ClassVar[str | None] = None
     """The simpler strategy that it takes one step further; figures show them in this order."""
+    captures: ClassVar[bool] = False
+    """Whether a CUDA graph may hold the backward pass on several ranks, with what they exchange."""
     casts_shares: ClassVar[bool] = False
     """Whether a rank casts its own share of the weights for autocast, rather than all of them."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from typing import ClassVar
 
 import torch
 
@@ -27,12 +28,17 @@ CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 class MeasuredStep:
     """A model with all that a step needs; calling it takes the step.
 
+    Attributes:
+        captured: whether calls replay CUDA graphs.
+
     Args:
         attention: the case's attention, bound to ranks where they share sequences.
         make_batch: makes this rank's batch; called once, after the model is made.
         mode: forward, forward_backward or train_step.
         max_norm: gradients are clipped to this norm before the optimizer's step; None leaves them.
     """
+
+    captured: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -53,8 +59,10 @@ class MeasuredStep:
         self._loss_of = loss_function(case)
         self.optimizer: torch.optim.Optimizer | None = None
         if mode == "train_step":
+            # A captured optimizer counts its steps on the device.
+            options = {"capturable": True} if self.captured else {}
             self.optimizer = case.parallel.optimizer(
-                self.model.parameters(), torch.optim.AdamW, lr=1e-4, fused=True
+                self.model.parameters(), torch.optim.AdamW, lr=1e-4, fused=True, **options
             )
         self._scaler = case.parallel.grad_scaler(case.device, enabled=case.precision.grad_scaler)
         self._batch = make_batch()
@@ -63,37 +71,30 @@ class MeasuredStep:
         self._last_norm: torch.Tensor | None = None
 
     def __call__(self, timer: PhaseTimer) -> None:
+        self.launch(timer)
+
+    def launch(self, timer: PhaseTimer) -> None:
+        """Take the step with each of its kernels launched from here."""
         if self._uses_cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()
-        with (
-            timer.phase("forward"),
-            torch.set_grad_enabled(self._trains),
-            autocast(self._case),
-        ):
+        with timer.phase("forward"):
             loss = self._forward()
-        self._last_loss = loss.detach()
         if self._trains:
             self._backward(loss, timer)
         if self.optimizer is not None:
             with timer.phase("optimizer"):
-                if self._max_norm is not None:
-                    self._last_norm = unscale_and_clip(
-                        self._scaler,
-                        self.optimizer,
-                        self.model,
-                        self._max_norm,
-                        self._case.parallel,
-                    )
-                self._scaler.step(self.optimizer)
-                self._scaler.update()
+                self._update(self.optimizer)
         self.model.zero_grad(set_to_none=True)
 
     def _forward(self) -> torch.Tensor:
         batch = self._batch
-        logits = self.model(batch.tokens, batch.positions)
-        # Logits end with this function: the backward pass does not need them.
-        with named_range("loss"):
-            return self._loss_of(logits, batch.targets, batch.num_targets)
+        with torch.set_grad_enabled(self._trains), autocast(self._case):
+            logits = self.model(batch.tokens, batch.positions)
+            # Logits end with this function: the backward pass does not need them.
+            with named_range("loss"):
+                loss = self._loss_of(logits, batch.targets, batch.num_targets)
+        self._last_loss = loss.detach()
+        return loss
 
     def _backward(self, loss: torch.Tensor, timer: PhaseTimer) -> None:
         parallel = self._case.parallel

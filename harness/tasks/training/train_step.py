@@ -31,8 +31,8 @@ from harness.cases.task import Task, Work, task
 from harness.measure import attention_calls, check, profiling, split_call
 from harness.predictions import training
 from harness.tasks import batch
+from harness.tasks.training import captured_step, strategy_check
 from harness.tasks.training import step as training_step
-from harness.tasks.training import strategy_check
 from kernels import Attention, AttentionProblem
 from kernels.registry import joined_later
 from models import accounting, layers
@@ -58,6 +58,9 @@ class TrainStep(Task):
     clip_grad_norm: float | None = joined_later(None)
     """The largest norm of all gradients together, to which each step clips them before the
     optimizer runs, in its phase; null leaves them as they are."""
+    cuda_graph: bool = joined_later(False)
+    """Capture the forward pass, the backward pass with what ranks exchange in it, and the optimizer
+    once each and replay them, on all ranks: the step without the time of its launches."""
 
     modes: ClassVar[tuple[str, ...]] = MODES
     uses: ClassVar[frozenset[str]] = frozenset({"model", "compile", "checkpoint", "profile"})
@@ -85,6 +88,15 @@ class TrainStep(Task):
         if self.clip_grad_norm is not None:
             _require_clipping(self.clip_grad_norm, self.mode)
         _require_divisible(case)
+        if (
+            self.cuda_graph
+            and case.compile is not None
+            and case.compile.mode in training_step.CUDA_GRAPH_MODES
+        ):
+            raise ValueError(
+                f"task.cuda_graph=true: compile.mode={case.compile.mode} captures CUDA graphs "
+                "itself; use compile.mode=default, or task.cuda_graph=false"
+            )
         if case.checkpoint is not None and self.mode == "forward":
             raise ValueError(
                 f"checkpoint={case.checkpoint.scope}: task.mode=forward keeps no activations that "
@@ -97,7 +109,8 @@ class TrainStep(Task):
             )
 
     def words(self) -> list[str]:
-        return [] if self.clip_grad_norm is None else [f"clip{self.clip_grad_norm:g}"]
+        found = [] if self.clip_grad_norm is None else [f"clip{self.clip_grad_norm:g}"]
+        return found + (["cuda_graph"] if self.cuda_graph else [])
 
     def num_passes(self) -> int:
         return self.warmup_steps + self.measure_steps
@@ -120,6 +133,13 @@ class TrainStep(Task):
         )
 
     def why_unsupported(self, case: Case) -> str | None:
+        if self.cuda_graph and case.device != "cuda":
+            return "CUDA graphs exist on CUDA devices only"
+        if self.cuda_graph and case.world_size > 1 and not case.parallel.captures:
+            return (
+                f"parallel={case.parallel.name} is not captured in a CUDA graph: its host decides "
+                "during a step, or leaves work to the next one"
+            )
         # Layers with full attention ask for less, which a backend may still not take.
         reasons = (case.attention.why_unsupported(part.attention_problem) for part in _kinds(case))
         return next((reason for reason in reasons if reason is not None), None)
@@ -137,7 +157,7 @@ class TrainStep(Task):
         if self.mode != "forward":
             phases["backward"] = Work(flops=backward)
             total += backward
-            if case.parallel.synchronizes_after_backward:
+            if case.parallel.synchronizes_after_backward and not self.cuda_graph:
                 phases["communication"] = Work(flops=0.0)
         if self.mode == "train_step":
             phases["optimizer"] = Work(flops=0.0)
@@ -145,10 +165,16 @@ class TrainStep(Task):
         return phases
 
     def predicted_memory(self, case: Case) -> dict[str, float] | None:
-        """Bytes at the peak of a step; not where torch.compile decides on what is materialised."""
+        """Bytes at the peak of a step.
+
+        Not where torch.compile decides on what is materialised, nor of CUDA graphs, whose memory is
+        theirs between steps too.
+        """
         problem = replace(self.attention_problem(case), needs_grad=True)
-        if self.compiles(case) or (
-            case.attention.compiles and case.attention.keeps_scores(problem)
+        if (
+            self.cuda_graph
+            or self.compiles(case)
+            or (case.attention.compiles and case.attention.keeps_scores(problem))
         ):
             return None
         return training.footprint(case).peak_parts()
@@ -207,14 +233,15 @@ class TrainStep(Task):
         bench.stage("set-up")
         bench.release_memory()
         baseline = bench.allocated_bytes()
-        step = training_step.MeasuredStep(
+        kind = captured_step.CapturedStep if self.cuda_graph else training_step.MeasuredStep
+        step = kind(
             case, bench, attention, make_batch, mode=self.mode, max_norm=self.clip_grad_norm
         )
         # Without warm-up, nothing may run before the measured steps.
         warmup = self.warmup_steps
         if trains_together and warmup:
             notes = step_memory.MemoryNotes(bench, step.model, step.optimizer, baseline)
-            step_memory.note_first_step(bench, step, notes)
+            step_memory.note_first_step(bench, step.launch, notes)
             warmup -= 1
         bench.measure(
             step, warmup=warmup, passes=self.measure_steps, whole_step="step", in_a_row=several
@@ -237,8 +264,9 @@ class TrainStep(Task):
         )
         profiling.profile_if_asked(case, bench, program)
         if trains_together and bench.in_last_round:
-            step_traffic.note_traffic(bench, step)
-            step_trace.note_timeline(bench, step, step.finish)
+            step_traffic.note_traffic(bench, step.launch)
+            if not self.cuda_graph:
+                step_trace.note_timeline(bench, step, step.finish)
         step.finish()
         if trains_together:
             strategy_check.check_replicas(case, bench, step.module)

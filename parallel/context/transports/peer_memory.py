@@ -8,8 +8,6 @@ tested, without a GPU. No multicast and no multimem operations are used.
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import os
 import tempfile
 from pathlib import Path
@@ -19,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel.context.transports.stream_barrier import WORD_BYTES, StreamBarrier, num_words
 from parallel.streams import SideStream
 
 
@@ -39,6 +38,10 @@ class PeerMemory(Protocol):
         Writes that any rank's stream made before its barrier of this channel are visible to
         every rank's stream after it.
         """
+        ...
+
+    def settle(self, channel: int) -> None:
+        """End a pass's barriers of a channel, so that a CUDA graph of the pass can be replayed."""
         ...
 
 
@@ -73,16 +76,15 @@ CHANNELS = 2
 """Barriers of different channels may be under way at once, on different streams."""
 
 _ALIGNMENT = 16
-"""The signals behind the buffer begin at a multiple of this many bytes."""
+"""The words of barriers behind the buffer begin at a multiple of this many bytes."""
 
 
 class CudaPeerMemory(PeerViews):
     """Symmetric memory of the current device; made by all ranks of the group together.
 
-    A barrier counts up one word on each peer and waits for one from each: memory operations of
-    the stream, which run on no SM. PyTorch's own barrier is a kernel that spins until the last
-    rank has come, on an SM that attention wants. At 16,384 tokens on four H200s, where a pass
-    takes 6 ms, that cost 0.15 ms, and made this transport slower than messages.
+    Its barriers are a :class:`StreamBarrier` for each channel. PyTorch's own is a kernel that spins
+    until the last rank has come, on an SM that attention wants. At 16,384 tokens on four H200s,
+    where a pass takes 6 ms, that cost 0.15 ms, and made this transport slower than messages.
     """
 
     def __init__(self, group: dist.ProcessGroup, num_bytes: int, device: torch.device) -> None:
@@ -92,36 +94,28 @@ class CudaPeerMemory(PeerViews):
         super().__init__()
         self.num_bytes = num_bytes
         self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._first_signal = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        whole = self._first_signal + CHANNELS * self._num_ranks * _Signal.BYTES
+        self._first_word = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        whole = self._first_word + CHANNELS * num_words(self._num_ranks) * WORD_BYTES
         before = torch.cuda.memory_allocated(device)
         self._own = symmetric.empty(whole, dtype=torch.uint8, device=device)
         # Versions differ in whether symmetric memory comes out of the allocator's pools.
         self.outside_bytes = max(0, num_bytes - (torch.cuda.memory_allocated(device) - before))
-        self._own[self._first_signal :].zero_()
+        self._own[self._first_word :].zero_()
         # These zeros are queued behind what this rank computes. A peer that has gone ahead would
-        # signal a barrier here before they are written, and its signal would be lost.
+        # write a word here before they are written, and its word would be lost.
         torch.cuda.synchronize(device)
         self._handle: Any = symmetric.rendezvous(self._own, group)
-        self._signals = [self._make_signals(channel) for channel in range(CHANNELS)]
-        self._passed = [0] * CHANNELS
+        self._barriers = [self._make_barrier(channel) for channel in range(CHANNELS)]
 
-    def _make_signals(self, channel: int) -> ctypes.Array[_Signal]:
-        """The memory operations of a barrier: signal every peer, then wait for every peer."""
-        peers = [peer for peer in range(self._num_ranks) if peer != self._rank]
-        signals = (_Signal * (2 * len(peers)))()
-        for number, peer in enumerate(peers):
-            there = self._address(peer, channel, sender=self._rank)
-            here = self._address(self._rank, channel, sender=peer)
-            signals[number] = _Signal(operation=_Signal.WRITE, address=there)
-            signals[len(peers) + number] = _Signal(operation=_Signal.WAIT, address=here)
-        return signals
+    def _make_barrier(self, channel: int) -> StreamBarrier:
+        first = self._first_word + channel * num_words(self._num_ranks) * WORD_BYTES
 
-    def _address(self, rank: int, channel: int, sender: int) -> int:
-        """The address of the word in ``rank``'s memory that ``sender`` writes."""
-        at = self._first_signal + (channel * self._num_ranks + sender) * _Signal.BYTES
-        word: Tensor = self._handle.get_buffer(rank, (_Signal.BYTES,), torch.uint8, at)
-        return word.data_ptr()
+        def address(rank: int, number: int) -> int:
+            at = first + number * WORD_BYTES
+            word: Tensor = self._handle.get_buffer(rank, (WORD_BYTES,), torch.uint8, at)
+            return word.data_ptr()
+
+        return StreamBarrier(self._rank, self._num_ranks, address)
 
     def make(self, rank: int, offset: int, like: Tensor) -> Tensor:
         element = like.element_size()
@@ -130,45 +124,14 @@ class CudaPeerMemory(PeerViews):
         return view
 
     def barrier(self, channel: int) -> None:
-        self._passed[channel] += 1
-        signals = self._signals[channel]
-        for signal in signals:
-            signal.value = self._passed[channel]
-        stream = torch.cuda.current_stream(self._own.device).cuda_stream
-        code = _driver().cuStreamBatchMemOp_v2(
-            ctypes.c_void_p(stream), ctypes.c_uint(len(signals)), signals, ctypes.c_uint(0)
-        )
-        if code:
-            raise RuntimeError(
-                f"the CUDA driver refuses to signal between GPUs (cuStreamBatchMemOp: {code}); "
-                "attention.transport=send_recv, or all_gather, does without"
-            )
+        self._barriers[channel].enqueue(self._stream)
 
+    def settle(self, channel: int) -> None:
+        self._barriers[channel].settle(self._stream)
 
-class _Signal(ctypes.Structure):
-    """CUstreamBatchMemOpParams of the CUDA driver: write a word, or wait until one is as large.
-
-    A write comes after what the stream did before it, for all devices; a wait compares so that
-    a count may wrap around (CU_STREAM_WAIT_VALUE_GEQ).
-    """
-
-    WAIT, WRITE = 1, 2
-    BYTES = 4
-
-    _fields_ = (
-        ("operation", ctypes.c_uint32),
-        ("address", ctypes.c_uint64),
-        ("value", ctypes.c_uint64),
-        ("flags", ctypes.c_uint32),
-        ("alias", ctypes.c_uint64),
-        ("reserved", ctypes.c_uint64),
-    )
-
-
-@functools.cache
-def _driver() -> Any:
-    """The driver's library, which is loaded already where there is a CUDA device."""
-    return ctypes.CDLL("libcuda.so.1")
+    @property
+    def _stream(self) -> int:
+        return torch.cuda.current_stream(self._own.device).cuda_stream
 
 
 class HostPeerMemory(PeerViews):
@@ -200,6 +163,9 @@ class HostPeerMemory(PeerViews):
     def barrier(self, channel: int) -> None:
         dist.barrier(self._group)
 
+    def settle(self, channel: int) -> None:
+        """Nothing: no graph holds these barriers."""
+
 
 class PeerBuffers:
     """Keeps one :class:`PeerMemory` per purpose between calls, and grows it where needed.
@@ -214,6 +180,8 @@ class PeerBuffers:
         self._group = group
         self._device = device
         self._memory: dict[str, PeerMemory] = {}
+        self._in_graphs: list[PeerMemory] = []
+        """Memory that captured passes read and write at each replay, whatever has replaced it."""
 
     @property
     def outside_bytes(self) -> int:
@@ -221,9 +189,19 @@ class PeerBuffers:
         return sum(memory.outside_bytes for memory in self._memory.values())
 
     def get(self, purpose: str, num_bytes: int) -> PeerMemory:
-        """At least ``num_bytes`` on each rank."""
+        """At least ``num_bytes`` on each rank.
+
+        Raises RuntimeError where a CUDA graph is captured and there is less: memory is made by
+        all ranks together, in a pass of the same shapes before.
+        """
         found = self._memory.get(purpose)
+        captures = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if found is None or found.num_bytes < num_bytes:
+            if captures:
+                raise RuntimeError(
+                    "split attention is captured in a CUDA graph before a call of its shapes has "
+                    "run: call it once, forward and backward, on all ranks, and capture then"
+                )
             if found is not None:
                 # Transfers in flight, here and on other ranks, may still read the old buffer.
                 if self._device.type == "cuda":
@@ -237,4 +215,6 @@ class PeerBuffers:
                 else:
                     found = HostPeerMemory(self._group, num_bytes)
             self._memory[purpose] = found
+        if captures and found not in self._in_graphs:
+            self._in_graphs.append(found)
         return found

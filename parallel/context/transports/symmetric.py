@@ -220,6 +220,7 @@ class SymmetricRing:
         with aside(self._reducing, self._tracer, self._num_ranks, read):
             # The next pass writes the slots anew, when all have read them.
             memory.barrier(self._GRADIENTS)
+            memory.settle(self._GRADIENTS)
             self._last = StreamEvent(self._device)
         with self._tracer.span(WAIT, self._num_ranks):
             self._last.wait()

@@ -254,9 +254,10 @@ class TestCudaGraph:
         case = make_case("attention=naive", "task.cuda_graph=true")
         assert why_unsupported(case) == "CUDA graphs exist on CUDA devices only"
 
-    def test_one_rank_only(self) -> None:
-        with pytest.raises(ValueError, match=r"task.cuda_graph=true: .*use parallel.cp=1 or"):
-            make_case("attention=ring", "parallel.cp=2", "task.cuda_graph=true")
+    def test_several_ranks_need_one_too(self) -> None:
+        split = make_case("attention=ring", "parallel.cp=2", "task.cuda_graph=true")
+        assert why_unsupported(split) == "CUDA graphs exist on CUDA devices only"
+        assert split.task.predicted_memory(split) is None
 
     def test_the_name_says_so(self) -> None:
         plain, graphed = make_case("attention=naive"), make_case("task.cuda_graph=true")
