@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from kernels import AttentionProblem
 from kernels.problem import MASKS
+from kernels.registry import joined_later
 from parallel.context import bound
 from parallel.context.attention import (
     SYMMETRIC,
@@ -50,7 +51,7 @@ class HybridAttention(SequenceParallelAttention):
     ulysses: int = 0
     """Neighbouring ranks that exchange heads, a divisor of parallel.cp; 0 is the largest one below
     it, up to 8."""
-    head_groups: int = 1
+    head_groups: int = joined_later(1)
     """Groups in which a rank attends with its heads, at most as many as it has; the next group is
     exchanged while one is computed. More than a rank has key heads copy a key head for each."""
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from kernels import AttentionProblem, attention_backend
 from kernels.backends.auto import choose
 from kernels.problem import MASKS
-from kernels.registry import Look
+from kernels.registry import Look, joined_later
 from parallel.context import bound
 from parallel.context.attention import SYMMETRIC, TransportedAttention, why_not_prefix
 from parallel.context.blocks.layouts import Contiguous, Layout
@@ -51,7 +51,7 @@ class Ulysses(TransportedAttention):
     transport: str = "auto"
     """How tokens travel: one collective each way (all_to_all), or reads of peers' memory
     (symmetric), which auto chooses where GPUs can."""
-    head_groups: int = 1
+    head_groups: int = joined_later(1)
     """Groups in which a rank attends with its heads, at most as many as it has; the next group is
     exchanged while one is computed. More than a rank has key heads copy a key head for each."""
 
