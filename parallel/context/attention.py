@@ -151,21 +151,14 @@ def _attends_on_one_device(target: type[AttentionBackend]) -> bool:
 
 
 @dataclass(kw_only=True, slots=True)
-class ContextParallelAttention(SequenceParallelAttention):
-    """The project's own schemes: one forward and one backward loop, whatever the layout."""
+class TransportedAttention(SequenceParallelAttention):
+    """Schemes with a choice of transports, of which one may read peers' memory directly."""
 
     transport: str = "auto"
-    """How keys travel; auto reads peers' memory directly where GPUs can, else sends messages."""
+    """How tokens travel; auto reads peers' memory directly where GPUs can, else sends messages."""
 
-    layout_type: ClassVar[type[Layout]]
     transports: ClassVar[tuple[str, ...]]
     """Choices of :attr:`transport` beside auto, the one that runs everywhere first."""
-    gathers: ClassVar[bool] = False
-    """Whether all keys are brought here at once, in the order of their positions."""
-    needs_causal: ClassVar[bool] = False
-    """Whether the layout exists only to balance a causal mask."""
-    takes: ClassVar[frozenset[str]] = frozenset(MASKS)
-    """Of the whole sequence; blocks of it ask the kernel for shifts besides."""
 
     def __post_init__(self) -> None:
         SequenceParallelAttention.__post_init__(self)
@@ -174,6 +167,49 @@ class ContextParallelAttention(SequenceParallelAttention):
             raise ValueError(
                 f"attention.transport={self.transport}: must be one of {', '.join(choices)}"
             )
+
+    def transport_of(self, problem: AttentionProblem) -> str:
+        if self.transport != "auto":
+            return self.transport
+        direct = problem.device == "cuda" and why_not_symmetric(problem) is None
+        return SYMMETRIC if direct else self.transports[0]
+
+    def why_not_transport(self, problem: AttentionProblem) -> str | None:
+        """None if the transport can be used here, else the reason in one line."""
+        if self.transport_of(problem) != SYMMETRIC:
+            return None
+        return why_not_symmetric(problem)
+
+    def predicted_symmetric(self, problem: AttentionProblem) -> bool:
+        """Whether the transport is symmetric memory, without asking the devices.
+
+        Predictions are made where no CUDA context should be.
+        """
+        if self.transport == "auto":
+            return problem.device == "cuda"
+        return self.transport == SYMMETRIC
+
+    def reads_peers(self, group: dist.ProcessGroup, device: torch.device) -> bool:
+        """Whether the transport is symmetric memory, here."""
+        if self.transport == "auto":
+            return device.type == "cuda" and why_not_peers(group.size()) is None
+        return self.transport == SYMMETRIC
+
+
+@dataclass(kw_only=True, slots=True)
+class ContextParallelAttention(TransportedAttention):
+    """The project's own schemes: one forward and one backward loop, whatever the layout."""
+
+    transport: str = "auto"
+    """How keys travel; auto reads peers' memory directly where GPUs can, else sends messages."""
+
+    layout_type: ClassVar[type[Layout]]
+    gathers: ClassVar[bool] = False
+    """Whether all keys are brought here at once, in the order of their positions."""
+    needs_causal: ClassVar[bool] = False
+    """Whether the layout exists only to balance a causal mask."""
+    takes: ClassVar[frozenset[str]] = frozenset(MASKS)
+    """Of the whole sequence; blocks of it ask the kernel for shifts besides."""
 
     def layout(self, num_ranks: int) -> Layout:
         # One rank has nothing to balance, and so nothing to pad.
@@ -193,12 +229,6 @@ class ContextParallelAttention(SequenceParallelAttention):
         own = replace(problem, cp=1, q_len=local, kv_len=local, sinks=False)
         return choose(own, with_lse=True).name if self.kernel == "auto" else self.kernel
 
-    def transport_of(self, problem: AttentionProblem) -> str:
-        if self.transport != "auto":
-            return self.transport
-        direct = problem.device == "cuda" and why_not_symmetric(problem) is None
-        return SYMMETRIC if direct else self.transports[0]
-
     def why_not_split(self, problem: AttentionProblem) -> str | None:
         layout = self.layout(problem.cp)
         if self.needs_causal and not problem.causal:
@@ -210,11 +240,11 @@ class ContextParallelAttention(SequenceParallelAttention):
                 f"{problem.q_len} tokens do not divide by {layout.multiple}, and without a causal "
                 "mask the padding would be attended to"
             )
-        if self.transport_of(problem) == SYMMETRIC:
-            reason = why_not_symmetric(problem)
-            if reason is not None:
-                return reason
-        return why_not_prefix(problem, layout) or self._why_not_kernel(problem)
+        return (
+            self.why_not_transport(problem)
+            or why_not_prefix(problem, layout)
+            or self._why_not_kernel(problem)
+        )
 
     def _why_not_kernel(self, problem: AttentionProblem) -> str | None:
         kernel = self.on_one_device
@@ -258,15 +288,6 @@ class ContextParallelAttention(SequenceParallelAttention):
         """The memory of the transport that a problem has."""
         raise self.unwritten("_transport_memory()")
 
-    def _predicted_symmetric(self, problem: AttentionProblem) -> bool:
-        """Whether the transport is symmetric memory, without asking the devices.
-
-        Predictions are made where no CUDA context should be.
-        """
-        if self.transport == "auto":
-            return problem.device == "cuda"
-        return self.transport == SYMMETRIC
-
     @contextlib.contextmanager
     def bind(
         self, group: dist.ProcessGroup, device: torch.device
@@ -288,12 +309,6 @@ class ContextParallelAttention(SequenceParallelAttention):
     ) -> factories.TransportFactory:
         """Makes the transport of each pass; buffers that peers read outlive a pass."""
         raise self.unwritten("_transport_factory()")
-
-    def _reads_peers(self, group: dist.ProcessGroup, device: torch.device) -> bool:
-        """Whether the transport is symmetric memory, here."""
-        if self.transport == "auto":
-            return device.type == "cuda" and why_not_peers(group.size()) is None
-        return self.transport == SYMMETRIC
 
 
 @dataclass(kw_only=True, slots=True)
@@ -318,7 +333,7 @@ class RingAttention(ContextParallelAttention):
         return found
 
     def _transport_memory(self, problem: AttentionProblem) -> TransportMemoryFactory:
-        symmetric = self._predicted_symmetric(problem)
+        symmetric = self.predicted_symmetric(problem)
         if not hides_more(problem.mask, self.layout(problem.cp).padded(problem.q_len)).is_plain:
             return functools.partial(HaloMemory, published=symmetric)
         return SymmetricRingMemory if symmetric else SendRecvMemory
@@ -326,7 +341,7 @@ class RingAttention(ContextParallelAttention):
     def _transport_factory(
         self, group: dist.ProcessGroup, device: torch.device
     ) -> factories.TransportFactory:
-        if self._reads_peers(group, device):
+        if self.reads_peers(group, device):
             return factories.symmetric_ring(group, device)
         return factories.send_recv(group, device)
 
@@ -380,14 +395,14 @@ class GatherAttention(ContextParallelAttention):
         return self.on_one_device.takes_causal_rectangles
 
     def _transport_memory(self, problem: AttentionProblem) -> TransportMemoryFactory:
-        kind = SymmetricGatherMemory if self._predicted_symmetric(problem) else AllGatherMemory
+        kind = SymmetricGatherMemory if self.predicted_symmetric(problem) else AllGatherMemory
         return functools.partial(kind, kv_heads_at_once=self.kv_heads_at_once)
 
     def _transport_factory(
         self, group: dist.ProcessGroup, device: torch.device
     ) -> factories.TransportFactory:
         heads = self.kv_heads_at_once or None
-        if self._reads_peers(group, device):
+        if self.reads_peers(group, device):
             return factories.symmetric_gather(group, device, heads)
         return factories.all_gather(group, device, heads)
 

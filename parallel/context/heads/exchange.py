@@ -1,132 +1,153 @@
-"""All-to-all exchange of sequences for heads, and back, one collective each way.
+"""Exchanges of sequences for heads, and back: what they have in common, whatever the transport.
 
 DeepSpeed-Ulysses (Jacobs et al. 2023, section 3.1): a rank sends its tokens of each head to the
 rank that attends with it. In a forward pass that is (P-1)/P of its part of q, k, v and o, and in a
 backward pass as much of their gradients; k and v go to each rank that needs a copy. A ring sends
 k and v P-1 times.
+
+A rank may attend with its heads in several groups, one after another: the exchange of the next
+group then hides behind the kernel of this one, and only the first group's inputs and the last
+group's results are waited for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from parallel.context.blocks.tracing import WAIT, Tracer
-from parallel.context.heads.sequences import HEAD_DIM, Sequences
+from parallel.context.blocks.tracing import Tracer
+from parallel.context.heads.sequences import Sequences
 from parallel.context.heads.split import HeadSplit
+
+Kind = Callable[[HeadSplit, int], range]
+"""Which heads of a tensor a share of the heads has."""
+
+INPUTS: tuple[Kind, ...] = (HeadSplit.q_heads, HeadSplit.kv_heads, HeadSplit.kv_heads)
+"""The heads of q, k and v, and of their gradients."""
+QUERIES: tuple[Kind, ...] = (HeadSplit.q_heads,)
+"""The heads of o, its gradient, or the lse."""
 
 
 class ExchangePlan:
     """What the exchanges of tensors of one shape have in common, made once.
 
+    The heads of all ranks are split into as many shares as there are groups on all of them; those
+    of one rank follow each other.
+
+    Args:
+        split: the heads of each rank.
+        num_groups: groups in which a rank attends with its heads; at most as many as it has.
+
     Attributes:
-        pieces: the kernel calls of this rank.
+        shares: the heads of each share.
+        kept: what a transport prepares for the plan, by its own keys.
     """
 
-    def __init__(self, rank: int, split: HeadSplit, sequences: Sequences) -> None:
-        ranks = range(split.num_ranks)
-        self.rank, self.split, self.sequences = rank, split, sequences
-        self.pieces = split.pieces(rank)
-        self.heads = [(split.q_heads(r), *2 * (split.kv_heads(r),)) for r in ranks]
-        """Heads of q, k and v that each rank attends with."""
-        self.sizes = [[len(kind) for kind in kinds] for kinds in self.heads]
-        """How many those are."""
-        self.counts = [sum(kinds) for kinds in self.sizes]
-        self.q_counts = [kinds[0] for kinds in self.sizes]
-        self.own_counts = [self.counts[rank]] * len(ranks)
-        self.own_q_counts = [self.q_counts[rank]] * len(ranks)
-        self.all_sizes = [size for kinds in self.sizes for size in kinds]
+    def __init__(
+        self, rank: int, split: HeadSplit, sequences: Sequences, num_groups: int = 1
+    ) -> None:
+        self.rank, self.num_ranks, self.num_groups = rank, split.num_ranks, num_groups
+        self.sequences = sequences
+        self.shares = split.in_groups(num_groups)
+        self.pieces = [self.shares.pieces(self._share(rank, group)) for group in self.groups]
+        """For each group, the kernel calls of this rank."""
+        self.kept: dict[Any, Any] = {}
+
+    @property
+    def groups(self) -> range:
+        return range(self.num_groups)
+
+    @property
+    def peers(self) -> list[int]:
+        """All ranks from this one on, so that at each step every rank is another's."""
+        return [(self.rank - step) % self.num_ranks for step in range(self.num_ranks)]
+
+    def heads(self, kind: Kind, rank: int, group: int) -> range:
+        """The heads with which ``rank`` attends in a group."""
+        return kind(self.shares, self._share(rank, group))
+
+    def first_head(self, group: int) -> int:
+        """The first query head of this rank's group."""
+        return self.heads(HeadSplit.q_heads, self.rank, group).start
+
+    def counts(self, kinds: Sequence[Kind], group: int) -> list[int]:
+        """Heads of all these kinds together, for each rank."""
+        ranks = range(self.num_ranks)
+        return [sum(len(self.heads(kind, rank, group)) for kind in kinds) for rank in ranks]
+
+    def columns(self, kind: Kind) -> list[tuple[int, int, range]]:
+        """Rank, group and heads of each share, in the order of the heads."""
+        ranks = range(self.num_ranks)
+        return [(r, group, self.heads(kind, r, group)) for r in ranks for group in self.groups]
+
+    def repeats(self, kind: Kind) -> bool:
+        """Whether a head is in several shares, so that its gradients are summed."""
+        return kind is HeadSplit.kv_heads and self.shares.shares_kv_heads
+
+    def _share(self, rank: int, group: int) -> int:
+        return rank * self.num_groups + group
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Exchange:
-    """The exchanges of one pass; all ranks make them together."""
+class Arriving(Protocol):
+    """Whole sequences of a group's heads, on their way here."""
 
-    group: dist.ProcessGroup
-    plan: ExchangePlan
-    tracer: Tracer
-
-    def inwards(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """This rank's tokens of all heads -> whole sequences of its own heads."""
-        plan = self.plan
-        rows = [_rows(x) for x in (q, k, v)]
-        sent = torch.cat(
-            [
-                x[own.start : own.stop]
-                for kinds in plan.heads
-                for x, own in zip(rows, kinds, strict=True)
-            ]
-        )
-        got = self._all_to_all(sent, plan.counts, plan.own_counts, step=0)
-        del sent
-        parts = got.unflatten(0, (len(plan.counts), -1)).split(plan.sizes[plan.rank], dim=1)
-        whole_q, whole_k, whole_v = (plan.sequences.join(part) for part in parts)
-        return whole_q, whole_k, whole_v
-
-    def inwards_as_queries(self, x: Tensor) -> Tensor:
-        """:meth:`inwards` for one tensor with the heads of q, such as the gradient of o."""
-        plan = self.plan
-        sent = _rows(x).contiguous()
-        got = self._all_to_all(sent, plan.q_counts, plan.own_q_counts, step=0)
-        return plan.sequences.join(got.unflatten(0, (len(plan.q_counts), -1)))
-
-    def outwards_as_queries(self, x: Tensor) -> Tensor:
-        """Whole sequences of this rank's query heads -> its own tokens of all of them."""
-        plan = self.plan
-        sent = plan.sequences.cut(x).flatten(0, 1).contiguous()
-        got = self._all_to_all(sent, plan.own_q_counts, plan.q_counts, step=1)
-        return _rows(got).contiguous()
-
-    def outwards(self, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of :meth:`inwards`; of a key head on several ranks, their float32 sum."""
-        plan = self.plan
-        sent = torch.cat([plan.sequences.cut(x) for x in (dq, dk, dv)], dim=1).flatten(0, 1)
-        got = self._all_to_all(sent, plan.own_counts, plan.counts, step=1)
-        del sent
-        parts = got.split(plan.all_sizes)
-        own_dq = _joined_rows(parts[0::3])
-        own_dk, own_dv = (self._sum(parts[kind::3]) for kind in (1, 2))
-        return own_dq, own_dk, own_dv
-
-    def _sum(self, parts: Sequence[Tensor]) -> Tensor:
-        """All key heads from those that each rank attended with, in rank order."""
-        split = self.plan.split
-        if not split.shares_kv_heads:
-            return _joined_rows(parts)
-        shape = (split.num_kv_heads, *parts[0].shape[1:])
-        total = parts[0].new_zeros(shape, dtype=torch.float32)
-        for kinds, part in zip(self.plan.heads, parts, strict=True):
-            total[kinds[1].start : kinds[1].stop] += part
-        return _rows(total.to(parts[0].dtype)).contiguous()
-
-    def _all_to_all(
-        self, sent: Tensor, counts: Sequence[int], coming: Sequence[int], *, step: int
-    ) -> Tensor:
-        """Rows for each rank, ``counts`` of them -> rows from each, ``coming`` of them."""
-        got = sent.new_empty((sum(coming), *sent.shape[1:]))
-        row_bytes = sent[0].nbytes
-        self.tracer.sent((sum(counts) - counts[self.plan.rank]) * row_bytes)
-        with self.tracer.span(WAIT, step):
-            # As bytes, which every backend moves, whatever the dtype.
-            dist.all_to_all_single(
-                got.view(torch.uint8),
-                sent.view(torch.uint8),
-                list(coming),
-                list(counts),
-                group=self.group,
-            )
-        return got
+    def wait(self) -> Sequence[Tensor]:
+        """The tensors; on CUDA the current stream waits, not the host. To be called once."""
+        ...
 
 
-def _rows(x: Tensor) -> Tensor:
-    """Tokens of heads -> heads of tokens, and back."""
-    return x.transpose(0, HEAD_DIM)
+class Leaving(Protocol):
+    """Whole sequences of this rank's heads, on their way to the ranks that hold the tokens."""
+
+    def send(self, group: int, whole: Sequence[Tensor]) -> None:
+        """Start to send a group's tensors; they are not written to until :meth:`collect`."""
+        ...
+
+    def collect(self) -> Sequence[Tensor]:
+        """This rank's tokens of all heads, once every group has been sent.
+
+        Of a head in several shares it is the float32 sum.
+        """
+        ...
 
 
-def _joined_rows(parts: Sequence[Tensor]) -> Tensor:
-    """Rows of some heads each -> tokens of all of these heads, in one operation."""
-    return torch.cat([_rows(part) for part in parts], HEAD_DIM)
+class HeadExchange(Protocol):
+    """The exchanges of one pass; all ranks of the group make them together, in the same order."""
+
+    def inwards(self, kinds: Sequence[Kind], tensors: Sequence[Tensor]) -> Sequence[Arriving]:
+        """Start to exchange this rank's tokens of all heads, of each kind, group after group."""
+        ...
+
+    def outwards(self, kinds: Sequence[Kind], like: Tensor) -> Leaving:
+        """The way back, for tensors of the form of this rank's ``like`` but for their heads."""
+        ...
+
+
+class HeadTransport(Protocol):
+    """How the ranks of a group exchange heads; what it keeps outlives a pass."""
+
+    @property
+    def outside_bytes(self) -> int:
+        """Bytes of device memory that it holds and PyTorch's allocator does not count."""
+        ...
+
+    def exchange(self, plan: ExchangePlan, tracer: Tracer) -> HeadExchange:
+        """The exchanges of a new pass."""
+        ...
+
+
+def summed_columns(columns: Sequence[tuple[range, Tensor]], num_heads: int, dim: int) -> Tensor:
+    """Sum the parts of heads in float32, in their order, and round once.
+
+    Args:
+        columns: heads, and a tensor with those heads along ``dim``.
+    """
+    first = columns[0][1]
+    shape = (*first.shape[:dim], num_heads, *first.shape[dim + 1 :])
+    total = first.new_zeros(shape, dtype=torch.float32)
+    for heads, part in columns:
+        total.narrow(dim, heads.start, len(heads)).add_(part)
+    return total.to(first.dtype)

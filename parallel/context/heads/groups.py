@@ -22,6 +22,7 @@ from parallel.context.blocks.layouts import Contiguous
 from parallel.context.blocks.tracing import COMPUTE, Tracer
 from parallel.context.bound import SplitAttention
 from parallel.context.heads.agreement import agree, facts_of_call, kind_of_call
+from parallel.context.heads.exchange import HeadTransport
 from parallel.context.heads.head_attention import HeadAttention
 from parallel.context.heads.mesh import HeadMesh
 from parallel.context.heads.nested import Nested
@@ -36,15 +37,25 @@ class GroupAttention(SplitAttention):
     Args:
         ring: attention of a rank's group over the groups, bound to ``mesh.ring``.
         group: all ranks of the mesh.
+        transport: how the ranks of ``mesh.inner`` exchange heads.
+        num_groups: groups of heads that a rank attends with one after another, while the others
+            are exchanged.
     """
 
     def __init__(
-        self, ring: SplitAttention, layout: Nested, mesh: HeadMesh, group: dist.ProcessGroup
+        self,
+        ring: SplitAttention,
+        layout: Nested,
+        mesh: HeadMesh,
+        group: dist.ProcessGroup,
+        transport: HeadTransport,
+        num_groups: int,
     ) -> None:
         super().__init__(layout, group)
         self._inner = Contiguous(num_ranks=layout.inner_degree)
         self._ring = ring
-        self._heads = HeadAttention(_RingKernel(name="ring", ring=ring), self._inner, mesh.inner)
+        kernel = _RingKernel(name="ring", ring=ring)
+        self._heads = HeadAttention(kernel, self._inner, mesh.inner, transport, num_groups)
         self._packings: dict[tuple[Any, ...], tuple[Tensor | None, _GroupPacking | None]] = {}
         self._agreed: set[str] = set()
         # As a decorator it would import torch._dynamo with this module, in more than a second.
@@ -52,7 +63,7 @@ class GroupAttention(SplitAttention):
 
     @property
     def outside_bytes(self) -> int:
-        return self._ring.outside_bytes
+        return self._ring.outside_bytes + self._heads.outside_bytes
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         """Attention over all ranks of the group.

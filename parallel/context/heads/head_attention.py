@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,15 @@ from parallel.context.blocks.layouts import Layout
 from parallel.context.blocks.tracing import COMPUTE, Tracer
 from parallel.context.bound import SplitAttention
 from parallel.context.heads.agreement import agree, facts_of_call, kind_of_call
-from parallel.context.heads.exchange import Exchange, ExchangePlan
+from parallel.context.heads.exchange import (
+    INPUTS,
+    QUERIES,
+    Arriving,
+    ExchangePlan,
+    HeadExchange,
+    HeadTransport,
+    Leaving,
+)
 from parallel.context.heads.sequences import HEAD_DIM, DenseSequences, PackedSequences, Sequences
 from parallel.context.heads.split import HeadSplit, Piece
 
@@ -29,15 +38,34 @@ _PLANS_KEPT = 16
 
 
 class HeadAttention(SplitAttention):
-    """A kernel over the ranks of a group, each with whole sequences of some heads."""
+    """A kernel over the ranks of a group, each with whole sequences of some heads.
 
-    def __init__(self, kernel: Attention, layout: Layout, group: dist.ProcessGroup) -> None:
+    Args:
+        transport: how the ranks exchange heads.
+        num_groups: groups of heads that a rank attends with one after another, while the others
+            are exchanged.
+    """
+
+    def __init__(
+        self,
+        kernel: Attention,
+        layout: Layout,
+        group: dist.ProcessGroup,
+        transport: HeadTransport,
+        num_groups: int,
+    ) -> None:
         super().__init__(layout, group)
         self._kernel = kernel
+        self._transport = transport
+        self._num_groups = num_groups
         self._plans: dict[tuple[Any, ...], tuple[Tensor | None, ExchangePlan]] = {}
         self._agreed: set[str] = set()
         # As a decorator it would import torch._dynamo with this module, in more than a second.
         self.attend = torch.compiler.disable(self.attend)  # type: ignore[method-assign]
+
+    @property
+    def outside_bytes(self) -> int:
+        return self._transport.outside_bytes
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         """Attention over all ranks of the group.
@@ -47,16 +75,22 @@ class HeadAttention(SplitAttention):
         """
         if self.layout.num_ranks == 1:
             return self._kernel.attend(q, k, v, spec)
-        exchange = self._exchange(q, k, v, spec)
-        backward = _BackwardSpan(self.tracer)
-        whole = _Inwards.apply(q, k, v, exchange, backward)
-        with self.tracer.span(COMPUTE, 0):
-            parts = [
-                self._kernel.attend(*_piece(whole, piece), self._spec(spec, exchange, piece))
-                for piece in exchange.plan.pieces
-            ]
-        o: Tensor = _Outwards.apply(_joined(parts, HEAD_DIM), exchange, backward)
-        return o
+        call = _Call(self._transport, self._plan((q, k, v), spec), self.tracer)
+        call.begin(q, k, v)
+        last = call.plan.num_groups - 1
+        sent: list[Tensor] = []
+        for group, pieces in enumerate(call.plan.pieces):
+            whole = _Inwards.apply(q, k, v, call, group)
+            with self.tracer.span(COMPUTE, group):
+                parts = [
+                    self._kernel.attend(
+                        *_piece(whole, piece), self._spec(spec, call.plan, group, piece)
+                    )
+                    for piece in pieces
+                ]
+            joined = _joined(parts, HEAD_DIM)
+            sent.append(_Outwards.apply(joined, call, group, *(sent if group == last else ())))
+        return sent[-1]
 
     def attend_with_lse(
         self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
@@ -65,31 +99,53 @@ class HeadAttention(SplitAttention):
             return None
         if self.layout.num_ranks == 1:
             return self._kernel.attend_with_lse(q, k, v, spec)
-        exchange = self._exchange(q, k, v, spec)
-        whole = exchange.inwards(q, k, v)
-        pieces = exchange.plan.pieces
-        found = [
-            self._kernel.attend_with_lse(*_piece(whole, piece), self._spec(spec, exchange, piece))
-            for piece in pieces
-        ]
-        o = _joined([part for part, _ in found], HEAD_DIM)
-        packed = spec.packing is not None
-        lse = _joined([part for _, part in found], 0 if packed else 1)
-        # With a last dimension of one, the lse has the form of o.
-        column = (lse.mT if packed else lse).unsqueeze(-1)
-        own = exchange.outwards_as_queries(column).squeeze(-1)
-        return exchange.outwards_as_queries(o), own.mT if packed else own
+        plan = self._plan((q, k, v), spec)
+        with torch.no_grad():
+            exchange = self._transport.exchange(plan, self.tracer)
+            arriving = exchange.inwards(INPUTS, (q, k, v))
+            o = exchange.outwards(QUERIES, q)
+            found = []
+            for group, pieces in enumerate(plan.pieces):
+                whole = arriving[group].wait()
+                parts = [
+                    self._kernel.attend_with_lse(
+                        *_piece(whole, piece), self._spec(spec, plan, group, piece)
+                    )
+                    for piece in pieces
+                ]
+                o.send(group, (_joined([part for part, _ in parts], HEAD_DIM),))
+                found.append([part for _, part in parts])
+            (own,) = o.collect()
+            return own, self._lse(exchange, plan, q, found, packed=spec.packing is not None)
 
-    def _spec(self, spec: AttentionSpec, exchange: Exchange, piece: Piece) -> AttentionSpec:
+    def _lse(
+        self,
+        exchange: HeadExchange,
+        plan: ExchangePlan,
+        q: Tensor,
+        found: list[list[Tensor]],
+        *,
+        packed: bool,
+    ) -> Tensor:
+        """This rank's lse of all heads, from that of each group's pieces."""
+        # With a last dimension of one, the lse has the form of o.
+        like = torch.empty((*q.shape[:-1], 1), dtype=torch.float32, device=q.device)
+        leaving = exchange.outwards(QUERIES, like)
+        for group, parts in enumerate(found):
+            lse = _joined(parts, 0 if packed else 1)
+            leaving.send(group, ((lse.mT if packed else lse).unsqueeze(-1),))
+        own = leaving.collect()[0].squeeze(-1)
+        return own.mT if packed else own
+
+    def _spec(
+        self, spec: AttentionSpec, plan: ExchangePlan, group: int, piece: Piece
+    ) -> AttentionSpec:
         """The call of a piece, with the sinks of its heads; their gradient is zero for others."""
         if spec.sinks is None:
             return spec
-        first = exchange.plan.split.q_heads(self.rank).start
+        first = plan.first_head(group)
         heads = slice(first + piece.q.start, first + piece.q.stop)
         return replace(spec, sinks=spec.sinks[heads])
-
-    def _exchange(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Exchange:
-        return Exchange(group=self._group, plan=self._plan((q, k, v), spec), tracer=self.tracer)
 
     def _plan(self, tensors: tuple[Tensor, ...], spec: AttentionSpec) -> ExchangePlan:
         """What all calls like this one share, when all ranks are known to make the same one."""
@@ -108,7 +164,8 @@ class HeadAttention(SplitAttention):
             if len(self._plans) >= _PLANS_KEPT:
                 self._plans.pop(next(iter(self._plans)))
             # The offsets stay alive with what is known of them, so that no others get their id.
-            self._plans[key] = starts, ExchangePlan(self.rank, split, sequences)
+            plan = ExchangePlan(self.rank, split, sequences, self._num_groups)
+            self._plans[key] = starts, plan
         return self._plans[key][1]
 
     def _sequences(self, tensors: tuple[Tensor, ...], spec: AttentionSpec) -> Sequences:
@@ -138,7 +195,7 @@ class HeadAttention(SplitAttention):
             self._agreed.add(facts)
 
 
-def _piece(whole: tuple[Tensor, Tensor, Tensor], piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
+def _piece(whole: Sequence[Tensor], piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v of one kernel call."""
     q, k, v = (
         x.narrow(HEAD_DIM, heads.start, heads.stop - heads.start)
@@ -151,49 +208,102 @@ def _joined(parts: list[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-class _BackwardSpan:
-    """The span of the kernel's backward pass, which autograd runs between the two exchanges."""
+class _Call:
+    """One call of :meth:`HeadAttention.attend`, as the nodes of autograd's graph share it."""
 
-    def __init__(self, tracer: Tracer) -> None:
-        self._tracer = tracer
-        self._open = contextlib.ExitStack()
+    def __init__(self, transport: HeadTransport, plan: ExchangePlan, tracer: Tracer) -> None:
+        self.plan, self.tracer = plan, tracer
+        self._transport = transport
+        self._arriving: Sequence[Arriving] = ()
+        self._leaving: Leaving | None = None
+        self._num_sent = 0
+        self.sources: tuple[Tensor, ...] = ()
+        """What the gradients of all groups depend on, where autograd would follow it."""
+        self._computing = contextlib.ExitStack()
 
-    def begin(self) -> None:
-        self._open.enter_context(self._tracer.span(COMPUTE, 0))
+    def begin(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Start to exchange the inputs of the forward pass."""
+        exchange = self._transport.exchange(self.plan, self.tracer)
+        self._leaving, self._num_sent = exchange.outwards(QUERIES, q), 0
+        with torch.no_grad():
+            self._arriving = exchange.inwards(INPUTS, (q, k, v))
 
-    def end(self) -> None:
-        self._open.close()
+    def begin_backward(self, do: Tensor) -> None:
+        """Start to exchange the input of the backward pass."""
+        exchange = self._transport.exchange(self.plan, self.tracer)
+        self._leaving, self._num_sent = exchange.outwards(INPUTS, do), 0
+        self.sources = (do,) if torch.is_grad_enabled() else ()
+        with torch.no_grad():
+            self._arriving = exchange.inwards(QUERIES, (do,))
+
+    def arrived(self, group: int) -> Sequence[Tensor]:
+        """The inputs of a group."""
+        return self._arriving[group].wait()
+
+    def send(self, group: int, whole: Sequence[Tensor]) -> Sequence[Tensor] | None:
+        """Send a group's results; after the last group, this rank's own of all heads."""
+        assert self._leaving is not None, "begin() comes first"
+        self._leaving.send(group, whole)
+        self._num_sent += 1
+        if self._num_sent < self.plan.num_groups:
+            return None
+        found = self._leaving.collect()
+        self._leaving, self._arriving, self.sources = None, (), ()
+        return found
+
+    def begin_computing(self, group: int) -> None:
+        """The kernel's backward pass comes now, which autograd runs between two nodes."""
+        self._computing.enter_context(self.tracer.span(COMPUTE, group))
+
+    def end_computing(self) -> None:
+        self._computing.close()
 
 
 class _Inwards(torch.autograd.Function):
-    """Whole sequences of this rank's heads, from its tokens of all heads."""
+    """Whole sequences of a group of this rank's heads, from its tokens of all heads.
+
+    Autograd runs the groups from the last to the first; the gradients of all come with the one
+    that it runs last.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, exchange: Exchange, span: _BackwardSpan
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.exchange, ctx.span = exchange, span
-        return exchange.inwards(q, k, v)
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: _Call, group: int
+    ) -> tuple[Tensor, ...]:
+        ctx.call, ctx.group = call, group
+        return tuple(call.arrived(group))
 
     @staticmethod
     def backward(ctx: Any, *whole: Tensor) -> Any:
-        ctx.span.end()
+        ctx.call.end_computing()
         with torch.no_grad():
-            own = ctx.exchange.outwards(*whole)
+            own = ctx.call.send(ctx.group, whole)
+        if own is None:
+            return (None,) * 5
         return *first_order_only(_NAME, own, whole), None, None
 
 
 class _Outwards(torch.autograd.Function):
-    """This rank's tokens of all heads, from whole sequences of its own heads."""
+    """This rank's tokens of all heads, from whole sequences of each group of its own heads.
+
+    Only the last group gives them; those before give a tensor without elements, by which the last
+    depends on them.
+    """
 
     @staticmethod
-    def forward(ctx: Any, o: Tensor, exchange: Exchange, span: _BackwardSpan) -> Tensor:
-        ctx.exchange, ctx.span = exchange, span
-        return exchange.outwards_as_queries(o)
+    def forward(ctx: Any, o: Tensor, call: _Call, group: int, *before: Tensor) -> Tensor:
+        ctx.call, ctx.group, ctx.num_before = call, group, len(before)
+        ctx.set_materialize_grads(False)
+        own = call.send(group, (o,))
+        return o.new_empty(0) if own is None else own[0]
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor) -> Any:
+    def backward(ctx: Any, do: Tensor | None) -> Any:
+        call, group = ctx.call, ctx.group
+        if do is not None:
+            call.begin_backward(do)
         with torch.no_grad():
-            whole_do = ctx.exchange.inwards_as_queries(do)
-        ctx.span.begin()
-        return *first_order_only(_NAME, (whole_do,), (do,)), None, None
+            (whole_do,) = call.arrived(group)
+        call.begin_computing(group)
+        own = first_order_only(_NAME, (whole_do,), call.sources)
+        return *own, None, None, *(None,) * ctx.num_before

@@ -7,7 +7,7 @@ and where a range ends inside a group of query heads, two neighbours do.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 
@@ -47,6 +47,19 @@ class HeadSplit:
         """Whether two ranks have a key head in common, so that its gradients are summed."""
         return sum(len(self.kv_heads(rank)) for rank in range(self.num_ranks)) > self.num_kv_heads
 
+    def in_groups(self, num_groups: int) -> HeadSplit:
+        """The heads of every rank, split again: group g of rank r is number r * num_groups + g."""
+        return replace(self, num_ranks=self.num_ranks * num_groups)
+
+    def why_not_groups(self, num_groups: int) -> str | None:
+        """None if every rank has a head for each group, else the reason in one line."""
+        if self.num_heads >= self.num_ranks * num_groups:
+            return None
+        return (
+            f"attention.head_groups={num_groups}: {self.num_heads} query heads on "
+            f"{self.num_ranks} ranks make at most {self.num_heads // self.num_ranks}"
+        )
+
     @property
     def imbalance(self) -> float:
         """Query heads of the busiest rank over the mean, and so its FLOPs, under any mask."""
@@ -79,6 +92,16 @@ class SplitsHeads(Protocol):
     def head_split(self, num_ranks: int, num_heads: int, num_kv_heads: int) -> HeadSplit:
         """The heads of each rank."""
         ...
+
+
+def shapes_of_pieces(split: HeadSplit) -> list[tuple[int, int]]:
+    """Numbers of query and key heads of all kernel calls, each once; the most heads first."""
+    shapes = {
+        (piece.q.stop - piece.q.start, piece.kv.stop - piece.kv.start)
+        for rank in range(split.num_ranks)
+        for piece in split.pieces(rank)
+    }
+    return sorted(shapes, reverse=True)
 
 
 def _end_of_group(head: int, size: int) -> int:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from kernels import AttentionProblem
 from kernels.problem import MASKS
+from kernels.registry import joined_later
 from parallel.context import bound
 from parallel.context.attention import (
     SYMMETRIC,
@@ -29,9 +30,11 @@ from parallel.context.attention import (
 )
 from parallel.context.blocks.layouts import Contiguous, Layout
 from parallel.context.heads import groups, memory, mesh
+from parallel.context.heads.all_to_all import AllToAll
 from parallel.context.heads.nested import Nested
-from parallel.context.heads.split import HeadSplit
-from parallel.context.schemes.ulysses import Ulysses
+from parallel.context.heads.split import HeadSplit, shapes_of_pieces
+from parallel.context.heads.symmetric import SymmetricHeads
+from parallel.context.schemes.ulysses import ALL_TO_ALL, Ulysses, check_head_groups
 
 _MOST_INNER = 8
 """Ranks of a group that are chosen without being asked for: the GPUs of most hosts, and as many as
@@ -43,10 +46,14 @@ class HybridAttention(SequenceParallelAttention):
     """Ulysses inside groups of ranks and a ring between them; one of both where one is left."""
 
     transport: str = "auto"
-    """How keys travel between groups, as in a ring; heads are exchanged by a collective."""
+    """How keys travel between groups, as in a ring. Heads are exchanged by reads of peers' memory
+    (symmetric), too, and by a collective where keys are sent as messages (send_recv)."""
     ulysses: int = 0
     """Neighbouring ranks that exchange heads, a divisor of parallel.cp; 0 is the largest one below
     it, up to 8."""
+    head_groups: int = joined_later(1)
+    """Groups in which a rank attends with its heads, at most as many as it has; the next group is
+    exchanged while one is computed. More than a rank has key heads copy a key head for each."""
 
     ring_type: ClassVar[type[RingAttention]]
     takes: ClassVar[frozenset[str]] = frozenset(MASKS)
@@ -54,6 +61,7 @@ class HybridAttention(SequenceParallelAttention):
     def __post_init__(self) -> None:
         SequenceParallelAttention.__post_init__(self)
         self._ring()
+        check_head_groups(self.head_groups)
         if self.ulysses < 0:
             raise ValueError(
                 f"attention.ulysses={self.ulysses}: must be a divisor of parallel.cp, or 0 for "
@@ -102,7 +110,8 @@ class HybridAttention(SequenceParallelAttention):
         # Where the mesh has one axis, what does not happen.
         idle = {1: ", no heads exchanged", problem.cp: ", no keys travel"}.get(size, "")
         kernel, transport = self.kernel_of(problem), self.transport_of(problem)
-        return f"{self.name}(kernel={kernel}, transport={transport}, {mesh}{idle})"
+        groups = f", head_groups={self.head_groups}" if self.head_groups > 1 < size else ""
+        return f"{self.name}(kernel={kernel}, transport={transport}, {mesh}{idle}{groups})"
 
     def kernel_of(self, problem: AttentionProblem) -> str:
         alone = self._alone(problem.cp)
@@ -129,9 +138,13 @@ class HybridAttention(SequenceParallelAttention):
                 f"{problem.num_heads} query heads are too few for groups of {size} ranks, which "
                 "attend with at least one each; attention.ulysses= sets how many"
             )
+        split = self.head_split(problem.cp, problem.num_heads, problem.num_kv_heads)
+        reason = split.why_not_groups(self.head_groups)
+        if reason is not None:
+            return reason
         reasons = [self._ring().why_not_split(call) for call in self._calls(problem)]
         if self.transport_of(problem) == SYMMETRIC:
-            reasons.append(why_not_symmetric(problem))
+            reasons += [why_not_symmetric(problem), self._why_not_uneven(split)]
         if not problem.causal and problem.q_len % multiple:
             reasons.append(
                 f"{problem.q_len} tokens do not divide by {multiple}, and without a causal "
@@ -140,14 +153,23 @@ class HybridAttention(SequenceParallelAttention):
         reasons.append(why_not_prefix(problem, self.layout(problem.cp)))
         return next(filter(None, reasons), None)
 
+    def _why_not_uneven(self, split: HeadSplit) -> str | None:
+        """None unless rings of different ranks would allocate shared memory at different times.
+
+        PyTorch numbers what a process shares over all its groups, and hangs where the numbers of
+        ranks differ; a ring allocates again for a group of more heads than those before.
+        """
+        shapes = shapes_of_pieces(split.in_groups(self.head_groups))
+        if self.head_groups == 1 or len(shapes) == 1:
+            return None
+        return (
+            f"attention.head_groups={self.head_groups}: heads must divide evenly into groups over "
+            "attention.transport=symmetric; send_recv takes any"
+        )
+
     def _calls(self, problem: AttentionProblem) -> list[AttentionProblem]:
         """The problems that rings solve, without repetitions; the one of most heads first."""
         split = self.head_split(problem.cp, problem.num_heads, problem.num_kv_heads)
-        shapes = {
-            (piece.q.stop - piece.q.start, piece.kv.stop - piece.kv.start)
-            for rank in range(split.num_ranks)
-            for piece in split.pieces(rank)
-        }
         length = self.layout(problem.cp).padded(problem.q_len)
         return [
             replace(
@@ -158,7 +180,7 @@ class HybridAttention(SequenceParallelAttention):
                 q_len=length,
                 kv_len=length,
             )
-            for heads, kv_heads in sorted(shapes, reverse=True)
+            for heads, kv_heads in shapes_of_pieces(split.in_groups(self.head_groups))
         ]
 
     def split_peak_memory(self, problem: AttentionProblem) -> dict[str, float] | None:
@@ -181,7 +203,10 @@ class HybridAttention(SequenceParallelAttention):
             call = replace(whole, num_heads=num_heads, num_kv_heads=num_kv_heads)
             return ring.split_peak_memory(call)
 
-        return memory.peak(problem, self.layout(problem.cp), split, attended)
+        layout, symmetric = self.layout(problem.cp), ring.predicted_symmetric(problem)
+        return memory.peak(
+            problem, layout, split, attended, num_groups=self.head_groups, published=symmetric
+        )
 
     def _ring(self, transport: str = "") -> RingAttention:
         """The scheme between groups."""
@@ -194,7 +219,18 @@ class HybridAttention(SequenceParallelAttention):
         size = self.inner_degree(num_ranks)
         if size == 1:
             return self._ring()
-        return Ulysses(name=self.name, kernel=self.kernel) if size == num_ranks else None
+        if size < num_ranks:
+            return None
+        return Ulysses(
+            name=self.name,
+            kernel=self.kernel,
+            transport=self._transport_of_heads(),
+            head_groups=self.head_groups,
+        )
+
+    def _transport_of_heads(self) -> str:
+        """Ulysses' transport where keys would travel with this one."""
+        return ALL_TO_ALL if self.transport == self.ring_type.transports[0] else self.transport
 
     @contextlib.contextmanager
     def bind(
@@ -212,7 +248,9 @@ class HybridAttention(SequenceParallelAttention):
             mesh.head_mesh(group, layout.inner_degree, device) as ranks,
             ring.bind(ranks.ring, device) as between,
         ):
-            yield groups.GroupAttention(between, layout, ranks, group)
+            reads = ring.transport == SYMMETRIC
+            heads = SymmetricHeads(ranks.inner, device) if reads else AllToAll(ranks.inner)
+            yield groups.GroupAttention(between, layout, ranks, group, heads, self.head_groups)
 
     def _transport(self, group: dist.ProcessGroup, device: torch.device) -> str:
         if self.transport != "auto":

@@ -32,6 +32,7 @@ SCHEMES = [
     *(("zigzag_llama3", transport) for transport in ("all_gather", "symmetric")),
     ("llama3", "symmetric"),
     ("ulysses", "all_to_all"),
+    ("ulysses", "symmetric"),
     ("documents", "all_to_all"),
 ]
 

@@ -19,6 +19,7 @@ from kernels.problem import AttentionSpec
 from kernels.reference import relative_error
 from parallel import BACKENDS
 from parallel.context.transports.peer_memory import PeerBuffers
+from parallel.context.transports.strided_copy import StridedCopy
 
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
@@ -30,7 +31,7 @@ pytestmark = [
 TRANSPORTS = {
     **dict.fromkeys(("ring", "zigzag", "striped"), ("send_recv", "symmetric")),
     **dict.fromkeys(("llama3", "zigzag_llama3"), ("all_gather", "symmetric")),
-    "ulysses": ("all_to_all",),
+    "ulysses": ("all_to_all", "symmetric"),
     **dict.fromkeys(("ulysses_ring", "ulysses_zigzag"), ("send_recv", "symmetric")),
 }
 
@@ -176,6 +177,56 @@ def test_the_error_in_bf16_does_not_grow_with_ranks(
     options = {"kernel": kernel, "transport": transport}
     for ratio in on_gpus(num_ranks, ratios_to_one_device, name, options, packed)[0]:
         assert ratio <= 1.5
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("transport", ["all_to_all", "symmetric"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_groups_of_heads(num_ranks: int, transport: str, packed: bool) -> None:
+    """Kernels of a group beside the exchange of another, in passes without a pause; one key head
+    for several groups where ranks have no more."""
+    groups = min(2, NUM_HEADS // num_ranks)
+    options = {"kernel": "flash_triton", "transport": transport, "head_groups": groups}
+    for ratio in on_gpus(num_ranks, ratios_to_one_device, "ulysses", options, packed)[0]:
+        assert ratio <= 1.5
+
+
+@pytest.mark.skipif(NUM_GPUS < 4, reason=f"needs four CUDA devices, torch sees {NUM_GPUS}")
+@pytest.mark.parametrize("transport", ["send_recv", "symmetric"])
+def test_groups_of_heads_around_a_ring(transport: str) -> None:
+    options = {"kernel": "flash_triton", "transport": transport, "ulysses": 2, "head_groups": 2}
+    for ratio in on_gpus(4, ratios_to_one_device, "ulysses_zigzag", options, False)[0]:
+        assert ratio <= 1.5
+
+
+def strided_copies(group: dist.ProcessGroup) -> list[bool]:
+    """Whether rows that a peer published arrive in their places, and nothing else changes."""
+    device, rank, num_ranks = device_of(group), dist.get_rank(group), dist.get_world_size(group)
+    memory = PeerBuffers(group, device).get("rows", 1 << 20)
+    peer, found = (rank + 1) % num_ranks, []
+    shape = torch.Size((3, 6, 10, 8))
+    for number, (dim, start, into_dim) in enumerate([(1, 2, 2), (2, 4, 1), (0, 1, 1)]):
+        own = torch.randn(shape, device=device, dtype=torch.bfloat16)
+        memory.barrier(0)
+        memory.of_rank(rank, 0, own).copy_(own)
+        memory.barrier(0)
+        out = memory.of_rank(peer, 0, own).narrow(dim, start, 2)
+        longer = list(out.shape)
+        longer[into_dim] += 5
+        target = torch.full(longer, float(number), device=device, dtype=torch.bfloat16)
+        wanted = target.clone()
+        wanted.narrow(into_dim, 3, out.shape[into_dim]).copy_(out)
+        template = torch.empty(longer, device="meta", dtype=torch.bfloat16)
+        StridedCopy(template.narrow(into_dim, 3, out.shape[into_dim]), out).run(target)
+        found.append(torch.equal(target, wanted))
+    memory.barrier(0)
+    memory.barrier(0)
+    torch.cuda.synchronize(device)
+    return found
+
+
+def test_rows_of_a_peer_on_copy_engines() -> None:
+    assert on_gpus(2, strided_copies) == [[True] * 3] * 2
 
 
 FUSED, SEPARATE = "fused", "two_kernels"

@@ -91,6 +91,18 @@ class TestSupport:
                 {"cp": 8, "num_heads": 3, "num_kv_heads": 1},
                 "3 query heads are too few for groups of 4 ranks",
             ),
+            (
+                "ulysses_ring",
+                {"head_groups": 3},
+                {},
+                "attention.head_groups=3: 4 query heads on 2 ranks make at most 2",
+            ),
+            (
+                "ulysses_ring",
+                {"head_groups": 2, "transport": "symmetric"},
+                {"num_heads": 6, "num_kv_heads": 6},
+                "attention.head_groups=2: heads must divide evenly into groups over attention.tr",
+            ),
             ("ulysses_ring", {"kernel": "sdpa"}, {}, "attention.kernel=sdpa gives no log-sum-exp"),
             ("ulysses_ring", {"kernel": "sdpa_cudnn"}, {}, "attention.kernel=sdpa_cudnn: "),
         ],
@@ -165,7 +177,7 @@ class TestPredictedMemory:
 
     def test_ulysses_by_hand(self) -> None:
         """cuDNN's backward pass, between two exchanges of as many bytes."""
-        found = self.peak("ulysses", kernel="sdpa_cudnn")
+        found = self.peak("ulysses", kernel="sdpa_cudnn", transport="all_to_all")
         assert found == {
             "inputs": 1.5,
             "output": 1,
@@ -182,7 +194,8 @@ class TestPredictedMemory:
     def test_an_exchange_can_be_the_peak(self) -> None:
         """dq, dk and dv of whole sequences, those that arrived, and dv put in order last."""
         problem = {"num_kv_heads": 32, "dtype": "float32", "batch_size": 2}
-        found = self.peak("ulysses", kernel="flash_torch", problem=problem)
+        options = {"kernel": "flash_torch", "transport": "all_to_all"}
+        found = self.peak("ulysses", problem=problem, **options)
         # Batches of two in four bytes instead of two.
         assert {part: size / 4 for part, size in found.items()} == {
             "inputs": 3,
@@ -211,8 +224,43 @@ class TestPredictedMemory:
 
     def test_without_gradients(self) -> None:
         """q, k, v here and together, the results of all heads, in rows, and those that arrive."""
-        found = self.peak("ulysses", kernel="flash_triton", problem={"needs_grad": False})
+        options = {"kernel": "flash_triton", "transport": "all_to_all"}
+        found = self.peak("ulysses", problem={"needs_grad": False}, **options)
         assert sum(found.values()) == 1.5 + 1.5 + 1 + 1 + 1
+
+    def test_published_by_hand(self) -> None:
+        """Buffers of q, k and v and of all results beside what the kernel needs, no messages."""
+        messages, published = (
+            self.peak("ulysses", kernel="sdpa_cudnn", transport=transport)
+            for transport in ("all_to_all", "symmetric")
+        )
+        assert published == messages | {"published": 1.5 + 1.5}
+
+    def test_published_in_groups(self) -> None:
+        """Half of the results at a time, and kernels with half of the heads each."""
+        options = {"kernel": "sdpa_cudnn", "transport": "symmetric", "head_groups": 2}
+        problem = {"num_heads": 64, "num_kv_heads": 16}
+        two = self.peak("ulysses", problem=problem, **options)
+        one = self.peak("ulysses", problem=problem, **(options | {"head_groups": 1}))
+        assert two["published"] == 2 * (1.5 + 1.5 / 2)
+        assert two["workspace"] == one["workspace"] / 2
+
+    def test_published_without_gradients(self) -> None:
+        """Buffers of q, k, v and o; whole sequences of them; what came in, and o."""
+        options = {"kernel": "flash_triton", "transport": "symmetric"}
+        found = self.peak("ulysses", problem={"needs_grad": False}, **options)
+        assert found["published"] == 1.5 + 1
+        assert sum(found.values()) == 1.5 + 2.5 + 1.5 + 1 + 1
+
+    @pytest.mark.parametrize("transport", ["all_to_all", "symmetric"])
+    def test_more_groups_than_key_heads_copy_them(self, transport: str) -> None:
+        options = {"kernel": "sdpa_cudnn", "transport": transport}
+        problem = {"needs_grad": False}
+        one, two = (
+            self.peak("ulysses", head_groups=groups, problem=problem, **options)["whole_inputs"]
+            for groups in (1, 2)
+        )
+        assert (one, two) == (1.5, 2)
 
     @pytest.mark.parametrize(("degree", "alone"), [(1, "zigzag"), (8, "ulysses")])
     def test_one_axis_is_its_scheme(self, degree: int, alone: str) -> None:

@@ -54,6 +54,15 @@ class TestAgainstOneDevice:
         transport = "symmetric" if packed else "send_recv"
         check(4, name, options(transport=transport), batch(packed=packed, **heads))
 
+    @pytest.mark.parametrize("transport", ["send_recv", "symmetric"])
+    @pytest.mark.parametrize("packed", [False, True])
+    def test_groups_of_heads(self, name: str, packed: bool, transport: str) -> None:
+        """Whole key heads in each, and parts of one."""
+        for head_groups, num_heads, num_kv_heads in ((2, 4, 4), (3, 6, 6), (2, 8, 2)):
+            heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+            more = {"transport": transport, "head_groups": head_groups}
+            check(4, name, options(**more), batch(packed=packed, **heads))
+
     def test_a_length_that_does_not_divide(self, name: str) -> None:
         check(4, name, options(), Batch(lengths=(21,)))
 
@@ -112,12 +121,12 @@ def one_pass(bound: Any, batch: Batch) -> list[Tensor]:
     return [o.detach(), *torch.autograd.grad(o, leaves, do)]
 
 
-def differing_bits(group: dist.ProcessGroup, name: str, transport: str) -> int:
+def differing_bits(group: dist.ProcessGroup, name: str, more: dict[str, Any]) -> int:
     """Entries that are not the same in two runs, each bound anew."""
-    few = batch(num_heads=6, num_kv_heads=3, dtype=torch.bfloat16)
+    few = batch(num_heads=8, num_kv_heads=2, dtype=torch.bfloat16)
     found = []
     for _ in range(2):
-        with scheme_of(name, **options(transport=transport)).bind(group, CPU) as bound:
+        with scheme_of(name, **options(**more)).bind(group, CPU) as bound:
             found.append(one_pass(bound, few))
     return sum(int((one != other).sum()) for one, other in zip(*found, strict=True))
 
@@ -125,7 +134,9 @@ def differing_bits(group: dist.ProcessGroup, name: str, transport: str) -> int:
 @pytest.mark.parametrize("name", HYBRIDS)
 @pytest.mark.parametrize("transport", ["send_recv", "symmetric"])
 def test_two_runs_have_equal_bits(name: str, transport: str) -> None:
-    assert on_ranks(4, differing_bits, name, transport) == [0] * 4
+    for head_groups in (1, 2):
+        more = {"transport": transport, "head_groups": head_groups}
+        assert on_ranks(4, differing_bits, name, more) == [0] * 4
 
 
 def groups_left(group: dist.ProcessGroup) -> list[int]:

@@ -42,19 +42,24 @@ def test_packed(name: str, num_ranks: int) -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_exchanged_heads(num_ranks: int, packed: bool) -> None:
-    for mask in MASKS:
-        # Three ranks have parts of groups of query heads.
+@pytest.mark.parametrize("transport", ["all_to_all", "symmetric"])
+def test_exchanged_heads(transport: str, num_ranks: int, packed: bool) -> None:
+    for number, mask in enumerate(MASKS):
+        # Three ranks have parts of groups of query heads, one at a time or several.
         lengths = (21, 3, 1, 30) if packed else (35,)
-        check(num_ranks, "ulysses", {}, MaskedBatch(lengths=lengths, packed=packed, **mask))
+        options = {"transport": transport, "head_groups": 1 + number % 2}
+        batch = MaskedBatch(lengths=lengths, packed=packed, num_heads=6, **mask)
+        check(num_ranks, "ulysses", options, batch)
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", ["ulysses_ring", "ulysses_zigzag"])
 def test_exchanged_heads_and_a_ring(name: str, packed: bool) -> None:
-    for mask in MASKS:
+    for number, mask in enumerate(MASKS):
         lengths = (21, 24, 30) if packed else (35,)
-        check(4, name, {"ulysses": 2}, MaskedBatch(lengths=lengths, packed=packed, **mask))
+        options = {"ulysses": 2, "head_groups": 1 + number // 2 % 2}
+        options |= {"transport": ("send_recv", "symmetric")[number % 2]}
+        check(4, name, options, MaskedBatch(lengths=lengths, packed=packed, **mask))
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])

@@ -73,6 +73,7 @@ CHOICES = [
     ("zigzag_llama3", "all_gather"),
     ("zigzag_llama3", "symmetric"),
     ("ulysses", "all_to_all"),
+    ("ulysses", "symmetric"),
     ("documents", "all_to_all"),
 ]
 

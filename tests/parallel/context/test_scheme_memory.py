@@ -153,6 +153,6 @@ def grown_buffers(group: dist.ProcessGroup, name: str) -> float:
     return worst
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", [*SCHEMES, "ulysses"])
 def test_memory_that_peers_read_grows_with_the_batch(name: str) -> None:
     assert max(on_ranks(3, grown_buffers, name)) < 1e-5

@@ -24,6 +24,7 @@ SCHEMES = {
     "zigzag": (PACKED, "naive", f"{CONTEXT} (zigzag)"),
     "llama3": (DENSE, "naive", f"{CONTEXT} (contiguous)"),
     "ulysses": (DENSE, "naive", HEADS),
+    "ulysses in groups": (DENSE, "naive", HEADS),
     "ulysses_zigzag": (DENSE, "flash_torch", HEADS),
     "documents": (PACKED, "flash_torch", "document attention"),
     "documents without lse": (PACKED, "hidden", "document attention"),
@@ -44,7 +45,9 @@ def messages(group: dist.ProcessGroup, name: str, batch: Batch, kernel: str) -> 
     """What penalties on the gradient of a linear and of another loss raise, grad and backward."""
     found = []
     hidden = kernel == "hidden"
-    with scheme_of(name, kernel="naive" if hidden else kernel).bind(group, CPU) as bound:
+    options = {"head_groups": 2} if name.endswith("in groups") else {}
+    scheme = scheme_of(name.split()[0], kernel="naive" if hidden else kernel, **options)
+    with scheme.bind(group, CPU) as bound:
         if hidden:
             bound._kernel = Hidden(name="hidden")
         for power in (1, 2):
@@ -67,5 +70,29 @@ def test_a_penalty_on_the_gradient_raises(name: str, expected: tuple[Batch, str,
     batch, kernel, who = expected
     wanted = f"{who}: second derivatives are not available; attention=naive has them"
     num_ranks = 4 if name == "ulysses_zigzag" else 2
-    for found in on_ranks(num_ranks, messages, name.split()[0], batch, kernel):
+    for found in on_ranks(num_ranks, messages, name, batch, kernel):
         assert found == [wanted] * 4
+
+
+def messages_of_the_other_gradient(group: dist.ProcessGroup, head_groups: int) -> list[str]:
+    """What a derivative of dq by the gradient of o raises, q, k and v apart."""
+    found = []
+    scheme = scheme_of("ulysses", kernel="flash_torch", head_groups=head_groups)
+    with scheme.bind(group, CPU) as bound:
+        q, k, v, do = (shard(bound, x, DENSE).detach() for x in DENSE.tensors())
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        do.requires_grad_()
+        o = attend(bound, leaves, DENSE)
+        (dq,) = torch.autograd.grad(o, q, do, create_graph=True)
+        try:
+            torch.autograd.grad(dq.sum(), do, allow_unused=True)
+            found.append("nothing was raised")
+        except RuntimeError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("head_groups", [1, 2])
+def test_gradients_depend_on_that_of_the_output(head_groups: int) -> None:
+    wanted = f"{HEADS}: second derivatives are not available; attention=naive has them"
+    assert on_ranks(2, messages_of_the_other_gradient, head_groups) == [[wanted]] * 2

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from ranks import on_ranks
 from split_attention import CPU, PROBLEM, SCALE, Batch, attend, check, scheme_of, shard
+from torch import Tensor
 
 from kernels import BACKENDS, Packing
 from kernels.problem import AttentionSpec
@@ -58,43 +59,84 @@ def batch(**options: Any) -> Batch:
     return Batch(**{"lengths": (24, 24), **options})
 
 
+EXCHANGES = [
+    (transport, head_groups)
+    for transport in ("all_to_all", "symmetric")
+    for head_groups in (1, 2, 3)
+]
+
+
+def options(transport: str, head_groups: int = 1, kernel: str = "naive") -> dict[str, Any]:
+    return {"kernel": kernel, "transport": transport, "head_groups": head_groups}
+
+
+@pytest.mark.parametrize("transport", ["all_to_all", "symmetric"])
 class TestAgainstOneDevice:
     @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
     @pytest.mark.parametrize("kernel", ["naive", "flash_torch", "sdpa"])
-    def test_dense(self, num_ranks: int, kernel: str) -> None:
+    def test_dense(self, num_ranks: int, kernel: str, transport: str) -> None:
         """sdpa gives no log-sum-exp, and needs none here."""
-        check(num_ranks, "ulysses", {"kernel": kernel}, batch())
+        check(num_ranks, "ulysses", options(transport, kernel=kernel), batch())
 
     @pytest.mark.parametrize(("num_heads", "num_kv_heads"), SHAPES)
     @pytest.mark.parametrize("packed", [False, True])
     def test_heads_that_do_not_divide_and_few_key_heads(
-        self, num_heads: int, num_kv_heads: int, packed: bool
+        self, num_heads: int, num_kv_heads: int, packed: bool, transport: str
     ) -> None:
         heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
-        check(4, "ulysses", {"kernel": "naive"}, batch(packed=packed, **heads))
+        check(4, "ulysses", options(transport), batch(packed=packed, **heads))
 
     @pytest.mark.parametrize("num_ranks", [2, 3])
-    def test_packed(self, num_ranks: int) -> None:
+    def test_packed(self, num_ranks: int, transport: str) -> None:
         ragged = Batch(lengths=(24, 7, 1, 13), packed=True)
-        check(num_ranks, "ulysses", {"kernel": "naive"}, ragged)
+        check(num_ranks, "ulysses", options(transport), ragged)
 
-    def test_a_length_that_does_not_divide(self) -> None:
-        check(2, "ulysses", {"kernel": "naive"}, Batch(lengths=(23,)))
+    @pytest.mark.parametrize("head_groups", [1, 2])
+    def test_many_sequences(self, head_groups: int, transport: str) -> None:
+        """More than are worth a copy each, with padding and without."""
+        for lengths in (tuple(range(1, 13)), (4,) * 12):
+            ragged = Batch(lengths=lengths, packed=True)
+            check(2, "ulysses", options(transport, head_groups), ragged)
+
+    def test_a_length_that_does_not_divide(self, transport: str) -> None:
+        check(2, "ulysses", options(transport), Batch(lengths=(23,)))
 
     @pytest.mark.parametrize("packed", [False, True])
-    def test_without_a_mask(self, packed: bool) -> None:
-        check(3, "ulysses", {"kernel": "naive"}, batch(causal=False, packed=packed))
+    def test_without_a_mask(self, packed: bool, transport: str) -> None:
+        check(3, "ulysses", options(transport), batch(causal=False, packed=packed))
 
-    def test_auto_picks_a_kernel(self) -> None:
-        check(2, "ulysses", {}, Batch(lengths=(24,)))
+    def test_auto_picks_a_kernel(self, transport: str) -> None:
+        check(2, "ulysses", options(transport, kernel="auto"), Batch(lengths=(24,)))
+
+    @pytest.mark.parametrize("head_groups", [2, 3])
+    @pytest.mark.parametrize("num_ranks", [2, 3, 4])
+    @pytest.mark.parametrize("packed", [False, True])
+    def test_groups_of_heads(
+        self, head_groups: int, num_ranks: int, packed: bool, transport: str
+    ) -> None:
+        """Groups of whole key heads, of parts of one, and uneven ones."""
+        lengths = (24, 7, 1, 13) if packed else (23, 23)
+        for num_heads, num_kv_heads in ((12, 12), (12, 3), (12, 1), (14, 2)):
+            heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+            one = Batch(lengths=lengths, packed=packed, **heads)
+            check(num_ranks, "ulysses", options(transport, head_groups), one)
+
+    def test_a_group_of_a_kernel_without_an_lse(self, transport: str) -> None:
+        check(2, "ulysses", options(transport, 2, "sdpa"), batch())
 
 
-def lse_error(group: dist.ProcessGroup, batch: Batch) -> float:
+def test_auto_sends_messages_between_cpus() -> None:
+    scheme = scheme_of("ulysses", kernel="naive")
+    assert scheme.transport_of(PROBLEM) == "all_to_all"
+    assert scheme_of("ulysses", transport="symmetric").transport_of(PROBLEM) == "symmetric"
+
+
+def lse_error(group: dist.ProcessGroup, batch: Batch, exchange: tuple[str, int]) -> float:
     """Largest error of o and lse without gradients, against the kernel on whole sequences."""
     packing = batch.packing() if batch.packed else None
     spec = AttentionSpec(causal=True, scale=SCALE, packing=packing)
     q, k, v, _ = batch.tensors()
-    with scheme_of("ulysses", kernel="flash_torch").bind(group, CPU) as bound:
+    with scheme_of("ulysses", **options(*exchange, "flash_torch")).bind(group, CPU) as bound:
         found = bound.attend_with_lse(*(shard(bound, x, batch) for x in (q, k, v)), spec)
         o, lse = BACKENDS["flash_torch"].target(name="flash_torch").forward(q, k, v, spec)
         column = lse.mT if batch.packed else lse
@@ -110,18 +152,61 @@ def lse_error(group: dist.ProcessGroup, batch: Batch) -> float:
 @pytest.mark.parametrize(
     "batch",
     [
-        Batch(lengths=(23,), num_heads=6, num_kv_heads=3),
-        Batch(lengths=(24, 7, 1, 13), packed=True, num_heads=6, num_kv_heads=3),
+        Batch(lengths=(23,), num_heads=14, num_kv_heads=7),
+        Batch(lengths=(24, 7, 1, 13), packed=True, num_heads=14, num_kv_heads=7),
     ],
     ids=["dense", "packed"],
 )
-def test_the_lse_comes_home_too(batch: Batch) -> None:
-    assert max(on_ranks(4, lse_error, batch)) < 1e-6
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_the_lse_comes_home_too(batch: Batch, exchange: tuple[str, int]) -> None:
+    assert max(on_ranks(4, lse_error, batch, exchange)) < 1e-6
 
 
-def sent_in_passes(group: dist.ProcessGroup, batch: Batch) -> tuple[int, int]:
-    """Bytes that leave this rank in a forward pass, and in a backward pass."""
-    with scheme_of("ulysses", kernel="naive").bind(group, CPU) as bound:
+def one_pass(bound: Any, batch: Batch) -> list[Tensor]:
+    """(o, dq, dk, dv) of this rank."""
+    q, k, v, do = (shard(bound, x, batch) for x in batch.tensors())
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    o = attend(bound, leaves, batch)
+    return [o.detach(), *torch.autograd.grad(o, leaves, do)]
+
+
+def results_of(
+    group: dist.ProcessGroup, batch: Batch, exchanges: list[tuple[str, int]]
+) -> list[list[Tensor]]:
+    """Results of passes, each bound anew, and of a second pass that follows at once."""
+    found = []
+    for transport, head_groups in exchanges:
+        with scheme_of("ulysses", **options(transport, head_groups)).bind(group, CPU) as bound:
+            found += [one_pass(bound, batch), one_pass(bound, batch)]
+    return found
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_bits_are_those_of_every_run_and_transport(packed: bool) -> None:
+    """With one key head, whose gradients come from every group; rounded to bfloat16 once each."""
+    few = batch(num_heads=12, num_kv_heads=1, packed=packed, dtype=torch.bfloat16)
+    for head_groups in (1, 2, 3):
+        exchanges = [("all_to_all", head_groups), ("symmetric", head_groups)]
+        for first, *others in on_ranks(3, results_of, few, exchanges * 2):
+            for other in others:
+                assert all(torch.equal(x, y) for x, y in zip(first, other, strict=True))
+
+
+def test_groups_change_rounding_alone() -> None:
+    """Whole key heads are computed alike, in any group."""
+    own = batch(num_heads=12, num_kv_heads=12)
+    exchanges = [("symmetric", head_groups) for head_groups in (1, 2, 3)]
+    for first, *others in on_ranks(2, results_of, own, exchanges):
+        for other in others:
+            for x, y in zip(first, other, strict=True):
+                torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+
+
+def sent_in_passes(
+    group: dist.ProcessGroup, batch: Batch, exchange: tuple[str, int]
+) -> tuple[int, int]:
+    """Bytes that leave this rank, or that it reads, in a forward and in a backward pass."""
+    with scheme_of("ulysses", **options(*exchange)).bind(group, CPU) as bound:
         q, k, v, do = (shard(bound, x, batch) for x in batch.tensors())
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         bound.tracer = recorder = RecordingTracer(CPU)
@@ -131,38 +216,60 @@ def sent_in_passes(group: dist.ProcessGroup, batch: Batch) -> tuple[int, int]:
     return forward, recorder.sent_bytes - forward
 
 
-def spans_of(group: dist.ProcessGroup) -> list[tuple[str, str]]:
-    """Phase and kind of each span of a traced pass, in order."""
+def spans_of(group: dist.ProcessGroup, exchange: tuple[str, int]) -> list[tuple[str, str, int]]:
+    """Phase, kind and step of each span of a traced pass, in order."""
     batch = Batch(lengths=(24,))
-    with scheme_of("ulysses", kernel="naive").bind(group, CPU) as bound:
+    with scheme_of("ulysses", **options(*exchange)).bind(group, CPU) as bound:
         q, k, v, do = (shard(bound, x, batch) for x in batch.tensors())
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         bound.tracer = recorder = RecordingTracer(CPU)
         o = attend(bound, leaves, batch)
         recorder.phase = "backward"
         torch.autograd.grad(o, leaves, do)
-    return [(span.phase, span.kind) for span in recorder.spans()]
+    return [(span.phase, span.kind, span.step) for span in recorder.spans()]
 
 
 def test_a_timeline_shows_both_exchanges_and_the_kernel_between() -> None:
-    once = [WAIT, COMPUTE, WAIT]
-    wanted = [(phase, kind) for phase in ("forward", "backward") for kind in once]
-    assert on_ranks(2, spans_of) == [wanted] * 2
+    once = [(WAIT, 0), (COMPUTE, 0), (WAIT, 1)]
+    wanted = [(phase, *span) for phase in ("forward", "backward") for span in once]
+    assert on_ranks(2, spans_of, ("all_to_all", 1)) == [wanted] * 2
 
 
+def test_a_timeline_of_groups() -> None:
+    """Backward runs the last group first; results of all groups are waited for at the end."""
+    forward = [(WAIT, 0), (COMPUTE, 0), (WAIT, 1), (COMPUTE, 1), (WAIT, 2), (WAIT, 2)]
+    backward = [(WAIT, 1), (COMPUTE, 1), (WAIT, 0), (COMPUTE, 0), (WAIT, 2), (WAIT, 2)]
+    wanted = [("forward", *span) for span in forward] + [("backward", *span) for span in backward]
+    assert on_ranks(2, spans_of, ("all_to_all", 2)) == [wanted] * 2
+
+
+@pytest.mark.parametrize("transport", ["all_to_all", "symmetric"])
 class TestBytes:
     ROW = 6 * 8 * 4
     """6 tokens of one head of 8 float32, on each of 4 ranks."""
 
-    def test_three_of_four_parts_of_q_k_v_and_o(self) -> None:
+    def test_three_of_four_parts_of_q_k_v_and_o(self, transport: str) -> None:
         """Of 4 heads of q, k, v and o, all but one of each leave; and of their gradients."""
         batch = Batch(lengths=(24,), num_kv_heads=4)
-        assert on_ranks(4, sent_in_passes, batch) == [(12 * self.ROW, 12 * self.ROW)] * 4
+        found = on_ranks(4, sent_in_passes, batch, (transport, 1))
+        assert found == [(12 * self.ROW, 12 * self.ROW)] * 4
 
-    def test_key_heads_go_to_all_that_need_them(self) -> None:
+    def test_key_heads_go_to_all_that_need_them(self, transport: str) -> None:
         """Two ranks to a key head: 3 rows of q and of o, and k and v to three ranks."""
         batch = Batch(lengths=(24,), num_kv_heads=2)
-        assert on_ranks(4, sent_in_passes, batch) == [(12 * self.ROW, 12 * self.ROW)] * 4
+        found = on_ranks(4, sent_in_passes, batch, (transport, 1))
+        assert found == [(12 * self.ROW, 12 * self.ROW)] * 4
+
+    def test_groups_of_whole_key_heads_send_no_more(self, transport: str) -> None:
+        batch = Batch(lengths=(24,), num_heads=8, num_kv_heads=8)
+        found = on_ranks(4, sent_in_passes, batch, (transport, 2))
+        assert found == [(24 * self.ROW, 24 * self.ROW)] * 4
+
+    def test_groups_of_one_key_head_copy_it(self, transport: str) -> None:
+        """6 rows of q and of o, and k and v to three ranks for two groups each."""
+        batch = Batch(lengths=(24,), num_heads=8, num_kv_heads=4)
+        found = on_ranks(4, sent_in_passes, batch, (transport, 2))
+        assert found == [(24 * self.ROW, 24 * self.ROW)] * 4
 
 
 def message_of(
@@ -232,6 +339,11 @@ class TestSupport:
             ({}, {"causal": False, "q_len": 63, "kv_len": 63}, "63 tokens do not divide by 4"),
             ({}, {"kv_len": 32}, "queries and keys of a split sequence are the same tokens"),
             ({"kernel": "sdpa_cudnn"}, {}, "attention.kernel=sdpa_cudnn: "),
+            (
+                {"head_groups": 2},
+                {},
+                "attention.head_groups=2: 4 query heads on 4 ranks make at most 1",
+            ),
         ],
     )
     def test_reasons(self, options: dict[str, Any], changes: dict[str, Any], reason: str) -> None:
@@ -247,6 +359,21 @@ class TestSupport:
     def test_an_unknown_transport(self) -> None:
         with pytest.raises(ValueError, match=r"attention\.transport=ring: must be one of auto, al"):
             scheme_of("ulysses", transport="ring")
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+    def test_memory_of_peers_that_are_not_here(self) -> None:
+        problem = replace(PROBLEM, device="cuda")
+        symmetric, auto = (scheme_of("ulysses", transport=name) for name in ("symmetric", "auto"))
+        assert symmetric.supports(problem) == "torch sees no CUDA device"
+        assert auto.transport_of(problem) == "all_to_all"
+
+    def test_no_group_of_heads(self) -> None:
+        with pytest.raises(ValueError, match=r"attention\.head_groups=0: must be at least 1"):
+            scheme_of("ulysses", head_groups=0)
+
+    def test_groups_are_told(self) -> None:
+        found = scheme_of("ulysses", **options("symmetric", 2)).choice(replace(PROBLEM, cp=2))
+        assert found == "ulysses(kernel=naive, transport=symmetric, head_groups=2)"
 
     def test_the_choice_of_auto_is_told(self) -> None:
         choice = scheme_of("ulysses").choice(PROBLEM)
