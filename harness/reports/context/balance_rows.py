@@ -26,6 +26,6 @@ def counted(frame: pd.DataFrame) -> pd.DataFrame:
     rows = per_case(rows)
     return rows.assign(
         counts=pd.Series([Balance(**values) for values in rows["balance"]], dtype=object),
-        split=rows["balance_layout"],
+        split=rows["balance_layout"].str.replace("_", "/"),
         ranks=rows["balance_ranks"].astype(int),
     )

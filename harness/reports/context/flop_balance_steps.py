@@ -27,7 +27,8 @@ def build(frame: pd.DataFrame) -> Table | None:
     rows: list[dict[Any, Any]] = []
     for _, case in cases.iterrows():
         balance = case["counts"]
-        for step in range(case["ranks"]):
+        # Groups of ranks that exchange heads form a ring of as many steps as there are groups.
+        for step in range(len(balance.pair[0])):
             found: dict[str, float] = {"step": step}
             for name in ("pair", "tile"):
                 flops = [rank[step] / 1e9 for rank in getattr(balance, name)]

@@ -13,13 +13,13 @@ from parallel.context.documents.layout import Documents
 HEADS = "heads"
 """Instead of a layout: each rank attends to whole sequences in some of the heads."""
 
-IN_GROUPS = "heads, {}"
+IN_GROUPS = "heads/{}"
 """Of ranks that share a part of an outer layout, and attend to it in some of the heads each."""
 
 LAYOUTS = {
     Contiguous.name: Look(colour="#44AA99", marker="X"),
     **in_order("zigzag", "striped", HEADS, Documents.name),
-    **in_order("heads, contiguous", "heads, zigzag"),
+    **in_order("heads/contiguous", "heads/zigzag"),
 }
 """How work is laid out over ranks; schemes of the same name have looks of their own."""
 

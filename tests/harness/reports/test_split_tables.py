@@ -194,8 +194,8 @@ class TestBalanceMeasured:
         ("scheme", "degree", "split", "imbalance"),
         [
             # The late half of a sequence has three quarters of its pairs.
-            ("ulysses_ring", 2, "heads, contiguous", 1.5 * 6 / 5),
-            ("ulysses_zigzag", 2, "heads, zigzag", 6 / 5),
+            ("ulysses_ring", 2, "heads/contiguous", 1.5 * 6 / 5),
+            ("ulysses_zigzag", 2, "heads/zigzag", 6 / 5),
             ("ulysses_zigzag", 4, "heads", 8 / 5),
             ("ulysses_zigzag", 1, "zigzag", 1),
         ],
