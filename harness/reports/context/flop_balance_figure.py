@@ -13,6 +13,9 @@ from harness.sentences.findings import by_name, sentence, span
 
 MAX_POINTS = 4
 
+MOST_ACROSS = 3
+"""Panels side by side."""
+
 CAPTION = (
     "TFLOP of a causal forward pass on each rank, by the pairs that the mask keeps; the line is "
     "a perfect split, and the outline the chunk count of published guides."
@@ -28,15 +31,23 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     cases = sort_by_points(cases, [*point, "split"])
     groups = list(cases.groupby(point, sort=False))[:MAX_POINTS]
     splits = list(cases["split"].drop_duplicates())
-    drawing = Figure(figsize=(2.6 * len(splits) + 0.4, 2.4 * len(groups)), layout="constrained")
-    axes = drawing.subplots(len(groups), len(splits), squeeze=False, sharey="row")
-    for row, (_, group) in zip(axes, groups, strict=True):
-        for axis, split in zip(row, splits, strict=True):
+    across = min(len(splits), MOST_ACROSS)
+    down = -(-len(splits) // across)
+    size = (2.6 * across + 0.4, 2.4 * down * len(groups))
+    drawing = Figure(figsize=size, layout="constrained")
+    axes = drawing.subplots(down * len(groups), across, squeeze=False)
+    for number, (_, group) in enumerate(groups):
+        panels = list(axes[number * down : (number + 1) * down].flat)
+        for axis, split in zip(panels, splits, strict=False):
+            axis.sharey(panels[0])
             _draw(axis, group[group["split"] == split], split)
+        for axis in panels[len(splits) :]:
+            axis.set_axis_off()
+        for axis in panels[::across]:
+            axis.set_ylabel("TFLOP")
         words = caption_of(group, point).removeprefix("All rows: ").rstrip(".")
-        row[0].set_ylabel("TFLOP")
         if len(groups) > 1:
-            row[0].set_title(f"{row[0].get_title()}\n{words}", fontsize=8)
+            panels[0].set_title(f"{panels[0].get_title()}\n{words}", fontsize=8)
     common = caption_of(groups[0][1], point) if len(groups) == 1 else ""
     shares = []
     for split in splits:
