@@ -21,7 +21,7 @@ def copied(shape: tuple[int, ...], dim: int, into_dim: int, start: int, length: 
     target = torch.full(longer, -1.0)
     wanted = target.clone()
     wanted.narrow(*place).copy_(out)
-    StridedCopy(torch.empty(longer, device="meta").narrow(*place), out).run(target)
+    StridedCopy(torch.empty(longer, device="meta").narrow(*place), out).run(target, None)
     return torch.equal(target, wanted)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from kernels import BACKENDS, Packing
 from kernels.problem import AttentionSpec
 from parallel.context.blocks.tracing import COMPUTE, WAIT, RecordingTracer
+from parallel.context.heads.exchange import summed_columns
 from parallel.context.heads.split import HeadSplit
 
 SHAPES = [(4, 4), (4, 2), (8, 1), (6, 6), (6, 3), (10, 2), (12, 4), (7, 7), (9, 3)]
@@ -123,6 +124,30 @@ class TestAgainstOneDevice:
 
     def test_a_group_of_a_kernel_without_an_lse(self, transport: str) -> None:
         check(2, "ulysses", options(transport, 2, "sdpa"), batch())
+
+
+def test_gradients_of_a_shared_key_head_are_summed_in_float32() -> None:
+    """In bfloat16, 256 + 1 is 256 again."""
+    parts = [torch.full((1, 1, 2, 2), value, dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0)]
+    columns = [(range(1, 2), part) for part in parts]
+    found = summed_columns(columns, num_heads=3, dim=1)
+    assert found[0, :, 0, 0].tolist() == [0, 258, 0]
+
+
+def padded_rows(group: dist.ProcessGroup, exchange: tuple[str, int]) -> float:
+    """The largest entry of o, dq, dk or dv in a row of padding, after a batch without any."""
+    full = Batch(lengths=(12, 12, 12), packed=True)
+    ragged = Batch(lengths=(10, 7, 12), packed=True)
+    with scheme_of("ulysses", **options(*exchange)).bind(group, CPU) as bound:
+        one_pass(bound, full)
+        found = one_pass(bound, ragged)
+        real = shard(bound, torch.ones(29, 1, 1), ragged)
+        return max(float((x * (1 - real)).abs().max()) for x in found)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES[::3] + EXCHANGES[1::3])
+def test_padding_is_zero(exchange: tuple[str, int]) -> None:
+    assert on_ranks(2, padded_rows, exchange) == [0.0] * 2
 
 
 def test_auto_sends_messages_between_cpus() -> None:
