@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +16,10 @@ from torch import Tensor
 
 from kernels import BACKENDS, Packing
 from kernels.problem import AttentionSpec
+from parallel.context.blocks.layouts import Contiguous
 from parallel.context.blocks.tracing import COMPUTE, WAIT, RecordingTracer
 from parallel.context.heads.exchange import summed_columns
+from parallel.context.heads.sequences import PackedSequences
 from parallel.context.heads.split import HeadSplit
 
 SHAPES = [(4, 4), (4, 2), (8, 1), (6, 6), (6, 3), (10, 2), (12, 4), (7, 7), (9, 3)]
@@ -99,6 +102,10 @@ class TestAgainstOneDevice:
             ragged = Batch(lengths=lengths, packed=True)
             check(2, "ulysses", options(transport, head_groups), ragged)
 
+    def test_one_sequence(self, transport: str) -> None:
+        """A rank's tokens follow on those of the rank before."""
+        check(2, "ulysses", options(transport, 2), Batch(lengths=(24,), packed=True))
+
     def test_a_length_that_does_not_divide(self, transport: str) -> None:
         check(2, "ulysses", options(transport), Batch(lengths=(23,)))
 
@@ -148,6 +155,38 @@ def padded_rows(group: dist.ProcessGroup, exchange: tuple[str, int]) -> float:
 @pytest.mark.parametrize("exchange", EXCHANGES[::3] + EXCHANGES[1::3])
 def test_padding_is_zero(exchange: tuple[str, int]) -> None:
     assert on_ranks(2, padded_rows, exchange) == [0.0] * 2
+
+
+def copies_of(lengths: list[int]) -> list[int]:
+    """How many copies bring the tokens of each of two ranks to their places."""
+    sequences = PackedSequences(Contiguous(num_ranks=2), lengths, CPU)
+    num_local = sum(map(Contiguous(num_ranks=2).local_len, lengths))
+    part = torch.empty(num_local, 1, 4)
+    landing = torch.empty(sequences.landing(part, 1))
+    return [len(list(sequences.places(landing, part, rank))) for rank in range(2)]
+
+
+def test_copies_of_packed_sequences() -> None:
+    """One for each sequence that a rank has tokens of, if they are few; else one for all."""
+    assert copies_of([24]) == [1, 1]
+    assert copies_of([24, 8, 1]) == [3, 2]
+    assert copies_of([4] * 12) == [1, 1]
+
+
+def let_go(group: dist.ProcessGroup) -> list[bool]:
+    """Whether buffers of a short batch are gone after a longer one."""
+    with scheme_of("ulysses", **options("symmetric")).bind(group, CPU) as bound:
+        one_pass(bound, Batch(lengths=(12,)))
+        memory = bound._transport._buffers._memory
+        short = [weakref.ref(memory[purpose]) for purpose in ("inputs", "results")]
+        del memory
+        one_pass(bound, Batch(lengths=(48,)))
+        return [reference() is None for reference in short]
+
+
+def test_buffers_that_are_too_small_are_let_go() -> None:
+    """Copies out of them are kept no longer than they."""
+    assert on_ranks(2, let_go) == [[True, True]] * 2
 
 
 def test_auto_sends_messages_between_cpus() -> None:
