@@ -73,7 +73,8 @@ class SymmetricHeads:
     ) -> tuple[PeerMemory, list[_Copies]]:
         """The buffers of results like this rank's, and each group's copies out of them."""
         # Of a call that will have gradients as well, so that a training step allocates once.
-        largest = INPUTS if torch.is_grad_enabled() else kinds
+        trained = torch.is_grad_enabled() and like.requires_grad
+        largest = INPUTS if trained else kinds
         memory = self._buffers.get("results", _most_bytes(plan, largest, like))
         return memory, self._results.copies(memory, plan, kinds, (like,))
 
