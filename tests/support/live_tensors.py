@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -35,6 +35,11 @@ class LiveTensors(TorchDispatchMode):
                 self._count(x.untyped_storage())
         self.peak = max(self.peak, self.bytes + self._inside(op, args))
         return result
+
+    def ignore(self, tensors: Iterable[Tensor]) -> None:
+        """Count nothing for the storages of tensors that were there before."""
+        for x in tensors:
+            self._sizes[x.untyped_storage()._cdata] = 0
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.context.blocks.tracing import WAIT, Tracer
-from parallel.context.heads.exchange import ExchangePlan, Kind, summed_columns
+from parallel.context.heads.exchange import ExchangePlan, Kinds, summed_columns
 from parallel.context.heads.sequences import HEAD_DIM
 
 
@@ -36,11 +36,11 @@ class AllToAllExchange:
     def __init__(self, group: dist.ProcessGroup, plan: ExchangePlan, tracer: Tracer) -> None:
         self._group, self._plan, self._tracer = group, plan, tracer
 
-    def inwards(self, kinds: Sequence[Kind], tensors: Sequence[Tensor]) -> list[_Arriving]:
+    def inwards(self, kinds: Kinds, tensors: Sequence[Tensor]) -> list[_Arriving]:
         rows = [_rows(x) for x in tensors]
         return [self._bring(kinds, rows, group) for group in self._plan.groups]
 
-    def _bring(self, kinds: Sequence[Kind], rows: Sequence[Tensor], group: int) -> _Arriving:
+    def _bring(self, kinds: Kinds, rows: Sequence[Tensor], group: int) -> _Arriving:
         plan = self._plan
         counts = plan.counts(kinds, group)
         if len(rows) == 1 and plan.num_groups == 1:
@@ -60,7 +60,7 @@ class AllToAllExchange:
         message = _Message(self._group, self._tracer, sent, counts, coming, plan.rank)
         return _Arriving(plan, kinds, group, message)
 
-    def outwards(self, kinds: Sequence[Kind], like: Tensor) -> _Leaving:
+    def outwards(self, kinds: Kinds, like: Tensor) -> _Leaving:
         return _Leaving(self._group, self._plan, self._tracer, kinds)
 
 
@@ -103,9 +103,7 @@ class _Message:
 class _Arriving:
     """A group's heads from all ranks."""
 
-    def __init__(
-        self, plan: ExchangePlan, kinds: Sequence[Kind], group: int, message: _Message
-    ) -> None:
+    def __init__(self, plan: ExchangePlan, kinds: Kinds, group: int, message: _Message) -> None:
         self._plan, self._kinds, self._group = plan, kinds, group
         self._message: _Message | None = message
 
@@ -128,7 +126,7 @@ class _Leaving:
         group: dist.ProcessGroup,
         plan: ExchangePlan,
         tracer: Tracer,
-        kinds: Sequence[Kind],
+        kinds: Kinds,
     ) -> None:
         self._group, self._plan, self._tracer, self._kinds = group, plan, tracer, kinds
         self._messages: dict[int, _Message] = {}

@@ -13,7 +13,7 @@ group's results are waited for.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,9 +25,12 @@ from parallel.context.heads.split import HeadSplit
 Kind = Callable[[HeadSplit, int], range]
 """Which heads of a tensor a share of the heads has."""
 
-INPUTS: tuple[Kind, ...] = (HeadSplit.q_heads, HeadSplit.kv_heads, HeadSplit.kv_heads)
+Kinds = tuple[Kind, ...]
+"""The heads of several tensors that are exchanged together."""
+
+INPUTS: Kinds = (HeadSplit.q_heads, HeadSplit.kv_heads, HeadSplit.kv_heads)
 """The heads of q, k and v, and of their gradients."""
-QUERIES: tuple[Kind, ...] = (HeadSplit.q_heads,)
+QUERIES: Kinds = (HeadSplit.q_heads,)
 """The heads of o, its gradient, or the lse."""
 
 
@@ -43,7 +46,6 @@ class ExchangePlan:
 
     Attributes:
         shares: the heads of each share.
-        kept: what a transport prepares for the plan, by its own keys.
     """
 
     def __init__(
@@ -52,9 +54,22 @@ class ExchangePlan:
         self.rank, self.num_ranks, self.num_groups = rank, split.num_ranks, num_groups
         self.sequences = sequences
         self.shares = split.in_groups(num_groups)
+        numbers = range(self.shares.num_ranks)
+        self._heads = {kind: [kind(self.shares, n) for n in numbers] for kind in INPUTS}
+        self._counts = {
+            (kinds, group): [
+                sum(len(self.heads(kind, other, group)) for kind in kinds)
+                for other in range(self.num_ranks)
+            ]
+            for kinds in (INPUTS, QUERIES)
+            for group in self.groups
+        }
+        self._sizes = {
+            kinds: {tuple(len(self._heads[kind][number]) for kind in kinds) for number in numbers}
+            for kinds in (INPUTS, QUERIES)
+        }
         self.pieces = [self.shares.pieces(self._share(rank, group)) for group in self.groups]
         """For each group, the kernel calls of this rank."""
-        self.kept: dict[Any, Any] = {}
 
     @property
     def groups(self) -> range:
@@ -67,16 +82,19 @@ class ExchangePlan:
 
     def heads(self, kind: Kind, rank: int, group: int) -> range:
         """The heads with which ``rank`` attends in a group."""
-        return kind(self.shares, self._share(rank, group))
+        return self._heads[kind][self._share(rank, group)]
 
     def first_head(self, group: int) -> int:
         """The first query head of this rank's group."""
         return self.heads(HeadSplit.q_heads, self.rank, group).start
 
-    def counts(self, kinds: Sequence[Kind], group: int) -> list[int]:
+    def counts(self, kinds: Kinds, group: int) -> list[int]:
         """Heads of all these kinds together, for each rank."""
-        ranks = range(self.num_ranks)
-        return [sum(len(self.heads(kind, rank, group)) for kind in kinds) for rank in ranks]
+        return self._counts[kinds, group]
+
+    def sizes(self, kinds: Kinds) -> set[tuple[int, ...]]:
+        """Numbers of heads of these kinds that any rank attends with in a group."""
+        return self._sizes[kinds]
 
     def columns(self, kind: Kind) -> list[tuple[int, int, range]]:
         """Rank, group and heads of each share, in the order of the heads."""
@@ -117,11 +135,11 @@ class Leaving(Protocol):
 class HeadExchange(Protocol):
     """The exchanges of one pass; all ranks of the group make them together, in the same order."""
 
-    def inwards(self, kinds: Sequence[Kind], tensors: Sequence[Tensor]) -> Sequence[Arriving]:
+    def inwards(self, kinds: Kinds, tensors: Sequence[Tensor]) -> Sequence[Arriving]:
         """Start to exchange this rank's tokens of all heads, of each kind, group after group."""
         ...
 
-    def outwards(self, kinds: Sequence[Kind], like: Tensor) -> Leaving:
+    def outwards(self, kinds: Kinds, like: Tensor) -> Leaving:
         """The way back, for tensors of the form of this rank's ``like`` but for their heads."""
         ...
 

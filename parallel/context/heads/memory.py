@@ -150,6 +150,8 @@ class _Walk:
             ledger.hold(whole_output=done + group.q * joined)
             self._send_output(group)
             ledger.hold(whole_output=done + group.q)
+            if number + 1 < len(self._groups):
+                ledger.add(whole_inputs=-group.inputs)
         self._collect_output()
         return ledger.peak
 

@@ -25,16 +25,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from parallel.context.blocks.tracing import WAIT, Tracer
-from parallel.context.heads.exchange import INPUTS, ExchangePlan, Kind, summed_columns
+from parallel.context.heads.exchange import INPUTS, ExchangePlan, Kind, Kinds, summed_columns
 from parallel.context.heads.sequences import HEAD_DIM, Sequences
 from parallel.context.transports.peer_memory import PeerBuffers, PeerMemory
-from parallel.context.transports.strided_copy import StridedCopy
+from parallel.context.transports.strided_copy import StridedCopy, stream_of_copies
 from parallel.context.transports.symmetric import aside, publish
 from parallel.streams import StreamEvent
 
@@ -50,25 +51,43 @@ class SymmetricHeads:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._buffers = PeerBuffers(group, device)
+        self.fetching, self.reducing = self._buffers.fetching, self._buffers.reducing
+        self._inputs, self._results = _Kept(_inwards), _Kept(_outwards)
 
     @property
     def outside_bytes(self) -> int:
         return self._buffers.outside_bytes
 
     def exchange(self, plan: ExchangePlan, tracer: Tracer) -> SymmetricExchange:
-        return SymmetricExchange(self._buffers, plan, tracer)
+        return SymmetricExchange(self, plan, tracer)
+
+    def inwards(
+        self, plan: ExchangePlan, kinds: Kinds, tensors: Sequence[Tensor]
+    ) -> tuple[PeerMemory, list[_Copies]]:
+        """The buffers of inputs like these, and each group's copies out of them."""
+        memory = self._buffers.get("inputs", sum(map(_aligned_bytes, tensors)))
+        return memory, self._inputs.copies(memory, plan, kinds, tensors)
+
+    def outwards(
+        self, plan: ExchangePlan, kinds: Kinds, like: Tensor
+    ) -> tuple[PeerMemory, list[_Copies]]:
+        """The buffers of results like this rank's, and each group's copies out of them."""
+        # Of a call that will have gradients as well, so that a training step allocates once.
+        trained = torch.is_grad_enabled() and like.requires_grad
+        largest = INPUTS if trained else kinds
+        memory = self._buffers.get("results", _most_bytes(plan, largest, like))
+        return memory, self._results.copies(memory, plan, kinds, (like,))
 
 
 class SymmetricExchange:
     """The exchanges of one pass."""
 
-    def __init__(self, buffers: PeerBuffers, plan: ExchangePlan, tracer: Tracer) -> None:
-        self._buffers, self._plan, self._tracer = buffers, plan, tracer
+    def __init__(self, heads: SymmetricHeads, plan: ExchangePlan, tracer: Tracer) -> None:
+        self._heads, self._plan, self._tracer = heads, plan, tracer
 
-    def inwards(self, kinds: Sequence[Kind], tensors: Sequence[Tensor]) -> list[_Arriving]:
+    def inwards(self, kinds: Kinds, tensors: Sequence[Tensor]) -> list[_Arriving]:
         plan, device = self._plan, tensors[0].device
-        memory = self._buffers.get("inputs", sum(map(_aligned_bytes, tensors)))
-        copies = _prepared(_inwards, memory, plan, kinds, tensors)
+        memory, copies = self._heads.inwards(plan, kinds, tensors)
         with self._tracer.span(WAIT, 0):
             publish(memory, copies[0].published, tensors, _INPUTS)
         landings = [
@@ -77,14 +96,14 @@ class SymmetricExchange:
         ]
         published, arriving = StreamEvent(device), []
         for group, (of_group, landing) in enumerate(zip(copies, landings, strict=True)):
-            with aside(self._buffers.fetching, self._tracer, group, published):
+            with aside(self._heads.fetching, self._tracer, group, published):
                 of_group.run(landing, self._tracer)
                 arrived = StreamEvent(device)
             arriving.append(_Arriving(plan.sequences, self._tracer, group, landing, arrived))
         return arriving
 
-    def outwards(self, kinds: Sequence[Kind], like: Tensor) -> _Leaving:
-        return _Leaving(self._buffers, self._plan, self._tracer, kinds, like)
+    def outwards(self, kinds: Kinds, like: Tensor) -> _Leaving:
+        return _Leaving(self._heads, self._plan, self._tracer, kinds, like)
 
 
 class _Arriving:
@@ -114,20 +133,17 @@ class _Leaving:
 
     def __init__(
         self,
-        buffers: PeerBuffers,
+        heads: SymmetricHeads,
         plan: ExchangePlan,
         tracer: Tracer,
-        kinds: Sequence[Kind],
+        kinds: Kinds,
         like: Tensor,
     ) -> None:
-        self._buffers, self._plan, self._tracer, self._kinds = buffers, plan, tracer, kinds
+        self._plan, self._tracer, self._kinds = plan, tracer, kinds
         self._like, self._device = like, like.device
+        self._stream = heads.reducing
+        self._memory, self._copies = heads.outwards(plan, kinds, like)
         self._landing: list[Tensor] = []
-        # Of a call that will have gradients as well, so that a training step allocates once.
-        self._memory = buffers.get(
-            "results", _most_bytes(plan, INPUTS if torch.is_grad_enabled() else kinds, like)
-        )
-        self._copies = _prepared(_outwards, self._memory, plan, kinds, (like,))
         self._sent: list[Sequence[Tensor]] = []
         """Kept until they have been published."""
         self._last = StreamEvent(self._device)
@@ -138,7 +154,7 @@ class _Leaving:
             # Memory of the computing stream, which reads it last.
             self._landing = [self._like.new_empty(shape) for shape in copies.shapes]
         computed = StreamEvent(self._device)
-        with aside(self._buffers.reducing, self._tracer, plan.num_groups, self._last):
+        with aside(self._stream, self._tracer, plan.num_groups, self._last):
             # Passed while the kernel computes, by ranks that have fetched the group before.
             memory.barrier(_RESULTS)
             computed.wait()
@@ -182,33 +198,50 @@ class _Copies:
     """How much of it is read from other ranks."""
 
     def run(self, targets: Sequence[Tensor], tracer: Tracer) -> None:
+        stream = stream_of_copies(targets[0].device)
         for number, copy in self.copies:
-            copy.run(targets[number])
+            copy.run(targets[number], stream)
         tracer.sent(self.read_bytes)
 
 
-_Way = Callable[[PeerMemory, ExchangePlan, Sequence[Kind], Sequence[Tensor]], list[_Copies]]
+_Way = Callable[[PeerMemory, ExchangePlan, Kinds, Sequence[Tensor]], list[_Copies]]
+
+_KEPT = 32
+"""Copies that are kept for calls like those before: forward and backward of as many plans as
+:class:`parallel.context.heads.head_attention.HeadAttention` keeps."""
 
 
-def _prepared(
-    way: _Way,
-    memory: PeerMemory,
-    plan: ExchangePlan,
-    kinds: Sequence[Kind],
-    tensors: Sequence[Tensor],
-) -> list[_Copies]:
-    """The copies of all groups, made once for a plan, the tensors' shapes and the memory."""
-    key = (way, kinds, *((x.shape, x.dtype) for x in tensors))
-    found: tuple[PeerMemory, list[_Copies]] | None = plan.kept.get(key)
-    if found is None or found[0] is not memory:
-        # An evaluation may come first, and its inference tensors are no part of a graph.
-        with torch.inference_mode(False), torch.no_grad():
-            found = plan.kept[key] = memory, way(memory, plan, kinds, tensors)
-    return found[1]
+class _Kept:
+    """Copies out of the buffers of one purpose, made once for a plan and its tensors' shapes.
+
+    They go with the buffers, which are let go when larger ones are needed.
+    """
+
+    def __init__(self, way: _Way) -> None:
+        self._way = way
+        self._memory: PeerMemory | None = None
+        self._made: dict[tuple[Any, ...], list[_Copies]] = {}
+
+    def copies(
+        self, memory: PeerMemory, plan: ExchangePlan, kinds: Kinds, tensors: Sequence[Tensor]
+    ) -> list[_Copies]:
+        if self._memory is not memory:
+            self._memory = memory
+            self._made.clear()
+        # The plan itself, and not its id, which another would get when this one is let go.
+        key = (plan, kinds, *((x.shape, x.dtype) for x in tensors))
+        found = self._made.get(key)
+        if found is None:
+            if len(self._made) >= _KEPT:
+                self._made.pop(next(iter(self._made)))
+            # An evaluation may come first, and its inference tensors are no part of a graph.
+            with torch.inference_mode(False), torch.no_grad():
+                found = self._made[key] = self._way(memory, plan, kinds, tensors)
+        return found
 
 
 def _inwards(
-    memory: PeerMemory, plan: ExchangePlan, kinds: Sequence[Kind], tensors: Sequence[Tensor]
+    memory: PeerMemory, plan: ExchangePlan, kinds: Kinds, tensors: Sequence[Tensor]
 ) -> list[_Copies]:
     """For each group, from the inputs of every rank to whole sequences of its heads."""
     inputs = [_template(x, x.shape) for x in tensors]
@@ -231,7 +264,7 @@ def _inwards(
 
 
 def _outwards(
-    memory: PeerMemory, plan: ExchangePlan, kinds: Sequence[Kind], tensors: Sequence[Tensor]
+    memory: PeerMemory, plan: ExchangePlan, kinds: Kinds, tensors: Sequence[Tensor]
 ) -> list[_Copies]:
     """For each group, from the staged results of every rank to this rank's tokens of its heads.
 
@@ -284,25 +317,18 @@ def _published(memory: PeerMemory, rank: int, like: Sequence[Tensor]) -> list[Te
     return [memory.of_rank(rank, at, x) for at, x in zip(offsets, like, strict=False)]
 
 
-def _staged(
-    plan: ExchangePlan, kinds: Sequence[Kind], like: Tensor, rank: int, group: int
-) -> list[Tensor]:
+def _staged(plan: ExchangePlan, kinds: Kinds, like: Tensor, rank: int, group: int) -> list[Tensor]:
     """Templates of what a rank publishes of a group's results."""
     heads = [plan.heads(kind, rank, group) for kind in kinds]
     return [_template(like, plan.sequences.staging(like, len(own))) for own in heads]
 
 
-def _most_bytes(plan: ExchangePlan, kinds: Sequence[Kind], like: Tensor) -> int:
+def _most_bytes(plan: ExchangePlan, kinds: Kinds, like: Tensor) -> int:
     """Bytes of the results of any group on any rank: buffers are of one size on all ranks."""
-    key = (_most_bytes, kinds, like.shape, like.dtype)
-    if key not in plan.kept:
-        plan.kept[key] = max(
-            sum(map(_aligned_bytes, _staged(plan, kinds, like, rank, group)))
-            for rank in range(plan.num_ranks)
-            for group in plan.groups
-        )
-    found: int = plan.kept[key]
-    return found
+    return max(
+        sum(_aligned(plan.sequences.staging(like, count), like.element_size()) for count in counts)
+        for counts in plan.sizes(kinds)
+    )
 
 
 def _columns_shape(plan: ExchangePlan, kind: Kind, like: Tensor) -> torch.Size:
@@ -325,4 +351,8 @@ def _template(like: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _aligned_bytes(x: Tensor) -> int:
-    return -(-x.numel() * x.element_size() // _ALIGNMENT) * _ALIGNMENT
+    return _aligned(x.shape, x.element_size())
+
+
+def _aligned(shape: torch.Size, element_bytes: int) -> int:
+    return -(-shape.numel() * element_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -19,6 +19,11 @@ import torch
 from torch import Tensor
 
 
+def stream_of_copies(device: torch.device) -> int | None:
+    """The current stream's handle, asked for once before many copies; None where there is none."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+
+
 @dataclass(kw_only=True, slots=True, frozen=True)
 class _Block:
     """Rows of contiguous elements, at a constant distance from each other; in elements."""
@@ -51,10 +56,10 @@ class StridedCopy:
         self._blocks = _blocks(out.shape, into.stride(), out.stride())
         self._rectangles: list[tuple[_Rectangle, int]] | None = None
 
-    def run(self, target: Tensor) -> None:
-        """Copy into ``target``, on the current stream; the host does not wait."""
-        if target.device.type == "cuda":
-            self._run_on_copy_engine(target)
+    def run(self, target: Tensor, stream: int | None) -> None:
+        """Copy into ``target`` on a stream of :func:`stream_of_copies`; the host does not wait."""
+        if stream is not None:
+            self._run_on_copy_engine(target, stream)
             return
         first, begin = target.storage_offset() + self._first, self._out.storage_offset()
         for block in self._blocks:
@@ -63,14 +68,13 @@ class StridedCopy:
             here = self._out.as_strided(shape, (block.out_pitch, 1), begin + block.out)
             there.copy_(here)
 
-    def _run_on_copy_engine(self, target: Tensor) -> None:
+    def _run_on_copy_engine(self, target: Tensor, stream: int) -> None:
         if self._rectangles is None:
             self._rectangles = [self._rectangle(block) for block in self._blocks]
-        base = target.data_ptr()
-        stream = ctypes.c_void_p(torch.cuda.current_stream(target.device).cuda_stream)
+        base, handle = target.data_ptr(), ctypes.c_void_p(stream)
         for rectangle, offset in self._rectangles:
             rectangle.target_device = base + offset
-            code = _copy_2d()(ctypes.byref(rectangle), stream)
+            code = _copy_2d()(ctypes.byref(rectangle), handle)
             if code:
                 raise RuntimeError(
                     "the CUDA driver refuses to copy from another GPU (cuMemcpy2DAsync: "

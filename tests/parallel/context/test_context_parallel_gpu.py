@@ -19,7 +19,7 @@ from kernels.problem import AttentionSpec
 from kernels.reference import relative_error
 from parallel import BACKENDS
 from parallel.context.transports.peer_memory import PeerBuffers
-from parallel.context.transports.strided_copy import StridedCopy
+from parallel.context.transports.strided_copy import StridedCopy, stream_of_copies
 
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
@@ -217,7 +217,8 @@ def strided_copies(group: dist.ProcessGroup) -> list[bool]:
         wanted = target.clone()
         wanted.narrow(into_dim, 3, out.shape[into_dim]).copy_(out)
         template = torch.empty(longer, device="meta", dtype=torch.bfloat16)
-        StridedCopy(template.narrow(into_dim, 3, out.shape[into_dim]), out).run(target)
+        copy = StridedCopy(template.narrow(into_dim, 3, out.shape[into_dim]), out)
+        copy.run(target, stream_of_copies(device))
         found.append(torch.equal(target, wanted))
     memory.barrier(0)
     memory.barrier(0)

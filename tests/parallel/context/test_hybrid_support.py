@@ -252,16 +252,6 @@ class TestPredictedMemory:
         assert found["published"] == 1.5 + 1
         assert sum(found.values()) == 1.5 + 2.5 + 1.5 + 1 + 1
 
-    @pytest.mark.parametrize("transport", ["all_to_all", "symmetric"])
-    def test_more_groups_than_key_heads_copy_them(self, transport: str) -> None:
-        options = {"kernel": "sdpa_cudnn", "transport": transport}
-        problem = {"needs_grad": False}
-        one, two = (
-            self.peak("ulysses", head_groups=groups, problem=problem, **options)["whole_inputs"]
-            for groups in (1, 2)
-        )
-        assert (one, two) == (1.5, 2)
-
     @pytest.mark.parametrize(("degree", "alone"), [(1, "zigzag"), (8, "ulysses")])
     def test_one_axis_is_its_scheme(self, degree: int, alone: str) -> None:
         kernel = {"kernel": "flash_triton"}

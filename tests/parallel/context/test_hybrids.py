@@ -121,6 +121,17 @@ def one_pass(bound: Any, batch: Batch) -> list[Tensor]:
     return [o.detach(), *torch.autograd.grad(o, leaves, do)]
 
 
+def transport_of_heads(group: dist.ProcessGroup, transport: str) -> str:
+    with scheme_of("ulysses_ring", **options(transport=transport)).bind(group, CPU) as bound:
+        return type(bound._heads._transport).__name__
+
+
+def test_heads_travel_as_keys_do() -> None:
+    assert on_ranks(4, transport_of_heads, "symmetric") == ["SymmetricHeads"] * 4
+    assert on_ranks(4, transport_of_heads, "send_recv") == ["AllToAll"] * 4
+    assert on_ranks(4, transport_of_heads, "auto") == ["AllToAll"] * 4
+
+
 def differing_bits(group: dist.ProcessGroup, name: str, more: dict[str, Any]) -> int:
     """Entries that are not the same in two runs, each bound anew."""
     few = batch(num_heads=8, num_kv_heads=2, dtype=torch.bfloat16)

@@ -15,7 +15,10 @@ from torch import Tensor
 
 from kernels import BACKENDS, Packing
 from kernels.problem import AttentionSpec
+from parallel.context.blocks.layouts import Contiguous
 from parallel.context.blocks.tracing import COMPUTE, WAIT, RecordingTracer
+from parallel.context.heads.exchange import summed_columns
+from parallel.context.heads.sequences import PackedSequences
 from parallel.context.heads.split import HeadSplit
 
 SHAPES = [(4, 4), (4, 2), (8, 1), (6, 6), (6, 3), (10, 2), (12, 4), (7, 7), (9, 3)]
@@ -98,6 +101,10 @@ class TestAgainstOneDevice:
             ragged = Batch(lengths=lengths, packed=True)
             check(2, "ulysses", options(transport, head_groups), ragged)
 
+    def test_one_sequence(self, transport: str) -> None:
+        """A rank's tokens follow on those of the rank before."""
+        check(2, "ulysses", options(transport, 2), Batch(lengths=(24,), packed=True))
+
     def test_a_length_that_does_not_divide(self, transport: str) -> None:
         check(2, "ulysses", options(transport), Batch(lengths=(23,)))
 
@@ -123,6 +130,60 @@ class TestAgainstOneDevice:
 
     def test_a_group_of_a_kernel_without_an_lse(self, transport: str) -> None:
         check(2, "ulysses", options(transport, 2, "sdpa"), batch())
+
+
+def test_gradients_of_a_shared_key_head_are_summed_in_float32() -> None:
+    """In bfloat16, 256 + 1 is 256 again."""
+    parts = [torch.full((1, 1, 2, 2), value, dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0)]
+    columns = [(range(1, 2), part) for part in parts]
+    found = summed_columns(columns, num_heads=3, dim=1)
+    assert found[0, :, 0, 0].tolist() == [0, 258, 0]
+
+
+def padded_rows(group: dist.ProcessGroup, exchange: tuple[str, int]) -> float:
+    """The largest entry of o, dq, dk or dv in a row of padding, after a batch without any."""
+    full = Batch(lengths=(12, 12, 12), packed=True)
+    ragged = Batch(lengths=(10, 7, 12), packed=True)
+    with scheme_of("ulysses", **options(*exchange)).bind(group, CPU) as bound:
+        one_pass(bound, full)
+        found = one_pass(bound, ragged)
+        real = shard(bound, torch.ones(29, 1, 1), ragged)
+        return max(float((x * (1 - real)).abs().max()) for x in found)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES[::3] + EXCHANGES[1::3])
+def test_padding_is_zero(exchange: tuple[str, int]) -> None:
+    assert on_ranks(2, padded_rows, exchange) == [0.0] * 2
+
+
+def copies_of(lengths: list[int]) -> list[int]:
+    """How many copies bring the tokens of each of two ranks to their places."""
+    sequences = PackedSequences(Contiguous(num_ranks=2), lengths, CPU)
+    num_local = sum(map(Contiguous(num_ranks=2).local_len, lengths))
+    part = torch.empty(num_local, 1, 4)
+    landing = torch.empty(sequences.landing(part, 1))
+    return [len(list(sequences.places(landing, part, rank))) for rank in range(2)]
+
+
+def test_copies_of_packed_sequences() -> None:
+    """One for each sequence that a rank has tokens of, if they are few; else one for all."""
+    assert copies_of([24]) == [1, 1]
+    assert copies_of([24, 8, 1]) == [3, 2]
+    assert copies_of([4] * 12) == [1, 1]
+
+
+def kept_after_growth(group: dist.ProcessGroup) -> list[int]:
+    """How many calls' copies are kept of inputs and of results, after a longer batch."""
+    with scheme_of("ulysses", **options("symmetric")).bind(group, CPU) as bound:
+        for length in (8, 12, 48):
+            one_pass(bound, Batch(lengths=(length,)))
+        transport = bound._transport
+        return [len(kept._made) for kept in (transport._inputs, transport._results)]
+
+
+def test_copies_out_of_buffers_that_were_too_small_are_let_go() -> None:
+    """Those of the forward and of the backward pass of the last batch are left."""
+    assert on_ranks(2, kept_after_growth) == [[2, 2]] * 2
 
 
 def test_auto_sends_messages_between_cpus() -> None:
