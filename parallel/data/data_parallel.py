@@ -51,6 +51,7 @@ class DataParallel(nn.Module):
         replicas: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
+        _require_unwrapped(module)
         require_one_device(module)
         self.module = module
         self._group = dist.group.WORLD if group is None and dist.is_initialized() else group
@@ -91,6 +92,16 @@ class DataParallel(nn.Module):
         """Ranks that train the model together."""
         groups = [group for group in (self._group, self._replicas) if group is not None]
         return math.prod(group.size() for group in groups)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.world_size > 1:
+            # For copy.deepcopy() and pickle alike, which would stop at the process group.
+            raise TypeError(
+                f"{type(self).__name__} cannot be copied or pickled: its process group cannot; "
+                "copy the module before it is wrapped, and average named_parameters(), or save "
+                "state_dict()"
+            )
+        return super().__reduce_ex__(protocol)
 
     def _broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Give all ranks the values of the first; what has no memory yet is passed over."""
@@ -254,7 +265,7 @@ class DataParallel(nn.Module):
     def _has_own(self, number: int) -> bool:
         """Whether a gradient has neither been thrown away nor zeroed since it came."""
         gradient = self._trained[number].grad
-        return gradient is not None and bool(gradient.any())
+        return gradient is not None and bool(gradient.as_subclass(Tensor).any())
 
     def _unused(self) -> list[tuple[int, GradientTransfer, int]]:
         """Parameters without a gradient here: number, transfer, and place in the transfer."""
@@ -320,6 +331,21 @@ class DataParallel(nn.Module):
         while progress.num_started < number:
             self._transfers[progress.num_started].start(self._averager)
             progress.num_started += 1
+
+
+def _require_unwrapped(module: nn.Module) -> None:
+    """Raise ValueError where another container has the module, or a part of it."""
+    for name, inner in module.named_modules():
+        if isinstance(inner, DataParallel):
+            raise ValueError(
+                f"{name or 'the module'} is in a {type(inner).__name__} already: wrap the whole "
+                "module once; FSDP takes its blocks by blocks="
+            )
+    for name, parameter in module.named_parameters():
+        if hasattr(parameter, "shard_of_it"):
+            raise ValueError(
+                f"{name} is this rank's shard, of another container of the module: wrap a new one"
+            )
 
 
 class _Progress:
