@@ -256,8 +256,8 @@ class FSDP(FullySharded):
         """The backward pass reaches a block, and has left the blocks after it."""
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "FSDP: a backward pass with create_graph=True would need weights of blocks that are "
-                "no longer whole in the one after it: use BucketedDDP or Zero2"
+                "FSDP: the pass after one with create_graph=True would need weights of blocks that "
+                "are no longer whole: use BucketedDDP or Zero2"
             )
         self._hide_shards()
         again = self._in_order and number > self._level
