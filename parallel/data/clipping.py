@@ -36,7 +36,7 @@ _REDUCTIONS = _called(
 )
 _STILL_PARTS = {
     Tensor.data.__get__,
-    *_called("detach", "float", "double", "to", "cpu", "flatten", "view", "reshape", "clone"),
+    *_called("detach", "float", "double", "to", "cpu", "flatten", "view", "reshape"),
     *_called("abs", "square", "pow", "mul", "div", "isnan", "isinf", "isfinite", "ravel"),
     *(Tensor.__pow__, Tensor.__mul__, Tensor.__rmul__, Tensor.__truediv__),
 }

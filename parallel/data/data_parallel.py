@@ -18,7 +18,12 @@ from torch import Tensor, nn
 from parallel.data.clipping import Clipped, clip_by_global_norm
 from parallel.data.gradients import Averager, GradientTransfer
 from parallel.data.hybrid_sharding import HybridAverager
-from parallel.data.replicas import broadcast_from_first, has_memory, require_one_device
+from parallel.data.replicas import (
+    broadcast_from_first,
+    has_memory,
+    registrations,
+    require_one_device,
+)
 from parallel.data.step_guard import guard_steps
 
 
@@ -85,6 +90,7 @@ class DataParallel(nn.Module):
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
         self._transfers = self._arrange(self._trained)
         self._prepare(self._trained)
+        self._registrations = registrations().count
         guard_steps(self)
 
     @property
@@ -176,6 +182,7 @@ class DataParallel(nn.Module):
         """
         if not self._transfers or not self._synchronizes:
             return
+        self._require_known_parameters()
         # Where the module was called in place of the container.
         self._take_in_thawed()
         self._start_up_to(len(self._transfers))
@@ -193,6 +200,20 @@ class DataParallel(nn.Module):
                     transfer.give(place)
         self._progress.start_over()
         self._own_gradients = bytearray(len(self._trained))
+
+    def _require_known_parameters(self) -> None:
+        """Raise RuntimeError where the module has parameters that came after wrapping."""
+        if self._registrations == registrations().count:
+            return
+        self._registrations = registrations().count
+        known = {*self._trained, *self._frozen}
+        for name, parameter in self.module.named_parameters():
+            if parameter not in known:
+                self._registrations = -1
+                raise RuntimeError(
+                    f"{name} has come into the module since {type(self).__name__} took it, and its "
+                    "gradient would not be averaged: change the module before it is wrapped"
+                )
 
     def name_of_unaveraged(self, parameters: Iterable[Tensor]) -> str | None:
         """The first of an optimizer's parameters whose gradient is not an average yet."""

@@ -639,6 +639,14 @@ def converted(trainer: Trainer) -> Weights:
     return trainer.steps(model, backward)
 
 
+@loop("a layer replaced in the container")
+def replaced(trainer: Trainer) -> Weights:
+    model = trainer.model(Plain)
+    torch.manual_seed(5)
+    inner(model).layers[2] = nn.Linear(WIDTH, WIDTH)
+    return trainer.steps(model, descend)
+
+
 @loop("gradient penalty (`create_graph`)")
 def penalty(trainer: Trainer) -> Weights:
     def backward(model: nn.Module, batch: Tensor) -> None:
