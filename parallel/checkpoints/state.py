@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from torch import Tensor, nn
@@ -43,7 +44,8 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
     wait = getattr(model, "wait_for_gathering", None)
     if wait is not None:
         wait()
-    state = {name: value for name, value in inner.state_dict().items() if isinstance(value, Tensor)}
+    with getattr(model, "reading_module", contextlib.nullcontext)():
+        state = {n: value for n, value in inner.state_dict().items() if isinstance(value, Tensor)}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         origin = origin_of(parameter, model)
         values = parameter.detach() if origin is None else part_of(parameter, origin)

@@ -19,21 +19,37 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+
+def _called(*names: str) -> set[Any]:
+    """The operators of these names, as methods and as functions."""
+    found = [getattr(home, name, None) for home in (Tensor, torch) for name in names]
+    return {operator for operator in found if operator is not None}
+
+
 _NORMS = {
-    *(torch.Tensor.norm, torch.norm, torch.linalg.norm, torch.linalg.vector_norm),
-    *(torch._foreach_norm, torch.linalg.matrix_norm),
+    *_called("norm", "_foreach_norm"),
+    *(torch.linalg.norm, torch.linalg.vector_norm, torch.linalg.matrix_norm),
 }
+_REDUCTIONS = _called(
+    *("sum", "nansum", "mean", "max", "amax", "min", "amin", "aminmax", "any", "all"),
+    *("count_nonzero", "std", "var", "dot", "vdot", "inner"),
+)
 _STILL_PARTS = {
-    *(torch.Tensor.detach, torch.Tensor.data.__get__, torch.Tensor.float, torch.Tensor.double),
-    *(torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.flatten, torch.flatten, torch.Tensor.view),
+    Tensor.data.__get__,
+    *_called("detach", "float", "double", "to", "cpu", "flatten", "view", "reshape"),
+    *_called("abs", "square", "pow", "mul", "div", "isnan", "isinf", "isfinite", "ravel"),
+    *(Tensor.__pow__, Tensor.__mul__, Tensor.__rmul__, Tensor.__truediv__),
 }
+_UNSCALING = {torch._amp_foreach_non_finite_check_and_unscale_}
 
 
 class PartOfGradient(Tensor):
     """This rank's part of a gradient: a tensor like others, but its norm is an error.
 
     ``torch.nn.utils.clip_grad_norm_`` would clip by the norm of this rank's parts, and by others
-    on other ranks. Results of operators are plain tensors.
+    on other ranks. So would a norm by hand, from a sum of squares, and a step would be skipped on
+    some ranks by what is not finite there: sums and the like are errors too. Results of most
+    operators are plain tensors.
     """
 
     @classmethod
@@ -45,6 +61,17 @@ class PartOfGradient(Tensor):
                 "the norm of this rank's part of a gradient is not the gradient's: write "
                 "model.clip_grad_norm_(max_norm) with the container in place of "
                 "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)"
+            )
+        if func in _REDUCTIONS:
+            raise RuntimeError(
+                f"{func.__name__}() of this rank's part of a gradient is not the gradient's, and "
+                "another one on each rank: for its norm, call the container's clip_grad_norm_(); "
+                "for this rank's own, write grad.as_subclass(torch.Tensor)"
+            )
+        if func in _UNSCALING:
+            raise RuntimeError(
+                "GradScaler: an infinity may be in another rank's part of the gradients alone, and "
+                "ranks would skip different steps: use parallel.data.AgreeingGradScaler"
             )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))

@@ -18,7 +18,12 @@ from torch import Tensor, nn
 from parallel.data.clipping import Clipped, clip_by_global_norm
 from parallel.data.gradients import Averager, GradientTransfer
 from parallel.data.hybrid_sharding import HybridAverager
-from parallel.data.replicas import broadcast_from_first, has_memory, require_one_device
+from parallel.data.replicas import (
+    broadcast_from_first,
+    has_memory,
+    registrations,
+    require_one_device,
+)
 from parallel.data.step_guard import guard_steps
 
 
@@ -51,6 +56,7 @@ class DataParallel(nn.Module):
         replicas: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
+        _require_unwrapped(module)
         require_one_device(module)
         self.module = module
         self._group = dist.group.WORLD if group is None and dist.is_initialized() else group
@@ -84,6 +90,7 @@ class DataParallel(nn.Module):
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
         self._transfers = self._arrange(self._trained)
         self._prepare(self._trained)
+        self._registrations = registrations().count
         guard_steps(self)
 
     @property
@@ -91,6 +98,16 @@ class DataParallel(nn.Module):
         """Ranks that train the model together."""
         groups = [group for group in (self._group, self._replicas) if group is not None]
         return math.prod(group.size() for group in groups)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.world_size > 1:
+            # For copy.deepcopy() and pickle alike, which would stop at the process group.
+            raise TypeError(
+                f"{type(self).__name__} cannot be copied or pickled: its process group cannot; "
+                "copy the module before it is wrapped, and average named_parameters(), or save "
+                "state_dict()"
+            )
+        return super().__reduce_ex__(protocol)
 
     def _broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Give all ranks the values of the first; what has no memory yet is passed over."""
@@ -165,6 +182,7 @@ class DataParallel(nn.Module):
         """
         if not self._transfers or not self._synchronizes:
             return
+        self._require_known_parameters()
         # Where the module was called in place of the container.
         self._take_in_thawed()
         self._start_up_to(len(self._transfers))
@@ -182,6 +200,20 @@ class DataParallel(nn.Module):
                     transfer.give(place)
         self._progress.start_over()
         self._own_gradients = bytearray(len(self._trained))
+
+    def _require_known_parameters(self) -> None:
+        """Raise RuntimeError where the module has parameters that came after wrapping."""
+        if self._registrations == registrations().count:
+            return
+        self._registrations = registrations().count
+        known = {*self._trained, *self._frozen}
+        for name, parameter in self.module.named_parameters():
+            if parameter not in known:
+                self._registrations = -1
+                raise RuntimeError(
+                    f"{name} has come into the module since {type(self).__name__} took it, and its "
+                    "gradient would not be averaged: change the module before it is wrapped"
+                )
 
     def name_of_unaveraged(self, parameters: Iterable[Tensor]) -> str | None:
         """The first of an optimizer's parameters whose gradient is not an average yet."""
@@ -254,7 +286,7 @@ class DataParallel(nn.Module):
     def _has_own(self, number: int) -> bool:
         """Whether a gradient has neither been thrown away nor zeroed since it came."""
         gradient = self._trained[number].grad
-        return gradient is not None and bool(gradient.any())
+        return gradient is not None and bool(gradient.as_subclass(Tensor).any())
 
     def _unused(self) -> list[tuple[int, GradientTransfer, int]]:
         """Parameters without a gradient here: number, transfer, and place in the transfer."""
@@ -320,6 +352,21 @@ class DataParallel(nn.Module):
         while progress.num_started < number:
             self._transfers[progress.num_started].start(self._averager)
             progress.num_started += 1
+
+
+def _require_unwrapped(module: nn.Module) -> None:
+    """Raise ValueError where another container has the module, or a part of it."""
+    for name, inner in module.named_modules():
+        if isinstance(inner, DataParallel):
+            raise ValueError(
+                f"{name or 'the module'} is in a {type(inner).__name__} already: wrap the whole "
+                "module once; FSDP takes its blocks by blocks="
+            )
+    for name, parameter in module.named_parameters():
+        if hasattr(parameter, "shard_of_it"):
+            raise ValueError(
+                f"{name} is this rank's shard, of another container of the module: wrap a new one"
+            )
 
 
 class _Progress:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from parallel.data.shards import ShardOrigin, ShardOwner
+from parallel.data.shards import ShardOrigin
 from parallel.data.step_guard import why_not_shards
 
 SCALARS = ("step", "mu_product", "eta", "mu")
@@ -21,10 +21,9 @@ def optimizer_of_shards(
 ) -> Optimizer:
     """An ``optimizer_cls`` over shards of parameters, such as ``container.parameters()``.
 
-    It steps this rank's shards, and then their container begins to gather the whole parameters,
-    where it keeps any. ``state_dict`` is that of the optimizer over whole parameters, on the
-    CPU: all ranks call it together and each receives it whole. ``load_state_dict`` takes it on
-    any number of ranks, and so does ``optimizer_cls`` itself on one.
+    ``state_dict`` is that of the optimizer over whole parameters, on the CPU: all ranks call it
+    together and each receives it whole. ``load_state_dict`` takes it on any number of ranks, and
+    so does ``optimizer_cls`` itself on one.
 
     Raises:
         ValueError: the optimizer needs whole parameters, or there are none.
@@ -33,32 +32,9 @@ def optimizer_of_shards(
     if reason is not None:
         raise ValueError(reason)
     optimizer = optimizer_cls(params, **kwargs)
-    optimizer.register_step_pre_hook(_before_step)
-    optimizer.register_step_post_hook(_after_step)
     optimizer.register_state_dict_post_hook(_join_state)
     optimizer.register_load_state_dict_pre_hook(_cut_state)
     return optimizer
-
-
-def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    for owner in _owners(optimizer):
-        owner.wait_for_gathering()
-
-
-def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    for owner in _owners(optimizer):
-        owner.start_parameter_gathering()
-
-
-def _owners(optimizer: Optimizer) -> list[ShardOwner]:
-    """The containers of the shards, each once, in an order that is the same on all ranks."""
-    found: list[ShardOwner] = []
-    for parameter in _parameters(optimizer):
-        origin = _origin(parameter)
-        owner = None if origin is None else origin.owner()
-        if owner is not None and not any(owner is other for other in found):
-            found.append(owner)
-    return found
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

@@ -31,7 +31,9 @@ class AgreeingGradScaler(torch.amp.GradScaler):
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
         """Unscale this rank's gradients; whether any was infinite, or not a number, on any rank."""
-        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        with torch._C.DisableTorchFunctionSubclass():
+            # Parts of gradients are scaled as any others; the ranks agree below.
+            found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         if dist.is_initialized():
             # A rank may have no gradient at all, and so no device to take from one.
             flag = found.setdefault(found_inf.device, found_inf)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -197,6 +199,16 @@ class _UnderWay:
     settled_event: StreamEvent | None = None
 
 
+class ShardHolder(Protocol):
+    """Whole parameters that are this rank's shards between steps."""
+
+    def show_shards(self) -> None:
+        """Make the parameters the shards, with their gradients."""
+
+    def hide_shards(self) -> None:
+        """Make them what passes use."""
+
+
 class ShardedDataParallel(DataParallel):
     """Base of the containers whose ``parameters()`` and ``zero_grad`` are those of shards."""
 
@@ -212,6 +224,9 @@ class ShardedDataParallel(DataParallel):
         replicas: dist.ProcessGroup | None = None,
     ) -> None:
         self._shards: dict[Tensor, nn.Parameter] = {}
+        self._shows_shards = False
+        """Whether the module's own parameters are the shards."""
+        self._reads_module = False
         for name, parameter in module.named_parameters():
             if hasattr(parameter, "device_mesh"):
                 raise ValueError(
@@ -220,6 +235,10 @@ class ShardedDataParallel(DataParallel):
                 )
         super().__init__(module, overlap=overlap, group=group, replicas=replicas)
         self._train_flags = [shard.requires_grad for shard in self._shards.values()]
+        if self._shards:
+            self._refuse_states_of_shards()
+        for whole, shard in self._shards.items():
+            whole.shard_of_it = shard
 
     def _take_in_thawed(self) -> None:
         # A user sees shards in parameters(), and the module's own parameters in the module.
@@ -257,9 +276,68 @@ class ShardedDataParallel(DataParallel):
         return Clipped(parameter=parameter, is_part=is_part, is_split=is_split)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        was_shown = self._shows_shards
+        self._hide_shards()
         # Whole gradients too, which passes in no_sync() leave.
         self.module.zero_grad(set_to_none=True)
         super().zero_grad(set_to_none)
+        if was_shown:
+            self._show_shards()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        for name, shard in self.named_parameters():
+            before = shard.detach().new_empty(0)
+            after = fn(before)
+            if (after.dtype, after.device) != (before.dtype, before.device):
+                raise RuntimeError(
+                    f"{name} is a shard of {before.dtype} on {before.device}: convert and move "
+                    f"the module before {type(self).__name__} takes it"
+                )
+        return super()._apply(fn, recurse)
+
+    def _holders(self) -> Sequence[ShardHolder]:
+        """All that hold shards."""
+        raise NotImplementedError
+
+    def _show_shards(self) -> None:
+        for holder in self._holders():
+            holder.show_shards()
+        self._shows_shards = True
+
+    def _hide_shards(self) -> None:
+        """Before anything uses parameters or their gradients as whole ones."""
+        if self._shows_shards:
+            self._shows_shards = False
+            for holder in self._holders():
+                holder.hide_shards()
+
+    @contextlib.contextmanager
+    def reading_module(self) -> Iterator[None]:
+        """The module's own ``state_dict()`` may hold shards in here."""
+        before, self._reads_module = self._reads_module, True
+        try:
+            yield
+        finally:
+            self._reads_module = before
+
+    def _refuse_states_of_shards(self) -> None:
+        """A file of one rank's shards looks like one of the model until somebody loads it."""
+        this = weakref.ref(self)
+        for inner in self.module.modules():
+            known = weakref.ref(inner)
+
+            def refuse(module: nn.Module, *_: Any, known: weakref.ref[nn.Module] = known) -> None:
+                container = this()
+                # Copies of a module have its hooks.
+                if container is None or container._reads_module or module is not known():
+                    return
+                if container._shows_shards and container.world_size > 1:
+                    raise RuntimeError(
+                        "state_dict() of the module: its parameters are this rank's shards: "
+                        "call state_dict() of the container, on all ranks"
+                    )
+
+            inner.register_state_dict_pre_hook(refuse)
 
     def finish_gradient_synchronization(self) -> None:
         super().finish_gradient_synchronization()

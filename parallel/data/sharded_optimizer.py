@@ -65,6 +65,8 @@ class ShardedOptimizer(Optimizer):
             work = newton_schulz_flops if is_muon else Tensor.numel
         self._work_of, self._work = work, [0.0] * self._num_ranks
         self._buffers: list[tuple[int, Tensor]] = []
+        self._places: dict[Tensor, int] = {}
+        """Where the parameters lie in the buffers."""
         self._local: Optimizer | None = None
         super().__init__(params, dict(kwargs))
         # Only now, so that the largest of all groups are the first to be given an owner.
@@ -107,6 +109,7 @@ class ShardedOptimizer(Optimizer):
         Returns what ``closure`` does.
         """
         assert self._local is not None, "made in __init__"
+        self._require_buffers()
         self._give_options()
         loss = self._local.step(closure, **kwargs)
         self._take_options()
@@ -207,7 +210,18 @@ class ShardedOptimizer(Optimizer):
             for member, view in zip(members, layout.views(buffer), strict=True):
                 view.copy_(member.detach())
                 member.data = view
+                self._places[member] = view.data_ptr()
             self._buffers.append((owner, buffer))
+
+    def _require_buffers(self) -> None:
+        """What is sent are the buffers: parameters elsewhere would never arrive."""
+        for parameter, place in self._places.items():
+            if parameter.data_ptr() != place:
+                raise RuntimeError(
+                    f"ShardedOptimizer: a parameter, now of shape {tuple(parameter.shape)}, has "
+                    "been moved, converted or sharded since the optimizer took it: make the "
+                    "optimizer after that"
+                )
 
     def _own(self, group: dict[str, Any]) -> dict[str, Any]:
         """The group with this rank's parameters alone, which may be none."""

@@ -9,25 +9,15 @@ Zhao et al., 2023, section 3.2.1).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel.data.flat import FlatLayout
-
-
-class ShardOwner(Protocol):
-    """A container that keeps whole parameters beside the shards."""
-
-    def start_parameter_gathering(self) -> None:
-        """Begin to copy the shards that ranks have updated into every rank's whole parameters."""
-
-    def wait_for_gathering(self) -> None:
-        """Wait for all gathering that has begun."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -39,7 +29,6 @@ class ShardOrigin:
     start: int
     stop: int
     group: dist.ProcessGroup | None
-    owner: Callable[[], ShardOwner | None]
     is_part: bool
     """Whether other ranks hold other elements; else every rank holds all of them."""
 
@@ -61,13 +50,43 @@ class ShardOrigin:
         return flat.as_strided(self.shape, self.stride)
 
 
+class ShardedWeights:
+    """Whole parameters and this rank's shards of them, which they are between steps.
+
+    A user who reads the module's own parameters then sees what an optimizer steps, with its
+    gradient, as with PyTorch's FSDP under ``use_orig_params`` (Zhao et al., 2023, section 4.2);
+    whole values would be out of date, and without gradients.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], shards: Sequence[nn.Parameter]) -> None:
+        self._pairs = tuple(zip(parameters, shards, strict=True))
+        self._had_gradient: list[bool] = []
+        """Whether each shard had a gradient when its parameter became the shard."""
+
+    def show(self) -> None:
+        """Make the parameters the shards, 1-D, with their gradients."""
+        for parameter, shard in self._pairs:
+            parameter.data = shard.data
+            parameter.grad = shard.grad
+        self._had_gradient = [shard.grad is not None for _, shard in self._pairs]
+
+    def hide(self, values: Iterable[Tensor]) -> None:
+        """Give the parameters other values; gradients set to None are gone from the shards."""
+        for (parameter, shard), had, value in zip(
+            self._pairs, self._had_gradient, values, strict=True
+        ):
+            if had and parameter.grad is None:
+                shard.grad = None
+            parameter.grad = None
+            parameter.data = value
+
+
 def make_shards(
     parameters: Sequence[nn.Parameter],
     layout: FlatLayout,
     values: Tensor,
     index: int,
     group: dist.ProcessGroup | None,
-    owner: Callable[[], ShardOwner | None] = lambda: None,
 ) -> list[nn.Parameter]:
     """A shard of each parameter: views of ``values``, shard ``index`` of a flat buffer."""
     found = []
@@ -82,8 +101,17 @@ def make_shards(
             start=start,
             stop=stop,
             group=group,
-            owner=owner,
             is_part=layout.num_shards > 1,
         )
+        # Autograd knows the whole parameters alone, and would never call one of the shards.
+        shard.register_hook = _refuse_hook
+        shard.register_post_accumulate_grad_hook = _refuse_hook
         found.append(shard)
     return found
+
+
+def _refuse_hook(hook: Any) -> NoReturn:
+    raise RuntimeError(
+        "a hook on a shard would never be called, since autograd knows whole parameters alone: "
+        "change gradients after finish_gradient_synchronization()"
+    )

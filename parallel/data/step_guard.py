@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 WHOLE_PARAMETERS = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 """PyTorch's optimizers that look at more than one element at a time."""
 
-FAMILIES = ("muon", "shampoo", "soap")
+FAMILIES = ("dadapt", "galore", "lamb", "lars", "muon", "prodigy", "shampoo", "soap")
 """Words in the names of others that do, whatever a shard of a matrix would make of them."""
 
 

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from parallel.data.buckets import bucket_tensors
 from parallel.data.containers import bucket_bytes
@@ -25,7 +26,7 @@ from parallel.data.flat import FlatLayout, start_all_gather
 from parallel.data.gradients import GradientTransfer, buckets_of
 from parallel.data.model_blocks import waiting_points
 from parallel.data.shard_gradients import ShardedDataParallel, ShardedParameters, ShardTransfer
-from parallel.data.shards import make_shards
+from parallel.data.shards import ShardedWeights, make_shards
 from parallel.streams import SideStream
 
 
@@ -36,7 +37,6 @@ class ZeroBucket(ShardTransfer):
         self,
         parameters: Sequence[nn.Parameter],
         group: dist.ProcessGroup,
-        owner: weakref.ref[Zero],
         *,
         side_stream: SideStream,
         keeps_buffer: bool,
@@ -44,17 +44,19 @@ class ZeroBucket(ShardTransfer):
         layout, index = FlatLayout(parameters, group.size()), dist.get_rank(group)
         first = parameters[0]
         self._whole = torch.zeros(layout.size, dtype=first.dtype, device=first.device)
-        for parameter, view in zip(parameters, layout.views(self._whole), strict=True):
+        self._views = layout.views(self._whole)
+        for parameter, view in zip(parameters, self._views, strict=True):
             view.copy_(parameter.detach())
             parameter.data = view
         self._shard = layout.shard(self._whole, index)
-        shards = make_shards(parameters, layout, self._shard, index, group, owner)
+        shards = make_shards(parameters, layout, self._shard, index, group)
         super().__init__(
             ShardedParameters(parameters=parameters, shards=shards, layout=layout, index=index),
             side_stream=side_stream,
             dtype=first.dtype,
             keeps_buffer=keeps_buffer,
         )
+        self._own = ShardedWeights(parameters, shards)
         self._group = group
         self._gathering: dist.Work | None = None
 
@@ -66,6 +68,12 @@ class ZeroBucket(ShardTransfer):
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
+
+    def show_shards(self) -> None:
+        self._own.show()
+
+    def hide_shards(self) -> None:
+        self._own.hide(self._views)
 
 
 class Zero(ShardedDataParallel):
@@ -81,8 +89,10 @@ class Zero(ShardedDataParallel):
     :meth:`finish_gradient_synchronization` gives them their gradients, and takes those of the
     whole parameters. Backward passes in ``no_sync()`` add to whole gradients on each rank.
 
-    A step begins to gather the whole parameters. The forward pass waits for each where it uses
-    it, and so does :meth:`state_dict`; other readers call :meth:`wait_for_parameters`.
+    A forward pass that follows a step gathers the whole parameters, and waits for each where it
+    uses it. From :meth:`finish_gradient_synchronization` to that pass the module's own parameters
+    are the shards, with their gradients; :meth:`state_dict` is whole, and
+    :meth:`wait_for_parameters` makes the module so.
 
     Raises:
         ValueError: as :class:`BucketedDDP` says.
@@ -100,19 +110,20 @@ class Zero(ShardedDataParallel):
         self._max_bytes = bucket_bytes(bucket_size_mb)
         self._buckets: list[ZeroBucket] = []
         self._stale = False
+        """Whether shards may have changed although the module does not show them."""
         super().__init__(module, overlap=True, group=group)
         self._waited: list[list[ZeroBucket]] = []
         self._called: set[int] = set()
         if self._buckets:
             self._wait_in_forward()
+            self._show_shards()
 
     def _arrange(self, parameters: Sequence[nn.Parameter]) -> Sequence[GradientTransfer]:
-        side_stream, this = SideStream(parameters[0].device), weakref.ref(self)
+        side_stream = SideStream(parameters[0].device)
         for members in bucket_tensors(parameters, self._max_bytes):
             bucket = ZeroBucket(
                 members,
                 self._group,
-                this,
                 side_stream=side_stream,
                 keeps_buffer=self.KEEPS_GRADIENTS,
             )
@@ -125,31 +136,60 @@ class Zero(ShardedDataParallel):
         return [*self._transfers, *buckets_of(parameters, self._max_bytes)]
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        was_shown = self._shows_shards
+        self._begin_forward()
+        outputs = self.module(*inputs, **kwargs)
+        self._end_forward(outputs, was_shown=was_shown)
+        return outputs
+
+    @torch.compiler.disable
+    def _begin_forward(self) -> None:
         self._take_in_thawed()
-        if self._stale:
-            self._gather()
+        self._make_whole()
         # A module that has not been called may be one whose parameters others use.
         for number, buckets in enumerate(self._waited):
             if number not in self._called:
                 _wait(buckets)
         self._called.clear()
-        return self.module(*inputs, **kwargs)
+
+    @torch.compiler.disable
+    def _end_forward(self, outputs: Any, *, was_shown: bool) -> None:
+        if not torch.is_grad_enabled():
+            if was_shown:
+                # An optimizer is yet to step, or has.
+                self.wait_for_gathering()
+                self._show_shards()
+            return
+        this = weakref.ref(self)
+
+        def hide(_: Tensor) -> None:
+            container = this()
+            if container is not None:
+                # A backward pass whose forward pass came before the last step's end.
+                container._hide_shards()
+
+        for output in tree_leaves(outputs):
+            if isinstance(output, Tensor) and output.requires_grad:
+                output.register_hook(hide)
+
+    def _make_whole(self) -> None:
+        """Begin to gather the whole parameters, if shards may have changed.
+
+        While they are shown, anybody may have written to them, and not optimizers alone.
+        """
+        if self._shows_shards or self._stale:
+            self._hide_shards()
+            self._stale = False
+            self._gather()
 
     def finish_gradient_synchronization(self) -> None:
         # Parameters that no forward pass waited for must not arrive while the optimizer writes.
         self.wait_for_gathering()
+        if not self._buckets or not self._synchronizes:
+            return
+        self._hide_shards()
         super().finish_gradient_synchronization()
-        # An optimizer is about to step, whichever it is.
-        self._stale = bool(self._buckets) and self._synchronizes
-
-    def start_parameter_gathering(self) -> None:
-        """Begin to gather all ranks' shards into the whole parameters; all ranks call it together.
-
-        :func:`optimizer_of_shards` calls it after every step. The container is not told of the
-        steps of other optimizers, and gathers before every forward pass that may follow one.
-        """
-        self._stale = False
-        self._gather()
+        self._show_shards()
 
     def _gather(self) -> None:
         # In the order of the forward pass.
@@ -158,9 +198,9 @@ class Zero(ShardedDataParallel):
 
     def wait_for_parameters(self) -> None:
         """Make whole parameters ready to be read; all ranks call it together."""
-        if self._stale:
-            self._gather()
+        self._make_whole()
         self.wait_for_gathering()
+        self._stale = bool(self._buckets)
 
     def shards_have_changed(self) -> None:
         self._stale = bool(self._buckets)
@@ -171,13 +211,24 @@ class Zero(ShardedDataParallel):
 
     def state_dict(self, *arguments: Any, **options: Any) -> Any:
         """The whole parameters; all ranks call it together."""
+        was_shown = self._shows_shards
         self.wait_for_parameters()
-        return super().state_dict(*arguments, **options)
+        state = super().state_dict(*arguments, **options)
+        if was_shown:
+            self._show_shards()
+        return state
 
     def load_state_dict(self, *arguments: Any, **options: Any) -> Any:
         """Load whole parameters, on every rank."""
+        was_shown = self._shows_shards
         self.wait_for_parameters()
-        return super().load_state_dict(*arguments, **options)
+        found = super().load_state_dict(*arguments, **options)
+        if was_shown:
+            self._show_shards()
+        return found
+
+    def _holders(self) -> Sequence[ZeroBucket]:
+        return self._buckets
 
     def _wait_in_forward(self) -> None:
         """Make each block wait for its own parameters only."""
@@ -187,9 +238,21 @@ class Zero(ShardedDataParallel):
             needed = list(dict.fromkeys(buckets[p] for p in parameters if p in buckets))
             self._waited.append(needed)
 
-            def wait(_: nn.Module, __: Any, number: int = number) -> None:
+            known = weakref.ref(module)
+
+            def wait(
+                called: nn.Module,
+                _: Any,
+                number: int = number,
+                known: weakref.ref[nn.Module] = known,
+            ) -> None:
                 container = this()
-                if container is not None:
+                # Copies of a module have its hooks.
+                if container is not None and called is known():
+                    if container._shows_shards:
+                        # The module is called in place of the container.
+                        container._make_whole()
+                        container._stale = True
                     container._called.add(number)
                     _wait(container._waited[number])
 

@@ -28,6 +28,7 @@ from parallel.data import (
     ShardedOptimizer,
     Zero1,
     Zero2,
+    optimizer_of_shards,
 )
 
 Wrap = Callable[[nn.Module, dist.ProcessGroup], nn.Module]
@@ -515,6 +516,157 @@ def forgotten(trainer: Trainer) -> Weights:
     return trainer.weights(model)
 
 
+@loop("clipping by a norm written by hand")
+def clipping_by_hand(trainer: Trainer) -> Weights:
+    model = trainer.model(Plain)
+
+    def clip(step: int) -> None:
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        norm = sum((g**2).sum() for g in gradients) ** 0.5
+        for gradient in gradients:
+            gradient.mul_(min(1.0, 0.01 / float(norm)))
+
+    return trainer.steps(model, descend, clip)
+
+
+@loop("weights clamped after a step (WGAN)")
+def clamped(trainer: Trainer) -> Weights:
+    model = trainer.model(Plain)
+    params = list(model.parameters())
+    kind = optimizer_of_shards if any(hasattr(p, "origin") for p in params) else _plain
+    optimizer = kind(params, torch.optim.SGD, lr=0.05)
+    for batch in trainer.batches():
+        descend(model, batch)
+        trainer.average(model)
+        optimizer.step()
+        for parameter in model.parameters():
+            parameter.data.clamp_(-0.1, 0.1)
+        model.zero_grad()
+    return trainer.weights(model)
+
+
+def _plain(params: Any, kind: type[torch.optim.Optimizer], **options: Any) -> torch.optim.Optimizer:
+    return kind(params, **options)
+
+
+def inner(model: nn.Module) -> nn.Module:
+    """The module in a container; ``fully_shard`` and one process have no other."""
+    return getattr(model, "module", model)
+
+
+@loop("an optimizer made before the container")
+def optimizer_before(trainer: Trainer) -> Weights:
+    torch.manual_seed(100)
+    module = Plain()
+    optimizer = trainer.sgd(module.parameters())
+    model = trainer.wrap(module, trainer.group)
+    for batch in trainer.batches():
+        descend(model, batch)
+        trainer.average(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return trainer.weights(model)
+
+
+@loop("gradients zeroed in the module, not the container")
+def zeroed_inside(trainer: Trainer) -> Weights:
+    model = trainer.model(Plain)
+    optimizer = trainer.sgd(model.parameters())
+    for batch in trainer.batches():
+        inner(model).zero_grad()
+        descend(model, batch)
+        trainer.average(model)
+        optimizer.step()
+    return trainer.weights(model)
+
+
+@loop("PyTorch's own GradScaler, an infinity on one rank")
+def own_scaler(trainer: Trainer) -> Weights:
+    model = trainer.model(Plain)
+    optimizer = trainer.sgd(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=99)
+    for step, batch in enumerate(trainer.batches()):
+        loss = loss_of(model, batch)
+        if step == 1 and trainer.rank == 0:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        trainer.average(model)
+        scaler.step(optimizer)
+        scaler.update()
+        model.zero_grad()
+    return trainer.weights(model)
+
+
+@loop("hooks on parameters")
+def hooks(trainer: Trainer) -> Weights:
+    model = trainer.model(Plain)
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient * 0.1)
+    return trainer.steps(model, descend)
+
+
+@loop("the module's own `state_dict()`")
+def state_of_module(trainer: Trainer) -> Weights:
+    model = trainer.model(Plain)
+    trainer.steps(model, descend)
+    state = inner(model).state_dict()
+    return {n: v.full_tensor() if hasattr(v, "full_tensor") else v for n, v in state.items()}
+
+
+@loop("a deep copy of the container")
+def deep_copy(trainer: Trainer) -> Weights:
+    return trainer.steps(copy.deepcopy(trainer.model(Plain)), descend)
+
+
+@loop("a container of blocks that have containers")
+def nested(trainer: Trainer) -> Weights:
+    torch.manual_seed(100)
+    module = Plain()
+    if trainer.wrap not in (by_hand, fully_shard):
+        for number, layer in enumerate(module.layers):
+            module.layers[number] = trainer.wrap(layer, trainer.group)
+    weights = trainer.steps(trainer.wrap(module, trainer.group), descend)
+    return {name.replace(".module", ""): value for name, value in weights.items()}
+
+
+@loop("a module converted in its container")
+def converted(trainer: Trainer) -> Weights:
+    model = trainer.model(Plain).double()
+
+    def backward(model: nn.Module, batch: Tensor) -> None:
+        model(batch.double()).square().mean().backward()
+
+    return trainer.steps(model, backward)
+
+
+@loop("a layer replaced in the container")
+def replaced(trainer: Trainer) -> Weights:
+    model = trainer.model(Plain)
+    torch.manual_seed(5)
+    inner(model).layers[2] = nn.Linear(WIDTH, WIDTH)
+    return trainer.steps(model, descend)
+
+
+@loop("gradient penalty (`create_graph`)")
+def penalty(trainer: Trainer) -> Weights:
+    def backward(model: nn.Module, batch: Tensor) -> None:
+        x = batch.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        (slope.norm(dim=1) - 1).square().mean().backward()
+
+    return trainer.steps(trainer.model(Plain), backward)
+
+
+@loop("evaluation in `inference_mode()`")
+def inference(trainer: Trainer) -> Weights:
+    def backward(model: nn.Module, batch: Tensor) -> None:
+        with torch.inference_mode():
+            model(batch)
+        descend(model, batch)
+
+    return trainer.steps(trainer.model(Plain), backward)
+
+
 RESHARDED = "`save_checkpoint` on four ranks, `load_checkpoint` on two and on one"
 """A loop that takes several groups of ranks, and so stands in no function here."""
 
@@ -553,5 +705,5 @@ def outcome(group: dist.ProcessGroup, container: str, name: str) -> Weights | st
     """The weights that a loop ends with, or the first line of the error that refuses it."""
     try:
         return LOOPS[name](Trainer(wrap=CONTAINERS[container], group=group))
-    except (RuntimeError, ValueError) as error:
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
         return str(error).partition("\n")[0]

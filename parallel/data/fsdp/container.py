@@ -240,12 +240,25 @@ class FSDP(FullySharded):
             if container is not None:
                 container._enter_backward(forward_pass, number)
 
-        for output in tree_leaves(outputs):
-            if isinstance(output, Tensor) and output.requires_grad:
+        leaves = tree_leaves(outputs)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if torch.is_grad_enabled() and not tensors and any(x is not None for x in leaves):
+            raise RuntimeError(
+                f"FSDP: blocks[{number}] returned a {type(leaves[0]).__name__}, in which it finds "
+                "no tensors: return tensors in tuples, lists or dictionaries, or register the "
+                "class with torch.utils._pytree.register_pytree_node"
+            )
+        for output in tensors:
+            if output.requires_grad:
                 output.register_hook(enter)
 
     def _enter_backward(self, forward_pass: ForwardPass, number: int) -> None:
         """The backward pass reaches a block, and has left the blocks after it."""
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "FSDP: the pass after one with create_graph=True would need weights of blocks that "
+                "are no longer whole: use BucketedDDP or Zero2"
+            )
         self._hide_shards()
         again = self._in_order and number > self._level
         if forward_pass is not self._backward_of or again:
@@ -326,16 +339,17 @@ class FSDP(FullySharded):
         super()._complete(index)
 
     def _register_block_hooks(self, block: nn.Module, number: int) -> None:
-        this = weakref.ref(self)
+        this, known = weakref.ref(self), weakref.ref(block)
 
-        def before(_: nn.Module, __: Any) -> None:
+        def before(called: nn.Module, _: Any) -> None:
             container = this()
-            if container is not None:
+            # Copies of a block have its hooks.
+            if container is not None and called is known():
                 container._before_block(number)
 
-        def after(_: nn.Module, __: Any, outputs: Any) -> None:
+        def after(called: nn.Module, _: Any, outputs: Any) -> None:
             container = this()
-            if container is not None:
+            if container is not None and called is known():
                 container._after_block(number, outputs)
 
         block.register_forward_pre_hook(torch.compiler.disable(before))

@@ -60,8 +60,6 @@ class FullySharded(ShardedDataParallel):
         # In a list, which does not register them as modules of their own.
         self._blocks = [blocks_of(module) if blocks is None else named_blocks(module, blocks)]
         super().__init__(module, overlap=True, group=group, replicas=replicate_group)
-        self._shows_shards = False
-        """Whether the module's own parameters are the shards."""
         self._show_shards()
 
     def _register_block_hooks(self, block: nn.Module, number: int) -> None:
@@ -147,24 +145,8 @@ class FullySharded(ShardedDataParallel):
         self._weights += found
         return found
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        was_shown = self._shows_shards
-        self._hide_shards()
-        super().zero_grad(set_to_none)
-        if was_shown:
-            self._show_shards()
-
-    def _show_shards(self) -> None:
-        for weights in self._weights:
-            weights.show_shards()
-        self._shows_shards = True
-
-    def _hide_shards(self) -> None:
-        """Before anything uses parameters or their gradients as whole ones."""
-        if self._shows_shards:
-            self._shows_shards = False
-            for weights in self._weights:
-                weights.hide_shards()
+    def _holders(self) -> Sequence[FlatWeights]:
+        return self._weights
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """(name, master values) of all parameters; all ranks iterate over it together.
@@ -185,7 +167,8 @@ class FullySharded(ShardedDataParallel):
 
     def state_dict(self, *arguments: Any, **options: Any) -> Any:
         """Whole parameters, on the CPU, and buffers; all ranks call it together."""
-        state = super().state_dict(*arguments, **options)
+        with self.reading_module():
+            state = super().state_dict(*arguments, **options)
         if not self._weights:
             return state
         prefix = options.get("prefix", "")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from parallel.data.flat import FlatLayout, start_all_gather
 from parallel.data.shard_gradients import ShardedParameters
-from parallel.data.shards import make_shards
+from parallel.data.shards import ShardedWeights, make_shards
 from parallel.streams import SideStream, StreamEvent
 
 
@@ -55,8 +55,7 @@ class FlatWeights:
         self._empty = torch.empty(0, dtype=self.compute_dtype, device=first.device)
         self._views: list[Tensor] = []
         self._memory = self._empty
-        self._had_gradient: list[bool] = []
-        """While the parameters are shards: whether each had a gradient when that began."""
+        self._own = ShardedWeights(parameters, self.shards)
         self.empty()
 
     @property
@@ -96,20 +95,11 @@ class FlatWeights:
 
     def show_shards(self) -> None:
         """Make the parameters this rank's shards, 1-D, with their gradients."""
-        for parameter, shard in zip(self.parameters, self.shards, strict=True):
-            parameter.data = shard.data
-            parameter.grad = shard.grad
-        self._had_gradient = [shard.grad is not None for shard in self.shards]
+        self._own.show()
 
     def hide_shards(self) -> None:
         """Empty the parameters; gradients that were set to None there are gone from the shards."""
-        for parameter, shard, had in zip(
-            self.parameters, self.shards, self._had_gradient, strict=True
-        ):
-            if had and parameter.grad is None:
-                shard.grad = None
-            parameter.grad = None
-        self.empty()
+        self._own.hide([self._empty] * len(self.parameters))
 
     def gather_master(self) -> Tensor:
         """All ranks' shards in their own dtype, [layout.size]; all ranks call it together."""

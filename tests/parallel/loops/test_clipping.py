@@ -172,6 +172,7 @@ def test_over_tensor_parallel_ranks_too(kind: str, norm_type: float) -> None:
 
 def plain_call(group: dist.ProcessGroup, wrap: Wrap) -> list[str]:
     """Errors of PyTorch's function and of others' ways to a norm; the gradients stay."""
+    torch.manual_seed(100)
     model = wrap(Large(), group)
     loss_of(model, torch.ones(2, WIDTH)).backward()
     finish(model)
@@ -190,8 +191,8 @@ def plain_call(group: dist.ProcessGroup, wrap: Wrap) -> list[str]:
             call()
         found.append(str(error.value))
     assert torch.equal(part, before)
-    nn.utils.clip_grad_value_(model.parameters(), 1e-3)
-    assert float(part.abs().max()) == pytest.approx(1e-3)
+    nn.utils.clip_grad_value_(model.parameters(), 1e-5)
+    assert float(part.as_subclass(Tensor).abs().max()) == pytest.approx(1e-5)
     return found
 
 

@@ -25,7 +25,7 @@ from ranks import on_ranks
 from sharded_steps import finish, loss_of
 from torch import nn
 
-from parallel.data import ShardedOptimizer, optimizer_of_shards
+from parallel.data import AgreeingGradScaler, ShardedOptimizer, optimizer_of_shards
 
 Make = Callable[..., torch.optim.Optimizer]
 
@@ -82,7 +82,7 @@ def honest(group: dist.ProcessGroup, wrap: Wrap) -> None:
     torch.manual_seed(1)
     model = wrap(Unused(), group)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler = AgreeingGradScaler("cpu", group=group, init_scale=2.0)
     for step, batch in enumerate(batches(rank, group.size())):
         first, *more = batch.chunk(3)
         for part in more:
