@@ -73,12 +73,14 @@ def build_question(
     if shown is None and drawn is None:
         return None
     verdict = finding_of(whole) if whole is not None else ""
+    if not verdict and drawn is not None:
+        verdict = _finding_of_all(figure_name, frame, choice, drawn)
     question = Question(
         question=choice.question,
         theme=section.theme,
         anchor=f"paper-{place}",
         place=choice.place,
-        verdict=verdict or (drawn.finding if drawn is not None else ""),
+        verdict=verdict,
         section=section,
     )
     folder = section.results / "sweeps" / plan.label
@@ -143,6 +145,14 @@ def _figure(name: str, frame: pd.DataFrame, choice: PaperQuestion) -> CaptionedF
     except ValueError:
         drawn = None
     return drawn or build_figure(name, frame)
+
+
+def _finding_of_all(
+    name: str, frame: pd.DataFrame, choice: PaperQuestion, drawn: CaptionedFigure
+) -> str:
+    """The figure's finding on all rows, where it shows but some of them and the table all."""
+    whole = build_figure(name, frame) if choice.figure_where else None
+    return whole.finding if whole is not None else drawn.finding
 
 
 def _first_sentence(caption: str) -> str:

@@ -19,11 +19,14 @@ from harness.sentences.findings import by_name, percent_span, sentence
 
 WIDTH_IN, HEIGHT_IN = 4.8, 3.0
 
+BARS_END = 1.18
+"""All panels of bars end at the same share, which leaves room for numbers behind the longest."""
+
 CAPTION = (
     "Bytes that have to move over the median time of a decoding step, as a share of the copy "
     "bandwidth that the same process measured, over the sequences of the batch (bars where there "
-    f"are one or two sizes), with a bar for times {BAR_WORDS}; a cross above the frame marks where "
-    "memory ran out."
+    f"are one or two sizes), with a bar for times {BAR_WORDS}. The dotted line is the copy "
+    "bandwidth; a cross above the frame marks where memory ran out."
 )
 
 
@@ -46,6 +49,7 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
     for axis, group in drawn:
         if group["batch_size"].nunique() <= FEW:
             draw_size_bars(axis, group, "batch_size", "percent", word="batch")
+            axis.set_xlim(0, BARS_END * max(100.0, float(rows["percent"].max())))
             axis.axvline(100, color="#000000", linewidth=0.9, linestyle=":")
             axis.set_xlabel("of the copy bandwidth (%)")
             continue

@@ -30,6 +30,8 @@ CAPTION = (
 MAX_PANELS = 20
 MAX_COLUMNS = 4
 LEAST_LABELLED = 0.11
+TITLE_PT = 8.5
+"""A model and a length fit on one line above each of four columns."""
 
 
 @figure("kernel_shares", default=30)
@@ -83,7 +85,7 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
         axis.invert_yaxis()
         axis.grid(axis="y", visible=False)
         axis.set_xlim(0, 100)
-        axis.set_title(describe(row, varying))
+        axis.set_title(describe(row, varying), fontsize=TITLE_PT)
         if (place[0] + 1, place[1]) not in places:
             axis.set_xlabel("share of kernel time (%)")
             axis.tick_params(labelbottom=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sqlite3
 import sys
+import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -14,14 +16,80 @@ import pytest
 import torch
 from kernel_traces import BY_HAND, PHASES, write_trace
 from profiles import TINY, case_of
+from ranks import on_ranks
+from torch import distributed as dist
 
 from harness.bench.bench import Bench
+from harness.bench.outcome import PeerFailed
 from harness.profilers.kernels import nsight
 from harness.profilers.kernels.chrome_trace import read_chrome_trace, trace_events
 from harness.profilers.kernels.nsight_export import read_nsight_export
 from harness.profilers.kernels.summary import summarise
 from harness.profilers.module_ranges import RANGES
 from harness.run.workers.worker import why_unsupported
+
+RUN_ON_A_CPU = """
+from contextlib import nullcontext
+import torch
+from harness.profilers.kernels import nsight_child
+
+job = json.load(open(sys.argv[-1]))
+entered = []
+def note(name):
+    entered.append(name)
+    return nullcontext()
+def stop():
+    steps = entered.count('step') + entered.count('warm-up')
+    open(HERE + '/steps', 'a').write(json.dumps([job['rank'], 'captured', steps]) + '\\n')
+torch.cuda.nvtx.range = note
+torch.autograd.profiler.emit_nvtx = nullcontext
+torch.cuda.profiler.start = lambda: None
+torch.cuda.profiler.stop = stop
+nsight_child.main(sys.argv[-1:])
+"""
+"""What the stand-in for nsys does instead of watching a process: it runs the program itself."""
+
+
+def stand_in(folder: Path, ready: Path, profile: str) -> None:
+    """Write a program ``nsys`` that notes its arguments.
+
+    Args:
+        ready: the file that ``nsys export`` copies to its output.
+        profile: Python code that ``nsys profile`` runs.
+    """
+    program = folder / "nsys"
+    program.write_text(
+        f"#!{sys.executable}\nimport json, shutil, sys, time\nHERE = {str(folder)!r}\n"
+        "open(HERE + '/calls', 'a').write(json.dumps(sys.argv[1:]) + '\\n')\n"
+        "if sys.argv[1] == 'export':\n"
+        "    out = [a for a in sys.argv if a.startswith('--output=')][0][9:]\n"
+        f"    shutil.copy({str(ready)!r}, out)\n"
+        f"else:\n    exec({profile!r})\n"
+    )
+    program.chmod(0o755)
+
+
+def profile_under_nsys(group: dist.ProcessGroup, folder: str) -> Any:
+    """A rank's notes of the kernels, or its error, with a stand-in for nsys from the folder."""
+    case = case_of(*TINY, "profile=nsys", "parallel=ddp_bucketed")
+    bench = Bench(
+        device=torch.device("cpu"),
+        rank=dist.get_rank(group),
+        world_size=group.size(),
+        vote_group=group,
+        artifacts=Path(folder) / "kept",
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+        try:
+            case.profile.after(case, bench)  # type: ignore[union-attr]
+        except PeerFailed as error:
+            return f"PeerFailed: {error}"
+        except RuntimeError as error:
+            with contextlib.suppress(PeerFailed):
+                bench.vote("failed")
+            return f"RuntimeError: {error}"
+    return bench.outcome.notes["kernel_profile"]
 
 
 def by_place(summary: dict[str, Any]) -> dict[tuple[Any, ...], tuple[float, float]]:
@@ -187,16 +255,7 @@ class TestNsys:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """With a program in place of nsys that notes how it was called."""
-        ready = self.export(tmp_path / "ready.sqlite")
-        program = tmp_path / "nsys"
-        program.write_text(
-            f"#!{sys.executable}\nimport json, shutil, sys\n"
-            f"open({str(tmp_path / 'calls')!r}, 'a').write(json.dumps(sys.argv[1:]) + '\\n')\n"
-            "if sys.argv[1] == 'export':\n"
-            "    out = [a for a in sys.argv if a.startswith('--output=')][0][9:]\n"
-            f"    shutil.copy({str(ready)!r}, out)\n"
-        )
-        program.chmod(0o755)
+        stand_in(tmp_path, self.export(tmp_path / "ready.sqlite"), "pass")
         monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
         case = case_of(*TINY, "profile=nsys")
         bench = Bench(device=torch.device("cpu"), artifacts=tmp_path / "kept")
@@ -206,9 +265,40 @@ class TestNsys:
         assert [call[0] for call in calls] == ["profile", "export"]
         assert "--capture-range=cudaProfilerApi" in calls[0]
         assert calls[0][-2] == "harness.profilers.kernels.nsight_child"
-        program.write_text(f"#!{sys.executable}\nimport sys\nsys.exit('no permission')\n")
+        stand_in(tmp_path, tmp_path / "ready.sqlite", "sys.exit('no permission')")
         with pytest.raises(RuntimeError, match="nsys profile ended with code 1: no permission"):
             case.profile.after(case, bench)  # type: ignore[union-attr]
+
+    def test_every_rank_runs_its_part_of_the_case_under_an_nsys_of_its_own(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The program that nsys watches runs, on gloo, without a CUDA device to capture."""
+        stand_in(tmp_path, self.export(tmp_path / "ready.sqlite"), RUN_ON_A_CPU)
+        first, second = on_ranks(2, profile_under_nsys, str(tmp_path))
+        assert first == second
+        assert (first["tool"], first["ranks"], len(first["kernel_ms_by_rank"])) == ("nsys", 2, 2)
+        once = summarise(read_nsight_export(tmp_path / "ready.sqlite", PHASES, RANGES), "nsys")
+        assert [row["calls"] for row in first["rows"]] == [2 * row["calls"] for row in once["rows"]]
+        steps = [json.loads(line) for line in (tmp_path / "steps").read_text().splitlines()]
+        # One more to warm up, and both ranks end with the mean of their gradients.
+        assert sorted(steps) == [[rank, "captured", 3] for rank in range(2)]
+        calls = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
+        outputs = {
+            Path(word.split("=")[1]).name for call in calls for word in call if "output=" in word
+        }
+        assert outputs == {
+            f"kernels-rank{r}.{end}" for r in range(2) for end in ("nsys-rep", "sqlite")
+        }
+        assert not list((tmp_path / "kept").iterdir())
+
+    def test_a_rank_that_fails_does_not_leave_the_others_waiting(self, tmp_path: Path) -> None:
+        action = "'rank1.nsys' in ' '.join(sys.argv) and sys.exit('no space'); time.sleep(300)"
+        stand_in(tmp_path, tmp_path / "none", action)
+        began = time.monotonic()
+        first, second = on_ranks(2, profile_under_nsys, str(tmp_path))
+        assert first == "PeerFailed: another rank voted failed"
+        assert second == "RuntimeError: nsys profile ended with code 1: no space"
+        assert time.monotonic() - began < 60
 
     def test_the_reason_where_it_cannot_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
         case = case_of(*TINY, "profile=nsys")
@@ -216,7 +306,3 @@ class TestNsys:
         monkeypatch.setattr(nsight.shutil, "which", lambda name: None)
         case.device = "cuda"
         assert "nsys is not on the PATH" in str(why_unsupported(case))
-
-    def test_one_process_only(self) -> None:
-        with pytest.raises(ValueError, match="profile=nsys: watches one process"):
-            case_of(*TINY, "profile=nsys", "parallel=ddp_bucketed")

@@ -208,3 +208,19 @@ def test_one_backend_has_a_line_for_each_head_dim() -> None:
     figure = built("attention_scaling", records).figure
     labels = [[line.get_label() for line in axis.lines] for axis in figure.axes]
     assert labels == [["head_dim 16", "head_dim 32", "head_dim 64"]] * 2
+
+
+def test_numbers_of_an_axis_are_written_as_in_tables() -> None:
+    drawing = built("fusion_breakdown", decode_examples()).figure
+    drawing.draw_without_rendering()
+    for axis in drawing.axes:
+        assert axis.xaxis.get_major_formatter()(63_000.0) == "63,000"
+
+
+def test_bars_of_bandwidth_end_at_one_share() -> None:
+    drawing = built("decode_over_batch", decode_examples()).figure
+    bars = [axis for axis in drawing.axes if axis.get_xlabel().endswith("(%)")]
+    ends = {axis.get_xlim() for axis in bars}
+    assert len(bars) > 1
+    assert len(ends) == 1
+    assert ends.pop()[1] > 100

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
@@ -12,13 +13,16 @@ from programs import need_program
 from records import in_rounds, make_record, write_plan
 from writeup_examples import scaling
 
+from harness.analysis.loading import load_frames
 from harness.cases import format as fmt
-from harness.cases.sweep import THEMES, load_sweep
+from harness.cases.sweep import THEMES, PaperQuestion, load_sweep
 from harness.commands.writeup import write_document
 from harness.paths import ROOT, project_sweeps
+from harness.render.figure import build_figure
 from harness.render.selection import Selection, rows_where, selected
 from harness.render.table import Column, Table
 from harness.store.record import RecordStore
+from harness.store.sweep_plan import planned_labels
 from harness.writeup.collecting import collect
 from harness.writeup.document import Document
 from harness.writeup.folding import fold, shown_cases
@@ -28,6 +32,13 @@ from harness.writeup.questions import MAX_ROWS
 from harness.writeup.words import in_brief, short
 
 H200 = ROOT / "results" / "h200"
+
+
+def asked() -> Iterator[tuple[str, PaperQuestion]]:
+    """Every question of the project's sweeps, with the sweep's name."""
+    for name in project_sweeps():
+        for choice in load_sweep(name).paper:
+            yield name, choice
 
 
 @pytest.mark.parametrize("name", project_sweeps())
@@ -275,6 +286,28 @@ class TestH200:
             if case_id not in shown and record.status != "unsupported"
         ]
         assert lost == []
+
+    def test_figures_of_the_paper_show_the_rows_that_their_sweeps_choose(self) -> None:
+        frame_of = load_frames(H200)
+        checked = 0
+        for plan, choice in asked():
+            if choice.figure_where and plan in planned_labels(H200):
+                frame = frame_of(plan)
+                rows = rows_where(frame, choice.figure_where)
+                assert 0 < len(rows) <= len(frame), plan
+                assert build_figure(choice.figure, rows) is not None, plan
+                checked += 1
+        assert checked >= 5
+
+    def test_a_verdict_of_a_figure_is_on_all_rows_of_its_table(self, whole: Document) -> None:
+        (question,) = (item for item in whole.questions if item.anchor == "paper-mixed-precision-1")
+        assert question.table is not None
+        assert question.figure is not None
+        assert "model small" in str(
+            [axis.get_title() for axis in question.figure.drawn.figure.axes]
+        )
+        assert f"{len(question.table.table.rows)} points" in question.verdict
+        assert f"{len(question.table.table.rows)} points" not in question.figure.drawn.finding
 
     def test_choices_of_the_sweeps_fit_their_records(self, whole: Document) -> None:
         for question in whole.questions:
