@@ -88,13 +88,20 @@ def check_strategy(
         torch.cuda.empty_cache()
 
 
-def check_replicas(case: Case, bench: Bench, module: nn.Module) -> None:
+def check_replicas(case: Case, bench: Bench, model: nn.Module, module: nn.Module) -> None:
     """Hold the measured model's weights on all ranks to each other, and to be finite.
 
     Ranks whose strategy keeps whole parameters hold the same bits, since each has applied the same
     averages. All ranks call it together. Raises WrongResult.
+
+    Args:
+        model: as the strategy wrapped ``module``.
     """
     bench.stage("checking")
+    # Between steps the parameters of some are the rank's shards.
+    make_whole = getattr(model, "wait_for_parameters", None)
+    if make_whole is not None:
+        make_whole()
     wrong = ""
     group = case.parallel.data_group()
     compares = case.parallel.parameter_share == 1 and case.parallel.data_ranks > 1
@@ -241,7 +248,8 @@ class _Trained:
         by_rank = self._bench.gather(losses)
         return Training(
             losses=[sum(of_step) / len(by_rank) for of_step in zip(*by_rank, strict=True)],
-            weights={name: whole[name] for name in self.start},
+            # A state dict may be whole in the CPU's memory alone.
+            weights={name: whole[name].to(self._bench.device) for name in self.start},
         )
 
     def in_one_process(self, *, exact: bool) -> Training:

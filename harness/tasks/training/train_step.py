@@ -269,7 +269,7 @@ class TrainStep(Task):
                 step_trace.note_timeline(bench, step, step.finish)
         step.finish()
         if trains_together:
-            strategy_check.check_replicas(case, bench, step.module)
+            strategy_check.check_replicas(case, bench, step.model, step.module)
         if trains_together and bench.in_last_round:
             strategy_check.check_strategy(case, bench, attention, layout, draw=1)
 

@@ -16,10 +16,13 @@ from wrong_strategies import IN_GRADIENTS, OF_PARTS, OF_SHARDS
 
 from harness.bench.bench import Bench
 from harness.bench.outcome import PeerFailed, WrongResult
+from harness.bench.phase_timer import PhaseTimer
 from harness.cases.case import Case
 from harness.gate.updates import Training
 from harness.request.compose import compose_request
+from harness.tasks import batch
 from harness.tasks.training import strategy_check
+from harness.tasks.training.step import MeasuredStep
 from harness.tasks.training.strategy_check import check_replicas, check_strategy
 from kernels import sinks
 from parallel import STRATEGIES
@@ -235,7 +238,7 @@ def compared(group: dist.ProcessGroup, fault: str) -> str:
             if fault == "nan":
                 module.bias[3] = torch.nan
     try:
-        check_replicas(case_of(["parallel=ddp_naive", *DATA]), bench, module)
+        check_replicas(case_of(["parallel=ddp_naive", *DATA]), bench, module, module)
     except WrongResult as error:
         with contextlib.suppress(PeerFailed):
             bench.vote("wrong")
@@ -253,3 +256,38 @@ def test_replicas_hold_the_same_bits(fault: str, words: str) -> None:
     assert words in by_rank[1]
     assert bool(by_rank[1]) == (fault != "none")
     assert all(text in ("", "a peer failed") for text in (by_rank[0], *by_rank[2:]))
+
+
+def compared_after_steps(group: dist.ProcessGroup, name: str) -> str:
+    """What the check says of steps as they are measured; a strategy may show shards between them."""
+    case = case_of([f"parallel={name}", f"parallel.dp={RANKS}", "attention=naive", "seq_len=16"])
+    bench = bench_of(group)
+    make_batch = functools.partial(batch.whole_batch, case, bench.device, bench.rank)
+    step = MeasuredStep(case, bench, case.attention, make_batch, mode="train_step")
+    for _ in range(2):
+        step(PhaseTimer(bench.device))
+    step.finish()
+    try:
+        check_replicas(case, bench, step.model, step.module)
+        if group.rank() == 1:
+            with torch.no_grad():
+                next(step.module.parameters()).view(-1)[5] += 1e-3
+        check_replicas(case, bench, step.model, step.module)
+    except WrongResult as error:
+        with contextlib.suppress(PeerFailed):
+            bench.vote("wrong")
+        return str(error)
+    except PeerFailed:
+        return "a peer failed"
+    return ""
+
+
+@pytest.mark.parametrize("name", ["ddp_bucketed", "sharded_optimizer", "zero_1", "zero_2"])
+def test_replicas_of_measured_steps_are_compared_whole(name: str) -> None:
+    """Equal after two steps, and not once a rank has changed a weight."""
+    by_rank = on_ranks(RANKS, compared_after_steps, name)
+    if name.startswith("zero"):
+        # What a rank writes to whole weights is gone with the next gathering of shards.
+        assert by_rank == [""] * RANKS
+    else:
+        assert "differs by" in by_rank[1]
