@@ -259,7 +259,7 @@ def test_replicas_hold_the_same_bits(fault: str, words: str) -> None:
 
 
 def compared_after_steps(group: dist.ProcessGroup, name: str) -> str:
-    """What the check says of steps as they are measured; a strategy may show shards between them."""
+    """What the check says of measured steps; a strategy may show shards between them."""
     case = case_of([f"parallel={name}", f"parallel.dp={RANKS}", "attention=naive", "seq_len=16"])
     bench = bench_of(group)
     make_batch = functools.partial(batch.whole_batch, case, bench.device, bench.rank)
