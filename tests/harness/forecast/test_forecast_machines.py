@@ -51,6 +51,17 @@ def test_parts_sum_to_the_median_inside_its_interval(h200: Any) -> None:
     assert found.tokens_per_s == pytest.approx(4096 / found.median_ms * 1e3)
 
 
+def test_a_captured_step_does_not_wait_for_its_host(h200: Any) -> None:
+    small = {"seq_len": 128, "batch_size": 1}
+    launched = h200.step(case("small", **small))
+    captured = h200.step(case("small", **small, task={**PLAIN["task"], "cuda_graph": True}))
+    parts = {part.name: part.ms for part in launched.parts}
+    waited = parts["waiting for the host"]
+    assert captured.median_ms == pytest.approx(launched.median_ms - waited, rel=0.02)
+    assert "waiting for the host" not in [part.name for part in captured.parts if part.ms > 0.1]
+    assert any("CUDA graph" in note for note in captured.notes)
+
+
 def test_larger_steps_take_longer(h200: Any) -> None:
     times = [
         h200.step(case(seq_len=length, batch_size=batch)).median_ms
