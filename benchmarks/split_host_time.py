@@ -43,7 +43,7 @@ from typing import Any
 LOCAL_LEN, HEADS, KV_HEADS, HEAD_DIM = 16, 4, 2, 8
 """A rank's tokens of a dense batch, and the heads."""
 PACKED = ("ring", "zigzag", "striped", "llama3", "zigzag_llama3", "ulysses", "ulysses_zigzag")
-SYMMETRIC = ("ring", "zigzag", "striped", "llama3", "zigzag_llama3")
+SYMMETRIC = ("ring", "zigzag", "striped", "llama3", "zigzag_llama3", "ulysses")
 """Schemes that can read peers' memory, as they do on GPUs of one host."""
 WARM_UP, PASSES, SAMPLES = 5, 20, 5
 ROOT = Path(__file__).resolve().parents[1]
