@@ -178,8 +178,8 @@ def crossovers(rows: pd.DataFrame) -> Iterator[str]:
         found = standings(best, "whole_ms", (*VARIED, "gathers"), name=_kind)
         if len(found) < 2:
             continue
-        how = launching(graphed) if rows["cuda_graph"].nunique() > 1 else None
-        where = ", ".join(filter(None, (f"{ranks} ranks", kernel, precision, how)))
+        how = [launching(bool(graphed))] if rows["cuda_graph"].nunique() > 1 else []
+        where = ", ".join([f"{ranks} ranks", str(kernel), str(precision), *how])
         yield f"{where}: {_say_kinds(found)}."
 
 

@@ -234,7 +234,7 @@ class _Call:
         self._leaving, self._num_sent = exchange.outwards(INPUTS, do), 0
         self.sources = (do,) if torch.is_grad_enabled() else ()
         with torch.no_grad():
-            self._arriving = exchange.inwards(QUERIES, (do,))
+            self._arriving = exchange.inwards(QUERIES, (do,), last_first=True)
 
     def arrived(self, group: int) -> Sequence[Tensor]:
         """The inputs of a group."""
