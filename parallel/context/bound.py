@@ -87,6 +87,13 @@ class SplitAttention:
         """Bytes of device memory that it holds and PyTorch's allocator does not count."""
         return 0
 
+    def reserve(self, k: Tensor, *, trained: bool) -> None:
+        """Make the memory that peers read in calls with keys up to the size of ``k``.
+
+        Ranks that call with fewer heads than others would make theirs at other times. All ranks
+        of the host call it together; nothing is read of ``k`` but its shape and dtype.
+        """
+
     def all_parts(self, x: Tensor) -> list[Tensor]:
         """``x`` of every rank, in rank order; all ranks call it together."""
         parts = [torch.empty_like(x) for _ in range(self.layout.num_ranks)]
@@ -121,6 +128,10 @@ class BoundAttention(SplitAttention):
     def outside_bytes(self) -> int:
         buffers = self._transports.buffers
         return 0 if buffers is None else buffers.outside_bytes
+
+    def reserve(self, k: Tensor, *, trained: bool) -> None:
+        if self._transports.reserve is not None:
+            self._transports.reserve(k, trained)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         """Attention over all ranks of the group.

@@ -26,6 +26,8 @@ from parallel.context.heads.exchange import HeadTransport
 from parallel.context.heads.head_attention import HeadAttention
 from parallel.context.heads.mesh import HeadMesh
 from parallel.context.heads.nested import Nested
+from parallel.context.heads.sequences import HEAD_DIM
+from parallel.context.heads.split import HeadSplit, shapes_of_pieces
 
 _PACKINGS_KEPT = 16
 """A training run packs each batch anew, and its layers share the batch's packing."""
@@ -53,7 +55,7 @@ class GroupAttention(SplitAttention):
     ) -> None:
         super().__init__(layout, group)
         self._inner = Contiguous(num_ranks=layout.inner_degree)
-        self._ring = ring
+        self._ring, self._num_groups = ring, num_groups
         kernel = _RingKernel(name="ring", ring=ring)
         self._heads = HeadAttention(kernel, self._inner, mesh.inner, transport, num_groups)
         self._packings: dict[tuple[Any, ...], tuple[Tensor | None, _GroupPacking | None]] = {}
@@ -76,18 +78,21 @@ class GroupAttention(SplitAttention):
     def attend_with_lse(
         self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor] | None:
-        return self._heads.attend_with_lse(q, k, v, self._prepared((q, k, v), spec))
+        with torch.no_grad():
+            return self._heads.attend_with_lse(q, k, v, self._prepared((q, k, v), spec))
 
     def _prepared(self, tensors: tuple[Tensor, ...], spec: AttentionSpec) -> AttentionSpec:
         """The call as a group sees it, when all ranks are known to make the same one."""
         self._ring.tracer = self.tracer
         self._heads.tracer = _WithoutComputing(self.tracer)
+        trained = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
         # Of a packing by identity: to compare lengths would wait for the device in every call.
-        key = kind_of_call(tensors, spec)
+        key = (trained, *kind_of_call(tensors, spec))
         if key not in self._packings:
             # An evaluation may come first, and its inference tensors are no part of a graph.
             with torch.inference_mode(False):
                 found = self._agreed_packing(tensors, spec)
+                self._ring.reserve(self._largest_keys(tensors), trained=trained)
             if len(self._packings) >= _PACKINGS_KEPT:
                 self._packings.pop(next(iter(self._packings)))
             # The offsets stay alive with what is known of them, so that no others get their id.
@@ -95,6 +100,25 @@ class GroupAttention(SplitAttention):
             self._packings[key] = starts, found
         packing = self._packings[key][1]
         return spec if packing is None else replace(spec, packing=packing)
+
+    def _largest_keys(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        """The form of the keys in the ring's call of most heads, on any rank.
+
+        PyTorch numbers what a process shares over all its groups and hangs where the numbers of
+        ranks differ, so that rings of different heads may not make their memory one by one.
+        """
+        q, k, _ = tensors
+        split = HeadSplit(
+            num_ranks=self._inner.num_ranks,
+            num_heads=q.shape[HEAD_DIM],
+            num_kv_heads=k.shape[HEAD_DIM],
+        )
+        pieces = shapes_of_pieces(split.in_groups(self._num_groups))
+        shape = list(k.shape)
+        shape[HEAD_DIM] = max(num_kv_heads for _, num_kv_heads in pieces)
+        # Of [B, H, S, D] and of [T, H, D]: a group has the tokens of all its ranks.
+        shape[2 if k.dim() == 4 else 0] *= self._inner.num_ranks
+        return torch.empty(shape, dtype=k.dtype, device="meta")
 
     def _agreed_packing(
         self, tensors: tuple[Tensor, ...], spec: AttentionSpec

@@ -76,6 +76,13 @@ class _Pair:
         )
 
 
+def reserve_for_ring(buffers: PeerBuffers, k: Tensor, *, trained: bool) -> None:
+    """Have the buffers of passes of :class:`SymmetricRing` over keys and values like ``k``."""
+    buffers.get("keys", _Pair.bytes_of(k, k, 1))
+    if trained:
+        buffers.get("gradients", _Pair.bytes_of(k, k, 2))
+
+
 class SymmetricRing:
     """Visits every rank's keys in turn, rank - t at step t, fetched straight from their owner."""
 
