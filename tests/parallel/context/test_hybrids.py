@@ -65,6 +65,11 @@ class TestAgainstOneDevice:
             more = {"transport": transport, "head_groups": head_groups}
             check(4, name, options(**more), batch(packed=packed, **heads))
 
+    @pytest.mark.parametrize("transport", ["send_recv", "symmetric"])
+    def test_sequences_without_tokens(self, name: str, transport: str) -> None:
+        ragged = Batch(lengths=(0, 7, 0, 9), packed=True)
+        check(4, name, options(transport=transport), ragged)
+
     def test_a_length_that_does_not_divide(self, name: str) -> None:
         check(4, name, options(), Batch(lengths=(21,)))
 

@@ -105,6 +105,12 @@ class TestAgainstOneDevice:
             ragged = Batch(lengths=lengths, packed=True)
             check(2, "ulysses", options(transport, head_groups), ragged)
 
+    @pytest.mark.parametrize("head_groups", [1, 2])
+    def test_sequences_without_tokens(self, head_groups: int, transport: str) -> None:
+        ragged = Batch(lengths=(0, 7, 0, 9), packed=True)
+        check(2, "ulysses", options(transport, head_groups), ragged)
+        assert on_ranks(2, tokens_of_nothing, transport, head_groups) == [[0] * 4] * 2
+
     def test_one_sequence(self, transport: str) -> None:
         """A rank's tokens follow on those of the rank before."""
         check(2, "ulysses", options(transport, 2), Batch(lengths=(24,), packed=True))
@@ -142,6 +148,13 @@ def test_gradients_of_a_shared_key_head_are_summed_in_float32() -> None:
     columns = [(range(1, 2), part) for part in parts]
     found = summed_columns(columns, num_heads=3, dim=1)
     assert found[0, :, 0, 0].tolist() == [0, 258, 0]
+
+
+def tokens_of_nothing(group: dist.ProcessGroup, transport: str, head_groups: int) -> list[int]:
+    """Of o, dq, dk and dv, where no sequence has any."""
+    empty = Batch(lengths=(0, 0), packed=True)
+    with scheme_of("ulysses", **options(transport, head_groups)).bind(group, CPU) as bound:
+        return [len(x) for x in one_pass(bound, empty)]
 
 
 def padded_rows(group: dist.ProcessGroup, exchange: tuple[str, int]) -> float:
