@@ -185,6 +185,9 @@ class SymmetricRing:
         self._landed = [torch.empty_like(part) for part in parts]
         written = StreamEvent(self._device)
         with aside(self._reducing, self._tracer, visit.step, written):
+            if visit.step == 1:
+                # A pass that an error ended, on all ranks, may have left an odd number.
+                memory.settle(self._GRADIENTS)
             memory.barrier(self._GRADIENTS)
             self._published.append(StreamEvent(self._device))
             for landing, part in zip(self._landed, parts, strict=True):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -16,6 +19,8 @@ from split_attention import CPU, SCALE, Batch, attend, scheme_of, shard
 from kernels.problem import AttentionSpec
 from parallel.context.blocks.kept import MOST_KEPT, Kept, identity_of
 from parallel.context.heads import agreement
+from parallel.context.transports.peer_memory import HostPeerMemory, PeerBuffers
+from parallel.context.transports.symmetric import SymmetricRing
 
 SCHEMES = [
     ("ulysses", {"transport": "all_to_all"}),
@@ -111,3 +116,66 @@ def test_statements_of_packings_are_forgotten_on_all_ranks_alike(
     name: str, options: dict[str, Any]
 ) -> None:
     assert on_ranks(4, facts_kept, name, options) == [2 * MOST_KEPT] * 4
+
+
+class Barriers:
+    """The parity of the barriers of gradients, of which every pass makes an even number."""
+
+    def __init__(self) -> None:
+        self.odd = False
+        self.odd_at_start: list[bool] = []
+
+    @contextlib.contextmanager
+    def counted(self, fails: list[bool]) -> Iterator[None]:
+        """Count them; the pass fails before step 2 while ``fails`` holds anything."""
+        barrier, deliver = HostPeerMemory.barrier, SymmetricRing.deliver
+
+        def meet(memory: HostPeerMemory, channel: int) -> None:
+            self.odd ^= channel == SymmetricRing._GRADIENTS
+            barrier(memory, channel)
+
+        def settle(memory: HostPeerMemory, channel: int) -> None:
+            if self.odd:
+                memory.barrier(channel)
+            self.odd_at_start.append(self.odd)
+
+        def stop(ring: SymmetricRing, visit: Any, contributions: Any) -> None:
+            if visit.step == 2 and fails:
+                raise MemoryError(fails.pop())
+            deliver(ring, visit, contributions)
+
+        with (
+            patch.object(HostPeerMemory, "barrier", meet),
+            patch.object(HostPeerMemory, "settle", settle),
+            patch.object(SymmetricRing, "deliver", stop),
+        ):
+            yield
+
+
+def odd_after_an_error(group: dist.ProcessGroup) -> list[bool]:
+    """Whether barriers are odd before each pass's first, and after its last."""
+    barriers = Barriers()
+    batch = Batch(lengths=(24,))
+    options = {"kernel": "naive", "transport": "symmetric"}
+    with barriers.counted([True]), scheme_of("ring", **options).bind(group, CPU) as bound:
+        for _ in range(2):
+            inputs = [shard(bound, x, batch) for x in batch.tensors()]
+            leaves = [x.detach().requires_grad_() for x in inputs[:3]]
+            o = attend(bound, leaves, batch)
+            with contextlib.suppress(MemoryError):
+                torch.autograd.grad(o, leaves, inputs[3])
+            barriers.odd_at_start.append(barriers.odd)
+    return barriers.odd_at_start
+
+
+def test_a_pass_that_an_error_ends_leaves_no_odd_barrier() -> None:
+    """A captured pass begins with the first of two sets of words, and so must all before it."""
+    # The first pass begins and is left with one barrier; the second begins and ends with none.
+    assert on_ranks(3, odd_after_an_error) == [[False, True, False, False, False]] * 3
+
+
+def test_memory_that_graphs_hold_is_counted() -> None:
+    buffers = PeerBuffers.__new__(PeerBuffers)
+    outgrown, current = SimpleNamespace(outside_bytes=3), SimpleNamespace(outside_bytes=5)
+    buffers._memory, buffers._in_graphs = {"keys": current}, [outgrown, current]
+    assert buffers.outside_bytes == 8
