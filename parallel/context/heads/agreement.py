@@ -53,14 +53,15 @@ def facts_of_call(tensors: Sequence[Tensor], spec: AttentionSpec) -> str:
 
 
 _MOST_AGREED = 64 * MOST_KEPT
-"""A call whose value is kept (:class:`parallel.context.blocks.kept.Kept`) is among them."""
+"""Many more than calls with a kept value (:class:`parallel.context.blocks.kept.Kept`), which are
+not looked up here."""
 
 
 class Agreements:
     """The last calls that the ranks of a group have agreed on.
 
-    Ranks forget alike, since all of them make the same calls: those that the longest time ago were
-    made last.
+    The call that was made longest ago is forgotten first. All ranks make the same calls, and so
+    forget alike: none compares a call that another takes for known.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
