@@ -44,8 +44,6 @@ class SequenceParallelAttention(DelegatedAttention):
     """The role of attending to sequences split over ranks; on a whole one it is its kernel."""
 
     role_in_words: ClassVar[str] = "splits sequences over ranks"
-    captures: ClassVar[bool] = True
-    """Whether a CUDA graph may hold its passes: after a first call the host decides nothing."""
 
     kernel: str = "auto"
     """Attention on one device that computes each block of scores: any that gives its lse."""

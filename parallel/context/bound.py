@@ -12,14 +12,12 @@ from torch import Tensor
 
 from kernels import Attention, AttentionProblem, AttentionSpec, sinks
 from kernels.autograd import first_order_only
+from parallel.context.blocks.kept import Kept, identity_of
 from parallel.context.blocks.layouts import Layout
 from parallel.context.blocks.loops import AttentionPass
 from parallel.context.blocks.schedule import DenseSchedule, PackedSchedule, RankSchedule, Scores
 from parallel.context.blocks.tracing import NO_TRACING, Tracer
 from parallel.context.transports.factories import TransportFactory
-
-_PREPARED_KEPT = 16
-"""One for each shape of batch and mask; a training run has a few."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -32,8 +30,6 @@ class Prepared:
 
     forward: RankSchedule
     backward: RankSchedule
-    offsets: Tensor | None = None
-    """The packing's, kept alive with what is known of them, so that no others get their id."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -87,6 +83,13 @@ class SplitAttention:
         """Bytes of device memory that it holds and PyTorch's allocator does not count."""
         return 0
 
+    def reserve(self, k: Tensor, *, trained: bool) -> None:
+        """Make the memory that peers read in calls with keys up to the size of ``k``.
+
+        Ranks that call with fewer heads than others would make theirs at other times. All ranks
+        of the host call it together; nothing is read of ``k`` but its shape and dtype.
+        """
+
     def all_parts(self, x: Tensor) -> list[Tensor]:
         """``x`` of every rank, in rank order; all ranks call it together."""
         parts = [torch.empty_like(x) for _ in range(self.layout.num_ranks)]
@@ -112,7 +115,7 @@ class BoundAttention(SplitAttention):
         self._transports = transports
         self._gathers = gathers
         self._fusion = fusion
-        self._kept: dict[tuple[Any, ...], Prepared] = {}
+        self._kept: Kept[Prepared] = Kept()
         self._agreed = False
         # As a decorator it would import torch._dynamo with this module, in more than a second.
         self.attend = torch.compiler.disable(self.attend)  # type: ignore[method-assign]
@@ -121,6 +124,10 @@ class BoundAttention(SplitAttention):
     def outside_bytes(self) -> int:
         buffers = self._transports.buffers
         return 0 if buffers is None else buffers.outside_bytes
+
+    def reserve(self, k: Tensor, *, trained: bool) -> None:
+        if self._transports.reserve is not None:
+            self._transports.reserve(k, trained)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         """Attention over all ranks of the group.
@@ -146,21 +153,16 @@ class BoundAttention(SplitAttention):
 
     def _prepared(self, q: Tensor, k: Tensor, spec: AttentionSpec) -> Prepared:
         """What the passes of such a call share, made once."""
-        # Of a packing by identity: to compare lengths would wait for the device in every call.
         starts = None if spec.packing is None else spec.packing.cu_seqlens_q
         key = (
-            (q.shape, k.shape, q.dtype)
-            if starts is None
-            else (id(starts), starts._version, q.device),
+            (q.shape, k.shape, q.dtype) if starts is None else (identity_of(starts), q.device),
             *(spec.causal, spec.window, spec.prefix_len, spec.shift, spec.scale, spec.softcap),
         )
-        found = self._kept.get(key)
+        found = self._kept.get(key, q.device)
         if found is None:
-            if len(self._kept) >= _PREPARED_KEPT:
-                self._kept.pop(next(iter(self._kept)))
             # An evaluation may come first, and its inference tensors are no part of a graph.
             with torch.inference_mode(False):
-                found = self._kept[key] = self._prepare(q, k, spec)
+                found = self._kept.put(key, self._prepare(q, k, spec), starts)
         return found
 
     def _prepare(self, q: Tensor, k: Tensor, spec: AttentionSpec) -> Prepared:
@@ -172,7 +174,7 @@ class BoundAttention(SplitAttention):
         backward = forward
         if fusion.backward != fusion.forward:
             backward = self._packed_schedule(starts, spec, fusion.backward, q.device)
-        return Prepared(forward=forward, backward=backward, offsets=starts)
+        return Prepared(forward=forward, backward=backward)
 
     def _dense_schedule(self, q: Tensor, k: Tensor, spec: AttentionSpec) -> RankSchedule:
         def takes_rectangles(q_len: int, kv_len: int) -> bool:

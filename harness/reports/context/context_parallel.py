@@ -9,8 +9,9 @@ import pandas as pd
 from harness.cases import format as fmt
 from harness.cases.columns import POINTS
 from harness.render.predicted_memory import predicted_columns
+from harness.render.rows import speedup_over, verdict_over
 from harness.render.table import Column, Table, finding, make_table, table, time_column
-from harness.reports.context.split_rows import split_calls
+from harness.reports.context.split_rows import launching, split_calls
 from harness.sentences.findings import listed, percent_span, say_unlike, sentence, span, told
 from harness.sentences.leaders import say_fastest
 from harness.sentences.ranking import Standing, standings
@@ -76,24 +77,44 @@ def build(frame: pd.DataFrame) -> Table | None:
 
 @finding("context_parallel")
 def say(rows: pd.DataFrame) -> str | None:
-    first: str | None
     good = rows[rows["whole_ms"].notna()]
+    if good["cuda_graph"].nunique() < 2:
+        return _say_splits(good)
+    kinds = good.groupby("cuda_graph", sort=True)
+    said = [_say_splits(part, launching(bool(graphed))) for graphed, part in kinds]
+    return " ".join(filter(None, (_say_graphs(good), *said)))
+
+
+def _say_graphs(rows: pd.DataFrame) -> str | None:
+    """What replays gain over the same passes launched one by one, where verdicts tell."""
+    launched = ~rows["cuda_graph"].astype(bool)
+    rows = rows.assign(
+        gain=speedup_over(rows, "whole_ms", ["cuda_graph"], launched),
+        gain_verdict=verdict_over(rows, "whole_evidence", ["cuda_graph"], launched),
+    )
+    pairs = rows[~launched & rows["gain"].notna()]
+    known = told(pairs, "gain", "gain_verdict")
+    if known.empty:
+        return None
+    some = "" if len(known) == len(pairs) else f"{len(known)} of {len(pairs)} "
+    take = percent_span(1 / known["gain"])
+    return sentence(f"as CUDA graphs, {some}passes take {take} of their time launched one by one")
+
+
+def _say_splits(good: pd.DataFrame, how: str | None = None) -> str | None:
+    """Who is first, and what splitting gains, of passes that were all started alike.
+
+    Args:
+        good: rows with a time.
+        how: they were started, if others were started otherwise.
+    """
+    first: str | None
     if good.empty:
         return None
     most = good[good["world_size"] == good["world_size"].max()]
     longest = most[most["seq_len"] == most["seq_len"].max()]
     ranks, length = int(longest["world_size"].iloc[0]), fmt.integer(longest["seq_len"].iloc[0])
     compared = longest[longest["speedup"].notna()]
-    gained = told(compared[compared["unlike_mark"] == ""], "speedup", "speedup_verdict")
-    gains = None
-    if len(gained):
-        # Those that are left out may be the fastest ones, so that a part is named as such.
-        some = f" with {listed(sorted(gained['scheme'].unique()))}"
-        gains = (
-            f"speed-ups over one device are {span(gained['speedup'])}"
-            f"{some if len(gained) < len(compared) else ''}, "
-            f"{percent_span(gained['efficiency'])} of perfect ones"
-        )
     waits = (longest["exposed_ms"] / longest["whole_ms"]).dropna()
     first, overall = _say_first(longest), None
     if len(good) > len(longest):
@@ -103,14 +124,29 @@ def say(rows: pd.DataFrame) -> str | None:
         first = None
     parts = [
         first,
-        gains,
+        _say_gains(compared),
         say_unlike(compared["unlike"], "efficiency", "the one device"),
         f"busiest ranks wait for communication in {percent_span(waits)} of the time, by traces"
         if len(waits)
         else None,
     ]
     there = "; ".join(filter(None, parts))
-    return sentence(f"with {ranks} ranks and {length} tokens {there}" if there else None, overall)
+    where = ", ".join(filter(None, (how, f"with {ranks} ranks and {length} tokens")))
+    return sentence(f"{where} {there}" if there else None, overall)
+
+
+def _say_gains(compared: pd.DataFrame) -> str | None:
+    """Speed-ups over one device, of rows that have one, where verdicts tell."""
+    gained = told(compared[compared["unlike_mark"] == ""], "speedup", "speedup_verdict")
+    if gained.empty:
+        return None
+    # Those that are left out may be the fastest ones, so that a part is named as such.
+    some = f" with {listed(sorted(gained['scheme'].unique()))}"
+    return (
+        f"speed-ups over one device are {span(gained['speedup'])}"
+        f"{some if len(gained) < len(compared) else ''}, "
+        f"{percent_span(gained['efficiency'])} of perfect ones"
+    )
 
 
 _NONE_FIRST = "which"
@@ -135,13 +171,16 @@ def _name(row: pd.Series) -> str:
 def crossovers(rows: pd.DataFrame) -> Iterator[str]:
     """Sentences on where the best ring is faster than the best gather, by verdicts."""
     rows = rows[(rows["status"] == "ok") & rows["gathers"].notna() & rows["whole_ms"].notna()]
-    for (ranks, kernel, precision), group in rows.groupby(["world_size", "kernel", "precision"]):
+    settings = ["world_size", "kernel", "precision", "cuda_graph"]
+    for (ranks, kernel, precision, graphed), group in rows.groupby(settings):
         best = group.sort_values("whole_ms", kind="stable")
         best = best.drop_duplicates([*_setting(group), "gathers"])
         found = standings(best, "whole_ms", (*VARIED, "gathers"), name=_kind)
         if len(found) < 2:
             continue
-        yield f"{ranks} ranks, {kernel}, {precision}: {_say_kinds(found)}."
+        how = [launching(bool(graphed))] if rows["cuda_graph"].nunique() > 1 else []
+        where = ", ".join([f"{ranks} ranks", str(kernel), str(precision), *how])
+        yield f"{where}: {_say_kinds(found)}."
 
 
 def _setting(rows: pd.DataFrame) -> list[str]:

@@ -17,7 +17,8 @@ from harness.drawing.marked import BAR_WORDS, draw_hollow
 from harness.render.figure import CaptionedFigure, figure
 from harness.render.palette import colour, marker
 from harness.reports.context.families import FAMILIES, family_of
-from harness.reports.context.split_panels import calls_by_panel
+from harness.reports.context.split_panels import ACROSS, calls_by_panel
+from harness.reports.context.split_rows import launching
 from harness.sentences.findings import listed, percent_span, say_unlike, sentence
 from harness.sentences.ranking import Standing, standings
 
@@ -33,6 +34,10 @@ CAPTION = (
 
 CIRCLED = "A circled point is first by verdicts; a dotted line stands where the first one changes."
 OPEN = "No family is first by verdicts at any length, so that no point is circled."
+GRAPHS = (
+    "Lines of passes as CUDA graphs are solid; those of the same passes launched one by one are "
+    "dash-dotted."
+)
 OUT_OF_MEMORY = "A cross: every scheme of the family ran out of memory."
 
 VARIED = ("family", "scheme", "transport", "attention", "modes", "strategy", "gathers")
@@ -40,7 +45,8 @@ VARIED = ("family", "scheme", "transport", "attention", "modes", "strategy", "ga
 
 @figure("split_efficiency")
 def build(frame: pd.DataFrame) -> CaptionedFigure | None:
-    panels, common = calls_by_panel(frame)
+    # What graphs gain is the distance of two lines in one panel.
+    panels, common = calls_by_panel(frame, (*ACROSS, "cuda_graph"))
     panels = [(title, _by_family(rows)) for title, rows in panels]
     panels = [(title, rows) for title, rows in panels if rows["efficiency"].notna().any()]
     if not panels:
@@ -81,13 +87,16 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
 
 
 def _by_family(rows: pd.DataFrame) -> pd.DataFrame:
-    """The fastest row of each family at each length, or one that says why there is none."""
+    """The fastest row of each family at each length, or one that says why there is none.
+
+    Of passes as CUDA graphs, and of those launched one by one.
+    """
     rows = rows.assign(
         family=rows["scheme"].map(family_of),
         local_tokens=rows["seq_len"] / rows["world_size"],
     )
     rows = rows.sort_values("whole_ms", kind="stable", na_position="last")
-    rows = rows.drop_duplicates(["family", "local_tokens"])
+    rows = rows.drop_duplicates(["family", "cuda_graph", "local_tokens"])
     places = {name: place for place, name in enumerate(FAMILIES)}
     order = rows["family"].map(lambda name: (places.get(name, len(places)), name))
     return rows.assign(order=order).sort_values(["order", "local_tokens"], kind="stable")
@@ -106,11 +115,14 @@ def _shape(family: str) -> str:
 
 
 def _draw(axis: Axes, rows: pd.DataFrame) -> list[Line2D]:
-    """The lines of one panel, by family, without their labels."""
+    """The lines of one panel, by family and by how passes are started, without their labels."""
     lines: list[Line2D] = []
     axis.set_xscale("log", base=2)
-    for name, mine in rows.groupby("family", sort=False):
+    both = rows["cuda_graph"].nunique() > 1
+    for (name, graphed), mine in rows.groupby(["family", "cuda_graph"], sort=False):
         family = str(name)
+        label = f"{family}, {launching(bool(graphed))}" if both else family
+        style = "-." if both and not graphed else "-"
         shown, tint = mine[mine["efficiency"].notna()], _tint(family)
         _mark_out_of_memory(axis, mine, tint)
         if shown.empty:
@@ -120,7 +132,9 @@ def _draw(axis: Axes, rows: pd.DataFrame) -> list[Line2D]:
             percent * shown["whole_ms"] / shown[f"whole_{end}_ms"] for end in ("high", "low")
         )
         draw_spread(axis, x, low, high, tint)
-        lines += axis.plot(x, percent, color=tint, marker=_shape(family), label=family)
+        lines += axis.plot(
+            x, percent, color=tint, marker=_shape(family), linestyle=style, label=label
+        )
         draw_hollow(axis, x, percent, shown["unlike_mark"], tint, _shape(family))
     num_ranks = int(rows["world_size"].iloc[0])
     axis.axhline(100, color="#444444", linewidth=0.8)
@@ -173,10 +187,11 @@ def _mark_firsts(axis: Axes, found: list[Standing]) -> None:
 
 
 def _changes(found: list[Standing]) -> Iterator[tuple[Standing, Standing]]:
-    """Neighbouring lengths of one panel at which two families are first."""
-    ordered = sorted(found, key=_local)
+    """Neighbouring lengths of one panel at which two families are first, of one kind of passes."""
+    ordered = sorted(found, key=lambda one: (bool(one.best["cuda_graph"]), _local(one)))
     for before, after in pairwise(ordered):
-        if before.first and after.first and before.first != after.first:
+        alike = before.best["cuda_graph"] == after.best["cuda_graph"]
+        if alike and before.first and after.first and before.first != after.first:
             yield before, after
 
 
@@ -186,8 +201,10 @@ def _local(standing: Standing) -> float:
 
 
 def _say_marks(found: list[Standing], rows: pd.DataFrame) -> str:
-    firsts = (CIRCLED if any(one.first for one in found) else OPEN) if found else ""
-    return f"{firsts} {OUT_OF_MEMORY if (rows['status'] == 'oom').any() else ''}".strip()
+    firsts = (CIRCLED if any(one.first for one in found) else OPEN) if found else None
+    graphs = GRAPHS if rows["cuda_graph"].nunique() > 1 else None
+    crosses = OUT_OF_MEMORY if (rows["status"] == "oom").any() else None
+    return " ".join(filter(None, (graphs, firsts, crosses)))
 
 
 def _say_first(found: list[Standing]) -> str | None:

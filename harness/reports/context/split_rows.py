@@ -78,6 +78,11 @@ def split_calls(frame: pd.DataFrame) -> pd.DataFrame:
     return pd.concat([rows, observed], axis=1)
 
 
+def launching(graphed: bool) -> str:
+    """How passes were started, where rows of both kinds stand side by side."""
+    return "as CUDA graphs" if graphed else "launched one by one"
+
+
 OBSERVED = ["compute_ms", "exposed_ms", "lockstep", "sent_mib"]
 
 

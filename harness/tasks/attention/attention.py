@@ -154,10 +154,6 @@ class AttentionTask(Task):
     def why_unsupported(self, case: Case) -> str | None:
         if self.cuda_graph and case.device != "cuda":
             return "CUDA graphs exist on CUDA devices only"
-        if self.cuda_graph and case.parallel.cp > 1:
-            scheme = case.attention.role(SequenceParallelAttention)
-            if not scheme.captures:
-                return f"{scheme.name} decides on the host during a pass, and is not captured"
         return Task.why_unsupported(self, case)
 
     def attention_problem(self, case: Case) -> AttentionProblem:

@@ -13,6 +13,7 @@ from torch import Tensor
 from kernels import Attention, AttentionProblem, AttentionSpec, Packing, sinks
 from kernels.autograd import first_order_only
 from kernels.problem import Mask
+from parallel.context.blocks.kept import Kept
 from parallel.context.blocks.tracing import COMPUTE
 from parallel.context.bound import SplitAttention
 from parallel.context.documents.calls import RankCalls, joins_well, make_calls
@@ -21,13 +22,10 @@ from parallel.context.documents.layout import WHY_NOT_DENSE, Documents
 from parallel.context.documents.passes import OWN, REST, WAITING, DocumentPass
 from parallel.context.documents.placement import place
 from parallel.context.documents.routes import Routes
-from parallel.context.heads.agreement import agree, facts_of_call, kind_of_call
+from parallel.context.heads.agreement import Agreements, facts_of_call, kind_of_call
 
 _NAME = "document attention"
 """For errors."""
-
-_PACKINGS_KEPT = 16
-"""A training run packs each batch anew, and its layers share the batch's packing."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -47,8 +45,8 @@ class DocumentAttention(SplitAttention):
         super().__init__(layout, group)
         self._kernel = kernel
         self._choices = choices
-        self._calls: dict[tuple[Any, ...], tuple[Tensor, RankCalls]] = {}
-        self._agreed: set[str] = set()
+        self._calls: Kept[tuple[str, RankCalls]] = Kept()
+        self._agreements = Agreements(group)
         # As a decorator it would import torch._dynamo with this module, in more than a second.
         self.attend = torch.compiler.disable(self.attend)  # type: ignore[method-assign]
 
@@ -124,18 +122,17 @@ class DocumentAttention(SplitAttention):
     def _prepared(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> RankCalls:
         if spec.packing is None:
             raise ValueError(WHY_NOT_DENSE)
-        # Of a packing by identity: to compare lengths would wait for the device in every call.
-        starts = spec.packing.cu_seqlens_q
         key = kind_of_call((q, k, v), spec)
-        if key not in self._calls:
-            lengths = self._agreed_lengths((q, k, v), spec.packing, spec)
-            if len(self._calls) >= _PACKINGS_KEPT:
-                self._calls.pop(next(iter(self._calls)))
-            # The offsets stay alive with what is known of them, so that no others get their id. An
-            # evaluation may come first, and its inference tensors are no part of a graph.
-            with torch.inference_mode(False):
-                self._calls[key] = starts, self._make(q, k, spec.mask, lengths)
-        return self._calls[key][1]
+        found = self._calls.get(key, q.device)
+        if found is not None:
+            self._agreements.repeat(found[0])
+            return found[1]
+        facts, lengths = self._agreed_lengths((q, k, v), spec.packing, spec)
+        # An evaluation may come first, and its inference tensors are no part of a graph.
+        with torch.inference_mode(False):
+            calls = self._make(q, k, spec.mask, lengths)
+        self._calls.put(key, (facts, calls), spec.packing.cu_seqlens_q)
+        return calls
 
     def _make(self, q: Tensor, k: Tensor, mask: Mask, lengths: tuple[int, ...]) -> RankCalls:
         placement = place(lengths, self.layout.num_ranks)
@@ -153,8 +150,8 @@ class DocumentAttention(SplitAttention):
 
     def _agreed_lengths(
         self, tensors: tuple[Tensor, ...], packing: Packing, spec: AttentionSpec
-    ) -> tuple[int, ...]:
-        """Lengths of the whole batch's documents, the same on all ranks."""
+    ) -> tuple[str, tuple[int, ...]]:
+        """What ranks have agreed on, in words, and the lengths of the whole batch's documents."""
         starts, key_starts = packing.cu_seqlens_q.tolist(), packing.cu_seqlens_k.tolist()
         lengths = tuple(end - start for start, end in itertools.pairwise(starts))
         complaint = None
@@ -165,10 +162,8 @@ class DocumentAttention(SplitAttention):
         else:
             complaint = self._complaint(tensors, lengths)
         facts = f"{facts_of_call(tensors, spec)}, lengths {list(lengths)}"
-        if complaint is not None or facts not in self._agreed:
-            agree(self._group, tensors[0].device, facts, complaint)
-            self._agreed.add(facts)
-        return lengths
+        self._agreements.require(tensors[0].device, facts, complaint)
+        return facts, lengths
 
     def _complaint(self, tensors: tuple[Tensor, ...], lengths: tuple[int, ...]) -> str | None:
         expected = place(lengths, self.layout.num_ranks).local_len

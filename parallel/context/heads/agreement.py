@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kernels import AttentionSpec
+from parallel.context.blocks.kept import MOST_KEPT, identity_of
 
 _LONGEST = 1024
 """Bytes of a rank's statement that are compared; of longer ones the beginning and a checksum."""
@@ -37,7 +38,7 @@ def kind_of_call(tensors: Sequence[Tensor], spec: AttentionSpec) -> tuple[Any, .
     packing = spec.packing
     starts = None if packing is None else packing.cu_seqlens_q
     return (
-        None if starts is None else (id(starts), starts._version),
+        None if starts is None else identity_of(starts),
         *((x.shape, x.dtype) for x in tensors),
         tensors[0].device,
         *(spec.causal, spec.window, spec.prefix_len, spec.softcap),
@@ -49,6 +50,36 @@ def facts_of_call(tensors: Sequence[Tensor], spec: AttentionSpec) -> str:
     """What ranks were called with, in words, beside their packing."""
     shapes = ", ".join(f"{list(x.shape)} {str(x.dtype)[6:]}" for x in tensors)
     return f"{shapes}, {mask_in_words(spec)}"
+
+
+_MOST_AGREED = 64 * MOST_KEPT
+"""Many more than calls with a kept value (:class:`parallel.context.blocks.kept.Kept`), which are
+not looked up here."""
+
+
+class Agreements:
+    """The last calls that the ranks of a group have agreed on.
+
+    The call that was made longest ago is forgotten first. All ranks make the same calls, and so
+    forget alike: none compares a call that another takes for known.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._facts: dict[str, None] = {}
+
+    def require(self, device: torch.device, facts: str, complaint: str | None = None) -> None:
+        """:func:`agree`, unless the ranks have agreed on these facts before."""
+        if complaint is not None or facts not in self._facts:
+            agree(self._group, device, facts, complaint)
+        self.repeat(facts)
+
+    def repeat(self, facts: str) -> None:
+        """Note that a call is made again; to be called on all ranks, or on none."""
+        self._facts.pop(facts, None)
+        self._facts[facts] = None
+        if len(self._facts) > _MOST_AGREED:
+            self._facts.pop(next(iter(self._facts)))
 
 
 def agree(

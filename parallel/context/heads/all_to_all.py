@@ -36,9 +36,12 @@ class AllToAllExchange:
     def __init__(self, group: dist.ProcessGroup, plan: ExchangePlan, tracer: Tracer) -> None:
         self._group, self._plan, self._tracer = group, plan, tracer
 
-    def inwards(self, kinds: Kinds, tensors: Sequence[Tensor]) -> list[_Arriving]:
-        rows = [_rows(x) for x in tensors]
-        return [self._bring(kinds, rows, group) for group in self._plan.groups]
+    def inwards(
+        self, kinds: Kinds, tensors: Sequence[Tensor], *, last_first: bool = False
+    ) -> list[_Arriving]:
+        rows, order = [_rows(x) for x in tensors], self._plan.order(last_first=last_first)
+        arriving = {group: self._bring(kinds, rows, group) for group in order}
+        return [arriving[group] for group in self._plan.groups]
 
     def _bring(self, kinds: Kinds, rows: Sequence[Tensor], group: int) -> _Arriving:
         plan = self._plan

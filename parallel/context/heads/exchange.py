@@ -75,6 +75,10 @@ class ExchangePlan:
     def groups(self) -> range:
         return range(self.num_groups)
 
+    def order(self, *, last_first: bool) -> Sequence[int]:
+        """The groups in the order in which they are exchanged."""
+        return self.groups[::-1] if last_first else self.groups
+
     @property
     def peers(self) -> list[int]:
         """All ranks from this one on, so that at each step every rank is another's."""
@@ -135,8 +139,14 @@ class Leaving(Protocol):
 class HeadExchange(Protocol):
     """The exchanges of one pass; all ranks of the group make them together, in the same order."""
 
-    def inwards(self, kinds: Kinds, tensors: Sequence[Tensor]) -> Sequence[Arriving]:
-        """Start to exchange this rank's tokens of all heads, of each kind, group after group."""
+    def inwards(
+        self, kinds: Kinds, tensors: Sequence[Tensor], *, last_first: bool = False
+    ) -> Sequence[Arriving]:
+        """Start to exchange this rank's tokens of all heads, of each kind, group after group.
+
+        A backward pass computes the last group first, and so exchanges it first
+        (``last_first``). What is returned is in the order of the groups either way.
+        """
         ...
 
     def outwards(self, kinds: Kinds, like: Tensor) -> Leaving:

@@ -11,24 +11,23 @@ import contextlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from kernels import Attention, AttentionSpec, Packing
+from parallel.context.blocks.kept import Kept
 from parallel.context.blocks.layouts import Contiguous
 from parallel.context.blocks.tracing import COMPUTE, Tracer
 from parallel.context.bound import SplitAttention
-from parallel.context.heads.agreement import agree, facts_of_call, kind_of_call
+from parallel.context.heads.agreement import Agreements, facts_of_call, kind_of_call
 from parallel.context.heads.exchange import HeadTransport
 from parallel.context.heads.head_attention import HeadAttention
 from parallel.context.heads.mesh import HeadMesh
 from parallel.context.heads.nested import Nested
-
-_PACKINGS_KEPT = 16
-"""A training run packs each batch anew, and its layers share the batch's packing."""
+from parallel.context.heads.sequences import HEAD_DIM
+from parallel.context.heads.split import HeadSplit, shapes_of_pieces
 
 
 class GroupAttention(SplitAttention):
@@ -53,11 +52,11 @@ class GroupAttention(SplitAttention):
     ) -> None:
         super().__init__(layout, group)
         self._inner = Contiguous(num_ranks=layout.inner_degree)
-        self._ring = ring
+        self._ring, self._num_groups = ring, num_groups
         kernel = _RingKernel(name="ring", ring=ring)
         self._heads = HeadAttention(kernel, self._inner, mesh.inner, transport, num_groups)
-        self._packings: dict[tuple[Any, ...], tuple[Tensor | None, _GroupPacking | None]] = {}
-        self._agreed: set[str] = set()
+        self._packings: Kept[tuple[str, _GroupPacking | None]] = Kept()
+        self._agreements = Agreements(group)
         # As a decorator it would import torch._dynamo with this module, in more than a second.
         self.attend = torch.compiler.disable(self.attend)  # type: ignore[method-assign]
 
@@ -76,39 +75,61 @@ class GroupAttention(SplitAttention):
     def attend_with_lse(
         self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor] | None:
-        return self._heads.attend_with_lse(q, k, v, self._prepared((q, k, v), spec))
+        with torch.no_grad():
+            return self._heads.attend_with_lse(q, k, v, self._prepared((q, k, v), spec))
 
     def _prepared(self, tensors: tuple[Tensor, ...], spec: AttentionSpec) -> AttentionSpec:
         """The call as a group sees it, when all ranks are known to make the same one."""
         self._ring.tracer = self.tracer
         self._heads.tracer = _WithoutComputing(self.tracer)
-        # Of a packing by identity: to compare lengths would wait for the device in every call.
-        key = kind_of_call(tensors, spec)
-        if key not in self._packings:
+        trained = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        key = (trained, *kind_of_call(tensors, spec))
+        found = self._packings.get(key, tensors[0].device)
+        if found is None:
             # An evaluation may come first, and its inference tensors are no part of a graph.
             with torch.inference_mode(False):
                 found = self._agreed_packing(tensors, spec)
-            if len(self._packings) >= _PACKINGS_KEPT:
-                self._packings.pop(next(iter(self._packings)))
-            # The offsets stay alive with what is known of them, so that no others get their id.
+                self._ring.reserve(self._largest_keys(tensors), trained=trained)
             starts = None if spec.packing is None else spec.packing.cu_seqlens_q
-            self._packings[key] = starts, found
-        packing = self._packings[key][1]
+            self._packings.put(key, found, starts)
+        else:
+            self._agreements.repeat(found[0])
+        packing = found[1]
         return spec if packing is None else replace(spec, packing=packing)
+
+    def _largest_keys(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        """The form of the keys in the ring's call of most heads, on any rank.
+
+        PyTorch numbers what a process shares over all its groups and hangs where the numbers of
+        ranks differ, so that rings of different heads may not make their memory one by one.
+        """
+        q, k, _ = tensors
+        split = HeadSplit(
+            num_ranks=self._inner.num_ranks,
+            num_heads=q.shape[HEAD_DIM],
+            num_kv_heads=k.shape[HEAD_DIM],
+        )
+        pieces = shapes_of_pieces(split.in_groups(self._num_groups))
+        shape = list(k.shape)
+        shape[HEAD_DIM] = max(num_kv_heads for _, num_kv_heads in pieces)
+        # Of [B, H, S, D] and of [T, H, D]: a group has the tokens of all its ranks.
+        shape[2 if k.dim() == 4 else 0] *= self._inner.num_ranks
+        return torch.empty(shape, dtype=k.dtype, device="meta")
 
     def _agreed_packing(
         self, tensors: tuple[Tensor, ...], spec: AttentionSpec
-    ) -> _GroupPacking | None:
-        """The packing of a group's parts, when all ranks are known to make the same call."""
+    ) -> tuple[str, _GroupPacking | None]:
+        """What ranks have agreed on, in words, and the packing of a group's parts."""
         facts, device = facts_of_call(tensors, spec), tensors[0].device
         if spec.packing is None:
-            self._agree(device, facts)
-            return None
+            self._agreements.require(device, facts)
+            return facts, None
         starts = spec.packing.cu_seqlens_q.tolist()
         lengths = [end - start for start, end in itertools.pairwise(starts)]
         complaint = self._complaint(tensors, lengths, spec)
-        self._agree(device, f"{facts}, lengths {lengths}", complaint)
-        return self._group_packing(lengths, device)
+        facts = f"{facts}, lengths {lengths}"
+        self._agreements.require(device, facts, complaint)
+        return facts, self._group_packing(lengths, device)
 
     def _group_packing(self, lengths: Sequence[int], device: torch.device) -> _GroupPacking:
         whole = _packing([self.layout.padded(length) for length in lengths], device)
@@ -146,11 +167,6 @@ class GroupAttention(SplitAttention):
                 f"and prefix_len={spec.prefix_len} would show its padding"
             )
         return None
-
-    def _agree(self, device: torch.device, facts: str, complaint: str | None = None) -> None:
-        if facts not in self._agreed:
-            agree(self._group, device, facts, complaint)
-            self._agreed.add(facts)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from kernels import Attention, AttentionSpec
 from kernels.autograd import first_order_only
+from parallel.context.blocks.kept import Kept
 from parallel.context.blocks.layouts import Layout
 from parallel.context.blocks.tracing import COMPUTE, Tracer
 from parallel.context.bound import SplitAttention
-from parallel.context.heads.agreement import agree, facts_of_call, kind_of_call
+from parallel.context.heads.agreement import Agreements, facts_of_call, kind_of_call
 from parallel.context.heads.exchange import (
     INPUTS,
     QUERIES,
@@ -32,9 +33,6 @@ from parallel.context.heads.split import HeadSplit, Piece
 
 _NAME = "attention over heads (ulysses)"
 """For errors."""
-
-_PLANS_KEPT = 16
-"""A training run packs each batch anew, and its layers share the batch's packing."""
 
 
 class HeadAttention(SplitAttention):
@@ -58,8 +56,8 @@ class HeadAttention(SplitAttention):
         self._kernel = kernel
         self._transport = transport
         self._num_groups = num_groups
-        self._plans: dict[tuple[Any, ...], tuple[Tensor | None, ExchangePlan]] = {}
-        self._agreed: set[str] = set()
+        self._plans: Kept[tuple[str, ExchangePlan]] = Kept()
+        self._agreements = Agreements(group)
         # As a decorator it would import torch._dynamo with this module, in more than a second.
         self.attend = torch.compiler.disable(self.attend)  # type: ignore[method-assign]
 
@@ -149,35 +147,36 @@ class HeadAttention(SplitAttention):
 
     def _plan(self, tensors: tuple[Tensor, ...], spec: AttentionSpec) -> ExchangePlan:
         """What all calls like this one share, when all ranks are known to make the same one."""
-        # Of a packing by identity: to compare lengths would wait for the device in every call.
+        key, device = kind_of_call(tensors, spec), tensors[0].device
+        found = self._plans.get(key, device)
+        if found is not None:
+            self._agreements.repeat(found[0])
+            return found[1]
+        # An evaluation may come first, and its inference tensors are no part of a graph.
+        with torch.inference_mode(False):
+            facts, sequences = self._sequences(tensors, spec)
+        split = HeadSplit(
+            num_ranks=self.layout.num_ranks,
+            num_heads=tensors[0].shape[1],
+            num_kv_heads=tensors[1].shape[1],
+        )
+        plan = ExchangePlan(self.rank, split, sequences, self._num_groups)
         starts = None if spec.packing is None else spec.packing.cu_seqlens_q
-        key = kind_of_call(tensors, spec)
-        if key not in self._plans:
-            # An evaluation may come first, and its inference tensors are no part of a graph.
-            with torch.inference_mode(False):
-                sequences = self._sequences(tensors, spec)
-            split = HeadSplit(
-                num_ranks=self.layout.num_ranks,
-                num_heads=tensors[0].shape[1],
-                num_kv_heads=tensors[1].shape[1],
-            )
-            if len(self._plans) >= _PLANS_KEPT:
-                self._plans.pop(next(iter(self._plans)))
-            # The offsets stay alive with what is known of them, so that no others get their id.
-            plan = ExchangePlan(self.rank, split, sequences, self._num_groups)
-            self._plans[key] = starts, plan
-        return self._plans[key][1]
+        self._plans.put(key, (facts, plan), starts)
+        return plan
 
-    def _sequences(self, tensors: tuple[Tensor, ...], spec: AttentionSpec) -> Sequences:
+    def _sequences(self, tensors: tuple[Tensor, ...], spec: AttentionSpec) -> tuple[str, Sequences]:
+        """What ranks have agreed on, in words, and how their tensors hold it."""
         facts = facts_of_call(tensors, spec)
         device = tensors[0].device
         if spec.packing is None:
-            self._agree(device, facts)
-            return DenseSequences(num_ranks=self.layout.num_ranks)
+            self._agreements.require(device, facts)
+            return facts, DenseSequences(num_ranks=self.layout.num_ranks)
         starts = spec.packing.cu_seqlens_q.tolist()
         lengths = [end - start for start, end in itertools.pairwise(starts)]
-        self._agree(device, f"{facts}, lengths {lengths}", self._complaint(tensors, lengths))
-        return PackedSequences(self.layout, lengths, device)
+        facts = f"{facts}, lengths {lengths}"
+        self._agreements.require(device, facts, self._complaint(tensors, lengths))
+        return facts, PackedSequences(self.layout, lengths, device)
 
     def _complaint(self, tensors: tuple[Tensor, ...], lengths: list[int]) -> str | None:
         expected = sum(map(self.layout.local_len, lengths))
@@ -188,11 +187,6 @@ class HeadAttention(SplitAttention):
             f"q, k and v have {', '.join(map(str, found))} tokens; its part of sequences of "
             f"{', '.join(map(str, lengths))} has {expected}: lengths are those of whole sequences"
         )
-
-    def _agree(self, device: torch.device, facts: str, complaint: str | None = None) -> None:
-        if facts not in self._agreed:
-            agree(self._group, device, facts, complaint)
-            self._agreed.add(facts)
 
 
 def _piece(whole: Sequence[Tensor], piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
@@ -234,7 +228,7 @@ class _Call:
         self._leaving, self._num_sent = exchange.outwards(INPUTS, do), 0
         self.sources = (do,) if torch.is_grad_enabled() else ()
         with torch.no_grad():
-            self._arriving = exchange.inwards(QUERIES, (do,))
+            self._arriving = exchange.inwards(QUERIES, (do,), last_first=True)
 
     def arrived(self, group: int) -> Sequence[Tensor]:
         """The inputs of a group."""

@@ -42,7 +42,8 @@ class Nested(Layout):
             if part:
                 found.append(part)
             begin += len(run)
-        return found
+        # Of a sequence without tokens one run, as of any other layout.
+        return found or [range(0)]
 
 
 @runtime_checkable

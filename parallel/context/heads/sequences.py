@@ -133,6 +133,8 @@ class PackedSequences:
         """For each rank, where its tokens go; none if there are too many runs."""
 
     def _sorted_by_rank(self, places: Tensor) -> list[list[_Run]]:
+        if not len(places):
+            return []
         ranks, local = places // self._num_local, places % self._num_local
         breaks = (places.diff() != 1) | (ranks.diff() != 0)
         starts = [0, *(breaks.nonzero().flatten() + 1).tolist()]

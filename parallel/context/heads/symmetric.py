@@ -9,7 +9,7 @@ are worth a copy each, its tokens land by rank and are sorted by one kernel.
 Order of events, on the streams of one rank, for a pass in G groups of heads:
 
     compute   barrier 0 (peers are done with my last inputs), publish, barrier 0 (all published)
-    fetch     copy the heads of group 0 from every rank, then those of group 1, and so on
+    fetch     copy the heads of one group from every rank, then those of the next
     compute   wait for the copies of group g, compute group g
     results   barrier 1 (peers are done with my results of the group before), wait for the kernel
               of group g, publish, barrier 1 (all published), copy my tokens from every rank
@@ -18,11 +18,17 @@ Order of events, on the streams of one rank, for a pass in G groups of heads:
 Inputs are q, k and v, or the gradient of o; results are o, or the gradients of q, k and v. Results
 of all groups go through one buffer of the largest group's size. There are two barriers of channel
 0 for inputs and two of channel 1 for each group of results.
+
+A pass may begin while copies of another one are under way. Non-reentrant checkpointing computes
+the forward pass again inside the backward pass, between the exchange of do and the first kernel,
+and leaves it by an exception once it has what it needs. A new pass therefore waits for every copy
+that nothing has waited for: peers overwrite what it reads, and its target may be freed.
 """
 
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +59,8 @@ class SymmetricHeads:
         self._buffers = PeerBuffers(group, device)
         self.fetching, self.reducing = self._buffers.fetching, self._buffers.reducing
         self._inputs, self._results = _Kept(_inwards), _Kept(_outwards)
+        self._under_way: dict[_Arriving | _Leaving, None] = {}
+        """In the order of their start; they hold their tensors until they have been waited for."""
 
     @property
     def outside_bytes(self) -> int:
@@ -60,6 +68,20 @@ class SymmetricHeads:
 
     def exchange(self, plan: ExchangePlan, tracer: Tracer) -> SymmetricExchange:
         return SymmetricExchange(self, plan, tracer)
+
+    def started(self, copies: _Arriving | _Leaving) -> None:
+        """Hold what copies read and write until :meth:`waited_for`."""
+        self._under_way[copies] = None
+
+    def waited_for(self, copies: _Arriving | _Leaving) -> None:
+        """The current stream has waited for the copies."""
+        self._under_way.pop(copies, None)
+
+    def settle(self) -> None:
+        """Have the current stream wait for all copies that it has not waited for."""
+        for copies in self._under_way:
+            copies.hold()
+        self._under_way.clear()
 
     def inwards(
         self, plan: ExchangePlan, kinds: Kinds, tensors: Sequence[Tensor]
@@ -85,8 +107,11 @@ class SymmetricExchange:
     def __init__(self, heads: SymmetricHeads, plan: ExchangePlan, tracer: Tracer) -> None:
         self._heads, self._plan, self._tracer = heads, plan, tracer
 
-    def inwards(self, kinds: Kinds, tensors: Sequence[Tensor]) -> list[_Arriving]:
+    def inwards(
+        self, kinds: Kinds, tensors: Sequence[Tensor], *, last_first: bool = False
+    ) -> list[_Arriving]:
         plan, device = self._plan, tensors[0].device
+        self._heads.settle()
         memory, copies = self._heads.inwards(plan, kinds, tensors)
         with self._tracer.span(WAIT, 0):
             publish(memory, copies[0].published, tensors, _INPUTS)
@@ -94,13 +119,15 @@ class SymmetricExchange:
             [x.new_empty(shape) for x, shape in zip(tensors, of_group.shapes, strict=True)]
             for of_group in copies
         ]
-        published, arriving = StreamEvent(device), []
-        for group, (of_group, landing) in enumerate(zip(copies, landings, strict=True)):
+        published, arriving = StreamEvent(device), {}
+        for group in plan.order(last_first=last_first):
             with aside(self._heads.fetching, self._tracer, group, published):
-                of_group.run(landing, self._tracer)
+                copies[group].run(landings[group], self._tracer)
                 arrived = StreamEvent(device)
-            arriving.append(_Arriving(plan.sequences, self._tracer, group, landing, arrived))
-        return arriving
+            arriving[group] = _Arriving(
+                self._heads, plan.sequences, self._tracer, group, landings[group], arrived
+            )
+        return [arriving[group] for group in plan.groups]
 
     def outwards(self, kinds: Kinds, like: Tensor) -> _Leaving:
         return _Leaving(self._heads, self._plan, self._tracer, kinds, like)
@@ -111,18 +138,26 @@ class _Arriving:
 
     def __init__(
         self,
+        heads: SymmetricHeads,
         sequences: Sequences,
         tracer: Tracer,
         group: int,
         landing: list[Tensor],
         arrived: StreamEvent,
     ) -> None:
-        self._sequences, self._tracer, self._group = sequences, tracer, group
+        self._heads, self._sequences = heads, sequences
+        self._tracer, self._group = tracer, group
         self._landing, self._arrived = landing, arrived
+        heads.started(self)
+
+    def hold(self) -> None:
+        """Have the current stream wait."""
+        self._arrived.wait()
 
     def wait(self) -> list[Tensor]:
         with self._tracer.span(WAIT, self._group):
             self._arrived.wait()
+        self._heads.waited_for(self)
         found = [self._sequences.landed(x) for x in self._landing]
         self._landing = []
         return found
@@ -139,6 +174,7 @@ class _Leaving:
         kinds: Kinds,
         like: Tensor,
     ) -> None:
+        self._heads = heads
         self._plan, self._tracer, self._kinds = plan, tracer, kinds
         self._like, self._device = like, like.device
         self._stream = heads.reducing
@@ -164,11 +200,17 @@ class _Leaving:
             copies.run(self._landing, self._tracer)
             self._last = StreamEvent(self._device)
         self._sent.append(whole)
+        self._heads.started(self)
+
+    def hold(self) -> None:
+        """Have the current stream wait for all that was sent."""
+        self._last.wait()
 
     def collect(self) -> list[Tensor]:
         plan = self._plan
         with self._tracer.span(WAIT, plan.num_groups):
             self._last.wait()
+        self._heads.waited_for(self)
         found = [
             self._summed(kind, landing) if plan.repeats(kind) else landing
             for kind, landing in zip(self._kinds, self._landing, strict=True)
@@ -214,29 +256,27 @@ _KEPT = 32
 class _Kept:
     """Copies out of the buffers of one purpose, made once for a plan and its tensors' shapes.
 
-    They go with the buffers, which are let go when larger ones are needed.
+    They hold views of the buffers, and go with them: before larger ones are made.
     """
 
     def __init__(self, way: _Way) -> None:
         self._way = way
-        self._memory: PeerMemory | None = None
-        self._made: dict[tuple[Any, ...], list[_Copies]] = {}
+        self._made: weakref.WeakKeyDictionary[PeerMemory, dict[tuple[Any, ...], list[_Copies]]]
+        self._made = weakref.WeakKeyDictionary()
 
     def copies(
         self, memory: PeerMemory, plan: ExchangePlan, kinds: Kinds, tensors: Sequence[Tensor]
     ) -> list[_Copies]:
-        if self._memory is not memory:
-            self._memory = memory
-            self._made.clear()
+        made = self._made.setdefault(memory, {})
         # The plan itself, and not its id, which another would get when this one is let go.
         key = (plan, kinds, *((x.shape, x.dtype) for x in tensors))
-        found = self._made.get(key)
+        found = made.get(key)
         if found is None:
-            if len(self._made) >= _KEPT:
-                self._made.pop(next(iter(self._made)))
+            if len(made) >= _KEPT:
+                made.pop(next(iter(made)))
             # An evaluation may come first, and its inference tensors are no part of a graph.
             with torch.inference_mode(False), torch.no_grad():
-                found = self._made[key] = self._way(memory, plan, kinds, tensors)
+                found = made[key] = self._way(memory, plan, kinds, tensors)
         return found
 
 

@@ -127,6 +127,11 @@ class HybridAttention(SequenceParallelAttention):
         reason = self._why_not_divided(problem.cp)
         if reason is not None:
             return reason
+        if self.head_groups > 1 and self.inner_degree(problem.cp) == 1 < problem.cp:
+            return (
+                f"attention.head_groups={self.head_groups}: groups of one rank exchange no heads; "
+                "leave it out, or set attention.ulysses="
+            )
         alone = self._alone(problem.cp)
         if alone is not None:
             return alone.why_not_split(problem)
@@ -144,7 +149,7 @@ class HybridAttention(SequenceParallelAttention):
             return reason
         reasons = [self._ring().why_not_split(call) for call in self._calls(problem)]
         if self.transport_of(problem) == SYMMETRIC:
-            reasons += [why_not_symmetric(problem), self._why_not_uneven(split)]
+            reasons.append(why_not_symmetric(problem))
         if not problem.causal and problem.q_len % multiple:
             reasons.append(
                 f"{problem.q_len} tokens do not divide by {multiple}, and without a causal "
@@ -152,20 +157,6 @@ class HybridAttention(SequenceParallelAttention):
             )
         reasons.append(why_not_prefix(problem, self.layout(problem.cp)))
         return next(filter(None, reasons), None)
-
-    def _why_not_uneven(self, split: HeadSplit) -> str | None:
-        """None unless rings of different ranks would allocate shared memory at different times.
-
-        PyTorch numbers what a process shares over all its groups, and hangs where the numbers of
-        ranks differ; a ring allocates again for a group of more heads than those before.
-        """
-        shapes = shapes_of_pieces(split.in_groups(self.head_groups))
-        if self.head_groups == 1 or len(shapes) == 1:
-            return None
-        return (
-            f"attention.head_groups={self.head_groups}: heads must divide evenly into groups over "
-            "attention.transport=symmetric; send_recv takes any"
-        )
 
     def _calls(self, problem: AttentionProblem) -> list[AttentionProblem]:
         """The problems that rings solve, without repetitions; the one of most heads first."""

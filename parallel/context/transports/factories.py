@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from parallel.context.blocks.loops import Transport
 from parallel.context.blocks.tracing import Tracer
@@ -14,7 +15,7 @@ from parallel.context.transports.all_gather import AllGather
 from parallel.context.transports.messages import Messages
 from parallel.context.transports.peer_memory import PeerBuffers
 from parallel.context.transports.send_recv import SendRecv
-from parallel.context.transports.symmetric import SymmetricGather, SymmetricRing
+from parallel.context.transports.symmetric import SymmetricGather, SymmetricRing, reserve_for_ring
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -24,6 +25,8 @@ class TransportFactory:
     make: Callable[[Tracer], Transport]
     buffers: PeerBuffers | None = None
     """Memory that peers read, if the transport reads peers' memory."""
+    reserve: Callable[[Tensor, bool], None] | None = None
+    """Makes the buffers of passes over keys like these, with gradients or without."""
 
 
 def send_recv(group: dist.ProcessGroup, device: torch.device) -> TransportFactory:
@@ -36,7 +39,9 @@ def symmetric_ring(group: dist.ProcessGroup, device: torch.device) -> TransportF
     """One rank's keys after another's, read from its memory."""
     buffers = PeerBuffers(group, device)
     return TransportFactory(
-        make=lambda tracer: SymmetricRing(group, device, buffers, tracer), buffers=buffers
+        make=lambda tracer: SymmetricRing(group, device, buffers, tracer),
+        buffers=buffers,
+        reserve=lambda k, trained: reserve_for_ring(buffers, k, trained=trained),
     )
 
 

@@ -186,7 +186,8 @@ class PeerBuffers:
     @property
     def outside_bytes(self) -> int:
         """Bytes on this rank that PyTorch's allocator of device memory does not count."""
-        return sum(memory.outside_bytes for memory in self._memory.values())
+        held = {id(memory): memory for memory in (*self._memory.values(), *self._in_graphs)}
+        return sum(memory.outside_bytes for memory in held.values())
 
     def get(self, purpose: str, num_bytes: int) -> PeerMemory:
         """At least ``num_bytes`` on each rank.

@@ -76,6 +76,13 @@ class _Pair:
         )
 
 
+def reserve_for_ring(buffers: PeerBuffers, k: Tensor, *, trained: bool) -> None:
+    """Have the buffers of passes of :class:`SymmetricRing` over keys and values like ``k``."""
+    buffers.get("keys", _Pair.bytes_of(k, k, 1))
+    if trained:
+        buffers.get("gradients", _Pair.bytes_of(k, k, 2))
+
+
 class SymmetricRing:
     """Visits every rank's keys in turn, rank - t at step t, fetched straight from their owner."""
 
@@ -178,6 +185,9 @@ class SymmetricRing:
         self._landed = [torch.empty_like(part) for part in parts]
         written = StreamEvent(self._device)
         with aside(self._reducing, self._tracer, visit.step, written):
+            if visit.step == 1:
+                # A pass that an error ended, on all ranks, may have left an odd number.
+                memory.settle(self._GRADIENTS)
             memory.barrier(self._GRADIENTS)
             self._published.append(StreamEvent(self._device))
             for landing, part in zip(self._landed, parts, strict=True):

@@ -14,7 +14,7 @@ from harness.analysis.frame import build_frame
 from harness.bench.bench import Bench
 from harness.cases.format import ABSENT
 from harness.render.figure import FIGURES, draw
-from harness.render.table import Table, build_table
+from harness.render.table import Table, build_table, finding_of
 from harness.reports.context.split_rows import split_calls
 from harness.request.compose import compose_request
 from harness.store.record import Phase, Record
@@ -156,6 +156,70 @@ class TestContextParallel:
         frame = build_frame([record_of("attention=naive", "seq_len=512")])
         for name in ("context_parallel", "balance_measured", "zigzag_modes", "flop_balance"):
             assert build_table(name, frame) is None
+
+
+def replayed_records() -> list[Record]:
+    """As CUDA graphs every pass takes half of its time, and the gather 4 ms more than that."""
+    found = []
+    for record in split_records():
+        attention = record.case["attention"]["name"]
+        length, ranks = record.case["seq_len"], record.case["parallel"]["cp"]
+        slowest = max(samples[0] for samples in record.phases["forward_backward"].samples_ms)
+        kernel = () if ranks == 1 else ("attention.kernel=naive",)
+        found.append(
+            record_of(
+                *(f"attention={attention}", *kernel, f"parallel.cp={ranks}"),
+                *(f"seq_len={length}", "task.cuda_graph=true"),
+                both_ms=slowest / 2 + 4 * (attention == "llama3"),
+                notes={name: text for name, text in record.notes.items() if name != "timeline"},
+            )
+        )
+    return found
+
+
+class TestReplays:
+    """Launched passes beside the same ones as CUDA graphs."""
+
+    @pytest.fixture
+    def mixed(self) -> list[Record]:
+        return list(map(in_rounds, [*split_records(), *replayed_records()]))
+
+    def test_crossovers_are_of_each_kind(self, mixed: list[Record]) -> None:
+        notes = table_of("context_parallel", mixed).footnotes
+        start = "2 ranks, naive, fp32"
+        assert (
+            f"{start}, launched one by one: the best ring is faster than the best gather at 1,024 "
+            "tokens, the best gather is faster than the best ring at 512 tokens."
+        ) in notes
+        assert (
+            f"{start}, as CUDA graphs: the best ring is faster than the best gather at every "
+            "length measured."
+        ) in notes
+
+    def test_the_sentence_tells_what_graphs_gain_and_the_first_of_each_kind(
+        self, mixed: list[Record]
+    ) -> None:
+        said = finding_of(table_of("context_parallel", mixed))
+        # llama3 takes 7.75 of 7.5 ms and 19 of 30, all others half.
+        assert said.startswith(
+            "As CUDA graphs, passes take 50% to 103% of their time launched one by one. Launched "
+            "one by one, with 2 ranks and 1,024 tokens zigzag over send_recv is fastest"
+        )
+        assert " As CUDA graphs, with 2 ranks and 1,024 tokens zigzag over send_recv is" in said
+
+    def test_one_kind_is_not_named(self) -> None:
+        said = finding_of(table_of("context_parallel", list(map(in_rounds, split_records()))))
+        assert said.startswith("With 2 ranks and 1,024 tokens zigzag")
+
+    def test_the_figure_has_both_in_one_panel(self, mixed: list[Record]) -> None:
+        drawn = draw("split_efficiency", build_frame(mixed))
+        assert drawn is not None
+        for family in ("rings", "gathers"):
+            for how in ("launched one by one", "as CUDA graphs"):
+                assert f"<!-- {family}, {how} -->" in drawn.svg.decode()
+        assert "tokens per rank" in drawn.svg.decode()
+        assert drawn.svg.decode().count("<!-- tokens per rank -->") == 1
+        assert "dash-dotted" in drawn.caption
 
 
 class TestBalanceMeasured:

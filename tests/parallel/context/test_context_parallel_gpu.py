@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from ranks import device_of, on_gpus
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from kernels import Packing
 from kernels.problem import AttentionSpec
@@ -197,6 +198,63 @@ def test_groups_of_heads_around_a_ring(transport: str) -> None:
     options = {"kernel": "flash_triton", "transport": transport, "ulysses": 2, "head_groups": 2}
     for ratio in on_gpus(4, ratios_to_one_device, "ulysses_zigzag", options, False)[0]:
         assert ratio <= 1.5
+
+
+def same_when_checkpointed(group: dist.ProcessGroup, transport: str) -> bool:
+    """Whether passes whose forward runs again in the backward pass give the same bits."""
+    device = device_of(group)
+    options = {"kernel": "flash_triton", "transport": transport, "head_groups": 2}
+    spec = AttentionSpec(causal=True, scale=SCALE)
+    with BACKENDS["ulysses"].target(name="ulysses", **options).bind(group, device) as bound:
+        *inputs, do = (
+            bound.layout.shard(x, bound.rank, dim=2) for x in whole_tensors(device, packed=False)
+        )
+
+        def gradients(is_checkpointed: bool) -> tuple[Tensor, ...]:
+            leaves = [x.detach().requires_grad_() for x in inputs]
+            if is_checkpointed:
+                o = checkpoint(lambda *x: bound.attend(*x, spec), *leaves, use_reentrant=False)
+            else:
+                o = bound.attend(*leaves, spec)
+            return torch.autograd.grad(o, leaves, do)
+
+        expected = gradients(is_checkpointed=False)
+        found = [gradients(is_checkpointed=True) for _ in range(REPEATS)]
+    return all(torch.equal(x, y) for each in found for x, y in zip(each, expected, strict=True))
+
+
+@pytest.mark.parametrize("num_ranks", [ranks for ranks in RANKS if ranks < NUM_HEADS])
+@pytest.mark.parametrize("transport", ["all_to_all", "symmetric"])
+def test_groups_of_heads_in_a_checkpoint(num_ranks: int, transport: str) -> None:
+    """The forward pass runs in the middle of the backward pass, and stops before its end."""
+    assert all(on_gpus(num_ranks, same_when_checkpointed, transport))
+
+
+def passes_of_uneven_heads(group: dist.ProcessGroup, head_groups: int) -> bool:
+    """Whether passes end, of calls in which ranks have other heads, and memory grows between."""
+    device = device_of(group)
+    options = {"transport": "symmetric", "ulysses": 2, "head_groups": head_groups}
+    scheme = BACKENDS["ulysses_zigzag"].target(
+        name="ulysses_zigzag", kernel="flash_triton", **options
+    )
+    spec = AttentionSpec(causal=True, scale=SCALE)
+    with scheme.bind(group, device) as bound:
+        for num_heads, num_kv_heads, tokens in ((10, 5, 256), (12, 6, 256), (14, 7, 512)):
+            q, k, v = (
+                torch.randn(1, heads, tokens, HEAD_DIM, device=device, dtype=torch.bfloat16)
+                for heads in (num_heads, num_kv_heads, num_kv_heads)
+            )
+            leaves = [x.requires_grad_() for x in (q, k, v)]
+            bound.attend(*leaves, spec).sum().backward()
+        torch.cuda.synchronize(device)
+    return all(bool(x.grad.isfinite().all()) for x in leaves)
+
+
+@pytest.mark.skipif(NUM_GPUS < 4, reason=f"needs four CUDA devices, torch sees {NUM_GPUS}")
+@pytest.mark.parametrize("head_groups", [1, 2])
+def test_heads_that_do_not_divide_around_a_ring(head_groups: int) -> None:
+    """One rank of a group calls the ring with two and one key heads, the other with one and two."""
+    assert all(on_gpus(4, passes_of_uneven_heads, head_groups))
 
 
 def strided_copies(group: dist.ProcessGroup) -> list[bool]:

@@ -99,9 +99,15 @@ class TestSupport:
             ),
             (
                 "ulysses_ring",
-                {"head_groups": 2, "transport": "symmetric"},
-                {"num_heads": 6, "num_kv_heads": 6},
-                "attention.head_groups=2: heads must divide evenly into groups over attention.tr",
+                {"head_groups": 2, "ulysses": 1},
+                {},
+                "attention.head_groups=2: groups of one rank exchange no heads; leave it out, or",
+            ),
+            (
+                "ulysses_ring",
+                {"head_groups": 2},
+                {"cp": 3},
+                "attention.head_groups=2: groups of one rank exchange no heads; leave it out, or",
             ),
             ("ulysses_ring", {"kernel": "sdpa"}, {}, "attention.kernel=sdpa gives no log-sum-exp"),
             ("ulysses_ring", {"kernel": "sdpa_cudnn"}, {}, "attention.kernel=sdpa_cudnn: "),

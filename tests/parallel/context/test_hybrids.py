@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from kernels import BACKENDS
 from kernels.problem import AttentionSpec
 from parallel.context.blocks.tracing import COMPUTE, WAIT, RecordingTracer
 from parallel.context.heads.mesh import head_mesh
+from parallel.context.transports import peer_memory
 
 HYBRIDS = ("ulysses_ring", "ulysses_zigzag")
 
@@ -58,10 +60,15 @@ class TestAgainstOneDevice:
     @pytest.mark.parametrize("packed", [False, True])
     def test_groups_of_heads(self, name: str, packed: bool, transport: str) -> None:
         """Whole key heads in each, and parts of one."""
-        for head_groups, num_heads, num_kv_heads in ((2, 4, 4), (3, 6, 6), (2, 8, 2)):
+        for head_groups, num_heads, num_kv_heads in ((2, 4, 4), (3, 6, 6), (2, 8, 2), (2, 5, 5)):
             heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
             more = {"transport": transport, "head_groups": head_groups}
             check(4, name, options(**more), batch(packed=packed, **heads))
+
+    @pytest.mark.parametrize("transport", ["send_recv", "symmetric"])
+    def test_sequences_without_tokens(self, name: str, transport: str) -> None:
+        ragged = Batch(lengths=(0, 7, 0, 9), packed=True)
+        check(4, name, options(transport=transport), ragged)
 
     def test_a_length_that_does_not_divide(self, name: str) -> None:
         check(4, name, options(), Batch(lengths=(21,)))
@@ -148,6 +155,37 @@ def test_two_runs_have_equal_bits(name: str, transport: str) -> None:
     for head_groups in (1, 2):
         more = {"transport": transport, "head_groups": head_groups}
         assert on_ranks(4, differing_bits, name, more) == [0] * 4
+
+
+def sizes_of_buffers(group: dist.ProcessGroup, name: str, head_groups: int) -> list[int]:
+    """Bytes of memory for peers that a rank makes, in order; of other calls one after another."""
+    found: list[int] = []
+    init = peer_memory.HostPeerMemory.__init__
+
+    def note(memory: Any, group: dist.ProcessGroup, num_bytes: int) -> None:
+        found.append(num_bytes)
+        init(memory, group, num_bytes)
+
+    more = options(transport="symmetric", head_groups=head_groups)
+    with (
+        patch.object(peer_memory.HostPeerMemory, "__init__", note),
+        scheme_of(name, **more).bind(group, CPU) as bound,
+    ):
+        for num_heads, num_kv_heads, packed in ((10, 5, False), (12, 6, False), (14, 7, True)):
+            one = batch(num_heads=num_heads, num_kv_heads=num_kv_heads, packed=packed)
+            with torch.no_grad():
+                attend(bound, [shard(bound, x, one) for x in one.tensors()[:3]], one)
+            one_pass(bound, one)
+    return found
+
+
+@pytest.mark.parametrize("head_groups", [1, 2])
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_ranks_of_other_heads_make_their_memory_together(name: str, head_groups: int) -> None:
+    """Of ten query and five key heads one rank calls with two and one key heads, one with one and
+    two: GPUs hang where one of them makes memory twice."""
+    first, *others = on_ranks(4, sizes_of_buffers, name, head_groups)
+    assert others == [first] * 3
 
 
 def groups_left(group: dist.ProcessGroup) -> list[int]:

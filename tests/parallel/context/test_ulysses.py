@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,9 +19,11 @@ from kernels import BACKENDS, Packing
 from kernels.problem import AttentionSpec
 from parallel.context.blocks.layouts import Contiguous
 from parallel.context.blocks.tracing import COMPUTE, WAIT, RecordingTracer
+from parallel.context.heads import all_to_all, symmetric
 from parallel.context.heads.exchange import summed_columns
 from parallel.context.heads.sequences import PackedSequences
 from parallel.context.heads.split import HeadSplit
+from parallel.context.transports import peer_memory
 
 SHAPES = [(4, 4), (4, 2), (8, 1), (6, 6), (6, 3), (10, 2), (12, 4), (7, 7), (9, 3)]
 
@@ -101,6 +105,12 @@ class TestAgainstOneDevice:
             ragged = Batch(lengths=lengths, packed=True)
             check(2, "ulysses", options(transport, head_groups), ragged)
 
+    @pytest.mark.parametrize("head_groups", [1, 2])
+    def test_sequences_without_tokens(self, head_groups: int, transport: str) -> None:
+        ragged = Batch(lengths=(0, 7, 0, 9), packed=True)
+        check(2, "ulysses", options(transport, head_groups), ragged)
+        assert on_ranks(2, tokens_of_nothing, transport, head_groups) == [[0] * 4] * 2
+
     def test_one_sequence(self, transport: str) -> None:
         """A rank's tokens follow on those of the rank before."""
         check(2, "ulysses", options(transport, 2), Batch(lengths=(24,), packed=True))
@@ -140,6 +150,13 @@ def test_gradients_of_a_shared_key_head_are_summed_in_float32() -> None:
     assert found[0, :, 0, 0].tolist() == [0, 258, 0]
 
 
+def tokens_of_nothing(group: dist.ProcessGroup, transport: str, head_groups: int) -> list[int]:
+    """Of o, dq, dk and dv, where no sequence has any."""
+    empty = Batch(lengths=(0, 0), packed=True)
+    with scheme_of("ulysses", **options(transport, head_groups)).bind(group, CPU) as bound:
+        return [len(x) for x in one_pass(bound, empty)]
+
+
 def padded_rows(group: dist.ProcessGroup, exchange: tuple[str, int]) -> float:
     """The largest entry of o, dq, dk or dv in a row of padding, after a batch without any."""
     full = Batch(lengths=(12, 12, 12), packed=True)
@@ -172,18 +189,30 @@ def test_copies_of_packed_sequences() -> None:
     assert copies_of([4] * 12) == [1, 1]
 
 
-def kept_after_growth(group: dist.ProcessGroup) -> list[int]:
-    """How many calls' copies are kept of inputs and of results, after a longer batch."""
-    with scheme_of("ulysses", **options("symmetric")).bind(group, CPU) as bound:
+def alive_in_growth(group: dist.ProcessGroup) -> list[int]:
+    """How many smaller buffers there are at each time that memory is mapped anew."""
+    made: list[weakref.ref[Any]] = []
+    alive = []
+    init = peer_memory.HostPeerMemory.__init__
+
+    def note(memory: Any, group: dist.ProcessGroup, num_bytes: int) -> None:
+        alive.append(sum(one() is not None for one in made if one() is not memory))
+        init(memory, group, num_bytes)
+        # Views keep what they are views of, whatever has become of the buffer's own object.
+        made.append(weakref.ref(memory._buffers[0].untyped_storage()))
+
+    with (
+        patch.object(peer_memory.HostPeerMemory, "__init__", note),
+        scheme_of("ulysses", **options("symmetric")).bind(group, CPU) as bound,
+    ):
         for length in (8, 12, 48):
             one_pass(bound, Batch(lengths=(length,)))
-        transport = bound._transport
-        return [len(kept._made) for kept in (transport._inputs, transport._results)]
+    return alive
 
 
-def test_copies_out_of_buffers_that_were_too_small_are_let_go() -> None:
-    """Those of the forward and of the backward pass of the last batch are left."""
-    assert on_ranks(2, kept_after_growth) == [[2, 2]] * 2
+def test_buffers_that_were_too_small_are_let_go_before_larger_ones_are_made() -> None:
+    """Of inputs and of results: beside one of the one kind there is one of the other."""
+    assert on_ranks(2, alive_in_growth) == [[0, 1, 1, 1, 1, 1]] * 2
 
 
 def test_auto_sends_messages_between_cpus() -> None:
@@ -229,6 +258,37 @@ def one_pass(bound: Any, batch: Batch) -> list[Tensor]:
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     o = attend(bound, leaves, batch)
     return [o.detach(), *torch.autograd.grad(o, leaves, do)]
+
+
+def exchanged_and_awaited(group: dist.ProcessGroup, transport: str) -> list[list[int]]:
+    """The groups of heads in the order in which inputs are exchanged, and waited for, by pass."""
+    kind = {"all_to_all": all_to_all, "symmetric": symmetric}[transport]._Arriving
+    started: list[int] = []
+    awaited: list[int] = []
+    init, wait = kind.__init__, kind.wait
+
+    def start(arriving: Any, *arguments: Any) -> None:
+        init(arriving, *arguments)
+        started.append(arriving._group)
+
+    def await_(arriving: Any) -> list[Tensor]:
+        awaited.append(arriving._group)
+        return wait(arriving)
+
+    with (
+        patch.object(kind, "__init__", start),
+        patch.object(kind, "wait", await_),
+        scheme_of("ulysses", **options(transport, 3)).bind(group, CPU) as bound,
+    ):
+        one_pass(bound, batch(num_heads=12, num_kv_heads=12))
+    return [started, awaited]
+
+
+@pytest.mark.parametrize("transport", ["all_to_all", "symmetric"])
+def test_the_group_that_is_computed_first_is_exchanged_first(transport: str) -> None:
+    """Backward passes begin with the last, and its exchange must not wait for the others'."""
+    order = [0, 1, 2, 2, 1, 0]
+    assert on_ranks(2, exchanged_and_awaited, transport) == [[order, order]] * 2
 
 
 def results_of(
