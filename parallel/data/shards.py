@@ -94,7 +94,8 @@ def make_shards(
         zip(parameters, layout.split_shard(values, index), strict=True)
     ):
         start, stop = layout.held(place, index)
-        shard = nn.Parameter(elements, requires_grad=whole.requires_grad)
+        # Not a view of the buffer: its version counts writes into the shard, and no gathering's.
+        shard = nn.Parameter(elements.data, requires_grad=whole.requires_grad)
         shard.origin = ShardOrigin(
             shape=layout.shapes[place],
             stride=layout.strides[place],
