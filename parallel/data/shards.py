@@ -50,6 +50,16 @@ class ShardOrigin:
         return flat.as_strided(self.shape, self.stride)
 
 
+def origin_of_shard(parameter: Tensor) -> ShardOrigin | None:
+    """Where a shard's elements belong, also of a module's own parameter that is one between steps.
+
+    None for a parameter that is whole.
+    """
+    shard = getattr(parameter, "shard_of_it", parameter)
+    found: ShardOrigin | None = getattr(shard, "origin", None)
+    return found
+
+
 class ShardedWeights:
     """Whole parameters and this rank's shards of them, which they are between steps.
 

@@ -89,10 +89,11 @@ class Zero(ShardedDataParallel):
     :meth:`finish_gradient_synchronization` gives them their gradients, and takes those of the
     whole parameters. Backward passes in ``no_sync()`` add to whole gradients on each rank.
 
-    A forward pass that follows a step gathers the whole parameters, and waits for each where it
-    uses it. From :meth:`finish_gradient_synchronization` to that pass the module's own parameters
-    are the shards, with their gradients; :meth:`state_dict` is whole, and
-    :meth:`wait_for_parameters` makes the module so.
+    A forward pass gathers the whole parameters, and waits for each where it uses it; passes in
+    ``no_sync()`` that make a graph gather once, unless shards are written to in between. From
+    :meth:`finish_gradient_synchronization` to the next pass the module's own parameters are the
+    shards, with their gradients; :meth:`state_dict` is whole, and :meth:`wait_for_parameters` makes
+    the module so.
 
     Raises:
         ValueError: as :class:`BucketedDDP` says.
