@@ -15,6 +15,10 @@ from parallel.data.shards import ShardOrigin
 def sharded_state_dict(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
     """What this rank holds, for ``torch.distributed.checkpoint.save``; nothing is gathered.
 
+    ``torch.distributed.checkpoint.load`` into it reads tensors in place. ``param_groups`` are then
+    values in the dictionary alone, and a new optimizer's state is not in it: ``load_checkpoint``
+    hands both to the optimizer.
+
     Args:
         model: a container, or any module; names are those of the module inside.
         optimizer: over the parameters of the model, :class:`ShardedOptimizer` among others.

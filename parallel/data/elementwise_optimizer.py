@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from parallel.data.shards import ShardOrigin
-from parallel.data.step_guard import why_not_shards
+from parallel.data.shards import ShardOrigin, origin_of_shard
+from parallel.data.step_guard import knows_shards, why_not_shards
 
 SCALARS = ("step", "mu_product", "eta", "mu")
 """State of PyTorch's optimizers that is one number of a whole parameter, on every rank."""
@@ -34,6 +34,7 @@ def optimizer_of_shards(
     optimizer = optimizer_cls(params, **kwargs)
     optimizer.register_state_dict_post_hook(_join_state)
     optimizer.register_load_state_dict_pre_hook(_cut_state)
+    knows_shards(optimizer)
     return optimizer
 
 
@@ -42,14 +43,10 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _origin(parameter: Tensor) -> ShardOrigin | None:
-    return getattr(parameter, "origin", None)
-
-
 def _join_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """The state of whole parameters, joined from all ranks' shards."""
     parameters = _parameters(optimizer)
-    origins = {n: o for n, p in enumerate(parameters) if (o := _origin(p)) is not None}
+    origins = {n: o for n, p in enumerate(parameters) if (o := origin_of_shard(p)) is not None}
     own = {
         number: {name: _on_cpu(value) for name, value in state.items()}
         for number, state in state_dict["state"].items()
@@ -62,7 +59,7 @@ def _join_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
         dist.all_gather_object(by_rank, own, group=group)
     joined = dict(state_dict["state"])
     for number, state in own.items():
-        shape = parameters[number].shape
+        shape = (origins[number].stop - origins[number].start,)
         joined[number] = {
             name: origins[number].join([states[number][name] for states in by_rank])
             if isinstance(value, Tensor) and value.shape == shape
@@ -81,7 +78,7 @@ def _cut_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, An
         return None
     state = dict(state_dict["state"])
     for number, parameter in zip(saved, parameters, strict=True):
-        origin = _origin(parameter)
+        origin = origin_of_shard(parameter)
         if origin is not None and number in state:
             state[number] = {
                 name: _cut(name, value, origin) for name, value in state[number].items()

@@ -111,7 +111,8 @@ class ShardedOptimizer(Optimizer):
         assert self._local is not None, "made in __init__"
         self._require_buffers()
         self._give_options()
-        loss = self._local.step(closure, **kwargs)
+        # Some optimizers of others take no closure.
+        loss = self._local.step(*(() if closure is None else (closure,)), **kwargs)
         self._take_options()
         if self._group is not None and self._num_ranks > 1:
             works = [

@@ -50,6 +50,16 @@ class ShardOrigin:
         return flat.as_strided(self.shape, self.stride)
 
 
+def origin_of_shard(parameter: Tensor) -> ShardOrigin | None:
+    """Where a shard's elements belong, also of a module's own parameter that is one between steps.
+
+    None for a parameter that is whole.
+    """
+    shard = getattr(parameter, "shard_of_it", parameter)
+    found: ShardOrigin | None = getattr(shard, "origin", None)
+    return found
+
+
 class ShardedWeights:
     """Whole parameters and this rank's shards of them, which they are between steps.
 
@@ -94,7 +104,8 @@ def make_shards(
         zip(parameters, layout.split_shard(values, index), strict=True)
     ):
         start, stop = layout.held(place, index)
-        shard = nn.Parameter(elements, requires_grad=whole.requires_grad)
+        # Not a view of the buffer: its version counts writes into the shard, and no gathering's.
+        shard = nn.Parameter(elements.data, requires_grad=whole.requires_grad)
         shard.origin = ShardOrigin(
             shape=layout.shapes[place],
             stride=layout.strides[place],

@@ -89,10 +89,11 @@ class Zero(ShardedDataParallel):
     :meth:`finish_gradient_synchronization` gives them their gradients, and takes those of the
     whole parameters. Backward passes in ``no_sync()`` add to whole gradients on each rank.
 
-    A forward pass that follows a step gathers the whole parameters, and waits for each where it
-    uses it. From :meth:`finish_gradient_synchronization` to that pass the module's own parameters
-    are the shards, with their gradients; :meth:`state_dict` is whole, and
-    :meth:`wait_for_parameters` makes the module so.
+    A forward pass gathers the whole parameters, and waits for each where it uses it; passes in
+    ``no_sync()`` that make a graph gather once, unless shards are written to in between. From
+    :meth:`finish_gradient_synchronization` to the next pass the module's own parameters are the
+    shards, with their gradients; :meth:`state_dict` is whole, and :meth:`wait_for_parameters` makes
+    the module so.
 
     Raises:
         ValueError: as :class:`BucketedDDP` says.
@@ -111,6 +112,8 @@ class Zero(ShardedDataParallel):
         self._buckets: list[ZeroBucket] = []
         self._stale = False
         """Whether shards may have changed although the module does not show them."""
+        self._gathered_version = -1
+        """The version of the shards that were gathered last."""
         super().__init__(module, overlap=True, group=group)
         self._waited: list[list[ZeroBucket]] = []
         self._called: set[int] = set()
@@ -155,11 +158,15 @@ class Zero(ShardedDataParallel):
     @torch.compiler.disable
     def _end_forward(self, outputs: Any, *, was_shown: bool) -> None:
         if not torch.is_grad_enabled():
+            self._stale = True
             if was_shown:
                 # An optimizer is yet to step, or has.
                 self.wait_for_gathering()
                 self._show_shards()
             return
+        # A loss that was only looked at has no backward pass, and an optimizer steps after it.
+        # Passes in no_sync() come one after another, and gather once.
+        self._stale = self._synchronizes
         this = weakref.ref(self)
 
         def hide(_: Tensor) -> None:
@@ -177,10 +184,15 @@ class Zero(ShardedDataParallel):
 
         While they are shown, anybody may have written to them, and not optimizers alone.
         """
-        if self._shows_shards or self._stale:
+        if self._shows_shards or self._stale or self._gathered_version != self._version:
             self._hide_shards()
-            self._stale = False
+            self._stale, self._gathered_version = False, self._version
             self._gather()
+
+    @property
+    def _version(self) -> int:
+        """Grows when optimizers or others write into shards, with elements or without."""
+        return sum(shard._version for shard in self._shards.values())
 
     def finish_gradient_synchronization(self) -> None:
         # Parameters that no forward pass waited for must not arrive while the optimizer writes.
@@ -198,6 +210,7 @@ class Zero(ShardedDataParallel):
 
     def wait_for_parameters(self) -> None:
         """Make whole parameters ready to be read; all ranks call it together."""
+        self._stale = bool(self._buckets)
         self._make_whole()
         self.wait_for_gathering()
         self._stale = bool(self._buckets)

@@ -667,6 +667,73 @@ def inference(trainer: Trainer) -> Weights:
     return trainer.steps(trainer.model(Plain), backward)
 
 
+@loop("a loss that is only looked at, before a step")
+def looked_at(trainer: Trainer) -> Weights:
+    """A validation loss with a graph that nobody goes back through."""
+    model = trainer.model(Plain)
+    losses = []
+
+    def look(step: int) -> None:
+        losses.append(loss_of(model, torch.ones(2, WIDTH)).detach())
+
+    weights = trainer.steps(model, descend, look)
+    return {**weights, "losses": torch.stack(losses)}
+
+
+@loop("averaged weights put in for a validation loss, and taken out")
+def swapped(trainer: Trainer) -> Weights:
+    model = trainer.model(Plain)
+    averages = [p.detach().clone() for p in model.parameters()]
+    optimizer = trainer.sgd(model.parameters())
+    losses = []
+
+    def put(values: Iterable[Tensor]) -> None:
+        with torch.no_grad():
+            for parameter, value in zip(model.parameters(), values, strict=True):
+                parameter.copy_(value)
+        losses.append(loss_of(model, torch.ones(2, WIDTH)).detach())
+
+    for batch in trainer.batches():
+        descend(model, batch)
+        trainer.average(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        for average, parameter in zip(averages, model.parameters(), strict=True):
+            average.lerp_(parameter.detach(), 0.1)
+        trained = [p.detach().clone() for p in model.parameters()]
+        put(averages)
+        put(trained)
+    return {**trainer.weights(model), "losses": torch.stack(losses)}
+
+
+@loop("weights changed between passes in `no_sync()`")
+def changed_in_between(trainer: Trainer) -> Weights:
+    def backward(model: nn.Module, batch: Tensor) -> None:
+        with trainer.no_sync(model):
+            for part in batch.chunk(2):
+                descend(model, part)
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.mul_(0.9)
+        descend(model, batch)
+
+    return trainer.steps(trainer.model(Plain), backward)
+
+
+@loop("`state_dict()` of a plain AdamW")
+def state_of_optimizer(trainer: Trainer) -> Weights:
+    model = trainer.model(Plain)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for batch in trainer.batches():
+        descend(model, batch)
+        trainer.average(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    state = optimizer.state_dict()["state"]
+    averages = {f"exp_avg {number}": values["exp_avg"] for number, values in state.items()}
+    return {n: v.full_tensor() if hasattr(v, "full_tensor") else v for n, v in averages.items()}
+
+
 RESHARDED = "`save_checkpoint` on four ranks, `load_checkpoint` on two and on one"
 """A loop that takes several groups of ranks, and so stands in no function here."""
 

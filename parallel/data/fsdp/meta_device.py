@@ -10,6 +10,7 @@ initialises the modules that own them, keeps its shards, and goes on to the next
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -38,6 +39,8 @@ class Materialiser:
         initialise: gives a module's own parameters and buffers their values, once they have
             memory; ``module.reset_parameters()`` if None.
 
+    Memory begins as values that mark it as not initialised, for :meth:`require_values` to find.
+
     Raises:
         ValueError: a module with tensors on the meta device has no ``reset_parameters``.
     """
@@ -50,8 +53,10 @@ class Materialiser:
         """Modules that are not initialised, in the module's order."""
         self._hollow: set[Tensor] = set()
         """Parameters that have no memory yet."""
-        self.buffers: list[Tensor] = []
-        """Those that were on the meta device."""
+        self._buffers: list[tuple[nn.Module, str]] = []
+        """Those that were on the meta device: a module and a name, since values may replace one."""
+        self._names = {p: name for name, p in module.named_parameters()}
+        self._paths = {inner: path for path, inner in module.named_modules()}
         for name, inner in module.named_modules():
             own = (*inner.parameters(recurse=False), *inner.buffers(recurse=False))
             if any(tensor.is_meta for tensor in own):
@@ -69,12 +74,35 @@ class Materialiser:
                     # One for all modules that share it.
                     if parameter not in made:
                         made[parameter] = _without_memory(parameter, device)
+                        self._names[made[parameter]] = self._names[parameter]
                     inner._parameters[name] = made[parameter]
             for name, buffer in inner._buffers.items():
                 if buffer is not None and buffer.is_meta:
                     inner._buffers[name] = torch.empty_like(buffer, device=device)
-                    self.buffers.append(inner._buffers[name])
+                    mark_memory(inner._buffers[name])
+                    self._buffers.append((inner, name))
         self._hollow.update(made.values())
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """Those that were on the meta device."""
+        found = [inner._buffers[name] for inner, name in self._buffers]
+        return [buffer for buffer in found if buffer is not None]
+
+    def require_values(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Raise ValueError where one of ``parameters`` is memory that nobody has written to.
+
+        Asked once they are broadcast, since the first rank's values count, on all ranks alike.
+        """
+        for parameter in parameters:
+            _require_value(parameter, self._names[parameter])
+
+    def require_values_of_buffers(self) -> None:
+        """The same for buffers."""
+        for inner, name in self._buffers:
+            buffer = inner._buffers[name]
+            if buffer is not None:
+                _require_value(buffer, ".".join(filter(None, (self._paths[inner], name))))
 
     def fill(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """Give values to ``parameters``, and to others of the modules that own them.
@@ -100,12 +128,37 @@ class Materialiser:
                 storage = parameter.untyped_storage()
                 if parameter in self._hollow and storage.nbytes() == 0:
                     storage.resize_(parameter.numel() * parameter.element_size())
+                    mark_memory(parameter.detach())
             with torch.no_grad():
                 self._initialise(module)
 
 
 def reset_parameters(module: nn.Module) -> None:
     module.reset_parameters()
+
+
+def mark_memory(tensor: Tensor) -> None:
+    """Fill a tensor with what no initialisation gives: NaN, or the largest integer."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.fill_(math.nan)
+    else:
+        tensor.fill_(True if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).max)
+
+
+def _is_marked(tensor: Tensor) -> bool:
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(tensor.isnan().any())
+    # A buffer of booleans may well be all true.
+    is_integer = tensor.dtype != torch.bool and tensor.numel() > 0
+    return is_integer and bool((tensor == torch.iinfo(tensor.dtype).max).all())
+
+
+def _require_value(tensor: Tensor, name: str) -> None:
+    if _is_marked(tensor.detach()):
+        raise ValueError(
+            f"{name} comes from the meta device and was not initialised, or with NaN: let "
+            "reset_parameters() of its module, or init_fn, write all parameters and buffers"
+        )
 
 
 def _without_memory(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:

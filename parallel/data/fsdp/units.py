@@ -102,12 +102,15 @@ class FullySharded(ShardedDataParallel):
     def _materialise(self, parameters: Sequence[nn.Parameter]) -> None:
         """Give values to those that come from the meta device."""
         if self._meta is not None:
-            self._broadcast(self._meta.fill(parameters))
+            found = self._meta.fill(parameters)
+            self._broadcast(found)
+            self._meta.require_values(found)
 
     def _finish_materialising(self) -> None:
         if self._meta is not None:
             self._meta.fill_rest()
             self._broadcast(self._meta.buffers)
+            self._meta.require_values_of_buffers()
             self._meta = None
 
     def _arrange_more(self, parameters: Sequence[nn.Parameter]) -> Sequence[GradientTransfer]:

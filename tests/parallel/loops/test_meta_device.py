@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from data_parallel_training import WIDTH, Large, Plain, Run, Tied, assert_equal, train
-from ranks import on_ranks
+from ranks import RankError, on_ranks
 from sharded_steps import loss_of
 from torch import Tensor, nn
 
@@ -104,3 +104,69 @@ def test_refusals() -> None:
         FSDP(on_meta(Bare))
     with pytest.raises(ValueError, match=r"^weight is on the meta device: give the module memory"):
         BucketedDDP(on_meta(Bare))
+
+
+class Forgets(Plain):
+    """A module whose reset_parameters() was written for its weight alone."""
+
+    def __init__(self, forgotten: str) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+        self.register_buffer("phase", torch.ones(WIDTH), persistent=False)
+        self.register_buffer("places", torch.arange(WIDTH))
+        self.register_buffer("mask", torch.ones(WIDTH, dtype=torch.bool))
+        self.forgotten = forgotten
+
+    def reset_parameters(self) -> None:
+        own = {"gain": self.gain, "phase": self.phase, "places": self.places, "scale": self.scale}
+        for name, tensor in own.items():
+            if name != self.forgotten:
+                tensor.fill_(1)
+        self.mask.fill_(True)
+
+
+def forget(group: dist.ProcessGroup, name: str) -> None:
+    with torch.device("meta"):
+        module = Forgets(name)
+    FSDP(module, replicate_below=0, group=group)
+
+
+@pytest.mark.parametrize("name", ["gain", "phase", "places"])
+def test_what_was_not_initialised_is_named(name: str) -> None:
+    with pytest.raises(RankError) as error:
+        on_ranks(2, forget, name)
+    wanted = f"ValueError: {name} comes from the meta device and was not initialised"
+    assert str(error.value).count(wanted) == 2
+    on_ranks(2, forget, "nothing")
+
+
+class Remade(Plain):
+    """A buffer that reset_parameters() replaces in place of writing into it."""
+
+    def reset_parameters(self) -> None:
+        self.scale = torch.rand(WIDTH)
+
+
+def remade(group: dist.ProcessGroup) -> Tensor:
+    torch.manual_seed(dist.get_rank(group))
+    return FSDP(on_meta(Remade), replicate_below=0, group=group).module.scale
+
+
+def test_a_buffer_that_was_replaced_is_the_first_ranks() -> None:
+    first, second = on_ranks(2, remade)
+    assert torch.equal(first, second)
+
+
+def first_alone(group: dist.ProcessGroup) -> dict[str, Tensor]:
+    """The first rank reads a file, say."""
+
+    def read(module: nn.Module) -> None:
+        if dist.get_rank(group) == 0:
+            fill(module)
+
+    return FSDP(on_meta(Plain), replicate_below=0, group=group, init_fn=read).state_dict()
+
+
+def test_values_of_the_first_rank_are_enough() -> None:
+    first, second = on_ranks(2, first_alone)
+    assert_equal(second, first, rtol=0, atol=0)

@@ -19,14 +19,14 @@ from parallel.data.sharded_optimizer import newton_schulz_flops
 class OwnMuon(torch.optim.Optimizer):
     """As in others' loops: orthogonal steps for matrices, and signs of gradients for vectors.
 
-    In the parameters' dtype, so that one process in float64 is met to rounding.
+    In the parameters' dtype, so that one process in float64 is met to rounding; without a closure.
     """
 
     def __init__(self, params: Any, lr: float = 0.02, momentum: float = 0.9) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:

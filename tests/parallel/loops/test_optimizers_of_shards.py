@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from data_parallel_training import (
+    WIDTH,
     Large,
     Strided,
     Wrap,
@@ -93,3 +94,69 @@ def test_as_in_one_process(kind: type[torch.optim.Optimizer], options: dict[str,
     for wrap, num_ranks in ((sharded, 3), (zero_2, 2)):
         for found in on_ranks(num_ranks, train_on_rank, wrap, kind, options):
             assert_equal(found, wanted, rtol=2e-4, atol=2e-5)
+
+
+def state_over_the_module(
+    group: dist.ProcessGroup, wrap: Wrap
+) -> list[tuple[tuple[int, ...], ...]]:
+    """Shapes of the state of an optimizer that has the module's own parameters."""
+    model = wrap(Forms(), group)
+    optimizer = optimizer_of_shards(model.module.parameters(), torch.optim.AdamW)
+    loss_of(model, next(iter(batches(0, 1)))).backward()
+    finish(model)
+    optimizer.step()
+    found = []
+    for _ in range(2):
+        state = optimizer.state_dict()["state"]
+        found.append([state[number]["exp_avg"].shape for number in sorted(state)])
+        # The module's parameters are whole from here on.
+        loss_of(model, torch.ones(2, WIDTH))
+    return found
+
+
+def test_state_over_the_modules_own_parameters_is_whole() -> None:
+    wanted = [p.shape for p in Forms().parameters()]
+    for wrap in (sharded, zero_2):
+        for shapes in on_ranks(2, state_over_the_module, wrap):
+            assert shapes == [wanted, wanted]
+
+
+def step_before_wrapping(group: dist.ProcessGroup, wrap: Wrap) -> str:
+    module = Forms()
+    optimizer = torch.optim.Adafactor(module.parameters())
+    model = wrap(module, group)
+    loss_of(model, next(iter(batches(0, 1)))).backward()
+    finish(model)
+    with pytest.raises(RuntimeError) as error:
+        optimizer.step()
+    return str(error.value)
+
+
+def test_an_optimizer_of_matrices_made_before_wrapping_is_refused() -> None:
+    for wrap in (sharded, zero_2):
+        for message in on_ranks(2, step_before_wrapping, wrap):
+            assert message.startswith("optimizer.step(): Adafactor does not update each element")
+
+
+def parts_added_later(group: dist.ProcessGroup, wrap: Wrap) -> str:
+    """The optimizer has stepped without them, as in gradual unfreezing."""
+    model = wrap(Forms(), group)
+    first, *rest = model.parameters()
+    other = nn.Parameter(torch.ones(2))
+    other.grad = torch.ones(2)
+    optimizer = torch.optim.AdamW([other])
+    optimizer.step()
+    assert optimizer.state_dict()["state"]
+    optimizer.add_param_group({"params": [first, *rest]})
+    loss_of(model, next(iter(batches(0, 1)))).backward()
+    finish(model)
+    optimizer.step()
+    with pytest.raises(RuntimeError) as error:
+        optimizer.state_dict()
+    return str(error.value)
+
+
+def test_state_of_shards_alone_is_refused() -> None:
+    for wrap in (sharded, zero_2):
+        for message in on_ranks(2, parts_added_later, wrap):
+            assert message.startswith("state_dict() of the optimizer: its parameters are this rank")
