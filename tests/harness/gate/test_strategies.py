@@ -226,6 +226,19 @@ def test_a_wrong_gradient_of_sinks_is_wrong(words: list[str], precision: str) ->
         assert any("sinks" in text for text in of_ranks), fault
 
 
+def verdict(bench: Bench, check: Callable[[], None]) -> str:
+    """What a check says on this rank, which votes on it."""
+    try:
+        check()
+    except WrongResult as error:
+        with contextlib.suppress(PeerFailed):
+            bench.vote("wrong")
+        return str(error)
+    except PeerFailed:
+        return "a peer failed"
+    return ""
+
+
 def compared(group: dist.ProcessGroup, fault: str) -> str:
     """What the check of a measured model's weights says, after a fault on the second rank."""
     torch.manual_seed(3)
@@ -237,15 +250,8 @@ def compared(group: dist.ProcessGroup, fault: str) -> str:
                 module.weight[2, 1] = torch.nextafter(module.weight[2, 1], torch.tensor(9.0))
             if fault == "nan":
                 module.bias[3] = torch.nan
-    try:
-        check_replicas(case_of(["parallel=ddp_naive", *DATA]), bench, module, module)
-    except WrongResult as error:
-        with contextlib.suppress(PeerFailed):
-            bench.vote("wrong")
-        return str(error)
-    except PeerFailed:
-        return "a peer failed"
-    return ""
+    case = case_of(["parallel=ddp_naive", *DATA])
+    return verdict(bench, lambda: check_replicas(case, bench, module, module))
 
 
 @pytest.mark.parametrize(
@@ -267,19 +273,15 @@ def compared_after_steps(group: dist.ProcessGroup, name: str) -> str:
     for _ in range(2):
         step(PhaseTimer(bench.device))
     step.finish()
-    try:
+
+    def before_and_after_a_change() -> None:
         check_replicas(case, bench, step.model, step.module)
         if group.rank() == 1:
             with torch.no_grad():
                 next(step.module.parameters()).view(-1)[5] += 1e-3
         check_replicas(case, bench, step.model, step.module)
-    except WrongResult as error:
-        with contextlib.suppress(PeerFailed):
-            bench.vote("wrong")
-        return str(error)
-    except PeerFailed:
-        return "a peer failed"
-    return ""
+
+    return verdict(bench, before_and_after_a_change)
 
 
 @pytest.mark.parametrize("name", ["ddp_bucketed", "sharded_optimizer", "zero_1", "zero_2"])

@@ -20,35 +20,34 @@ class Streams:
             for rank in range(num_ranks)
         ]
 
-    def run(self, queues: list[list[tuple[int, int, int, int]]]) -> bool:
-        """Run what is queued, as (round, operation, address, value); False if all wait for ever.
+    def run(self, queues: list[list[tuple[int, bool, int, int]]]) -> bool:
+        """Run what is queued, as (round, waits, address, value); False if all wait for ever.
 
         Fails if a rank ends a round before all have begun it.
         """
-        position, begun, ended = [0] * len(queues), [-1] * len(queues), [-1] * len(queues)
+        position, begun = [0] * len(queues), [-1] * len(queues)
         while True:
             able = []
             for rank, queue in enumerate(queues):
                 if position[rank] < len(queue):
-                    _, operation, address, value = queue[position[rank]]
-                    if operation == 2 or self.words[address] >= value:
+                    _, waits, address, value = queue[position[rank]]
+                    if not waits or self.words[address] >= value:
                         able.append(rank)
             if not able:
                 return all(at == len(queue) for at, queue in zip(position, queues, strict=True))
             rank = self._random.choice(able)
-            number, operation, address, value = queues[rank][position[rank]]
+            number, waits, address, value = queues[rank][position[rank]]
             begun[rank] = number
-            if operation == 2:
+            if not waits:
                 self.words[address] = value
             position[rank] += 1
             queue = queues[rank]
             if position[rank] == len(queue) or queue[position[rank]][0] != number:
-                ended[rank] = number
                 assert min(begun) >= number, "a rank went on before all had come"
 
 
-def operations_of(barrier: StreamBarrier, number: int) -> list[tuple[int, int, int, int]]:
-    return [(number, o.operation, o.address, o.value) for o in barrier.take_turn()]
+def operations_of(barrier: StreamBarrier, number: int) -> list[tuple[int, bool, int, int]]:
+    return [(number, o.waits, o.address, o.value) for o in barrier.take_turn()]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
@@ -71,9 +70,9 @@ def test_a_captured_pass_can_be_replayed(
     """A graph repeats the very operations, also behind passes that were launched one by one."""
     for seed in range(50):
         streams = Streams(num_ranks, seed)
-        passes: list[list[tuple[int, int, int, int]]] = []
+        passes: list[list[tuple[int, bool, int, int]]] = []
         for barrier in streams.barriers:
-            steps: list[tuple[int, int, int, int]] = []
+            steps: list[tuple[int, bool, int, int]] = []
 
             def enqueue(stream: int, barrier: StreamBarrier = barrier, steps: list = steps) -> None:
                 steps += operations_of(barrier, len(steps))
