@@ -27,7 +27,7 @@ from ranks import on_ranks
 from sharded_steps import finish, loss_of
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
-from training_loops import fully_shard
+from training_loops.trainer import fully_shard
 
 from parallel.checkpoints import load_checkpoint, save_checkpoint
 from parallel.checkpoints.parts import boxes

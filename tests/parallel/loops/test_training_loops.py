@@ -7,16 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import on_ranks
-from training_loops import (
-    CONTAINERS,
-    LOOPS,
-    PEERS,
-    RESHARDED,
-    Weights,
-    load_on_rank,
-    outcome,
-    save_on_rank,
-)
+from training_loops import LOOPS, outcome
+from training_loops.saving import RESHARDED, load_on_rank, save_on_rank
+from training_loops.trainer import CONTAINERS, PEERS, Weights
 
 PAGE = Path(__file__).parents[3] / "docs/training_loops.md"
 
