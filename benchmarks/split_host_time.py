@@ -141,7 +141,7 @@ def compare(folders: list[Path], chosen: list[Case], num_rounds: int) -> list[di
             # Each is the first one as often as the others.
             order = list(range(len(folders)))
             for place in order if turn % 2 == 0 else reversed(order):
-                found[place].append(_ask(children[place], case))
+                found[place].append(_ask(children[place], case, folders[place]))
         for phase in ("forward", "both"):
             for name, answers in zip(("before", "after")[-len(folders) :], found, strict=True):
                 times = sorted(ms for answer in answers for ms in answer[phase]["ms"])
@@ -181,12 +181,18 @@ def _start(folder: Path) -> subprocess.Popen[str]:
     )
 
 
-def _ask(child: subprocess.Popen[str], case: Case) -> dict[str, Any]:
+def _ask(child: subprocess.Popen[str], case: Case, folder: Path) -> dict[str, Any]:
     assert child.stdin is not None
     assert child.stdout is not None
     child.stdin.write(json.dumps(vars(case)) + "\n")
     child.stdin.flush()
-    answer: dict[str, Any] = json.loads(child.stdout.readline())
+    line = child.stdout.readline()
+    if not line:
+        raise SystemExit(
+            f"{case.name} on {case.num_ranks} ranks: {folder} cannot run it (its error is above); "
+            "leave the scheme out with --only"
+        )
+    answer: dict[str, Any] = json.loads(line)
     return answer
 
 
