@@ -185,7 +185,7 @@ def stops_cleanly(
     stop()
     _, stderr = process.communicate(timeout=GUARD_S)
     assert time.monotonic() - began < limit_s
-    assert process.returncode == returncode
+    assert process.returncode == returncode, stderr
     assert stderr.strip().splitlines() == [STOPPED]
     wait_until(lambda: not any(map(is_alive, family)), "all are gone")
     assert {name: item["status"] for name, item in folder.records().items()} == {"naive": "ok"}
