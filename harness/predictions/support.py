@@ -39,13 +39,10 @@ class Support:
         key = (id(case.parallel), task.name, case.device)
         if key not in self._captures:
             captured: Any = task
-            launched = replace(captured, cuda_graph=False)
-            # What both are refused for is not the capture's.
-            reasons = [
-                _heard(lambda one=one: one.why_unsupported(replace(case, task=one)))
-                for one in (captured, launched)
-            ]
-            self._captures[key] = None if reasons[0] == reasons[1] else reasons[0]
+            reason = _refused(case, captured)
+            # What a launched task is refused for as well is not the capture's.
+            of_both = reason == _refused(case, replace(captured, cuda_graph=False))
+            self._captures[key] = None if of_both else reason
         return self._captures[key]
 
     def _why_not_attention(self, case: Case) -> str | None:
@@ -107,6 +104,11 @@ def _splits(attention: AttentionBackend) -> bool:
 
 def _asked(attention: AttentionBackend, problem: AttentionProblem) -> str | None:
     return _heard(lambda: attention.why_unsupported(problem))
+
+
+def _refused(case: Case, task: Task) -> str | None:
+    """Why a task does not run a case; None if it does."""
+    return _heard(lambda: task.why_unsupported(replace(case, task=task)))
 
 
 def _heard(ask: Callable[[], str | None]) -> str | None:

@@ -87,7 +87,7 @@ def sentence(answer: Answer) -> str:
 
 def _nothing(answer: Answer) -> str:
     if not answer.found.num_legal:
-        return "No combination is possible: see why, by reason."
+        return "No combination is possible, for the reasons that are listed."
     if not answer.num_fitting:
         return "Nothing fits: see what would, below."
     return "No time can be predicted for what fits."

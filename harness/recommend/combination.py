@@ -71,8 +71,9 @@ class Combination:
 
     def varied(self, variant: Variant) -> Combination:
         """The same in another variant; memory is not predicted anew."""
-        anew = {"step": None, "tied_with": None, "measured_ms": None, "record": None}
-        return replace(self, variant=variant, **anew)
+        return replace(
+            self, variant=variant, step=None, tied_with=None, measured_ms=None, record=None
+        )
 
     @property
     def is_captured(self) -> bool:

@@ -70,7 +70,7 @@ def test_a_captured_step_does_not_wait_for_its_host(h200: Any) -> None:
 
 def test_a_captured_step_holds_what_ranks_exchange(h200: Any) -> None:
     """No host launches its messages: it takes as long as its kernels and visible communication."""
-    both = {"parallel": {"name": "ddp_bucketed", "dp": 2}, "seq_len": 128, "batch_size": 1}
+    both = {"parallel": {"name": "sharded_optimizer", "dp": 2}, "seq_len": 128, "batch_size": 1}
     launched = h200.step(case("small", **both))
     captured = h200.step(case("small", **both, task={**PLAIN["task"], "cuda_graph": True}))
     assert launched.waiting_ms > 0.3 * launched.median_ms
