@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 import harness
 from harness.forecast import build, steps
 from harness.forecast.machines import GAPS, Machine
-from harness.forecast.schedule import WAITING
+from harness.forecast.prediction import WAITING
 from harness.forecast.steps import MeasuredStep
 from harness.paths import ROOT
 from harness.render.figure import STYLE

@@ -11,6 +11,7 @@ from harness.cases import format as fmt
 from harness.commands.output import begin_measuring
 from harness.commands.questions import Asked, asked
 from harness.predictions.capacity import GIB
+from harness.recommend.answer import CAPTURED_MEMORY
 from harness.recommend.bisection import Edge
 from harness.recommend.limits import Limits, limits_of
 from harness.recommend.measuring import Bench, label_of
@@ -51,6 +52,8 @@ def main(arguments: list[str]) -> int:
     console.print()
     found = _tried(asked_for, rows, console) if measures else None
     console.print(_table(rows, found, question))
+    if question.is_captured:
+        console.print(f"\n{CAPTURED_MEMORY}", highlight=False)
     if found and not all(edge.is_sure for one in found for edge in _edges(one)):
         console.print("\n>= fits, and the time was over; budget_s= gives more", highlight=False)
     return 0

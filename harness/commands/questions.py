@@ -14,7 +14,14 @@ from typing import Any
 from harness.cases.requirements import require_at_least, require_choice
 from harness.did_you_mean import did_you_mean
 from harness.predictions.capacity import Machine, machine_named
-from harness.recommend.question import GOALS, LEAST_SEQUENCES, MASK_KEYS, MESH_KEYS, Question
+from harness.recommend.question import (
+    CAPTURE_KEY,
+    GOALS,
+    LEAST_SEQUENCES,
+    MASK_KEYS,
+    MESH_KEYS,
+    Question,
+)
 from harness.recommend.space import usual_attentions
 from harness.request.choices import require_choice_of_group
 from harness.request.command_line import Axes, parse
@@ -146,6 +153,10 @@ def _require_choices(pinned: Axes) -> None:
         if "." not in key and key != "batch_size":
             for value in values:
                 require_choice_of_group(key, str(value))
+        elif key == CAPTURE_KEY:
+            for value in values:
+                if not isinstance(value, bool):
+                    raise ValueError(f"{key}={value}: must be true or false")
         elif key in MESH_KEYS or key == "batch_size":
             for value in values:
                 if not isinstance(value, int) or value < 1:

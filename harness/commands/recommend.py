@@ -20,7 +20,7 @@ from harness.recommend.combination import Combination
 from harness.recommend.enumeration import Enumeration, enumerate_combinations
 from harness.recommend.fitting import MemoryModel, fit, misfits
 from harness.recommend.longest import longest
-from harness.recommend.measuring import Bench, label_of
+from harness.recommend.measuring import Bench, label_of, launched_first
 from harness.recommend.predicting import Predicted, TimeModel, order_of, predict
 from harness.recommend.screening import screen
 from harness.run.launcher import LaunchError
@@ -32,10 +32,12 @@ Usage: attnbench recommend model=NAME seq_len=N [gpus=N] [batch_tokens=N] [preci
                            [goal=tokens_per_s|memory|longest_sequence]
                            [machine=h200] [measure=true|false] [budget_s=120] [KEY=VALUE...]
 
-Enumerates every legal way to train (attention, mesh, strategy, checkpointing, compilation,
-micro-batch), drops what does not fit, predicts the time of the rest, and measures the best few in
-turns until one is faster than the others or tied. machine= predicts for a machine that is not here.
-Keys of cases pin an axis: attention=sdpa,flash_triton parallel=fsdp parallel.tp=1 compile=none.
+Enumerates every legal way to train (attention, mesh, strategy, checkpointing, compilation, capture
+in CUDA graphs, micro-batch), drops what does not fit, predicts the time of the rest, and measures
+the best few in turns until one is faster than the others or tied. machine= predicts for a machine
+that is not here.
+Keys of cases pin an axis: attention=sdpa,flash_triton parallel=fsdp parallel.tp=1 compile=none
+task.cuda_graph=false.
 """
 
 CANDIDATES = 4
@@ -95,7 +97,7 @@ def _answer(wanted: Asked, times: TimeModel | None, remark: str, console: Consol
     answer = Answer(
         question=question,
         found=found,
-        num_fitting=len(fitting),
+        num_fitting=found.count(fitting),
         num_predicted=len(predicted.ranked),
         ranked=predicted.ranked,
         misfits=misfits(fitting, others, question.machine, memory),
@@ -167,7 +169,8 @@ def _measure(
     rest = [item for item in answer.ranked if item not in candidates]
     shortly = [item for item in bench.screened if item.measured_ms and item not in candidates]
     rest += sorted(shortly, key=order_of(question.goal))
-    answer.ranked = [*sorted(measured, key=order_of(question.goal)), *rest]
+    ranked = launched_first(sorted(measured, key=order_of(question.goal)))
+    answer.ranked = [*ranked, *rest]
     answer.drawn = list({id(item): item for item in [*answer.drawn, *bench.screened]}.values())
 
 
@@ -175,9 +178,7 @@ def _found_by_measuring(
     found: Enumeration, fitting: list[Combination], bench: Bench
 ) -> list[Combination]:
     """All that fit if they are few, else the best of a screening."""
-    everything = [
-        item.compiled(compilation) for item in fitting for compilation in found.compilations
-    ]
+    everything = [item.varied(variant) for item in fitting for variant in found.variants_of(item)]
     if len(everything) <= CANDIDATES:
         return everything
     return screen(found, fitting, bench)
@@ -191,7 +192,7 @@ def _print(answer: Answer, console: Console) -> None:
     console.print(answers.sentence(answer), highlight=False, style="bold")
     if second := answers.second(answer):
         console.print(second, highlight=False)
-    for remark in answer.remarks:
+    for remark in [*answer.remarks, *answers.assumptions(answer)]:
         console.print(remark, highlight=False)
     if answer.ranked:
         console.print()

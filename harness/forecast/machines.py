@@ -43,6 +43,14 @@ two shapes were measured, which give the scale."""
 GAPS, GAP_ERROR = "gaps between kernels", 0.3
 """The part, and its standard error."""
 
+CAPTURED_GAP_ERROR = 1.0
+"""Its standard error in a CUDA graph, whose kernels may follow each other without any."""
+
+CAPTURED_NOTE = (
+    "no captured step was measured on this machine: pauses between its kernels are taken from "
+    "launched ones"
+)
+
 NOTICEABLE_DISTANCE = 2.0
 """Doublings beyond the closest measured shape that a note mentions."""
 
@@ -104,6 +112,11 @@ def _here(results: Path) -> Calibration:
 
     write(build.build(HERE, results, sweep=SWEEP), kept)
     return read(kept)
+
+
+def is_captured(case: Case) -> bool:
+    """Whether a case's kernels are replayed from CUDA graphs."""
+    return bool(getattr(case.task, "cuda_graph", False))
 
 
 def tensors_of(sizes: Sizes) -> int:
@@ -196,6 +209,9 @@ class Machine:
         phases = self._phases(case, notes)
         passes = sum(phase.device_ms for phase in phases[:2])
         exchanged = communication.of_case(self, case, passes) if case.world_size > 1 else ()
+        if is_captured(case):
+            # The graphs hold what ranks exchange as well.
+            exchanged = tuple(replace(one, launches=0.0) for one in exchanged)
         known = any(one.host == host for one in self.calibration.hosts)
         tokens = case.batch_size * case.seq_len * case.parallel.dp
         return schedule.predict(
@@ -228,19 +244,25 @@ class Machine:
         if mode == "forward":
             ratio = self.calibration.factors.get("no_grad", 1.0)
             phases = [replace(phases[0], enqueued=ratio * phases[0].enqueued)]
-        if getattr(case.task, "cuda_graph", False):
+        error = GAP_ERROR
+        if is_captured(case):
             # One launch a phase, of which each is a graph.
-            notes.add("the pauses between kernels of a CUDA graph were not measured")
+            notes.add(CAPTURED_NOTE)
             phases = [replace(phase, enqueued=1.0) for phase in phases]
-        return [self._with_gaps(phase) for phase in phases]
+            error = CAPTURED_GAP_ERROR
+        return [self._with_gaps(phase, error) for phase in phases]
 
-    def _with_gaps(self, phase: Phase) -> Phase:
-        """The device's pause between one kernel and the next."""
+    def _with_gaps(self, phase: Phase, error: float) -> Phase:
+        """The device's pause between one kernel and the next.
+
+        Args:
+            error: its relative standard error.
+        """
         ms = self.calibration.factors.get("gap_us", 0.0) * phase.launches / 1e3
         return replace(
             phase,
             parts={**phase.parts, GAPS: ms},
-            errors={**phase.errors, GAPS: GAP_ERROR * ms},
+            errors={**phase.errors, GAPS: error * ms},
         )
 
     def host_us(self, host: str | None = None) -> dict[str, float]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+WAITING = "waiting for the host"
+"""The part in which a device waits for its host to launch kernels."""
+
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Part:
@@ -31,3 +34,8 @@ class StepPrediction:
     """Forward, backward and optimizer, as a step's record has them."""
     notes: tuple[str, ...] = ()
     """Why the interval is wide: what was extrapolated or stood in for something unmeasured."""
+
+    @property
+    def waiting_ms(self) -> float:
+        """Time that the device waits for its host."""
+        return sum(part.ms for part in self.parts if part.name == WAITING)

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from harness.forecast.prediction import Part, StepPrediction
+from harness.forecast.prediction import WAITING, Part, StepPrediction
 
 Z90 = 1.645
 """Standard errors on either side of an interval of 90%."""
@@ -19,7 +19,7 @@ Z90 = 1.645
 STEP_ERROR = 0.035
 """Standard log error of a step whose kernels are known: clocks under load, and run to run."""
 
-WAITING, STRAGGLERS = "waiting for the host", "waiting for the slowest host"
+STRAGGLERS = "waiting for the slowest host"
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

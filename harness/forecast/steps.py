@@ -17,7 +17,8 @@ import pandas as pd
 from harness.cases.case import Case
 from harness.forecast import communication, schedule
 from harness.forecast.calibration import Calibration, Exposure, HostSpeed
-from harness.forecast.machines import GAPS, UNFUSED, UNMEASURED_COMPILED, Machine
+from harness.forecast.machines import GAPS, UNFUSED, UNMEASURED_COMPILED, Machine, is_captured
+from harness.forecast.prediction import WAITING
 from models.variants import PLAIN
 
 HOST_BOUND = 1.25
@@ -89,7 +90,8 @@ def _host(row: dict[str, Any]) -> str:
 
 
 def completed(plain: Calibration, steps: Sequence[MeasuredStep]) -> Calibration:
-    """A calibration of kernels with what steps tell beyond them."""
+    """A calibration of kernels with what launched steps tell beyond them."""
+    steps = [step for step in steps if not is_captured(step.case)]
     sources = {record["id"]: index for index, record in enumerate(plain.records)}
     revisions = {step.case_id: str(step.row["revision"]) for step in steps}
     known = replace(plain, factors={**plain.factors, "gap_us": gap_us(steps)})
@@ -294,7 +296,7 @@ def _exposures(machine: Machine, steps: Sequence[MeasuredStep]) -> list[Exposure
         key = parallel.name, case.precision.peak
         follows[key].append(after_ms / total)
         added = step.ms - alone.median_ms
-        if any(part.name == schedule.WAITING for part in alone.parts):
+        if any(part.name == WAITING for part in alone.parts):
             tensors = communication.num_tensors(case)
             added -= after_ms
             launches[key].append(max(0.0, added) * 1e3 / host["backward"] / tensors)

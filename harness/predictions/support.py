@@ -1,10 +1,13 @@
-"""Whether attention computes what a case asks, on a machine that may not be here."""
+"""Whether a machine that may not be here computes what a case asks: its attention, its capture."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from harness.cases.case import Case, label
+from harness.cases.task import Task
 from harness.predictions.capacity import Machine
 from kernels import AttentionBackend, AttentionProblem
 from parallel.context.attention import SYMMETRIC, SequenceParallelAttention
@@ -12,15 +15,37 @@ from parallel.context.heads.split import SplitsHeads
 
 
 class Support:
-    """Whether attention computes a problem on the question's machine, asked once a problem."""
+    """Whether the question's machine computes cases, asked once for all that are alike."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self._known: dict[tuple[int, AttentionProblem], str | None] = {}
         """By the attention's identity: the plan or question that asks keeps it alive."""
         self._absent: dict[int, str | None] = {}
+        self._captures: dict[tuple[int, str, str], str | None] = {}
 
     def why_not(self, case: Case) -> str | None:
+        """Why the machine cannot run a case; None if it can."""
+        return self.why_not_captured(case, case.task) or self._why_not_attention(case)
+
+    def why_not_captured(self, case: Case, task: Task) -> str | None:
+        """Why a case's strategy or device rules out ``task``, which CUDA graphs capture.
+
+        None for a task that nothing captures.
+        """
+        if not getattr(task, "cuda_graph", False):
+            return None
+        # Attention makes no difference, and takes long to ask.
+        key = (id(case.parallel), task.name, case.device)
+        if key not in self._captures:
+            captured: Any = task
+            reason = _refused(case, captured)
+            # What a launched task is refused for as well is not the capture's.
+            of_both = reason == _refused(case, replace(captured, cuda_graph=False))
+            self._captures[key] = None if of_both else reason
+        return self._captures[key]
+
+    def _why_not_attention(self, case: Case) -> str | None:
         problem = replace(case.attention_problem, batch_size=1)
         key = (id(case.attention), problem)
         if key not in self._known:
@@ -78,9 +103,18 @@ def _splits(attention: AttentionBackend) -> bool:
 
 
 def _asked(attention: AttentionBackend, problem: AttentionProblem) -> str | None:
+    return _heard(lambda: attention.why_unsupported(problem))
+
+
+def _refused(case: Case, task: Task) -> str | None:
+    """Why a task does not run a case; None if it does."""
+    return _heard(lambda: task.why_unsupported(replace(case, task=task)))
+
+
+def _heard(ask: Callable[[], str | None]) -> str | None:
     """What a backend says where its device may be absent, which some only find by using it."""
     try:
-        return attention.why_unsupported(problem)
+        return ask()
     except (AssertionError, RuntimeError):
         return None
 

@@ -12,6 +12,7 @@ from harness.recommend.commands import command_of
 from harness.recommend.enumeration import Enumeration
 from harness.recommend.fitting import Misfit
 from harness.recommend.measuring import standing
+from harness.recommend.predicting import TIED
 from harness.recommend.question import Question
 
 SHOWN = 5
@@ -63,10 +64,6 @@ def ties(best: Combination, other: Combination) -> bool:
     return bool(other.step_ms and _gap(best, other) < TIED)
 
 
-TIED = 0.02
-"""Predictions that differ by less are not told apart; measuring is."""
-
-
 def _gap(best: Combination, other: Combination) -> float:
     """How much longer a token of ``other`` takes: 0.1 is 10%."""
     assert best.step_ms is not None
@@ -89,6 +86,8 @@ def sentence(answer: Answer) -> str:
 
 
 def _nothing(answer: Answer) -> str:
+    if not answer.found.num_legal:
+        return "No combination is possible, for the reasons that are listed."
     if not answer.num_fitting:
         return "Nothing fits: see what would, below."
     return "No time can be predicted for what fits."
@@ -106,7 +105,9 @@ def _speed(item: Combination) -> str:
 
 
 def _memory(item: Combination) -> str:
-    return f"{item.memory_gib:.3g} of {item.usable_bytes / 2**30:.3g} GiB predicted{_a_gpu(item)}"
+    launched = " as if launched" if item.is_captured else ""
+    usable = item.usable_bytes / 2**30
+    return f"{item.memory_gib:.3g} of {usable:.3g} GiB predicted{launched}{_a_gpu(item)}"
 
 
 def _a_gpu(item: Combination) -> str:
@@ -144,13 +145,29 @@ def second(answer: Answer) -> str:
     return f"{text} Tied as well: {names}{others}."
 
 
+CAPTURED_MEMORY = (
+    "A captured step is taken to need the memory of the same step launched: what CUDA graphs keep "
+    "besides is not predicted."
+)
+
+
+def assumptions(answer: Answer) -> list[str]:
+    """What was not measured of the best and the runner-up, in sentences; empty if all was."""
+    named = [item for item in (answer.best, answer.runner_up) if item is not None]
+    predicted = [item for item in named if item.measured_ms is None and item.step is not None]
+    notes = dict.fromkeys(note for item in predicted for note in item.step.notes)
+    found = [f"Extrapolated: {'; '.join(notes)}."] if notes else []
+    if any(item.is_captured for item in named):
+        found.append(CAPTURED_MEMORY)
+    return found
+
+
 def counts(answer: Answer) -> str:
     """How many combinations there are, fit, and have a predicted time."""
     found = answer.found
-    variants = max(1, len(found.compilations))
     return (
         f"{found.number:,} combinations, {found.num_legal:,} of them legal, "
-        f"{answer.num_fitting * variants:,} fit; times predicted for the {answer.num_predicted:,} "
+        f"{answer.num_fitting:,} fit; times predicted for the {answer.num_predicted:,} "
         "that may be best."
     )
 
@@ -185,10 +202,10 @@ def fallen(answer: Answer, most: int = 8) -> list[str]:
 
 
 def _split(reason: str) -> tuple[str, str]:
-    """The backend that a reason is about, if any, and the reason without its remedy."""
+    """The choice that a reason is about, if any, and the reason without its remedy."""
     name = ""
-    if found := re.match(r"attention=(\w+)(?:\([^)]*\))?: (.*)", reason):
-        name, reason = found.groups()
+    if found := re.match(r"attention=(\w+)(?:\([^)]*\))?: (.*)|parallel=(\w+) is (not .*)", reason):
+        name, reason = filter(None, found.groups())
     head, colon, tail = reason.partition(": ")
     if "install" in head:
         return name, NOT_INSTALLED

@@ -9,9 +9,27 @@ from typing import Any
 from harness.cases.case import Case, label
 from harness.cases.checkpoint import Checkpoint
 from harness.cases.compilation import Compile
+from harness.cases.task import Task
 from harness.predictions.capacity import GIB
 from harness.store.record import Record
 from kernels import BACKENDS
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Variant:
+    """How the kernels of a step are made and launched."""
+
+    compile: Compile
+    task: Task
+
+    @property
+    def is_captured(self) -> bool:
+        return _is_captured(self.task)
+
+
+def _is_captured(task: Task) -> bool:
+    """Whether a step is replayed from CUDA graphs, rather than launched kernel by kernel."""
+    return bool(getattr(task, "cuda_graph", False))
 
 
 @dataclass(kw_only=True, eq=False)
@@ -19,17 +37,21 @@ class Combination:
     """A base and a variant of it, and how many micro-batches make a batch."""
 
     base: Case
-    """Its case but for checkpointing and compilation."""
+    """Its case but for checkpointing and the variant."""
     accumulation: int
     """Micro-batches of a batch on each data-parallel rank."""
+    can_capture: bool = False
+    """Whether CUDA graphs can hold its step."""
     checkpoint: Checkpoint | None = None
-    compilation: Compile | None = None
+    variant: Variant | None = None
     """None stands for the base's."""
     memory_bytes: float = 0.0
     """Predicted at the peak on one rank, gradients that are being accumulated included."""
     usable_bytes: float = 0.0
     step: Any = field(default=None, repr=False)
     """The predicted time of the case: a :class:`harness.forecast.StepPrediction`, or None."""
+    tied_with: Combination | None = field(default=None, repr=False)
+    """The same step launched, where predictions do not tell this captured one from it."""
     measured_ms: float | None = None
     """Median time of a step, measured."""
     record: Record | None = field(default=None, repr=False)
@@ -38,12 +60,24 @@ class Combination:
     @cached_property
     def case(self) -> Case:
         """The case that measures one micro-batch."""
-        compilation = self.compilation or self.base.compile
-        return replace(self.base, checkpoint=self.checkpoint, compile=compilation)
+        if self.variant is None:
+            return replace(self.base, checkpoint=self.checkpoint)
+        return replace(
+            self.base,
+            checkpoint=self.checkpoint,
+            compile=self.variant.compile,
+            task=self.variant.task,
+        )
 
-    def compiled(self, compilation: Compile) -> Combination:
-        """The same with another compilation; memory is not predicted anew."""
-        return replace(self, compilation=compilation, step=None, measured_ms=None, record=None)
+    def varied(self, variant: Variant) -> Combination:
+        """The same in another variant; memory is not predicted anew."""
+        return replace(
+            self, variant=variant, step=None, tied_with=None, measured_ms=None, record=None
+        )
+
+    @property
+    def is_captured(self) -> bool:
+        return _is_captured(self.base.task if self.variant is None else self.variant.task)
 
     @property
     def checkpoint_label(self) -> str:
@@ -87,7 +121,7 @@ class Combination:
     def complexity(self) -> tuple[int, int]:
         """How far it is from the plainest way to train, and its attention's place in tables."""
         case = self.case
-        steps = len(case.parallel.axes) + (case.checkpoint is not None)
+        steps = len(case.parallel.axes) + (case.checkpoint is not None) + self.is_captured
         if case.compile is not None and case.compile.scope != "none":
             steps += 1 + (case.compile.mode != "default")
         return steps, _places().get(case.attention.name, LAST)
@@ -105,6 +139,8 @@ class Combination:
         if case.compile is not None and case.compile.scope != "none":
             graphs = "" if case.compile.mode == "default" else f" ({case.compile.mode})"
             words.append(f"compile={case.compile.scope}{graphs}")
+        if self.is_captured:
+            words.append("captured")
         size = f"micro-batch {case.batch_size}"
         words.append(f"{size} x {self.accumulation}" if self.accumulation > 1 else size)
         return ", ".join(words)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
@@ -16,12 +16,10 @@ from typing import Any
 from harness.cases.case import Case
 from harness.predictions.support import Support
 from harness.recommend import space
-from harness.recommend.combination import Combination
+from harness.recommend.combination import Combination, Variant
 from harness.recommend.question import Question
 from kernels import AttentionBackend
 from parallel.context.attention import SequenceParallelAttention
-
-TASK = "train_step"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -29,20 +27,32 @@ class Enumeration:
     """All combinations of a question.
 
     Whether activations are checkpointed and what is compiled is as legal for one base as for any
-    other, so bases and variants are kept apart: every base with every variant is a combination.
+    other, so bases and variants are kept apart: every base with every way to checkpoint and every
+    variant is a combination, but for captured ones of bases that cannot be captured.
     """
 
     bases: list[Combination] = field(default_factory=list)
-    """Mesh, strategy, attention and micro-batch, with the first variant."""
+    """Mesh, strategy, attention and micro-batch, in the first variant."""
     checkpoints: list[Any] = field(default_factory=list)
-    compilations: list[Any] = field(default_factory=list)
+    variants: list[Variant] = field(default_factory=list)
+    """Those whose kernels are launched come first."""
     fallen: Counter[str] = field(default_factory=Counter)
     """Combinations that are none, by the reason."""
     left_out: list[space.LeftOut] = field(default_factory=list)
 
+    def variants_of(self, item: Combination) -> list[Variant]:
+        """The variants that a base, or a combination of it, can have."""
+        if item.can_capture:
+            return self.variants
+        return [variant for variant in self.variants if not variant.is_captured]
+
+    def count(self, items: Iterable[Combination]) -> int:
+        """The combinations that these are in all their variants."""
+        return sum(len(self.variants_of(item)) for item in items)
+
     @property
     def num_legal(self) -> int:
-        return len(self.bases) * len(self.checkpoints) * len(self.compilations)
+        return self.count(self.bases) * len(self.checkpoints)
 
     @property
     def number(self) -> int:
@@ -59,11 +69,20 @@ def enumerate_combinations(question: Question) -> Enumeration:
         )
     names, left_strategies = space.strategies(question)
     attentions, left_attentions = space.attention_choices(question)
-    checkpoints, compilations = space.checkpoints(question), space.compilations(question)
+    checkpoints = space.checkpoints(question)
+    variants = [
+        Variant(compile=compilation, task=task)
+        for task, compilation in product(space.tasks(question), space.compilations(question))
+    ]
     found = Enumeration(left_out=[*left_attentions, *left_strategies])
-    num_variants = len(checkpoints) * len(compilations)
-    parts = shared_parts(question) | {"checkpoint": checkpoints[0], "compile": compilations[0]}
+    num_variants = len(checkpoints) * len(variants)
+    parts = shared_parts(question) | {
+        "task": variants[0].task,
+        "checkpoint": checkpoints[0],
+        "compile": variants[0].compile,
+    }
     support = Support(question.machine)
+    not_captured: Counter[str] = Counter()
     for mesh in meshes:
         # A scheme on whole sequences is its kernel, which is enumerated by itself.
         taken = [item for item in attentions if _splits(item) == (mesh.cp > 1)]
@@ -82,25 +101,38 @@ def enumerate_combinations(question: Question) -> Enumeration:
                 continue
             if reason := support.why_not(case):
                 found.fallen[reason] += num_variants
-            else:
-                found.bases.append(Combination(base=case, accumulation=accumulation))
-    _keep_legal_variants(found, checkpoints, compilations)
+                continue
+            if reason := support.why_not_captured(case, variants[-1].task):
+                not_captured[reason] += 1
+            found.bases.append(
+                Combination(base=case, accumulation=accumulation, can_capture=reason is None)
+            )
+    _keep_legal_variants(found, checkpoints, variants)
+    num_captured = sum(variant.is_captured for variant in found.variants)
+    for reason, number in not_captured.items():
+        found.fallen[reason] += number * num_captured * len(found.checkpoints)
     return found
 
 
 def _keep_legal_variants(
-    found: Enumeration, checkpoints: list[Any], compilations: list[Any]
+    found: Enumeration, checkpoints: list[Any], variants: list[Variant]
 ) -> None:
-    """Count the variants that no base can have, and keep the others."""
+    """Count what no base can have, and keep the others."""
     if not found.bases:
         return
     case = found.bases[0].base
-    found.compilations = compilations
+    for variant in variants:
+        try:
+            replace(case, compile=variant.compile, task=variant.task)
+        except ValueError as error:
+            found.fallen[_family(str(error))] += len(found.bases) * len(checkpoints)
+        else:
+            found.variants.append(variant)
     for checkpoint in checkpoints:
         try:
             replace(case, checkpoint=checkpoint)
         except ValueError as error:
-            found.fallen[_family(str(error))] += len(found.bases) * len(compilations)
+            found.fallen[_family(str(error))] += len(found.bases) * len(found.variants)
         else:
             found.checkpoints.append(checkpoint)
 
@@ -109,10 +141,9 @@ _BATCH = "parallel.dp does not divide the batch's sequences"
 
 
 def shared_parts(question: Question) -> dict[str, Any]:
-    """What all cases of a question have in common."""
-    task_options = {key: values[0] for key, values in question.typed.items() if "task." in key}
+    """What all cases of a question have in common, and the task that it launches if it does."""
     return {
-        "task": question.choose("task", {"task": TASK, **task_options}),
+        "task": space.tasks(question)[0],
         "model": question.model,
         "precision": question.choose("precision", {"precision": question.precision}),
         "seq_len": question.seq_len,

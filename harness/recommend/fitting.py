@@ -16,7 +16,8 @@ from harness.recommend.enumeration import Enumeration
 class MemoryModel:
     """Predicted peak bytes of training steps, each formula computed once.
 
-    What torch.compile fuses is not predicted: as if the model ran eagerly, which is more.
+    What torch.compile fuses is not predicted: as if the model ran eagerly, which is more. Nor is
+    what CUDA graphs keep: as if the step were launched, which allocates the same tensors.
     """
 
     def __init__(self) -> None:
@@ -62,7 +63,7 @@ def _peak_bytes(case: Case, accumulation: int) -> float:
 def fit(
     found: Enumeration, machine: Machine, memory: MemoryModel
 ) -> tuple[list[Combination], list[Combination]]:
-    """Each base with each way to checkpoint, as the first compilation has it, with its memory.
+    """Each base with each way to checkpoint, in its own variant, with its memory.
 
     Returns those that fit, and those that do not, the one that misses least first.
     """
@@ -76,6 +77,7 @@ def fit(
                 base=base.base,
                 checkpoint=checkpoint,
                 accumulation=base.accumulation,
+                can_capture=base.can_capture,
                 memory_bytes=needed,
                 usable_bytes=usable,
             )

@@ -21,7 +21,7 @@ GREY = "#AAAAAA"
 
 
 def build(drawn: Sequence[Combination], best: Combination | None) -> CaptionedFigure | None:
-    """One point for each combination; the one that is recommended is ringed."""
+    """One point for each combination, hollow if captured; the recommended one is ringed."""
     items = [item for item in drawn if item.step_ms is not None]
     if len(items) < 2:
         return None
@@ -74,28 +74,35 @@ def _drawn(items: list[Combination], best: Combination | None) -> CaptionedFigur
         ticks(StrMethodFormatter("{x:,.0f}"))
     figure.legend(loc="outside right upper")
     kind = "strategy" if several else "attention"
+    hollow = " Hollow: captured in CUDA graphs, at the memory of the same step launched."
+    captured = hollow if any(item.is_captured for item in items) else ""
     return CaptionedFigure(
         name="front",
         caption=(
             f"Predicted memory and tokens per second of {len(items):,} combinations that fit, by "
             f"{kind}; measured times where there are some. On the black front, no other "
-            "combination is faster with as little memory."
+            f"combination is faster with as little memory.{captured}"
         ),
         figure=figure,
     )
 
 
 def _points(axis: Axes, items: list[Combination], tint: str, sign: str, name: str) -> None:
-    axis.plot(
-        [item.memory_gib for item in items],
-        [_speed(item) for item in items],
-        marker=sign,
-        markersize=3.5,
-        linestyle="none",
-        color=tint,
-        alpha=0.8,
-        label=name,
-    )
+    launched = [item for item in items if not item.is_captured]
+    captured = [item for item in items if item.is_captured]
+    # The legend names a strategy by its launched points, none or not.
+    for own, face, text in ((launched, tint, name), (captured, "none", None)):
+        axis.plot(
+            [item.memory_gib for item in own],
+            [_speed(item) for item in own],
+            marker=sign,
+            markersize=3.5,
+            linestyle="none",
+            color=tint,
+            markerfacecolor=face,
+            alpha=0.8,
+            label=text,
+        )
 
 
 def _name(item: Combination, several: bool) -> str:

@@ -41,19 +41,24 @@ class Limits:
 
 
 def limits_of(question: Question) -> list[Limits]:
-    """A row for each strategy, with and without checkpointing of every block."""
+    """A row for each strategy, with and without checkpointing of every block.
+
+    Of captured steps, where the question pins them, those that CUDA graphs can hold.
+    """
     names, _ = space.strategies(question)
     bases = _Bases(question)
     found = []
     for checkpoint in space.checkpoints(question):
         for name in names:
-            if question.gpus > 1 or name == bases.plain:
-                found.append(_limits(question, bases, name, checkpoint))
+            if question.gpus == 1 and name != bases.plain:
+                continue
+            cases = list(bases.on(question.gpus, name, checkpoint))
+            if cases or not question.is_captured:
+                found.append(_limits(cases, bases, name, checkpoint))
     return found
 
 
-def _limits(question: Question, bases: _Bases, name: str, checkpoint: Any) -> Limits:
-    cases = list(bases.on(question.gpus, name, checkpoint))
+def _limits(cases: list[Case], bases: _Bases, name: str, checkpoint: Any) -> Limits:
     batch_case = max((bases.largest_batch(case) for case in cases), key=_sequences, default=None)
     longest_case = max(
         (bases.longest(case) for case in cases),

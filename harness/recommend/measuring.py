@@ -196,6 +196,19 @@ def standing(winner: Combination, other: Combination) -> str:
     ).word
 
 
+def launched_first(ranked: list[Combination]) -> list[Combination]:
+    """The same combinations, but before a captured best the first launched one that is the same.
+
+    Launching is simpler than capturing, which replays one batch from addresses that may not move.
+    """
+    if not ranked or not ranked[0].is_captured:
+        return ranked
+    for item in ranked[1:]:
+        if not item.is_captured and standing(ranked[0], item) == "SAME":
+            return [item, *(other for other in ranked if other is not item)]
+    return ranked
+
+
 def _batches_ms(item: Combination, record: Record) -> list[list[float]]:
     samples = slowest_rank(record.phases[PHASE].samples_ms)
     return scaled(by_round(samples, record.rounds), item.accumulation)

@@ -50,7 +50,7 @@ def _values(answer: Answer) -> dict[str, Any]:
         "asked": question.asked,
         "sentence": answers.sentence(answer),
         "second": answers.second(answer),
-        "remarks": answer.remarks,
+        "remarks": [*answer.remarks, *answers.assumptions(answer)],
         "columns": COLUMNS,
         "rows": [
             {"cells": cells(item), "command": answer.command(item)}

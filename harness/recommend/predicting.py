@@ -2,13 +2,15 @@
 
 A time is predicted for every combination that may be best. Left out are those that another one of
 the same attention and mesh beats whatever the device: checkpointing where nothing needs it, a small
-micro-batch where two larger ones fit, and compilation of what is far behind without it.
+micro-batch where two larger ones fit, compilation of what is far behind without it, and capture in
+CUDA graphs of what does not wait for its host. A captured step that is no faster than predictions
+tell apart comes after the same one launched, which is simpler.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,11 +21,14 @@ from harness.recommend.enumeration import Enumeration
 LARGEST_BATCHES = 2
 """Micro-batches of one base that are predicted: the largest that fit."""
 
-COMPILED = 200
-"""The fastest combinations without compilation, which are predicted with it too."""
+VARIED = 200
+"""The fastest combinations in their first variant, which are predicted in the others too."""
 
-COMPILED_WITHIN = 2.0
+VARIED_WITHIN = 2.0
 """No further behind the fastest than this factor: compilation gains less."""
+
+TIED = 0.02
+"""Predictions that differ by less are not told apart; measuring is."""
 
 
 class Prediction(Protocol):
@@ -37,6 +42,8 @@ class Prediction(Protocol):
     def high_ms(self) -> float: ...
     @property
     def parts(self) -> tuple[Any, ...]: ...
+    @property
+    def waiting_ms(self) -> float: ...
     @property
     def notes(self) -> tuple[str, ...]: ...
 
@@ -54,8 +61,6 @@ class Predicted:
     """Combinations with a predicted time, the best first."""
 
     ranked: list[Combination] = field(default_factory=list)
-    num_without: int = 0
-    """Combinations that fit and were left out, since others beat them."""
     refused: dict[str, int] = field(default_factory=dict)
     """Bases whose time the calibration cannot predict, by the reason."""
 
@@ -66,7 +71,7 @@ def predict(
     """Predict the times that may matter, and rank by the goal."""
     result = Predicted()
     refused: dict[int, str | None] = {}
-    eager: list[Combination] = []
+    plain: list[Combination] = []
     for item in _worth_a_time(fitting, goal):
         key = id(item.base)
         if key not in refused:
@@ -75,19 +80,50 @@ def predict(
                 result.refused[reason] = result.refused.get(reason, 0) + 1
         if refused[key] is None:
             item.step = times.step(item.case)
-            eager.append(item)
-    eager.sort(key=_ms_a_token)
-    if eager:
-        limit = COMPILED_WITHIN * _ms_a_token(eager[0])
-        for item in [one for one in eager[:COMPILED] if _ms_a_token(one) <= limit]:
-            for compilation in found.compilations[1:]:
-                variant = item.compiled(compilation)
-                if times.why_not(variant.case) is None:
-                    variant.step = times.step(variant.case)
-                    eager.append(variant)
-    result.ranked = sorted(eager, key=order_of(goal))
-    result.num_without = len(fitting) * len(found.compilations) - len(result.ranked)
+            plain.append(item)
+    varied = [one for item in _near(plain) for one in _in_variants(found, item, times)]
+    result.ranked = sorted([*plain, *varied], key=order_of(goal))
     return result
+
+
+def _near(plain: list[Combination]) -> list[Combination]:
+    """The fastest, and of those that can be captured the fastest but for waiting."""
+    near: dict[int, Combination] = {}
+    for items, key in (
+        (plain, _ms_a_token),
+        ([item for item in plain if item.can_capture], _busy_ms_a_token),
+    ):
+        ranked = sorted(items, key=key)[:VARIED]
+        near |= {id(one): one for one in ranked if key(one) <= VARIED_WITHIN * key(ranked[0])}
+    return list(near.values())
+
+
+def _in_variants(found: Enumeration, item: Combination, times: TimeModel) -> Iterator[Combination]:
+    """A combination's further variants with their times, launched ones first."""
+    launched: list[Combination] = [] if item.is_captured else [item]
+    for variant in found.variants_of(item)[1:]:
+        one = item.varied(variant)
+        if times.why_not(one.case) is not None:
+            continue
+        if not one.is_captured:
+            one.step = times.step(one.case)
+            launched.append(one)
+            yield one
+            continue
+        alike = [other for other in launched if _scope(other) == _scope(one)]
+        same = [other for other in alike if other.case.compile == variant.compile]
+        if same and not same[0].step.waiting_ms:
+            continue
+        one.step = times.step(one.case)
+        fastest = min(alike, key=_ms_a_token, default=None)
+        if fastest is not None and _ms_a_token(fastest) < (1 + TIED) * _ms_a_token(one):
+            one.tied_with = fastest
+        yield one
+
+
+def _scope(item: Combination) -> str:
+    compiling = item.case.compile
+    return "none" if compiling is None else compiling.scope
 
 
 def _worth_a_time(fitting: Iterable[Combination], goal: str) -> list[Combination]:
@@ -115,19 +151,30 @@ def _ms_a_token(item: Combination) -> float:
     return float("inf") if step_ms is None else item.batch_ms(step_ms) / item.batch_tokens
 
 
+def _busy_ms_a_token(item: Combination) -> float:
+    """As if no host were waited for."""
+    step = item.step
+    return _ms_a_token(item) * (1 - step.waiting_ms / step.median_ms)
+
+
 def order_of(goal: str) -> Callable[[Combination], tuple[float, ...]]:
-    """The sorting key of a goal: of what is equal by it, the faster, then the simpler first."""
+    """The sorting key of a goal: of what is equal by it, the faster, then the simpler first.
+
+    Where memory decides, launched steps come before captured ones, which are taken to need as much.
+    """
 
     def by_time(item: Combination) -> tuple[float, ...]:
         taken = _ms_a_token(item)
+        if item.tied_with is not None and item.measured_ms is None:
+            taken = max(taken, _ms_a_token(item.tied_with))
         equal = round(math.log(taken) / EQUAL) if taken < float("inf") else float("inf")
         return equal, *item.complexity
 
     def by_memory(item: Combination) -> tuple[float, ...]:
-        return round(item.memory_gib, 2), *by_time(item)
+        return round(item.memory_gib, 2), item.is_captured, *by_time(item)
 
     def by_length(item: Combination) -> tuple[float, ...]:
-        return -item.base.seq_len, *by_time(item)
+        return -item.base.seq_len, item.is_captured, *by_time(item)
 
     return {"memory": by_memory, "longest_sequence": by_length}.get(goal, by_time)
 

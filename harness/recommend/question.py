@@ -44,16 +44,21 @@ class Question:
     def batch_tokens(self) -> int:
         return self.sequences * self.seq_len
 
+    @property
+    def is_captured(self) -> bool:
+        """Whether only captured steps are asked for."""
+        return self.pinned(CAPTURE_KEY, [False]) == [True]
+
     def pinned(self, key: str, default: list[Any]) -> list[Any]:
         """The values of a key that was given, else ``default``."""
         return self.typed.get(key, default)
 
     def options(self, group: str) -> dict[str, Any]:
-        """Values of a group's own keys, such as ``attention.kernel``; meshes are not among them."""
+        """Values of a group's own keys, such as ``attention.kernel``; no axis is among them."""
         return {
             key: values[0]
             for key, values in self.typed.items()
-            if key.startswith(f"{group}.") and key not in MESH_KEYS
+            if key.startswith(f"{group}.") and key not in (*MESH_KEYS, CAPTURE_KEY)
         }
 
     @property
@@ -70,3 +75,6 @@ class Question:
 MASK_KEYS = tuple(f"attention.{name}" for name in MASKS)
 
 MESH_KEYS = ("parallel.dp", "parallel.cp", "parallel.tp")
+
+CAPTURE_KEY = "task.cuda_graph"
+"""Whether a step is captured in CUDA graphs, another axis."""

@@ -1,9 +1,10 @@
 """Finds the best few by short measurements, where no calibration predicts times.
 
 One axis after another, each from the best of those before it: attention, mesh and strategy,
-micro-batch, compilation; activations are checkpointed where memory asks for it. A few steps of each
-are measured, and the contest that follows decides. A processor takes about as long for each token
-of any micro-batch, so that attention is tried on its smallest; a GPU needs the largest.
+micro-batch, compilation and capture in CUDA graphs; activations are checkpointed where memory asks
+for it. A few steps of each are measured, and the contest that follows decides. A processor takes
+about as long for each token of any micro-batch, so that attention is tried on its smallest; a GPU
+needs the largest.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def screen(found: Enumeration, fitting: list[Combination], bench: Bench) -> list
         for leader in best():
             try_out(_differing(leader, fitting, axis))
     for leader in best():
-        try_out(leader.compiled(compilation) for compilation in found.compilations[1:])
+        try_out(leader.varied(variant) for variant in found.variants_of(leader)[1:])
     finalists = best(BEST)
     limit = (1 + ENOUGH) * _ms_a_batch(finalists[0]) if finalists else 0.0
     close = [item for item in finalists if _ms_a_batch(item) <= limit]

@@ -9,12 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from harness.cases.task import Task
 from harness.paths import config_files
-from harness.recommend.question import Question
+from harness.recommend.question import CAPTURE_KEY, Question
 from kernels import BACKENDS, Attention, AttentionBackend
 from kernels.backend import DelegatedAttention
 from parallel import STRATEGIES, Strategy
 from parallel.context.attention import SequenceParallelAttention
+
+TASK = "train_step"
 
 GRAPHS = "reduce-overhead"
 """The mode of torch.compile that captures CUDA graphs."""
@@ -149,6 +152,16 @@ def compilations(question: Question) -> list[Any]:
         if choice.scope != "none" and not options and question.machine.device == "cuda":
             made.append(question.choose("compile", {"compile": name, "compile.mode": GRAPHS}))
     return sorted(made, key=lambda choice: choice.scope != "none")
+
+
+def tasks(question: Question) -> list[Task]:
+    """A step whose kernels are launched one by one; and on a GPU one captured in CUDA graphs."""
+    options = question.options("task")
+    chosen = [False, True] if question.machine.device == "cuda" else [False]
+    return [
+        question.choose("task", {"task": TASK, **options, CAPTURE_KEY: captured})
+        for captured in sorted(question.pinned(CAPTURE_KEY, chosen))
+    ]
 
 
 def micro_batches(question: Question, mesh: Mesh) -> list[tuple[int, int]]:

@@ -33,3 +33,23 @@ def test_many_ranks_have_the_reasons_of_all_of_them(
     monkeypatch.setattr(support, "MOST_RANKS", 128)
     assert fewer == Support(machine).why_not(case)
     assert (fewer is None) == (name != "ulysses")
+
+
+@pytest.mark.parametrize("name", ["fsdp", "ddp_bucketed", "none"])
+def test_a_captured_step_is_refused_by_its_strategy_alone(name: str) -> None:
+    """Whatever this host says of kernels for a device that it may not have."""
+    arguments = {
+        "task": ["train_step"],
+        "model": ["small"],
+        "precision": ["bf16"],
+        "attention": ["flash_triton"],
+        "parallel": [name],
+        "seq_len": [1024],
+        "task.cuda_graph": [True],
+    }
+    (case,) = expand([{}], arguments, "cuda")
+    reason = Support(machine_named("h200", 2)).why_not(case)
+    if name == "fsdp":
+        assert str(reason).startswith("parallel=fsdp is not captured in a CUDA graph")
+    else:
+        assert reason is None

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from harness.cases.case import Case
+from harness.recommend import measuring
+from harness.recommend.combination import Combination
 from harness.recommend.contest import Contest
 from harness.request.grid import Parts
 from harness.run.rounds.options import RunOptions
@@ -90,3 +93,17 @@ def test_no_verdict_before_the_first_look(cases: list[Case]) -> None:
     made = contest(cases, [10.0, 30.0, 40.0], rounds=2)
     made.look()
     assert made.is_open
+
+
+@pytest.mark.parametrize(("verdict", "first"), [("SAME", "launched"), ("SLOWER", "captured")])
+def test_launched_is_recommended_where_captured_is_the_same(
+    cases: list[Case], verdict: str, first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring, "standing", lambda best, other: verdict)
+    task: Any = cases[0].task
+    captured = replace(cases[0], task=replace(task, cuda_graph=True))
+    ranked = [Combination(base=case, accumulation=1) for case in (captured, *cases[:2])]
+    found = measuring.launched_first(ranked)
+    assert found[0].is_captured == (first == "captured")
+    assert sorted(map(id, found)) == sorted(map(id, ranked))
+    assert measuring.launched_first(ranked[1:]) == ranked[1:]

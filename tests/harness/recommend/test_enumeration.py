@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import questions
 
-from harness.predictions.capacity import GIB
+from harness.predictions.capacity import GIB, Machine
 from harness.recommend.commands import command_of
 from harness.recommend.enumeration import enumerate_combinations
 from harness.recommend.fitting import MemoryModel, fit, misfits
 from harness.recommend.longest import longest
-from harness.recommend.predicting import front, order_of
+from harness.recommend.predicting import front, order_of, predict
 from harness.recommend.question import Question
 from harness.request.command_line import parse
 from harness.request.grid import Parts, expand
@@ -57,8 +58,11 @@ class TestEnumeration:
         assert len(found.bases) == legal > 50
         ids = {base.case.id for base in found.bases}
         assert len(ids) == legal
-        # 4 ways to checkpoint, and none, block and model compiled, the last two with graphs too.
-        assert found.num_legal == legal * 4 * 5
+        # 4 ways to checkpoint, and none, block and model compiled, the last two with graphs too;
+        # none, block and model are captured without a strategy, which decides on the host.
+        captured = sum(base.base.parallel.name == "none" for base in found.bases)
+        assert 0 < captured < legal
+        assert found.num_legal == 4 * (legal * 5 + captured * 3)
 
     def test_says_why_a_family_falls_out(self) -> None:
         found = enumerate_combinations(question(gpus=16, **{"parallel.tp": [8]}))
@@ -153,16 +157,126 @@ class TestCommands:
     def test_plan_exactly_the_recommended_case(self) -> None:
         found = enumerate_combinations(question())
         for base in found.bases[:: max(1, len(found.bases) // 40)]:
-            for compilation in found.compilations:
-                item = base.compiled(compilation)
+            for variant in found.variants_of(base):
+                item = base.varied(variant)
                 assert compose(command_of(item.case, PARTS.choice)).id == item.case.id
+
+
+class TestCapture:
+    """Each point of the grid composed alone, and asked of its task, is the truth."""
+
+    PINS: ClassVar[dict[str, Any]] = {"attention": ["sdpa", "zigzag"], "checkpoint": ["none"]}
+    NAMES = ("none", "ddp_bucketed", "sharded_optimizer", "zero_2", "fsdp_torch")
+
+    def test_is_enumerated_where_the_task_allows_it(self) -> None:
+        found = enumerate_combinations(question(gpus=2, parallel=[*self.NAMES], **self.PINS))
+        assert {base.base.parallel.name for base in found.bases} == set(self.NAMES)
+        for base in found.bases:
+            captured = [item for item in found.variants_of(base) if item.is_captured]
+            item = base.varied(replace(found.variants[0], task=found.variants[-1].task))
+            assert item.is_captured
+            reason = item.case.task.why_unsupported(item.case)
+            assert bool(captured) == ("CUDA graph" not in str(reason)), base.name
+            assert all(one.compile.mode == "default" for one in captured)
+
+    def test_what_cannot_be_captured_is_counted_by_reason(self) -> None:
+        found = enumerate_combinations(question(gpus=2, parallel=[*self.NAMES], **self.PINS))
+        refused = [base for base in found.bases if not base.can_capture]
+        counted = Counter(base.base.parallel.name for base in refused)
+        assert set(counted) == {"zero_2", "fsdp_torch"}
+        # Eager, and the model or each block compiled.
+        for name, number in counted.items():
+            (reason,) = (
+                text for text in found.fallen if f"parallel={name} is not captured" in text
+            )
+            assert found.fallen[reason] == 3 * number
+        (twice,) = (text for text in found.fallen if "captures CUDA graphs itself" in text)
+        assert found.fallen[twice] == 2 * len(found.bases)
+
+    def test_can_be_pinned(self) -> None:
+        both = enumerate_combinations(question(gpus=2, **self.PINS))
+        launched, captured = (
+            enumerate_combinations(question(gpus=2, **self.PINS, **{"task.cuda_graph": [pin]}))
+            for pin in (False, True)
+        )
+        assert launched.num_legal + captured.num_legal == both.num_legal
+        assert not any(variant.is_captured for variant in launched.variants)
+        assert all(base.is_captured for base in captured.bases)
+        assert launched.number + captured.number == both.number
+
+    def test_a_cpu_has_no_graphs(self) -> None:
+        host = Machine(name="here", device="cpu", memory_bytes=GIB, num_devices=1, is_here=True)
+        pins = {"attention": ["sdpa"], "machine": host, "precision": "fp32"}
+        found = enumerate_combinations(question(gpus=1, **pins))
+        assert not any(variant.is_captured for variant in found.variants)
+        assert not any("CUDA graph" in reason for reason in found.fallen)
+        pinned = enumerate_combinations(question(gpus=1, **pins, **{"task.cuda_graph": [True]}))
+        assert not pinned.num_legal
+        assert "CUDA graphs exist on CUDA devices only" in pinned.fallen
 
 
 class Step:
     """A prediction of a fixed time."""
 
-    def __init__(self, ms: float) -> None:
+    notes = ()
+
+    def __init__(self, ms: float, waiting_ms: float = 0.0) -> None:
         self.median_ms = self.low_ms = self.high_ms = ms
+        self.waiting_ms = waiting_ms
+
+
+class Times:
+    """A host takes ``host_ms`` to launch a step, and a device ``device_ms`` to run it."""
+
+    def __init__(self, host_ms: float, device_ms: float) -> None:
+        self._host_ms, self._device_ms = host_ms, device_ms
+
+    def why_not(self, case: Any) -> str | None:
+        return None
+
+    def step(self, case: Any) -> Any:
+        host_ms = 0.0 if case.task.cuda_graph else self._host_ms
+        ms = max(host_ms, self._device_ms)
+        return Step(ms, ms - self._device_ms)
+
+
+class TestCapturedTimes:
+    PINS: ClassVar[dict[str, Any]] = {"attention": ["sdpa"], "checkpoint": ["none"]}
+
+    def ranked(self, host_ms: float, device_ms: float, goal: str = "tokens_per_s") -> list[Any]:
+        pins = {**self.PINS, "compile": ["none"], "batch_size": [8]}
+        found = enumerate_combinations(question(gpus=1, **pins))
+        assert (len(found.bases), found.num_legal) == (1, 2)
+        ranked = predict(found, found.bases, Times(host_ms, device_ms), goal).ranked
+        return [("captured" if item.is_captured else "launched") for item in ranked]
+
+    def test_a_step_that_waits_for_its_host_is_captured(self) -> None:
+        assert self.ranked(9.0, 5.0) == ["captured", "launched"]
+
+    def test_ties_are_launched(self) -> None:
+        """1% is not told apart; where nothing waits there is nothing to gain."""
+        assert self.ranked(5.05, 5.0) == ["launched", "captured"]
+        assert self.ranked(5.0, 9.0) == ["launched"]
+
+    def test_memory_that_is_not_predicted_is_not_the_least(self) -> None:
+        for goal in ("memory", "longest_sequence"):
+            assert self.ranked(9.0, 5.0, goal) == ["launched", "captured"]
+
+    def test_one_that_is_slow_to_launch_alone_is_captured_too(self) -> None:
+        """Of two attentions one takes its host three times as long, and its device half."""
+
+        class ByName(Times):
+            def step(self, case: Any) -> Any:
+                slow = case.attention.name == "naive"
+                return (Times(30.0, 4.0) if slow else Times(10.0, 8.0)).step(case)
+
+        pins = {**self.PINS, "attention": ["sdpa", "naive"], "compile": ["none"]}
+        found = enumerate_combinations(question(gpus=1, batch_size=[8], **pins))
+        best = predict(found, found.bases, ByName(0, 0), "tokens_per_s").ranked[0]
+        assert best.base.attention.name == "naive"
+        assert best.is_captured
+        assert "captured" in best.name
+        assert "task.cuda_graph=true" in command_of(best.case, PARTS.choice)
 
 
 class TestOrder:

@@ -51,6 +51,10 @@ WRONG = {
         ["attention.prefix_len=16:", "attention.window=64"],
     ),
     "words for a number": (["model=tiny", "seq_len=many"], ["seq_len=many:", "whole number"]),
+    "neither captured nor launched": (
+        ["model=tiny", "task.cuda_graph=perhaps"],
+        ["task.cuda_graph=perhaps:", "true or false"],
+    ),
     "no GPUs": (["model=tiny", "machine=h200", "gpus=0"], ["gpus=0:", "at least 1"]),
     "too many GPUs": (["model=tiny", "machine=h200", "gpus=4097"], ["gpus=4097:", "at most 4,096"]),
     "GPUs that are not here": (["model=tiny", "gpus=8"], ["gpus=8:", "machine=h200"]),
@@ -140,6 +144,28 @@ def test_nothing_falls_out_without_a_reason(
         assert "not installed on this host, so not known of h200" in " ".join(said.split())
 
 
+def test_an_answer_says_what_was_not_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["model=small", "seq_len=256", "machine=h200", "gpus=2", f"results={tmp_path}"]
+    arguments += ["attention=sdpa", "compile=none", "checkpoint=none"]
+    assert recommend.main(arguments) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"Run sdpa, \w+, dp 2, captured, micro-batch 2: [\d,]+ tokens/s pred", said)
+    assert "GiB predicted as if launched on each GPU" in said
+    assert "Extrapolated: " in said
+    assert "no captured step was measured on this machine" in said
+    assert "what CUDA graphs keep besides is not predicted" in said
+    assert "task.cuda_graph=true" in said
+    assert re.search(r"zero_2[\w, ]*: not captured in a CUDA graph", said)
+    (page,) = tmp_path.glob("sweeps/recommend-*/recommendation.md")
+    text = page.read_text()
+    assert "no captured step was measured" in text
+    assert "Hollow: captured" in text
+    assert recommend.main([*arguments, "task.cuda_graph=false"]) == 0
+    assert "captured" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("command", [recommend, fits])
 def test_help_keeps_its_lines(command: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--help"]) == 0
@@ -151,6 +177,18 @@ def test_fits_prints_a_row_for_each_strategy(capsys: pytest.CaptureFixture[str])
     said = capsys.readouterr().out
     assert "medium: 423 M parameters" in said
     assert len(re.findall(r"^(fsdp|ddp_torch) +(none|block) +1 ", said, re.MULTILINE)) == 4
+
+
+def test_fits_of_captured_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["model=medium", *ELSEWHERE, "parallel=fsdp,ddp_bucketed", "checkpoint=none"]
+    tables = []
+    for captured in ("false", "true"):
+        assert fits.main([*arguments, f"task.cuda_graph={captured}"]) == 0
+        tables.append(capsys.readouterr().out)
+    launched, captured = (re.findall(r"^(?:fsdp|ddp_).*", text, re.MULTILINE) for text in tables)
+    assert captured == [row for row in launched if row.startswith("ddp_bucketed")]
+    assert len(launched) == 2
+    assert "A captured step is taken to need the memory" in tables[1]
 
 
 def test_measures_on_this_cpu(

@@ -65,6 +65,14 @@ def test_a_cpu_tries_attention_on_the_smallest_micro_batch() -> None:
     assert len(best) == 3
 
 
+def test_a_gpu_tries_the_best_captured_too() -> None:
+    found, fitting = fitting_on("cuda")
+    clock = Clock(budget_s=1e6, ms={"naive": 100.0, "sdpa": 90.0})
+    screen(found, fitting, cast(Bench, cast(Any, clock)))
+    (captured,) = (item for item in clock.tried if item.is_captured)
+    assert captured.base.attention.name == "sdpa"
+
+
 @pytest.mark.parametrize(("budget_s", "number"), [(0.0, 1), (4.0, 1), (1e6, 3)])
 def test_as_many_go_on_as_the_budget_allows(budget_s: float, number: int) -> None:
     _, best = finalists(budget_s)
