@@ -47,6 +47,8 @@ def main(arguments: list[str]) -> int:
     if "checkpoint" not in question.typed:
         question.typed["checkpoint"] = list(CHECKPOINTS)
     rows = limits_of(question)
+    if not rows:
+        raise ValueError(_why_no_row(question))
     console = PrintableConsole(soft_wrap=False)
     console.print(opening(question), highlight=False)
     console.print()
@@ -57,6 +59,18 @@ def main(arguments: list[str]) -> int:
     if found and not all(edge.is_sure for one in found for edge in _edges(one)):
         console.print("\n>= fits, and the time was over; budget_s= gives more", highlight=False)
     return 0
+
+
+def _why_no_row(question: Question) -> str:
+    """Why none of the wanted strategies can train."""
+    names = ",".join(map(str, question.pinned("parallel", [])))
+    if question.is_captured:
+        which = f"no step of parallel={names}" if names else "no step"
+        return (
+            f"task.cuda_graph=true: {which} can be captured in CUDA graphs on "
+            f"{question.machine.name}"
+        )
+    return f"parallel={names}: needs several GPUs; leave it out with gpus=1"
 
 
 ON_A_CPU = (

@@ -47,7 +47,7 @@ CAPTURED_GAP_ERROR = 1.0
 """Its standard error in a CUDA graph, whose kernels may follow each other without any."""
 
 CAPTURED_NOTE = (
-    "no captured step was measured on this machine: pauses between its kernels are taken from "
+    "no captured step calibrates a prediction: pauses between its kernels are taken from "
     "launched ones"
 )
 

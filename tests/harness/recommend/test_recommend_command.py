@@ -154,13 +154,13 @@ def test_an_answer_says_what_was_not_measured(
     assert re.search(r"Run sdpa, \w+, dp 2, captured, micro-batch 2: [\d,]+ tokens/s pred", said)
     assert "GiB predicted as if launched on each GPU" in said
     assert "Extrapolated: " in said
-    assert "no captured step was measured on this machine" in said
+    assert "no captured step calibrates a prediction" in said
     assert "what CUDA graphs keep besides is not predicted" in said
     assert "task.cuda_graph=true" in said
     assert re.search(r"zero_2[\w, ]*: not captured in a CUDA graph", said)
     (page,) = tmp_path.glob("sweeps/recommend-*/recommendation.md")
     text = page.read_text()
-    assert "no captured step was measured" in text
+    assert "no captured step calibrates" in text
     assert "Hollow: captured" in text
     assert recommend.main([*arguments, "task.cuda_graph=false"]) == 0
     assert "captured" not in capsys.readouterr().out
@@ -189,6 +189,18 @@ def test_fits_of_captured_steps(capsys: pytest.CaptureFixture[str]) -> None:
     assert captured == [row for row in launched if row.startswith("ddp_bucketed")]
     assert len(launched) == 2
     assert "A captured step is taken to need the memory" in tables[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["gpus=2", "task.cuda_graph=true"], "no step of parallel=fsdp can be captured in CUDA"),
+        (["gpus=1"], "parallel=fsdp: needs several GPUs"),
+    ],
+)
+def test_fits_says_why_nothing_can_train(words: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fits.main(["model=medium", "machine=h200", "seq_len=2048", "parallel=fsdp", *words])
 
 
 def test_measures_on_this_cpu(
