@@ -10,7 +10,7 @@ from data_parallel_training import Plain
 from parallel.data import (
     ShardedOptimizer,
 )
-from training_loops.trainer import Trainer, Weights, descend, loop
+from training_loops.trainer import Trainer, Weights, loop
 
 
 @loop("fused AdamW, two learning rates, a schedule")
@@ -24,10 +24,7 @@ def fused(trainer: Trainer) -> Weights:
     optimizer = torch.optim.AdamW(groups, lr=0.01, fused=True)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
     for batch in trainer.batches():
-        descend(model, batch)
-        trainer.average(model)
-        optimizer.step()
-        optimizer.zero_grad()
+        trainer.step(model, batch, optimizer)
         schedule.step()
     return trainer.weights(model)
 
@@ -46,11 +43,7 @@ def muon(trainer: Trainer) -> Weights:
         else:
             optimizers.append(kind(members, lr=0.01))  # type: ignore[call-arg]
     for batch in trainer.batches():
-        descend(model, batch)
-        trainer.average(model)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        trainer.step(model, batch, *optimizers)
     return trainer.weights(model)
 
 
@@ -61,10 +54,7 @@ def optimizer_before(trainer: Trainer) -> Weights:
     optimizer = trainer.sgd(module.parameters())
     model = trainer.wrap(module, trainer.group)
     for batch in trainer.batches():
-        descend(model, batch)
-        trainer.average(model)
-        optimizer.step()
-        optimizer.zero_grad()
+        trainer.step(model, batch, optimizer)
     return trainer.weights(model)
 
 
@@ -73,10 +63,7 @@ def state_of_optimizer(trainer: Trainer) -> Weights:
     model = trainer.model(Plain)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for batch in trainer.batches():
-        descend(model, batch)
-        trainer.average(model)
-        optimizer.step()
-        optimizer.zero_grad()
+        trainer.step(model, batch, optimizer)
     state = optimizer.state_dict()["state"]
     averages = {f"exp_avg {number}": values["exp_avg"] for number, values in state.items()}
     return {n: v.full_tensor() if hasattr(v, "full_tensor") else v for n, v in averages.items()}

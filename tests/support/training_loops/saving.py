@@ -33,10 +33,7 @@ def save_on_rank(group: dist.ProcessGroup, container: str, folder: Path) -> None
     model = trainer.model(Plain)
     optimizer = trainer.sgd(model.parameters())
     for batch in list(trainer.batches())[:2]:
-        descend(model, batch)
-        trainer.average(model)
-        optimizer.step()
-        optimizer.zero_grad()
+        trainer.step(model, batch, optimizer)
     save_checkpoint(folder, model, optimizer, group=group)
 
 
@@ -50,8 +47,5 @@ def load_on_rank(group: dist.ProcessGroup, container: str, folder: Path) -> Weig
     optimizer = trainer.sgd(model.parameters())
     load_checkpoint(folder, model, optimizer, group=group)
     for batch in list(trainer.batches())[2:]:
-        descend(model, batch)
-        trainer.average(model)
-        optimizer.step()
-        optimizer.zero_grad()
+        trainer.step(model, batch, optimizer)
     return trainer.weights(model)

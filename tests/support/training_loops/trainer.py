@@ -133,6 +133,14 @@ class Trainer:
         wholes = {n: v.full_tensor() if hasattr(v, "full_tensor") else v for n, v in state.items()}
         return {n.removeprefix("module."): v.detach().clone() for n, v in wholes.items()}
 
+    def step(self, model: nn.Module, batch: Tensor, *optimizers: torch.optim.Optimizer) -> None:
+        """The plain step, by optimizers of one's own."""
+        descend(model, batch)
+        self.average(model)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
     def steps(
         self,
         model: nn.Module,

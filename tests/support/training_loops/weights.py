@@ -77,10 +77,7 @@ def swapped(trainer: Trainer) -> Weights:
         losses.append(loss_of(model, torch.ones(2, WIDTH)).detach())
 
     for batch in trainer.batches():
-        descend(model, batch)
-        trainer.average(model)
-        optimizer.step()
-        optimizer.zero_grad()
+        trainer.step(model, batch, optimizer)
         for average, parameter in zip(averages, model.parameters(), strict=True):
             average.lerp_(parameter.detach(), 0.1)
         trained = [p.detach().clone() for p in model.parameters()]
