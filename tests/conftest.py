@@ -15,6 +15,7 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+from garbage import leave_out_modules
 from triton_interpreter import patch_the_language_once
 
 # Nearly nothing of what is imported and collected becomes garbage, and looking for it again and
@@ -107,28 +108,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: item.path not in runs_commands)
 
 
-_num_modules = 0
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
-    leave_out_what_lives()
+    leave_out_modules()
     gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """The bench collects garbage several times a case, at 0.4 s each if it saw all modules."""
-    if len(sys.modules) > _num_modules + 100:
-        leave_out_what_lives()
-
-
-def leave_out_what_lives() -> None:
-    """Have later collections of garbage pass over all objects that live now."""
-    global _num_modules
-    _num_modules = len(sys.modules)
-    gc.collect()
-    gc.freeze()
+    """The bench collects garbage several times a case."""
+    leave_out_modules()
 
 
 def pytest_report_header() -> str:

@@ -8,8 +8,6 @@ is raised here with its traceback.
 from __future__ import annotations
 
 import atexit
-import gc
-import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -20,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from garbage import leave_out_modules
 from torch import multiprocessing
 
 NUM_PROCESSES = 4
@@ -130,14 +129,9 @@ def _serve(
         size: dist.new_group(list(members), timeout=timedelta(seconds=TIMEOUT_S / 2))
         for size, members in members_of.items()
     }
-    num_modules = 0
     while True:
         size, function, arguments = connection.recv()
-        if len(sys.modules) > num_modules + 100:
-            # What modules hold lives for ever, and tests that look for garbage look through it.
-            num_modules = len(sys.modules)
-            gc.collect()
-            gc.freeze()
+        leave_out_modules()
         try:
             connection.send((True, function(groups[size], *arguments)))
         except Exception:
