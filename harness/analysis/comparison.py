@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
@@ -11,8 +11,8 @@ from harness.analysis.host_time import host_bound
 from harness.analysis.row_verdicts import any_apart, row_verdicts
 from harness.cases import format as fmt
 from harness.cases.columns import POINTS, point_groups
+from harness.cases.peers import peer_groups
 from harness.cases.task import WHOLE_PHASES, task_type
-from parallel import STRATEGIES
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -71,25 +71,31 @@ def fullest_mode(frame: pd.DataFrame) -> pd.DataFrame:
     return frame[rank == fullest]
 
 
-def compare_with_peers(frame: pd.DataFrame) -> pd.DataFrame:
-    """Strategies against those that they name as their peers, where options of both are equal."""
+def compare_strategies(frame: pd.DataFrame) -> pd.DataFrame:
+    """Strategies against PyTorch's DDP, and against those that they name as their peers."""
+    by_peer = _compare_with_peers(frame)
+    compared = compare(frame, AXES["strategy"])
+    # Without DDP another strategy is the baseline, which may be that of its peer as well.
+    both_ways = {*_pairs(by_peer), *((other, one) for one, other in _pairs(by_peer))}
+    compared = compared[[pair not in both_ways for pair in _pairs(compared)]]
+    return pd.concat([compared, by_peer], ignore_index=True)
+
+
+def _pairs(compared: pd.DataFrame) -> list[tuple[str, str]]:
+    """Cases and their baselines by their ids."""
+    if compared.empty:
+        return []
+    return list(zip(compared["case_id"], compared["baseline_id"], strict=True))
+
+
+def _compare_with_peers(frame: pd.DataFrame) -> pd.DataFrame:
+    """Strategies against their peers, where options of both are equal."""
     found = [frame.iloc[:0]]
-    options = [dict(case["parallel"]) for case in frame["case"]]
-    kinds = pd.Series([option["name"] for option in options], index=frame.index, dtype=object)
-    for kind in sorted(set(kinds) & set(STRATEGIES.names())):
-        own = STRATEGIES[kind].target
-        if own.peer is None:
-            continue
-        names = {field.name for field in fields(own)} - {"name"}
-        shared = sorted(names & {field.name for field in fields(STRATEGIES[own.peer].target)})
-        alike = pd.Series(
-            [repr([option.get(name) for name in shared]) for option in options], index=frame.index
-        )
-        for _, rows in frame[kinds.isin([kind, own.peer])].groupby(alike, sort=True):
-            peers = rows[kinds[rows.index] == own.peer]["strategy"].unique()
-            if len(peers) == 1 and len(rows["strategy"].unique()) > 1:
-                axis = replace(AXES["strategy"], other_baseline=peers[0], needs_baseline=True)
-                found.append(compare(rows, axis))
+    for peers, candidates in peer_groups([dict(case["parallel"]) for case in frame["case"]]):
+        names = frame["strategy"].iloc[peers].unique()
+        if len(names) == 1:
+            axis = replace(AXES["strategy"], other_baseline=names[0], needs_baseline=True)
+            found.append(compare(frame.iloc[sorted(peers + candidates)], axis))
     return pd.concat(found, ignore_index=True)
 
 

@@ -137,7 +137,12 @@ def _text_of(store: RecordStore, name: str, archived: bytes | None) -> bytes:
     except ValueError as error:
         raise PackingError(f"{path}: {error}; it stays a file") from error
     if archived is not None and archived != text:
-        raise PackingError(f"{path}: another record than the archived one; it stays a file")
+        case_id, _ = file_case(name) or ("", 0)
+        free = f"{case_id}.{max(store.attempts(case_id)) + 1}.json"
+        raise PackingError(
+            f"{path}: another record than the archived one; it stays a file (renamed to {free}, it "
+            "is a further attempt, and both are kept)"
+        )
     return text
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from harness.analysis.comparison import AXES, comparable, compare, compare_with_peers, hides_kernels
+from harness.analysis.comparison import AXES, comparable, compare, compare_strategies, hides_kernels
 from harness.analysis.row_verdicts import interval_cells, reasons, rule_words
 from harness.cases import format as fmt
 from harness.render.rows import marks_of
@@ -29,9 +29,8 @@ def build(frame: pd.DataFrame) -> Table | None:
     by_attention = compare(candidates, AXES["attention"])
     by_compile = compare(candidates, AXES["compile_scope"]).assign(baseline="uncompiled")
     split = candidates[candidates["world_size"] > 1]
-    by_strategy = compare(split, AXES["strategy"])
-    by_peer = compare_with_peers(split)
-    parts = [part for part in (by_attention, by_compile, by_strategy, by_peer) if not part.empty]
+    by_strategy = compare_strategies(split)
+    parts = [part for part in (by_attention, by_compile, by_strategy) if not part.empty]
     if not parts:
         return None
     kept = {"attention": by_attention, "compile_scope": by_compile, "strategy": by_strategy}

@@ -2,23 +2,25 @@
 long rounds are added to them.
 
 Pairs are those of the comparison table: among cases that differ in attention, or in strategy, each
-against the baseline of those that ran. The verdict is that of :mod:`harness.analysis.verdicts`,
-whose error rate holds over all looks. Pairs that are UNCLEAR for a reason that more rounds would
-not change (:func:`why_hidden`) get none. Where the time does not suffice for all others, those
-that are nearest to a decision come first: an even share would leave all of them a little short, and
-a ratio at the edge of the band, which no number of rounds tells, would take as much as any other.
+against the baseline of those that ran, and a strategy also against its peer. The verdict is that
+of :mod:`harness.analysis.verdicts`, whose error rate holds over all looks. Pairs that are UNCLEAR
+for a reason that more rounds would not change (:func:`why_hidden`) get none. Where the time does
+not suffice for all others, those that are nearest to a decision come first: an even share would
+leave all of them a little short, and a ratio at the edge of the band, which no number of rounds
+tells, would take as much as any other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from statistics import fmean, median
 from typing import Any
 
 from harness.cases.case import Case, label
 from harness.cases.columns import POINTS
 from harness.cases.hardware import find_hardware
+from harness.cases.peers import peer_groups
 from harness.run.rounds.options import RunOptions
 from harness.run.rounds.record_builder import RecordBuilder
 
@@ -73,10 +75,21 @@ def _pairs_along(
     found = []
     for members in alike.values():
         baseline, *candidates = sorted(members, key=place)
-        found += [
-            Pair(choice=choice, baseline=baseline, candidate=candidate) for candidate in candidates
+        beside = list(_with_peers(members)) if choice == "strategy" else []
+        beside += [
+            (baseline, candidate)
+            for candidate in candidates
+            if not {(baseline, candidate), (candidate, baseline)} & set(beside)
         ]
+        found += [Pair(choice=choice, baseline=one, candidate=other) for one, other in beside]
     return found
+
+
+def _with_peers(runs: list[RecordBuilder]) -> Iterator[tuple[RecordBuilder, RecordBuilder]]:
+    """Peers of strategies, and the runs of those that name them."""
+    for peers, candidates in peer_groups([asdict(run.case.parallel) for run in runs]):
+        if len(peers) == 1:
+            yield from ((runs[peers[0]], runs[place]) for place in candidates)
 
 
 def is_open(pair: Pair) -> bool:

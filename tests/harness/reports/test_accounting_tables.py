@@ -128,6 +128,23 @@ class TestTables:
         found = finding_of(table_of("data_parallel", peer, naive, close))
         assert "; 1 of 2 cannot be told from ddp_torch;" in found
 
+    def test_a_strategy_and_its_peer_stand_once(self) -> None:
+        """Against PyTorch's DDP where it ran, and against each other in one direction."""
+        ours, peer = (
+            training_record(*XL, f"parallel={name}", "parallel.dp=2", step_ms=step_ms)
+            for name, step_ms in [("fsdp", 90.0), ("fsdp_torch", 100.0)]
+        )
+        beside = table_of("comparison", ours, peer)
+        assert (cells(beside, "parallel"), cells(beside, "baseline")) == (["fsdp"], ["fsdp_torch"])
+        ddp = training_record(*XL, "parallel=ddp_torch", "parallel.dp=2", step_ms=100.0)
+        table = table_of("comparison", ours, peer, ddp)
+        rows = zip(cells(table, "parallel"), cells(table, "baseline"), strict=True)
+        assert sorted(rows) == [
+            ("fsdp", "ddp_torch"),
+            ("fsdp", "fsdp_torch"),
+            ("fsdp_torch", "ddp_torch"),
+        ]
+
     def test_scaling(self) -> None:
         """Two ranks in 100 and 150 ms against one in 90: 1.8 and 1.2 times its tokens."""
         table = table_of("strategy_scaling", *self.records())

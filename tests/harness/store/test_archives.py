@@ -213,6 +213,7 @@ class TestBrokenArchives:
         assert files(store.folder) == before
         assert len(said.err.splitlines()) == 3
         assert "another record than the archived one; it stays a file" in said.err
+        assert f"renamed to {store.path(case_id, 2).name}, it is a further attempt" in said.err
         assert "no record to pack" in said.out
         assert main([str(store.results), "--unpack"]) == 1
         assert files(store.folder).items() >= before.items()

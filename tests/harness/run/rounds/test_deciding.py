@@ -347,3 +347,24 @@ def test_pairs_are_those_of_the_comparison_table() -> None:
     for name in ("naive", "sdpa", "compiled"):
         assert ((name, "ddp_bucketed"), (name, "ddp_naive")) in found
     assert len(found) == 2 * 2 + 3
+
+
+@pytest.mark.parametrize(
+    ("strategies", "expected"),
+    [
+        (
+            "fsdp,ddp_torch,fsdp_torch",
+            {("ddp_torch", "fsdp"), ("ddp_torch", "fsdp_torch"), ("fsdp_torch", "fsdp")},
+        ),
+        ("fsdp,fsdp_torch", {("fsdp_torch", "fsdp")}),
+    ],
+)
+def test_strategies_are_held_against_their_peers(
+    strategies: str, expected: set[tuple[str, str]]
+) -> None:
+    arguments = ["model=tiny", "device=cpu", "parallel.dp=2", f"parallel={strategies}"]
+    pairs = pairs_of([RecordBuilder(case, 5) for case in compose_request(arguments).cases])
+    names = [
+        (pair.baseline.case.parallel.name, pair.candidate.case.parallel.name) for pair in pairs
+    ]
+    assert sorted(names) == sorted(expected)
