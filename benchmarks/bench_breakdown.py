@@ -1,6 +1,6 @@
 """Predicted parts of profiled steps beside their kernels, without the model's own records.
 
-python benchmarks/bench_breakdown.py [MODEL ATTENTION PRECISION SEQ_LEN [FIGURE.png]]
+python -m benchmarks.bench_breakdown [MODEL ATTENTION PRECISION SEQ_LEN [FIGURE.png]]
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Each law of a calibration is fitted to the smallest third of its shapes and predicts the others.
 
-python benchmarks/bench_extrapolation.py [machine]
+python -m benchmarks.bench_extrapolation [machine]
 """
 
 from __future__ import annotations

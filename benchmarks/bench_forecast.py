@@ -7,7 +7,7 @@ host by one step of it, which is not scored. A step is predicted without what is
     checkpointed        every checkpointed step with its attention
     several ranks       every step of its model in its precision, batch and length
 
-python benchmarks/bench_forecast.py [results/h200]
+python -m benchmarks.bench_forecast [results/h200]
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Some old records hold more than their case. :func:`also_held` says which and why; shares are
 printed of all records, and of those that hold nothing else.
 
-python benchmarks/bench_predictions.py [results/h200 ...]
+python -m benchmarks.bench_predictions [results/h200 ...]
 """
 
 from __future__ import annotations

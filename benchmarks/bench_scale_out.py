@@ -1,6 +1,6 @@
 """Forecasts beside published training on several hosts, and of one model on 8 to 4,096 GPUs.
 
-python benchmarks/bench_scale_out.py
+python -m benchmarks.bench_scale_out
 """
 
 from __future__ import annotations

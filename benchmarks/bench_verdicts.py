@@ -1,6 +1,6 @@
 """How often a verdict is wrong, and how often it finds a difference, under noise of known kinds.
 
-``python benchmarks/bench_verdicts.py [--pairs 2000]`` draws pairs of equal cases, and pairs of
+``python -m benchmarks.bench_verdicts [--pairs 2000]`` draws pairs of equal cases, and pairs of
 which one takes 5% longer, and prints how often they are called FASTER, SLOWER and SAME. It exits
 with 1 where a floor is missed:
 

@@ -4,7 +4,7 @@ Each backend's law of a pass is fitted twice: to its causal calls alone, and to 
 with windows but those of the predicted window. The truth is what the device took in committed
 records of attention under windows.
 
-python benchmarks/bench_windows.py [results/h200]
+python -m benchmarks.bench_windows [results/h200]
 """
 
 from __future__ import annotations

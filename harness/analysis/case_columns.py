@@ -84,6 +84,14 @@ class Reading:
         """All memory of the device, as its driver says it; NaN on a CPU."""
         return (self.record.environment.get("device_memory_bytes") or np.nan) / GIB
 
+    @property
+    def multiprocessors(self) -> float:
+        """As the driver says, or the device's file; NaN on a CPU and where neither does."""
+        told = self.record.environment.get("multiprocessors")
+        if told is None and self.hardware is not None:
+            told = self.hardware.multiprocessors
+        return np.nan if told is None else told
+
     @cached_property
     def hardware(self) -> Hardware | None:
         return find_hardware(self.device_name) if self.case["device"] == "cuda" else None
@@ -238,6 +246,7 @@ CASE_COLUMNS: Mapping[str, Callable[[Reading], Any]] = {
     "reason": lambda of: (of.record.error or {}).get("message"),
     "memory_source": lambda of: of.record.memory[0].get("source") if of.record.memory else None,
     "device_memory_gib": lambda of: of.device_memory_gib,
+    "multiprocessors": lambda of: of.multiprocessors,
     "peak_memory_gib": lambda of: of.peak_memory_gib,
     "peak_allocated_gib": lambda of: of.peak_memory_gib if of.on_cuda else np.nan,
     "peak_reserved_gib": lambda of: of.largest("peak_reserved_bytes", GIB),

@@ -84,6 +84,7 @@ def environment(device: torch.device) -> dict[str, Any]:
             "device_name": properties.name,
             "device_memory_bytes": properties.total_memory,
             "compute_capability": f"{properties.major}.{properties.minor}",
+            "multiprocessors": properties.multi_processor_count,
             "gpu_uuid": f"GPU-{properties.uuid}",
             "gpu_uuids": _gpu_uuids(),
             "ecc": _ecc(device),

@@ -19,7 +19,7 @@ from harness.paths import config_files
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Hardware:
-    """One device model; every number comes from ``source``."""
+    """One device model; a number comes from ``source`` unless a comment beside it names another."""
 
     name: str
     match: tuple[str, ...]
@@ -29,6 +29,8 @@ class Hardware:
     memory_bandwidth_gb_s: float
     memory_gib: float
     source: str
+    multiprocessors: int | None = None
+    """None if the file does not say."""
 
 
 def find_hardware(device_name: str | None) -> Hardware | None:

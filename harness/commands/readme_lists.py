@@ -145,10 +145,14 @@ def _hardware() -> str:
             f"{values['peak_tflops'][kind]:g}" if kind in values["peak_tflops"] else ABSENT
             for kind in kinds
         ]
-        sizes = (f"{values['memory_gib']:g}", f"{values['memory_bandwidth_gb_s']:,}")
+        sizes = (
+            f"{values['memory_gib']:g}",
+            f"{values['memory_bandwidth_gb_s']:,}",
+            f"{values['multiprocessors']}",
+        )
         rows.append([f"`{path.stem}`", ", ".join(values["match"]), *sizes, *peaks])
-    headers = ["file", "the driver says", "memory (GiB)", "GB/s"]
-    return _table([*headers, *(f"{kind} (TFLOP/s)" for kind in kinds)], rows, numbers=6)
+    headers = ["file", "the driver says", "memory (GiB)", "GB/s", "multiprocessors"]
+    return _table([*headers, *(f"{kind} (TFLOP/s)" for kind in kinds)], rows, numbers=7)
 
 
 def _options(group: str) -> Callable[[], str]:

@@ -10,7 +10,10 @@ from harness.forecast import build, calibration
 
 def main() -> None:
     results, target = map(Path, sys.argv[1:])
-    calibration.write(build.build(target.stem, results), target)
+    try:
+        calibration.write(build.build(target.stem, results), target)
+    except ValueError as error:
+        sys.exit(f"harness.forecast: {error}")
 
 
 if __name__ == "__main__":

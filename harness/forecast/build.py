@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pandas as pd
 import psutil
@@ -19,15 +20,23 @@ from models.variants import PLAIN
 
 GIB = 2**30
 
-NUM_SMS = {"NVIDIA H200": 132}
-"""Multiprocessors: H100 architecture whitepaper, table 2, SXM5; the H200 has the same chip."""
-
 GPUS_PER_HOST = 8
+"""Of machines that are sold for training, whatever their GPU."""
 
 
 def build(name: str, results: Path, *, sweep: str | None = None) -> Calibration:
-    """The calibration that a results folder gives, or one sweep of it."""
-    return from_frame(name, harness.load(results, sweep=sweep))
+    """The calibration that a results folder gives, or one sweep of it.
+
+    Raises ValueError in one line where its records do not suffice to predict a step.
+    """
+    found = from_frame(name, harness.load(results, sweep=sweep))
+    for law, measured in (("matmul/", "matrix product"), ("elementwise/", "profiled step")):
+        if not any(known.startswith(law) for known in found.observations):
+            raise ValueError(
+                f"{results}: no step can be predicted without a record of a {measured}; "
+                f"attnbench sweeps=calibration results={results} measures some"
+            )
+    return found
 
 
 def from_frame(name: str, frame: pd.DataFrame) -> Calibration:
@@ -39,24 +48,36 @@ def kernels(name: str, frame: pd.DataFrame) -> Calibration:
     """What records tell of kernels, collective operations and calls of attention."""
     sources: dict[str, int] = {}
     observations = extract.from_frame(frame, sources)
-    named = frame["device_name"].dropna()
-    device_name = str(named.mode().iloc[0]) if len(named) else "CPU"
-    hardware = find_hardware(device_name)
+    device = str(frame["device"].iloc[0])
+    device_name = str(_most(frame["device_name"], "CPU"))
     revisions = dict(zip(frame["case_id"], frame["revision"], strict=True))
     return Calibration(
         name=name,
         device_name=device_name,
-        device=str(frame["device"].iloc[0]),
-        gpus_per_host=GPUS_PER_HOST if hardware is not None else 1,
-        device_memory_bytes=(
-            psutil.virtual_memory().total if hardware is None else int(hardware.memory_gib * GIB)
-        ),
-        num_sms=NUM_SMS.get(device_name, 1),
+        device=device,
+        gpus_per_host=GPUS_PER_HOST if device == "cuda" else 1,
+        device_memory_bytes=_memory_bytes(frame, device_name),
+        num_sms=int(_most(frame["multiprocessors"], 1)),
         records=tuple({"id": key, "revision": str(revisions[key])} for key in sources),
         observations={law: tuple(items) for law, items in observations.items()},
         hosts=(),
         factors=_enqueue(frame),
     )
+
+
+def _most(values: pd.Series, otherwise: Any) -> Any:
+    """The most frequent of the values that are known."""
+    known = values.dropna()
+    return known.mode().iloc[0] if len(known) else otherwise
+
+
+def _memory_bytes(frame: pd.DataFrame, device_name: str) -> int:
+    """The memory of the device: as it is sold, or as its driver says; of a CPU that of its host."""
+    hardware = find_hardware(device_name)
+    if hardware is not None:
+        return int(hardware.memory_gib * GIB)
+    told = _most(frame["device_memory_gib"], None)
+    return psutil.virtual_memory().total if told is None else int(told * GIB)
 
 
 def without(calibration: Calibration, case_ids: Collection[str]) -> Calibration:

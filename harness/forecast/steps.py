@@ -292,6 +292,8 @@ def _exposures(machine: Machine, steps: Sequence[MeasuredStep]) -> list[Exposure
         host = machine.host_us(step.host)
         alone = schedule.predict(machine.enqueued(case), (), host, 0.0, 1.0, set())
         total = sum(ms for _, ms, _ in communication.gradient_traffic(machine, case))
+        if not total:  # No collective operation was measured, so that nothing is told of exposure.
+            continue
         after_ms = step.phases_ms.get("communication", 0.0)
         key = parallel.name, case.precision.peak
         follows[key].append(after_ms / total)

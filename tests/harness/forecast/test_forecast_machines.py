@@ -241,6 +241,21 @@ def test_the_packaged_calibration_is_what_the_records_give() -> None:
         )
 
 
+def test_records_that_do_not_suffice_are_no_calibration() -> None:
+    with pytest.raises(ValueError, match=r"h100: no step can be predicted without a record of a"):
+        build.build("here", ROOT / "results" / "h100", sweep="data_parallel_peers")
+
+
+def test_a_gpu_that_no_file_describes_is_what_its_driver_says() -> None:
+    frame = harness.load(ROOT / "results" / "h100", sweep="data_parallel_peers")
+    known = build.kernels("known", frame)
+    assert (known.num_sms, known.device_memory_bytes) == (132, 80 * 2**30)
+    told = frame.assign(device_name="Example", multiprocessors=84, device_memory_gib=47.5)
+    found = build.kernels("found", told)
+    assert (found.num_sms, found.device_memory_bytes) == (84, 47.5 * 2**30)
+    assert found.gpus_per_host == 8
+
+
 @pytest.mark.parametrize(
     ("attention", "parallel"),
     [
