@@ -165,9 +165,13 @@ def assumptions(answer: Answer) -> list[str]:
 def counts(answer: Answer) -> str:
     """How many combinations there are, fit, and have a predicted time."""
     found = answer.found
+    if not found.num_legal:
+        return f"{found.number:,} combinations, none of them legal."
+    legal = f"{found.number:,} combinations, {found.num_legal:,} of them legal"
+    if not answer.num_fitting:
+        return f"{legal}, none fits."
     return (
-        f"{found.number:,} combinations, {found.num_legal:,} of them legal, "
-        f"{answer.num_fitting:,} fit; times predicted for the {answer.num_predicted:,} "
+        f"{legal}, {answer.num_fitting:,} fit; times predicted for the {answer.num_predicted:,} "
         "that may be best."
     )
 

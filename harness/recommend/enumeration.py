@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
+from harness.cases import format as fmt
 from harness.cases.case import Case
 from harness.predictions.support import Support
 from harness.recommend import space
@@ -74,6 +75,7 @@ def enumerate_combinations(question: Question) -> Enumeration:
         Variant(compile=compilation, task=task)
         for task, compilation in product(space.tasks(question), space.compilations(question))
     ]
+    left_attentions += _of_no_mesh(question, attentions, meshes)
     found = Enumeration(left_out=[*left_attentions, *left_strategies])
     num_variants = len(checkpoints) * len(variants)
     parts = shared_parts(question) | {
@@ -84,8 +86,7 @@ def enumerate_combinations(question: Question) -> Enumeration:
     support = Support(question.machine)
     not_captured: Counter[str] = Counter()
     for mesh in meshes:
-        # A scheme on whole sequences is its kernel, which is enumerated by itself.
-        taken = [item for item in attentions if _splits(item) == (mesh.cp > 1)]
+        taken = [item for item in attentions if _runs_on(item, mesh)]
         batches = space.micro_batches(question, mesh)
         if not batches:
             found.fallen[_BATCH] += len(names) * len(taken) * num_variants
@@ -173,5 +174,23 @@ def _family(message: str) -> str:
     return re.sub(r"^([\w.]+)=[^:\s]+:", r"\1:", " ".join(message.split()))
 
 
-def _splits(attention: AttentionBackend) -> bool:
-    return isinstance(attention, SequenceParallelAttention)
+def _runs_on(attention: AttentionBackend, mesh: space.Mesh) -> bool:
+    """A scheme on whole sequences is its kernel, which is enumerated by itself."""
+    return isinstance(attention, SequenceParallelAttention) == (mesh.cp > 1)
+
+
+def _of_no_mesh(
+    question: Question, attentions: list[AttentionBackend], meshes: list[space.Mesh]
+) -> list[space.LeftOut]:
+    """The attentions that the user named and that no mesh has a use for."""
+    if "attention" not in question.typed:
+        return []
+    left = [item for item in attentions if not any(_runs_on(item, mesh) for mesh in meshes)]
+    schemes = [item.name for item in left if isinstance(item, SequenceParallelAttention)]
+    whole = [item.name for item in left if item.name not in schemes]
+    ranks = f"{fmt.counted(question.gpus, 'GPU')}, no mesh has"
+    out = [
+        space.LeftOut(names=schemes, reason=f"splits sequences, and of {ranks} parallel.cp over 1"),
+        space.LeftOut(names=whole, reason=f"takes whole sequences, and of {ranks} parallel.cp=1"),
+    ]
+    return [item for item in out if item.names]

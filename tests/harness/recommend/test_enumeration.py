@@ -70,6 +70,21 @@ class TestEnumeration:
         assert not found.bases
         assert any("must divide model.num_heads=12" in reason for reason in found.fallen)
 
+    @pytest.mark.parametrize(
+        ("gpus", "pinned", "name", "reason"),
+        [
+            (1, {}, "zigzag", "splits sequences, and of 1 GPU, no mesh has parallel.cp over 1"),
+            (4, {"parallel.cp": [1]}, "zigzag", "of 4 GPUs, no mesh has parallel.cp over 1"),
+            (2, {"parallel.cp": [2]}, "sdpa", "takes whole sequences, and of 2 GPUs"),
+        ],
+    )
+    def test_says_which_attention_no_mesh_has_a_use_for(
+        self, gpus: int, pinned: dict[str, list[int]], name: str, reason: str
+    ) -> None:
+        found = enumerate_combinations(question(gpus=gpus, attention=[name], **pinned))
+        assert not found.bases
+        assert any(item.names == [name] and reason in item.reason for item in found.left_out)
+
     def test_leaves_out_strategies_that_others_improve_on(self) -> None:
         found = enumerate_combinations(question(attention=["sdpa"]))
         used = {base.base.parallel.name for base in found.bases}

@@ -131,6 +131,24 @@ def test_answers_for_a_machine_elsewhere(
     assert "<title>medium" in html
 
 
+@pytest.mark.parametrize(
+    ("words", "counted"),
+    [
+        ("model=tiny attention=zigzag", "0 combinations, none of them legal."),
+        (
+            "model=llama3_8b attention=naive checkpoint=none compile=none",
+            "6 combinations, 6 of them legal, none fits.",
+        ),
+    ],
+)
+def test_counts_end_where_nothing_is_left(
+    words: str, counted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [*words.split(), "seq_len=65536", "gpus=1", "machine=h200", f"results={tmp_path}"]
+    recommend.main(arguments)
+    assert capsys.readouterr().out.splitlines()[0] == counted
+
+
 def test_nothing_falls_out_without_a_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
