@@ -11,7 +11,7 @@ sampled rows of S or K, D head_dim. Equations 4 to 19 of the CS336 systems text.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -67,14 +67,18 @@ def log_sum_exp(q_BGHSD: Tensor, k_BGKD: Tensor, scoring: Scoring) -> Tensor:
     windowed = scoring.mask.window is not None
     k_BGKD = k_BGKD if windowed else k_BGKD.double()
     lse = q_BGHSD.new_empty(q_BGHSD.shape[:4], dtype=torch.float64)
+    # This is most of what a check takes on a GPU, and it passes over scores in memory: so queries
+    # are scaled instead of them, and no mask is made where it hides nothing.
+    scaled = replace(scoring, scale=1.0)
     columns = torch.arange(k_BGKD.shape[2], device=k_BGKD.device)
     for start in range(0, length, BLOCK):
         rows = torch.arange(start, min(start + BLOCK, length), device=k_BGKD.device)
         seen = scoring.mask.keys_of(start, start + len(rows) - 1, k_BGKD.shape[2])
-        q_rows = q_BGHSD[..., start : start + len(rows), :].flatten(2, 3).double()
+        shown = scoring.mask.seen_by_all(start, start + len(rows) - 1)
+        q_rows = q_BGHSD[..., start : start + len(rows), :].flatten(2, 3).double() * scoring.scale
         places = rows.repeat(group)[:, None]
         keys = k_BGKD[:, :, seen].double()
-        scores, _ = scoring.scores(EXACT, q_rows, keys, places, columns[seen])
+        scores, _ = scaled.scores(EXACT, q_rows, keys, places, columns[seen], shown=shown)
         empty = seen.start == seen.stop
         largest = scores.new_full((1,), -torch.inf) if empty else scores.amax(-1, keepdim=True)
         below = scores.sub_(largest.nan_to_num(neginf=0.0)).float()

@@ -34,7 +34,8 @@ class Arithmetic:
     def scores(self, q: Tensor, k: Tensor, scale: float = 1.0) -> Tensor:
         """scale q k^T, as a product of matrices and another operation."""
         if not self.rounds_scores:
-            return (q @ k.mT).mul_(scale)
+            product = q @ k.mT
+            return product if scale == 1.0 else product.mul_(scale)
         product = self.round(q @ k.mT)
         return product if scale == 1.0 else self.round(product * scale)
 
@@ -82,6 +83,12 @@ class Mask:
             found = far if found is None else found | far
         return found
 
+    def seen_by_all(self, first: int, last: int) -> int:
+        """How many of the first keys queries ``first`` to ``last`` all see, at least."""
+        if self.window is not None or not self.causal:
+            return 0
+        return max(first + self.offset + 1, self.prefix_len, 0)
+
     def keys_of(self, first: int, last: int, num_keys: int) -> slice:
         """The keys from the first to the last that queries ``first`` to ``last`` see, or any."""
         start, stop = 0, num_keys
@@ -119,20 +126,28 @@ class Scoring:
     """[G, H]: one more logit in the softmax of every row, which has no value."""
 
     def scores(
-        self, arithmetic: Arithmetic, q: Tensor, k: Tensor, rows: Tensor, columns: Tensor
+        self,
+        arithmetic: Arithmetic,
+        q: Tensor,
+        k: Tensor,
+        rows: Tensor,
+        columns: Tensor,
+        *,
+        shown: int = 0,
     ) -> tuple[Tensor, Tensor | None]:
         """Scores with minus infinity where hidden, and the slope of their cap, if they have one.
 
         Args:
             q, k: the rows of the result and its columns, which may be keys and queries as well.
             rows, columns: the places of queries and of keys, which broadcast to the scores.
+            shown: of so many first columns the mask hides none.
         """
         found, slope = arithmetic.scores(q, k, self.scale), None
         if self.softcap is not None:
             found, slope = arithmetic.capped(found, self.softcap)
-        hidden = self.mask.hidden(rows, columns)
+        hidden = self.mask.hidden(rows, columns[..., shown:])
         if hidden is not None:
-            found.masked_fill_(hidden, float("-inf"))
+            found[..., shown:].masked_fill_(hidden, float("-inf"))
         return found, slope
 
     def with_sinks(self, lse: Tensor, arithmetic: Arithmetic = EXACT) -> Tensor:
