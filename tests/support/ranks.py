@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from garbage import leave_out_modules
+from garbage import end_unused_threads, leave_out_modules
 from torch import multiprocessing
 
 NUM_PROCESSES = 4
@@ -136,3 +136,4 @@ def _serve(
             connection.send((True, function(groups[size], *arguments)))
         except Exception:
             connection.send((False, traceback.format_exc()))
+        end_unused_threads()
