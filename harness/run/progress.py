@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from rich import progress as bars
@@ -30,11 +32,25 @@ class Progress(Protocol):
     def finished(self, record: Record, *, measured_now: bool) -> None: ...
 
 
+@dataclass(slots=True)
+class _Turns:
+    """How long turns were predicted to take, and took."""
+
+    predicted_s: float = 0.0
+    took_s: float = 0.0
+
+    @property
+    def pace(self) -> float:
+        """The time that a predicted second takes; 0 while none is known."""
+        return self.took_s / self.predicted_s if self.predicted_s else 0.0
+
+
 class TerminalProgress:
     """One line per finished case, which ends with the time left, or in a terminal a live line.
 
-    Cases that take turns finish together, long after they began: time left follows the rounds that
-    are done, and where there is no live line each round has a line when it begins.
+    Cases that take turns finish together, long after they began: time left follows the turns that
+    are done, and where there is no live line each round has a line when it begins. A case's first
+    turn compiles and checks more than its further ones, so these have a pace of their own.
 
     Args:
         rounds: of each case, at first.
@@ -54,10 +70,11 @@ class TerminalProgress:
         self._begun: Counter[str] = Counter()
         self._round = 1
         self._to_do_s = dict(self._predicted)
-        self._done_s = 0.0
+        self._turns = {True: _Turns(), False: _Turns()}
+        """Of the first turns of cases, and of all further ones."""
         self._num_done = 0
         self._total = len(cases)
-        self._started = time.monotonic()
+        self._turn_began = time.monotonic()
         self._case: Case | None = None
         self._stage = ""
         self._bar = bars.Progress(
@@ -96,17 +113,17 @@ class TerminalProgress:
         self._round = max(self._round, begun) if begun > 1 else 1
 
     def _end_round(self) -> None:
-        """Count a round of the case that ran as done."""
-        if self._case is not None:
-            self._count(self._case.id, self._predicted.get(self._case.id, 0.0) / self._rounds)
-            self._case = None
-
-    def _count(self, case_id: str, predicted_s: float) -> None:
-        """Count so much of a case's predicted time as done, as far as it has it left."""
-        counted_s = min(predicted_s, self._to_do_s.get(case_id, 0.0))
-        if counted_s:
-            self._to_do_s[case_id] -= counted_s
-            self._done_s += counted_s
+        """Count the turn of the case that ran as done, with what came before it."""
+        if self._case is None:
+            return
+        now, case_id = time.monotonic(), self._case.id
+        if case_id in self._to_do_s and self._begun[case_id] <= self._rounds:
+            predicted_s = self._predicted[case_id] / self._rounds
+            self._to_do_s[case_id] -= predicted_s
+            turns = self._turns[self._begun[case_id] == 1]
+            turns.predicted_s += predicted_s
+            turns.took_s += now - self._turn_began
+        self._turn_began, self._case = now, None
 
     def stage(self, name: str) -> None:
         self._stage = name
@@ -114,9 +131,7 @@ class TerminalProgress:
     def finished(self, record: Record, *, measured_now: bool) -> None:
         self._num_done += 1
         self._end_round()
-        left_s = self._to_do_s.pop(record.case_id, 0.0)
-        if measured_now:
-            self._done_s += left_s
+        self._to_do_s.pop(record.case_id, None)
         self._bar.update(self._task, completed=self._num_done)
         title = self._titles.get(record.case_id, "")
         status = record.status if measured_now else f"{record.status} (by another run)"
@@ -129,16 +144,23 @@ class TerminalProgress:
         self.console.print("  ".join([line, *map(escape, words)]), highlight=False, soft_wrap=True)
 
     def _time_left(self) -> str:
-        """The predicted time of what is left, scaled by the pace of what is done.
+        """The predicted time of what is left, by the paces of first and of further turns.
 
         Empty where nothing predicted is left: rounds that are added have no prediction.
         """
-        left_s = sum(self._to_do_s.values())
-        if left_s < 1e-6 * self._done_s:
+        running = self._case.id if self._case is not None else None
+        first_s = sum(
+            left_s / self._rounds
+            for case_id, left_s in self._to_do_s.items()
+            if self._begun[case_id] == (case_id == running)
+        )
+        further_s = sum(self._to_do_s.values()) - first_s
+        if first_s + further_s < 1e-6 * sum(self._predicted.values()):
             return ""
-        elapsed = time.monotonic() - self._started
-        pace = elapsed / self._done_s if self._done_s > 0 else 1.0
-        seconds = max(0, round(left_s * pace))
+        first = self._turns[True].pace or 1.0
+        # Before any is known, half way between those predicted and those of first turns.
+        further = self._turns[False].pace or math.sqrt(first)
+        seconds = max(0, round(first_s * first + further_s * further))
         return f"about {seconds // 60}:{seconds % 60:02d} left"
 
     def _render(self) -> Table:

@@ -59,13 +59,26 @@ def test_each_round_has_a_line_and_time_left_follows_the_rounds(
     for case in (one, other):
         run.round(case, 20.0)
     assert run.said() == []
-    for number, words in ((2, "round 2 of 3, about 1:20 left"), (3, "round 3 of 3, about 0:40 le")):
+    for number, words in ((2, "round 2 of 3, about 0:57 left"), (3, "round 3 of 3, about 0:40 le")):
         for case in (other, one):
             run.round(case, 20.0)
         assert run.said()[0].startswith(words), number
     run.finish(one)
     (finished,) = run.said()
     assert finished.startswith("[1/2]")
+
+
+def test_first_turns_say_little_of_further_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 10 s predicted for a turn, the first takes 90, since it compiles, and others 5."""
+    run = Run(monkeypatch, rounds=3)
+    one, other = run.cases
+    run.round(one, 90.0)
+    run.round(one, 5.0)
+    # Of the other case 10 s at the pace of first turns, 9; of both 20 s more at one between, 3.
+    assert run.said() == ["round 2 of 3, about 3:30 left"]
+    run.round(other, 90.0)
+    run.round(other, 5.0)
+    assert run.said() == ["round 2 of 3, about 0:15 left"]
 
 
 def test_rounds_that_are_added_until_a_pair_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
