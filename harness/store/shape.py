@@ -187,6 +187,7 @@ class _Environment(_Host):
     num_threads: Count | None = None
     host_memory_bytes: Amount | None = None
     device_memory_bytes: Amount | None = None
+    multiprocessors: Count | None = None
     boot_id: Name | None = None
     machine_id: Name | None = None
     gpu_uuids: list[Name] | None = None
