@@ -67,8 +67,8 @@ def log_sum_exp(q_BGHSD: Tensor, k_BGKD: Tensor, scoring: Scoring) -> Tensor:
     windowed = scoring.mask.window is not None
     k_BGKD = k_BGKD if windowed else k_BGKD.double()
     lse = q_BGHSD.new_empty(q_BGHSD.shape[:4], dtype=torch.float64)
-    # This is most of what a check takes on a GPU, and it passes over scores in memory: so queries
-    # are scaled instead of them, and no mask is made where it hides nothing.
+    # Of a long sequence these are nearly all scores that a check computes, and each operation
+    # passes over them in memory: so queries are scaled instead, and only what can be is masked.
     scaled = replace(scoring, scale=1.0)
     columns = torch.arange(k_BGKD.shape[2], device=k_BGKD.device)
     for start in range(0, length, BLOCK):
