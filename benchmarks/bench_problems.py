@@ -76,10 +76,13 @@ def main() -> None:
     parser.add_argument("machine", help="one of conf/machine")
     parser.add_argument("--results", type=Path, help="by default results/MACHINE")
     arguments = parser.parse_args()
-    if arguments.action == "predict":
-        predict(arguments.machine)
-    else:
-        show(arguments.machine, arguments.results or ROOT / "results" / arguments.machine)
+    try:
+        if arguments.action == "predict":
+            predict(arguments.machine)
+        else:
+            show(arguments.machine, arguments.results or ROOT / "results" / arguments.machine)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,10 @@ from harness.forecast import build, calibration
 
 
 def main() -> None:
-    results, target = map(Path, sys.argv[1:])
+    try:
+        results, target = map(Path, sys.argv[1:])
+    except ValueError:
+        sys.exit("usage: python -m harness.forecast RESULTS CALIBRATION.json")
     try:
         calibration.write(build.build(target.stem, results), target)
     except ValueError as error:

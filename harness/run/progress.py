@@ -158,7 +158,7 @@ class TerminalProgress:
         if first_s + further_s < 1e-6 * sum(self._predicted.values()):
             return ""
         first = self._turns[True].pace or 1.0
-        # Before any is known, half way between those predicted and those of first turns.
+        # Before it is known, between the predicted one, which is 1, and that of first turns.
         further = self._turns[False].pace or math.sqrt(first)
         seconds = max(0, round(first_s * first + further_s * further))
         return f"about {seconds // 60}:{seconds % 60:02d} left"
