@@ -11,63 +11,112 @@ from __future__ import annotations
 
 import argparse
 import csv
+import math
 from pathlib import Path
+from statistics import median
+
+import pandas as pd
 
 import harness
 from harness import forecast
 from harness.cases.sweep import load_sweep
 from harness.paths import ROOT
+from harness.predictions.capacity import machine_named
 from harness.request.grid import expand
 
 KEPT = ROOT / "benchmarks" / "forecast_problems"
 
+GIB = 2**30
+
 TIMES = ("predicted_ms", "low_ms", "high_ms")
 
 
-def predict(name: str) -> None:
-    """Predict every problem on a packaged machine and keep the predictions."""
+def predict(name: str, results: Path) -> None:
+    """Predict every problem on a packaged machine and keep the predictions.
+
+    A problem that the results have measured keeps the prediction that was made before.
+    """
     machine = forecast.machine(name)
-    with (KEPT / f"{name}.csv").open("w", newline="") as file:
-        rows = csv.DictWriter(file, ("case_id", "gpus", "title", *TIMES), lineterminator="\n")
-        rows.writeheader()
-        # For GPUs, which need not be here.
-        for case in expand(load_sweep("forecast_problems").scales["full"], {}, "cuda"):
-            found = machine.step(case)
-            times = (found.median_ms, found.low_ms, found.high_ms)
-            kept = dict(zip(TIMES, (f"{ms:.1f}" for ms in times), strict=True))
-            rows.writerow({"case_id": case.id, "gpus": case.world_size, "title": case.title} | kept)
+    path = KEPT / f"{name}.csv"
+    measured = set(_steps(results).index) if results.is_dir() else set()
+    before = {row["case_id"]: row for row in _kept(path)} if path.is_file() else {}
+    rows = []
+    # For GPUs, which need not be here.
+    for case in expand(load_sweep("forecast_problems").scales["full"], {}, "cuda"):
+        if case.id in measured and case.id in before:
+            rows.append(before[case.id])
+            continue
+        found = machine.step(case)
+        times = (found.median_ms, found.low_ms, found.high_ms)
+        kept = dict(zip(TIMES, (f"{ms:.1f}" for ms in times), strict=True))
+        rows.append({"case_id": case.id, "gpus": case.world_size, "title": case.title} | kept)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, ("case_id", "gpus", "title", *TIMES), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def show(name: str, results: Path) -> None:
-    """Print predicted beside measured, and the share within 10%, by number of GPUs and of all."""
-    frame = harness.load(results)
-    steps = frame[frame["phase"] == "step"]
-    known = steps.set_index("case_id")
+    """Print predicted beside measured, times and peak memory, and the shares that are close."""
+    known = _steps(results)
+    usable_gib = machine_named(name).usable_bytes / GIB
     errors: dict[str, list[float]] = {}
-    covered = 0
-    print(f"{'predicted':>9} {'interval':20}{'measured':>10} {'ratio':>6}  problem")
-    with (KEPT / f"{name}.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    for row in rows:
+    memory: list[float] = []
+    covered = unfit = unfit_right = 0
+    print(
+        f"{'predicted':>9} {'interval':18}{'measured':>10} {'ratio':>6}{'memory':>8}  problem\n"
+        f"{'ms':>9} {'ms':18}{'ms':>10} {'time':>6}{'ratio':>8}"
+    )
+    for row in _kept(KEPT / f"{name}.csv"):
         predicted, low, high = (float(row[key]) for key in TIMES)
-        interval = f"[{low:.1f}, {high:.1f}]"
-        line = f"{predicted:9.1f} {interval:20}"
+        line = f"{predicted:9.1f} {f'[{low:.1f}, {high:.1f}]':18}"
         if row["case_id"] in known.index:
-            measured = float(known.loc[row["case_id"], "median_ms"])
-            marks = ", ".join(known.loc[row["case_id"], "disturbed"] or ())
-            errors.setdefault(row["gpus"], []).append(abs(predicted / measured - 1))
-            covered += low <= measured <= high
-            line += f"{measured:10.1f} {predicted / measured:6.2f}"
-            row["title"] += f"  {marks}"
-        print(f"{line:48}  {row['title']}".rstrip())
+            step = known.loc[row["case_id"]]
+            gib = float(step["predicted_memory_gib"])
+            if gib > usable_gib or step["status"] == "oom":
+                unfit += 1
+                unfit_right += gib > usable_gib and step["status"] == "oom"
+            if step["status"] == "oom":
+                line += f"{'OOM':>10}{'':15}"
+                row["title"] += f"  needs {gib:.1f} GiB of {usable_gib:.1f} by prediction"
+            else:
+                measured = float(step["median_ms"])
+                errors.setdefault(row["gpus"], []).append(abs(predicted / measured - 1))
+                covered += low <= measured <= high
+                line += f"{measured:10.1f} {predicted / measured:6.2f}"
+                if not math.isnan(gib):
+                    memory.append(gib / float(step["peak_memory_gib"]))
+                    line += f"{memory[-1]:8.3f}"
+                row["title"] += "  " + ", ".join(step["disturbed"] or ())
+        print(f"{line:54}  {row['title']}".rstrip())
     if not errors:
         print("none is measured yet: attnbench sweeps=forecast_problems")
         return
     errors["all"] = [error for some in errors.values() for error in some]
     for gpus, some in errors.items():
         within = sum(error <= 0.1 for error in some)
-        print(f"GPUs {gpus}: {within} of {len(some)} within 10%")
+        print(f"GPUs {gpus}: {within} of {len(some)} within 10%, median {median(some):.1%} off")
     print(f"{covered} of {len(errors['all'])} in their interval")
+    if memory:
+        off = [abs(ratio - 1) for ratio in memory]
+        print(
+            f"peak memory: median {median(off):.1%} off, at most {max(off):.1%} ({len(off)} problems"
+            " with a formula)"
+        )
+    if unfit:
+        print(f"what does not fit: {unfit_right} of {unfit} right")
+
+
+def _steps(results: Path) -> pd.DataFrame:
+    """The training steps of a results folder, by case."""
+    frame = harness.load(results)
+    return frame[frame["phase"] == "step"].set_index("case_id")
+
+
+def _kept(path: Path) -> list[dict[str, str]]:
+    """The predictions that a file keeps."""
+    with path.open() as file:
+        return list(csv.DictReader(file))
 
 
 def main() -> None:
@@ -76,11 +125,12 @@ def main() -> None:
     parser.add_argument("machine", help="one of conf/machine")
     parser.add_argument("--results", type=Path, help="by default results/MACHINE")
     arguments = parser.parse_args()
+    results = arguments.results or ROOT / "results" / arguments.machine
     try:
         if arguments.action == "predict":
-            predict(arguments.machine)
+            predict(arguments.machine, results)
         else:
-            show(arguments.machine, arguments.results or ROOT / "results" / arguments.machine)
+            show(arguments.machine, results)
     except (OSError, ValueError) as error:
         parser.error(str(error))
 

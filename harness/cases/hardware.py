@@ -31,11 +31,20 @@ class Hardware:
     source: str
     multiprocessors: int | None = None
     """None if the file does not say."""
+    aliases: tuple[str, ...] = ()
+    """Shorter names by which ``machine=`` knows it: a chip is meant in its most common form."""
 
 
 def find_hardware(device_name: str | None) -> Hardware | None:
     """The hardware that the driver calls ``device_name``, or None if no file knows it."""
     return _by_device_name().get(_normalised(device_name or ""))
+
+
+def hardware_named(name: str) -> Hardware | None:
+    """The hardware that the driver, a file or an alias calls ``name``, or None."""
+    files = hardware_names()
+    aliases = {alias: known for known in files.values() for alias in known.aliases}
+    return find_hardware(name) or files.get(name) or aliases.get(name)
 
 
 def hardware_names() -> dict[str, Hardware]:
@@ -44,7 +53,8 @@ def hardware_names() -> dict[str, Hardware]:
     for name, path in config_files("hardware").items():
         try:
             values: Any = OmegaConf.to_container(OmegaConf.load(path))
-            hardware = Hardware(**{**values, "match": tuple(values["match"])})
+            names = {key: tuple(values.get(key, ())) for key in ("match", "aliases")}
+            hardware = Hardware(**{**values, **names})
         except (OSError, YAMLError, TypeError, KeyError) as error:
             problem = " ".join(f"{error}".split())
             raise ValueError(

@@ -1,4 +1,7 @@
-"""Writes a machine's calibration: python -m harness.forecast RESULTS CALIBRATION.json."""
+"""Writes a machine's calibration: python -m harness.forecast RESULTS CALIBRATION.json [SWEEP].
+
+Of all records of a results folder, or of one sweep's.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,13 @@ from harness.forecast import build, calibration
 
 
 def main() -> None:
+    arguments = sys.argv[1:]
+    if len(arguments) not in (2, 3):
+        sys.exit("usage: python -m harness.forecast RESULTS CALIBRATION.json [SWEEP]")
+    results, target = map(Path, arguments[:2])
+    sweep = arguments[2] if len(arguments) == 3 else None
     try:
-        results, target = map(Path, sys.argv[1:])
-    except ValueError:
-        sys.exit("usage: python -m harness.forecast RESULTS CALIBRATION.json")
-    try:
-        calibration.write(build.build(target.stem, results), target)
+        calibration.write(build.build(target.stem, results, sweep=sweep), target)
     except ValueError as error:
         sys.exit(f"harness.forecast: {error}")
 

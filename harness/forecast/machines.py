@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 
 from harness.cases.case import Case
-from harness.cases.hardware import find_hardware, hardware_names
+from harness.cases.hardware import find_hardware, hardware_named
 from harness.forecast import communication, operations, schedule, terms
 from harness.forecast.attending import Attending
 from harness.forecast.calibration import FOLDER, Calibration, read, write
@@ -85,7 +85,7 @@ def machine(name: str, results: Path | None = None) -> Machine:
     if name == HERE:
         return Machine(_here(results or RESULTS))
     files = {path.stem: path for path in sorted(FOLDER.glob("*.json"))}
-    hardware = find_hardware(name) or hardware_names().get(name)
+    hardware = hardware_named(name)
     same = (known for known in files if hardware and find_hardware(known) == hardware)
     known = name if name in files else next(same, None)
     if known is None:

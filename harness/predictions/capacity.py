@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from harness.cases import format as fmt
 from harness.cases.case import Case
-from harness.cases.hardware import find_hardware, hardware_names
+from harness.cases.hardware import find_hardware, hardware_named, hardware_names
 from harness.did_you_mean import did_you_mean
 
 GIB = 2**30
@@ -56,7 +56,7 @@ def machine_named(name: str, num_devices: int | None = None) -> Machine:
 
     Raises ValueError in one line, with the name that was probably meant, if there is none.
     """
-    hardware = find_hardware(name) or hardware_names().get(name)
+    hardware = hardware_named(name)
     if hardware is None:
         known = sorted({*hardware_names(), "here"})
         raise ValueError(

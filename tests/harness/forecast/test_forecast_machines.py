@@ -222,7 +222,7 @@ def test_what_was_not_measured_is_said(h200: Any) -> None:
 
 
 def test_an_unknown_machine_is_an_error_of_one_line() -> None:
-    with pytest.raises(ValueError, match=r"machine=abacus: no calibration.* one of h200"):
+    with pytest.raises(ValueError, match=r"machine=abacus: no calibration.* one of h100, h200"):
         forecast.machine("abacus")
 
 
