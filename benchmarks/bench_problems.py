@@ -14,6 +14,7 @@ import csv
 import math
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pandas as pd
 
@@ -40,7 +41,7 @@ def predict(name: str, results: Path) -> None:
     path = KEPT / f"{name}.csv"
     measured = set(_steps(results).index) if results.is_dir() else set()
     before = {row["case_id"]: row for row in _kept(path)} if path.is_file() else {}
-    rows = []
+    rows: list[dict[str, Any]] = []
     # For GPUs, which need not be here.
     for case in expand(load_sweep("forecast_problems").scales["full"], {}, "cuda"):
         if case.id in measured and case.id in before:
@@ -58,7 +59,7 @@ def predict(name: str, results: Path) -> None:
 
 def show(name: str, results: Path) -> None:
     """Print predicted beside measured, times and peak memory, and the shares that are close."""
-    known = _steps(results)
+    known: dict[Any, Any] = _steps(results).to_dict("index")
     usable_gib = machine_named(name).usable_bytes / GIB
     errors: dict[str, list[float]] = {}
     memory: list[float] = []
@@ -70,8 +71,7 @@ def show(name: str, results: Path) -> None:
     for row in _kept(KEPT / f"{name}.csv"):
         predicted, low, high = (float(row[key]) for key in TIMES)
         line = f"{predicted:9.1f} {f'[{low:.1f}, {high:.1f}]':18}"
-        if row["case_id"] in known.index:
-            step = known.loc[row["case_id"]]
+        if step := known.get(row["case_id"]):
             gib = float(step["predicted_memory_gib"])
             if gib > usable_gib or step["status"] == "oom":
                 unfit += 1
@@ -100,8 +100,8 @@ def show(name: str, results: Path) -> None:
     if memory:
         off = [abs(ratio - 1) for ratio in memory]
         print(
-            f"peak memory: median {median(off):.1%} off, at most {max(off):.1%} ({len(off)} problems"
-            " with a formula)"
+            f"peak memory: median {median(off):.1%} off, at most {max(off):.1%}, of {len(off)}"
+            " problems with a formula"
         )
     if unfit:
         print(f"what does not fit: {unfit_right} of {unfit} right")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from harness.cases import format as fmt
 from harness.cases.case import Case
-from harness.cases.hardware import find_hardware, hardware_named, hardware_names
+from harness.cases.hardware import hardware_named, hardware_names
 from harness.did_you_mean import did_you_mean
 
 GIB = 2**30
