@@ -21,6 +21,9 @@ MESSAGE_BYTES = 25 * 2**20
 USUAL = Exposure(strategy="", matmul="", visible=0.8, launches=None)
 """What communication adds under an unmeasured strategy, in the middle of those that were."""
 
+NONE = "none"
+"""The strategy without replicas."""
+
 SMALL_BYTES = 1e4
 """Of a message whose time is that of a call."""
 
@@ -45,6 +48,9 @@ the rank's wait for others."""
 
 HANDS_ON = "send_recv"
 """The transport by which ranks hand keys on, named as its collective operation."""
+
+READS_MEMORY = ("symmetric", "auto")
+"""Transports by which a rank reads other ranks' memory; on a host with NVLink ``auto`` is one."""
 
 HIDING = 0.9
 """Share of the passes behind which communication can hide: it begins with the second unit."""
@@ -118,6 +124,10 @@ def _of_data(machine: Machine, case: Case, compute_ms: float) -> Iterator[Exchan
 def _exposure(machine: Machine, case: Case) -> Exposure:
     """What a strategy's communication adds to a step, each part as far as any step tells it."""
     peak = case.precision.peak
+    if case.parallel.name == NONE:
+        # Ranks that share sequences add up their gradients when all of them are there.
+        host = _launches(machine, case)
+        return Exposure(strategy=NONE, matmul=peak, visible=1.0, launches=host, follows=1.0)
     alike = [item for item in machine.calibration.exposures if item.strategy == case.parallel.name]
     # Of the same number format first.
     alike.sort(key=lambda item: item.matmul != peak)
@@ -176,16 +186,19 @@ def _of_tensors(machine: Machine, case: Case) -> Iterator[Exchange]:
 
 
 def _of_keys(machine: Machine, case: Case) -> Iterator[Exchange]:
-    """Keys and values of other ranks, and in the backward pass their gradients besides."""
+    """Keys and values of other ranks in both passes, and after the backward pass their gradients.
+
+    Attention to the keys at hand hides those that come; the last gradients leave when it has ended.
+    """
     assert case.model is not None, "training steps have a model"
     model, cp = case.model, case.parallel.cp
     heads = model.kv_heads // case.parallel.tp
     element = DTYPE_BYTES[case.precision.compute]
     keys = 2 * case.batch_size * case.seq_len * heads * model.head_dim * element
-    passes = {"forward": 1.0, "backward": 2.0} if _trains(case) else {"forward": 1.0}
     one, note = _keys_ms(machine, case, keys)
-    for phase, times in passes.items():
-        total = times * model.num_layers * one
+    note = note or _by_formula(case)
+    total = model.num_layers * one
+    for phase in ("forward", "backward") if _trains(case) else ("forward",):
         yield Exchange(
             name="context parallelism (keys)",
             phase=phase,
@@ -193,7 +206,20 @@ def _of_keys(machine: Machine, case: Case) -> Iterator[Exchange]:
             hidden_ms=(1 - CONTEXT_VISIBLE) * total,
             error_ms=0.5 * total,
             launches=8.0 * cp * model.num_layers,
-            note=note or _by_formula(case),
+            note=note,
+        )
+    if _trains(case):
+        # Sums of other ranks leave in float32, unless their owner reads them where they are.
+        reads = getattr(case.attention, "transport", None) in READS_MEMORY
+        total *= 1.0 if reads else 4 / element
+        yield Exchange(
+            name="context parallelism (gradients of keys)",
+            phase="backward",
+            visible_ms=total,
+            hidden_ms=0.0,
+            error_ms=0.5 * total,
+            launches=8.0 * cp * model.num_layers,
+            note=note,
         )
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
 from harness.cases.case import Case
+from harness.cases.compilation import Compile
 from harness.cases.hardware import find_hardware, hardware_named
-from harness.forecast import communication, operations, schedule, terms
+from harness.forecast import clocks, communication, operations, schedule, terms
 from harness.forecast.attending import Attending
 from harness.forecast.calibration import FOLDER, Calibration, read, write
 from harness.forecast.law import Features, Law
@@ -21,7 +22,7 @@ from harness.forecast.matmul import matmul_features
 from harness.forecast.network import Network, network
 from harness.forecast.operations import Operation, Sizes
 from harness.forecast.prediction import StepPrediction
-from harness.forecast.schedule import Phase, Piece
+from harness.forecast.schedule import Exchange, Phase, Piece
 from harness.predictions import training
 
 KINDS = ("autocast", "low", "float32")
@@ -64,9 +65,16 @@ UNMEASURED_COMPILED = 0.45
 COMPILED_LAUNCHES = 0.3
 """What it leaves of launches: of some 50 of a block's forward pass, some 15."""
 
+COMPILED_HOST, GRAPHS_HOST = 0.5, 0.27
+"""What it leaves of the host's time, where no step tells: guards, autograd and arguments take
+nearly as long as the launches saved, and CUDA graphs are replayed block by block. Of a small
+model's steps on an H100 0.62 to 0.97 of a pass, and 0.18 to 0.37; on an H200 0.55 at most."""
+
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 """Modes of torch.compile whose kernels are launched as one graph."""
 
+
+PASSES = ("forward", "backward")
 
 HERE = "here"
 SWEEP = "calibration"
@@ -119,6 +127,12 @@ def is_captured(case: Case) -> bool:
     return bool(getattr(case.task, "cuda_graph", False))
 
 
+def compiled_launches_name(compiling: Compile) -> str:
+    """The factor of a calibration that is the host's share of one scope and kind of launch."""
+    kind = "graphs" if compiling.mode in CUDA_GRAPH_MODES else "launches"
+    return f"compiled_{kind}/{compiling.scope}"
+
+
 def tensors_of(sizes: Sizes) -> int:
     """Parameters that are tensors of their own: nine a block, and three beside blocks."""
     return 9 * sizes.num_layers + 3
@@ -155,6 +169,7 @@ class Machine:
             is_elsewhere=calibration.name != HERE,
         )
         self._passes: dict[object, Piece] = {}
+        self._fastest = clocks.fastest(calibration)
         self._ranks: dict[str, list[int]] = {}
 
     def law(self, name: str) -> Law | None:
@@ -212,6 +227,7 @@ class Machine:
         if is_captured(case):
             # The graphs hold what ranks exchange as well.
             exchanged = tuple(replace(one, launches=0.0) for one in exchanged)
+        phases = self.under_load(case, phases, exchanged, self.host_us(host), notes)
         known = any(one.host == host for one in self.calibration.hosts)
         tokens = case.batch_size * case.seq_len * case.parallel.dp
         return schedule.predict(
@@ -225,8 +241,52 @@ class Machine:
         )
 
     def enqueued(self, case: Case) -> list[Phase]:
-        """The kernels and launches of each phase on one rank, without communication."""
+        """The kernels and launches of each phase on one rank, at full clocks, without
+        communication."""
         return self._phases(case, set())
+
+    def load(
+        self,
+        case: Case,
+        phases: Sequence[Phase],
+        exchanged: Sequence[Exchange],
+        host_us: Mapping[str, float],
+    ) -> float:
+        """How far a step lowers the device's clocks, 0 to 1; phases are those at full clocks."""
+        fastest = self._fastest.get(case.precision.peak)
+        if fastest is None:
+            return 0.0
+        visible_ms = sum(one.visible_ms for one in exchanged)
+        device_ms = sum(phase.device_ms for phase in phases) + visible_ms
+        host_ms = sum(host_us[phase.name] * phase.enqueued / 1e3 for phase in phases)
+        return clocks.load(clocks.flops(case) / max(device_ms, host_ms), fastest)
+
+    def under_load(
+        self,
+        case: Case,
+        phases: list[Phase],
+        exchanged: Sequence[Exchange],
+        host_us: Mapping[str, float],
+        notes: set[str],
+    ) -> list[Phase]:
+        """The phases, of which passes take longer by what load costs."""
+        load = self.load(case, phases, exchanged, host_us)
+        if not load:
+            return phases
+        cost, error = self.calibration.factors.get("load"), clocks.ERROR
+        if cost is None:
+            cost, error = clocks.USUAL, clocks.UNMEASURED_ERROR
+            notes.add(clocks.UNMEASURED_NOTE)
+        return [
+            replace(
+                phase,
+                parts={**phase.parts, clocks.SLOWED: cost * load * phase.device_ms},
+                errors={**phase.errors, clocks.SLOWED: error * cost * phase.device_ms},
+            )
+            if phase.name in PASSES
+            else phase
+            for phase in phases
+        ]
 
     def _phases(self, case: Case, notes: set[str]) -> list[Phase]:
         sizes = operations.sizes_of(case)
@@ -244,21 +304,25 @@ class Machine:
         if mode == "forward":
             ratio = self.calibration.factors.get("no_grad", 1.0)
             phases = [replace(phases[0], enqueued=ratio * phases[0].enqueued)]
-        error = GAP_ERROR
+        factors = self.calibration.factors
+        gap_us, error = factors.get("gap_us", 0.0), GAP_ERROR
         if is_captured(case):
             # One launch a phase, of which each is a graph.
-            notes.add(CAPTURED_NOTE)
             phases = [replace(phase, enqueued=1.0) for phase in phases]
-            error = CAPTURED_GAP_ERROR
-        return [self._with_gaps(phase, error) for phase in phases]
+            if "captured_gap_us" in factors:
+                gap_us = factors["captured_gap_us"]
+            else:
+                notes.add(CAPTURED_NOTE)
+                error = CAPTURED_GAP_ERROR
+        return [self._with_gaps(phase, gap_us, error) for phase in phases]
 
-    def _with_gaps(self, phase: Phase, error: float) -> Phase:
+    def _with_gaps(self, phase: Phase, gap_us: float, error: float) -> Phase:
         """The device's pause between one kernel and the next.
 
         Args:
             error: its relative standard error.
         """
-        ms = self.calibration.factors.get("gap_us", 0.0) * phase.launches / 1e3
+        ms = gap_us * phase.launches / 1e3
         return replace(
             phase,
             parts={**phase.parts, GAPS: ms},
@@ -347,7 +411,7 @@ class Machine:
             notes.add(f"compile={compiling.scope} was not measured")
             left = UNMEASURED_COMPILED
         scale = {name: 1.0 if name in UNFUSED else left for name in eager.parts}
-        graph = 0.1 if compiling.mode in CUDA_GRAPH_MODES else 1.0
+        kept = self.compiled_launches(compiling, eager.name)
         return Phase(
             name=eager.name,
             parts={name: scale[name] * ms for name, ms in eager.parts.items()},
@@ -356,9 +420,14 @@ class Machine:
                 for name, error in eager.errors.items()
             },
             launches=COMPILED_LAUNCHES * eager.launches,
-            enqueued=COMPILED_LAUNCHES * graph * eager.enqueued,
+            enqueued=kept * eager.enqueued,
             last_ms=eager.last_ms,
         )
+
+    def compiled_launches(self, compiling: Compile, phase: str) -> float:
+        """What torch.compile leaves of the host's time of a pass."""
+        usual = GRAPHS_HOST if compiling.mode in CUDA_GRAPH_MODES else COMPILED_HOST
+        return self.calibration.factors.get(f"{compiled_launches_name(compiling)}/{phase}", usual)
 
     def _summed(self, found: Iterable[Operation]) -> Piece:
         parts: dict[str, float] = defaultdict(float)
@@ -401,7 +470,10 @@ class Machine:
         share = 1 / case.checkpoint.blocks
         kept: tuple[str, ...] = ("loss", "embedding")
         if case.checkpoint.scope == "selective":
-            kept += ("matmuls", "attention")
+            kept += (MATMULS,)
+            # Of scores in memory, all but two products is computed again: nearly their whole time.
+            if not case.attention.keeps_scores(replace(case.attention_problem, needs_grad=True)):
+                kept += (ATTENTION,)
         return Phase(
             name="backward",
             parts={name: share * ms for name, ms in whole.parts.items() if name not in kept},

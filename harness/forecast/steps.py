@@ -17,7 +17,14 @@ import pandas as pd
 from harness.cases.case import Case
 from harness.forecast import communication, schedule
 from harness.forecast.calibration import Calibration, Exposure, HostSpeed
-from harness.forecast.machines import GAPS, UNFUSED, UNMEASURED_COMPILED, Machine, is_captured
+from harness.forecast.machines import (
+    GAPS,
+    UNFUSED,
+    UNMEASURED_COMPILED,
+    Machine,
+    compiled_launches_name,
+    is_captured,
+)
 from harness.forecast.prediction import WAITING
 from models.variants import PLAIN
 
@@ -39,6 +46,13 @@ BUSY = 1.1
 """Measured time over that of kernels below which a device was nearly always busy."""
 
 
+UNSTEADY = {"spread", "bimodal", "busy", "drift"}
+"""Marks of steps whose time is not one number."""
+
+LOADED = 0.5
+"""Of all that load may cost, from where on a step tells it."""
+
+
 @dataclass(kw_only=True, slots=True, frozen=True)
 class MeasuredStep:
     """A recorded case of task=train_step."""
@@ -47,6 +61,8 @@ class MeasuredStep:
     case: Case
     phases_ms: dict[str, float]
     """Medians; ``step`` is the whole."""
+    device_ms: dict[str, float]
+    """What the device took of each phase, where that was measured by itself."""
     host: str
     """What tells hosts apart: processors, and the boot or the revision that they measured."""
     profile: dict[str, Any] | None
@@ -72,6 +88,7 @@ def of_frame(frame: pd.DataFrame) -> list[MeasuredStep]:
                 case_id=str(case_id),
                 case=case,
                 phases_ms=dict(zip(group["phase"], group["median_ms"], strict=True)),
+                device_ms=dict(group.dropna(subset=["device_ms"])[["phase", "device_ms"]].values),
                 host=_host(row),
                 profile=profile if isinstance(profile, dict) else None,
                 row=row,
@@ -90,7 +107,8 @@ def _host(row: dict[str, Any]) -> str:
 
 
 def completed(plain: Calibration, steps: Sequence[MeasuredStep]) -> Calibration:
-    """A calibration of kernels with what launched steps tell beyond them."""
+    """A calibration of kernels with what steps tell beyond them."""
+    captured = [step for step in steps if is_captured(step.case)]
     steps = [step for step in steps if not is_captured(step.case)]
     sources = {record["id"]: index for index, record in enumerate(plain.records)}
     revisions = {step.case_id: str(step.row["revision"]) for step in steps}
@@ -99,6 +117,8 @@ def completed(plain: Calibration, steps: Sequence[MeasuredStep]) -> Calibration:
     known = replace(known, factors={**known.factors, **_no_grad(Machine(known), steps)})
     known = replace(known, factors={**known.factors, **_compiled(Machine(known), steps)})
     known = replace(known, factors={**known.factors, **_checkpointed(Machine(known), steps)})
+    known = replace(known, factors={**known.factors, **_load(Machine(known), steps)})
+    known = replace(known, factors={**known.factors, **_captured(Machine(known), captured)})
     known = replace(known, exposures=tuple(_exposures(Machine(known), steps)))
     added = [
         {"id": name, "revision": revisions[name]} for name in list(sources)[len(plain.records) :]
@@ -244,20 +264,28 @@ def _no_grad(machine: Machine, steps: Sequence[MeasuredStep]) -> dict[str, float
 
 
 def _compiled(machine: Machine, steps: Sequence[MeasuredStep]) -> dict[str, float]:
-    """What compilers left of the time between products and attention, by scope and phase."""
+    """What compilers left of the time between products and attention, and of the host's launches,
+    by scope and phase."""
     left: dict[str, list[float]] = defaultdict(list)
     for step in steps:
         compiling = step.case.compile
         if compiling is None or compiling.scope == "none" or step.case.world_size > 1:
             continue
+        host, enqueued = machine.host_us(step.host), compiled_launches_name(compiling)
         for phase in machine.enqueued(step.case):
+            took_ms = step.phases_ms[phase.name]
+            device_ms = step.device_ms.get(phase.name, took_ms)
             scaled = sum(phase.parts[name] for name in phase.parts if name not in UNFUSED)
             scaled -= phase.parts[GAPS]
-            if phase.name != "optimizer" and scaled:
-                # Not known yet, so that the usual share was taken.
-                rest = step.phases_ms[phase.name] - (phase.device_ms - scaled)
-                share = max(0.0, UNMEASURED_COMPILED * rest / scaled)
-                left[f"compiled/{compiling.scope}/{phase.name}"].append(share)
+            if phase.name == "optimizer" or not scaled:
+                continue
+            # Not known yet, so that the usual shares were taken.
+            share = max(0.0, UNMEASURED_COMPILED * (device_ms - phase.device_ms + scaled) / scaled)
+            left[f"compiled/{compiling.scope}/{phase.name}"].append(share)
+            if took_ms > HOST_BOUND * device_ms and host[phase.name]:
+                usual = machine.compiled_launches(compiling, phase.name)
+                launches = took_ms * 1e3 / host[phase.name]
+                left[f"{enqueued}/{phase.name}"].append(usual * launches / phase.enqueued)
     return {name: round(median(values), 4) for name, values in left.items()}
 
 
@@ -279,6 +307,38 @@ def _checkpointed(machine: Machine, steps: Sequence[MeasuredStep]) -> dict[str, 
     return {name: round(median(values), 3) for name, values in added.items()}
 
 
+def _captured(machine: Machine, steps: Sequence[MeasuredStep]) -> dict[str, float]:
+    """Microseconds between kernels of steps that are replayed from CUDA graphs."""
+    gaps = []
+    for step in steps:
+        if step.case.world_size > 1:
+            continue
+        phases = machine.enqueued(step.case)
+        between_ms = sum(phase.parts[GAPS] for phase in phases)
+        kernels_ms = sum(phase.device_ms for phase in phases) - between_ms
+        launches = sum(phase.launches for phase in phases)
+        gaps.append(max(0.0, step.ms - kernels_ms) / launches * 1e3)
+    return {"captured_gap_us": round(median(gaps), 3)} if gaps else {}
+
+
+def _load(machine: Machine, steps: Sequence[MeasuredStep]) -> dict[str, float]:
+    """What sustained load adds to the time of passes: see :mod:`harness.forecast.clocks`."""
+    costs = []
+    for step in steps:
+        case, host = step.case, machine.host_us(step.host)
+        if not _is_plain(step) or UNSTEADY & set(step.row["disturbed"] or ()):
+            continue
+        phases = machine.enqueued(case)
+        load = machine.load(case, phases, (), host)
+        passes = phases[:2]
+        device_ms = sum(phase.device_ms for phase in passes)
+        took_ms = sum(step.phases_ms[phase.name] for phase in passes)
+        host_ms = sum(host[phase.name] * phase.enqueued / 1e3 for phase in passes)
+        if load > LOADED and host_ms < device_ms:
+            costs.append((took_ms / device_ms - 1) / load)
+    return {"load": round(max(0.0, median(costs)), 4)} if costs else {}
+
+
 def _exposures(machine: Machine, steps: Sequence[MeasuredStep]) -> list[Exposure]:
     """What each strategy's communication added to its steps, of the device or of the host."""
     visible: dict[tuple[str, str], list[float]] = defaultdict(list)
@@ -290,7 +350,8 @@ def _exposures(machine: Machine, steps: Sequence[MeasuredStep]) -> list[Exposure
         if parallel.data_ranks == 1 or parallel.cp > 1 or parallel.tp > 1:
             continue
         host = machine.host_us(step.host)
-        alone = schedule.predict(machine.enqueued(case), (), host, 0.0, 1.0, set())
+        phases = machine.under_load(case, machine.enqueued(case), (), host, set())
+        alone = schedule.predict(phases, (), host, 0.0, 1.0, set())
         total = sum(ms for _, ms, _ in communication.gradient_traffic(machine, case))
         if not total:  # No collective operation was measured, so that nothing is told of exposure.
             continue

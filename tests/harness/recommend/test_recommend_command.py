@@ -113,11 +113,12 @@ def test_answers_for_a_machine_elsewhere(
     arguments = ["model=medium", *ELSEWHERE, "measure=false", f"results={tmp_path}"]
     assert recommend.main(arguments) == 0
     said = capsys.readouterr().out
-    assert re.search(r"Run \w+.*tokens/s predicted \(90%", " ".join(said.split()))
+    words = " ".join(said.split())
+    assert re.search(r"Run \w+.*tokens/s predicted \(90%", words)
     assert "attnbench model=medium seq_len=2048" in said
-    second = re.search(r"Runner-up: (.*?), (as fast|[\d.]+% slower)", said.replace("\n", " "))
+    second = re.search(r"Runner-up: (.*?), (as fast|[\d.]+% slower)", words)
     assert second
-    ties = said.replace("\n", " ").partition("Tied as well:")[2].partition("combination")[0]
+    ties = words.partition("Tied as well:")[2].partition("combination")[0]
     assert second[1] not in ties.replace(", and", ";").split(";")[0]
     # What is to be copied stays on one line, however long.
     drawn = [line for line in said.splitlines() if not re.match("attnbench |  report", line)]
