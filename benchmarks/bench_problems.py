@@ -1,8 +1,11 @@
-"""Predicted beside measured time of the forty problems that no calibration saw.
+"""Predicted beside measured time of problems that no calibration saw.
+
+Forty, and a second list that was made when the first had been measured on H100s.
 
 python -m benchmarks.bench_problems predict h200    # keep predictions, before anything is measured
 attnbench sweeps=forecast_problems results=results/h200     # on four GPUs; scale=two_gpus, one_gpu
 python -m benchmarks.bench_problems show h200       # the table, from the kept predictions
+python -m benchmarks.bench_problems show h200 --now     # by a calibration that may have seen them
 
 A machine is one of ``conf/machine``, and its results are those of the folder of its name.
 """
@@ -20,6 +23,7 @@ import pandas as pd
 
 import harness
 from harness import forecast
+from harness.cases.case import Case
 from harness.cases.sweep import load_sweep
 from harness.paths import ROOT
 from harness.predictions.capacity import machine_named
@@ -28,6 +32,9 @@ from harness.request.grid import expand
 KEPT = ROOT / "benchmarks" / "forecast_problems"
 
 GIB = 2**30
+
+LISTS = {"first": "full", "second": "second_two_gpus"}
+"""Scales of sweeps/forecast_problems.yaml."""
 
 TIMES = ("predicted_ms", "low_ms", "high_ms")
 
@@ -42,23 +49,31 @@ def predict(name: str, results: Path) -> None:
     measured = set(_steps(results).index) if results.is_dir() else set()
     before = {row["case_id"]: row for row in _kept(path)} if path.is_file() else {}
     rows: list[dict[str, Any]] = []
-    # For GPUs, which need not be here.
-    for case in expand(load_sweep("forecast_problems").scales["full"], {}, "cuda"):
-        if case.id in measured and case.id in before:
-            rows.append(before[case.id])
-            continue
-        found = machine.step(case)
-        times = (found.median_ms, found.low_ms, found.high_ms)
-        kept = dict(zip(TIMES, (f"{ms:.1f}" for ms in times), strict=True))
-        rows.append({"case_id": case.id, "gpus": case.world_size, "title": case.title} | kept)
+    scales = load_sweep("forecast_problems").scales
+    for name, scale in LISTS.items():
+        # For GPUs, which need not be here.
+        for case in expand(scales[scale], {}, "cuda"):
+            row = {"list": name, "case_id": case.id, "gpus": case.world_size, "title": case.title}
+            if case.id in measured and case.id in before:
+                row |= {key: before[case.id][key] for key in TIMES}
+            else:
+                found = machine.step(case)
+                times = (found.median_ms, found.low_ms, found.high_ms)
+                row |= dict(zip(TIMES, (f"{ms:.1f}" for ms in times), strict=True))
+            rows.append(row)
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, ("case_id", "gpus", "title", *TIMES), lineterminator="\n")
+        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
 
 
-def show(name: str, results: Path) -> None:
-    """Print predicted beside measured, times and peak memory, and the shares that are close."""
+def show(name: str, results: Path, *, now: bool) -> None:
+    """Print predicted beside measured, times and peak memory, and the shares that are close.
+
+    Args:
+        now: predicted again, instead of what was kept before anything was measured.
+    """
+    machine = forecast.machine(name)
     known: dict[Any, Any] = _steps(results).to_dict("index")
     usable_gib = machine_named(name).usable_bytes / GIB
     errors: dict[str, list[float]] = {}
@@ -70,6 +85,9 @@ def show(name: str, results: Path) -> None:
     )
     for row in _kept(KEPT / f"{name}.csv"):
         predicted, low, high = (float(row[key]) for key in TIMES)
+        if now and (step := known.get(row["case_id"])):
+            found = machine.step(Case.from_dict(step["case"]))
+            predicted, low, high = found.median_ms, found.low_ms, found.high_ms
         line = f"{predicted:9.1f} {f'[{low:.1f}, {high:.1f}]':18}"
         if step := known.get(row["case_id"]):
             gib = float(step["predicted_memory_gib"])
@@ -81,7 +99,8 @@ def show(name: str, results: Path) -> None:
                 row["title"] += f"  needs {gib:.1f} GiB of {usable_gib:.1f} by prediction"
             else:
                 measured = float(step["median_ms"])
-                errors.setdefault(row["gpus"], []).append(abs(predicted / measured - 1))
+                group = f"{row['list']} list, GPUs {row['gpus']}"
+                errors.setdefault(group, []).append(abs(predicted / measured - 1))
                 covered += low <= measured <= high
                 line += f"{measured:10.1f} {predicted / measured:6.2f}"
                 if not math.isnan(gib):
@@ -93,9 +112,9 @@ def show(name: str, results: Path) -> None:
         print("none is measured yet: attnbench sweeps=forecast_problems")
         return
     errors["all"] = [error for some in errors.values() for error in some]
-    for gpus, some in errors.items():
+    for group, some in errors.items():
         within = sum(error <= 0.1 for error in some)
-        print(f"GPUs {gpus}: {within} of {len(some)} within 10%, median {median(some):.1%} off")
+        print(f"{group}: {within} of {len(some)} within 10%, median {median(some):.1%} off")
     print(f"{covered} of {len(errors['all'])} in their interval")
     if memory:
         off = [abs(ratio - 1) for ratio in memory]
@@ -124,13 +143,14 @@ def main() -> None:
     parser.add_argument("action", choices=["predict", "show"])
     parser.add_argument("machine", help="one of conf/machine")
     parser.add_argument("--results", type=Path, help="by default results/MACHINE")
+    parser.add_argument("--now", action="store_true", help="show: predict again")
     arguments = parser.parse_args()
     results = arguments.results or ROOT / "results" / arguments.machine
     try:
         if arguments.action == "predict":
             predict(arguments.machine, results)
         else:
-            show(arguments.machine, results)
+            show(arguments.machine, results, now=arguments.now)
     except (OSError, ValueError) as error:
         parser.error(str(error))
 
