@@ -75,7 +75,9 @@ def say(rows: pd.DataFrame) -> str | None:
     host_bound = rows["step_evidence"].map(is_host_bound).astype(bool)
     parts = []
     for name, part in known.groupby("checkpoint", sort=False):
-        words = f"checkpoint={name} needs {span(part['memory_ratio'])} the memory of none"
+        # As it is chosen: rows of every second block are called so in the table.
+        key = f"every_k ({name})" if str(name).startswith("every ") else name
+        words = f"checkpoint={key} needs {span(part['memory_ratio'])} the memory of none"
         times = told(part[~host_bound[part.index]], "time_ratio", "verdict")
         if len(times):
             words += f" and {span(times['time_ratio'])} its time"
