@@ -186,12 +186,18 @@ OBSERVED = ("memory_source",)
 """Known only after the measurement, so that cases are matched without it."""
 
 
-def redundant_points(rows: pd.DataFrame) -> set[str]:
-    """Points that follow from others in these rows, and need not be shown."""
+def redundant_points(rows: pd.DataFrame, chosen: Iterable[str] = ()) -> set[str]:
+    """Points that follow from others in these rows, and need not be shown.
+
+    Args:
+        chosen: points that a table or figure arranges by. The scheme, which the attention names
+            too, is one in reports on split sequences, and is needed there alone.
+    """
+    scheme = {"scheme"} - set(chosen)
     if not any(task_type(name).gives_shape for name in rows["task"].unique()):
-        return set(SHAPE_POINTS)
+        return {*SHAPE_POINTS} | scheme
     usual = {"num_kv_heads": "num_heads", "kv_len": "seq_len"}
-    return {name for name, other in usual.items() if rows[name].equals(rows[other])}
+    return {name for name, other in usual.items() if rows[name].equals(rows[other])} | scheme
 
 
 def point_groups(rows: pd.DataFrame, varied: Iterable[str]) -> pd.Series:

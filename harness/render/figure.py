@@ -95,21 +95,35 @@ def _with_separators(drawing: Figure) -> None:
 _LEAST_LETTER = 0.4
 """Mean width of letters, in units of their size, that no title stays below."""
 
+_FEWEST_LETTERS = 12
+"""In a line of a title that was broken."""
+
+_MOST_BREAKS = 4
+"""How often a title is measured, and broken into shorter lines."""
+
 
 def wrap_titles(drawing: Figure) -> None:
     """Break titles that would reach into the panel beside theirs, or out of the figure."""
-    wide = [axes for axes in drawing.axes if _may_be_too_wide(drawing, axes)]
-    if not wide:
-        return
-    drawing.draw_without_rendering()
-    for axes in wide:
-        left, right = _column_of(drawing, axes)
-        extent = axes.title.get_window_extent()
-        centre = (extent.x0 + extent.x1) / 2
-        room = 2 * min(centre - left, right - centre)
-        text = axes.get_title()
-        if extent.width > room > 0:
-            axes.title.set_text(fill(text, max(12, int(len(text) * room / extent.width))))
+    texts = {axes: axes.get_title() for axes in drawing.axes if _may_be_too_wide(drawing, axes)}
+    # A title that was broken leaves its panel other room, and letters differ in width.
+    for _ in range(_MOST_BREAKS if texts else 0):
+        drawing.draw_without_rendering()
+        rooms = {axes: _room(drawing, axes) for axes in texts}
+        rooms = {axes: room for axes, room in rooms.items() if 0 < room < 1}
+        if not rooms:
+            return
+        for axes, room in rooms.items():
+            longest = max(map(len, axes.get_title().splitlines()))
+            letters = max(_FEWEST_LETTERS, min(longest - 1, int(longest * room)))
+            axes.title.set_text(fill(texts[axes], letters))
+
+
+def _room(drawing: Figure, axes: Axes) -> float:
+    """The room for a panel's title over its width."""
+    left, right = _column_of(drawing, axes)
+    extent = axes.title.get_window_extent()
+    centre = (extent.x0 + extent.x1) / 2
+    return 2 * min(centre - left, right - centre) / extent.width
 
 
 def _may_be_too_wide(drawing: Figure, axes: Axes) -> bool:
@@ -178,7 +192,8 @@ def draw(name: str, frame: pd.DataFrame) -> Drawn | None:
 
 def panel_key(rows: pd.DataFrame, across: Iterable[str]) -> tuple[list[str], str]:
     """Point columns that vary beyond ``across``, and the sentence on those that do not."""
-    ignored = {*across, "memory_source", "device"} | redundant_points(rows)
+    across = set(across)
+    ignored = {*across, "memory_source", "device"} | redundant_points(rows, across)
     names = [name for name in POINTS if name not in ignored]
     names = [name for name in names if name in rows]
     varying = [name for name in names if POINTS[name].varies(rows[name])]

@@ -234,7 +234,7 @@ def make_table(
         order: point columns to sort by, before all others; ``lead`` if not given.
     """
     lead, keep, without = list(lead), set(keep), set(without)
-    without |= redundant_points(rows)
+    without |= redundant_points(rows, lead)
     names = [*lead, *(name for name in POINTS if name not in lead)]
     names = [name for name in names if name in rows and name not in without]
     shown = [name for name in names if name in keep or POINTS[name].varies(rows[name])]

@@ -112,8 +112,9 @@ def _say_splits(good: pd.DataFrame, how: str | None = None) -> str | None:
     if good.empty:
         return None
     most = good[good["world_size"] == good["world_size"].max()]
-    longest = most[most["seq_len"] == most["seq_len"].max()]
-    ranks, length = int(longest["world_size"].iloc[0]), fmt.integer(longest["seq_len"].iloc[0])
+    tokens = _num_tokens(most)
+    longest = most[tokens == tokens.max()]
+    ranks, length = int(longest["world_size"].iloc[0]), _say_length(longest.iloc[0])
     compared = longest[longest["speedup"].notna()]
     waits = (longest["exposed_ms"] / longest["whole_ms"]).dropna()
     first, overall = _say_first(longest), None
@@ -131,8 +132,22 @@ def _say_splits(good: pd.DataFrame, how: str | None = None) -> str | None:
         else None,
     ]
     there = "; ".join(filter(None, parts))
-    where = ", ".join(filter(None, (how, f"with {ranks} ranks and {length} tokens")))
+    where = ", ".join(filter(None, (how, f"with {ranks} ranks and {length}")))
     return sentence(f"{where} {there}" if there else None, overall)
+
+
+def _num_tokens(rows: pd.DataFrame) -> pd.Series:
+    """What is split: all documents of a packed batch, else one of the sequences."""
+    packed = rows["packed_lengths"].map(lambda lengths: sum(lengths) if lengths else None)
+    return packed.astype(float).fillna(rows["seq_len"])
+
+
+def _say_length(row: pd.Series) -> str:
+    """``16,384 tokens``, and of a packed batch ``60,620 tokens in 8 documents,``."""
+    if not isinstance(row["packed_lengths"], list):
+        return fmt.counted(row["seq_len"], "token")
+    documents = fmt.counted(len(row["packed_lengths"]), "document")
+    return f"{fmt.counted(sum(row['packed_lengths']), 'token')} in {documents},"
 
 
 def _say_gains(compared: pd.DataFrame) -> str | None:
@@ -169,8 +184,12 @@ def _name(row: pd.Series) -> str:
 
 
 def crossovers(rows: pd.DataFrame) -> Iterator[str]:
-    """Sentences on where the best ring is faster than the best gather, by verdicts."""
+    """Sentences on where the best ring is faster than the best gather, by verdicts.
+
+    Not of packed batches, which are no longer or shorter by their ``seq_len``.
+    """
     rows = rows[(rows["status"] == "ok") & rows["gathers"].notna() & rows["whole_ms"].notna()]
+    rows = rows[rows["packed_lengths"].isna()]
     settings = ["world_size", "kernel", "precision", "cuda_graph"]
     for (ranks, kernel, precision, graphed), group in rows.groupby(settings):
         best = group.sort_values("whole_ms", kind="stable")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pandas as pd
 
 from harness.cases import format as fmt
@@ -96,13 +98,21 @@ def build(frame: pd.DataFrame) -> Table | None:
 
 @finding("document_balance")
 def say(rows: pd.DataFrame) -> str | None:
-    parts = list(rows.groupby("scheme", sort=False))
-    work = [(span(part["pair_imbalance"]), str(name)) for name, part in parts]
-    keys = [(percent_span(part["keys_share"]), str(name)) for name, part in parts]
+    work = _by_most(rows, "pair_imbalance", span)
+    keys = _by_most(rows, "keys_share", percent_span)
     return sentence(
         f"the busiest rank computes {by_name(work, 'the mean')}, by pairs",
-        f"of what a gather of all keys brings, {by_name(keys)} come",
+        f"keys that come are {by_name(keys, 'of those that a gather brings')}",
     )
+
+
+def _by_most(
+    rows: pd.DataFrame, value: str, say: Callable[[pd.Series], str]
+) -> list[tuple[str, str]]:
+    """The values of each scheme in words, and its name; alike ones behind each other."""
+    said = [(say(part[value]), str(name)) for name, part in rows.groupby("scheme", sort=False)]
+    most = {words: rows.loc[rows["scheme"] == name, value].max() for words, name in said}
+    return sorted(said, key=lambda pair: most[pair[0]])
 
 
 def _imbalance(compute_ms: object) -> float:

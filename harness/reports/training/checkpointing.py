@@ -74,8 +74,10 @@ def say(rows: pd.DataFrame) -> str | None:
     # What computing again costs is not told by a host that takes longer to ask for it.
     host_bound = rows["step_evidence"].map(is_host_bound).astype(bool)
     parts = []
-    for name, part in known.groupby("checkpoint", sort=False):
-        words = f"checkpoint={name} needs {span(part['memory_ratio'])} the memory of none"
+    for name, part in known.groupby(known["checkpoint"].astype(str), sort=False):
+        # As it is chosen: rows of every second block are called so in the table.
+        key = f"every_k ({name})" if str(name).startswith("every ") else str(name)
+        words = f"checkpoint={key} needs {span(part['memory_ratio'])} the memory of none"
         times = told(part[~host_bound[part.index]], "time_ratio", "verdict")
         if len(times):
             words += f" and {span(times['time_ratio'])} its time"

@@ -13,7 +13,7 @@ from matplotlib.ticker import FuncFormatter
 
 from harness.analysis.comparison import fullest_mode
 from harness.cases import format as fmt
-from harness.cases.columns import sort_by_points, sorted_values
+from harness.cases.columns import POINTS, sort_by_points
 from harness.drawing.marked import BAR_WORDS, FIRST_WORDS, SIGNS, first_by, say_marked
 from harness.drawing.panels import grid_places, hide_unused
 from harness.render.figure import CaptionedFigure, describe, panel_key
@@ -34,8 +34,19 @@ MAX_PANELS = 12
 MAX_COLUMNS = 3
 
 
-def phase_bars(frame: pd.DataFrame, category: str, caption: str) -> CaptionedFigure | None:
-    """Bars of ``category`` (``attention``, ``precision``), in milliseconds per phase."""
+def phase_bars(
+    frame: pd.DataFrame,
+    category: str,
+    caption: str,
+    columns: Sequence[str] = (),
+    tint: str | None = None,
+) -> CaptionedFigure | None:
+    """Bars of ``category`` (``attention``, ``precision``), in milliseconds per phase.
+
+    Args:
+        columns: the columns in which bars of one panel differ; ``category`` if not given.
+        tint: the column that colours the bars; ``category`` if not given.
+    """
     frame = of_task(frame, "train_step")
     if frame.empty:
         return None
@@ -45,10 +56,12 @@ def phase_bars(frame: pd.DataFrame, category: str, caption: str) -> CaptionedFig
     )
     if rows[[f"{phase}_median_ms" for phase in PHASES]].isna().all(axis=None):
         return None
-    columns = {"precision": ["precision", "compute", "tf32"]}.get(category, [category])
+    columns = [*columns] or [category]
+    tint = tint or category
     varying, common = panel_key(rows, columns)
-    rows = sort_by_points(rows, [*varying, category])
-    names = sorted_values(rows, category)
+    order = [name for name in columns if name in POINTS]
+    names = sort_by_points(rows, order)[category].unique().tolist()
+    rows = sort_by_points(rows, [*varying, *order])
     groups = list(rows.groupby(varying, dropna=False, sort=False)) if varying else [((), rows)]
     panels = [(describe(group.iloc[0], varying), group) for _, group in groups[:MAX_PANELS]]
     if len(groups) > MAX_PANELS:
@@ -56,19 +69,29 @@ def phase_bars(frame: pd.DataFrame, category: str, caption: str) -> CaptionedFig
     places, num_rows, num_columns = grid_places(
         [group.iloc[0] for _, group in panels], varying, MAX_COLUMNS
     )
-    height = 0.9 + num_rows * (0.55 + 0.3 * len(names))
-    figure = Figure(figsize=(max(4.8, 3.4 * num_columns), height), layout="constrained")
+    # A line of panels has the bars that one of them needs.
+    lines = [
+        [name for name in names if any(name in {*panels[at][1][category]} for at in mine)]
+        for mine in (
+            [at for at, place in enumerate(places) if place[0] == line] for line in range(num_rows)
+        )
+    ]
+    heights = [0.55 + 0.3 * len(line) for line in lines]
+    figure = Figure(figsize=(max(4.8, 3.4 * num_columns), 0.9 + sum(heights)), layout="constrained")
     # Panels of one row share their axis where they are one model at several precisions.
     shared: Literal["row", "none"] = "none"
     if "precision" in varying and len(varying) > 1:
         shared = "row"
-    grid = figure.subplots(num_rows, num_columns, squeeze=False, sharex=shared)
+    grid = figure.subplots(
+        num_rows, num_columns, squeeze=False, sharex=shared, height_ratios=heights
+    )
     hide_unused(grid.ravel(), [grid[place] for place in places])
     firsts = first_by(rows, "step_median_ms", columns)
     longest: dict[int, float] = {}
     for place, (title, group) in zip(places, panels, strict=True):
         axis = grid[place]
-        end = _draw(axis, group, category, names, firsts, show_names=place[1] == 0)
+        bars = dict.fromkeys(lines[place[0]]) | dict(zip(group[category], group[tint], strict=True))
+        end = _draw(axis, group, category, bars, firsts, show_names=place[1] == 0)
         longest[place[0]] = max(end, longest.get(place[0], 0.0)) if shared == "row" else end
         axis.set_xlim(0, 1.3 * longest[place[0]] or 1)
         axis.xaxis.set_major_formatter(FuncFormatter(lambda tick, _: f"{tick:,.10g}"))
@@ -89,7 +112,7 @@ def phase_bars(frame: pd.DataFrame, category: str, caption: str) -> CaptionedFig
         figure=figure,
         finding=sentence(
             say_fastest(rows, "step_median_ms", columns) or _largest_part(rows),
-            say_out_of_memory(rows, category),
+            say_out_of_memory(rows, category) if category in POINTS else None,
         ),
     )
 
@@ -107,16 +130,20 @@ def _draw(
     axis: Axes,
     rows: pd.DataFrame,
     category: str,
-    names: Sequence[str],
+    bars: Mapping[str, str | None],
     firsts: Mapping[str, str],
     *,
     show_names: bool,
 ) -> float:
-    """The bars of one panel; returns where the longest ends."""
+    """The bars of one panel; returns where the longest ends.
+
+    Args:
+        bars: the name of each, and what has its colour; None where the panel has no such bar.
+    """
     by_name = rows.drop_duplicates(category).set_index(category).to_dict("index")
     longest = 0.0
-    for place, name in enumerate(names):
-        if name not in by_name:
+    for place, (name, tint) in enumerate(bars.items()):
+        if tint is None:
             continue
         row = by_name[name]
         if row["status"] != "ok":
@@ -128,7 +155,7 @@ def _draw(
                 va="center",
                 fontsize=8,
                 style="italic",
-                color=colour(name),
+                color=colour(tint),
             )
             continue
         left = 0.0
@@ -140,14 +167,14 @@ def _draw(
                     value,
                     left=left,
                     height=0.72,
-                    color=mixed_with_white(colour(name), share),
+                    color=mixed_with_white(colour(tint), share),
                     label=f"{name}, {phase}",
                 )
                 left += value
         end = _draw_whole(axis, row, place, left, firsts.get(str(row["case_id"])))
         longest = max(longest, end)
-    axis.set_ylim(len(names) - 0.4, -0.6)
-    axis.set_yticks(range(len(names)), names if show_names else [""] * len(names))
+    axis.set_ylim(len(bars) - 0.4, -0.6)
+    axis.set_yticks(range(len(bars)), list(bars) if show_names else [""] * len(bars))
     axis.grid(axis="y", visible=False)
     axis.tick_params(axis="y", length=0)
     return longest

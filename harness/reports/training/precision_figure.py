@@ -12,4 +12,4 @@ CAPTION = "Median time of the phases of a training step by precision, and of who
 
 @figure("precision")
 def build(frame: pd.DataFrame) -> CaptionedFigure | None:
-    return phase_bars(frame, "precision", CAPTION)
+    return phase_bars(frame, "precision", CAPTION, ("precision", "compute", "tf32"))

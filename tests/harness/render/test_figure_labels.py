@@ -131,6 +131,38 @@ def test_bars_of_a_step_are_labelled_with_its_median() -> None:
     assert "42.8" in printed(built("step_time", [record]).figure)
 
 
+def test_a_line_of_panels_has_the_bars_that_it_needs() -> None:
+    several = [whole_step(name, seq_len=128) for name in ("naive", "flex", "sdpa")]
+    alone = [whole_step("sdpa", seq_len=length) for length in (256, 512, 1024)]
+    axes = built("step_time", several + alone).figure.axes
+    labels = [[label.get_text() for label in axis.get_yticklabels()] for axis in axes]
+    assert labels == [["naive", "flex", "sdpa"], ["", "", ""], ["sdpa"], [""]]
+    assert len(axes[1].patches) == 1
+
+
+def test_split_attentions_of_one_point_share_a_panel() -> None:
+    """A scheme is named by the attention, and is no point of its own."""
+    records = [
+        whole_step("zigzag", seq_len=128),
+        whole_step("ulysses", seq_len=128),
+        whole_step("sdpa", seq_len=256),
+    ]
+    axes = built("step_time", records).figure.axes
+    assert len(axes) == 2
+    assert not any("attention" in axis.get_title() for axis in axes)
+    table = build_table("summary", build_frame(records))
+    assert table is not None
+    assert [column.header for column in table.columns].count("attention") == 1
+
+
+def whole_step(attention: str, *, seq_len: int) -> Record:
+    samples = {"forward": [[1.0, 2.0, 3.0]], "step": [[2.0, 3.0, 4.0]]}
+    record = make_record(attention=attention, seq_len=seq_len, samples_ms=samples)
+    if attention in ("zigzag", "ulysses"):
+        record.case["attention"] |= {"kernel": "flash_triton", "transport": "auto"}
+    return record
+
+
 def test_rows_are_models_and_columns_precisions_of_one_scale() -> None:
     axes = built("step_time", steps()).figure.axes
     titles = [axis.get_title() for axis in axes]

@@ -33,6 +33,18 @@ def said(device_ms: float) -> str:
     return finding_of(table)
 
 
+def test_every_second_block_is_called_by_its_key() -> None:
+    other = step("every_k", 12.0, 2**30, device_ms=12.0)
+    other.case["checkpoint"]["every"] = 2
+    table = build_table(
+        "checkpointing", build_frame([step("none", 10.0, 2**31, device_ms=10.0), other])
+    )
+    assert table is not None
+    assert finding_of(table) == (
+        "checkpoint=every_k (every 2) needs 0.50× the memory of none and 1.20× its time."
+    )
+
+
 def test_the_host_s_time_is_no_cost_of_checkpointing() -> None:
     assert said(20.0) == "checkpoint=block needs 0.50× the memory of none and 2.00× its time."
     assert said(12.0) == "checkpoint=block needs 0.50× the memory of none."

@@ -12,7 +12,7 @@ from document_records import make_case, record_of
 from harness.analysis.frame import build_frame
 from harness.bench.bench import Bench
 from harness.cases.case import Case
-from harness.render.table import Table, build_table
+from harness.render.table import Table, build_table, finding_of
 from harness.request.compose import compose_request
 from harness.run.workers.worker import why_unsupported
 from harness.store.record import Record
@@ -137,6 +137,29 @@ class TestTable:
         assert rows.loc["llama3", "pair_imbalance"] > 1.45
         assert rows.loc["zigzag", "keys_share"] >= 1
         assert rows.loc["documents", "efficiency"] == pytest.approx(0.5)
+
+    def test_the_sentence_joins_schemes_that_are_alike(self) -> None:
+        schemes = ("zigzag", "llama3", "zigzag_llama3", "ring")
+        options = ("task=attention", "task.packing=equal", "attention.kernel=naive")
+        built = self.build(
+            *(record_of(f"attention={name}", "parallel.cp=2", *options) for name in schemes)
+        )
+        assert built is not None
+        said = finding_of(built)
+        assert said.count("the mean with") == 1
+        assert "100% of those that a gather brings with" in said
+        assert said.count("zigzag and zigzag_llama3") == 1
+
+    def test_packed_batches_are_told_by_their_tokens(self) -> None:
+        split = [
+            record_of(f"attention={name}", "attention.kernel=naive", "parallel.cp=2")
+            for name in ("zigzag", "llama3")
+        ]
+        built = build_table("context_parallel", build_frame(split))
+        assert built is not None
+        # Sixteen documents of 64 tokens in the mean.
+        assert finding_of(built).startswith("With 2 ranks and 1,024 tokens in 16 documents, ")
+        assert not any("at every length" in note for note in built.footnotes)
 
     def test_documents_of_another_task(self) -> None:
         options = ("task=attention", "task.packing=ragged", "attention=documents")

@@ -6,6 +6,7 @@ import re
 from functools import cache
 from pathlib import Path
 
+import captured_records
 import pandas as pd
 import pytest
 from document_records import record_of
@@ -74,6 +75,7 @@ def all_frames() -> list[pd.DataFrame]:
         on_a_host(),
         window_examples(),
         low_precision_statistics(),
+        captured_records.steps(),
     )
     return [build_frame(examples) for examples in kinds]
 
