@@ -219,9 +219,12 @@ def _split(law: str) -> list[str]:
 
 
 def _gives(name: str, *, with_lse: bool) -> bool:
-    """Whether it is a backend and, where a sequence is split, gives its log-sum-exp."""
+    """Whether it is a backend whose library is installed here, since nothing is known of those
+    there, and, where a sequence is split, gives its log-sum-exp."""
     backend = masks.backend_named(name)
-    return backend is not None and (backend.gives_lse or not with_lse)
+    if backend is None or backend.version() is None:
+        return False
+    return backend.gives_lse or not with_lse
 
 
 def _takes(name: str, problem: AttentionProblem) -> bool:

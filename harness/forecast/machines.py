@@ -44,12 +44,12 @@ two shapes were measured, which give the scale."""
 GAPS, GAP_ERROR = "gaps between kernels", 0.3
 """The part, and its standard error."""
 
-CAPTURED_GAP_ERROR = 1.0
-"""Its standard error in a CUDA graph, whose kernels may follow each other without any."""
+CAPTURED_GAP, CAPTURED_GAP_ERROR = 0.3, 1.0
+"""What a CUDA graph leaves of it, as on an H100, and its standard error, where no step tells."""
 
 CAPTURED_NOTE = (
-    "no captured step calibrates a prediction: pauses between its kernels are taken from "
-    "launched ones"
+    "no captured step calibrates a prediction: pauses between its kernels are the share of "
+    "launched ones that they are on another machine"
 )
 
 NOTICEABLE_DISTANCE = 2.0
@@ -313,7 +313,7 @@ class Machine:
                 gap_us = factors["captured_gap_us"]
             else:
                 notes.add(CAPTURED_NOTE)
-                error = CAPTURED_GAP_ERROR
+                gap_us, error = CAPTURED_GAP * gap_us, CAPTURED_GAP_ERROR
         return [self._with_gaps(phase, gap_us, error) for phase in phases]
 
     def _with_gaps(self, phase: Phase, gap_us: float, error: float) -> Phase:
