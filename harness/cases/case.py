@@ -186,7 +186,7 @@ class Case:
         words = [self.model.name if self.model else None, label(self.attention)]
         words += [self.precision.name, getattr(self.task, "mode", None)]
         if self.compile is not None and self.compile.scope != "none":
-            words.append(f"compile={self.compile.scope}")
+            words.append(f"compile={self.compile.label}")
         if self.checkpoint is not None:
             words.append(f"checkpoint={self.checkpoint.label}")
         words.append(f"batch {self.batch_size} x seq {self.seq_len}")

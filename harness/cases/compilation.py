@@ -31,3 +31,8 @@ class Compile:
             raise ValueError(
                 f"compile.mode={self.mode}: compiles nothing unless compile=model or compile=block"
             )
+
+    @property
+    def label(self) -> str:
+        """In answers and progress lines: ``block (reduce-overhead)``."""
+        return self.scope if self.mode == "default" else f"{self.scope} ({self.mode})"

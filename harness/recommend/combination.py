@@ -137,8 +137,7 @@ class Combination:
         if case.checkpoint is not None:
             words.append(f"checkpoint={case.checkpoint.label}")
         if case.compile is not None and case.compile.scope != "none":
-            graphs = "" if case.compile.mode == "default" else f" ({case.compile.mode})"
-            words.append(f"compile={case.compile.scope}{graphs}")
+            words.append(f"compile={case.compile.label}")
         if self.is_captured:
             words.append("captured")
         size = f"micro-batch {case.batch_size}"

@@ -44,3 +44,11 @@ def test_an_option_that_joined_later_counts_once_it_is_used(
     assert Case.from_dict(older).id == case.id
     older[choice][option] = value
     assert Case.from_dict(older).id != case.id
+
+
+def test_titles_tell_modes_of_a_compiler_apart() -> None:
+    steps = (item for item in RECORDS.values() if item.case["task"]["name"] == "train_step")
+    case = {**next(steps).case, "compile": {"scope": "block", "mode": "default"}}
+    graphs = {**case, "compile": {"scope": "block", "mode": "reduce-overhead"}}
+    assert "compile=block batch" in Case.from_dict(case).title
+    assert "compile=block (reduce-overhead) batch" in Case.from_dict(graphs).title
