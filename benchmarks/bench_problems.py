@@ -50,11 +50,13 @@ def predict(name: str, results: Path) -> None:
     before = {row["case_id"]: row for row in _kept(path)} if path.is_file() else {}
     rows: list[dict[str, Any]] = []
     scales = load_sweep("forecast_problems").scales
-    for name, scale in LISTS.items():
+    for kind, scale in LISTS.items():
         # For GPUs, which need not be here.
         for case in expand(scales[scale], {}, "cuda"):
-            row = {"list": name, "case_id": case.id, "gpus": case.world_size, "title": case.title}
-            if case.id in measured and case.id in before:
+            row = {"list": kind, "case_id": case.id, "gpus": case.world_size, "title": case.title}
+            if case.id in measured:
+                if case.id not in before:
+                    raise ValueError(f"{case.title}: measured, and no prediction of it was kept")
                 row |= {key: before[case.id][key] for key in TIMES}
             else:
                 found = machine.step(case)
@@ -129,7 +131,8 @@ def show(name: str, results: Path, *, now: bool) -> None:
 def _steps(results: Path) -> pd.DataFrame:
     """The training steps of a results folder, by case."""
     frame = harness.load(results)
-    return frame[frame["phase"] == "step"].set_index("case_id")
+    told = frame["status"].isin(["ok", "oom"])
+    return frame[(frame["phase"] == "step") & told].set_index("case_id")
 
 
 def _kept(path: Path) -> list[dict[str, str]]:

@@ -14,6 +14,9 @@ COMPILE_MODES = (
     "max-autotune-no-cudagraphs",
 )
 
+CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
+"""Modes whose kernels are launched as CUDA graphs."""
+
 
 @dataclass(kw_only=True, slots=True)
 class Compile:

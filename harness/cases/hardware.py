@@ -53,7 +53,7 @@ def hardware_names() -> dict[str, Hardware]:
     for name, path in config_files("hardware").items():
         try:
             values: Any = OmegaConf.to_container(OmegaConf.load(path))
-            names = {key: tuple(values.get(key, ())) for key in ("match", "aliases")}
+            names = {"match": tuple(values["match"]), "aliases": tuple(values.get("aliases", ()))}
             hardware = Hardware(**{**values, **names})
         except (OSError, YAMLError, TypeError, KeyError) as error:
             problem = " ".join(f"{error}".split())

@@ -15,7 +15,7 @@ from typing import Any
 from harness.forecast.law import Observation
 from harness.paths import CONF
 
-SCHEMA = 2
+SCHEMA = 3
 
 FOLDER = CONF / "machine"
 

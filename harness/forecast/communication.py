@@ -49,8 +49,9 @@ the rank's wait for others."""
 HANDS_ON = "send_recv"
 """The transport by which ranks hand keys on, named as its collective operation."""
 
-READS_MEMORY = ("symmetric", "auto")
-"""Transports by which a rank reads other ranks' memory; on a host with NVLink ``auto`` is one."""
+SENDS_SUMS = ("send_recv", "all_gather")
+"""Transports that send gradients of keys in float32. Where ranks read other ranks' memory, as by
+``auto`` on a host with NVLink, and where heads are exchanged, these are in the keys' dtype."""
 
 HIDING = 0.9
 """Share of the passes behind which communication can hide: it begins with the second unit."""
@@ -209,9 +210,9 @@ def _of_keys(machine: Machine, case: Case) -> Iterator[Exchange]:
             note=note,
         )
     if _trains(case):
-        # Sums of other ranks leave in float32, unless their owner reads them where they are.
-        reads = getattr(case.attention, "transport", None) in READS_MEMORY
-        total *= 1.0 if reads else 4 / element
+        sent = getattr(case.attention, "transport", None) in SENDS_SUMS
+        # Behind a window keys come from neighbours alone, and their gradients go in their dtype.
+        total *= 4 / element if sent and case.attention_variant.window is None else 1.0
         yield Exchange(
             name="context parallelism (gradients of keys)",
             phase="backward",

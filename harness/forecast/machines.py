@@ -11,8 +11,8 @@ from pathlib import Path
 from statistics import median
 
 from harness.cases.case import Case
-from harness.cases.compilation import Compile
-from harness.cases.hardware import find_hardware, hardware_named
+from harness.cases.compilation import CUDA_GRAPH_MODES, Compile
+from harness.cases.hardware import hardware_named
 from harness.forecast import clocks, communication, operations, schedule, terms
 from harness.forecast.attending import Attending
 from harness.forecast.calibration import FOLDER, Calibration, read, write
@@ -70,9 +70,6 @@ COMPILED_HOST, GRAPHS_HOST = 0.5, 0.27
 nearly as long as the launches saved, and CUDA graphs are replayed block by block. Of a small
 model's steps on an H100 0.62 to 0.97 of a pass, and 0.18 to 0.37; on an H200 0.55 at most."""
 
-CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
-"""Modes of torch.compile whose kernels are launched as one graph."""
-
 
 PASSES = ("forward", "backward")
 
@@ -94,7 +91,7 @@ def machine(name: str, results: Path | None = None) -> Machine:
         return Machine(_here(results or RESULTS))
     files = {path.stem: path for path in sorted(FOLDER.glob("*.json"))}
     hardware = hardware_named(name)
-    same = (known for known in files if hardware and find_hardware(known) == hardware)
+    same = (known for known in files if hardware and hardware_named(known) == hardware)
     known = name if name in files else next(same, None)
     if known is None:
         raise ValueError(
@@ -125,6 +122,27 @@ def _here(results: Path) -> Calibration:
 def is_captured(case: Case) -> bool:
     """Whether a case's kernels are replayed from CUDA graphs."""
     return bool(getattr(case.task, "cuda_graph", False))
+
+
+def at_full_clocks(
+    phases: Sequence[Phase], exchanged: Sequence[Exchange], host_us: Mapping[str, float]
+) -> float:
+    """Milliseconds of a step as its device or its host takes them, by which its load goes."""
+    visible_ms = sum(one.visible_ms for one in exchanged)
+    device_ms = sum(phase.device_ms for phase in phases) + visible_ms
+    return max(device_ms, sum(host_us[phase.name] * phase.enqueued / 1e3 for phase in phases))
+
+
+def _slowed(phase: Phase, cost: float, error: float) -> Phase:
+    """A phase that takes longer by a share of its time, if it is a pass."""
+    if phase.name not in PASSES:
+        return phase
+    ms = cost * phase.device_ms
+    return replace(
+        phase,
+        parts={**phase.parts, clocks.SLOWED: ms},
+        errors={**phase.errors, clocks.SLOWED: error * ms},
+    )
 
 
 def compiled_launches_name(compiling: Compile) -> str:
@@ -227,7 +245,8 @@ class Machine:
         if is_captured(case):
             # The graphs hold what ranks exchange as well.
             exchanged = tuple(replace(one, launches=0.0) for one in exchanged)
-        phases = self.under_load(case, phases, exchanged, self.host_us(host), notes)
+        step_ms = at_full_clocks(phases, exchanged, self.host_us(host))
+        phases = self.under_load(phases, self.load(case, step_ms), notes)
         known = any(one.host == host for one in self.calibration.hosts)
         tokens = case.batch_size * case.seq_len * case.parallel.dp
         return schedule.predict(
@@ -245,48 +264,23 @@ class Machine:
         communication."""
         return self._phases(case, set())
 
-    def load(
-        self,
-        case: Case,
-        phases: Sequence[Phase],
-        exchanged: Sequence[Exchange],
-        host_us: Mapping[str, float],
-    ) -> float:
-        """How far a step lowers the device's clocks, 0 to 1; phases are those at full clocks."""
+    def load(self, case: Case, step_ms: float) -> float:
+        """How far a step of so many milliseconds at full clocks lowers them, 0 to 1."""
         fastest = self._fastest.get(case.precision.peak)
-        if fastest is None:
+        # A rate that is given for a like device is what its power limit leaves.
+        if fastest is None or self._compute != 1:
             return 0.0
-        visible_ms = sum(one.visible_ms for one in exchanged)
-        device_ms = sum(phase.device_ms for phase in phases) + visible_ms
-        host_ms = sum(host_us[phase.name] * phase.enqueued / 1e3 for phase in phases)
-        return clocks.load(clocks.flops(case) / max(device_ms, host_ms), fastest)
+        return clocks.load(clocks.flops(case) / step_ms, fastest)
 
-    def under_load(
-        self,
-        case: Case,
-        phases: list[Phase],
-        exchanged: Sequence[Exchange],
-        host_us: Mapping[str, float],
-        notes: set[str],
-    ) -> list[Phase]:
+    def under_load(self, phases: list[Phase], load: float, notes: set[str]) -> list[Phase]:
         """The phases, of which passes take longer by what load costs."""
-        load = self.load(case, phases, exchanged, host_us)
         if not load:
             return phases
         cost, error = self.calibration.factors.get("load"), clocks.ERROR
         if cost is None:
             cost, error = clocks.USUAL, clocks.UNMEASURED_ERROR
             notes.add(clocks.UNMEASURED_NOTE)
-        return [
-            replace(
-                phase,
-                parts={**phase.parts, clocks.SLOWED: cost * load * phase.device_ms},
-                errors={**phase.errors, clocks.SLOWED: error * cost * phase.device_ms},
-            )
-            if phase.name in PASSES
-            else phase
-            for phase in phases
-        ]
+        return [_slowed(phase, cost * load, error) for phase in phases]
 
     def _phases(self, case: Case, notes: set[str]) -> list[Phase]:
         sizes = operations.sizes_of(case)

@@ -17,7 +17,7 @@ Z90 = 1.645
 """Standard errors on either side of an interval of 90%."""
 
 STEP_ERROR = 0.035
-"""Standard log error of a step whose kernels are known: clocks under load, and run to run."""
+"""Standard log error of a step whose kernels are known: hosts, devices, and run to run."""
 
 STRAGGLERS = "waiting for the slowest host"
 

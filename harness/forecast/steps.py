@@ -22,6 +22,7 @@ from harness.forecast.machines import (
     UNFUSED,
     UNMEASURED_COMPILED,
     Machine,
+    at_full_clocks,
     compiled_launches_name,
     is_captured,
 )
@@ -114,10 +115,10 @@ def completed(plain: Calibration, steps: Sequence[MeasuredStep]) -> Calibration:
     revisions = {step.case_id: str(step.row["revision"]) for step in steps}
     known = replace(plain, factors={**plain.factors, "gap_us": gap_us(steps)})
     known = replace(known, hosts=tuple(_hosts(Machine(known), steps, sources)))
+    known = replace(known, factors={**known.factors, **_load(Machine(known), steps)})
     known = replace(known, factors={**known.factors, **_no_grad(Machine(known), steps)})
     known = replace(known, factors={**known.factors, **_compiled(Machine(known), steps)})
     known = replace(known, factors={**known.factors, **_checkpointed(Machine(known), steps)})
-    known = replace(known, factors={**known.factors, **_load(Machine(known), steps)})
     known = replace(known, factors={**known.factors, **_captured(Machine(known), captured)})
     known = replace(known, exposures=tuple(_exposures(Machine(known), steps)))
     added = [
@@ -272,9 +273,10 @@ def _compiled(machine: Machine, steps: Sequence[MeasuredStep]) -> dict[str, floa
         if compiling is None or compiling.scope == "none" or step.case.world_size > 1:
             continue
         host, enqueued = machine.host_us(step.host), compiled_launches_name(compiling)
+        slower = 1 + machine.calibration.factors.get("load", 0.0) * machine.load(step.case, step.ms)
         for phase in machine.enqueued(step.case):
             took_ms = step.phases_ms[phase.name]
-            device_ms = step.device_ms.get(phase.name, took_ms)
+            device_ms = step.device_ms.get(phase.name, took_ms) / slower
             scaled = sum(phase.parts[name] for name in phase.parts if name not in UNFUSED)
             scaled -= phase.parts[GAPS]
             if phase.name == "optimizer" or not scaled:
@@ -300,7 +302,7 @@ def _checkpointed(machine: Machine, steps: Sequence[MeasuredStep]) -> dict[str, 
         host, layers = machine.host_us(step.host), case.model.num_layers
         phases = machine.enqueued(case)[:2]
         for phase, one in zip(phases, launch_times(machine, step, host), strict=False):
-            if one.waited:
+            if one.waited and host[phase.name]:
                 launches = one.us * phase.enqueued / host[phase.name] - phase.enqueued
                 name = f"checkpointed/{case.checkpoint.scope}/{phase.name}"
                 added[name].append(max(0.0, launches / layers))
@@ -314,6 +316,7 @@ def _captured(machine: Machine, steps: Sequence[MeasuredStep]) -> dict[str, floa
         if step.case.world_size > 1:
             continue
         phases = machine.enqueued(step.case)
+        phases = machine.under_load(phases, machine.load(step.case, step.ms), set())
         between_ms = sum(phase.parts[GAPS] for phase in phases)
         kernels_ms = sum(phase.device_ms for phase in phases) - between_ms
         launches = sum(phase.launches for phase in phases)
@@ -329,7 +332,7 @@ def _load(machine: Machine, steps: Sequence[MeasuredStep]) -> dict[str, float]:
         if not _is_plain(step) or UNSTEADY & set(step.row["disturbed"] or ()):
             continue
         phases = machine.enqueued(case)
-        load = machine.load(case, phases, (), host)
+        load = machine.load(case, at_full_clocks(phases, (), host))
         passes = phases[:2]
         device_ms = sum(phase.device_ms for phase in passes)
         took_ms = sum(step.phases_ms[phase.name] for phase in passes)
@@ -350,7 +353,8 @@ def _exposures(machine: Machine, steps: Sequence[MeasuredStep]) -> list[Exposure
         if parallel.data_ranks == 1 or parallel.cp > 1 or parallel.tp > 1:
             continue
         host = machine.host_us(step.host)
-        phases = machine.under_load(case, machine.enqueued(case), (), host, set())
+        load = machine.load(case, step.ms)
+        phases = machine.under_load(machine.enqueued(case), load, set())
         alone = schedule.predict(phases, (), host, 0.0, 1.0, set())
         total = sum(ms for _, ms, _ in communication.gradient_traffic(machine, case))
         if not total:  # No collective operation was measured, so that nothing is told of exposure.

@@ -6,6 +6,7 @@ import pandas as pd
 
 from harness.cases import format as fmt
 from harness.cases.columns import POINTS
+from harness.cases.compilation import CUDA_GRAPH_MODES
 from harness.render.rows import of_task, per_case, speedup_over, verdict_over
 from harness.render.table import Column, Table, finding, make_table, table, time_column
 from harness.reports.training.ways import WAYS
@@ -17,9 +18,6 @@ CAPTION = (
     "of the whole step over the one that is launched and not compiled, and over the fastest with "
     "torch.compile's CUDA graphs (reduce-overhead), which leave the optimizer to the host."
 )
-
-GRAPHS_OF_COMPILE = ("reduce-overhead", "max-autotune")
-"""Modes of torch.compile that make CUDA graphs."""
 
 
 @table("captured_steps", default=92)
@@ -37,7 +35,7 @@ def build(frame: pd.DataFrame) -> Table | None:
     captured = rows["cuda_graph"].astype(bool)
     baselines = {
         "launched": ~captured & (rows["compile_scope"] == POINTS["compile_scope"].baseline),
-        "compiled": ~captured & rows["compile_mode"].isin(GRAPHS_OF_COMPILE),
+        "compiled": ~captured & rows["compile_mode"].isin(CUDA_GRAPH_MODES),
     }
     for name, is_baseline in baselines.items():
         rows[f"{name}_speedup"] = speedup_over(rows, "step_median_ms", WAYS, is_baseline)

@@ -66,6 +66,20 @@ def test_products_on_cuda_cores_and_waiting_devices_keep_their_clocks(
     assert clocks.SLOWED not in [part.name for part in found.parts]
 
 
+def test_both_formats_of_16_bits_are_under_the_same_load(plain: Machine) -> None:
+    times = []
+    for precision in ("bf16", "fp16"):
+        found = told(plain, load=0.1).step(case("xl", precision, batch_size=4, seq_len=2048))
+        times += [part.ms for part in found.parts if part.name == clocks.SLOWED]
+    assert times[1] == pytest.approx(times[0], rel=0.1)
+
+
+def test_a_rate_that_a_power_limit_leaves_pays_for_it_once(plain: Machine) -> None:
+    one = case("xl", **LOADED)
+    limited = Machine(told(plain, load=0.1).calibration, compute=0.85)
+    assert clocks.SLOWED not in [part.name for part in limited.step(one).parts]
+
+
 def test_what_no_step_tells_of_load_is_noted(plain: Machine) -> None:
     assert clocks.UNMEASURED_NOTE in plain.step(case("xl", **LOADED)).notes
     assert clocks.UNMEASURED_NOTE not in told(plain, load=0.1).step(case("xl", **LOADED)).notes
