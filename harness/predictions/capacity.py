@@ -52,13 +52,15 @@ class Machine:
 
 
 def machine_named(name: str, num_devices: int | None = None) -> Machine:
-    """A machine of ``conf/hardware``, by its file's name or the driver's name for the device.
+    """A machine of ``conf/hardware``, by its file's name, an alias, or the driver's name.
 
     Raises ValueError in one line, with the name that was probably meant, if there is none.
     """
     hardware = hardware_named(name)
     if hardware is None:
-        known = sorted({*hardware_names(), "here"})
+        files = hardware_names()
+        aliases = (alias for hardware in files.values() for alias in hardware.aliases)
+        known = sorted({*files, *aliases, "here"})
         raise ValueError(
             f"machine={name}: no such hardware{did_you_mean(name, known)}; there are "
             f"{', '.join(known)}"

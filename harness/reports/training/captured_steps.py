@@ -27,12 +27,11 @@ def build(frame: pd.DataFrame) -> Table | None:
         phases=("forward", "backward", "optimizer", "step"),
         values=("median_ms", "host_ms", "device_waits"),
     )
-    captured = rows["cuda_graph"].astype(bool)
-    if not captured.any():
-        return None
     # The fastest first, which is the baseline where there are several.
     rows = rows.sort_values("step_median_ms", kind="stable", ignore_index=True)
     captured = rows["cuda_graph"].astype(bool)
+    if not captured.any():
+        return None
     baselines = {
         "launched": ~captured & (rows["compile_scope"] == POINTS["compile_scope"].baseline),
         "compiled": ~captured & rows["compile_mode"].isin(CUDA_GRAPH_MODES),
