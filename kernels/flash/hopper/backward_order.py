@@ -199,7 +199,10 @@ def open_turns(
         of_line = counts + (line.to(gl.int64) * heads.padded_len + seq.line_start) // SIZE
         for turn in range(turns.first, turns.end):
             before = programs_before(turn, turns, SIZE, CAUSAL, MASK)
-            while gl.atomic_add(of_line + turn, 0, sem="acquire", scope="gpu") < before:
+            # Without acquiring, which would empty the L1 cache, and with it what consumers have
+            # spilled, at every look: nothing is read here but the count. L2 adds to dQ in the order
+            # in which additions reach it, and those before were released before the count.
+            while gl.load(of_line + turn, volatile=True) < before:
                 pass
             # The phases of steps -1 and -2 count as over at the start.
             mbarrier.wait(shared.done.index((step + 1) & 1), ((step + 3) >> 1) & 1)

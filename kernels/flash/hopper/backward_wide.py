@@ -94,6 +94,7 @@ class Views(NamedTuple):
     """The tiles of :class:`Shared` as consumers see them: as matrices and lines."""
 
     k: Any
+    """All keys, as one of one, so that an opaque index hides the addresses of its columns."""
     v: Any
     k_parts: Any
     """The keys 64 columns at a time."""
@@ -208,7 +209,7 @@ def turn_of_scores(
     new = opaque(parity)
     zeros = gl.zeros([ROWS, ROWS], gl.float32, LAYOUT)
     mbarrier.wait(shared.q_ready.index(slot), phase)
-    s = start_scores(views.k, views.q_tiles.index(slot), zeros, MAIN, TAIL)
+    s = start_scores(views.k.index(opaque(0)), views.q_tiles.index(slot), zeros, MAIN, TAIL)
     lse = views.lse_tiles.index(slot).load(gl.SliceLayout(0, LAYOUT))
     # Behind the last turn of a program these tiles are read, and the result is not used.
     dq = start_dq(views, 1 - new, opaque(0))
@@ -286,7 +287,7 @@ def turn_of_gradients(
     new = opaque(parity)
     zeros = gl.zeros([ROWS, ROWS], gl.float32, LAYOUT)
     mbarrier.wait(shared.do_ready.index(slot), phase)
-    dp = start_scores(views.v, views.do_tiles.index(slot), zeros, MAIN, TAIL)
+    dp = start_scores(views.v.index(opaque(0)), views.do_tiles.index(slot), zeros, MAIN, TAIL)
     delta = views.delta_tiles.index(slot).load(gl.SliceLayout(0, LAYOUT))
     dq = start_dq(views, 1 - new, opaque(2))
     mbarrier.wait(shared.p_ready, parity)
@@ -408,8 +409,8 @@ def accumulate(
     TILE: gl.constexpr = gl.NVMMASharedLayout(shared.k_tile.type.layout.swizzle_byte_width, 16)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     views = Views(
-        k=shared.k_tile._reinterpret(dtype, [ROWS, BLOCK_D], TILE),
-        v=shared.v_tile._reinterpret(dtype, [ROWS, BLOCK_D], TILE),
+        k=shared.k_tile._reinterpret(dtype, [1, ROWS, BLOCK_D], TILE),
+        v=shared.v_tile._reinterpret(dtype, [1, ROWS, BLOCK_D], TILE),
         # The same bytes: 64 columns of 16 bits, one swizzle's width, lie together.
         k_parts=shared.k_tile._reinterpret(dtype, [BLOCK_D // ROWS, ROWS, ROWS], TILE),
         q_tiles=shared.q_tiles._reinterpret(dtype, [STAGES, ROWS, BLOCK_D], TILE),
