@@ -34,12 +34,14 @@ needs_hopper = pytest.mark.skipif(
 
 @pytest.mark.parametrize(
     ("head_dim", "spilled_bytes"),
-    # What is spilled at head_dim 128 is used where masks are, in a few tiles of many.
+    # What is spilled at head_dim 128 is used where masks are, in a few tiles of many. At 256 the
+    # backward pass took a third longer while addresses of its loop were spilled, 300 bytes.
     [
         (128, 512),
+        (256, 128),
         *(
             pytest.param(head_dim, spilled, marks=pytest.mark.exhaustive)
-            for head_dim, spilled in ((64, 16), (96, 512), (192, 512), (256, 512))
+            for head_dim, spilled in ((64, 16), (96, 512), (192, 64))
         ),
     ],
 )
