@@ -155,11 +155,12 @@ def _measure(
             "and longer where one step takes long (budget_s= and a smaller model or seq_len= help):"
         )
     try:
-        candidates = answer.ranked[:CANDIDATES] or _found_by_measuring(found, fitting, bench)
-        if len(candidates) > 1:
-            say(f"{fmt.counted(len(candidates), 'candidate')} in turns:")
-        if candidates:
-            bench.contest(candidates)
+        with bench.warm():
+            candidates = answer.ranked[:CANDIDATES] or _found_by_measuring(found, fitting, bench)
+            if len(candidates) > 1:
+                say(f"{fmt.counted(len(candidates), 'candidate')} in turns:")
+            if candidates:
+                bench.contest(candidates)
     except (LaunchError, WorkerStartError, OSError) as error:
         raise ValueError(str(error)) from error
     measured = [item for item in candidates if item.measured_ms is not None]

@@ -8,6 +8,8 @@ whole batch, since micro-batches differ. The verdict is that of :mod:`harness.an
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 from statistics import median
 
@@ -29,9 +31,20 @@ class Contest(CaseGroup):
     """All candidates as one group, each held against the fastest."""
 
     def __init__(
-        self, cases: list[Case], options: RunOptions, micro_batches: dict[str, int]
+        self,
+        cases: list[Case],
+        options: RunOptions,
+        micro_batches: dict[str, int],
+        ends_s: float = math.inf,
+        whole_s: float = math.inf,
     ) -> None:
         super().__init__(cases, options)
+        self._ends_s = ends_s
+        """When rounds that are added must have ended, by :func:`time.monotonic`."""
+        self._whole_s = whole_s
+        """How long all may take that ends then."""
+        self._is_over = False
+        """Whether that ends before the time for added rounds does."""
         self._micro_batches = micro_batches
         """How many micro-batches make a batch, by case id."""
         self._slower: set[str] = set()
@@ -50,6 +63,11 @@ class Contest(CaseGroup):
             if run is not fastest:
                 pair = Pair(choice="combination", baseline=fastest, candidate=run)
                 self._sort(pair, number)
+
+    def seconds_left(self, seconds: float) -> float:
+        until_end_s = self._ends_s - time.monotonic()
+        self._is_over = until_end_s < seconds
+        return min(seconds, until_end_s)
 
     def _sort(self, pair: Pair, number: int) -> None:
         """Put a pair where its verdict belongs."""
@@ -94,7 +112,7 @@ class Contest(CaseGroup):
     def why_stopped(self, run: RecordBuilder, seconds: float) -> str:
         if run.case.id in self._slower:
             return stop_reason(run.num_finished)
-        return super().why_stopped(run, seconds)
+        return super().why_stopped(run, round(self._whole_s) if self._is_over else seconds)
 
 
 def scaled(rounds_ms: Sequence[Sequence[float]], times: int) -> list[list[float]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from harness.run.launcher import Launcher, PendingCases
 from harness.run.progress import TerminalProgress
 from harness.run.rounds.case_group import CaseGroup, Grouping, by_comparison
 from harness.run.rounds.options import RunOptions
+from harness.run.warm_workers import Workers
 from harness.store.attempts import Records
 from harness.store.record import Record, RecordStore, in_short, is_final
 from harness.store.sweep_plan import SweepPlan, write_plan
@@ -50,6 +53,24 @@ class Bench:
     case_ids: list[str] = field(default_factory=list)
     """All that were measured for it."""
     screened: list[Combination] = field(default_factory=list)
+    _ends_s: float = field(init=False)
+    """When the time is over, by :func:`time.monotonic`."""
+    _workers: Workers | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._ends_s = time.monotonic() + self.budget_s
+
+    @contextlib.contextmanager
+    def warm(self) -> Iterator[None]:
+        """Keep workers from run to run: to start some, and compilers in them, takes seconds."""
+        options = RunOptions(results=self.results, timeout_s=self.timeout_s)
+        with contextlib.closing(Workers(options, None, lambda: None)) as workers:
+            self._workers = workers
+            try:
+                yield
+            finally:
+                # Nothing would close what a later run starts with them.
+                self._workers = None
 
     def contest(self, candidates: Sequence[Combination]) -> None:
         """Measure candidates in turns until the fastest is decided or the time is over.
@@ -76,7 +97,7 @@ class Bench:
         )
 
         def one_group(cases: list[Case], options: RunOptions) -> list[CaseGroup]:
-            return [Contest(cases, options, accumulation)]
+            return [Contest(cases, options, accumulation, self._ends_s, self.budget_s)]
 
         self._run([item.case for item in candidates], options, one_group)
         self.read(candidates)
@@ -142,6 +163,7 @@ class Bench:
                 command=self.command,
                 predict=predict,
                 grouping=grouping,
+                workers=self._workers,
             )
             self.launcher.launch(pending)
 

@@ -10,6 +10,7 @@ from harness.cases.case import Case
 from harness.run.progress import Progress
 from harness.run.rounds.case_group import Grouping, by_comparison
 from harness.run.rounds.options import RunOptions
+from harness.run.warm_workers import Workers
 from harness.store.record import RecordStore
 from kernels.registry import Registry
 
@@ -31,6 +32,8 @@ class PendingCases:
     """A rough prediction of a case's seconds."""
     grouping: Grouping = by_comparison
     """Which cases take turns, where this host measures them."""
+    workers: Workers | None = None
+    """Of several runs of this host, which whoever made them closes; None for some of its own."""
 
 
 LAUNCHERS: Registry[type[Launcher]] = Registry(

@@ -130,7 +130,13 @@ class Local(Launcher):
         if self.nnodes > 1:
             return self._launch_on_nodes(pending)
         with local_run(pending, self.name) as progress:
-            runner = Runner(options, pending.store, progress, grouping=pending.grouping)
+            runner = Runner(
+                options,
+                pending.store,
+                progress,
+                grouping=pending.grouping,
+                workers=pending.workers,
+            )
             runner.run(cases)
         return []
 

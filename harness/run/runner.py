@@ -55,19 +55,28 @@ class Runner:
         progress: Progress,
         hosts: Hosts | None = None,
         grouping: Grouping = by_comparison,
+        workers: Workers | None = None,
     ) -> None:
         self.options = options
         self._grouping = grouping
         self.store = store
         self.progress = progress
         self._rounds = RoundStore(store)
-        self._workers = Workers(options, hosts, lambda: progress.stage("starting workers"))
+
+        def on_start() -> None:
+            progress.stage("starting workers")
+
+        self._workers = workers or Workers(options, hosts, on_start)
+        self._workers.serve(options, on_start)
+        self._keeps_workers = workers is not None
         self._budget = Budget(None, 0)
         self._files_before: set[str] = set()
         self._current: RecordBuilder | None = None
 
     def run(self, cases: Iterable[Case], files_before: set[str] | None = None) -> None:
         """Measure every case that has no final record yet; after any exception no worker is left.
+
+        Workers that were given are kept otherwise, for whoever gave them.
 
         Args:
             files_before: record files that existed when the cases were planned; newer ones are
@@ -81,11 +90,15 @@ class Runner:
         # Warm workers are kept per world size, so cases of one size run together.
         pending = deque(sorted(groups, key=lambda group: group.kind[0]))
         deferred: deque[CaseGroup] = deque()
-        with contextlib.closing(self._workers):
+        with contextlib.ExitStack() as unless_kept:
+            # A group that is in the middle of a case would not begin another one.
+            unless_kept.callback(self._workers.end if self._keeps_workers else self._workers.close)
             while pending:
                 deferred += self._run_batch(pending, wait=False)
             while deferred:
                 deferred.extendleft(reversed(self._run_batch(deferred, wait=True)))
+            if self._keeps_workers:
+                unless_kept.pop_all()
 
     def _run_batch(self, pending: deque[CaseGroup], *, wait: bool) -> list[CaseGroup]:
         """Measure groups from the left of ``pending``; returns those that other processes hold.
@@ -165,7 +178,9 @@ class Runner:
         began_s = time.monotonic()
         while going_on:
             most = max(len(group.rounds_to_look()) for group in going_on)
-            left_s = budget_s - (time.monotonic() - began_s) - most * self._workers.start_s
+            left_s = budget_s - (time.monotonic() - began_s)
+            left_s = min(group.seconds_left(left_s) for group in going_on)
+            left_s -= most * self._workers.start_s
             costs_s = [group.seconds_to_look() for group in going_on]
             fit = affordable(costs_s, left_s, [group.seconds_to_tell() for group in going_on])
             for index, group in enumerate(going_on):

@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from harness.cases.case import Case
 from harness.run.nodes.hosts import Hosts
@@ -43,6 +44,12 @@ class Workers:
         self._caches = tempfile.TemporaryDirectory(prefix="attnbench-")
         self._group: WorkerGroup | None = None
 
+    def serve(self, options: RunOptions, on_start: Callable[[], object]) -> None:
+        """Go on with another run; its group is a new one if it starts otherwise."""
+        if _start_options(options) != _start_options(self._options):
+            self.end()
+        self._options, self._on_start = options, on_start
+
     def for_round(self, run: RecordBuilder) -> WorkerGroup:
         """A group for the next round of a case: a new one, if this has measured enough of them."""
         if run.processes.count(self.process) >= rounds_per_process(
@@ -62,9 +69,7 @@ class Workers:
             group = self._group = WorkerGroup(
                 device=case.device,
                 world_size=case.world_size,
-                results=self._options.results,
-                timeout_s=self._options.timeout_s,
-                vote_timeout_s=self._options.vote_timeout_s,
+                **_start_options(self._options),
                 caches=self._caches.name,
                 hosts=self._hosts,
                 dynamo=case.uses_dynamo,
@@ -82,6 +87,15 @@ class Workers:
         """End the group and remove what it has compiled."""
         self.end()
         self._caches.cleanup()
+
+
+def _start_options(options: RunOptions) -> dict[str, Any]:
+    """What processes are told when they start, and cannot be told later."""
+    return {
+        "results": options.results,
+        "timeout_s": options.timeout_s,
+        "vote_timeout_s": options.vote_timeout_s,
+    }
 
 
 def rounds_per_process(options: RunOptions, device: str, world_size: int) -> int:

@@ -47,6 +47,8 @@ class Host:
     """Of a backend, what else its outcomes hold."""
     starts: list[str] = field(default_factory=list)
     """The folder of compiled code of each group of workers that was started."""
+    ended: list[int] = field(default_factory=list)
+    """The number of each group that was ended, from 1."""
     asked: list[tuple[str, int, int]] = field(default_factory=list)
     """Case, round, and the number of the group that measured it."""
 
@@ -60,6 +62,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Host:
             self.device, self.world_size = device, world_size
             assert Path(options["caches"]).is_dir()
             host.starts.append(options["caches"])
+            self.number = len(host.starts)
             self.environments = [host.environment] * world_size
 
         def run(
@@ -92,7 +95,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Host:
             values |= host.further.get(case.attention.name, lambda turn: {})(turn)
             return Reply(outcomes=[values | {"rank": rank} for rank in range(case.world_size)])
 
-        def close(self) -> None: ...
+        def close(self) -> None:
+            host.ended.append(self.number)
 
     monkeypatch.setattr(warm_workers, "WorkerGroup", Group)
     monkeypatch.setattr(

@@ -122,6 +122,10 @@ class CaseGroup:
         number = min(pair.num_rounds for pair in self._open or [])
         return range(number, next_look(number, self._options.max_rounds))
 
+    def seconds_left(self, seconds: float) -> float:
+        """What its added rounds may still take, of the time that is left for those of a batch."""
+        return seconds
+
     def seconds_to_look(self) -> float:
         """How long these rounds will take, by the last ones."""
         return len(self.rounds_to_look()) * self._seconds_a_round

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import random
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_workers import Bench, Listener, stand_in
 
 from harness.cases.case import Case
 from harness.recommend import measuring
 from harness.recommend.combination import Combination
 from harness.recommend.contest import Contest
 from harness.request.grid import Parts
+from harness.run.rounds.case_group import CaseGroup
 from harness.run.rounds.options import RunOptions
+from harness.run.runner import Runner
 
 
 class Run:
@@ -107,3 +112,41 @@ def test_launched_is_recommended_where_captured_is_the_same(
     assert found[0].is_captured == (first == "captured")
     assert sorted(map(id, found)) == sorted(map(id, ranked))
     assert measuring.launched_first(ranked[1:]) == ranked[1:]
+
+
+@pytest.mark.parametrize(
+    ("left_s", "added_s", "start_s", "rounds", "reason"),
+    [
+        (9999.0, 9999.0, 0.0, 14, "14 rounds, the most allowed: 1 pair UNCLEAR"),
+        (-1.0, 9999.0, 0.0, 5, "time budget of 120 s, after 5 rounds: 1 pair UNCLEAR"),
+        # There is time for two rounds, and not for the workers that measure them.
+        (999.0, 9999.0, 600.0, 5, "time budget of 120 s, after 5 rounds: 1 pair UNCLEAR"),
+        # The time for added rounds is over first, and is the one that is named.
+        (9999.0, 0.0, 0.0, 5, "time budget of 0 s, after 5 rounds: 1 pair UNCLEAR"),
+    ],
+)
+def test_rounds_are_added_while_there_is_time(
+    left_s: float,
+    added_s: float,
+    start_s: float,
+    rounds: int,
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def one_group(cases: list[Case], options: RunOptions) -> list[CaseGroup]:
+        once = {case.id: 1 for case in cases}
+        return [Contest(cases, options, once, time.monotonic() + left_s, 120.0)]
+
+    host = stand_in(monkeypatch)
+    # As equal as can be, with 8% from round to round.
+    host.times = lambda turn: [1 + random.Random(f"{turn}").gauss(0.0, 0.08)] * 2
+    bench = Bench(tmp_path)
+    options = RunOptions(
+        results=tmp_path, interleave=5, until_decided=True, budget_s=added_s, max_rounds=14
+    )
+    runner = Runner(options, bench.store, Listener(), grouping=one_group)
+    host.at["sdpa", 4] = lambda: setattr(runner._workers, "start_s", start_s)
+    runner.run(bench.cases)
+    assert len(host.turns) == 2 * rounds
+    assert {record.stopped for record in bench.records().values()} == {reason}

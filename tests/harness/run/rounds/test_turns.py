@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_workers import Bench, Host, Listener, stand_in
@@ -21,6 +22,7 @@ from harness.run import runner
 from harness.run.rounds.interleaving import turns
 from harness.run.rounds.options import RunOptions
 from harness.run.runner import Runner
+from harness.run.warm_workers import Workers
 
 ROUNDS = 4
 
@@ -162,6 +164,76 @@ class TestProcesses:
         assert len(host.starts) == ROUNDS
         (folder,) = set(host.starts)
         assert not Path(folder).exists()
+
+
+class TestGivenWorkers:
+    """Those of several runs."""
+
+    @pytest.fixture
+    def workers(self, tmp_path: Path) -> Iterator[Workers]:
+        with contextlib.closing(
+            Workers(RunOptions(results=tmp_path), None, lambda: None)
+        ) as workers:
+            yield workers
+
+    def measure(
+        self, path: Path, workers: Workers | None, arguments: str, **options: Any
+    ) -> Listener:
+        listener = Listener()
+        made = RunOptions(results=path, **options)
+        Runner(made, Bench(path).store, listener, workers=workers).run(cases_of(*arguments.split()))
+        return listener
+
+    def test_are_left_open_and_a_runners_own_are_not(
+        self, tmp_path: Path, host: Host, workers: Workers
+    ) -> None:
+        first = self.measure(tmp_path, workers, "seq_len=64")
+        second = self.measure(tmp_path, workers, "seq_len=128")
+        assert [number for _, _, number in host.asked] == [1, 1]
+        assert host.ended == []
+        # Each run is told what happens in it.
+        assert first.stages == ["starting workers", "measuring"]
+        assert second.stages == ["measuring"]
+        self.measure(tmp_path, None, "seq_len=256")
+        assert host.ended == [2]
+        workers.close()
+        assert host.ended == [2, 1]
+
+    def test_end_with_a_case_that_is_broken_off(
+        self, tmp_path: Path, host: Host, workers: Workers
+    ) -> None:
+        """They are in the middle of it; the next run has others."""
+        stop = Listener(("sdpa", 0), in_the_middle=True)
+        cases = cases_of("attention=naive,sdpa")
+        options = RunOptions(results=tmp_path)
+        with pytest.raises(KeyboardInterrupt):
+            Runner(options, Bench(tmp_path).store, stop, workers=workers).run(cases)
+        assert host.ended == [1]
+        self.measure(tmp_path, workers, "attention=sdpa")
+        assert [number for _, _, number in host.asked] == [1, 2]
+
+    @pytest.mark.parametrize(
+        ("arguments", "options", "starts"),
+        [
+            ("seq_len=128", {"budget_s": 9.0, "interleave": 2, "fresh_rounds": False}, 1),
+            ("parallel=ddp_bucketed parallel.dp=2", {}, 2),
+            ("seq_len=128", {"timeout_s": 9.0}, 2),
+            ("seq_len=128", {"vote_timeout_s": 9.0}, 2),
+        ],
+    )
+    def test_are_new_for_a_run_that_starts_them_otherwise(
+        self,
+        arguments: str,
+        options: dict[str, Any],
+        starts: int,
+        tmp_path: Path,
+        host: Host,
+        workers: Workers,
+    ) -> None:
+        self.measure(tmp_path, workers, "seq_len=64")
+        self.measure(tmp_path, workers, arguments, **options)
+        assert len(host.starts) == starts
+        assert host.ended == [1][: starts - 1], "there is one group at a time"
 
 
 class TestBatches:
