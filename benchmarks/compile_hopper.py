@@ -28,7 +28,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from kernels.flash.hopper import backward as hopper_backward
 from kernels.flash.hopper import backward_wide as hopper_backward_wide
 from kernels.flash.hopper import forward as hopper_forward
-from kernels.flash.hopper import pairing
+from kernels.flash.hopper import program_size
 from kernels.flash.hopper import schedule as hopper_schedule
 from kernels.launching.driver import Parameters
 
@@ -177,8 +177,8 @@ def plain_variants(kernel: str, head_dim: int) -> list[Variant]:
     ]
     if kernel == "backward":
         variants.append(replace(variants[0], full_precision=True))
-    elif hopper_schedule.columns(head_dim).stored in pairing.COSTS:
-        variants.append(replace(variants[0], tiles=2))
+    elif hopper_schedule.columns(head_dim).stored in program_size.COSTS:
+        variants += [replace(variants[0], tiles=tiles) for tiles in program_size.SIZES[1:]]
     return variants
 
 
@@ -194,8 +194,10 @@ def masked_variants(kernel: str, head_dim: int) -> list[Variant]:
     columns = hopper_schedule.columns(head_dim).stored
     if kernel == "backward" and columns <= 128:
         variants.append(replace(causal, mask="window", unmasked=False))
-    elif kernel == "forward" and columns in pairing.COSTS_IN_WINDOWS:
-        variants.append(replace(causal, mask="window", tiles=2))
+    elif kernel == "forward" and columns in program_size.COSTS_IN_WINDOWS:
+        variants += [
+            replace(causal, mask="window", tiles=tiles) for tiles in program_size.SIZES[1:]
+        ]
     return variants
 
 
@@ -220,7 +222,7 @@ def main() -> int:
                     f"{'causal' if variant.causal else 'full':<7}"
                     f"{'packed' if variant.packed else 'dense':<7}"
                     f"{'parts' if variant.full_precision else '':<6}"
-                    f"{'pairs' if variant.tiles == 2 else '':<6}"
+                    f"{f'tiles {variant.tiles}' if variant.tiles > 1 else '':<8}"
                     f"{variant.mask if variant.mask != 'plain' else '':<7}"
                     f"{'cap' if variant.softcap else '':<4}"
                     f"{'' if variant.unmasked else 'short':<6}"

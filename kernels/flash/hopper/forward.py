@@ -17,13 +17,17 @@ The schedule is the one of FlashAttention-3 (arXiv:2407.08608, section 3).
 A multiprocessor has room for one program, so that what a program begins and ends with is exposed:
 setting up barriers, the first copies, the stores of the results. With more than one tile the
 producer runs ahead into the next one while the consumers finish and store the one before. Where
-that pays says :mod:`kernels.flash.hopper.pairing`.
+that pays says :mod:`kernels.flash.hopper.program_size`.
 
 The ring knows nothing of query tiles; its barriers do. A query tile with n > 0 visible key tiles
 takes n + 1 of the ring's steps, since a slot holds the keys of a tile and the values of the one
 before: the first step brings no values, the last one no keys. One with none takes no step. In each
 step each of a slot's three barriers goes through one phase, with data or without, so that one
 parity serves them all: the producer arrives at what brings no data, and consumers free every slot.
+
+Queries have ``Q_SLOTS`` places in turn, and no barrier says that one is free: before the producer
+fills it again, it has waited for slots of the ring that were free only after all that read these
+queries (:func:`flash_forward`).
 
 docs/kernels.md has a diagram of the warps over time and the budget of shared memory and registers.
 """
@@ -72,7 +76,7 @@ class Shared(NamedTuple):
     """A program's shared memory: tiles, and barriers that tell when a tile has come or is free."""
 
     q_tiles: Any
-    """One for each turn and consumer."""
+    """One for each place and consumer."""
     k_tiles: Any
     v_tiles: Any
     q_ready: Any
@@ -145,31 +149,33 @@ def produce(
     seq,
     edges,
     TILES: gl.constexpr,
+    Q_SLOTS: gl.constexpr,
     STAGES: gl.constexpr,
     BLOCK_K: gl.constexpr,
     CAUSAL: gl.constexpr,
     MASK: gl.constexpr,
 ):
-    """The producer: for each tile TMA copies of its queries, and of keys and values right to left.
-
-    Each tile's queries have room of their own: nobody waits to fill it again.
-    """
+    """The producer: TMA copies of each tile's queries, and of keys and values right to left."""
     slot = 0
     # A ring starts free: waiting for the phase before the first one returns at once.
     phase = 1
+    # Query tiles so far that see keys: others take no place.
+    filled = 0
     for turn in range(TILES):
         first = query_tile(turn, head.num_tiles, TILES, CAUSAL) * PROGRAM_ROWS
         tiles = key_tiles(first, seq.q_len, seq.kv_len, edges, PROGRAM_ROWS, BLOCK_K, CAUSAL, MASK)
         num_key_tiles = tiles.stop - tiles.start
         if num_key_tiles > 0:
-            mbarrier.expect(shared.q_ready.index(turn), CONSUMERS * inputs.q.block_type.nbytes)
+            place = filled % Q_SLOTS
+            mbarrier.expect(shared.q_ready.index(place), CONSUMERS * inputs.q.block_type.nbytes)
             for consumer in gl.static_range(CONSUMERS):
                 tma.async_copy_global_to_shared(
                     inputs.q,
                     [seq.batch, head.head, seq.q_start + first + consumer * ROWS, 0],
-                    shared.q_ready.index(turn),
-                    shared.q_tiles.index(turn * CONSUMERS + consumer),
+                    shared.q_ready.index(place),
+                    shared.q_tiles.index(place * CONSUMERS + consumer),
                 )
+            filled += 1
         num_steps = gl.where(num_key_tiles > 0, num_key_tiles + 1, 0)
         for step in range(num_steps):
             row = seq.k_start + (tiles.stop - 1 - step) * BLOCK_K
@@ -357,6 +363,7 @@ def consume(
     scale_log2,
     CONSUMER: gl.constexpr,
     TILES: gl.constexpr,
+    Q_SLOTS: gl.constexpr,
     STAGES: gl.constexpr,
     BLOCK_K: gl.constexpr,
     HEAD_DIM: gl.constexpr,
@@ -378,7 +385,7 @@ def consume(
     # Copies come as [1, 1, rows, D]; the matmuls see [rows, D] of the same bytes.
     TILE: gl.constexpr = gl.NVMMASharedLayout(shared.q_tiles.type.layout.swizzle_byte_width, 16)
     shared = Shared(
-        q_tiles=shared.q_tiles._reinterpret(dtype, [TILES * CONSUMERS, ROWS, BLOCK_D], TILE),
+        q_tiles=shared.q_tiles._reinterpret(dtype, [Q_SLOTS * CONSUMERS, ROWS, BLOCK_D], TILE),
         k_tiles=shared.k_tiles._reinterpret(dtype, [STAGES, BLOCK_K, BLOCK_D], TILE),
         v_tiles=shared.v_tiles._reinterpret(dtype, [STAGES, BLOCK_K, BLOCK_D], TILE),
         q_ready=shared.q_ready,
@@ -388,17 +395,20 @@ def consume(
     )
     slot = 0
     phase = 0
+    filled = 0
     for turn in range(TILES):
         first = query_tile(turn, head.num_tiles, TILES, CAUSAL) * PROGRAM_ROWS
         tiles = key_tiles(first, seq.q_len, seq.kv_len, edges, PROGRAM_ROWS, BLOCK_K, CAUSAL, MASK)
         num_key_tiles = tiles.stop - tiles.start
-        q_tile = shared.q_tiles.index(turn * CONSUMERS + CONSUMER)
+        place = filled % Q_SLOTS
+        q_tile = shared.q_tiles.index(place * CONSUMERS + CONSUMER)
         first_row = first + CONSUMER * ROWS
         reference = gl.full([ROWS], float("-inf"), gl.float32, ROW)
         total = row_sums_by_thread(gl.zeros([ROWS, BLOCK_K], gl.float32, S_LAYOUT))
         o = gl.zeros([ROWS, BLOCK_D], gl.float32, O_LAYOUT)
         if num_key_tiles > 0:
-            mbarrier.wait(shared.q_ready.index(turn), 0)
+            mbarrier.wait(shared.q_ready.index(place), filled // Q_SLOTS & 1)
+            filled += 1
             mbarrier.wait(shared.k_ready.index(slot), phase)
             s = start_scores(q_tile, shared.k_tiles.index(slot), MAIN, TAIL)
             s = warpgroup_mma_wait(0, deps=[s])
@@ -516,21 +526,25 @@ def flash_forward(
     """o = softmax(q k^T scale) v and its log-sum-exp, for ``TILES`` query tiles of one head."""
     # A ring of one slot could not be refilled while it is read, and its barriers lose their count.
     gl.static_assert(STAGES >= 2)
+    # A query tile takes at least two of the ring's steps, the last of which reads no queries, and a
+    # step begins only when the one STAGES before is over. So these many places are enough.
+    ENOUGH: gl.constexpr = (STAGES + 2) // 2
+    Q_SLOTS: gl.constexpr = TILES if TILES < ENOUGH else ENOUGH
     dtype: gl.constexpr = q_desc.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     shared = Shared(
         q_tiles=gl.allocate_shared_memory(
-            dtype, [TILES * CONSUMERS] + q_desc.block_type.shape, q_desc.layout
+            dtype, [Q_SLOTS * CONSUMERS] + q_desc.block_type.shape, q_desc.layout
         ),
         k_tiles=gl.allocate_shared_memory(dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout),
         v_tiles=gl.allocate_shared_memory(dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout),
-        q_ready=gl.allocate_shared_memory(gl.int64, [TILES, 1], BARRIER),
+        q_ready=gl.allocate_shared_memory(gl.int64, [Q_SLOTS, 1], BARRIER),
         k_ready=gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         v_ready=gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         free=gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
     )
-    for turn in gl.static_range(TILES):
-        mbarrier.init(shared.q_ready.index(turn), count=1)
+    for place in gl.static_range(Q_SLOTS):
+        mbarrier.init(shared.q_ready.index(place), count=1)
     for slot in gl.static_range(STAGES):
         mbarrier.init(shared.k_ready.index(slot), count=1)
         mbarrier.init(shared.v_ready.index(slot), count=1)
@@ -560,6 +574,7 @@ def flash_forward(
                     scale_log2,
                     0,
                     TILES,
+                    Q_SLOTS,
                     STAGES,
                     BLOCK_K,
                     HEAD_DIM,
@@ -582,6 +597,7 @@ def flash_forward(
                     scale_log2,
                     1,
                     TILES,
+                    Q_SLOTS,
                     STAGES,
                     BLOCK_K,
                     HEAD_DIM,
@@ -593,7 +609,10 @@ def flash_forward(
                     SOFTCAP,
                 ),
             ),
-            (produce, (inputs, shared, head, seq, edges, TILES, STAGES, BLOCK_K, CAUSAL, MASK)),
+            (
+                produce,
+                (inputs, shared, head, seq, edges, TILES, Q_SLOTS, STAGES, BLOCK_K, CAUSAL, MASK),
+            ),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, 24],

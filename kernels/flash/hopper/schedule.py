@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from kernels.flash.call.problem import Problem
-from kernels.flash.hopper import pairing
+from kernels.flash.hopper import program_size
 from kernels.launching.prepared import MAX_PLANS
 
 ROWS = 64
@@ -105,14 +105,14 @@ def tiles_of_program(problem: Problem) -> int:
     """The number of query tiles that a forward program takes one after another.
 
     The lengths of a packed batch are known to the GPU alone, and so is what its programs cost.
-    Shared memory has no room for pairs of tiles of more than 128 columns. The costs of pairs were
-    measured with windows and without, but not for prefixes and caps.
+    Shared memory has no room for the next queries of more than 128 columns. Costs were measured
+    with windows and without, but not for prefixes and caps.
     """
     unmeasured = problem.asks_for() - {"window"}
-    if problem.packed or unmeasured or block_d(problem) not in pairing.COSTS:
+    if problem.packed or unmeasured or block_d(problem) not in program_size.COSTS:
         return 1
     processors = torch.cuda.get_device_properties(problem.device).multi_processor_count
-    return pairing.tiles_of_program(
+    return program_size.tiles_of_program(
         q_len=problem.q_len,
         kv_len=problem.kv_len,
         heads=problem.batch_size * problem.num_heads,

@@ -8,7 +8,7 @@ from itertools import accumulate
 import pytest
 from gluon_model import ProtocolError, Scores, run_program
 
-from kernels.flash.hopper.pairing import key_tile_counts, programs
+from kernels.flash.hopper.program_size import key_tile_counts, programs
 from kernels.problem import Mask
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
@@ -17,7 +17,7 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 def check(seed: int, edit: tuple[str, str] | None = None, window: int | None = None) -> None:
     """A random problem: every program stores, for its tiles, all visible keys, right to left."""
     rng = random.Random(seed)
-    tiles, stages, causal = rng.choice((1, 2, 3)), rng.choice((2, 3, 4)), rng.random() < 0.7
+    tiles, stages, causal = rng.choice((1, 2, 3, 4, 6)), rng.choice((2, 3, 4)), rng.random() < 0.7
     q_len, kv_len = rng.randint(1, 800), rng.randint(1, 800)
     tail = rng.choice((0, 32))
     mask = random_mask(rng, causal) if rng.random() < 0.5 else Mask(causal=causal)
@@ -131,9 +131,10 @@ def test_no_order_of_events_breaks_it(seeds: range) -> None:
         ("mbarrier.wait(shared.free.index(slot), phase)", "pass"),
         ("mbarrier.wait(shared.v_ready.index(slot), phase)", "pass"),
         ("mbarrier.wait(shared.k_ready.index(next_slot), phase, pred=more)", "pass"),
-        ("mbarrier.wait(shared.q_ready.index(turn), 0)", "pass"),
-        # One buffer for the queries of all tiles.
-        ("q_tiles.index(turn * CONSUMERS + ", "q_tiles.index("),
+        ("mbarrier.wait(shared.q_ready.index(place), filled // Q_SLOTS & 1)", "pass"),
+        # One place for the queries of all tiles, and one too few.
+        ("(STAGES + 2) // 2", "(STAGES + 1) // 2"),
+        ("q_tiles.index(place * CONSUMERS + ", "q_tiles.index("),
         # A ring that begins anew with each query tile.
         ("for turn in range(TILES):", "for turn in range(TILES):\n        slot = 0"),
         ("num_key_tiles + 1, 0)", "num_key_tiles + 1, 1)"),

@@ -1,14 +1,15 @@
-"""Whether a program of the Hopper forward kernel takes one tile of queries or a pair.
+"""How many tiles of queries a program of the Hopper forward kernel takes: one, two or four.
 
 A multiprocessor runs one program at a time, and each begins with set-up and first copies that
-nothing hides. A pair pays that once for two tiles; but pairs are longer than single tiles, and
-fewer long programs may leave more multiprocessors idle at the end. So both schedules are simulated
-as the hardware runs them, each program in order on the first multiprocessor that is free (list
-scheduling), with a cost for each program, each query tile, and each key tile that one visits.
+nothing hides. A program of several tiles pays that once; but fewer long programs may leave more
+multiprocessors idle at the end. So the schedules are simulated as the hardware runs them, each
+program in order on the first multiprocessor that is free (list scheduling), with a cost for each
+program, each query tile, and each key tile that one visits.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heapreplace
@@ -16,14 +17,11 @@ from heapq import heapreplace
 TILE_ROWS = 128
 """Queries of a query tile, and keys of a key tile."""
 
+SIZES = (1, 2, 4)
+"""Query tiles of a program; of 8 and 16 none was more than 1% faster than the best of these."""
+
 MARGIN = 0.02
-"""Pairs are taken if this share of the time is predicted to be saved: the model is no better."""
-
-LONGEST = 4096
-"""Queries and keys of the longest sequences without a window that were measured beside the fit.
-
-At 16,384 they took 14% longer than single tiles, where these costs say 2%; in between nobody
-has looked."""
+"""The next size is taken if it is predicted to save this share of the time."""
 
 MAX_SIMULATED = 4096
 """Query tiles of all heads beyond which the time is the mean load and half of the longest program.
@@ -44,8 +42,9 @@ class Costs:
     key_tile: float
 
 
-# Fitted to single tiles and to pairs on an H200, 16 to 96 heads of 512 to 4,096 tokens, with and
-# without a causal mask (benchmarks.pairing_ab): ratios of the two within 10% of the measured ones.
+# Fitted to one and two tiles on an H200, 16 to 96 heads of 512 to 4,096 tokens, with and without a
+# causal mask (benchmarks.program_size): ratios of the two within 10% of the measured ones. At 8,192
+# and 16,384 tokens they hold for two and four within 3% (docs/kernels.md).
 COSTS = {
     64: Costs(launch=3.0, program=1.3, tile=2.0, key_tile=1.08),
     128: Costs(launch=2.3, program=0.5, tile=1.7, key_tile=1.67),
@@ -53,8 +52,8 @@ COSTS = {
 """Costs by padded head dim."""
 
 # Fitted on an H200 to 16 heads of 65,536 tokens in causal windows of 128 to 4,096 keys, where times
-# of single calls were measured. In CUDA graphs pairs gain less than predicted, and are the better
-# choice wherever they are taken (benchmarks.pairing_ab: 0.69 to 0.98 of the time, docs/kernels.md).
+# of single calls were measured. Called one behind another more tiles gain less than predicted, but
+# where they are taken they are within 1% of the best (docs/kernels.md).
 COSTS_IN_WINDOWS = {
     64: Costs(launch=3.0, program=3.2, tile=4.3, key_tile=1.08),
     128: Costs(launch=2.3, program=4.0, tile=3.0, key_tile=1.41),
@@ -73,7 +72,7 @@ def tiles_of_program(
     window: int | None,
     processors: int,
 ) -> int:
-    """1 or 2: the query tiles of a program with which the forward pass should end sooner.
+    """Of SIZES: the query tiles of a program with which the forward pass should end sooner.
 
     Args:
         heads: query heads, over the whole batch.
@@ -81,10 +80,9 @@ def tiles_of_program(
         window: keys that a query sees, as :class:`kernels.problem.Mask` has it.
         processors: of the GPU.
     """
-    if window is None and max(q_len, kv_len) > LONGEST:
-        return 1
-    single, pairs = (
-        predicted_us(
+    best_us, best = math.inf, 1
+    for tiles in SIZES:
+        us = predicted_us(
             q_len=q_len,
             kv_len=kv_len,
             heads=heads,
@@ -94,9 +92,9 @@ def tiles_of_program(
             processors=processors,
             tiles=tiles,
         )
-        for tiles in (1, 2)
-    )
-    return 2 if pairs < (1 - MARGIN) * single else 1
+        if us < (1 - MARGIN) * best_us:
+            best_us, best = us, tiles
+    return best
 
 
 def predicted_us(
