@@ -27,6 +27,9 @@ class Halo:
     """Rows of each source's keys, in the order in which :attr:`Reach.place` counts them."""
     asked: Sequence[Rows | None]
     """Rows of this rank's keys that each of the others needs."""
+    shared: slice | None
+    """Of a dense batch, the least slice of this rank's keys that holds all that others need; None
+    if it has half of them or more, and in a packed batch."""
 
 
 def room_for(rows: Rows | None, x: Tensor) -> Tensor:
@@ -94,6 +97,10 @@ class DenseParts:
     @property
     def count(self) -> int:
         return sum(self._sizes)
+
+    @property
+    def slices(self) -> Sequence[slice] | None:
+        return self.parts
 
     def take(self, x: Tensor) -> Tensor:
         return torch.cat([x[:, :, part] for part in self.parts], dim=2)

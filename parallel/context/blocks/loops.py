@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from kernels import Attention, sinks
-from parallel.context.blocks.rows import Rows
+from parallel.context.blocks.partial_sum import PartialSum
+from parallel.context.blocks.rows import Rows, copy_unless_same
 from parallel.context.blocks.schedule import KernelCall, RankSchedule
 from parallel.context.blocks.tracing import COMPUTE, Tracer
 
@@ -61,7 +62,10 @@ class Transport(Protocol):
         ...
 
     def collect(self) -> tuple[Tensor, Tensor]:
-        """(dk, dv) of this rank's own keys, summed over all ranks in float32."""
+        """(dk, dv) of this rank's own keys, summed over all ranks in float32.
+
+        In float32, or rounded to the dtype of the keys.
+        """
         ...
 
 
@@ -82,8 +86,9 @@ class AttentionPass:
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """o in q's dtype and lse in float32, of this rank's queries over all ranks' keys."""
         schedule = self.schedule
-        o = _Total(q, schedule, torch.float32 if schedule.accumulates else q.dtype)
-        lse = _Total(q, schedule, torch.float32, lse=True)
+        # Sinks shrink o once more, before it is rounded.
+        o = _Total(q, schedule, merged=schedule.merged if self.sinks is None else None)
+        lse = _Total(q, schedule, lse=True)
         for visit in self.transport.visits(k, v, schedule):
             heads = _query_heads(visit.kv_heads, q, k, schedule)
             for call in _calls(schedule, visit):
@@ -95,12 +100,14 @@ class AttentionPass:
                     )
                     if call.first:
                         part = self.kernel.forward(*tensors, call.spec)
+                        o.put(heads, call.q, part[0])
+                        lse.put(heads, call.q, part[1])
                     else:
-                        so_far = (o.take(heads, call.q), lse.take(heads, call.q))
+                        so_far = (o.so_far(heads, call.q), lse.so_far(heads, call.q))
                         part = self.kernel.forward_onto(*so_far, *tensors, call.spec)
-                    o.put(heads, call.q, part[0])
-                    lse.put(heads, call.q, part[1])
-        total = o.value, lse.value
+                        o.put_back(heads, call.q, part[0])
+                        lse.put_back(heads, call.q, part[1])
+        total = o.result(), lse.result()
         if self.sinks is not None:
             total = sinks.add(*total, self.sinks)
         return total[0].to(q.dtype), total[1]
@@ -111,7 +118,7 @@ class AttentionPass:
         """(dq, dk, dv) of this rank's tokens, in the dtypes of q, k and v."""
         schedule = self.schedule
         head_dim, lse_head_dim = schedule.head_dim_of
-        dq = _Total(q, schedule, torch.float32 if schedule.accumulates else q.dtype)
+        dq = _Total(q, schedule, merged=schedule.merged)
         for visit in self.transport.visits(k, v, schedule):
             heads = _query_heads(visit.kv_heads, q, k, schedule)
             found = []
@@ -133,7 +140,7 @@ class AttentionPass:
                 found.append(Contribution(call, part_dk, part_dv))
             self.transport.deliver(visit, found)
         dk, dv = self.transport.collect()
-        return dq.value.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+        return dq.result().to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 def _calls(schedule: RankSchedule, visit: Visit) -> Sequence[KernelCall]:
@@ -154,19 +161,30 @@ def _of_heads(x: Tensor, heads: slice | None, dim: int) -> Tensor:
 
 
 class _Total:
-    """A result that calls fill row by row; a first call that gives all rows becomes the result."""
+    """A result that calls fill row by row; a first call that gives all rows becomes the result.
+
+    Where results are merged it is float32, or only its rows in ``merged`` are.
+    """
 
     def __init__(
-        self, like: Tensor, schedule: RankSchedule, dtype: torch.dtype, *, lse: bool = False
+        self,
+        like: Tensor,
+        schedule: RankSchedule,
+        *,
+        lse: bool = False,
+        merged: slice | None = None,
     ) -> None:
         self._head_dim = schedule.head_dim_of[1 if lse else 0]
         self._lse = lse
-        self._dtype = dtype
+        wide = lse or (schedule.accumulates and merged is None)
+        self._dtype = torch.float32 if wide else like.dtype
         self._like = like
         self._value: Tensor | None = None
+        self._merged = merged if schedule.accumulates and not lse else None
+        self._partial: PartialSum | None = None
 
     @property
-    def value(self) -> Tensor:
+    def _whole(self) -> Tensor:
         if self._value is None:
             shape = list(self._like.shape)
             if self._lse:
@@ -175,16 +193,52 @@ class _Total:
             self._value = self._like.new_empty(shape, dtype=self._dtype)
         return self._value
 
-    def take(self, heads: slice | None, rows: Rows) -> Tensor:
-        view = _of_heads(self.value, heads, self._head_dim)
-        return rows.take_lse(view) if self._lse else rows.take(view)
-
     def put(self, heads: slice | None, rows: Rows, part: Tensor) -> None:
+        """The result of a first call."""
         if rows.whole and heads is None:
             self._value = part.to(self._dtype)
-            return
-        view = _of_heads(self.value, heads, self._head_dim)
-        (rows.put_lse if self._lse else rows.put)(view, part)
+        else:
+            self._put(heads, rows, part)
+        if self._partial is not None:
+            for one in rows.slices or ():
+                self._partial.take_anew(one)
+
+    def so_far(self, heads: slice | None, rows: Rows) -> Tensor:
+        """The result of these rows until now, to be merged with."""
+        if self._merged is not None:
+            return _of_heads(self._sum.wide(_slice_of(rows)), heads, self._head_dim)
+        view = _of_heads(self._whole, heads, self._head_dim)
+        return rows.take_lse(view) if self._lse else rows.take(view)
+
+    def put_back(self, heads: slice | None, rows: Rows, part: Tensor) -> None:
+        """What :meth:`so_far` gave, merged: in its place, or elsewhere."""
+        if self._merged is not None:
+            copy_unless_same(self.so_far(heads, rows), part)
+        else:
+            self._put(heads, rows, part)
 
     def add(self, heads: slice | None, rows: Rows, part: Tensor) -> None:
-        rows.add(_of_heads(self.value, heads, self._head_dim), part)
+        if self._merged is not None:
+            self.so_far(heads, rows).add_(part)
+        else:
+            rows.add(_of_heads(self._whole, heads, self._head_dim), part)
+
+    def result(self) -> Tensor:
+        return self._whole if self._partial is None else self._partial.result()
+
+    def _put(self, heads: slice | None, rows: Rows, part: Tensor) -> None:
+        view = _of_heads(self._whole, heads, self._head_dim)
+        (rows.put_lse if self._lse else rows.put)(view, part)
+
+    @property
+    def _sum(self) -> PartialSum:
+        assert self._merged is not None, "else all rows are in float32"
+        if self._partial is None:
+            self._partial = PartialSum(self._whole, self._merged)
+        return self._partial
+
+
+def _slice_of(rows: Rows) -> slice:
+    assert rows.slices is not None, "rows are merged apart in a dense batch alone"
+    (found,) = rows.slices
+    return found

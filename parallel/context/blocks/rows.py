@@ -6,6 +6,7 @@ into [T, H, D].
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -24,6 +25,11 @@ class Rows(Protocol):
     @property
     def count(self) -> int:
         """How many rows these are."""
+        ...
+
+    @property
+    def slices(self) -> Sequence[slice] | None:
+        """The rows along S of a dense batch, one slice after another; None in a packed one."""
         ...
 
     def take(self, x: Tensor) -> Tensor:
@@ -54,11 +60,15 @@ class DenseRows:
     def count(self) -> int:
         return int(self.rows.stop - self.rows.start)
 
+    @property
+    def slices(self) -> Sequence[slice] | None:
+        return (self.rows,)
+
     def take(self, x: Tensor) -> Tensor:
         return x if self.whole else x[:, :, self.rows]
 
     def put(self, x: Tensor, part: Tensor) -> None:
-        _copy_unless_same(self.take(x), part)
+        copy_unless_same(self.take(x), part)
 
     def add(self, x: Tensor, part: Tensor) -> None:
         self.take(x).add_(part)
@@ -67,7 +77,7 @@ class DenseRows:
         return self.take(lse)
 
     def put_lse(self, lse: Tensor, part: Tensor) -> None:
-        _copy_unless_same(self.take(lse), part)
+        copy_unless_same(self.take(lse), part)
 
 
 @dataclass(slots=True, frozen=True)
@@ -95,12 +105,16 @@ class PackedRows:
     def count(self) -> int:
         return len(self.index)
 
+    @property
+    def slices(self) -> Sequence[slice] | None:
+        return None
+
     def take(self, x: Tensor) -> Tensor:
         return x if self.whole else x.index_select(0, self.index)
 
     def put(self, x: Tensor, part: Tensor) -> None:
         if self.whole:
-            _copy_unless_same(x, part)
+            copy_unless_same(x, part)
         else:
             x.index_copy_(0, self.index, part.to(x.dtype))
 
@@ -117,12 +131,12 @@ class PackedRows:
 
     def put_lse(self, lse: Tensor, part: Tensor) -> None:
         if self.whole:
-            _copy_unless_same(lse, part)
+            copy_unless_same(lse, part)
         else:
             lse.index_copy_(1, self.index, part)
 
 
-def _copy_unless_same(view: Tensor, part: Tensor) -> None:
+def copy_unless_same(view: Tensor, part: Tensor) -> None:
     """Copy, unless a kernel has updated the accumulator in place."""
     same = view.data_ptr() == part.data_ptr() and view.stride() == part.stride()
     if not same:

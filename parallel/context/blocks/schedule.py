@@ -19,6 +19,7 @@ from kernels import AttentionSpec, Packing
 from kernels.problem import Mask
 from parallel.context.blocks.halo import Halo, Reach
 from parallel.context.blocks.layouts import Layout, ScoreBlock
+from parallel.context.blocks.partial_sum import few_rows
 from parallel.context.blocks.rows import DenseRows, PackedRows, Rows
 from parallel.context.blocks.score_blocks import EMPTY, begins, hides_more
 
@@ -66,6 +67,9 @@ class RankSchedule(Protocol):
     halo: Halo | None
     """Set where ranks need some of the others' keys alone: :meth:`of_source` then has calls with
     the rows that ``halo.needed`` names."""
+    merged: slice | None
+    """Of a dense batch with a halo, the least slice that holds all queries which meet keys in more
+    than one call; None if it has half of them or more."""
 
     def of_source(self, source: int) -> Sequence[KernelCall]:
         """Kernel calls with the keys that rank ``source`` holds."""
@@ -115,6 +119,7 @@ class DenseSchedule:
         self._of_all: list[KernelCall] = []
         self._of_source: list[list[KernelCall]] = []
         self.halo: Halo | None = None
+        self.merged: slice | None = None
         if not prefixes and not hides_more(mask, local_len * layout.num_ranks).is_plain:
             self.halo = _halo(
                 rank,
@@ -122,6 +127,7 @@ class DenseSchedule:
                 lambda to, source: Reach(
                     [layout.blocks(to, source, local_len, mask)], [0]
                 ).dense_rows(local_len),
+                local_len,
             )
         if prefixes:
             for block in layout.gathered_blocks(rank, local_len, mask):
@@ -146,8 +152,10 @@ class DenseSchedule:
                         for block, first in zip(blocks, firsts, strict=True)
                     ]
                 )
-        calls = itertools.chain(self._of_all, *self._of_source)
-        self.accumulates = any(not call.first for call in calls)
+        later = [c for c in itertools.chain(self._of_all, *self._of_source) if not c.first]
+        self.accumulates = bool(later)
+        if self.halo is not None:
+            self.merged = few_rows(_slices([call.q for call in later]), local_len)
 
     def of_source(self, source: int) -> Sequence[KernelCall]:
         return self._of_source[source]
@@ -230,6 +238,7 @@ class PackedSchedule:
         self._of_all: list[KernelCall] = []
         self._of_source: list[list[KernelCall]] = []
         self.halo: Halo | None = None
+        self.merged: slice | None = None
         self._masks = [within(mask, length) for length in lengths]
         plain = (
             hides_more(own, local * layout.num_ranks).is_plain
@@ -382,13 +391,30 @@ def _joined(starts: Sequence[int], slices: Sequence[slice]) -> Tensor:
     return torch.cat(parts)
 
 
-def _halo(rank: int, num_ranks: int, rows: Callable[[int, int], Rows | None]) -> Halo:
-    """Of ``rows(to, source)``, those of ``source`` that rank ``to`` needs."""
+def _halo(
+    rank: int,
+    num_ranks: int,
+    rows: Callable[[int, int], Rows | None],
+    num_dense: int | None = None,
+) -> Halo:
+    """Of ``rows(to, source)``, those of ``source`` that rank ``to`` needs.
+
+    Args:
+        num_dense: rows that a rank has of a dense batch; None for a packed one.
+    """
     others = [None if other == rank else other for other in range(num_ranks)]
+    asked = [None if other is None else rows(other, rank) for other in others]
+    given = _slices([own for own in asked if own is not None])
     return Halo(
         needed=[None if other is None else rows(rank, other) for other in others],
-        asked=[None if other is None else rows(other, rank) for other in others],
+        asked=asked,
+        shared=None if num_dense is None else few_rows(given, num_dense),
     )
+
+
+def _slices(rows: Sequence[Rows]) -> list[slice]:
+    """The slices of rows of a dense batch."""
+    return [part for own in rows for part in own.slices or ()]
 
 
 def within(mask: Mask, length: int) -> Mask:

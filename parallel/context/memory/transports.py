@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from parallel.context.blocks.partial_sum import few_rows
 from parallel.context.blocks.score_blocks import keys_of
 from parallel.context.memory.ledger import Ledger
 from parallel.context.memory.sizes import CallSizes, LocalSizes
@@ -18,6 +19,8 @@ class TransportMemory(Protocol):
     """The memory of a transport during one pass."""
 
     num_visits: int
+    few: bool
+    """Whether a few rows to which several calls add are summed by themselves."""
 
     def begin(self, *, gradients: bool) -> None:
         """Before the first visit.
@@ -35,11 +38,24 @@ class TransportMemory(Protocol):
         """The gradients of a visit's keys leave."""
         ...
 
+    def keeps(self, calls: Sequence[CallSizes]) -> bool:
+        """Whether what the first visit's calls give are the sums of dk and dv."""
+        ...
+
+
+class _Plain:
+    """Sums of all rows in float32."""
+
+    few = False
+
+    def keeps(self, calls: Sequence[CallSizes]) -> bool:
+        return False
+
 
 TransportMemoryFactory = Callable[[Ledger, LocalSizes], TransportMemory]
 
 
-class SendRecvMemory:
+class SendRecvMemory(_Plain):
     """Keys that are computed with and those that come; float32 sums that leave and that come."""
 
     def __init__(self, ledger: Ledger, sizes: LocalSizes) -> None:
@@ -65,7 +81,7 @@ class SendRecvMemory:
         self._ledger.hold(dk_dv_sums=2 * wide)
 
 
-class SymmetricRingMemory:
+class SymmetricRingMemory(_Plain):
     """Keys published and two blocks fetched; two published parts of gradients and one fetched."""
 
     def __init__(self, ledger: Ledger, sizes: LocalSizes) -> None:
@@ -101,6 +117,15 @@ class HaloMemory:
         leave = [0 if published else sum(row[rank] for row in rows) for rank in ranks]
         row_bytes = sizes.kv / sizes.local_len
         self._come, self._leave = (row_bytes * max(counts) for counts in (come, leave))
+        self.few = not sizes.problem.packed
+        # Of the rank that shares most; None if one rank shares many.
+        shared = [few_rows(_shared_by(sizes, source), sizes.local_len) for source in ranks]
+        self._shared: float | None = None
+        if self.few and None not in shared:
+            self._shared = row_bytes * max(span.stop - span.start for span in shared if span)
+
+    def keeps(self, calls: Sequence[CallSizes]) -> bool:
+        return self._shared is not None and len(calls) == 1 and calls[0].whole_kv
 
     def begin(self, *, gradients: bool) -> None:
         kv = self._sizes.kv
@@ -114,12 +139,22 @@ class HaloMemory:
     def deliver(self, visit: int, calls: Sequence[CallSizes]) -> None:
         wide = self._sizes.wide
         if visit == 0:
-            self._ledger.hold(dk_dv_sums=wide * self._sizes.kv)
+            total = wide * self._sizes.kv
+            if self._shared is not None and self.keeps(calls):
+                total = self._sizes.kv + (wide * self._shared if wide > 1 else 0.0)
+            self._ledger.hold(dk_dv_sums=total)
         elif calls:
             arrived = min(self._sizes.kv, sum(call.kv for call in calls))
             with self._ledger.during(dk_dv_sums=wide * arrived):
                 # What leaves is kept until the end, and there is room for what comes home.
                 self._ledger.hold(returning_dk_dv=self._come + self._leave)
+
+
+def _shared_by(sizes: LocalSizes, source: int) -> list[slice]:
+    """Rows of ``source`` that other ranks need."""
+    others = (to for to in range(sizes.layout.num_ranks) if to != source)
+    blocks = (sizes.layout.blocks(to, source, sizes.local_len, sizes.problem.mask) for to in others)
+    return [part for found in blocks for part in keys_of(found)]
 
 
 def _rows_of(sizes: LocalSizes, to: int, source: int) -> int:
@@ -130,7 +165,7 @@ def _rows_of(sizes: LocalSizes, to: int, source: int) -> int:
     return sum(part.stop - part.start for part in keys_of(blocks))
 
 
-class _GatherMemory:
+class _GatherMemory(_Plain):
     """Keys of all ranks, some KV heads at a time, as they come and as kernels read them."""
 
     def __init__(self, ledger: Ledger, sizes: LocalSizes, kv_heads_at_once: int) -> None:

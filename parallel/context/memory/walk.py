@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from parallel.context.blocks.partial_sum import few_rows
 from parallel.context.memory.ledger import Ledger
 from parallel.context.memory.sizes import CallSizes, LocalSizes
 from parallel.context.memory.transports import TransportMemoryFactory
@@ -40,17 +41,16 @@ class PassMemory:
         ledger.hold(inputs=sizes.q + sizes.kv)
         transport = self.transport(ledger, sizes)
         transport.begin(gradients=False)
-        accumulates = _accumulates(visits)
-        total = sizes.q * (sizes.wide if accumulates else 1)
+        merged = _Merged(sizes, visits, few=transport.few and not sizes.problem.sinks)
         for index, calls in enumerate(visits):
             transport.arrive(index)
             for call in calls:
                 ledger.hold(**self._taken(call, 1))
                 ledger.hold(output_part=call.q + call.lse)
-                if call.whole_q and call.all_heads and not accumulates:
+                if merged.keeps(call):
                     ledger.free("output_part")
-                ledger.hold(output=total, lse=sizes.lse)
-        if accumulates:
+                ledger.hold(output=merged.after(call), lse=sizes.lse)
+        if merged.all_rows:
             ledger.add(output=sizes.q)
         return ledger.peak
 
@@ -64,8 +64,7 @@ class PassMemory:
         )
         transport = self.transport(ledger, sizes)
         transport.begin(gradients=True)
-        accumulates = _accumulates(visits)
-        total = sizes.q * (sizes.wide if accumulates else 1)
+        merged = _Merged(sizes, visits, few=transport.few)
         last = 0.0
         for index, calls in enumerate(visits):
             transport.arrive(index)
@@ -79,15 +78,20 @@ class PassMemory:
                 # What the call before gave is let go now, unless this visit keeps it.
                 ledger.hold(dk_dv=sum(done.kv for done in calls[: number + 1]))
                 last = call.kv
-                if call.whole_q and call.all_heads and not accumulates:
-                    ledger.hold(dq=sizes.q)
-                else:
+                total = merged.after(call)
+                if not merged.keeps(call):
                     ledger.hold(dq=total + call.q)
-                    ledger.hold(dq=total)
+                ledger.hold(dq=total)
             transport.deliver(index, calls)
+            if index == 0 and transport.keeps(calls):
+                # The transport counts them.
+                last = 0.0
+                ledger.hold(dk_dv=0.0)
         if sizes.wide > 1:
             # What was summed in float32 is returned in the problem's dtype.
-            ledger.add(narrowed=(sizes.q if accumulates else 0.0) + sizes.kv)
+            narrow_keys = bool(visits) and transport.keeps(visits[0])
+            narrowed = sizes.q if merged.all_rows else 0.0
+            ledger.add(narrowed=narrowed + (0.0 if narrow_keys else sizes.kv))
         return ledger.peak
 
     def _taken(self, call: CallSizes, num_queries: int) -> dict[str, float]:
@@ -100,5 +104,31 @@ class PassMemory:
         }
 
 
-def _accumulates(visits: Visits) -> bool:
-    return any(not call.first for calls in visits for call in calls)
+class _Merged:
+    """The result of calls that are merged, in the order in which they are made.
+
+    Args:
+        few: whether a few rows that are merged are float32 by themselves.
+    """
+
+    def __init__(self, sizes: LocalSizes, visits: Visits, *, few: bool) -> None:
+        later = [call for calls in visits for call in calls if not call.first]
+        rows = [call.q_rows for call in later if call.q_rows is not None]
+        span = few_rows(rows, sizes.local_len) if few and len(rows) == len(later) else None
+        self.all_rows = bool(later) and span is None
+        """Whether all of it is float32."""
+        self._held = sizes.q * (sizes.wide if self.all_rows else 1)
+        self._apart = 0.0
+        if span is not None and sizes.wide > 1:
+            self._apart = sizes.q * sizes.wide * (span.stop - span.start) / sizes.local_len
+
+    def keeps(self, call: CallSizes) -> bool:
+        """Whether what a call gives becomes the result."""
+        return call.whole_q and call.all_heads and call.first and not self.all_rows
+
+    def after(self, call: CallSizes) -> float:
+        """Bytes of the result when a call's part is in it."""
+        if not call.first:
+            self._held += self._apart
+            self._apart = 0.0
+        return self._held

@@ -21,6 +21,7 @@ from parallel.context.blocks.schedule import RankSchedule
 from parallel.context.blocks.tracing import WAIT, Tracer
 from parallel.context.transports.all_gather import sum_of_contributions
 from parallel.context.transports.messages import Messages
+from parallel.context.transports.own_gradients import OwnGradients
 
 
 class _Message:
@@ -57,7 +58,7 @@ class HaloExchange:
     def __init__(self, messages: Messages, tracer: Tracer, halo: Halo) -> None:
         self._messages, self._tracer, self._halo = messages, tracer, halo
         self._rank, self._num_ranks = messages.rank, messages.num_ranks
-        self._totals: tuple[Tensor, Tensor] | None = None
+        self._totals: OwnGradients | None = None
         self._like: tuple[Tensor, Tensor] | None = None
         self._returning: list[_Message] = []
         """Gradients at distances 1, 2, ..., as far as this rank has started them."""
@@ -89,16 +90,16 @@ class HaloExchange:
         return () if rows is None else tuple(room_for(rows, x) for x in self._like)
 
     def deliver(self, visit: Visit, contributions: Sequence[Contribution]) -> None:
-        totals = (
-            sum_of_contributions(visit.k, contributions, "dk").contiguous(),
-            sum_of_contributions(visit.v, contributions, "dv").contiguous(),
-        )
         if visit.step == 0:
-            self._totals = totals
+            self._totals = OwnGradients(visit, contributions, self._halo.shared)
             return
         self._return_nothing_before(visit.step)
-        like = (visit.k, visit.v)
-        self._return(tuple(total.to(x.dtype) for total, x in zip(totals, like, strict=True)))
+        self._return(
+            tuple(
+                sum_of_contributions(like, contributions, name).to(like.dtype).contiguous()
+                for name, like in (("dk", visit.k), ("dv", visit.v))
+            )
+        )
 
     def _return_nothing_before(self, distance: int) -> None:
         """Receive from the ranks at lower distances whose keys this rank does not need."""
@@ -123,6 +124,5 @@ class HaloExchange:
             with self._tracer.span(WAIT, distance):
                 found = message.wait()
             if rows is not None:
-                for total, part in zip(self._totals, found, strict=True):
-                    rows.add(total, part)
-        return self._totals
+                self._totals.add(rows, found)
+        return self._totals.result()

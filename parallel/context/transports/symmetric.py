@@ -40,6 +40,7 @@ from parallel.context.transports.all_gather import (
     select_heads,
     sum_of_contributions,
 )
+from parallel.context.transports.own_gradients import OwnGradients
 from parallel.context.transports.peer_memory import PeerBuffers, PeerMemory
 from parallel.streams import SideStream, StreamEvent
 
@@ -99,7 +100,7 @@ class SymmetricRing:
         self._fetching, self._reducing = buffers.fetching, buffers.reducing
         self._published: list[StreamEvent] = []
         """For each step, the event that all ranks have published, and freed the slot before."""
-        self._totals: tuple[Tensor, Tensor] | None = None
+        self._totals: OwnGradients | None = None
         self._landed: list[Tensor] = []
         """The gradients of the step before, valid once ``_last`` has passed."""
         self._last = StreamEvent(device)
@@ -111,9 +112,12 @@ class SymmetricRing:
         here = (k.contiguous(), v.contiguous())
         memory = self._buffers.get("keys", _Pair.bytes_of(*here, 1))
         keys = _Pair(memory, *here)
-        with self._tracer.span(WAIT, 0):
-            publish(memory, keys.of_rank(self._rank), here, self._KEYS)
         self._halo, self._own = schedule.halo, here
+        read = slice(None) if self._halo is None else self._halo.shared or slice(None)
+        with self._tracer.span(WAIT, 0):
+            # Peers read no other rows.
+            into, out = ([x[:, :, read] for x in pair] for pair in (keys.of_rank(self._rank), here))
+            publish(memory, into, out, self._KEYS)
         if self._halo is not None:
             yield from self._visits_of_rows(keys, heads, self._halo)
             return
@@ -162,8 +166,8 @@ class SymmetricRing:
 
     def deliver(self, visit: Visit, contributions: Sequence[Contribution]) -> None:
         if visit.step == 0:
-            dk, dv = (sum_of_contributions(visit.k, contributions, name) for name in ("dk", "dv"))
-            self._totals = (dk, dv)
+            shared = None if self._halo is None else self._halo.shared
+            self._totals = OwnGradients(visit, contributions, shared)
             return
         assert self._totals is not None, "the first visit is of this rank's own keys"
         assert self._own is not None, "visits() sets it"
@@ -206,7 +210,7 @@ class SymmetricRing:
         k, v = self._own
         return room_for(rows, k), room_for(rows, v)
 
-    def _add_landed(self, totals: tuple[Tensor, Tensor], step: int) -> None:
+    def _add_landed(self, totals: OwnGradients, step: int) -> None:
         """Add what landed of the step before ``step``."""
         if not self._landed:
             return
@@ -215,11 +219,7 @@ class SymmetricRing:
         rows = None
         if self._halo is not None:
             rows = self._halo.asked[(self._rank + step - 1) % self._num_ranks]
-        for total, landing in zip(totals, self._landed, strict=True):
-            if rows is not None:
-                rows.add(total, landing)
-            elif self._halo is None:
-                total.add_(landing)
+        totals.add(rows, self._landed)
         self._landed = []
 
     def collect(self) -> tuple[Tensor, Tensor]:
@@ -234,7 +234,7 @@ class SymmetricRing:
             self._last = StreamEvent(self._device)
         with self._tracer.span(WAIT, self._num_ranks):
             self._last.wait()
-        return self._totals
+        return self._totals.result()
 
 
 class SymmetricGather:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from masked_split import MaskedBatch, check
 from ranks import RankError
 from split_attention import PROBLEM, SCHEMES, TRANSPORTS, scheme_of
@@ -29,6 +30,18 @@ def test_dense(name: str, num_ranks: int) -> None:
         batch = MaskedBatch(lengths=(35,) * (1 + number % 2), **mask)
         transport = TRANSPORTS[name][number % 2]
         check(num_ranks, name, {"transport": transport}, batch)
+
+
+@pytest.mark.parametrize("name", ["ring", "zigzag", "striped"])
+def test_few_rows_are_summed_in_float32(name: str) -> None:
+    """In bfloat16, where the other rows stay as a kernel gave them: of 24, or of two runs of 12."""
+    for window in (3, 7, 12, 17):
+        for transport in TRANSPORTS[name]:
+            batch = MaskedBatch(lengths=(72,) * 2, window=window, dtype=torch.bfloat16)
+            check(3, name, {"transport": transport}, batch)
+    for transport in TRANSPORTS["ring"]:
+        batch = MaskedBatch(lengths=(72,), causal=False, window=4, dtype=torch.bfloat16)
+        check(3, "ring", {"transport": transport}, batch)
 
 
 @pytest.mark.parametrize("name", SCHEMES)

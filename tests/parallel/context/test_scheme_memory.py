@@ -108,6 +108,16 @@ class TestPredictedMemory:
             found = ring.peak_memory(problem)
             assert found["visiting_keys"] / 1e6 == pytest.approx(shares * self.KV_MB, rel=2e-3)
 
+    @pytest.mark.parametrize(("window", "output"), [(1_025, 1 + 2 / 8), (4_097, 3)])
+    def test_few_rows_are_float32_by_themselves(self, window: int, output: float) -> None:
+        """1,024 of a rank's 8,192 queries see keys of another rank, or half: a sum, and rounded."""
+        ring = scheme_of("ring", transport="send_recv", kernel="flash_torch")
+        found = ring.peak_memory(replace(self.GUIDE, window=window, needs_grad=False))
+        assert found["output"] / 1e6 == pytest.approx(output * self.Q_MB, rel=2e-3)
+        with_gradients = ring.peak_memory(replace(self.GUIDE, window=window))
+        # dq, dk and dv that were summed in float32 are rounded in the end.
+        assert ("narrowed" in with_gradients) is (window == 4_097)
+
     def test_without_gradients(self) -> None:
         """A ring: q, k, v, three visits' keys for a moment, o in float32, and a part of it."""
         problem = replace(self.GUIDE, needs_grad=False)
