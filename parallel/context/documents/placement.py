@@ -43,6 +43,9 @@ _SETTLED_STEPS = 1024
 
 _MOST_SETTLED = 6
 
+_LARGEST_SETTLED = 512
+"""Documents x ranks up to which owners are searched: beyond that windows alone are faster."""
+
 _SEARCHES_STEPS = 256
 """Local searches for owners until documents x ranks x searches reach this; one in any case."""
 
@@ -113,7 +116,7 @@ def place(lengths: tuple[int, ...], num_ranks: int) -> Placement:
     documents = sum(length > 0 for length in lengths)
     best: Sequence[Sequence[Run]] | None = None
     received: int | None = None
-    if documents > 1 and num_ranks > 1:
+    if documents > 1 and 1 < num_ranks <= _LARGEST_SETTLED // documents:
         for parts in _settled(lengths, num_ranks, band):
             keys = sum(map(runs.keys_received, parts))
             if received is None or keys < received:
