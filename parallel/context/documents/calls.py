@@ -21,8 +21,8 @@ from torch import Tensor
 
 from kernels import AttentionSpec, Packing
 from parallel.context.documents import routes
-from parallel.context.documents.placement import Run
 from parallel.context.documents.routes import Routes
+from parallel.context.documents.runs import Run
 
 PAIRS_THAT_HIDE_A_ROW = 1024
 """Causal pairs in the first call, for each row to receive, from which on diagonals are joined.

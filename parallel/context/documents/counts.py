@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from parallel.context.blocks.balance import attended
 from parallel.context.blocks.layouts import Layout
 from parallel.context.documents.layout import Documents
-from parallel.context.documents.placement import least_received, place
+from parallel.context.documents.lower_bound import least_received
+from parallel.context.documents.placement import place
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from parallel.context.documents.placement import Placement, Run
+from parallel.context.documents.placement import Placement
+from parallel.context.documents.runs import Run
 
 
 class Segment(NamedTuple):

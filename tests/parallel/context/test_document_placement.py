@@ -11,15 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel.context.documents.layout import Documents
+from parallel.context.documents.lower_bound import least_received
 from parallel.context.documents.placement import (
     TOLERANCE,
     Placement,
-    Run,
-    least_received,
-    pairs_up_to,
     place,
 )
 from parallel.context.documents.routes import Routes
+from parallel.context.documents.runs import Run, pairs_up_to
 
 LENGTHS = st.lists(st.integers(0, 200), min_size=1, max_size=20).map(tuple)
 RANKS = st.integers(1, 8)
