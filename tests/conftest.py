@@ -15,7 +15,6 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
-from forked import WITHOUT_GPU, fork_workers, run_python
 from garbage import leave_out_modules
 from triton_interpreter import patch_the_language_once
 
@@ -152,17 +151,22 @@ def command() -> Command:
     def run(
         *arguments: str, environment: dict[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        return run_python("-m", "harness", *arguments, environment=environment or {})
+        return subprocess.run(
+            [sys.executable, "-m", "harness", *arguments],
+            cwd=ROOT,
+            env={
+                **os.environ,
+                "CUDA_VISIBLE_DEVICES": "",
+                "TRITON_INTERPRET": "0",
+                **(environment or {}),
+            },
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
 
     return run
-
-
-@pytest.fixture
-def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers that this process starts are forks, and have no GPU."""
-    for name, value in WITHOUT_GPU.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr("harness.run.children.rank.subprocess", fork_workers())
 
 
 @pytest.fixture(scope="session")

@@ -6,11 +6,11 @@ import json
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from forked import run_python
 
 DOCUMENT = ROOT / "docs" / "extending.md"
 
@@ -39,12 +39,18 @@ def outside(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 
 def environment(folder: Path, plugins: str) -> dict[str, str]:
     paths = os.pathsep.join((str(folder), str(ROOT)))
-    return {"PYTHONPATH": paths, "ATTNBENCH_PLUGINS": plugins}
+    return {**os.environ, "PYTHONPATH": paths, "ATTNBENCH_PLUGINS": plugins}
 
 
 def attnbench(outside: Folder, *arguments: str) -> subprocess.CompletedProcess[str]:
     folder, variables = outside
-    return run_python("-m", "harness", *arguments, environment=variables, cwd=folder)
+    return subprocess.run(
+        [sys.executable, "-m", "harness", *arguments],
+        cwd=folder,
+        env=variables,
+        capture_output=True,
+        text=True,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +120,12 @@ class TestOfEachKindOne:
     def test_finding_is_in_the_write_up(self, outside: Folder, sorted_numbers: Path) -> None:
         results = sorted_numbers.parents[1]
         code = "from harness.commands.writeup import main; import sys; sys.exit(main())"
-        done = run_python("-c", code, str(results), environment=outside[1])
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(results)],
+            env=outside[1],
+            capture_output=True,
+            text=True,
+        )
         assert done.returncode == 0, done.stderr
         pages = [path.read_text() for path in results.glob("writeup/*.md")]
         assert any("Sorting takes its time" in page for page in pages)
@@ -138,9 +149,13 @@ class TestCommandLine:
         self, command: str, outside: Folder, trained: Path
     ) -> None:
         results = str(trained.parents[1])
-        variables = environment(outside[0], "")
-        module = f"harness.commands.{command}"
-        done = run_python("-m", module, results, environment=variables, cwd=outside[0])
+        done = subprocess.run(
+            [sys.executable, "-m", f"harness.commands.{command}", results],
+            cwd=outside[0],
+            env=environment(outside[0], ""),
+            capture_output=True,
+            text=True,
+        )
         assert done.returncode == 2
         (line,) = done.stderr.splitlines()
         assert "parallel=outer_plain: comes from " in line
@@ -211,8 +226,13 @@ for kind in (BACKENDS, STRATEGIES):
 def test_markers_do_not_run_out(tmp_path: Path) -> None:
     """Choices that declare no look differ from each other, and from those that do."""
     (tmp_path / "many.py").write_text(MANY_CHOICES)
-    done = run_python("-c", LOOKS, environment=environment(tmp_path, "many"))
-    assert done.returncode == 0, done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", LOOKS],
+        env=environment(tmp_path, "many"),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     backends, strategies = map(json.loads, done.stdout.splitlines())
     for looks in (backends, strategies):
         assert len(looks) >= 2 * MANY

@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from conftest import ROOT
-from forked import run_python
 from ranks import on_ranks
 
 from harness.commands.questions import asked
@@ -262,4 +262,10 @@ def run_program(
 ) -> subprocess.CompletedProcess[str]:
     module, _, function = SCRIPTS[program].partition(":")
     code = f"import sys, {module}; sys.exit({module}.{function}())"
-    return run_python("-c", code, *arguments, environment=variables, cwd=cwd)
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=cwd,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+    )

@@ -21,7 +21,6 @@ from typing import Any
 import psutil
 import yaml
 from conftest import ROOT, Command
-from forked import WITHOUT_GPU, ForkedPython, can_fork
 
 TINY = {
     "task": "train_step",
@@ -106,31 +105,18 @@ class Folder:
         return self.command(*self.arguments(*overrides), environment=self.environment())
 
     def start(
-        self,
-        *overrides: str,
-        environment: dict[str, str] | None = None,
-        anew: bool = False,
-        **options: Any,
+        self, *overrides: str, environment: dict[str, str] | None = None, **options: Any
     ) -> subprocess.Popen[str]:
-        """Start the command without waiting, as a terminal would: in a session of its own.
-
-        Args:
-            anew: by a new interpreter, which imports everything itself, as one with
-                ``options`` always does.
-        """
-        variables = {**os.environ, **WITHOUT_GPU, **self.environment(), **(environment or {})}
-        forks = not anew and not options and can_fork(variables)
-        if not forks:
-            options.setdefault("preexec_fn", heed_signals)
-        return (ForkedPython if forks else subprocess.Popen)(
+        """Start the command without waiting, as a terminal would: in a session of its own."""
+        return subprocess.Popen(
             [sys.executable, "-m", "harness", *self.arguments(*overrides)],
             cwd=ROOT,
-            env=variables,
+            env={**os.environ, **self.environment(), **(environment or {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            **options,
+            **{"preexec_fn": heed_signals, **options},
         )
 
     def files(self) -> dict[str, tuple[int, bytes]]:

@@ -64,7 +64,7 @@ class TestInterrupt:
         """An impatient user presses Ctrl-C again."""
         folder = Folder(path=tmp_path, command=command)
         began = time.monotonic()
-        process = folder.start("attention=naive", "parallel=ddp_torch", anew=True)
+        process = folder.start("attention=naive", "parallel=ddp_torch")
         with no_process_left(process):
             wait_until(lambda: workers_of(process), "a worker starts")
             limit_s = stops_within(began)

@@ -485,7 +485,6 @@ class TestAgents:
         assert isinstance(told, Start)
         assert (told.start["local_rank"], told.start["ranks_on_host"]) == (1, 2)
 
-    @pytest.mark.usefixtures("forked_workers")
     def test_two_nodes_without_slurm(self, tmp_path: Path) -> None:
         """Cases on one rank and on two, the second on another node, through one endpoint."""
         with socket.create_server(("127.0.0.1", 0)) as free:
