@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.tasks.lengths import ragged_lengths
 from parallel.context.documents.layout import Documents
 from parallel.context.documents.lower_bound import least_received
 from parallel.context.documents.placement import (
@@ -137,6 +138,18 @@ class TestBalance:
             assert found == wanted
             assert received(placement) == 3 * length * (num_ranks - 1) // 4
             assert received(placement) <= 1.12 * least_received(placement)
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_settled_owners_need_fewer_keys_than_windows(
+        self, monkeypatch: pytest.MonkeyPatch, seed: int
+    ) -> None:
+        """By 15% to 47% in these batches."""
+        batches = tuple(ragged_lengths(8, 8192, seed)), log_normal(64, seed)
+        settled = [received(place.__wrapped__(lengths, 4)) for lengths in batches]
+        monkeypatch.setattr("parallel.context.documents.placement._LARGEST_SETTLED", 0)
+        by_windows = [received(place.__wrapped__(lengths, 4)) for lengths in batches]
+        for few, many in zip(settled, by_windows, strict=True):
+            assert few < 0.87 * many
 
     def test_equal_documents_stay_whole(self) -> None:
         for num_ranks in (1, 2, 4, 8):
