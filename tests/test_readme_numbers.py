@@ -168,7 +168,7 @@ def test_leaderboard() -> None:
         if not case["task"].get("compile"):
             name = case["attention"]["name"] + options
             times[name, str(case["task"]["head_dim"])] = slowest(record, "forward_backward")
-    rows = rows_of("leaderboard", "TFLOP/s")
+    rows = rows_of("sweeps/leaderboard/", "TFLOP/s")
     assert len(rows) > 10
     for row in rows:
         ms = times[row["attention"], row["head_dim"]]

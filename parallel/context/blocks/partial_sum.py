@@ -6,18 +6,9 @@ float32 would write and read each several times, which takes as long as a third 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
-
-
-def few_rows(parts: Iterable[slice], num_rows: int) -> slice | None:
-    """The least slice that holds all parts, if it has less than half of so many rows; else None."""
-    parts = [part for part in parts if part.start < part.stop]
-    if not parts:
-        return slice(0, 0)
-    span = slice(min(part.start for part in parts), max(part.stop for part in parts))
-    return span if 2 * (span.stop - span.start) < num_rows else None
 
 
 class PartialSum:

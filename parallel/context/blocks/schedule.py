@@ -19,9 +19,8 @@ from kernels import AttentionSpec, Packing
 from kernels.problem import Mask
 from parallel.context.blocks.halo import Halo, Reach
 from parallel.context.blocks.layouts import Layout, ScoreBlock
-from parallel.context.blocks.partial_sum import few_rows
 from parallel.context.blocks.rows import DenseRows, PackedRows, Rows
-from parallel.context.blocks.score_blocks import EMPTY, begins, hides_more
+from parallel.context.blocks.score_blocks import EMPTY, begins, few_rows, hides_more
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from parallel.context.blocks.partial_sum import few_rows
-from parallel.context.blocks.score_blocks import keys_of
+from parallel.context.blocks.score_blocks import few_rows, keys_of
 from parallel.context.memory.ledger import Ledger
 from parallel.context.memory.sizes import CallSizes, LocalSizes
 

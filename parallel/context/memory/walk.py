@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from parallel.context.blocks.partial_sum import few_rows
+from parallel.context.blocks.score_blocks import few_rows
 from parallel.context.memory.ledger import Ledger
 from parallel.context.memory.sizes import CallSizes, LocalSizes
 from parallel.context.memory.transports import TransportMemoryFactory

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -13,6 +14,8 @@ from harness import forecast
 from harness.analysis.stats import median, slowest_rank
 from harness.commands import fits, recommend
 from harness.commands.questions import asked
+from harness.forecast import machines
+from harness.forecast.calibration import Calibration, read
 from harness.run import local
 from harness.store.record import RecordStore
 from kernels import BACKENDS
@@ -164,8 +167,14 @@ def test_nothing_falls_out_without_a_reason(
 
 
 def test_an_answer_says_what_was_not_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def without_captured_steps(path: Path) -> Calibration:
+        known = read(path)
+        factors = {name: x for name, x in known.factors.items() if name != "captured_gap_us"}
+        return replace(known, factors=factors)
+
+    monkeypatch.setattr(machines, "read", without_captured_steps)
     arguments = ["model=small", "seq_len=256", "machine=h200", "gpus=2", f"results={tmp_path}"]
     arguments += ["attention=sdpa", "compile=none", "checkpoint=none"]
     assert recommend.main(arguments) == 0

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parallel.context.blocks.partial_sum import PartialSum, few_rows
+from parallel.context.blocks.partial_sum import PartialSum
+from parallel.context.blocks.score_blocks import few_rows
 
 
 class TestFewRows:
