@@ -30,7 +30,7 @@ from harness.request.compose import compose_request
 from harness.run.runner import Runner
 from harness.store.record import Record, RecordStore
 
-ROUNDS = 7
+ROUNDS = 15
 WORKER_GOAL_S = 0.3
 TURNS = 3
 FEW_CASES, MANY_CASES = 2, 42
