@@ -8,6 +8,10 @@ the scores between a run's own queries and keys, can be in either:
     first    the first call has the diagonals too, so that it hides more of the transfer; waiting
              queries are in both, merged by log-sum-exp. Not with a window or a prefix, whose edges
              fall elsewhere in each run's other keys.
+
+The second call takes its keys from one tensor, [keys, 2, H_kv, D], of three parts: rows that
+arrive from other ranks; own rows whose keys are in the first call *again*; and, where diagonals are
+joined, the rows of the waiting runs.
 """
 
 from __future__ import annotations
@@ -24,11 +28,12 @@ from parallel.context.documents import routes
 from parallel.context.documents.routes import Routes
 from parallel.context.documents.runs import Run
 
-PAIRS_THAT_HIDE_A_ROW = 1024
-"""Causal pairs in the first call, for each row to receive, from which on diagonals are joined.
+PAIRS_OF_A_ROW = 1024
+"""Causal pairs that take as long as a row of k and v takes to arrive, or a query to be merged.
 
-A row of k and v is 4 H_kv D bytes in a half precision, and a pair costs 4 H D FLOPs: at four query
-heads for each key head, 200 GB/s and 600 TFLOP/s a row takes as long as 750 pairs.
+A row is 4 H_kv D bytes in a half precision, and a pair costs 4 H D FLOPs: at four query heads for
+each key head, 200 GB/s and 600 TFLOP/s a row arrives in the time of 750 pairs. To merge a query of
+32 heads of 128 took that of 1,300 on an H200: its o is read and written in float32.
 """
 
 
@@ -50,6 +55,8 @@ class RankCalls:
 
     num_rows: int
     """Local tokens without padding."""
+    num_own: int
+    """Rows of the first call, from the first on; all of them unless diagonals are joined."""
     local: Call | None
     """The call that needs own keys alone, those at its queries' rows."""
     halves: tuple[Call, ...]
@@ -66,14 +73,30 @@ class RankCalls:
     """int64: the rows to send, for rank 0, then for rank 1, ...; some go to several."""
     send_counts: list[int]
     receive_counts: list[int]
+    again: Tensor
+    """int64: rows of the first call whose keys the second one needs too."""
     gather: Tensor
-    """int64: the keys of the second call, as rows among those that arrived."""
+    """int64: the keys of the second call, as rows of the tensor that it takes them from."""
     layers: list[tuple[int, int]]
     """Parts of :attr:`gather` in which no row is twice."""
+    home: Tensor
+    """int64: the rows in :attr:`again` or :attr:`send`, each once: their gradients are sums."""
+    home_places: Tensor
+    """int64: where in :attr:`home` each row of :attr:`again` is, then each of :attr:`send`."""
 
     @property
     def num_arriving(self) -> int:
         return sum(self.receive_counts)
+
+    @property
+    def joined_rows(self) -> slice:
+        """The waiting runs' rows if their diagonals are joined, else none."""
+        return slice(self.num_own, self.num_rows)
+
+    @property
+    def num_keys(self) -> int:
+        """Rows of the tensor from which the second call takes its keys."""
+        return self.num_arriving + len(self.again) + self.num_rows - self.num_own
 
 
 def make_calls(
@@ -85,36 +108,55 @@ def make_calls(
     num_local = plan.num_local_runs(rank)
     merges = not joined and num_local < len(runs)
     own = runs if merges else runs[:num_local]
-    sends = [plan.sent(rank, to, diagonals=to != rank or joined) for to in _ranks(plan)]
-    comes = [plan.sent(of, rank, diagonals=of != rank or joined) for of in _ranks(plan)]
+    num_own = sum(run.tokens for run in own)
+    sends = [plan.sent(rank, to) if to != rank else [] for to in _ranks(plan)]
+    comes = [plan.sent(of, rank) if of != rank else [] for of in _ranks(plan)]
     if not joined:
         # The keys before the last waiting run of each document, whoever holds them.
         asked = plan.needed(rank, diagonals=False)
         ends = {document: ranges[-1][1] for document, ranges in asked.items()}
         assert all(part.stop <= ends[part.document] for part in itertools.chain(*comes))
-    rest, gather, layers = _rest(plan, rank, num_local, comes, joined, device)
+    again: list[routes.Segment] = []
+    waiting: list[routes.Segment] = []
+    for part in sorted(plan.sent(rank, rank, diagonals=joined), key=lambda part: part.row):
+        (again if part.row < num_own else waiting).append(part)
+    num_rows = placement.tokens(rank)
+    assert _count(waiting) == num_rows - num_own, "all of the waiting runs, or nothing"
+    rest, gather, layers = _rest(plan, rank, num_local, [*comes, again, waiting], joined, device)
+    again_rows = _index((part.rows for part in again), device)
+    send = _index((part.rows for part in itertools.chain(*sends)), device)
+    home, home_places = torch.cat([again_rows, send]).unique(return_inverse=True)
     return RankCalls(
-        num_rows=placement.tokens(rank),
+        num_rows=num_rows,
+        num_own=num_own,
         local=_own_call(runs, 0, len(own), causal, device),
         halves=tuple(_halves(runs, len(own), causal, device)),
         rest=rest,
         merges=merges,
         travels=plan.travels(),
         keeps_keys=keeps_keys,
-        send=_index((part.rows for part in itertools.chain(*sends)), device),
+        send=send,
         send_counts=[_count(parts) for parts in sends],
         receive_counts=[_count(parts) for parts in comes],
+        again=again_rows,
         gather=gather,
         layers=layers,
+        home=home,
+        home_places=home_places,
     )
 
 
 def joins_well(plan: Routes, rank: int) -> bool:
-    """Whether what needs own keys alone hides the transfer, without diagonals."""
-    placement = plan.placement
-    runs = placement.parts[rank][: plan.num_local_runs(rank)]
-    pairs = sum(run.pairs for run in runs)
-    return pairs >= PAIRS_THAT_HIDE_A_ROW * plan.received(rank)
+    """Whether to wait for keys costs less than to merge the queries that need them.
+
+    The part of the transfer is waited for that the work on own keys, without diagonals, does not
+    hide.
+    """
+    runs = plan.placement.parts[rank]
+    num_local = plan.num_local_runs(rank)
+    hidden = sum(run.pairs for run in runs[:num_local])
+    merged = sum(run.tokens for run in runs[num_local:])
+    return PAIRS_OF_A_ROW * plan.received(rank) - hidden <= PAIRS_OF_A_ROW * merged
 
 
 def _ranks(plan: Routes) -> range:
@@ -159,17 +201,17 @@ def _rest(
     plan: Routes,
     rank: int,
     num_local: int,
-    comes: Sequence[Sequence[routes.Segment]],
+    parts: Sequence[Sequence[routes.Segment]],
     joined: bool,
     device: torch.device,
 ) -> tuple[Call | None, Tensor, list[tuple[int, int]]]:
-    """The second call, its keys among the rows that arrive, and their parts without repetition."""
+    """The second call, its keys among the rows of ``parts``, and their layers."""
     placement = plan.placement
     runs = placement.parts[rank]
     waiting = runs[num_local:]
     if not waiting:
         return None, _index((), device), []
-    there = routes.arrivals(comes)
+    there = routes.end_to_end(parts)
     keys = [plan.keys(run, diagonals=joined) for run in waiting]
     found = [
         part

@@ -252,10 +252,10 @@ class _Fetch(torch.autograd.Function):
     def backward(ctx: Any, carried: Tensor) -> Any:
         k, v = ctx.saved_tensors
         with torch.no_grad():
-            returned = ctx.box.returning.wait(REST)
-            total = carried.new_zeros((k.shape[0], 2, *k.shape[1:]), dtype=torch.float32)
-            ctx.exchange.add_home(total, returned)
-            home = [total[:, place].to(k.dtype) for place in (0, 1)]
+            home = [torch.zeros_like(x) for x in (k, v)]
+            for x, joined in zip(home, ctx.exchange.joined(carried), strict=True):
+                x[ctx.exchange.calls.joined_rows] = joined
+            ctx.exchange.add_home(*home, carried, ctx.box.returning.wait(REST))
         # What comes home depends on these keys even where this rank's queries see no others.
         return *first_order_only(_NAME, home, (carried, k, v)), None, None
 

@@ -7,6 +7,7 @@ home. Where these keys were not kept, they come again while one half of that res
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,23 +33,35 @@ class DocumentPass:
     tracer: Tracer
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """o, lse, and the keys of other ranks if rows travel; padding has o of zero."""
+        """o, lse, and the second call's keys if rows travel; padding has o of zero."""
         calls = self.calls
         arriving = self.exchange.fetch(k, v) if calls.travels else None
-        o = torch.empty_like(q)
-        lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
-        o[calls.num_rows :], lse[:, calls.num_rows :] = 0, -torch.inf
+        parts, so_far = [], None
         if calls.local is not None:
             rows = calls.local.rows
             with self.tracer.span(COMPUTE, OWN):
-                part = self.kernel.forward(q[rows], k[rows], v[rows], self._spec(calls.local))
-                o[rows], lse[:, rows] = part
+                o, lse = self.kernel.forward(q[rows], k[rows], v[rows], self._spec(calls.local))
+            if calls.merges:
+                assert calls.rest is not None
+                waiting = calls.rest.rows
+                so_far = o[waiting].float(), lse[:, waiting].contiguous()
+                o, lse = o[: waiting.start], lse[:, : waiting.start]
+            parts.append((o, lse))
         arrived = None if arriving is None else arriving.wait(WAITING)
         if calls.rest is not None:
             assert arrived is not None, "a run waits for rows that travel"
+            tensors = (q[calls.rest.rows], *self.exchange.keys(arrived))
+            spec = self._spec(calls.rest)
             with self.tracer.span(COMPUTE, WAITING):
-                rows = calls.rest.rows
-                o[rows], lse[:, rows] = self._rest(q[rows], o[rows], lse[:, rows], arrived)
+                if so_far is None:
+                    o, lse = self.kernel.forward(*tensors, spec)
+                else:
+                    o, lse = self.kernel.forward_onto(*so_far, *tensors, spec)
+            parts.append((o.to(q.dtype), lse))
+        padding = len(q) - calls.num_rows
+        no_lse = q.new_full((q.shape[1], padding), -torch.inf, dtype=torch.float32)
+        o = _end_to_end([*(o for o, _ in parts), q.new_zeros(padding, *q.shape[1:])])
+        lse = _end_to_end([*(lse for _, lse in parts), no_lse], dim=1)
         if self.like.sinks is not None:
             rows = slice(0, calls.num_rows)
             o[rows], lse[:, rows] = sinks.add(o[rows], lse[:, rows], self.like.sinks)
@@ -57,15 +70,6 @@ class DocumentPass:
     def _spec(self, call: Call) -> AttentionSpec:
         """The call without sinks, which are put in when all keys have been seen."""
         return call.spec(replace(self.like, sinks=None))
-
-    def _rest(self, q: Tensor, o: Tensor, lse: Tensor, arrived: Tensor) -> tuple[Tensor, Tensor]:
-        call = self.calls.rest
-        assert call is not None
-        tensors = (q, *self.exchange.keys(arrived))
-        if not self.calls.merges:
-            return self.kernel.forward(*tensors, self._spec(call))
-        so_far = o.float(), lse.contiguous()
-        return self.kernel.forward_onto(*so_far, *tensors, self._spec(call))
 
     def backward(
         self,
@@ -79,57 +83,58 @@ class DocumentPass:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) of this rank's tokens; zero for padding."""
         calls = self.calls
-        # Waiting queries are in two calls if those merge, and every query is in one otherwise.
-        dq = torch.empty_like(q, dtype=torch.float32 if calls.merges else q.dtype)
-        dq[0 if calls.merges else calls.num_rows :] = 0
-        shape = (k.shape[0], 2, *k.shape[1:])
-        total = k.new_empty(shape, dtype=torch.float32 if calls.travels else k.dtype)
-        total[0 if calls.local is None else calls.local.rows.stop :] = 0
+
+        def attend(call: Call, keys: tuple[Tensor, Tensor], step: int) -> list[Tensor]:
+            rows = call.rows
+            saved = o[rows], lse[:, rows].contiguous()
+            with self.tracer.span(COMPUTE, step):
+                return [*self.kernel.backward(do[rows], q[rows], *keys, *saved, self._spec(call))]
+
+        def attend_own(call: Call, step: int) -> list[Tensor]:
+            return attend(call, (k[call.rows], v[call.rows]), step)
+
         arriving = None
         if calls.travels and arrived is None:
             arriving = self.exchange.fetch(k, v)
-
-        def attend(call: Call, keys: tuple[Tensor, Tensor], step: int) -> tuple[Tensor, Tensor]:
-            rows = call.rows
-            with self.tracer.span(COMPUTE, step):
-                part, dk, dv = self.kernel.backward(
-                    do[rows],
-                    q[rows],
-                    *keys,
-                    o[rows],
-                    lse[:, rows].contiguous(),
-                    self._spec(call),
-                )
-                if calls.merges:
-                    dq[rows] += part
-                else:
-                    dq[rows] = part
-            return dk, dv
-
-        def attend_own(call: Call, step: int) -> None:
-            dk, dv = attend(call, (k[call.rows], v[call.rows]), step)
-            total[call.rows, 0] = dk
-            total[call.rows, 1] = dv
-
         # Two calls where both ways are to be hidden, else one.
         own_first: tuple[Call, ...] = ()
         own_last: tuple[Call, ...] = () if calls.local is None else (calls.local,)
         if arriving is not None:
             own_first, own_last = calls.halves[:1], calls.halves[1:]
-        for call in own_first:
-            attend_own(call, OWN)
-        returning = None
+        # dq, dk and dv, each by the rows of the calls.
+        parts = [attend_own(call, OWN) for call in own_first]
+        waiting: Tensor | None = None
+        gradients = returning = None
         if calls.travels:
             arrived = arriving.wait(WAITING) if arriving is not None else arrived
             assert arrived is not None
             gradients = arrived  # without rows, where no run waits
             if calls.rest is not None:
-                keys = self.exchange.keys(arrived)
-                gradients = self.exchange.gradients(*attend(calls.rest, keys, WAITING))
+                waiting, *found = attend(calls.rest, self.exchange.keys(arrived), WAITING)
+                gradients = self.exchange.gradients(*found)
             returning = self.exchange.give_back(gradients)
-        for call in own_last:
-            attend_own(call, REST)
-        if returning is not None:
-            self.exchange.add_home(total, returning.wait(REST))
-        dk, dv = (total[:, place].to(k.dtype) for place in (0, 1))
-        return dq.to(q.dtype), dk, dv
+        parts += [attend_own(call, REST) for call in own_last]
+        dqs, dks, dvs = ([part[place] for part in parts] for place in range(3))
+        if waiting is not None and calls.merges:
+            assert calls.rest is not None
+            so_far = _end_to_end(dqs)
+            start = calls.rest.rows.start
+            dqs = [so_far[:start], (so_far[start:].float() + waiting).to(q.dtype)]
+        elif waiting is not None:
+            dqs.append(waiting)
+        if gradients is not None:
+            dk, dv = self.exchange.joined(gradients)
+            dks, dvs = [*dks, dk], [*dvs, dv]
+        dq, dk, dv = (
+            _end_to_end([*found, x.new_zeros(len(x) - calls.num_rows, *x.shape[1:])])
+            for found, x in ((dqs, q), (dks, k), (dvs, v))
+        )
+        if gradients is not None and returning is not None:
+            self.exchange.add_home(dk, dv, gradients, returning.wait(REST))
+        return dq, dk, dv
+
+
+def _end_to_end(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """One tensor of all: the only one with rows itself, which is then not copied."""
+    filled = [part for part in parts if part.shape[dim]] or parts[-1:]
+    return filled[0].contiguous() if len(filled) == 1 else torch.cat(filled, dim)

@@ -1,8 +1,7 @@
 """Which keys a rank needs from which rank, and where they arrive.
 
 Rows are tokens of local tensors. A rank's *waiting* runs are those whose queries see keys of
-their document outside the run. It asks for the keys that they see, its own ones among them, which
-it sends to itself: so all of them arrive in one tensor, sorted by rank, document and position.
+their document outside the run. It asks for the keys that they see. Those of its own do not travel.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class Segment(NamedTuple):
     stop: int
     """Positions in the document."""
     row: int
-    """The first one's row: on its owner, or among those that arrive."""
+    """The first one's row: on its owner, or in the tensor that the second call reads."""
 
     @property
     def rows(self) -> range:
@@ -115,7 +114,7 @@ class Routes:
         return {document: _joined(ranges) for document, ranges in found.items()}
 
     def sent(self, source: int, to: int, *, diagonals: bool = True) -> list[Segment]:
-        """The rows of ``source`` that rank ``to`` asks for, in the order in which they arrive."""
+        """The rows of ``source`` that rank ``to`` asks for, by document and position."""
         asked = self.needed(to, diagonals=diagonals)
         return [
             part
@@ -157,11 +156,11 @@ class Routes:
         return max(map(self.received, ranks)) <= self.placement.local_len
 
 
-def arrivals(by_source: Sequence[Sequence[Segment]]) -> dict[int, list[Segment]]:
-    """Where keys arrive, by document and in the order of their positions."""
+def end_to_end(parts: Sequence[Sequence[Segment]]) -> dict[int, list[Segment]]:
+    """Where keys are if these lie end to end, by document and in the order of their positions."""
     found: dict[int, list[Segment]] = {}
     row = 0
-    for segments in by_source:
+    for segments in parts:
         for segment in segments:
             found.setdefault(segment.document, []).append(segment._replace(row=row))
             row += segment.stop - segment.start

@@ -28,10 +28,11 @@ from kernels import BACKENDS, Packing
 from kernels.backends.naive import Naive
 from kernels.problem import AttentionSpec
 from parallel.context.blocks.tracing import COMPUTE, NO_TRACING, WAIT, RecordingTracer
-from parallel.context.documents.calls import make_calls
+from parallel.context.documents.calls import joins_well, make_calls
 from parallel.context.documents.exchange import KeyExchange
-from parallel.context.documents.placement import place
+from parallel.context.documents.placement import Placement, place
 from parallel.context.documents.routes import Routes
+from parallel.context.documents.runs import Run
 
 RAGGED = (24, 7, 0, 1, 13, 40, 5, 18)
 
@@ -257,7 +258,7 @@ class TestBytes:
 
 def spans_of(group: dist.ProcessGroup) -> list[tuple[str, str]]:
     batch = ragged()
-    with scheme_of("documents", kernel="naive").bind(group, CPU) as bound:
+    with scheme_of("documents", kernel="naive", diagonals="first").bind(group, CPU) as bound:
         q, k, v, do = (shard(bound, x, batch) for x in batch.tensors())
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         bound.tracer = recorder = RecordingTracer(CPU)
@@ -268,11 +269,38 @@ def spans_of(group: dist.ProcessGroup) -> list[tuple[str, str]]:
 
 
 def test_a_timeline_begins_with_what_needs_own_keys_alone() -> None:
+    """Where diagonals come first, on ranks that hold parts of documents alone too."""
     for spans in on_ranks(3, spans_of):
         for phase in ("forward", "backward"):
             kinds = [kind for its, kind in spans if its == phase]
             assert kinds[0] == COMPUTE
             assert WAIT in kinds
+
+
+class TestWhetherToJoin:
+    """A key to wait for costs what a query to be merged costs, and 1,024 hidden pairs."""
+
+    def joins(self, lengths: tuple[int, int, int], first: int, second: int) -> bool:
+        """Of a rank that has the first document and positions [first, second) of the next one."""
+        alone, split, other = lengths
+        here = Run(0, 0, alone), Run(1, first, second)
+        there = Run(2, 0, other), Run(1, 0, first), Run(1, second, split)
+        placement = Placement(lengths=lengths, parts=(here, there))
+        plan = Routes.of(placement, causal=True)
+        assert plan.received(0) == first
+        return joins_well(plan, 0)
+
+    def test_few_keys_for_many_queries(self) -> None:
+        assert self.joins((0, 8192, 0), 100, 4196)
+        assert self.joins((0, 8192, 0), 4096, 8192)
+
+    def test_many_keys_for_few_queries(self) -> None:
+        assert not self.joins((0, 8192, 0), 4096, 8191)
+        assert not self.joins((40, 8192, 0), 4096, 8191)
+
+    def test_many_keys_that_other_work_hides(self) -> None:
+        assert self.joins((2048, 8192, 0), 4096, 6145)
+        assert not self.joins((2048, 8192, 0), 4096, 6140)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
@@ -287,7 +315,7 @@ def test_no_row_is_twice_in_a_layer(lengths: tuple[int, ...], joined: bool, num_
         parts = [calls.gather[start:stop].tolist() for start, stop in calls.layers]
         assert all(len(set(part)) == len(part) for part in parts)
         assert [row for part in parts for row in part] == calls.gather.tolist()
-        assert set(calls.gather.tolist()) == set(range(calls.num_arriving))
+        assert set(calls.gather.tolist()) == set(range(calls.num_keys))
         several += len(parts) > 1
     assert several or lengths != (48,) or num_ranks == 2
 
@@ -299,6 +327,8 @@ def summed_gradients(group: dist.ProcessGroup) -> list[float]:
     calls = replace(
         calls,
         receive_counts=[1, 0],
+        again=torch.zeros(0, dtype=torch.int64),
+        num_own=calls.num_rows,
         gather=torch.zeros(3, dtype=torch.int64),
         layers=[(0, 1), (1, 2), (2, 3)],
     )
