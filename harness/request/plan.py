@@ -11,8 +11,7 @@ from harness.cases.plugins import choices_of, plugins_of
 from harness.render.registries import FIGURES, TABLES
 from harness.request.compose import Request
 from harness.request.staleness import Staleness, environment_here, staleness_of
-from harness.run.rounds.deciding import most_seconds
-from harness.run.rounds.options import RunOptions
+from harness.run.rounds.options import RunOptions, most_seconds
 from harness.store.attempts import Records
 from harness.store.record import Record, is_final
 from harness.store.sweep_plan import SweepPlan
