@@ -33,7 +33,11 @@ def printable(text: object) -> str:
 
 def printable_lines(text: object) -> str:
     """Text of several lines, each :func:`printable`."""
-    return "\n".join(map(printable, str(text).split("\n")))
+    found = str(text)
+    # Most text is one line without a control, and a table has thousands of them.
+    if found.isascii() and found.isprintable():
+        return found
+    return "\n".join(map(printable, found.split("\n")))
 
 
 def markdown(text: object) -> str:

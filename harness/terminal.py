@@ -29,7 +29,5 @@ class PrintableConsole(Console):
     ) -> Iterable[Segment]:
         """Segments of text and style, whose text is printable."""
         for segment in super().render(renderable, options):
-            if segment.control:
-                yield segment
-            else:
-                yield segment._replace(text=printable_lines(segment.text))
+            text = segment.text if segment.control else printable_lines(segment.text)
+            yield segment if text == segment.text else segment._replace(text=text)

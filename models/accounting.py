@@ -8,6 +8,7 @@ backward pass, two matmuls for each one of the forward pass, is twice the forwar
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from kernels.accounting import attended_pairs
@@ -101,10 +102,13 @@ def visible_pairs(
     if not causal:
         return config.num_layers * attended_pairs(seq_len, seq_len, causal=False)
     return sum(
-        attended_pairs(seq_len, seq_len, causal=True)
-        if layer.mask.is_plain
-        else layer.mask.pairs(seq_len, seq_len)
-        for layer in variant.of_layers(config)
+        num_layers
+        * (
+            attended_pairs(seq_len, seq_len, causal=True)
+            if kind.mask.is_plain
+            else kind.mask.pairs(seq_len, seq_len)
+        )
+        for kind, num_layers in Counter(variant.of_layers(config)).items()
     )
 
 

@@ -100,7 +100,7 @@ def test_gpus_are_those_that_full_size_takes(problem: str) -> None:
         return
     most = 0
     for name in named:
-        cases = expand(load_sweep(name).scales["full"], {}, "cuda")
+        cases = expand(load_sweep(name).scales["full"], {}, "cuda").values()
         most = max(most, *(case.world_size * case.task.measures for case in cases))
     assert str(most) == gpus.split("; ")[-1]
 

@@ -282,19 +282,21 @@ def _defining(value: Any) -> Any:
     """
     if not is_dataclass(value):
         return value
-    return {
-        item.name: _defining(getattr(value, item.name))
-        for item in fields(value)
-        if JOINED_LATER not in item.metadata or getattr(value, item.name) != item.default
-    }
+    values = _without_defaults(options_of(value), type(value))
+    return {key: _defining(item) for key, item in values.items()}
+
+
+def options_of(part: Any) -> dict[str, Any]:
+    """The name and the options of one part of a case: the fields of its dataclass, not copied."""
+    return {item.name: getattr(part, item.name) for item in fields(part)}
 
 
 def label(choice: AttentionBackend | Strategy) -> str:
     """The choice's name, and the options that differ from those that its registration presets."""
     registry = BACKENDS if isinstance(choice, AttentionBackend) else STRATEGIES
     entry = registry[choice.name]
-    preset = asdict(entry.target(name=choice.name, **entry.preset))
-    changed = {key: value for key, value in asdict(choice).items() if value != preset[key]}
+    preset = options_of(entry.target(name=choice.name, **entry.preset))
+    changed = {key: value for key, value in options_of(choice).items() if value != preset[key]}
     if not changed:
         return choice.name
     return f"{choice.name}({', '.join(f'{key}={value}' for key, value in changed.items())})"

@@ -18,7 +18,6 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
-from harness.commands.backends import main as list_backends
 from harness.commands.flags import run_flags, without_own_folders
 from harness.commands.output import begin_measuring
 from harness.printing import warn
@@ -43,10 +42,12 @@ def main() -> int:
         return _complain(f"the working folder is gone ({error.strerror}); cd to one that exists")
     try:
         arguments, flags = without_own_folders(sys.argv[1:])
+        # Each of the three loads what other commands do without.
         if arguments[:1] == ["backends"]:
-            return list_backends(arguments[1:])
+            from harness.commands import backends
+
+            return backends.main(arguments[1:])
         if arguments[:1] == ["fits"]:
-            # Both load what other commands do without.
             from harness.commands import fits
 
             return fits.main(arguments[1:])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
-from importlib import metadata
 from typing import Any, NoReturn
 
 import hydra
@@ -59,6 +58,9 @@ def without_own_folders(arguments: Sequence[str]) -> tuple[list[str], list[str]]
 def run_flags(arguments: Sequence[str]) -> None:
     """Carry out a command line with flags. ValueError in one line for what it cannot mean."""
     if "--version" in arguments:
+        # Takes a while to load, for a number that no other command shows.
+        from importlib import metadata
+
         print(f"attnbench {__version__} (Hydra {metadata.version('hydra-core')})")
         return
     parser = get_args_parser()

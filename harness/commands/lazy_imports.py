@@ -25,15 +25,16 @@ from types import ModuleType
 
 LIBRARIES = (
     *("torch", "torch.distributed", "torch.nn", "torch.nn.functional"),
-    *("triton", "triton.language", "numpy", "pandas"),
+    *("triton", "triton.language", "numpy", "pandas", "psutil", "pynvml"),
 )
 """Libraries, and those of their modules that our files import by name. Each loads as a whole."""
 
 PROJECT = (
     *("kernels", "models", "parallel"),
-    *("harness.bench", "harness.measure", "harness.profilers", "harness.tasks"),
+    *("harness.bench", "harness.measure", "harness.profilers", "harness.run", "harness.tasks"),
 )
-"""Our folders of modules that compute, at any depth. Each module loads by itself."""
+"""Our folders of modules that compute, or start what computes, at any depth. Each module loads by
+itself."""
 
 
 def install() -> None:

@@ -74,7 +74,7 @@ def _sweeps() -> str:
 def _size(sweep: Sweep, scale: str) -> str:
     """``full``: 20 cases, 2 GPUs."""
     device = "cpu" if scale in CPU_SCALES else "cuda"
-    cases = expand(sweep.scales[scale], {}, device)
+    cases = list(expand(sweep.scales[scale], {}, device).values())
     return f"`{scale}`: {len(cases)}, {_devices(cases)}"
 
 

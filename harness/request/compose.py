@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -83,7 +83,8 @@ def compose_request(arguments: Sequence[str], flags: Sequence[str] = ()) -> Requ
     device = machine.device if machine is not None else launcher.resolve_device(run["device"])
     require_choice("remeasure", run["remeasure"], REMEASURE)
     scale = _scale(sweep, run["scale"], device, named=names[0] is not None)
-    cases = expand(sweep.scales[scale], typed, device)
+    by_id = expand(sweep.scales[scale], typed, device)
+    cases = list(by_id.values())
     if machine is None:
         launcher.validate(cases)
     _require_rendering(sweep)
@@ -105,7 +106,7 @@ def compose_request(arguments: Sequence[str], flags: Sequence[str] = ()) -> Requ
         launcher=launcher,
         sweep=sweep,
         scale=scale,
-        label=_label(sweep, typed, cases),
+        label=_label(sweep, typed, by_id),
         command=_command([*flags, *arguments], launcher),
         plan=run["plan"],
         machine=machine,
@@ -223,8 +224,8 @@ def _one_value(key: str, values: list[Any]) -> Any:
     return values[0]
 
 
-def _label(sweep: Sweep, typed: Axes, cases: list[Case]) -> str:
+def _label(sweep: Sweep, typed: Axes, case_ids: Iterable[str]) -> str:
     if not typed:
         return sweep.name
-    digest = hashlib.sha256("\n".join(case.id for case in cases).encode()).hexdigest()[:6]
+    digest = hashlib.sha256("\n".join(case_ids).encode()).hexdigest()[:6]
     return f"{sweep.name}-{digest}"

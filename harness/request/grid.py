@@ -45,8 +45,8 @@ MOST_SEQUENCES = 2**20
 """Of a batch: plans list the length of each of them."""
 
 
-def expand(grids: list[dict[str, Any]], typed: Axes, device: str) -> list[Case]:
-    """Every case of every grid, once; the keys that the user typed replace the grid's.
+def expand(grids: list[dict[str, Any]], typed: Axes, device: str) -> dict[str, Case]:
+    """Every case of every grid, once, by its id; the keys that the user typed replace the grid's.
 
     Raises ValueError in one line that names the key for anything that cannot be.
     """
@@ -68,7 +68,7 @@ def expand(grids: list[dict[str, Any]], typed: Axes, device: str) -> list[Case]:
         raise ValueError(f"{key}: the chosen task has no use for it; leave it out")
     if not cases:
         raise ValueError("no case is left: a key has an empty list of values")
-    return list(cases.values())
+    return cases
 
 
 def _applicable(typed: Axes, axes: Axes) -> Axes:

@@ -11,8 +11,7 @@ from harness.cases.plugins import choices_of, plugins_of
 from harness.render.registries import FIGURES, TABLES
 from harness.request.compose import Request
 from harness.request.staleness import Staleness, environment_here, staleness_of
-from harness.run.rounds.deciding import most_seconds
-from harness.run.rounds.options import RunOptions
+from harness.run.rounds.options import RunOptions, most_seconds
 from harness.store.attempts import Records
 from harness.store.record import Record, is_final
 from harness.store.sweep_plan import SweepPlan
@@ -46,15 +45,15 @@ def plan_cases(request: Request, records: Records, device_name: str = "") -> Pla
         device_name: of the GPU that cases on CUDA run on here.
     """
     options = request.options
-    final = [records[case.id] for case in request.cases if _stands(case.id, records, options)]
+    by_id = {case.id: case for case in request.cases}
+    final = {case_id: records[case_id] for case_id in by_id if _stands(case_id, records, options)}
     # A host that only submits says nothing of those that measure.
     here = environment_here(device_name) if final and request.launcher.measures_here else None
-    plan = PlannedCases(staleness=staleness_of(final, here))
+    plan = PlannedCases(staleness=staleness_of(final.values(), here))
     again = {"none": set(), "stale": plan.staleness.stale}.get(options.remeasure)
-    for case in request.cases:
-        stays = again is not None and case.id not in again
-        if stays and _stands(case.id, records, options):
-            plan.done.append(records[case.id])
+    for case_id, case in by_id.items():
+        if case_id in final and again is not None and case_id not in again:
+            plan.done.append(final[case_id])
         else:
             plan.todo.append(case)
     return plan

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from harness.cases import format as fmt
-from harness.cases.case import Case
+from harness.cases.case import Case, options_of
 from harness.request.config import CASE_VALUES, GROUPS, OPTIONAL_GROUPS
 from harness.request.grid import Parts, default_config
 
@@ -21,9 +20,9 @@ def keys_of(cases: Sequence[Case]) -> tuple[dict[str, list[str]], str]:
     Returns the values of each key in which the cases differ, one a case, and the other keys as a
     command line has them. An option that a choice has by itself is left out.
     """
-    parts = Parts()
+    usual = _UsualValues()
     options = [_options(case) for case in cases]
-    asked = [_asked(found, parts) for found in options]
+    asked = [_asked(found, usual) for found in options]
     columns: dict[str, list[str]] = {}
     same: list[str] = []
     for key in sorted(dict.fromkeys(key for keys in asked for key in keys), key=_place):
@@ -47,11 +46,12 @@ def in_blocks(cases: Sequence[Case]) -> list[list[Case]]:
 
 def in_one_column(cases: Sequence[Case], columns: Iterable[str]) -> dict[str, list[str]]:
     """The columns as words of one, ``key=value`` for what each case was asked, if they are many."""
-    parts = Parts()
+    usual = _UsualValues()
     rows = []
     for case in cases:
         options = _options(case)
-        asked = [key for key in columns if key in _asked(options, parts)]
+        of_case = set(_asked(options, usual))
+        asked = [key for key in columns if key in of_case]
         words = zip(headers_of(asked), asked, strict=True)
         rows.append(" ".join(f"{header}={_text(options[key])}" for header, key in words))
     return {"case": rows}
@@ -75,22 +75,37 @@ def _options(case: Case) -> dict[str, Any]:
         chosen = getattr(case, group, None)
         if chosen is None or (group == "attention" and not case.task.attends):
             continue
-        values = asdict(chosen)
+        values = options_of(chosen)
         # What has files without a name is called as its scope is.
         found[group] = values.pop("name", None) or values["scope"]
         found |= {f"{group}.{key}": value for key, value in values.items() if key != "scope"}
     return found | {key: getattr(case, key) for key in CASE_VALUES}
 
 
-def _asked(options: dict[str, Any], parts: Parts) -> list[str]:
+class _UsualValues:
+    """The values that keys have by themselves, for the choices of the cases of one plan."""
+
+    def __init__(self) -> None:
+        self._parts = Parts()
+        self._of_choices: dict[tuple[str, str], dict[str, Any]] = {}
+        self.of_cases = {key: default_config()[key] for key in CASE_VALUES}
+
+    def of_choice(self, group: str, name: str) -> dict[str, Any]:
+        """The keys of a group and what its choice presets, made once for all cases that have it."""
+        if (group, name) not in self._of_choices:
+            made = options_of(self._parts.choice(group, {group: name}))
+            self._of_choices[group, name] = {f"{group}.{key}": value for key, value in made.items()}
+        return self._of_choices[group, name]
+
+
+def _asked(options: dict[str, Any], usual_values: _UsualValues) -> list[str]:
     """The keys of a case that a command line has to name: choices, and what differs from them."""
     groups = [group for group in GROUPS if group in options]
     # Where there is attention, its length and batch are said even if they are the usual ones.
     said = ("seq_len", "batch_size") if "attention" in options else ()
-    usual = {key: default_config()[key] for key in CASE_VALUES if key not in said}
+    usual = {key: value for key, value in usual_values.of_cases.items() if key not in said}
     for group in groups:
-        made = asdict(parts.choice(group, {group: options[group]}))
-        usual |= {f"{group}.{key}": value for key, value in made.items()}
+        usual |= usual_values.of_choice(group, options[group])
     usual |= dict.fromkeys(_RANKS, 1)
     nothing = [group for group in groups if options[group] == "none"]
     return [key for key, value in options.items() if key not in nothing and value != usual.get(key)]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from harness.cases import format as fmt
 from harness.cases.case import Case
@@ -90,7 +91,8 @@ def _table(
     table.add_column("state", overflow="fold")
     for case, *values in zip(cases, *columns.values(), strict=True):
         predicted = (_memory_gib(case), f"{predict(case):.3g}")
-        table.add_row(*values, *predicted, states[case.id])
+        # Text, so that rich looks for no markup in it.
+        table.add_row(*map(Text, (*values, *predicted, states[case.id])))
     return table
 
 

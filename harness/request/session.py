@@ -26,11 +26,11 @@ from harness.request.plan import (
 from harness.request.plan_listing import minutes, print_plan
 from harness.request.staleness import in_a_line
 from harness.run import local
+from harness.run import progress as progresses
 from harness.run.launcher import LaunchError, PendingCases
-from harness.run.nodes.hosts import HostError
-from harness.run.progress import TerminalProgress
+from harness.run.nodes.errors import HostError
 from harness.run.warm_workers import predicted_starts_s
-from harness.run.workers.worker_group import WorkerStartError
+from harness.run.workers import worker_group
 from harness.store.attempts import Records
 from harness.store.record import RecordStore, in_short
 from harness.store.rounds import RoundStore
@@ -94,7 +94,7 @@ def _measure(
     predicted_s = sum(map(predict, plan.todo)) + predicted_starts_s(plan.todo, request.options)
     _print(console, _opening(request, plan, predicted_s))
     rounds = request.options.interleave
-    with TerminalProgress(console, plan.todo, predict, rounds) as progress:
+    with progresses.TerminalProgress(console, plan.todo, predict, rounds) as progress:
         pending = PendingCases(
             cases=plan.todo,
             options=request.options,
@@ -107,7 +107,7 @@ def _measure(
             said = request.launcher.launch(pending)
         except (OSError, LaunchError) as error:
             return _complain(str(error), 2)
-        except (WorkerStartError, HostError) as error:
+        except (worker_group.WorkerStartError, HostError) as error:
             return _complain(str(error), 1)
     for line in said:
         console.print(line, highlight=False, soft_wrap=True)

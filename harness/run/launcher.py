@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
 
 from harness.cases.case import Case
-from harness.run.progress import Progress
-from harness.run.rounds.case_group import Grouping, by_comparison
+from harness.run.rounds import case_group
 from harness.run.rounds.options import RunOptions
-from harness.run.warm_workers import Workers
 from harness.store.record import RecordStore
 from kernels.registry import Registry
+
+if TYPE_CHECKING:
+    # Every command reads the launchers, and few launch anything.
+    from harness.run.progress import Progress
+    from harness.run.rounds.case_group import Grouping
+    from harness.run.warm_workers import Workers
 
 
 class LaunchError(ValueError):
@@ -30,7 +34,7 @@ class PendingCases:
     command: str
     predict: Callable[[Case], float]
     """A rough prediction of a case's seconds."""
-    grouping: Grouping = by_comparison
+    grouping: Grouping = field(default_factory=lambda: case_group.by_comparison)
     """Which cases take turns, where this host measures them."""
     workers: Workers | None = None
     """Of several runs of this host, which whoever made them closes; None for some of its own."""

@@ -18,13 +18,11 @@ import psutil
 from harness.cases.case import Case
 from harness.cases.requirements import require_at_least
 from harness.printing import warn
+from harness.run import run_folder, runner
 from harness.run.launcher import Launcher, LaunchError, PendingCases, launcher
+from harness.run.nodes import agent, hosts
 from harness.run.nodes.address import is_everywhere, split_endpoint
-from harness.run.nodes.agent import serve_agent
-from harness.run.nodes.hosts import Hosts
 from harness.run.nodes.secret import VARIABLE, derived_key, given_secret, new_secret
-from harness.run.run_folder import local_run
-from harness.run.runner import Runner
 
 BUSY_S = 0.3
 """How long other processes are watched before the first case."""
@@ -129,15 +127,15 @@ class Local(Launcher):
             _warn_if_busy()
         if self.nnodes > 1:
             return self._launch_on_nodes(pending)
-        with local_run(pending, self.name) as progress:
-            runner = Runner(
+        with run_folder.local_run(pending, self.name) as progress:
+            local_runner = runner.Runner(
                 options,
                 pending.store,
                 progress,
                 grouping=pending.grouping,
                 workers=pending.workers,
             )
-            runner.run(cases)
+            local_runner.run(cases)
         return []
 
     def _launch_on_nodes(self, pending: PendingCases) -> list[str]:
@@ -151,13 +149,13 @@ class Local(Launcher):
             logs.mkdir(parents=True, exist_ok=True)
             ranks = range(self.node_rank * per_node, (self.node_rank + 1) * per_node)
             serve = partial(
-                serve_agent, address=address, port=port, key=key, run=self.rdzv_id, logs=logs
+                agent.serve_agent, address=address, port=port, key=key, run=self.rdzv_id, logs=logs
             )
             with ThreadPoolExecutor(max_workers=per_node) as pool:
                 started = sum(pool.map(lambda rank: serve(rank=rank), ranks))
             return [f"node {self.node_rank} started {started} workers for {address}, which records"]
         with (
-            Hosts.gathered(
+            hosts.Hosts.gathered(
                 address=address,
                 port=port,
                 world_size=self.nnodes * per_node,
@@ -165,12 +163,13 @@ class Local(Launcher):
                 ranks_per_node=per_node,
                 key=key,
                 run=self.rdzv_id,
-            ) as hosts,
-            local_run(pending, self.name) as progress,
+            ) as gathered,
+            run_folder.local_run(pending, self.name) as progress,
         ):
-            for warning in hosts.warnings:
+            for warning in gathered.warnings:
                 warn(warning)
-            Runner(pending.options, pending.store, progress, hosts).run(pending.cases)
+            joint = runner.Runner(pending.options, pending.store, progress, gathered)
+            joint.run(pending.cases)
         return []
 
     def _secret(self) -> str:
@@ -216,8 +215,10 @@ def _typed_ranks(case: Case) -> str:
 
 def _require_room(case: Case, ranks: int) -> None:
     """Raise ValueError for more processes than the memory of any host like this one holds."""
+    if ranks == 1:
+        return
     host_bytes = psutil.virtual_memory().total
-    if ranks > 1 and ranks * RANK_BYTES > host_bytes:
+    if ranks * RANK_BYTES > host_bytes:
         raise ValueError(
             f"{_typed_ranks(case)}: {ranks:,} processes need {ranks * RANK_BYTES / 2**30:,.0f} GiB "
             f"before they begin, and this host has {host_bytes / 2**30:,.0f}; use fewer ranks"

@@ -7,13 +7,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from harness.cases.case import Case
-from harness.run.nodes.hosts import Hosts
 from harness.run.rounds.options import RunOptions
-from harness.run.rounds.record_builder import RecordBuilder
-from harness.run.workers.worker_group import WorkerGroup
+from harness.run.workers import worker_group as groups
+
+if TYPE_CHECKING:
+    # Plans predict how long workers take to start, and start none.
+    from harness.run.nodes.hosts import Hosts
+    from harness.run.rounds.record_builder import RecordBuilder
+    from harness.run.workers.worker_group import WorkerGroup
 
 START_S = {"cpu": 3.0, "cuda": 6.0}
 """To start a worker; NCCL takes about as long again."""
@@ -66,7 +70,7 @@ class Workers:
             self._on_start()
             self.process += 1
             began_s = time.monotonic()
-            group = self._group = WorkerGroup(
+            group = self._group = groups.WorkerGroup(
                 device=case.device,
                 world_size=case.world_size,
                 **_start_options(self._options),

@@ -12,11 +12,12 @@ import pytest
 
 from harness.cases.case import Case
 from harness.request.compose import compose_request
-from harness.run import runner, warm_workers
+from harness.run import runner
 from harness.run.children.reply import Reply
 from harness.run.rounds.interleaving import turns
 from harness.run.rounds.options import RunOptions
 from harness.run.runner import Runner
+from harness.run.workers import worker_group
 from harness.store.record import Record, RecordStore
 
 ENVIRONMENT = {
@@ -98,7 +99,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Host:
         def close(self) -> None:
             host.ended.append(self.number)
 
-    monkeypatch.setattr(warm_workers, "WorkerGroup", Group)
+    monkeypatch.setattr(worker_group, "WorkerGroup", Group)
     monkeypatch.setattr(
         runner,
         "turns",

@@ -21,12 +21,8 @@ from harness.cases.case import Case, label
 from harness.cases.columns import POINTS
 from harness.cases.hardware import find_hardware
 from harness.cases.peers import peer_groups
-from harness.run.rounds.options import RunOptions
+from harness.run.rounds.options import AUTO_BUDGET_S
 from harness.run.rounds.record_builder import RecordBuilder
-
-AUTO_BUDGET_S = (20.0, 300.0)
-"""Without ``budget_s=``, added rounds of a batch of cases take as long as its first rounds did, but
-may always take the first of these; those of the whole run take no longer than the second."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -243,14 +239,6 @@ class Budget:
 
     def spend(self, seconds: float) -> None:
         self._left_s = max(0.0, self._left_s - seconds)
-
-
-def most_seconds(options: RunOptions, first_rounds_s: float) -> float:
-    """The most time that added rounds of one batch take; see :class:`Budget`."""
-    if options.budget_s is not None:
-        return options.budget_s
-    least_s, most_s = AUTO_BUDGET_S
-    return min(most_s, max(least_s, first_rounds_s))
 
 
 def affordable(

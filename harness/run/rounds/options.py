@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+AUTO_BUDGET_S = (20.0, 300.0)
+"""Without ``budget_s=``, added rounds of a batch of cases take as long as its first rounds did, but
+may always take the first of these; those of the whole run take no longer than the second."""
+
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class RunOptions:
@@ -36,3 +40,11 @@ class RunOptions:
     def in_turns(self) -> bool:
         """Whether compared cases are measured in rounds, and so together."""
         return self.interleave > 1 or self.until_decided
+
+
+def most_seconds(options: RunOptions, first_rounds_s: float) -> float:
+    """The most time that added rounds of one batch take (:mod:`harness.run.rounds.deciding`)."""
+    if options.budget_s is not None:
+        return options.budget_s
+    least_s, most_s = AUTO_BUDGET_S
+    return min(most_s, max(least_s, first_rounds_s))

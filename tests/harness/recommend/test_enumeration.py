@@ -147,7 +147,7 @@ def compose(command: str) -> Any:
     """The one case that a command line plans."""
     name, *arguments = command.split()
     assert name == "attnbench"
-    (case,) = expand([{}], parse(arguments), "cuda")
+    (case,) = expand([{}], parse(arguments), "cuda").values()
     return case
 
 
