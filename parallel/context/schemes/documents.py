@@ -44,7 +44,7 @@ class DocumentParallelAttention(SequenceParallelAttention):
     diagonals: str = "auto"
     """Scores between a part's own queries and keys: ``first``, while keys of other ranks are on
     their way, merged later by log-sum-exp; or ``joined``, when they are here, in one call for each
-    query. auto joins them on ranks where other work hides the transfer."""
+    query. auto joins them on ranks that wait for fewer keys than they would merge queries."""
     keep_keys: str = "auto"
     """Whether other ranks' keys are kept for the backward pass (``always``) or come again
     (``never``); auto keeps them if no rank receives more keys than it has."""
