@@ -202,10 +202,11 @@ class FlashTriton(Attention):
         v: torch.Tensor,
         spec: AttentionSpec,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A dense kernel starts from (o, lse) itself, unless a faster one does not know how to."""
+        """A dense kernel starts from a float32 (o, lse) itself, if no faster one runs."""
         from kernels.flash import operator
 
-        if spec.packing is not None or self._runs_on_hopper(q, k, v, spec):
+        narrow = o.dtype != torch.float32
+        if narrow or spec.packing is not None or self._runs_on_hopper(q, k, v, spec):
             return Attention.forward_onto(self, o, lse, q, k, v, spec)
         return operator.forward(self._call(q, k, v, spec), accumulator=(o, lse))
 

@@ -14,7 +14,7 @@ from kernels import Attention, AttentionProblem, AttentionSpec, sinks
 from kernels.autograd import first_order_only
 from parallel.context.blocks.kept import Kept, identity_of
 from parallel.context.blocks.layouts import Layout
-from parallel.context.blocks.loops import AttentionPass
+from parallel.context.blocks.loops import AttentionPass, Visit
 from parallel.context.blocks.schedule import DenseSchedule, PackedSchedule, RankSchedule, Scores
 from parallel.context.blocks.tracing import NO_TRACING, Tracer
 from parallel.context.transports.factories import TransportFactory
@@ -83,8 +83,8 @@ class SplitAttention:
         """Bytes of device memory that it holds and PyTorch's allocator does not count."""
         return 0
 
-    def reserve(self, k: Tensor, *, trained: bool) -> None:
-        """Make the memory that peers read in calls with keys up to the size of ``k``.
+    def reserve(self, k: Tensor, spec: AttentionSpec, *, trained: bool) -> None:
+        """Make the memory that peers read in calls of ``spec`` with keys up to the size of ``k``.
 
         Ranks that call with fewer heads than others would make theirs at other times. All ranks
         of the host call it together; nothing is read of ``k`` but its shape and dtype.
@@ -125,9 +125,9 @@ class BoundAttention(SplitAttention):
         buffers = self._transports.buffers
         return 0 if buffers is None else buffers.outside_bytes
 
-    def reserve(self, k: Tensor, *, trained: bool) -> None:
+    def reserve(self, k: Tensor, spec: AttentionSpec, *, trained: bool) -> None:
         if self._transports.reserve is not None:
-            self._transports.reserve(k, trained)
+            self._transports.reserve(k, self._prepare(k, k, spec).forward, trained)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         """Attention over all ranks of the group.
@@ -149,7 +149,7 @@ class BoundAttention(SplitAttention):
         prepared = self._prepared(q, k, spec)
         # Buffers and their views outlive the pass, and are no part of anybody's graph.
         with torch.no_grad():
-            return self.new_pass(prepared.forward, spec.sinks).forward(q, k, v)
+            return self.new_pass(prepared.forward, spec.sinks).forward(q, k, v)[:2]
 
     def _prepared(self, q: Tensor, k: Tensor, spec: AttentionSpec) -> Prepared:
         """What the passes of such a call share, made once."""
@@ -250,7 +250,10 @@ def _problem(q: Tensor, k: Tensor, q_len: int, kv_len: int) -> AttentionProblem:
 
 
 class _Attention(torch.autograd.Function):
-    """Saves local q, k, v, o and lse; keys of other ranks come again for the backward pass."""
+    """Saves local q, k, v, o and lse.
+
+    Keys of other ranks are saved where they are few; else they come again for the backward pass.
+    """
 
     @staticmethod
     def forward(
@@ -262,17 +265,26 @@ class _Attention(torch.autograd.Function):
         bound: BoundAttention,
         prepared: Prepared,
     ) -> Tensor:
-        o, lse = bound.new_pass(prepared.forward, sink_logits).forward(q, k, v)
-        ctx.save_for_backward(q, k, v, o, lse, sink_logits)
+        o, lse, kept = bound.new_pass(prepared.forward, sink_logits).forward(q, k, v)
+        keys = [x for visit in kept for x in (visit.k, visit.v)]
+        # As saved tensors, so that a checkpoint lets them go.
+        ctx.save_for_backward(q, k, v, o, lse, sink_logits, *keys)
+        ctx.kept = [(visit.step, visit.source, visit.kv_heads) for visit in kept]
         ctx.bound, ctx.prepared = bound, prepared
         return o
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> Any:
         this_pass = ctx.bound.new_pass(ctx.prepared.backward)
-        q, k, v, o, lse, sink_logits = ctx.saved_tensors
+        q, k, v, o, lse, sink_logits, *keys = ctx.saved_tensors
+        kept = [
+            Visit(step=step, source=source, kv_heads=heads, k=kept_k, v=kept_v)
+            for (step, source, heads), kept_k, kept_v in zip(
+                ctx.kept, keys[::2], keys[1::2], strict=True
+            )
+        ]
         with torch.no_grad():
-            gradients: tuple[Tensor, ...] = this_pass.backward(do, q, k, v, o, lse)
+            gradients: tuple[Tensor, ...] = this_pass.backward(do, q, k, v, o, lse, kept)
             sources: tuple[Tensor, ...] = (do, q, k, v)
             if sink_logits is not None:
                 gradients = (*gradients, sinks.gradient(do, o, lse, sink_logits))

@@ -27,15 +27,24 @@ class Halo:
     """Rows of each source's keys, in the order in which :attr:`Reach.place` counts them."""
     asked: Sequence[Rows | None]
     """Rows of this rank's keys that each of the others needs."""
-    shared: slice | None
-    """Of a dense batch, the least slice of this rank's keys that holds all that others need; None
-    if it has half of them or more, and in a packed batch."""
+    asked_once: bool
+    """Of a dense batch, whether no two of the others need the same key of this rank."""
+    counts: Sequence[int] | None
+    """Of a dense batch, for distances t = 1, 2, ..., the most rows that any rank needs of the rank
+    t before it; None if these are half of a rank's rows or more, and in a packed batch. If they are
+    few, keys of other ranks are kept from a forward pass to its backward pass, which brings none.
+    """
 
 
 def room_for(rows: Rows | None, x: Tensor) -> Tensor:
     """An empty, contiguous tensor for some rows of k or v; of no tokens for None."""
     count = 0 if rows is None else rows.count
     return x.new_empty((count, *x.shape[1:]) if x.dim() == 3 else (*x.shape[:2], count, x.shape[3]))
+
+
+def keeps(halo: Halo | None) -> bool:
+    """Whether a backward pass is given the visits of other ranks' keys in the forward pass."""
+    return halo is not None and halo.counts is not None
 
 
 class Reach:

@@ -25,7 +25,7 @@ from typing import ClassVar
 import torch
 
 from kernels.problem import Mask
-from parallel.context.blocks.score_blocks import EMPTY, ScoreBlock, hides_more, visible
+from parallel.context.blocks.score_blocks import EMPTY, ScoreBlock, hides_more, keys_of, visible
 
 __all__ = [
     "LAYOUTS",
@@ -111,6 +111,25 @@ class Layout:
             if (block := visible(queries, keys, mask)) is not None
         ]
         return [block for _, block in sorted(found, key=lambda pair: pair[0])]
+
+    def num_needed(self, rank: int, source: int, local_len: int, mask: Mask) -> int:
+        """How many keys of ``source`` any block of ``rank`` reads; of its own none are needed."""
+        if rank == source:
+            return 0
+        parts = keys_of(self.blocks(rank, source, local_len, mask))
+        return sum(part.stop - part.start for part in parts)
+
+    def few_needed(self, local_len: int, mask: Mask) -> list[int] | None:
+        """For distances t = 1, 2, ..., the most keys that any rank needs of the rank t before it.
+
+        None if these are half of a rank's tokens or more, all together.
+        """
+        ranks = range(self.num_ranks)
+        counts = [
+            max(self.num_needed(to, (to - distance) % len(ranks), local_len, mask) for to in ranks)
+            for distance in ranks[1:]
+        ]
+        return counts if 2 * sum(counts) < local_len else None
 
     def gathered_blocks(self, rank: int, local_len: int, mask: Mask) -> list[ScoreBlock]:
         """One block for each run of ``rank``, with the keys of all ranks that its queries see.

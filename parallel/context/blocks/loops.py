@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from kernels import Attention, sinks
-from parallel.context.blocks.partial_sum import PartialSum
-from parallel.context.blocks.rows import Rows, copy_unless_same
+from parallel.context.blocks.halo import keeps
+from parallel.context.blocks.rows import Rows
 from parallel.context.blocks.schedule import KernelCall, RankSchedule
 from parallel.context.blocks.tracing import COMPUTE, Tracer
 
@@ -53,8 +53,16 @@ class Transport(Protocol):
     pass it calls :meth:`deliver` for each visit before it asks for the next.
     """
 
-    def visits(self, k: Tensor, v: Tensor, schedule: RankSchedule) -> Iterator[Visit]:
-        """Every rank's keys once; this rank's own first."""
+    def visits(
+        self, k: Tensor, v: Tensor, schedule: RankSchedule, kept: Sequence[Visit] | None = None
+    ) -> Iterator[Visit]:
+        """Every rank's keys once.
+
+        Args:
+            kept: in the backward pass under a halo that :func:`keeps` them, the forward pass's
+                visits of other ranks' keys, in order. They come first, so that their gradients
+                travel while this rank computes with its own keys; else its own are the first.
+        """
         ...
 
     def deliver(self, visit: Visit, contributions: Sequence[Contribution]) -> None:
@@ -83,13 +91,18 @@ class AttentionPass:
     sinks: Tensor | None = None
     """Put in once, when all keys have been seen; the backward pass of the keys needs none."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """o in q's dtype and lse in float32, of this rank's queries over all ranks' keys."""
-        schedule = self.schedule
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Visit]]:
+        """o in q's dtype and lse in float32, of this rank's queries over all ranks' keys.
+
+        And the visits that a backward pass is given again.
+        """
+        schedule, kept = self.schedule, []
         # Sinks shrink o once more, before it is rounded.
-        o = _Total(q, schedule, merged=schedule.merged if self.sinks is None else None)
+        o = _Total(q, schedule, once=schedule.merges_once and self.sinks is None)
         lse = _Total(q, schedule, lse=True)
         for visit in self.transport.visits(k, v, schedule):
+            if visit.step and keeps(schedule.halo):
+                kept.append(visit)
             heads = _query_heads(visit.kv_heads, q, k, schedule)
             for call in _calls(schedule, visit):
                 with self.tracer.span(COMPUTE, visit.step):
@@ -110,16 +123,28 @@ class AttentionPass:
         total = o.result(), lse.result()
         if self.sinks is not None:
             total = sinks.add(*total, self.sinks)
-        return total[0].to(q.dtype), total[1]
+        return total[0].to(q.dtype), total[1], kept
 
     def backward(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        kept: Sequence[Visit] = (),
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv) of this rank's tokens, in the dtypes of q, k and v."""
+        """(dq, dk, dv) of this rank's tokens, in the dtypes of q, k and v.
+
+        Args:
+            kept: what :meth:`forward` gave.
+        """
         schedule = self.schedule
         head_dim, lse_head_dim = schedule.head_dim_of
-        dq = _Total(q, schedule, merged=schedule.merged)
-        for visit in self.transport.visits(k, v, schedule):
+        dq = _Total(q, schedule, once=schedule.merges_once)
+        again = kept if keeps(schedule.halo) else None
+        for visit in self.transport.visits(k, v, schedule, again):
             heads = _query_heads(visit.kv_heads, q, k, schedule)
             found = []
             for call in _calls(schedule, visit):
@@ -163,25 +188,22 @@ def _of_heads(x: Tensor, heads: slice | None, dim: int) -> Tensor:
 class _Total:
     """A result that calls fill row by row; a first call that gives all rows becomes the result.
 
-    Where results are merged it is float32, or only its rows in ``merged`` are.
+    Where results are merged it is float32, unless each is merged ``once``: two parts that are
+    summed in float32 are rounded once, wherever they lie.
     """
 
     def __init__(
-        self,
-        like: Tensor,
-        schedule: RankSchedule,
-        *,
-        lse: bool = False,
-        merged: slice | None = None,
+        self, like: Tensor, schedule: RankSchedule, *, lse: bool = False, once: bool = False
     ) -> None:
         self._head_dim = schedule.head_dim_of[1 if lse else 0]
         self._lse = lse
-        wide = lse or (schedule.accumulates and merged is None)
+        wide = lse or (schedule.accumulates and not once)
         self._dtype = torch.float32 if wide else like.dtype
         self._like = like
         self._value: Tensor | None = None
-        self._merged = merged if schedule.accumulates and not lse else None
-        self._partial: PartialSum | None = None
+        self._once = once
+        self._later: list[tuple[slice | None, Rows, Tensor]] = []
+        """What is added in the end, since it may come before the first calls' results."""
 
     @property
     def _whole(self) -> Tensor:
@@ -198,47 +220,25 @@ class _Total:
         if rows.whole and heads is None:
             self._value = part.to(self._dtype)
         else:
-            self._put(heads, rows, part)
-        if self._partial is not None:
-            for one in rows.slices or ():
-                self._partial.take_anew(one)
+            self.put_back(heads, rows, part)
 
     def so_far(self, heads: slice | None, rows: Rows) -> Tensor:
         """The result of these rows until now, to be merged with."""
-        if self._merged is not None:
-            return _of_heads(self._sum.wide(_slice_of(rows)), heads, self._head_dim)
         view = _of_heads(self._whole, heads, self._head_dim)
         return rows.take_lse(view) if self._lse else rows.take(view)
 
     def put_back(self, heads: slice | None, rows: Rows, part: Tensor) -> None:
         """What :meth:`so_far` gave, merged: in its place, or elsewhere."""
-        if self._merged is not None:
-            copy_unless_same(self.so_far(heads, rows), part)
-        else:
-            self._put(heads, rows, part)
+        view = _of_heads(self._whole, heads, self._head_dim)
+        (rows.put_lse if self._lse else rows.put)(view, part)
 
     def add(self, heads: slice | None, rows: Rows, part: Tensor) -> None:
-        if self._merged is not None:
-            self.so_far(heads, rows).add_(part)
+        if self._once:
+            self._later.append((heads, rows, part))
         else:
             rows.add(_of_heads(self._whole, heads, self._head_dim), part)
 
     def result(self) -> Tensor:
-        return self._whole if self._partial is None else self._partial.result()
-
-    def _put(self, heads: slice | None, rows: Rows, part: Tensor) -> None:
-        view = _of_heads(self._whole, heads, self._head_dim)
-        (rows.put_lse if self._lse else rows.put)(view, part)
-
-    @property
-    def _sum(self) -> PartialSum:
-        assert self._merged is not None, "else all rows are in float32"
-        if self._partial is None:
-            self._partial = PartialSum(self._whole, self._merged)
-        return self._partial
-
-
-def _slice_of(rows: Rows) -> slice:
-    assert rows.slices is not None, "rows are merged apart in a dense batch alone"
-    (found,) = rows.slices
-    return found
+        for heads, rows, part in self._later:
+            rows.add(_of_heads(self._whole, heads, self._head_dim), part)
+        return self._whole

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from kernels import AttentionSpec, Packing
 from kernels.problem import Mask
-from parallel.context.blocks.halo import Halo, Reach
+from parallel.context.blocks.halo import Halo, Reach, keeps
 from parallel.context.blocks.layouts import Layout, ScoreBlock
 from parallel.context.blocks.rows import DenseRows, PackedRows, Rows
-from parallel.context.blocks.score_blocks import EMPTY, begins, few_rows, hides_more
+from parallel.context.blocks.score_blocks import EMPTY, begins, disjoint, hides_more
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -66,9 +66,8 @@ class RankSchedule(Protocol):
     halo: Halo | None
     """Set where ranks need some of the others' keys alone: :meth:`of_source` then has calls with
     the rows that ``halo.needed`` names."""
-    merged: slice | None
-    """Of a dense batch with a halo, the least slice that holds all queries which meet keys in more
-    than one call; None if it has half of them or more."""
+    merges_once: bool
+    """Of a dense batch with a halo, whether no query meets keys in more than two calls."""
 
     def of_source(self, source: int) -> Sequence[KernelCall]:
         """Kernel calls with the keys that rank ``source`` holds."""
@@ -118,7 +117,6 @@ class DenseSchedule:
         self._of_all: list[KernelCall] = []
         self._of_source: list[list[KernelCall]] = []
         self.halo: Halo | None = None
-        self.merged: slice | None = None
         if not prefixes and not hides_more(mask, local_len * layout.num_ranks).is_plain:
             self.halo = _halo(
                 rank,
@@ -126,7 +124,8 @@ class DenseSchedule:
                 lambda to, source: Reach(
                     [layout.blocks(to, source, local_len, mask)], [0]
                 ).dense_rows(local_len),
-                local_len,
+                layout.few_needed(local_len, mask),
+                dense=True,
             )
         if prefixes:
             for block in layout.gathered_blocks(rank, local_len, mask):
@@ -153,8 +152,9 @@ class DenseSchedule:
                 )
         later = [c for c in itertools.chain(self._of_all, *self._of_source) if not c.first]
         self.accumulates = bool(later)
-        if self.halo is not None:
-            self.merged = few_rows(_slices([call.q for call in later]), local_len)
+        self.merges_once = self.halo is not None and disjoint(_slices([c.q for c in later]))
+        # A window with few keys of other ranks, half as wide as a run of tokens at most.
+        assert self.merges_once or not keeps(self.halo), "a query sees keys of one other rank"
 
     def of_source(self, source: int) -> Sequence[KernelCall]:
         return self._of_source[source]
@@ -237,7 +237,7 @@ class PackedSchedule:
         self._of_all: list[KernelCall] = []
         self._of_source: list[list[KernelCall]] = []
         self.halo: Halo | None = None
-        self.merged: slice | None = None
+        self.merges_once = False
         self._masks = [within(mask, length) for length in lengths]
         plain = (
             hides_more(own, local * layout.num_ranks).is_plain
@@ -248,6 +248,8 @@ class PackedSchedule:
                 rank,
                 layout.num_ranks,
                 lambda to, source: self._reach(to, source).packed_rows(self._starts[-1], device),
+                None,
+                dense=False,
             )
         if prefixes:
             by_sequence = [
@@ -394,12 +396,14 @@ def _halo(
     rank: int,
     num_ranks: int,
     rows: Callable[[int, int], Rows | None],
-    num_dense: int | None = None,
+    counts: Sequence[int] | None,
+    *,
+    dense: bool,
 ) -> Halo:
     """Of ``rows(to, source)``, those of ``source`` that rank ``to`` needs.
 
     Args:
-        num_dense: rows that a rank has of a dense batch; None for a packed one.
+        counts: as :attr:`Halo.counts`.
     """
     others = [None if other == rank else other for other in range(num_ranks)]
     asked = [None if other is None else rows(other, rank) for other in others]
@@ -407,7 +411,8 @@ def _halo(
     return Halo(
         needed=[None if other is None else rows(rank, other) for other in others],
         asked=asked,
-        shared=None if num_dense is None else few_rows(given, num_dense),
+        asked_once=dense and disjoint(given),
+        counts=counts,
     )
 
 

@@ -12,6 +12,7 @@ so that query i stands at local position i + e, with a local window of e + ceil(
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -165,10 +166,7 @@ def keys_of(blocks: Sequence[ScoreBlock]) -> list[slice]:
     return [part for part in found if part.start < part.stop]
 
 
-def few_rows(parts: Iterable[slice], num_rows: int) -> slice | None:
-    """The least slice that holds all parts, if it has less than half of so many rows; else None."""
-    parts = [part for part in parts if part.start < part.stop]
-    if not parts:
-        return slice(0, 0)
-    span = slice(min(part.start for part in parts), max(part.stop for part in parts))
-    return span if 2 * (span.stop - span.start) < num_rows else None
+def disjoint(parts: Iterable[slice]) -> bool:
+    """Whether no row is in two of the parts."""
+    bounds = sorted((part.start, part.stop) for part in parts if part.start < part.stop)
+    return all(before[1] <= after[0] for before, after in itertools.pairwise(bounds))

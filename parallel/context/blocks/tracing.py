@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from parallel.streams import SideStream, StreamEvent
+
 COMPUTE, WAIT = "compute", "wait"
 
 
@@ -94,3 +96,11 @@ class RecordingTracer(Tracer):
         if self._on_cuda:
             return float(self._begin.elapsed_time(moment))
         return float(moment - self._begin) * 1e3
+
+
+@contextlib.contextmanager
+def aside(stream: SideStream, tracer: Tracer, step: int, *events: StreamEvent) -> Iterator[None]:
+    """Run on a side stream after events; where there is none, the time counts as waiting."""
+    span = contextlib.nullcontext() if stream.runs_beside else tracer.span(WAIT, step)
+    with stream.after(*events), span:
+        yield

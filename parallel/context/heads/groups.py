@@ -89,7 +89,8 @@ class GroupAttention(SplitAttention):
             # An evaluation may come first, and its inference tensors are no part of a graph.
             with torch.inference_mode(False):
                 found = self._agreed_packing(tensors, spec)
-                self._ring.reserve(self._largest_keys(tensors), trained=trained)
+                called = spec if found[1] is None else replace(spec, packing=found[1])
+                self._ring.reserve(self._largest_keys(tensors), _of_whole(called), trained=trained)
             starts = None if spec.packing is None else spec.packing.cu_seqlens_q
             self._packings.put(key, found, starts)
         else:

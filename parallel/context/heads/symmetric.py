@@ -37,12 +37,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.context.blocks.tracing import WAIT, Tracer
+from parallel.context.blocks.tracing import WAIT, Tracer, aside
 from parallel.context.heads.exchange import INPUTS, ExchangePlan, Kind, Kinds, summed_columns
 from parallel.context.heads.sequences import HEAD_DIM, Sequences
 from parallel.context.transports.peer_memory import PeerBuffers, PeerMemory
 from parallel.context.transports.strided_copy import StridedCopy, stream_of_copies
-from parallel.context.transports.symmetric import aside, publish
+from parallel.context.transports.symmetric import publish
 from parallel.streams import StreamEvent
 
 _INPUTS, _RESULTS = 0, 1

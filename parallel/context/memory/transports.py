@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from parallel.context.blocks.score_blocks import few_rows, keys_of
+from parallel.context.blocks.score_blocks import disjoint, keys_of
 from parallel.context.memory.ledger import Ledger
 from parallel.context.memory.sizes import CallSizes, LocalSizes
 
@@ -18,8 +18,10 @@ class TransportMemory(Protocol):
     """The memory of a transport during one pass."""
 
     num_visits: int
-    few: bool
-    """Whether a few rows to which several calls add are summed by themselves."""
+    narrow: bool
+    """Whether results that are merged once are not summed in float32."""
+    keeps_keys: bool
+    """Whether a backward pass has the other ranks' keys of the forward pass."""
 
     def begin(self, *, gradients: bool) -> None:
         """Before the first visit.
@@ -43,9 +45,10 @@ class TransportMemory(Protocol):
 
 
 class _Plain:
-    """Sums of all rows in float32."""
+    """Sums of all rows in float32, and keys that come in each pass."""
 
-    few = False
+    narrow = False
+    keeps_keys = False
 
     def keeps(self, calls: Sequence[CallSizes]) -> bool:
         return False
@@ -109,28 +112,30 @@ class HaloMemory:
 
     def __init__(self, ledger: Ledger, sizes: LocalSizes, *, published: bool) -> None:
         self._ledger, self._sizes, self._published = ledger, sizes, published
-        self.num_visits = sizes.layout.num_ranks
-        ranks = range(self.num_visits)
-        rows = [[_rows_of(sizes, to, source) for source in ranks] for to in ranks]
-        come = [sum(rows[rank]) for rank in ranks]
+        layout, local, mask = sizes.layout, sizes.local_len, sizes.problem.mask
+        ranks = range(layout.num_ranks)
+        self.num_visits = len(ranks)
+        rows = [[layout.num_needed(to, source, local, mask) for source in ranks] for to in ranks]
+        row_bytes = sizes.kv / local
+        self._come = row_bytes * max(sum(row) for row in rows)
         leave = [0 if published else sum(row[rank] for row in rows) for rank in ranks]
-        row_bytes = sizes.kv / sizes.local_len
-        self._come, self._leave = (row_bytes * max(counts) for counts in (come, leave))
-        self.few = not sizes.problem.packed
-        # Of the rank that shares most; None if one rank shares many.
-        shared = [few_rows(_shared_by(sizes, source), sizes.local_len) for source in ranks]
-        self._shared: float | None = None
-        if self.few and None not in shared:
-            self._shared = row_bytes * max(span.stop - span.start for span in shared if span)
+        self._leave = row_bytes * max(leave)
+        self.narrow = not sizes.problem.packed
+        counts = layout.few_needed(local, mask) if self.narrow else None
+        self.keeps_keys = counts is not None
+        self._few = row_bytes * sum(counts or ())
+        self._asked_once = self.narrow and all(disjoint(_asked_of(sizes, rank)) for rank in ranks)
 
     def keeps(self, calls: Sequence[CallSizes]) -> bool:
-        return self._shared is not None and len(calls) == 1 and calls[0].whole_kv
+        return self._asked_once and len(calls) == 1 and calls[0].whole_kv
 
     def begin(self, *, gradients: bool) -> None:
         kv = self._sizes.kv
         if self._published:
-            self._ledger.hold(published=kv + (2 * kv if gradients else 0))
-        self._ledger.hold(visiting_keys=self._come + self._leave)
+            many = kv + (2 * kv if gradients else 0)
+            self._ledger.hold(published=self._few if self.keeps_keys else many)
+        kept = gradients and self.keeps_keys
+        self._ledger.hold(visiting_keys=self._come + (0.0 if kept else self._leave))
 
     def arrive(self, visit: int) -> None:
         pass
@@ -138,10 +143,7 @@ class HaloMemory:
     def deliver(self, visit: int, calls: Sequence[CallSizes]) -> None:
         wide = self._sizes.wide
         if visit == 0:
-            total = wide * self._sizes.kv
-            if self._shared is not None and self.keeps(calls):
-                total = self._sizes.kv + (wide * self._shared if wide > 1 else 0.0)
-            self._ledger.hold(dk_dv_sums=total)
+            self._ledger.hold(dk_dv_sums=self._sizes.kv * (1 if self.keeps(calls) else wide))
         elif calls:
             arrived = min(self._sizes.kv, sum(call.kv for call in calls))
             with self._ledger.during(dk_dv_sums=wide * arrived):
@@ -149,19 +151,11 @@ class HaloMemory:
                 self._ledger.hold(returning_dk_dv=self._come + self._leave)
 
 
-def _shared_by(sizes: LocalSizes, source: int) -> list[slice]:
+def _asked_of(sizes: LocalSizes, source: int) -> list[slice]:
     """Rows of ``source`` that other ranks need."""
     others = (to for to in range(sizes.layout.num_ranks) if to != source)
     blocks = (sizes.layout.blocks(to, source, sizes.local_len, sizes.problem.mask) for to in others)
     return [part for found in blocks for part in keys_of(found)]
-
-
-def _rows_of(sizes: LocalSizes, to: int, source: int) -> int:
-    """Rows of ``source`` that rank ``to`` needs."""
-    if to == source:
-        return 0
-    blocks = sizes.layout.blocks(to, source, sizes.local_len, sizes.problem.mask)
-    return sum(part.stop - part.start for part in keys_of(blocks))
 
 
 class _GatherMemory(_Plain):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from parallel.context.blocks.score_blocks import few_rows
+from parallel.context.blocks.score_blocks import disjoint
 from parallel.context.memory.ledger import Ledger
 from parallel.context.memory.sizes import CallSizes, LocalSizes
 from parallel.context.memory.transports import TransportMemoryFactory
@@ -41,7 +41,7 @@ class PassMemory:
         ledger.hold(inputs=sizes.q + sizes.kv)
         transport = self.transport(ledger, sizes)
         transport.begin(gradients=False)
-        merged = _Merged(sizes, visits, few=transport.few and not sizes.problem.sinks)
+        merged = _Merged(sizes, visits, narrow=transport.narrow and not sizes.problem.sinks)
         for index, calls in enumerate(visits):
             transport.arrive(index)
             for call in calls:
@@ -49,7 +49,8 @@ class PassMemory:
                 ledger.hold(output_part=call.q + call.lse)
                 if merged.keeps(call):
                     ledger.free("output_part")
-                ledger.hold(output=merged.after(call), lse=sizes.lse)
+                # Merged in its place.
+                ledger.hold(output=merged.whole, lse=sizes.lse)
         if merged.all_rows:
             ledger.add(output=sizes.q)
         return ledger.peak
@@ -64,9 +65,14 @@ class PassMemory:
         )
         transport = self.transport(ledger, sizes)
         transport.begin(gradients=True)
-        merged = _Merged(sizes, visits, few=transport.few)
+        merged = _Merged(sizes, visits, narrow=transport.narrow)
         last = 0.0
-        for index, calls in enumerate(visits):
+        order = list(range(len(visits)))
+        if transport.keeps_keys:
+            # Other ranks' keys first.
+            order = [*order[1:], *order[:1]]
+        for index in order:
+            calls = visits[index]
             transport.arrive(index)
             ledger.hold(dk_dv=last)
             for number, call in enumerate(calls):
@@ -108,27 +114,29 @@ class _Merged:
     """The result of calls that are merged, in the order in which they are made.
 
     Args:
-        few: whether a few rows that are merged are float32 by themselves.
+        narrow: whether what is merged once is not float32.
     """
 
-    def __init__(self, sizes: LocalSizes, visits: Visits, *, few: bool) -> None:
+    def __init__(self, sizes: LocalSizes, visits: Visits, *, narrow: bool) -> None:
         later = [call for calls in visits for call in calls if not call.first]
         rows = [call.q_rows for call in later if call.q_rows is not None]
-        span = few_rows(rows, sizes.local_len) if few and len(rows) == len(later) else None
-        self.all_rows = bool(later) and span is None
+        self.once = narrow and len(rows) == len(later) and disjoint(rows)
+        self.all_rows = bool(later) and not self.once
         """Whether all of it is float32."""
-        self._held = sizes.q * (sizes.wide if self.all_rows else 1)
-        self._apart = 0.0
-        if span is not None and sizes.wide > 1:
-            self._apart = sizes.q * sizes.wide * (span.stop - span.start) / sizes.local_len
+        self.whole = sizes.q * (sizes.wide if self.all_rows else 1)
+        """Bytes of the result."""
+        self._held = self._parts = 0.0
 
     def keeps(self, call: CallSizes) -> bool:
-        """Whether what a call gives becomes the result."""
+        """Whether what a call gives becomes the result, or is kept to be added in the end."""
+        if self.once and not call.first:
+            return True
         return call.whole_q and call.all_heads and call.first and not self.all_rows
 
     def after(self, call: CallSizes) -> float:
-        """Bytes of the result when a call's part is in it."""
-        if not call.first:
-            self._held += self._apart
-            self._apart = 0.0
-        return self._held
+        """Bytes of the result, and of what is kept, after a call."""
+        if self.once and not call.first:
+            self._parts += call.q
+        else:
+            self._held = self.whole
+        return self._held + self._parts

@@ -46,7 +46,9 @@ class AllGather:
         self._reductions: list[_Reduction] = []
         self._schedule: RankSchedule | None = None
 
-    def visits(self, k: Tensor, v: Tensor, schedule: RankSchedule) -> Iterator[Visit]:
+    def visits(
+        self, k: Tensor, v: Tensor, schedule: RankSchedule, kept: Sequence[Visit] | None = None
+    ) -> Iterator[Visit]:
         self._schedule = schedule
         groups = head_groups(k.shape[schedule.head_dim_of[0]], self._heads_at_once)
         coming = self._start(k, v, schedule, groups[0])
@@ -128,3 +130,17 @@ def sum_of_contributions(like: Tensor, contributions: Sequence[Contribution], na
     for contribution in contributions:
         contribution.call.kv.add(total, getattr(contribution, name))
     return total
+
+
+def write_contributions(out: Tensor, contributions: Sequence[Contribution], name: str) -> None:
+    """Write the ``dk`` or ``dv`` of all calls into a slot, zeros where none has any."""
+    if len(contributions) > 1:
+        # They may have keys in common.
+        out.copy_(sum_of_contributions(out, contributions, name))
+        return
+    if len(contributions) == 1 and contributions[0].call.kv.whole:
+        out.copy_(getattr(contributions[0], name))
+        return
+    out.zero_()
+    for contribution in contributions:
+        contribution.call.kv.put(out, getattr(contribution, name))

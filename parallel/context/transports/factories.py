@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.context.blocks.loops import Transport
+from parallel.context.blocks.schedule import RankSchedule
 from parallel.context.blocks.tracing import Tracer
 from parallel.context.transports.all_gather import AllGather
 from parallel.context.transports.messages import Messages
@@ -25,8 +26,8 @@ class TransportFactory:
     make: Callable[[Tracer], Transport]
     buffers: PeerBuffers | None = None
     """Memory that peers read, if the transport reads peers' memory."""
-    reserve: Callable[[Tensor, bool], None] | None = None
-    """Makes the buffers of passes over keys like these, with gradients or without."""
+    reserve: Callable[[Tensor, RankSchedule, bool], None] | None = None
+    """Makes the buffers of a schedule's passes over keys like these, with gradients or without."""
 
 
 def send_recv(group: dist.ProcessGroup, device: torch.device) -> TransportFactory:
@@ -41,7 +42,9 @@ def symmetric_ring(group: dist.ProcessGroup, device: torch.device) -> TransportF
     return TransportFactory(
         make=lambda tracer: SymmetricRing(group, device, buffers, tracer),
         buffers=buffers,
-        reserve=lambda k, trained: reserve_for_ring(buffers, k, trained=trained),
+        reserve=lambda k, schedule, trained: reserve_for_ring(
+            buffers, k, schedule, trained=trained
+        ),
     )
 
 

@@ -2,6 +2,7 @@
 
 At distance t, a rank sends to rank r + t and receives from r - t, and gradients go the other way.
 All keys leave before the first is computed with: together they are a window's reach, or a prefix.
+Where they are few, they stay for the backward pass, in which gradients alone travel.
 Every rank starts its exchanges in the same order of distances, first of keys and then of
 gradients, so that none waits in a circle; where two ranks have nothing for each other, there is no
 message. Gradients travel in the keys' dtype and are summed in float32, in the order of distances:
@@ -63,11 +64,19 @@ class HaloExchange:
         self._returning: list[_Message] = []
         """Gradients at distances 1, 2, ..., as far as this rank has started them."""
 
-    def visits(self, k: Tensor, v: Tensor, schedule: RankSchedule) -> Iterator[Visit]:
+    def visits(
+        self, k: Tensor, v: Tensor, schedule: RankSchedule, kept: Sequence[Visit] | None = None
+    ) -> Iterator[Visit]:
         heads = slice(0, k.shape[schedule.head_dim_of[0]])
         self._like = (k, v)
+        own = Visit(step=0, source=self._rank, kv_heads=heads, k=k, v=v)
+        if kept is not None:
+            yield from kept
+            self._return_nothing_before(self._num_ranks)
+            yield own
+            return
         coming = [self._send_keys(distance) for distance in range(1, self._num_ranks)]
-        yield Visit(step=0, source=self._rank, kv_heads=heads, k=k, v=v)
+        yield own
         for step, message in enumerate(coming, 1):
             source = (self._rank - step) % self._num_ranks
             with self._tracer.span(WAIT, step):
@@ -91,7 +100,7 @@ class HaloExchange:
 
     def deliver(self, visit: Visit, contributions: Sequence[Contribution]) -> None:
         if visit.step == 0:
-            self._totals = OwnGradients(visit, contributions, self._halo.shared)
+            self._totals = OwnGradients(visit, contributions, self._halo)
             return
         self._return_nothing_before(visit.step)
         self._return(

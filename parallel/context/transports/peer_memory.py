@@ -72,6 +72,11 @@ class PeerViews:
         raise NotImplementedError
 
 
+def aligned(num_bytes: int) -> int:
+    """The least multiple of 256 that is as large: where the next tensor begins in a buffer."""
+    return -(-num_bytes // 256) * 256
+
+
 CHANNELS = 2
 """Barriers of different channels may be under way at once, on different streams."""
 

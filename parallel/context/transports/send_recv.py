@@ -60,10 +60,12 @@ class SendRecv:
         self._gradients: _Exchange | None = None
         self._halo: HaloExchange | None = None
 
-    def visits(self, k: Tensor, v: Tensor, schedule: RankSchedule) -> Iterator[Visit]:
+    def visits(
+        self, k: Tensor, v: Tensor, schedule: RankSchedule, kept: Sequence[Visit] | None = None
+    ) -> Iterator[Visit]:
         if schedule.halo is not None:
             self._halo = HaloExchange(self._messages, self._tracer, schedule.halo)
-            yield from self._halo.visits(k, v, schedule)
+            yield from self._halo.visits(k, v, schedule, kept)
             return
         heads = slice(0, k.shape[schedule.head_dim_of[0]])
         here: tuple[Tensor, ...] = (k.contiguous(), v.contiguous())

@@ -23,33 +23,27 @@ them holds up all. An all-gather's come when all heads, or those gathered at onc
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.context.blocks.halo import Halo, room_for
+from parallel.context.blocks.halo import Halo, keeps, room_for
 from parallel.context.blocks.loops import Contribution, Visit
 from parallel.context.blocks.schedule import RankSchedule
-from parallel.context.blocks.tracing import WAIT, Tracer
+from parallel.context.blocks.tracing import WAIT, Tracer, aside
 from parallel.context.transports.all_gather import (
     head_groups,
     join_heads,
     select_heads,
     sum_of_contributions,
+    write_contributions,
 )
 from parallel.context.transports.own_gradients import OwnGradients
-from parallel.context.transports.peer_memory import PeerBuffers, PeerMemory
-from parallel.streams import SideStream, StreamEvent
-
-_ALIGNMENT = 256
-"""Offsets into a buffer are multiples of this many bytes."""
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+from parallel.context.transports.peer_memory import PeerBuffers, PeerMemory, aligned
+from parallel.context.transports.symmetric_halo import SymmetricHalo, reserve_for_halo
+from parallel.streams import StreamEvent
 
 
 class _Pair:
@@ -58,12 +52,12 @@ class _Pair:
     def __init__(self, memory: PeerMemory, k: Tensor, v: Tensor) -> None:
         self._memory = memory
         self._like = (k, v)
-        self._second = _aligned(k.nbytes)
-        self._slot_bytes = self._second + _aligned(v.nbytes)
+        self._second = aligned(k.nbytes)
+        self._slot_bytes = self._second + aligned(v.nbytes)
 
     @staticmethod
     def bytes_of(k: Tensor, v: Tensor, num_slots: int) -> int:
-        return num_slots * (_aligned(k.nbytes) + _aligned(v.nbytes))
+        return num_slots * (aligned(k.nbytes) + aligned(v.nbytes))
 
     def of_rank(
         self, rank: int, slot: int = 0, like: tuple[Tensor, Tensor] | None = None
@@ -77,15 +71,23 @@ class _Pair:
         )
 
 
-def reserve_for_ring(buffers: PeerBuffers, k: Tensor, *, trained: bool) -> None:
+def reserve_for_ring(
+    buffers: PeerBuffers, k: Tensor, schedule: RankSchedule, *, trained: bool
+) -> None:
     """Have the buffers of passes of :class:`SymmetricRing` over keys and values like ``k``."""
+    if schedule.halo is not None and schedule.halo.counts is not None:
+        reserve_for_halo(buffers, k, schedule.halo.counts)
+        return
     buffers.get("keys", _Pair.bytes_of(k, k, 1))
     if trained:
         buffers.get("gradients", _Pair.bytes_of(k, k, 2))
 
 
 class SymmetricRing:
-    """Visits every rank's keys in turn, rank - t at step t, fetched straight from their owner."""
+    """Visits every rank's keys in turn, rank - t at step t, fetched straight from their owner.
+
+    Where a mask shows few of them, as :class:`SymmetricHalo` does.
+    """
 
     _KEYS, _GRADIENTS = 0, 1
     """Channels of barriers; different streams of a rank wait in them at the same time."""
@@ -105,19 +107,25 @@ class SymmetricRing:
         """The gradients of the step before, valid once ``_last`` has passed."""
         self._last = StreamEvent(device)
         self._halo: Halo | None = None
+        self._few: SymmetricHalo | None = None
         self._own: tuple[Tensor, Tensor] | None = None
 
-    def visits(self, k: Tensor, v: Tensor, schedule: RankSchedule) -> Iterator[Visit]:
+    def visits(
+        self, k: Tensor, v: Tensor, schedule: RankSchedule, kept: Sequence[Visit] | None = None
+    ) -> Iterator[Visit]:
+        if schedule.halo is not None and keeps(schedule.halo):
+            self._few = SymmetricHalo(
+                self._rank, self._num_ranks, self._buffers, self._tracer, schedule.halo
+            )
+            yield from self._few.visits(k, v, schedule, kept)
+            return
         heads = slice(0, k.shape[schedule.head_dim_of[0]])
         here = (k.contiguous(), v.contiguous())
         memory = self._buffers.get("keys", _Pair.bytes_of(*here, 1))
         keys = _Pair(memory, *here)
         self._halo, self._own = schedule.halo, here
-        read = slice(None) if self._halo is None else self._halo.shared or slice(None)
         with self._tracer.span(WAIT, 0):
-            # Peers read no other rows.
-            into, out = ([x[:, :, read] for x in pair] for pair in (keys.of_rank(self._rank), here))
-            publish(memory, into, out, self._KEYS)
+            publish(memory, keys.of_rank(self._rank), here, self._KEYS)
         if self._halo is not None:
             yield from self._visits_of_rows(keys, heads, self._halo)
             return
@@ -165,9 +173,11 @@ class SymmetricRing:
             yield Visit(step=step, source=source, kv_heads=heads, k=target[0], v=target[1])
 
     def deliver(self, visit: Visit, contributions: Sequence[Contribution]) -> None:
+        if self._few is not None:
+            self._few.deliver(visit, contributions)
+            return
         if visit.step == 0:
-            shared = None if self._halo is None else self._halo.shared
-            self._totals = OwnGradients(visit, contributions, shared)
+            self._totals = OwnGradients(visit, contributions, self._halo)
             return
         assert self._totals is not None, "the first visit is of this rank's own keys"
         assert self._own is not None, "visits() sets it"
@@ -181,7 +191,7 @@ class SymmetricRing:
         if visit.k.numel():
             mine = slots.of_rank(self._rank, slot, (visit.k, visit.v))
             for name, out in zip(("dk", "dv"), mine, strict=True):
-                _write(out, contributions, name)
+                write_contributions(out, contributions, name)
         peer = (self._rank + visit.step) % self._num_ranks
         asked = self._asked_by(peer)
         parts = () if asked is None else slots.of_rank(peer, slot, asked)
@@ -223,6 +233,8 @@ class SymmetricRing:
         self._landed = []
 
     def collect(self) -> tuple[Tensor, Tensor]:
+        if self._few is not None:
+            return self._few.collect()
         assert self._totals is not None, "collect() follows deliver()"
         memory = self._buffers.get("gradients", 0)
         read = self._last
@@ -260,7 +272,9 @@ class SymmetricGather:
         self._parts: list[tuple[Tensor, Tensor]] = []
         self._last = StreamEvent(device)
 
-    def visits(self, k: Tensor, v: Tensor, schedule: RankSchedule) -> Iterator[Visit]:
+    def visits(
+        self, k: Tensor, v: Tensor, schedule: RankSchedule, kept: Sequence[Visit] | None = None
+    ) -> Iterator[Visit]:
         self._schedule = schedule
         groups = head_groups(k.shape[schedule.head_dim_of[0]], self._heads_at_once)
         # Head by head, so that what is fetched of a peer is contiguous.
@@ -341,14 +355,6 @@ class SymmetricGather:
         return join_heads(self._parts, self._schedule.head_dim_of[0])
 
 
-@contextlib.contextmanager
-def aside(stream: SideStream, tracer: Tracer, step: int, *events: StreamEvent) -> Iterator[None]:
-    """Run on a side stream after events; where there is none, the time counts as waiting."""
-    span = contextlib.nullcontext() if stream.runs_beside else tracer.span(WAIT, step)
-    with stream.after(*events), span:
-        yield
-
-
 def publish(
     memory: PeerMemory, into: Sequence[Tensor], tensors: Sequence[Tensor], channel: int
 ) -> None:
@@ -357,17 +363,3 @@ def publish(
     for out, x in zip(into, tensors, strict=True):
         out.copy_(x)
     memory.barrier(channel)
-
-
-def _write(out: Tensor, contributions: Sequence[Contribution], name: str) -> None:
-    """Write the ``dk`` or ``dv`` of all calls into a slot, zeros where none has any."""
-    if len(contributions) > 1:
-        # They may have keys in common.
-        out.copy_(sum_of_contributions(out, contributions, name))
-        return
-    if len(contributions) == 1 and contributions[0].call.kv.whole:
-        out.copy_(getattr(contributions[0], name))
-        return
-    out.zero_()
-    for contribution in contributions:
-        contribution.call.kv.put(out, getattr(contribution, name))

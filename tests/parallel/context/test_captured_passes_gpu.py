@@ -47,7 +47,14 @@ OTHER_TOKENS = 3072
 class Call:
     """A scheme on this rank's part of random tensors."""
 
-    def __init__(self, group: dist.ProcessGroup, name: str, transport: str, packed: bool) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        name: str,
+        transport: str,
+        packed: bool,
+        window: int | None = None,
+    ) -> None:
         self.device, self.packed = device_of(group), packed
         options = {"kernel": "flash_triton", "transport": transport}
         self.scheme = BACKENDS[name].target(name=name, **options)
@@ -60,7 +67,10 @@ class Call:
             max_kv_len=max(LENGTHS),
         )
         self.spec = AttentionSpec(
-            causal=True, scale=HEAD_DIM**-0.5, packing=packing if packed else None
+            causal=True,
+            scale=HEAD_DIM**-0.5,
+            packing=packing if packed else None,
+            window=window,
         )
 
     def inputs(self, bound: Any, tokens: int = TOKENS) -> list[Tensor]:
@@ -83,9 +93,11 @@ class Call:
         return [o.detach(), *torch.autograd.grad(o, leaves, do)]
 
 
-def replays(group: dist.ProcessGroup, name: str, transport: str, packed: bool) -> None:
+def replays(
+    group: dist.ProcessGroup, name: str, transport: str, packed: bool, window: int | None = None
+) -> None:
     """Replays on other values, with launched and longer passes in between, give their bits."""
-    call = Call(group, name, transport, packed)
+    call = Call(group, name, transport, packed, window)
     with call.scheme.bind(group, call.device) as bound:
         held = call.inputs(bound)
         graph, results = capture(lambda: call.results(bound, *held))
@@ -115,6 +127,13 @@ def test_replays_equal_launched_passes(
     if name == "documents" and not packed:
         pytest.skip("documents are packed")
     on_gpus(num_ranks, replays, name, transport, packed)
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("window", [64, 500], ids=["few keys of others", "many"])
+@pytest.mark.parametrize("transport", ["send_recv", "symmetric"])
+def test_replays_under_a_window(num_ranks: int, transport: str, window: int) -> None:
+    on_gpus(num_ranks, replays, "ring", transport, False, window)
 
 
 def too_early(group: dist.ProcessGroup) -> str:

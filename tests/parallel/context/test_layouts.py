@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernels.problem import Mask
 from parallel.context.blocks.balance import Balance, attended, count_flops, tiled
 from parallel.context.blocks.layouts import (
     LAYOUTS,
@@ -179,6 +180,27 @@ def guide(name: str, length: int = 65_536) -> Balance:
     return count_flops(
         LAYOUTS[name](num_ranks=8), length, num_heads=32, head_dim=128, block_q=128, block_k=128
     )
+
+
+class TestFewNeeded:
+    """What ranks of 12 tokens need of the ranks 1, 2 and 3 before them."""
+
+    @pytest.mark.parametrize(
+        ("name", "mask", "expected"),
+        [
+            ("contiguous", Mask(causal=True, window=5), [4, 0, 0]),
+            ("contiguous", Mask(causal=True, window=6), [5, 0, 0]),
+            # Half of them.
+            ("contiguous", Mask(causal=True, window=7), None),
+            ("contiguous", Mask(causal=False, window=3), [2, 0, 2]),
+            ("contiguous", Mask(causal=True, window=1), [0, 0, 0]),
+            # Early chunks need the rank before, late ones the rank after: three before.
+            ("zigzag", Mask(causal=True, window=3), [2, 0, 2]),
+            ("zigzag", Mask(causal=True, window=4), None),
+        ],
+    )
+    def test_by_hand(self, name: str, mask: Mask, expected: list[int] | None) -> None:
+        assert LAYOUTS[name](num_ranks=4).few_needed(12, mask) == expected
 
 
 class TestFlops:

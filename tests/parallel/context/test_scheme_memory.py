@@ -108,15 +108,36 @@ class TestPredictedMemory:
             found = ring.peak_memory(problem)
             assert found["visiting_keys"] / 1e6 == pytest.approx(shares * self.KV_MB, rel=2e-3)
 
-    @pytest.mark.parametrize(("window", "output"), [(1_025, 1 + 2 / 8), (4_097, 3)])
-    def test_few_rows_are_float32_by_themselves(self, window: int, output: float) -> None:
-        """1,024 of a rank's 8,192 queries see keys of another rank, or half: a sum, and rounded."""
-        ring = scheme_of("ring", transport="send_recv", kernel="flash_torch")
+    @pytest.mark.parametrize(
+        ("window", "output", "dq", "dk_dv"), [(4_097, 1, 1 + 4 / 8, 1), (9_217, 3, 3, 2)]
+    )
+    def test_what_is_merged_once_is_not_float32(
+        self, window: int, output: float, dq: float, dk_dv: float
+    ) -> None:
+        """The keys of one other rank, in half of all rows, or of two: a sum, and a part to add."""
+        ring = scheme_of("ring", transport="symmetric", kernel="flash_torch")
         found = ring.peak_memory(replace(self.GUIDE, window=window, needs_grad=False))
         assert found["output"] / 1e6 == pytest.approx(output * self.Q_MB, rel=2e-3)
-        with_gradients = ring.peak_memory(replace(self.GUIDE, window=window))
-        # dq, dk and dv that were summed in float32 are rounded in the end.
-        assert ("narrowed" in with_gradients) is (window == 4_097)
+        found = ring.peak_memory(replace(self.GUIDE, window=window))
+        assert found["dq"] / 1e6 == pytest.approx(dq * self.Q_MB, rel=2e-3)
+        assert found["dk_dv_sums"] / 1e6 == pytest.approx(dk_dv * self.KV_MB, rel=2e-3)
+
+    def test_few_keys_are_kept_by_hand(self) -> None:
+        """1,024 of 8,192 rows; the peak is at the rank's own keys, after those of the other."""
+        ring = scheme_of("ring", transport="symmetric", kernel="flash_torch")
+        found = ring.peak_memory(replace(self.GUIDE, window=1_025))
+        expected = {
+            # One place, for keys and then for their gradients.
+            "published": self.KV_MB / 8,
+            # Kept since the forward pass.
+            "visiting_keys": self.KV_MB / 8,
+            # On their way home, and the last call's own.
+            "returning_dk_dv": self.KV_MB / 8,
+            "dk_dv": self.KV_MB * (1 + 1 / 8),
+            # The rows to be added in the end.
+            "dq": self.Q_MB * (1 + 1 / 8),
+        }
+        assert {name: found[name] / 1e6 for name in expected} == pytest.approx(expected, rel=2e-3)
 
     def test_without_gradients(self) -> None:
         """A ring: q, k, v, three visits' keys for a moment, o in float32, and a part of it."""
