@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from conftest import ROOT, Command
-from fault_folders import GUARD_S, Folder
+from fault_folders import GUARD_S, STEP, Folder
 from records import make_record, write_plan
 
 from harness.commands import output
@@ -67,7 +67,7 @@ def unread(
     tmp_path_factory: pytest.TempPathFactory, command: Command
 ) -> tuple[Folder, subprocess.CompletedProcess[str]]:
     """Two cases, measured while nobody reads what the command prints."""
-    folder = Folder(path=tmp_path_factory.mktemp("measured"), command=command)
+    folder = Folder(path=tmp_path_factory.mktemp("measured"), command=command, grids=[STEP])
     arguments = ["-m", "harness", *folder.arguments("attention=naive,witness")]
     return folder, run_with(arguments, closed_pipe(), folder.environment())
 

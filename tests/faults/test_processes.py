@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from announced import announced, manifest, states, the_run
+from announced import LAZILY, announced, manifest, states, the_run
 from conftest import ROOT, Command
 from fault_folders import GUARD_S, Folder, no_process_left, wait_until, wait_until_held
 from records import make_record
@@ -198,7 +198,8 @@ class TestWhatAKilledRunLeaves:
         child = subprocess.run(
             [
                 *(sys.executable, "-c"),
-                "import os, sys; from pathlib import Path; from announced import announced\n"
+                LAZILY
+                + "import os, sys; from pathlib import Path; from announced import announced\n"
                 "with announced(Path(sys.argv[1]), ['case-1']): os.kill(os.getpid(), 9)",
                 str(tmp_path),
             ],

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from announced import announced
+from announced import LAZILY, announced
 from conftest import ROOT
 from fault_folders import GUARD_S
 
@@ -65,7 +65,7 @@ def held_at(patch: str, results: Path) -> Iterator[subprocess.Popen[str]]:
 def held_in(code: str, results: Path) -> Iterator[subprocess.Popen[str]]:
     """A process that runs code and waits in it."""
     with subprocess.Popen(
-        [sys.executable, "-c", code, str(results)],
+        [sys.executable, "-c", LAZILY + code, str(results)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -16,6 +16,9 @@ from harness.run.run_files import RunManifest
 from harness.run.run_folder import RunFolder, local_run, runs_of
 from harness.store.record import Record, RecordStore
 
+LAZILY = "from harness.commands import lazy_imports; lazy_imports.install()\n"
+"""How a program of a test begins that announces a run; as a command does, it loads no torch."""
+
 
 class Silent:
     """A progress that shows nothing."""

@@ -34,7 +34,7 @@ from harness.cases.format import integer, number, with_spread
 from harness.drawing.line_labels import _below
 from harness.render.files import render_terminal, to_csv, to_markdown
 from harness.render.latex import escape, to_latex
-from harness.render.table import TABLES, build_table
+from harness.render.table import TABLES, Table, build_table
 from harness.store.record import Record
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -43,6 +43,19 @@ GOLDEN = Path(__file__).parents[2] / "golden"
 @pytest.fixture
 def records() -> list[Record]:
     return status_examples()
+
+
+def filled(more: list[Record]) -> list[Table]:
+    """All tables that examples fill, with some more records."""
+    examples = [*status_examples(), *split_examples(), *audit_examples(), *profile_examples()]
+    frame = build_frame([*examples, *decode_examples(), *more])
+    made = (build_table(name, frame) for name in TABLES.names())
+    return [table for table in made if table is not None]
+
+
+@pytest.fixture(scope="module")
+def every_table() -> list[Table]:
+    return filled([])
 
 
 OF_OTHERS = ("baseline_ms", "one_device_ms", "predicted_us", "model_ms", "transfers_ms", "queue_ms")
@@ -287,16 +300,11 @@ class TestTables:
         assert repr(1 / 3) in first
         assert ",oom," in second
 
-    def test_every_table_of_times_shows_their_spread(self, records: list[Record]) -> None:
+    def test_every_table_of_times_shows_their_spread(self, every_table: list[Table]) -> None:
         """Beside each median: in the spread column, in the cell, or in a column of its own."""
-        records = [*records, *split_examples(), *audit_examples(), *profile_examples()]
-        records += decode_examples()
-        frame = build_frame(records)
         timed = []
-        for name in TABLES.names():
-            table = build_table(name, frame)
-            if table is None:
-                continue
+        for table in every_table:
+            name = table.name
             headers = [column.full_header for column in table.columns]
             medians = [
                 column
@@ -316,13 +324,9 @@ class TestTables:
                 assert has_marks, f"{name}: {column.full_header} cannot be marked"
         assert len(timed) >= 24
 
-    def test_terminal_fits_100_columns(self, records: list[Record]) -> None:
-        records = [*records, *split_examples(), *audit_examples(), *profile_examples()]
-        records += decode_examples()
-        tables = [build_table(name, build_frame(records)) for name in TABLES.names()]
-        made = [table for table in tables if table is not None]
-        assert len(made) >= 46, "examples that filled a table before"
-        for table in made:
+    def test_terminal_fits_100_columns(self, every_table: list[Table]) -> None:
+        assert len(every_table) >= 46, "examples that filled a table before"
+        for table in every_table:
             console = Console(width=100, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
             render_terminal(table, console)
             assert max(map(len, console.export_text().splitlines())) <= 100
@@ -368,23 +372,19 @@ class TestLatex:
         assert escape("{x}\\y~^") == (r"\{x\}\textbackslash{}y\textasciitilde{}\textasciicircum{}")
         assert escape("µ † – é").isascii()
 
-    def test_compiles_alone_and_inside_a_paper(self, records: list[Record], tmp_path: Path) -> None:
+    def test_compiles_alone_and_inside_a_paper(
+        self, every_table: list[Table], tmp_path: Path
+    ) -> None:
         need_program("pdflatex", "texlive-latex-recommended")
         many = [
             make_record(seed=seed, status="failed", message="a_b & 50% # $ ^ ~ \\ {x} <é>")
             for seed in range(1, 50)
         ]
-        records = [*records, *split_examples(), *audit_examples(), *profile_examples()]
-        records += decode_examples()
-        frames = {"small": build_frame(records), "long": build_frame([*records, *many])}
         paper = [r"\documentclass{article}\usepackage{booktabs,graphicx,longtable}"]
         paper.append(r"\begin{document}")
-        for label, frame in frames.items():
-            for name in TABLES.names():
-                table = build_table(name, frame)
-                if table is None:
-                    continue
-                stem = f"{label}-{name}"
+        for label, tables in {"small": every_table, "long": filled(many)}.items():
+            for table in tables:
+                stem = f"{label}-{table.name}"
                 (tmp_path / f"{stem}.tex").write_text(to_latex(table), encoding="utf-8")
                 paper.append(rf"\input{{{stem}}}\clearpage")
         paper.append(r"\end{document}")

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import Command
-from fault_folders import Folder, Limits
+from fault_folders import STEP, Folder, Limits
 from ranks import on_ranks
 
 SINGLE = {
@@ -72,7 +72,7 @@ class Ended:
 def run(
     path: Path, command: Command, *grids: dict[str, Any], arguments: Sequence[str] = ()
 ) -> Ended:
-    folder = Folder(path=path, command=command, grids=grids)
+    folder = Folder(path=path, command=command, grids=[STEP | grid for grid in grids])
     done = folder.run(*arguments)
     return Ended(folder=folder, done=done, records=folder.records())
 
@@ -233,7 +233,7 @@ class TestOneRank:
 
 class TestRetry:
     def test_only_failed_cases_as_new_files(self, tmp_path: Path, command: Command) -> None:
-        folder = Folder(path=tmp_path, command=command)
+        folder = Folder(path=tmp_path, command=command, grids=[STEP])
         attention = "attention=fault_flaky,fault_oom,fault_unsupported,fault_wrong,naive"
         (tmp_path / "broken").touch()
         assert folder.run(attention).returncode == 1

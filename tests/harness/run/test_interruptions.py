@@ -21,6 +21,7 @@ import pytest
 from conftest import ROOT, Command
 from fault_folders import (
     GUARD_S,
+    STEP,
     Folder,
     descendants,
     is_alive,
@@ -62,7 +63,7 @@ class TestInterrupt:
 
     def test_while_workers_start_and_twice(self, tmp_path: Path, command: Command) -> None:
         """An impatient user presses Ctrl-C again."""
-        folder = Folder(path=tmp_path, command=command)
+        folder = Folder(path=tmp_path, command=command, grids=[STEP])
         began = time.monotonic()
         process = folder.start("attention=naive", "parallel=ddp_torch")
         with no_process_left(process):
@@ -106,7 +107,7 @@ class TestInterrupt:
         assert worker.stderr == "the process that started this worker has ended\n"
 
     def test_workers_die_with_a_killed_parent(self, tmp_path: Path, command: Command) -> None:
-        folder = Folder(path=tmp_path, command=command)
+        folder = Folder(path=tmp_path, command=command, grids=[STEP])
         (tmp_path / "hold").touch()
         process = folder.start("attention=naive,held", "parallel=ddp_torch")
         with no_process_left(process):
@@ -184,7 +185,7 @@ class TestWorkers:
     @pytest.mark.parametrize(("fresh", "number"), [("auto", 3), ("false", 1)])
     def test_interleaved(self, fresh: str, number: int, tmp_path: Path, command: Command) -> None:
         """Two backends in three rounds of 2, 2 and 1 passes, in a process for each or for all."""
-        folder = Folder(path=tmp_path, command=command)
+        folder = Folder(path=tmp_path, command=command, grids=[STEP])
         done = folder.run(
             *("attention=held,witness", "interleave=3", f"fresh_rounds={fresh}"),
             *("task.measure_steps=5", "task.warmup_steps=0"),
@@ -203,17 +204,9 @@ class TestWorkers:
         assert len({pid for pid, _ in folder.calls()}) == number
 
     def test_warm_worker_serves_all_cases(self, tmp_path: Path, command: Command) -> None:
-        """Of attention alone too; and without warm-up."""
+        """And without warm-up."""
         folder = Folder(path=tmp_path, command=command)
-        done = folder.run(
-            "task=attention",
-            "attention=witness",
-            "seq_len=4,8",
-            "task.num_heads=2",
-            "task.head_dim=8",
-            "task.warmup_steps=0",
-            "task.measure_steps=3",
-        )
+        done = folder.run("attention=witness", "seq_len=4,8", "task.warmup_steps=0")
         assert done.returncode == 0
         assert len({pid for pid, _ in folder.calls()}) == 1
         for _, content in folder.files().values():

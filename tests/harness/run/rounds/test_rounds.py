@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from conftest import Command
 from fake_workers import Bench, Host, Listener, stand_in
-from fault_folders import GUARD_S, Folder, no_process_left, wait_until
+from fault_folders import GUARD_S, STEP, Folder, no_process_left, wait_until
 
 import harness.store.atomic
 import harness.store.rounds
@@ -396,7 +396,7 @@ def test_the_command_goes_on_where_it_was_stopped(tmp_path: Path, command: Comma
     """Two cases in 15 rounds each, by SIGTERM in the middle of one."""
     arguments = ("attention=held,witness", "interleave=15", "fresh_rounds=false")
     arguments += ("task.measure_steps=15", "task.warmup_steps=0")
-    folder = Folder(path=tmp_path, command=command)
+    folder = Folder(path=tmp_path, command=command, grids=[STEP])
     process = folder.start(*arguments)
     with no_process_left(process):
         wait_until(lambda: len(list(folder.results.glob("rounds/*.json"))) == 2, "rounds are kept")
