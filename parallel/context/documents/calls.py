@@ -71,6 +71,8 @@ class RankCalls:
     """Whether keys of other ranks are kept for the backward pass."""
     send: Tensor
     """int64: the rows to send, for rank 0, then for rank 1, ...; some go to several."""
+    counts: list[list[int]]
+    """Rows that each rank sends to each, [source][to]."""
     send_counts: list[int]
     receive_counts: list[int]
     again: Tensor
@@ -125,6 +127,7 @@ def make_calls(
     rest, gather, layers = _rest(plan, rank, num_local, [*comes, again, waiting], joined, device)
     again_rows = _index((part.rows for part in again), device)
     send = _index((part.rows for part in itertools.chain(*sends)), device)
+    counts = plan.counts()
     home, home_places = torch.cat([again_rows, send]).unique(return_inverse=True)
     return RankCalls(
         num_rows=num_rows,
@@ -136,8 +139,9 @@ def make_calls(
         travels=plan.travels(),
         keeps_keys=keeps_keys,
         send=send,
-        send_counts=[_count(parts) for parts in sends],
-        receive_counts=[_count(parts) for parts in comes],
+        counts=counts,
+        send_counts=counts[rank],
+        receive_counts=[row[rank] for row in counts],
         again=again_rows,
         gather=gather,
         layers=layers,

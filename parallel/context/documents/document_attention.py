@@ -17,9 +17,16 @@ from parallel.context.blocks.kept import Kept
 from parallel.context.blocks.tracing import COMPUTE
 from parallel.context.bound import SplitAttention
 from parallel.context.documents.calls import RankCalls, joins_well, make_calls
-from parallel.context.documents.exchange import Arriving, KeyExchange
+from parallel.context.documents.exchange import (
+    OWN,
+    REST,
+    WAITING,
+    Arriving,
+    KeyExchange,
+    RowTransport,
+)
 from parallel.context.documents.layout import WHY_NOT_DENSE, Documents
-from parallel.context.documents.passes import OWN, REST, WAITING, DocumentPass
+from parallel.context.documents.passes import DocumentPass
 from parallel.context.documents.placement import place
 from parallel.context.documents.routes import Routes
 from parallel.context.heads.agreement import Agreements, facts_of_call, kind_of_call
@@ -40,10 +47,16 @@ class DocumentAttention(SplitAttention):
     """A kernel over the ranks of a group, each with whole documents and parts of others."""
 
     def __init__(
-        self, kernel: Attention, layout: Documents, group: dist.ProcessGroup, choices: Choices
+        self,
+        kernel: Attention,
+        layout: Documents,
+        group: dist.ProcessGroup,
+        transport: RowTransport,
+        choices: Choices,
     ) -> None:
         super().__init__(layout, group)
         self._kernel = kernel
+        self._transport = transport
         self._choices = choices
         self._calls: Kept[tuple[str, RankCalls]] = Kept()
         self._agreements = Agreements(group)
@@ -90,7 +103,7 @@ class DocumentAttention(SplitAttention):
         )
 
     def _exchange(self, calls: RankCalls) -> KeyExchange:
-        return KeyExchange(group=self._group, rank=self.rank, calls=calls, tracer=self.tracer)
+        return KeyExchange(transport=self._transport, calls=calls, tracer=self.tracer)
 
     def _attend_without_lse(
         self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, calls: RankCalls

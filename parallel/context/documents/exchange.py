@@ -1,14 +1,15 @@
 """The exchange of keys between ranks, exactly the rows that are needed, and of their gradients.
 
-One all-to-all collective brings keys and values, and one takes the gradients home. Both run beside
-what is computed between their start and :meth:`Arriving.wait`. A transport that reads peers'
-memory would copy the same rows: :class:`~parallel.context.documents.routes.Segment` is a rank, a
-first row and a number of them.
+A transport moves rows: keys and values in a forward pass, their gradients on the way back. It does
+so beside what is computed between its start and :meth:`Arriving.wait`: by one all-to-all collective
+each way, here, or by copies out of peers' memory (:mod:`~parallel.context.documents.symmetric`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,67 @@ from torch import Tensor
 
 from parallel.context.blocks.tracing import WAIT, Tracer
 from parallel.context.documents.calls import RankCalls
+
+OWN, WAITING, REST = 0, 1, 2
+"""Steps of a timeline: own keys, keys of other ranks, and own keys again in a backward pass."""
+
+
+class Waits(Protocol):
+    """What the current stream can be made to wait for."""
+
+    def wait(self) -> Any:
+        """Hold the current stream; on a CPU, the caller."""
+        ...
+
+
+class RowTransport(Protocol):
+    """Moves rows between the ranks of a group; all of them start each exchange together."""
+
+    def start(
+        self,
+        leaving: Tensor,
+        landing: Tensor,
+        counts: Sequence[Sequence[int]],
+        tracer: Tracer,
+        step: int,
+    ) -> Waits:
+        """Begin to move rows, beside what is computed next.
+
+        Args:
+            leaving: [rows, 2, H_kv, D], contiguous: rows for rank 0, then for rank 1, ...
+            landing: [rows, 2, H_kv, D], contiguous: where those of rank 0 arrive, then of rank 1...
+            counts: rows that each rank sends to each, [source][to].
+            step: of the timeline, in which they are waited for.
+        """
+        ...
+
+
+class AllToAllRows:
+    """One collective each way."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._rank = dist.get_rank(group)
+
+    def start(
+        self,
+        leaving: Tensor,
+        landing: Tensor,
+        counts: Sequence[Sequence[int]],
+        tracer: Tracer,
+        step: int,
+    ) -> Waits:
+        """:meth:`RowTransport.start`."""
+        # As bytes, which every backend moves, whatever the dtype.
+        work: Waits = dist.all_to_all_single(
+            landing.flatten(1).view(torch.uint8),
+            leaving.flatten(1).view(torch.uint8),
+            [row[self._rank] for row in counts],
+            list(counts[self._rank]),
+            group=self._group,
+            async_op=True,
+        )
+        return work
 
 
 class Arriving:
@@ -25,11 +87,11 @@ class Arriving:
         rows: where they arrive, before others that are there; not to be read before :meth:`wait`.
     """
 
-    def __init__(self, rows: Tensor, sent: Tensor, work: dist.Work | None, tracer: Tracer) -> None:
+    def __init__(self, rows: Tensor, sent: Tensor, work: Waits, tracer: Tracer) -> None:
         self.rows = rows
         # Kept until they have left.
         self._sent: Tensor | None = sent
-        self._work = work
+        self._work: Waits | None = work
         self._tracer = tracer
 
     def wait(self, step: int) -> Tensor:
@@ -48,8 +110,7 @@ class KeyExchange:
     Rows hold a key and its value, [rows, 2, H_kv, D], or their gradients.
     """
 
-    group: dist.ProcessGroup
-    rank: int
+    transport: RowTransport
     calls: RankCalls
     tracer: Tracer
 
@@ -62,14 +123,15 @@ class KeyExchange:
             own[: len(calls.again), place] = x.index_select(0, calls.again)
             own[len(calls.again) :, place] = x[calls.joined_rows]
         sent = torch.stack([x.index_select(0, calls.send) for x in (k, v)], dim=1)
-        return self._start(sent, calls.send_counts, rows, calls.receive_counts)
+        return self._start(sent, rows, calls.num_arriving, calls.counts, WAITING)
 
     def give_back(self, gradients: Tensor) -> Arriving:
         """Gradients of what :meth:`fetch` brought -> those of the rows that it sent."""
         calls = self.calls
         rows = gradients.new_empty((len(calls.send), *gradients.shape[1:]))
         leaving = gradients[: calls.num_arriving].contiguous()
-        return self._start(leaving, calls.receive_counts, rows, calls.send_counts)
+        home = list(zip(*calls.counts, strict=True))
+        return self._start(leaving, rows, len(rows), home, REST)
 
     def joined(self, gradients: Tensor) -> tuple[Tensor, Tensor]:
         """Those of k and v of :attr:`~RankCalls.joined_rows`, among all of the second call."""
@@ -122,16 +184,15 @@ class KeyExchange:
                 total[:, place].index_add_(0, gather[start:stop], part[start:stop].float())
         return total.to(dk.dtype)
 
-    def _start(self, sent: Tensor, counts: list[int], rows: Tensor, coming: list[int]) -> Arriving:
-        row_bytes = sent.element_size() * sent[0:1].shape[1:].numel()
-        self.tracer.sent(sum(counts) * row_bytes)
-        # As bytes, which every backend moves, whatever the dtype.
-        work = dist.all_to_all_single(
-            rows[: sum(coming)].flatten(1).view(torch.uint8),
-            sent.flatten(1).view(torch.uint8),
-            coming,
-            counts,
-            group=self.group,
-            async_op=True,
-        )
+    def _start(
+        self,
+        sent: Tensor,
+        rows: Tensor,
+        num_arriving: int,
+        counts: Sequence[Sequence[int]],
+        step: int,
+    ) -> Arriving:
+        self.tracer.sent(sent.nbytes)
+        landing = rows[:num_arriving]
+        work = self.transport.start(sent, landing, counts, self.tracer, step)
         return Arriving(rows, sent, work, self.tracer)

@@ -16,10 +16,7 @@ from torch import Tensor
 from kernels import Attention, AttentionSpec, sinks
 from parallel.context.blocks.tracing import COMPUTE, Tracer
 from parallel.context.documents.calls import Call, RankCalls
-from parallel.context.documents.exchange import KeyExchange
-
-OWN, WAITING, REST = 0, 1, 2
-"""Steps of a timeline: own keys, keys of other ranks, and own keys again in a backward pass."""
+from parallel.context.documents.exchange import OWN, REST, WAITING, KeyExchange
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -115,13 +115,29 @@ class Routes:
 
     def sent(self, source: int, to: int, *, diagonals: bool = True) -> list[Segment]:
         """The rows of ``source`` that rank ``to`` asks for, by document and position."""
-        asked = self.needed(to, diagonals=diagonals)
+        return list(self._held_of(source, self.needed(to, diagonals=diagonals)))
+
+    def _held_of(self, source: int, asked: dict[int, Ranges]) -> Iterator[Segment]:
+        """The rows of ``source`` among these keys."""
+        for document in sorted(asked):
+            for segment in self.held[source].get(document, ()):
+                for start, stop in asked[document]:
+                    part = segment.between(start, stop)
+                    if part is not None:
+                        yield part
+
+    def counts(self) -> list[list[int]]:
+        """Rows that each rank sends to each, [source][to]; none to itself."""
+        ranks = range(self.placement.num_ranks)
+        asked = [self.needed(to) for to in ranks]
         return [
-            part
-            for document in sorted(asked)
-            for segment in self.held[source].get(document, ())
-            for start, stop in asked[document]
-            if (part := segment.between(start, stop)) is not None
+            [
+                sum(len(part.rows) for part in self._held_of(source, asked[to]))
+                if source != to
+                else 0
+                for to in ranks
+            ]
+            for source in ranks
         ]
 
     def received(self, rank: int) -> int:
@@ -152,8 +168,7 @@ class Routes:
         Then keeping them from the forward to the backward pass costs at most as much memory as
         the rank's own keys, and they need not come again.
         """
-        ranks = range(self.placement.num_ranks)
-        return max(map(self.received, ranks)) <= self.placement.local_len
+        return max(map(sum, zip(*self.counts(), strict=True))) <= self.placement.local_len
 
 
 def end_to_end(parts: Sequence[Sequence[Segment]]) -> dict[int, list[Segment]]:

@@ -28,6 +28,7 @@ from kernels.registry import Look
 from parallel.context import bound
 from parallel.context.attention import SequenceParallelAttention
 from parallel.context.documents import document_attention
+from parallel.context.documents.exchange import AllToAllRows
 from parallel.context.documents.layout import WHY_NOT_DENSE, Documents
 
 DIAGONALS = {"auto": None, "joined": True, "first": False}
@@ -122,6 +123,7 @@ class DocumentParallelAttention(SequenceParallelAttention):
             self.on_one_device,
             self.layout(group.size()),
             group,
+            AllToAllRows(group),
             document_attention.Choices(
                 joined=DIAGONALS[self.diagonals], keeps_keys=KEEP_KEYS[self.keep_keys]
             ),

@@ -29,7 +29,7 @@ from kernels.backends.naive import Naive
 from kernels.problem import AttentionSpec
 from parallel.context.blocks.tracing import COMPUTE, NO_TRACING, WAIT, RecordingTracer
 from parallel.context.documents.calls import joins_well, make_calls
-from parallel.context.documents.exchange import KeyExchange
+from parallel.context.documents.exchange import AllToAllRows, KeyExchange
 from parallel.context.documents.placement import Placement, place
 from parallel.context.documents.routes import Routes
 from parallel.context.documents.runs import Run
@@ -332,7 +332,7 @@ def summed_gradients(group: dist.ProcessGroup) -> list[float]:
         gather=torch.zeros(3, dtype=torch.int64),
         layers=[(0, 1), (1, 2), (2, 3)],
     )
-    exchange = KeyExchange(group=group, rank=0, calls=calls, tracer=NO_TRACING)
+    exchange = KeyExchange(transport=AllToAllRows(group), calls=calls, tracer=NO_TRACING)
     parts = torch.tensor([256.0, 1.0, 1.0], dtype=torch.bfloat16)[:, None, None]
     return [float(x) for x in exchange.gradients(parts, 2 * parts).flatten()]
 
