@@ -23,6 +23,7 @@ from split_attention import (
     shard,
 )
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from kernels import BACKENDS, Packing
 from kernels.backends.naive import Naive
@@ -87,13 +88,20 @@ class Hidden(Naive):
         return Naive(name="naive").attend(q, k, v, spec)
 
 
-def errors_without_lse(group: dist.ProcessGroup, batch: Batch) -> list[float]:
-    """Largest errors of this rank's o, dq, dk, dv, and of o without gradients."""
+def errors_without_lse(group: dist.ProcessGroup, batch: Batch, saved: bool) -> list[float]:
+    """Largest errors of this rank's o, dq, dk, dv, and of o without gradients.
+
+    In a checkpoint, unless ``saved``.
+    """
     with scheme_of("documents", kernel="naive").bind(group, CPU) as bound:
         bound._kernel = Hidden(name="hidden")
         q, k, v, do = (shard(bound, x, batch) for x in batch.tensors())
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        o = attend(bound, leaves, batch)
+
+        def run(*inputs: Tensor) -> Tensor:
+            return attend(bound, list(inputs), batch)
+
+        o = run(*leaves) if saved else checkpoint(run, *leaves, use_reentrant=False)
         found = [o.detach(), *torch.autograd.grad(o, leaves, do)]
         wanted = [shard(bound, x, batch) for x in exact(batch)]
         with torch.no_grad():
@@ -106,9 +114,11 @@ def errors_without_lse(group: dist.ProcessGroup, batch: Batch) -> list[float]:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-@pytest.mark.parametrize("lengths", [RAGGED, (37,), (12, 12), (5, 1)])
-def test_a_kernel_without_lse(num_ranks: int, lengths: tuple[int, ...]) -> None:
-    for errors in on_ranks(num_ranks, errors_without_lse, ragged(lengths=lengths)):
+@pytest.mark.parametrize("saved", [True, False], ids=["saved", "checkpoint"])
+@pytest.mark.parametrize("lengths", [RAGGED, (37,), (12, 12), (5, 1), (8, 8, 16)])
+def test_a_kernel_without_lse(num_ranks: int, lengths: tuple[int, ...], saved: bool) -> None:
+    """Of the last lengths, one of three ranks sends keys and needs none."""
+    for errors in on_ranks(num_ranks, errors_without_lse, ragged(lengths=lengths), saved):
         assert max(errors) < CLOSENESS
 
 
