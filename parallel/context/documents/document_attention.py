@@ -63,6 +63,10 @@ class DocumentAttention(SplitAttention):
         # As a decorator it would import torch._dynamo with this module, in more than a second.
         self.attend = torch.compiler.disable(self.attend)  # type: ignore[method-assign]
 
+    @property
+    def outside_bytes(self) -> int:
+        return self._transport.outside_bytes
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         """Attention over all ranks of the group.
 

@@ -33,6 +33,11 @@ class Waits(Protocol):
 class RowTransport(Protocol):
     """Moves rows between the ranks of a group; all of them start each exchange together."""
 
+    @property
+    def outside_bytes(self) -> int:
+        """Bytes of device memory that it holds and PyTorch's allocator does not count."""
+        ...
+
     def start(
         self,
         leaving: Tensor,
@@ -54,6 +59,8 @@ class RowTransport(Protocol):
 
 class AllToAllRows:
     """One collective each way."""
+
+    outside_bytes = 0
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group

@@ -26,10 +26,15 @@ from kernels.backends.auto import choose
 from kernels.problem import MASKS
 from kernels.registry import Look
 from parallel.context import bound
-from parallel.context.attention import SequenceParallelAttention
+from parallel.context.attention import (
+    SYMMETRIC,
+    SequenceParallelAttention,
+    why_not_symmetric,
+)
 from parallel.context.documents import document_attention
 from parallel.context.documents.exchange import AllToAllRows
 from parallel.context.documents.layout import WHY_NOT_DENSE, Documents
+from parallel.context.documents.symmetric import SymmetricRows
 
 DIAGONALS = {"auto": None, "joined": True, "first": False}
 KEEP_KEYS = {"auto": None, "always": True, "never": False}
@@ -41,7 +46,8 @@ class DocumentParallelAttention(SequenceParallelAttention):
     """A kernel over whole documents and parts of others, with the keys that these need."""
 
     transport: str = "auto"
-    """How keys travel: one collective each way (all_to_all), which auto is as well."""
+    """How keys travel: one collective each way (all_to_all), which auto is as well, or copies out
+    of peers' memory (symmetric)."""
     diagonals: str = "auto"
     """Scores between a part's own queries and keys: ``first``, while keys of other ranks are on
     their way, merged later by log-sum-exp; or ``joined``, when they are here, in one call for each
@@ -50,7 +56,7 @@ class DocumentParallelAttention(SequenceParallelAttention):
     """Whether other ranks' keys are kept for the backward pass (``always``) or come again
     (``never``); auto keeps them if no rank receives more keys than it has."""
 
-    transports: ClassVar[tuple[str, ...]] = ("all_to_all",)
+    transports: ClassVar[tuple[str, ...]] = ("all_to_all", SYMMETRIC)
     takes: ClassVar[frozenset[str]] = frozenset(MASKS)
 
     def __post_init__(self) -> None:
@@ -69,7 +75,8 @@ class DocumentParallelAttention(SequenceParallelAttention):
     def choice(self, problem: AttentionProblem) -> str:
         if problem.cp == 1:
             return self.on_one_device.choice(problem)
-        return f"{self.name}(kernel={self.kernel_of(problem)}, transport={self.transports[0]})"
+        kernel, transport = self.kernel_of(problem), self.transport_of(problem)
+        return f"{self.name}(kernel={kernel}, transport={transport})"
 
     def kernel_of(self, problem: AttentionProblem) -> str:
         if self.kernel != "auto":
@@ -77,7 +84,7 @@ class DocumentParallelAttention(SequenceParallelAttention):
         return choose(replace(problem, cp=1, sinks=False), with_lse=True).name
 
     def transport_of(self, problem: AttentionProblem) -> str:
-        return self.transports[0]
+        return self.transports[0] if self.transport == "auto" else self.transport
 
     def why_not_split(self, problem: AttentionProblem) -> str | None:
         if not problem.packed:
@@ -89,6 +96,10 @@ class DocumentParallelAttention(SequenceParallelAttention):
                 f"attention.window={problem.window}: needs a causal mask here; without one use "
                 "ring or llama3"
             )
+        if self.transport == SYMMETRIC:
+            reason = why_not_symmetric(problem)
+            if reason is not None:
+                return reason
         if self.diagonals == "first" and not problem.mask.is_plain:
             return "attention.diagonals=first: has no window and no prefix; leave it out"
         kernel = self.on_one_device
@@ -119,11 +130,12 @@ class DocumentParallelAttention(SequenceParallelAttention):
     def bind(
         self, group: dist.ProcessGroup, device: torch.device
     ) -> Iterator[bound.SplitAttention]:
+        reads = group.size() > 1 and self.transport == SYMMETRIC
         yield document_attention.DocumentAttention(
             self.on_one_device,
             self.layout(group.size()),
             group,
-            AllToAllRows(group),
+            SymmetricRows(group, device) if reads else AllToAllRows(group),
             document_attention.Choices(
                 joined=DIAGONALS[self.diagonals], keeps_keys=KEEP_KEYS[self.keep_keys]
             ),

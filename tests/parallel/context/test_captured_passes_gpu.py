@@ -34,6 +34,7 @@ SCHEMES = [
     ("ulysses", "all_to_all"),
     ("ulysses", "symmetric"),
     ("documents", "all_to_all"),
+    ("documents", "symmetric"),
 ]
 
 HEADS, KV_HEADS, HEAD_DIM, TOKENS = 8, 2, 128, 1536

@@ -315,8 +315,10 @@ def test_modes_of_zigzag_llama3(
 @pytest.mark.parametrize("num_ranks", RANKS)
 @pytest.mark.parametrize("diagonals", ["joined", "first"])
 @pytest.mark.parametrize("keep_keys", ["always", "never"])
-def test_placed_documents(num_ranks: int, diagonals: str, keep_keys: str) -> None:
-    options = {"kernel": "flash_triton", "diagonals": diagonals, "keep_keys": keep_keys}
+@pytest.mark.parametrize("transport", ["all_to_all", "symmetric"])
+def test_placed_documents(num_ranks: int, transport: str, diagonals: str, keep_keys: str) -> None:
+    options = {"kernel": "flash_triton", "transport": transport}
+    options |= {"diagonals": diagonals, "keep_keys": keep_keys}
     for ratio in on_gpus(num_ranks, ratios_to_one_device, "documents", options, True)[0]:
         assert ratio <= 1.5
 

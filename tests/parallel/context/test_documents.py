@@ -35,6 +35,8 @@ from parallel.context.documents.placement import Placement, place
 from parallel.context.documents.routes import Routes
 from parallel.context.documents.runs import Run
 
+TRANSPORTS = ("all_to_all", "symmetric")
+
 RAGGED = (24, 7, 0, 1, 13, 40, 5, 18)
 
 
@@ -61,19 +63,24 @@ class TestAgainstFloat64:
     @pytest.mark.parametrize("diagonals", ["joined", "first"])
     @pytest.mark.parametrize("keep_keys", ["always", "never"])
     @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-    def test_choices(self, diagonals: str, keep_keys: str, num_ranks: int) -> None:
+    @pytest.mark.parametrize("transport", TRANSPORTS)
+    def test_choices(self, transport: str, diagonals: str, keep_keys: str, num_ranks: int) -> None:
         options = {"kernel": "naive", "diagonals": diagonals, "keep_keys": keep_keys}
-        check(num_ranks, "documents", options, ragged())
+        check(num_ranks, "documents", options | {"transport": transport}, ragged())
 
     @pytest.mark.parametrize("num_ranks", [2, 4])
     @pytest.mark.parametrize("diagonals", ["joined", "first"])
     @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
-    def test_batches(self, batch: Batch, diagonals: str, num_ranks: int) -> None:
-        check(num_ranks, "documents", {"kernel": "naive", "diagonals": diagonals}, batch)
+    @pytest.mark.parametrize("transport", TRANSPORTS)
+    def test_batches(self, transport: str, batch: Batch, diagonals: str, num_ranks: int) -> None:
+        options = {"kernel": "naive", "diagonals": diagonals, "transport": transport}
+        check(num_ranks, "documents", options, batch)
 
     @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-    def test_without_a_mask(self, num_ranks: int) -> None:
-        check(num_ranks, "documents", {"kernel": "naive"}, ragged(causal=False))
+    @pytest.mark.parametrize("transport", TRANSPORTS)
+    def test_without_a_mask(self, transport: str, num_ranks: int) -> None:
+        options = {"kernel": "naive", "transport": transport}
+        check(num_ranks, "documents", options, ragged(causal=False))
 
 
 class Hidden(Naive):
@@ -88,12 +95,15 @@ class Hidden(Naive):
         return Naive(name="naive").attend(q, k, v, spec)
 
 
-def errors_without_lse(group: dist.ProcessGroup, batch: Batch, saved: bool) -> list[float]:
+def errors_without_lse(
+    group: dist.ProcessGroup, batch: Batch, transport: str, saved: bool
+) -> list[float]:
     """Largest errors of this rank's o, dq, dk, dv, and of o without gradients.
 
     In a checkpoint, unless ``saved``.
     """
-    with scheme_of("documents", kernel="naive").bind(group, CPU) as bound:
+    scheme = scheme_of("documents", kernel="naive", transport=transport)
+    with scheme.bind(group, CPU) as bound:
         bound._kernel = Hidden(name="hidden")
         q, k, v, do = (shard(bound, x, batch) for x in batch.tensors())
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
@@ -116,9 +126,13 @@ def errors_without_lse(group: dist.ProcessGroup, batch: Batch, saved: bool) -> l
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("saved", [True, False], ids=["saved", "checkpoint"])
 @pytest.mark.parametrize("lengths", [RAGGED, (37,), (12, 12), (5, 1), (8, 8, 16)])
-def test_a_kernel_without_lse(num_ranks: int, lengths: tuple[int, ...], saved: bool) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_kernel_without_lse(
+    transport: str, num_ranks: int, lengths: tuple[int, ...], saved: bool
+) -> None:
     """Of the last lengths, one of three ranks sends keys and needs none."""
-    for errors in on_ranks(num_ranks, errors_without_lse, ragged(lengths=lengths), saved):
+    batch = ragged(lengths=lengths)
+    for errors in on_ranks(num_ranks, errors_without_lse, batch, transport, saved):
         assert max(errors) < CLOSENESS
 
 
@@ -241,25 +255,29 @@ class TestBytes:
 
     @pytest.mark.parametrize("diagonals", ["joined", "first"])
     @pytest.mark.parametrize("causal", [True, False])
-    def test_are_those_of_the_plan(self, causal: bool, diagonals: str) -> None:
+    @pytest.mark.parametrize("transport", TRANSPORTS)
+    def test_are_those_of_the_plan(self, transport: str, causal: bool, diagonals: str) -> None:
         """Kept keys come once, and gradients of those that came go back."""
         routes = Routes.of(place(RAGGED, 3), causal)
-        options = {"diagonals": diagonals, "keep_keys": "always"}
+        options = {"diagonals": diagonals, "keep_keys": "always", "transport": transport}
         found = on_ranks(3, sent_in_passes, ragged(causal=causal), options)
         ranks = range(3)
         assert found == [
             (routes.sends(rank) * self.ROW, routes.received(rank) * self.ROW) for rank in ranks
         ]
 
-    def test_keys_that_come_again(self) -> None:
+    @pytest.mark.parametrize("transport", TRANSPORTS)
+    def test_keys_that_come_again(self, transport: str) -> None:
         routes = Routes.of(place(RAGGED, 3), True)
         both = [routes.sends(rank) + routes.received(rank) for rank in range(3)]
-        found = on_ranks(3, sent_in_passes, ragged(), {"keep_keys": "never"})
+        options = {"keep_keys": "never", "transport": transport}
+        found = on_ranks(3, sent_in_passes, ragged(), options)
         assert [backward for _, backward in found] == [rows * self.ROW for rows in both]
 
-    def test_no_document_that_is_whole(self) -> None:
+    @pytest.mark.parametrize("transport", TRANSPORTS)
+    def test_no_document_that_is_whole(self, transport: str) -> None:
         batch = ragged(lengths=(12,) * 4)
-        assert on_ranks(4, sent_in_passes, batch, {}) == [(0, 0)] * 4
+        assert on_ranks(4, sent_in_passes, batch, {"transport": transport}) == [(0, 0)] * 4
 
     def test_keys_are_kept_unless_there_are_more_than_own_ones(self) -> None:
         assert Routes.of(place(RAGGED, 3), True).keeps_keys()
@@ -449,6 +467,13 @@ class TestSupport:
         assert found.startswith(reason)
         assert "\n" not in found
 
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="this host has CUDA devices")
+    def test_memory_that_no_peer_reads(self) -> None:
+        scheme = scheme_of("documents", kernel="flash_torch", transport="symmetric")
+        on_cuda = replace(self.PACKED, device="cuda", dtype="bfloat16")
+        assert scheme.supports(on_cuda) == "torch sees no CUDA device"
+        assert scheme.supports(self.PACKED) is None
+
     @pytest.mark.parametrize("kernel", ["auto", "naive", "flash_torch"])
     def test_what_works_is_supported(self, kernel: str) -> None:
         for causal in (True, False):
@@ -465,3 +490,5 @@ class TestSupport:
         kernel = scheme_of("documents").kernel_of(self.PACKED)
         assert kernel in BACKENDS
         assert choice == f"documents(kernel={kernel}, transport=all_to_all)"
+        chosen = scheme_of("documents", transport="symmetric").choice(self.PACKED)
+        assert chosen == f"documents(kernel={kernel}, transport=symmetric)"

@@ -27,6 +27,7 @@ SCHEMES = [
     ("ulysses", {"transport": "symmetric"}),
     ("ulysses_ring", {"ulysses": 2}),
     ("documents", {}),
+    ("documents", {"transport": "symmetric"}),
 ]
 
 

@@ -1,17 +1,7 @@
-"""A window over symmetric memory, whose side stream runs as late as CUDA's streams allow.
-
-On a CPU there are no streams, and a copy is done when the next line begins. Here barriers and
-copies of the side stream wait in a queue until the computing stream waits for an event behind
-them, and some ranks are slower than others, so that a pass which reads, overwrites or frees too
-early is wrong on a CPU as well.
-"""
+"""A window over symmetric memory, whose side stream runs as late as CUDA's streams allow."""
 
 from __future__ import annotations
 
-import contextlib
-import time
-import weakref
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from late_stream import LateStream
 from masked_split import MaskedBatch
 from ranks import on_ranks
 from split_attention import CPU, scheme_of, shard
@@ -26,75 +17,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from parallel.context.transports import symmetric_halo
-from parallel.context.transports.peer_memory import HostPeerMemory
 
 BATCH = MaskedBatch(lengths=(48, 48), window=5)
-
-
-class LateStream:
-    """The side stream's barriers and copies in one queue; the computing stream runs at once."""
-
-    def __init__(self, delay: float) -> None:
-        self.num_barriers = 0
-        self.num_freed = 0
-        """Tensors that were gone when a copy into them ran."""
-        self._delay = delay
-        self._aside = False
-        self._queue: list[Callable[[], None]] = []
-
-    @property
-    def num_left(self) -> int:
-        """What no event that was waited for stands behind."""
-        return len(self._queue)
-
-    @contextlib.contextmanager
-    def patched(self) -> Iterator[None]:
-        late, barrier, copy = self, HostPeerMemory.barrier, symmetric_halo._copy
-
-        class Event:
-            def __init__(self, device: torch.device) -> None:
-                self._behind = late._queue[-1] if late._queue else None
-
-            def wait(self) -> None:
-                assert not late._aside, "on a CPU the side stream begins when it is given work"
-                while self._behind in late._queue:
-                    late._queue.pop(0)()
-
-        @contextlib.contextmanager
-        def aside(*_: Any) -> Iterator[None]:
-            late._aside = True
-            try:
-                yield
-            finally:
-                late._aside = False
-
-        def meet(memory: HostPeerMemory, channel: int) -> None:
-            late.num_barriers += 1
-            assert late._aside, "computing waits for no other rank"
-            late._queue.append(lambda: barrier(memory, channel))
-
-        def copied(into: Tensor, out: Tensor) -> None:
-            if not late._aside:
-                copy(into, out)
-                return
-            held = weakref.ref(into)
-
-            def run() -> None:
-                time.sleep(late._delay)
-                target = held()
-                late.num_freed += target is None
-                if target is not None:
-                    copy(target, out)
-
-            late._queue.append(run)
-
-        with (
-            patch.object(symmetric_halo, "StreamEvent", Event),
-            patch.object(symmetric_halo, "aside", aside),
-            patch.object(symmetric_halo, "_copy", copied),
-            patch.object(HostPeerMemory, "barrier", meet),
-        ):
-            yield
 
 
 def passes(bound: Any, batch: MaskedBatch, saved: bool) -> list[Tensor]:
@@ -123,7 +47,8 @@ def differences(
     with scheme_of(name, **options).bind(group, CPU) as bound:
         # Buffers are made in the first call.
         passes(bound, batch, saved)
-        late = LateStream(0.02 if dist.get_rank(group) == slow else 0.0)
+        delay = 0.02 if dist.get_rank(group) == slow else 0.0
+        late = LateStream(delay, symmetric_halo, (symmetric_halo, "_copy"))
         with late.patched():
             found = passes(bound, batch, saved)
     same = all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))

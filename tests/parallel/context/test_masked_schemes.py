@@ -80,6 +80,7 @@ def test_placed_documents(num_ranks: int) -> None:
     for number, mask in enumerate(MASKS):
         for lengths in ((21, 3, 1, 30), (40,), (9, 8, 17, 12)):
             options = {"keep_keys": ("always", "never")[number % 2]}
+            options |= {"transport": ("all_to_all", "symmetric")[number // 2 % 2]}
             check(
                 num_ranks, "documents", options, MaskedBatch(lengths=lengths, packed=True, **mask)
             )

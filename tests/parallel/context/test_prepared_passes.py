@@ -75,6 +75,7 @@ CHOICES = [
     ("ulysses", "all_to_all"),
     ("ulysses", "symmetric"),
     ("documents", "all_to_all"),
+    ("documents", "symmetric"),
 ]
 
 
