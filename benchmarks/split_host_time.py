@@ -83,7 +83,7 @@ def cases(num_ranks: int) -> list[Case]:
                 # A mesh of one axis is one of the others.
                 continue
             found.append(Case(scheme=scheme, packed=packed, num_ranks=num_ranks))
-        for scheme in SYMMETRIC:
+        for scheme in (*SYMMETRIC, *(("documents",) if packed else ())):
             found.append(
                 Case(scheme=scheme, packed=packed, num_ranks=num_ranks, transport="symmetric")
             )

@@ -72,11 +72,8 @@ class SymmetricRows:
     ) -> SymmetricRows:
         """:meth:`~parallel.context.documents.exchange.RowTransport.start`."""
         self.wait()
-        most = _most_rows(counts)
-        if not most:
-            return self
         row_bytes = leaving.element_size() * leaving.shape[1:].numel()
-        memory = self._buffers.get("rows", most * row_bytes)
+        memory = self._buffers.get("rows", _most_rows(counts) * row_bytes)
         if len(leaving):
             memory.of_rank(self._rank, 0, leaving).copy_(leaving)
         written = StreamEvent(self._device)

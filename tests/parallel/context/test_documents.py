@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from split_attention import (
     PROBLEM,
     SCALE,
     Batch,
+    Hidden,
     attend,
     check,
     exact,
@@ -81,18 +82,6 @@ class TestAgainstFloat64:
     def test_without_a_mask(self, transport: str, num_ranks: int) -> None:
         options = {"kernel": "naive", "transport": transport}
         check(num_ranks, "documents", options, ragged(causal=False))
-
-
-class Hidden(Naive):
-    """A kernel that keeps its log-sum-exp to itself."""
-
-    gives_lse: ClassVar[bool] = False  # type: ignore[assignment, misc]
-
-    def forward(self, *arguments: Any) -> Any:
-        raise AssertionError("no log-sum-exp here")
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-        return Naive(name="naive").attend(q, k, v, spec)
 
 
 def errors_without_lse(

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from late_stream import LateStream
 from ranks import on_ranks
-from split_attention import CPU, Batch, attend, scheme_of, shard
+from split_attention import (
+    CPU,
+    Batch,
+    Hidden,
+    attend,
+    scheme_of,
+    shard,
+)
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from kernels.backends.naive import Naive
 from parallel.context.blocks.tracing import NO_TRACING
 from parallel.context.documents import symmetric
 from parallel.context.documents.placement import place
@@ -25,15 +31,6 @@ RAGGED = (24, 7, 0, 1, 13, 40, 5, 18)
 
 SENDS_ALONE = (8, 8, 16)
 """Of three ranks, the first sends keys and needs none."""
-
-
-class Hidden(Naive):
-    """A kernel that keeps its log-sum-exp to itself."""
-
-    gives_lse: ClassVar[bool] = False  # type: ignore[assignment, misc]
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: Any) -> Tensor:
-        return Naive(name="naive").attend(q, k, v, spec)
 
 
 def late_on(rank: int, slow: int) -> LateStream:

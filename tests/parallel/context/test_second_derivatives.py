@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
-from split_attention import CPU, Batch, attend, scheme_of, shard
-from torch import Tensor
-
-from kernels.backends.naive import Naive
-from kernels.problem import AttentionSpec
+from split_attention import (
+    CPU,
+    Batch,
+    Hidden,
+    attend,
+    scheme_of,
+    shard,
+)
 
 DENSE, PACKED = Batch(lengths=(24,)), Batch(lengths=(24, 8), packed=True)
 
@@ -30,15 +31,6 @@ SCHEMES = {
     "documents without lse": (PACKED, "hidden", "document attention"),
 }
 """A batch, a kernel, and who raises."""
-
-
-class Hidden(Naive):
-    """A kernel that keeps its log-sum-exp to itself, and so has a derivative of its own."""
-
-    gives_lse: ClassVar[bool] = False  # type: ignore[assignment, misc]
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-        return Naive(name="naive").attend(q, k, v, spec)
 
 
 def messages(group: dist.ProcessGroup, name: str, batch: Batch, kernel: str) -> list[str]:
