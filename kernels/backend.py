@@ -254,12 +254,10 @@ class Attention(AttentionBackend):
         """Attention over more keys, merged with (o, lse) of those seen before.
 
         Args:
-            o: normalised by ``lse``; float32, or in the dtype of q where these are the last keys.
-            lse: float32. Shapes as in :meth:`forward`.
+            o: float32, normalised by ``lse``; lse: float32. Shapes as in :meth:`forward`.
 
         Returns:
-            (o, lse) over both sets of keys, o in its own dtype or in float32; the arguments may be
-            overwritten.
+            The float32 (o, lse) over both sets of keys; the arguments may be overwritten.
         """
         part_o, part_lse = self.forward(q, k, v, spec)
         if spec.packing is None:

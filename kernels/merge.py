@@ -9,12 +9,11 @@ from torch import Tensor
 
 
 def merge(o: Tensor, lse: Tensor, new_o: Tensor, new_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """o, new_o [..., S, D] and lse, new_lse [..., S] -> (o, lse) over both; lse in float32.
+    """o, new_o [..., S, D] and lse, new_lse [..., S] -> float32 (o, lse) over both.
 
     Each part is normalised by its own lse; its share of the whole is exp(its lse - the whole's).
     Rows without any key in a part (lse minus infinity) take the other part as it is. A float32
-    ``o`` is overwritten with the result, since a ring merges as often as it has ranks. So is one
-    in the dtype of new_o where the kernel runs, which rounds it: else the result is in float32.
+    ``o`` is overwritten with the result, since a ring merges as often as it has ranks.
     """
     if o.is_cuda and find_spec("triton") is not None and not torch.compiler.is_compiling():
         # Triton is optional.

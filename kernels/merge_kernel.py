@@ -81,19 +81,16 @@ def merge_kernel(
         + row[:, None] * stride_ns
         + column[None, :]
     )
-    o = tl.load(o_places, mask=mask, other=0.0).to(tl.float32)
+    o = tl.load(o_places, mask=mask, other=0.0)
     new_o = tl.load(new_places, mask=mask, other=0.0).to(tl.float32)
     o = o * (old_weight / safe_total)[:, None] + new_o * (new_weight / safe_total)[:, None]
     tl.store(o_places, o, mask=mask)
 
 
 def takes(o: Tensor, new_o: Tensor) -> bool:
-    """Whether these are laid out for the kernel: o [B, H, S, D] or [H, S, D].
-
-    o is in float32 or in the dtype of new_o.
-    """
+    """Whether these are laid out for the kernel: o [B, H, S, D] or [H, S, D] in float32."""
     return (
-        o.dtype in (torch.float32, new_o.dtype)
+        o.dtype == torch.float32
         and o.dim() in (3, 4)
         and o.stride(-1) == new_o.stride(-1) == 1
         and 0 not in o.stride()

@@ -202,11 +202,10 @@ class FlashTriton(Attention):
         v: torch.Tensor,
         spec: AttentionSpec,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A dense kernel starts from a float32 (o, lse) itself, if no faster one runs."""
+        """A dense kernel starts from (o, lse) itself, unless a faster one does not know how to."""
         from kernels.flash import operator
 
-        narrow = o.dtype != torch.float32
-        if narrow or spec.packing is not None or self._runs_on_hopper(q, k, v, spec):
+        if spec.packing is not None or self._runs_on_hopper(q, k, v, spec):
             return Attention.forward_onto(self, o, lse, q, k, v, spec)
         return operator.forward(self._call(q, k, v, spec), accumulator=(o, lse))
 

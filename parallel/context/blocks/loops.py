@@ -116,7 +116,7 @@ class AttentionPass:
                         o.put(heads, call.q, part[0])
                         lse.put(heads, call.q, part[1])
                     else:
-                        so_far = (o.so_far(heads, call.q), lse.so_far(heads, call.q))
+                        so_far = (o.so_far(heads, call.q).float(), lse.so_far(heads, call.q))
                         part = self.kernel.forward_onto(*so_far, *tensors, call.spec)
                         o.put_back(heads, call.q, part[0])
                         lse.put_back(heads, call.q, part[1])

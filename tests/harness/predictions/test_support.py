@@ -26,7 +26,7 @@ def test_many_ranks_have_the_reasons_of_all_of_them(
         "parallel.cp": [128],
         "seq_len": [131072],
     }
-    (case,) = expand([{}], arguments, "cuda")
+    (case,) = expand([{}], arguments, "cuda").values()
     case = replace(case, seq_len=seq_len)
     machine = machine_named("h200", 128)
     fewer = Support(machine).why_not(case)
@@ -47,7 +47,7 @@ def test_a_captured_step_is_refused_by_its_strategy_alone(name: str) -> None:
         "seq_len": [1024],
         "task.cuda_graph": [True],
     }
-    (case,) = expand([{}], arguments, "cuda")
+    (case,) = expand([{}], arguments, "cuda").values()
     reason = Support(machine_named("h200", 2)).why_not(case)
     if name == "fsdp":
         assert str(reason).startswith("parallel=fsdp is not captured in a CUDA graph")

@@ -75,7 +75,7 @@ def test_a_row_is_tried_along_batch_and_length() -> None:
 def test_a_trial_is_one_step_with_a_record(tmp_path: Path) -> None:
     arguments = {"model": ["tiny"], "model.num_layers": [1], "seq_len": [32]}
     arguments |= {"batch_size": [1], "task": ["train_step"]}
-    (case,) = expand([{}], arguments, "cpu")
+    (case,) = expand([{}], arguments, "cpu").values()
     bench = Bench(
         results=tmp_path,
         launcher=Parts().choice("launcher", {}),

@@ -277,18 +277,6 @@ class TestLse:
         assert_close(again, merged, "o", CLOSENESS[dtype])
         assert_close(lse_again, whole_lse, "lse", CLOSENESS[dtype])
 
-    @pytest.mark.parametrize("dtype", CLOSENESS, ids=lambda dtype: str(dtype)[6:])
-    def test_the_last_keys_onto_an_output_in_the_dtype_of_q(self, dtype: torch.dtype) -> None:
-        q, k, v, _ = inputs(2, 4, 2, 37, 60, dtype=dtype)
-        spec = AttentionSpec(causal=False, scale=0.3)
-        o, lse = backend().forward(q, k[:, :, :33], v[:, :, :33], spec)
-        assert o.dtype == dtype
-        o, lse = backend().forward_onto(o, lse, q, k[:, :, 33:], v[:, :, 33:], spec)
-        assert lse.dtype == torch.float32
-        expected_o, expected_lse = exact(q, k, v, False, 0.3)
-        assert_close(o, expected_o, "o", CLOSENESS[dtype])
-        assert_close(lse, expected_lse, "lse", CLOSENESS[dtype])
-
 
 class TestPacked:
     @pytest.mark.parametrize(
