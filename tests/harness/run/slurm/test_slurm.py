@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 from conftest import ROOT, Command
-from fault_folders import Folder, wait_until
+from fault_folders import STEP, Folder, wait_until
 
 TOY = Path(os.environ.get("TOY_SLURM", "/tmp/attnbench-slurm"))
 
@@ -112,7 +112,7 @@ class Submitted(Folder):
 
 @pytest.fixture
 def folder(tmp_path: Path, command: Command) -> Submitted:
-    return Submitted(path=tmp_path, command=command)
+    return Submitted(path=tmp_path, command=command, grids=[STEP])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -120,7 +120,7 @@ def long(
     cluster: dict[str, str], tmp_path_factory: pytest.TempPathFactory, command: Command
 ) -> Submitted:
     """A job whose time limit passes while other tests run."""
-    folder = Submitted(path=tmp_path_factory.mktemp("long"), command=command)
+    folder = Submitted(path=tmp_path_factory.mktemp("long"), command=command, grids=[STEP])
     cases = ("attention=fault_hang,sdpa", "launcher.cases_per_task=2", "timeout_s=60")
     folder.submit(*cases, "launcher.time_min=1", "launcher.stop_s=25")
     return folder
