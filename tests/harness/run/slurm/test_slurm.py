@@ -201,7 +201,8 @@ def test_scancel_and_going_on(folder: Submitted) -> None:
     folder.wait(ok=1, cancelled=2)
     wait_until(lambda: not psutil.pid_exists(pid), "the worker has gone")
     folder.release()
-    Submitted(path=folder.path, command=folder.command)  # writes the sweep again
+    # Writes the sweep again.
+    Submitted(path=folder.path, command=folder.command, grids=folder.grids)
     more = folder.submit(*cases, "wait=true")
     assert "submitted" in more.stdout
     assert "2 cases in 1 task" in more.stdout
