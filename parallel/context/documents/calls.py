@@ -73,6 +73,8 @@ class RankCalls:
     """int64: the rows to send, for rank 0, then for rank 1, ...; some go to several."""
     counts: list[list[int]]
     """Rows that each rank sends to each, [source][to]."""
+    home_counts: list[list[int]]
+    """The same of their gradients, on the way back."""
     send_counts: list[int]
     receive_counts: list[int]
     again: Tensor
@@ -140,6 +142,7 @@ def make_calls(
         keeps_keys=keeps_keys,
         send=send,
         counts=counts,
+        home_counts=[list(column) for column in zip(*counts, strict=True)],
         send_counts=counts[rank],
         receive_counts=[row[rank] for row in counts],
         again=again_rows,

@@ -38,6 +38,15 @@ class RowTransport(Protocol):
         """Bytes of device memory that it holds and PyTorch's allocator does not count."""
         ...
 
+    def room(self, like: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
+        """Where to put the rows that leave, for rank 0, then for rank 1, ..., before :meth:`start`.
+
+        Args:
+            like: [rows, ...], of which the shape of a row, the dtype and the device are taken.
+            counts: rows that each rank sends to each, [source][to]; not all zero.
+        """
+        ...
+
     def start(
         self,
         leaving: Tensor,
@@ -49,9 +58,9 @@ class RowTransport(Protocol):
         """Begin to move rows, beside what is computed next.
 
         Args:
-            leaving: [rows, 2, H_kv, D], contiguous: rows for rank 0, then for rank 1, ...
+            leaving: [rows, 2, H_kv, D]: the last :meth:`room`, filled.
             landing: [rows, 2, H_kv, D], contiguous: where those of rank 0 arrive, then of rank 1...
-            counts: rows that each rank sends to each, [source][to]; not all zero.
+            counts: of :meth:`room`.
             step: of the timeline, in which they are waited for.
         """
         ...
@@ -65,6 +74,10 @@ class AllToAllRows:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._rank = dist.get_rank(group)
+
+    def room(self, like: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
+        """:meth:`RowTransport.room`."""
+        return like.new_empty((sum(counts[self._rank]), *like.shape[1:]))
 
     def start(
         self,
@@ -125,20 +138,27 @@ class KeyExchange:
         """Keys and values [T, H_kv, D] of this rank's tokens -> those of the second call."""
         calls = self.calls
         rows = k.new_empty((calls.num_keys, 2, *k.shape[1:]))
+        leaving = self.transport.room(rows, calls.counts)
         own = rows[calls.num_arriving :]
+        num_again = len(calls.again)
         for place, x in enumerate((k, v)):
-            own[: len(calls.again), place] = x.index_select(0, calls.again)
-            own[len(calls.again) :, place] = x[calls.joined_rows]
-        sent = torch.stack([x.index_select(0, calls.send) for x in (k, v)], dim=1)
-        return self._start(sent, rows, calls.num_arriving, calls.counts, WAITING)
+            # Most ranks have none of one or two of these: each is a launch.
+            if len(calls.send):
+                torch.index_select(x, 0, calls.send, out=leaving[:, place])
+            if num_again:
+                torch.index_select(x, 0, calls.again, out=own[:num_again, place])
+            if len(own) > num_again:
+                own[num_again:, place] = x[calls.joined_rows]
+        return self._start(leaving, rows, calls.num_arriving, calls.counts, WAITING)
 
     def give_back(self, gradients: Tensor) -> Arriving:
         """Gradients of what :meth:`fetch` brought -> those of the rows that it sent."""
         calls = self.calls
         rows = gradients.new_empty((len(calls.send), *gradients.shape[1:]))
-        leaving = gradients[: calls.num_arriving].contiguous()
-        home = list(zip(*calls.counts, strict=True))
-        return self._start(leaving, rows, len(rows), home, REST)
+        leaving = self.transport.room(gradients, calls.home_counts)
+        if calls.num_arriving:
+            leaving.copy_(gradients[: calls.num_arriving])
+        return self._start(leaving, rows, len(rows), calls.home_counts, REST)
 
     def joined(self, gradients: Tensor) -> tuple[Tensor, Tensor]:
         """Those of k and v of :attr:`~RankCalls.joined_rows`, among all of the second call."""
@@ -193,13 +213,13 @@ class KeyExchange:
 
     def _start(
         self,
-        sent: Tensor,
+        leaving: Tensor,
         rows: Tensor,
         num_arriving: int,
         counts: Sequence[Sequence[int]],
         step: int,
     ) -> Arriving:
-        self.tracer.sent(sent.nbytes)
+        self.tracer.sent(leaving.nbytes)
         landing = rows[:num_arriving]
-        work = self.transport.start(sent, landing, counts, self.tracer, step)
-        return Arriving(rows, sent, work, self.tracer)
+        work = self.transport.start(leaving, landing, counts, self.tracer, step)
+        return Arriving(rows, leaving, work, self.tracer)

@@ -66,7 +66,7 @@ class DocumentPass:
 
     def _spec(self, call: Call) -> AttentionSpec:
         """The call without sinks, which are put in when all keys have been seen."""
-        return call.spec(replace(self.like, sinks=None))
+        return replace(self.like, packing=call.packing, causal=call.causal, sinks=None)
 
     def backward(
         self,

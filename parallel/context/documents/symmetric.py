@@ -8,7 +8,7 @@ Each rank writes the rows that leave it into its buffer, in the order of the ran
 for. So what a peer wants is one contiguous block, whose place follows from the plan, and so is
 where it lands. Order of events, on the streams of one rank:
 
-    compute   wait for the last exchange's second barrier, write leaving rows into the own buffer
+    compute   wait for the last exchange's second barrier, gather leaving rows into the own buffer
     side      wait for that write, barrier (all have written), copy one block from every peer,
               barrier (all have read)
     compute   compute what needs no rows of others; wait for the second barrier, read what landed
@@ -39,7 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.context.blocks.tracing import Tracer, aside
-from parallel.context.transports.peer_memory import PeerBuffers
+from parallel.context.transports.peer_memory import PeerBuffers, PeerMemory
 from parallel.streams import StreamEvent
 
 _CHANNEL = 0
@@ -52,6 +52,8 @@ class SymmetricRows:
         self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self._device = device
         self._buffers = PeerBuffers(group, device)
+        self._memory: PeerMemory | None = None
+        """Whose part of this rank is the last room."""
         self._read: StreamEvent | None = None
         """When all ranks have read what they fetch; None once this stream has waited for it."""
         self._landing: Sequence[Tensor] = ()
@@ -62,6 +64,17 @@ class SymmetricRows:
         """Bytes of device memory that it holds and PyTorch's allocator does not count."""
         return self._buffers.outside_bytes
 
+    def room(self, like: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
+        """:meth:`~parallel.context.documents.exchange.RowTransport.room`."""
+        self.wait()
+        row_bytes = like.element_size() * like.shape[1:].numel()
+        self._memory = self._buffers.get("rows", _most_rows(counts) * row_bytes)
+        num_rows = sum(counts[self._rank])
+        if not num_rows:
+            return like.new_empty((0, *like.shape[1:]))
+        shape = torch.empty((num_rows, *like.shape[1:]), dtype=like.dtype, device="meta")
+        return self._memory.of_rank(self._rank, 0, shape)
+
     def start(
         self,
         leaving: Tensor,
@@ -71,11 +84,9 @@ class SymmetricRows:
         step: int,
     ) -> SymmetricRows:
         """:meth:`~parallel.context.documents.exchange.RowTransport.start`."""
-        self.wait()
+        memory = self._memory
+        assert memory is not None, "rows are put into room() before they start"
         row_bytes = leaving.element_size() * leaving.shape[1:].numel()
-        memory = self._buffers.get("rows", _most_rows(counts) * row_bytes)
-        if len(leaving):
-            memory.of_rank(self._rank, 0, leaving).copy_(leaving)
         written = StreamEvent(self._device)
         self._landing = landing.split([row[self._rank] for row in counts])
         with aside(self._buffers.fetching, tracer, step, written):

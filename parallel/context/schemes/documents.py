@@ -26,11 +26,7 @@ from kernels.backends.auto import choose
 from kernels.problem import MASKS
 from kernels.registry import Look
 from parallel.context import bound
-from parallel.context.attention import (
-    SYMMETRIC,
-    SequenceParallelAttention,
-    why_not_symmetric,
-)
+from parallel.context.attention import SYMMETRIC, TransportedAttention
 from parallel.context.documents import document_attention
 from parallel.context.documents.exchange import AllToAllRows
 from parallel.context.documents.layout import WHY_NOT_DENSE, Documents
@@ -42,12 +38,12 @@ KEEP_KEYS = {"auto": None, "always": True, "never": False}
 
 @attention_backend("documents", look=Look(colour="#332288", marker="P", place=18))
 @dataclass(kw_only=True, slots=True)
-class DocumentParallelAttention(SequenceParallelAttention):
+class DocumentParallelAttention(TransportedAttention):
     """A kernel over whole documents and parts of others, with the keys that these need."""
 
     transport: str = "auto"
-    """How keys travel: one collective each way (all_to_all), which auto is as well, or copies out
-    of peers' memory (symmetric)."""
+    """How keys travel: one collective each way (all_to_all), or copies out of peers' memory
+    (symmetric), which auto chooses where GPUs can."""
     diagonals: str = "auto"
     """Scores between a part's own queries and keys: ``first``, while keys of other ranks are on
     their way, merged later by log-sum-exp; or ``joined``, when they are here, in one call for each
@@ -60,9 +56,8 @@ class DocumentParallelAttention(SequenceParallelAttention):
     takes: ClassVar[frozenset[str]] = frozenset(MASKS)
 
     def __post_init__(self) -> None:
-        SequenceParallelAttention.__post_init__(self)
+        TransportedAttention.__post_init__(self)
         for key, value, choices in (
-            ("transport", self.transport, ("auto", *self.transports)),
             ("diagonals", self.diagonals, DIAGONALS),
             ("keep_keys", self.keep_keys, KEEP_KEYS),
         ):
@@ -83,9 +78,6 @@ class DocumentParallelAttention(SequenceParallelAttention):
             return self.kernel
         return choose(replace(problem, cp=1, sinks=False), with_lse=True).name
 
-    def transport_of(self, problem: AttentionProblem) -> str:
-        return self.transports[0] if self.transport == "auto" else self.transport
-
     def why_not_split(self, problem: AttentionProblem) -> str | None:
         if not problem.packed:
             return WHY_NOT_DENSE
@@ -96,10 +88,9 @@ class DocumentParallelAttention(SequenceParallelAttention):
                 f"attention.window={problem.window}: needs a causal mask here; without one use "
                 "ring or llama3"
             )
-        if self.transport == SYMMETRIC:
-            reason = why_not_symmetric(problem)
-            if reason is not None:
-                return reason
+        reason = self.why_not_transport(problem)
+        if reason is not None:
+            return reason
         if self.diagonals == "first" and not problem.mask.is_plain:
             return "attention.diagonals=first: has no window and no prefix; leave it out"
         kernel = self.on_one_device
@@ -130,7 +121,7 @@ class DocumentParallelAttention(SequenceParallelAttention):
     def bind(
         self, group: dist.ProcessGroup, device: torch.device
     ) -> Iterator[bound.SplitAttention]:
-        reads = group.size() > 1 and self.transport == SYMMETRIC
+        reads = group.size() > 1 and self.reads_peers(group, device)
         yield document_attention.DocumentAttention(
             self.on_one_device,
             self.layout(group.size()),

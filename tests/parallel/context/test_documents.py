@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from kernels import BACKENDS, Packing
 from kernels.backends.naive import Naive
 from kernels.problem import AttentionSpec
+from parallel.context import attention
 from parallel.context.blocks.tracing import COMPUTE, NO_TRACING, WAIT, RecordingTracer
 from parallel.context.documents.calls import joins_well, make_calls
 from parallel.context.documents.exchange import AllToAllRows, KeyExchange
@@ -481,3 +483,17 @@ class TestSupport:
         assert choice == f"documents(kernel={kernel}, transport=all_to_all)"
         chosen = scheme_of("documents", transport="symmetric").choice(self.PACKED)
         assert chosen == f"documents(kernel={kernel}, transport=symmetric)"
+
+    @pytest.mark.parametrize(
+        ("reason", "transport"), [(None, "symmetric"), ("no peer access", "all_to_all")]
+    )
+    def test_auto_reads_memory_where_gpus_can(
+        self, reason: str | None, transport: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(attention, "why_not_peers", lambda _: reason)
+        scheme, device = scheme_of("documents"), torch.device("cuda")
+        assert scheme.transport_of(replace(self.PACKED, device="cuda")) == transport
+        two = SimpleNamespace(size=lambda: 2)
+        assert scheme.reads_peers(two, device) == (transport == "symmetric")
+        assert scheme_of("documents", transport="all_to_all").reads_peers(two, device) is False
+        assert scheme.reads_peers(two, torch.device("cpu")) is False

@@ -100,6 +100,15 @@ class TestPassesWaitForTheirCopies:
         assert found == [(True, 3 * 2 * (2 if saved else 3), 0, 0)] * 3
 
 
+def start(
+    rows: SymmetricRows, sent: Tensor, landing: Tensor, counts: list[list[int]]
+) -> SymmetricRows:
+    """An exchange of ``sent``."""
+    leaving = rows.room(landing, counts)
+    leaving.copy_(sent)
+    return rows.start(leaving, landing, counts, NO_TRACING, 1)
+
+
 def left(group: dist.ProcessGroup, slow: int) -> tuple[list[float], int, int]:
     """What comes in exchanges of which the first is not waited for, and nobody holds its rows."""
     rank = dist.get_rank(group)
@@ -107,12 +116,12 @@ def left(group: dist.ProcessGroup, slow: int) -> tuple[list[float], int, int]:
     num_sent, num_landing = sum(counts[rank]), sum(row[rank] for row in counts)
     late, rows = late_on(rank, slow), SymmetricRows(group, CPU)
     landed = []
-    rows.start(torch.zeros(num_sent, 2), torch.zeros(num_landing, 2), counts, NO_TRACING, 1).wait()
+    start(rows, torch.zeros(num_sent, 2), torch.zeros(num_landing, 2), counts).wait()
     with late.patched():
         for number in range(3):
             landing = torch.zeros(num_landing, 2)
             sent = torch.full((num_sent, 2), 10.0 * number + rank)
-            work = rows.start(sent, landing, counts, NO_TRACING, 1)
+            work = start(rows, sent, landing, counts)
             if number:
                 landed.append(landing)
             del landing, sent
@@ -138,7 +147,7 @@ def order_of_rows(group: dist.ProcessGroup) -> list[int]:
     counts = [[0, 2, 1, 0], [1, 0, 0, 2], [3, 4, 0, 1], [0, 0, 0, 0]]
     sent = torch.arange(sum(counts[rank]))[:, None, None] + 100 * rank
     landing = torch.full((sum(row[rank] for row in counts), 1, 1), -1)
-    SymmetricRows(group, CPU).start(sent, landing, counts, NO_TRACING, 1).wait()
+    start(SymmetricRows(group, CPU), sent, landing, counts).wait()
     return landing.flatten().tolist()
 
 
