@@ -40,6 +40,8 @@ class Footprint:
     """Gradients outside buffers at the end of the backward pass."""
     optimizer_state: float
     activations: float
+    saved_activations: float
+    """Those of them that are held when the forward pass ends."""
     recomputed: float = 0.0
     """Activations that a checkpointed block computes again while all gradients fill up."""
     rounding: float = 0.0
@@ -106,6 +108,7 @@ def footprint(case: Case) -> Footprint:
         loose_gradients=whole.gradients * strategy.loose_gradients(sizes) if trains else 0.0,
         optimizer_state=whole.optimizer_state * strategy.optimizer_state_share,
         activations=activations,
+        saved_activations=whole.saved,
         recomputed=whole.recomputed,
         rounding=rounding_bytes(sizes) / sum(sizes) if case.device == "cuda" else 0.0,
     )

@@ -17,7 +17,8 @@ from harness.sentences.findings import sentence
 
 CAPTION = (
     "Memory of the fullest rank in the first training step, by what it holds: counted tensor by "
-    "tensor (upper bar), and by formula (lower, pale)."
+    "tensor (upper bar), and by formula (lower, pale). Activations are those held when the forward "
+    "pass ends: what checkpointed blocks compute again comes and goes in the backward pass."
 )
 
 TINTS = {
@@ -26,6 +27,9 @@ TINTS = {
     "optimizer_state": ("#009E73", "optimizer state"),
     "activations": ("#999999", "activations"),
 }
+
+FORMULA = {key: key for key in TINTS} | {"activations": "saved_activations"}
+"""Where :class:`~harness.predictions.training.Footprint` has each."""
 
 MAX_PANELS = 2
 
@@ -63,7 +67,7 @@ def build(frame: pd.DataFrame) -> CaptionedFigure | None:
             )
             found = footprint_of(row["case"])
             if found is not None:
-                formula = {key: getattr(found, key) / GIB for key in TINTS}
+                formula = {key: getattr(found, field) / GIB for key, field in FORMULA.items()}
                 _bar(axis, y + 0.2, formula, 0.2, 0.45)
         axis.set_yticks(range(len(group)), group["strategy"])
         axis.tick_params(axis="y", length=0)

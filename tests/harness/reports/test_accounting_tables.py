@@ -233,6 +233,21 @@ class TestTables:
         assert b"ddp_naive" in drawn[2]
         assert draw(name, build_frame(self.records()[:1])) is None
 
+    @pytest.mark.parametrize("checkpoint", ["none", "block"])
+    def test_activations_of_the_formula_are_those_that_are_counted(self, checkpoint: str) -> None:
+        """Held when the forward pass ends, without what a block computes again later."""
+        arguments = [*XL, "parallel=fsdp", f"checkpoint={checkpoint}"]
+        memory = {"parameters_bytes": 2**30, "activations_bytes": 2**31}
+        record = training_record(*arguments, step_ms=150.0, memory=memory)
+        drawn = build_figure("step_memory", build_frame([record]))
+        assert drawn is not None
+        (axes,) = drawn.figure.axes
+        predicted = accounting.footprint(compose_request(arguments).cases[0])
+        held = predicted.parameters + predicted.gradients + predicted.optimizer_state
+        found = max(bar.get_x() + bar.get_width() for bar in axes.patches)
+        assert found == pytest.approx((held + predicted.saved_activations) / 2**30)
+        assert 0 < predicted.saved_activations <= predicted.activations
+
     def test_a_case_that_failed_shows_no_number(self) -> None:
         records = self.records()
         records[1].status, records[1].error = "oom", {"message": "CUDA out of memory"}
