@@ -1,0 +1,112 @@
+"""How full the order of the Hopper backward programs keeps a GPU, by a simulation.
+
+Run as ``python -m benchmarks.backward_order``, on any machine: nothing is measured. Time is in
+turns: what a program takes for 128 queries and its 128 keys. Programs start in the order of their
+indices, each on the first processor that is free, and add to dQ of a turn one after another: the
+next one can once the last has been told, a part of a turn later. Of each shape a row gives the time
+of the last program over that of evenly divided work,
+
+    now      the last keys first: the shortest programs, each a turn behind the one before
+    turned   the last group of heads by the first keys, the longest programs first, each from its
+             last queries to its first
+
+so that in the second order a GPU empties on short programs. Measured time follows the first
+column: one head of 32,768 and of 65,536 tokens takes 1.53 and 1.32 times flash-attn-4's backward
+pass, which adds in any order (head_dim 128, results/h200/sweeps/flash_benchmarking).
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+from collections.abc import Iterator
+
+KEYS = 128
+"""Of a program, and queries of a turn."""
+PROCESSORS = 132
+"""Of an H200, one program each."""
+CACHE_BYTES = 50 * 2**20
+START, END = 0.3, 1.0
+"""Turns that a program takes besides: until its first tiles are there, and for dQ of its last turn
+and its dK and dV."""
+
+
+def heads_at_once(length: int, head_dim: int) -> int:
+    """As :func:`kernels.flash.hopper.schedule.heads_at_once` has it under a causal mask."""
+    one_head = length * head_dim * 8
+    return 1 << max(0, (2 * CACHE_BYTES // (3 * one_head)).bit_length() - 1)
+
+
+def programs(heads: int, tiles: int, group: int, turned: bool) -> Iterator[tuple[int, int, bool]]:
+    """(head, tile of keys, whether its head is turned) in the order of indices."""
+    for first in range(0, heads, group):
+        those = range(first, min(first + group, heads))
+        is_turned = turned and those.stop == heads
+        for place in range(tiles):
+            for head in those:
+                yield head, place if is_turned else tiles - 1 - place, is_turned
+
+
+def time_of_last(heads: int, tiles: int, group: int, told_after: float, *, turned: bool) -> float:
+    """Turns until the last program has ended, under a causal mask."""
+    free = [0.0] * PROCESSORS
+    told = [[0.0] * tiles for _ in range(heads)]
+    for head, tile, is_turned in programs(heads, tiles, group, turned):
+        now = heapq.heappop(free) + START
+        of_head = told[head]
+        before = None
+        for turn in range(tiles - 1, tile - 1, -1) if is_turned else range(tile, tiles):
+            now += 1
+            # dQ of a turn is added during the turn after it.
+            if before is not None:
+                now = max(now, of_head[before])
+                of_head[before] = now + told_after
+            before = turn
+        assert before is not None
+        now = max(now + END / 2, of_head[before])
+        of_head[before] = now + told_after
+        heapq.heappush(free, now + END / 2)
+    return max(free)
+
+
+def over_even(heads: int, length: int, head_dim: int, told_after: float, *, turned: bool) -> float:
+    """Time of the last program over that of the same turns divided evenly."""
+    tiles = -(-length // KEYS)
+    group = min(heads, heads_at_once(length, head_dim))
+    even = heads * tiles * (tiles + 1) / 2 / PROCESSORS
+    return time_of_last(heads, tiles, group, told_after, turned=turned) / even
+
+
+SHAPES = [
+    *((1, 32768), (1, 65536), (2, 16384), (4, 16384), (8, 8192), (8, 16384), (16, 4096)),
+    *((16, 8192), (16, 16384), (16, 65536), (32, 8192), (64, 4096), (96, 1024), (96, 2048)),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.backward_order",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument(
+        "--told-after", default="0.3,0.6", help="turns from an addition to the next (0.3,0.6)"
+    )
+    arguments = parser.parse_args()
+    delays = [float(word) for word in arguments.told_after.split(",")]
+    columns = "".join(f"{f'now ({x})':>12}{f'turned ({x})':>14}{'ratio':>8}" for x in delays)
+    print(f"heads  tokens{columns}")
+    for heads, length in SHAPES:
+        line = f"{heads:5}{length:8}"
+        for delay in delays:
+            now, turned = (
+                over_even(heads, length, arguments.head_dim, delay, turned=turned)
+                for turned in (False, True)
+            )
+            line += f"{now:12.2f}{turned:14.2f}{turned / now:8.2f}"
+        print(line)
+
+
+if __name__ == "__main__":
+    main()
