@@ -57,6 +57,18 @@ class _Frame:
     own_us: float
     """Time not spent in other operators."""
     is_operator: bool = False
+    flops: float = 0.0
+    """Of the operator by its shapes; 0 where these do not tell."""
+    inner_flops: float = 0.0
+    """Of the operators that it calls."""
+
+    @property
+    def is_composite(self) -> bool:
+        """Whether others compute what it is said to compute.
+
+        By FLOPs, since a busy machine makes any of them take longer.
+        """
+        return 2 * self.inner_flops >= self.flops > 0
 
 
 _RANGE, _OPERATOR, _LAUNCH, _LINK_START, _LINK_END = range(5)
@@ -130,6 +142,8 @@ class _HostWalk:
                     break
             end = start + duration
             frame = _Frame(end, top.ranges, top.path, top.linked, place, duration, True)
+            cost = trace.operators.extra[place]
+            frame.flops = trace.costs[cost - 1].flops if cost else 0.0
             stack.append(frame)
         elif kind == _LAUNCH:
             self.launch_path[place] = self._number(top.path, top.linked)
@@ -159,6 +173,9 @@ def _close(stack: list[_Frame], moment: float) -> Iterator[_Frame]:
     while stack and stack[-1].end <= moment:
         frame = stack.pop()
         if frame.is_operator:
+            caller = next((around for around in reversed(stack) if around.is_operator), None)
+            if caller is not None:
+                caller.inner_flops += max(frame.flops, frame.inner_flops)
             yield frame
 
 
@@ -179,9 +196,8 @@ def runs_of(trace: ProfileTrace, windows: Windows) -> Iterator[KernelRun]:
             span = (start, max(0.0, frame.own_us))
             place = (frame.path, frame.linked)
             run = _run(trace, windows, name, step, start, span, place, frame.operator)
-            # A composite operator: its cost is that of the operators that it calls.
-            is_composite = span[1] < trace.operators.duration[frame.operator] / 2
-            yield replace(run, cost=None) if is_composite else run
+            # The cost of a composite operator is that of the operators that it calls.
+            yield replace(run, cost=None) if frame.is_composite else run
 
 
 def _kernel_runs(trace: ProfileTrace, windows: Windows, walk: _HostWalk) -> Iterator[KernelRun]:

@@ -21,9 +21,17 @@ from harness.analysis.frame import build_frame
 from harness.bench.bench import Bench
 from harness.bench.phase_timer import PhaseTimer
 from harness.bench.program import Program
+from harness.profilers.kernels import profile_trace
 from harness.profilers.kernels import summary as kernel_summary
-from harness.profilers.kernels.categories import kernel_category, operator_category, operator_cost
+from harness.profilers.kernels.categories import (
+    Cost,
+    kernel_category,
+    operator_category,
+    operator_cost,
+)
 from harness.profilers.kernels.chrome_trace import read_chrome_trace
+from harness.profilers.kernels.kernel_runs import runs_of
+from harness.profilers.kernels.profile_trace import ProfileTrace
 from harness.profilers.kernels.summary import merge, summarise
 from harness.profilers.kernels.torch_profiler import TorchProfiler
 from harness.profilers.module_ranges import RangeTimer, ranges_on
@@ -145,6 +153,33 @@ def test_a_profiler_sees_phases_that_follow_each_other() -> None:
         *("both", "first", "end of first", "after first"),
         *("second", "end of second", "after second", "end of both", "after both"),
     ]
+
+
+def test_the_cost_of_a_composite_is_counted_once_however_long_its_parts_take() -> None:
+    """By FLOPs: a busy machine stops any operator in the middle."""
+    trace = ProfileTrace(phases=("forward",))
+    trace.costs += [Cost(flops=640.0, bytes=1.0), Cost(flops=1024.0, bytes=2.0)]
+
+    def operator(name: str, start: float, duration: float, cost: int) -> None:
+        trace.operators.add(1, start, duration, trace.names.number(name), cost)
+
+    for name, duration in ((profile_trace.STEP, 100.0), ("forward", 99.0)):
+        trace.ranges.add(1, 0.0, duration, trace.names.number(name), 0)
+    # Most of the time lies outside the kernel, within a wrapper without a cost of its own.
+    operator("aten::softmax", 1.0, 20.0, 1)
+    operator("aten::wrapper", 2.0, 8.0, 0)
+    operator("aten::_softmax", 3.0, 1.0, 1)
+    # Most of it lies in an operator that computes nothing.
+    operator("aten::mm", 30.0, 20.0, 2)
+    operator("aten::resolve_conj", 31.0, 18.0, 0)
+    runs = runs_of(trace, profile_trace.windows_of(trace))
+    assert {run.name: run.cost and run.cost.flops for run in runs} == {
+        "aten::softmax": None,
+        "aten::wrapper": None,
+        "aten::_softmax": 640.0,
+        "aten::mm": 1024.0,
+        "aten::resolve_conj": None,
+    }
 
 
 PROFILED = ("profile=torch", "profile.steps=2")
