@@ -130,6 +130,8 @@ def one_pass(bound: Any, batch: Batch) -> list[Tensor]:
 
 def transport_of_heads(group: dist.ProcessGroup, transport: str) -> str:
     with scheme_of("ulysses_ring", **options(transport=transport)).bind(group, CPU) as bound:
+        # Who leaves closes connections, which others may still be making: gloo fails there.
+        dist.barrier(group)
         return type(bound._heads._transport).__name__
 
 
