@@ -136,10 +136,9 @@ class _HostWalk:
                 ranges = (*ranges, name)
             stack.append(_Frame(start + duration, ranges, ranges, False, top.operator, 0.0))
         elif kind == _OPERATOR:
-            for frame in reversed(stack):
-                if frame.is_operator:
-                    frame.own_us -= duration
-                    break
+            caller = _innermost_operator(stack)
+            if caller is not None:
+                caller.own_us -= duration
             end = start + duration
             frame = _Frame(end, top.ranges, top.path, top.linked, place, duration, True)
             cost = trace.operators.extra[place]
@@ -168,12 +167,16 @@ def _joined(columns: list[array[Any]], dtype: type) -> np.ndarray[Any, Any]:
     return np.concatenate([np.asarray(column, dtype=dtype) for column in columns])
 
 
+def _innermost_operator(stack: list[_Frame]) -> _Frame | None:
+    return next((frame for frame in reversed(stack) if frame.is_operator), None)
+
+
 def _close(stack: list[_Frame], moment: float) -> Iterator[_Frame]:
     """Close the spans that end by ``moment``, and yield the operators among them."""
     while stack and stack[-1].end <= moment:
         frame = stack.pop()
         if frame.is_operator:
-            caller = next((around for around in reversed(stack) if around.is_operator), None)
+            caller = _innermost_operator(stack)
             if caller is not None:
                 caller.inner_flops += max(frame.flops, frame.inner_flops)
             yield frame

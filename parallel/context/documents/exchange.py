@@ -142,7 +142,7 @@ class KeyExchange:
         own = rows[calls.num_arriving :]
         num_again = len(calls.again)
         for place, x in enumerate((k, v)):
-            # Most ranks have none of one or two of these: each is a launch.
+            # Each is a launch, and most ranks have rows for one or two of them alone.
             if len(calls.send):
                 torch.index_select(x, 0, calls.send, out=leaving[:, place])
             if num_again:

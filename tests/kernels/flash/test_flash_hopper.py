@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks import backward_order
 from kernels.backends import flash_triton
 from kernels.flash import dispatch, operator
 from kernels.flash.call.arguments import BackwardPass, FlashCall, FlashOptions, ForwardPass
@@ -151,6 +152,8 @@ class TestSchedule:
         """8 bytes of q, do and the sums of dq for each of 128 columns."""
         heads = schedule.heads_at_once(self.problem((32, 32), tokens))
         assert heads * tokens * 128 * 8 <= 50 << 20
+        # The simulation's own, which asks no device.
+        assert heads == backward_order.heads_at_once(tokens, 128)
 
 
 class TestProgramSize:
