@@ -3,15 +3,15 @@
 Run as ``python -m benchmarks.backward_order``, on any machine: nothing is measured. Time is in
 turns: what a program takes for 128 queries and its 128 keys. Programs start in the order of their
 indices, each on the first processor that is free, and add to dQ of a turn one after another: the
-next one can once the last has been told, a part of a turn later. Of each shape a row gives the time
-of the last program over that of evenly divided work,
+next one can once it has been told, a part of a turn later. Of each shape a row gives the time of
+the last program over that of evenly divided work,
 
-    now      the last keys first: the shortest programs, each a turn behind the one before
-    turned   the last group of heads by the first keys, the longest programs first, each from its
-             last queries to its first
+    last first   the last keys first: the shortest programs, each a turn behind the one before
+    turned       the last heads by the first keys, the longest programs first, each from its last
+                 queries to its first, if these heads fill the GPU
 
-so that in the second order a GPU empties on short programs. docs/kernels.md holds the first column
-against what was measured.
+so that in the second order a GPU empties on short programs. docs/kernels.md holds both against what
+was measured.
 """
 
 from __future__ import annotations
@@ -36,17 +36,25 @@ def heads_at_once(length: int, head_dim: int) -> int:
     return 1 << max(0, (2 * CACHE_BYTES // (3 * one_head)).bit_length() - 1)
 
 
-def programs(heads: int, tiles: int, group: int, turned: bool) -> Iterator[tuple[int, int, bool]]:
+def heads_turned(heads: int, length: int, head_dim: int) -> int:
+    """As :func:`kernels.flash.hopper.schedule.heads_turned` has it, but of any number of rounds."""
+    group = heads_at_once(length, head_dim)
+    filling = PROCESSORS // -(-length // KEYS) + 1
+    turned = heads - max(0, heads - filling) // group * group
+    return turned if turned >= filling else 0
+
+
+def programs(heads: int, tiles: int, group: int, turned: int) -> Iterator[tuple[int, int, bool]]:
     """(head, tile of keys, whether its head is turned) in the order of indices."""
     for first in range(0, heads, group):
         those = range(first, min(first + group, heads))
-        is_turned = turned and those.stop == heads
+        is_turned = first >= heads - turned
         for place in range(tiles):
             for head in those:
                 yield head, place if is_turned else tiles - 1 - place, is_turned
 
 
-def time_of_last(heads: int, tiles: int, group: int, told_after: float, *, turned: bool) -> float:
+def time_of_last(heads: int, tiles: int, group: int, told_after: float, turned: int) -> float:
     """Turns until the last program has ended, under a causal mask."""
     free = [0.0] * PROCESSORS
     told = [[0.0] * tiles for _ in range(heads)]
@@ -73,7 +81,8 @@ def over_even(heads: int, length: int, head_dim: int, told_after: float, *, turn
     tiles = -(-length // KEYS)
     group = min(heads, heads_at_once(length, head_dim))
     even = heads * tiles * (tiles + 1) / 2 / PROCESSORS
-    return time_of_last(heads, tiles, group, told_after, turned=turned) / even
+    last_heads = heads_turned(heads, length, head_dim) if turned else 0
+    return time_of_last(heads, tiles, group, told_after, last_heads) / even
 
 
 SHAPES = [
@@ -93,22 +102,22 @@ def main() -> None:
         "--told-after",
         type=float,
         nargs="+",
-        default=(0.3, 0.6),
+        default=(0.6, 1.1),
         metavar="TURNS",
-        help="turns from an addition to the next (0.3 0.6)",
+        help="turns from an addition to the next (0.6 1.1)",
     )
     arguments = parser.parse_args()
     delays = arguments.told_after
-    columns = "".join(f"{f'now ({x})':>12}{f'turned ({x})':>14}{'ratio':>8}" for x in delays)
+    columns = "".join(f"{f'last first ({x})':>19}{f'turned ({x})':>14}{'ratio':>8}" for x in delays)
     print(f"heads  tokens{columns}")
     for heads, length in SHAPES:
         line = f"{heads:5}{length:8}"
         for delay in delays:
-            now, turned = (
+            last_first, turned = (
                 over_even(heads, length, arguments.head_dim, delay, turned=turned)
                 for turned in (False, True)
             )
-            line += f"{now:12.2f}{turned:14.2f}{turned / now:8.2f}"
+            line += f"{last_first:19.2f}{turned:14.2f}{turned / last_first:8.2f}"
         print(line)
 
 

@@ -61,6 +61,10 @@ class Variant:
     softcap: float = 0.0
     unmasked: bool = True
     """Whether the backward kernel has a loop without a mask."""
+    turned: bool = False
+    """Whether the backward kernel has turned heads."""
+    apart: bool = False
+    """Whether the backward kernel adds halves of a turn apart, of 128 columns."""
 
 
 def compile_variant(variant: Variant) -> Any:
@@ -80,7 +84,9 @@ def compile_variant(variant: Variant) -> Any:
         "STAGES": schedule.stages,
         "TILES": variant.tiles,
         "RESIDENT": schedule.resident,
+        "APART": variant.apart and columns.stored == 128,
         "UNMASKED": variant.unmasked,
+        "TURNED": variant.turned,
         "CAUSAL": variant.causal,
         "MASK": variant.mask,
         "SOFTCAP": variant.softcap,
@@ -177,6 +183,7 @@ def plain_variants(kernel: str, head_dim: int) -> list[Variant]:
     ]
     if kernel == "backward":
         variants.append(replace(variants[0], full_precision=True))
+        variants.append(replace(variants[0], turned=True, apart=True))
     elif hopper_schedule.columns(head_dim).stored in program_size.COSTS:
         variants += [replace(variants[0], tiles=tiles) for tiles in program_size.SIZES[1:]]
     return variants
@@ -222,6 +229,7 @@ def main() -> int:
                     f"{'causal' if variant.causal else 'full':<7}"
                     f"{'packed' if variant.packed else 'dense':<7}"
                     f"{'parts' if variant.full_precision else '':<6}"
+                    f"{'turned' if variant.turned else '':<7}"
                     f"{f'tiles {variant.tiles}' if variant.tiles > 1 else '':<8}"
                     f"{variant.mask if variant.mask != 'plain' else '':<7}"
                     f"{'cap' if variant.softcap else '':<4}"

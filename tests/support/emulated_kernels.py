@@ -185,8 +185,7 @@ def row_statistics(x: Values) -> None:
     statistics = contiguous(x["statistics_ptr"], torch.float32, 2, lines, x["padded_len"])
     statistics[0, :, :rows] = lse.where(lse > -math.inf, torch.tensor(math.inf)) * LOG2_E
     statistics[1, :, :rows] = (o.double() * do.double()).sum(-1).reshape(lines, rows)
-    blocks = x["padded_len"] // x["BLOCK_Q"]
-    contiguous(x["counts_ptr"], torch.int32, lines, blocks).zero_()
+    contiguous(x["counts_ptr"], torch.int32, lines, x["padded_len"] // 64).zero_()
 
 
 def backward(x: Values) -> None:
@@ -194,7 +193,7 @@ def backward(x: Values) -> None:
     q, do, k, v = (at(x[name][0], DTYPE, *x[name][1:]).double() for name in names)
     batch, heads, rows, head_dim = q.shape
     lines, padded = x["num_lines"], x["padded_len"]
-    counts = contiguous(x["counts"], torch.int32, lines, padded // 128)
+    counts = contiguous(x["counts"], torch.int32, lines, padded // 64)
     assert not counts.any(), "counts begin at zero"
     counts.fill_(7)
     statistics = contiguous(x["stat_desc"][0], torch.float32, 2, lines, padded).double()

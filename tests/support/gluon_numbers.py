@@ -19,6 +19,7 @@ class Language:
 
     int32 = torch.int32
     exp2, log2 = torch.exp2, torch.log2
+    abs = staticmethod(abs)
     SliceLayout = ANYTHING
 
     def cdiv(self, a: int, b: int) -> int:
@@ -75,8 +76,8 @@ def forward_functions(edit: tuple[str, str] | None = None) -> SimpleNamespace:
 
 
 def backward_functions(edit: tuple[str, str] | None = None) -> SimpleNamespace:
-    """Those of the backward kernels: ``turns_of_keys``, ``programs_before``, ``place_in_order``,
-    ``probabilities``, ``slope_of_cap``; and ``is_reached`` of rows.finish_dq.
+    """Those of the backward kernels: ``turns_of_keys``, ``turn_of``, ``programs_before``,
+    ``place_in_order``, ``probabilities``, ``slope_of_cap``; and ``is_reached`` of rows.finish_dq.
 
     Args:
         edit: a line of their source, and what to put in its place.
@@ -88,7 +89,8 @@ def backward_functions(edit: tuple[str, str] | None = None) -> SimpleNamespace:
     names["tl"] = names["gl"]
     load(names, tiles, ("offsets", "capped"), edit)
     load(names, rows, ("is_reached",), edit)
-    load(names, backward_order, ("place_in_order", "turns_of_keys", "programs_before"), edit)
+    order = ("place_in_order", "turns_of_keys", "turn_of", "programs_before")
+    load(names, backward_order, order, edit)
     # PyTorch's tensors have no layout to ask for.
     for function in ("probabilities", "slope_of_cap"):
         source = {"LAYOUT: gl.constexpr = s.type.layout": "LAYOUT = None"}

@@ -41,6 +41,7 @@ from kernels.flash.hopper.backward_order import (
     Heads,
     Inputs,
     add_to_dq,
+    bounds_of_loops,
     close_turns,
     open_turns,
     place_in_order,
@@ -48,6 +49,8 @@ from kernels.flash.hopper.backward_order import (
     programs_before,
     slope_of_cap,
     start_scores,
+    tile_of,
+    turn_of,
     turns_of_keys,
 )
 from kernels.flash.hopper.tiles import (
@@ -81,11 +84,11 @@ class Shared(NamedTuple):
     free: Any
     ds_ready: Any
     opened: Any
-    """Consumers may add to dQ of the turn."""
+    """Consumers may add to dQ of the part of a turn (backward_order.open_turns)."""
     done: Any
-    """Consumers have added to dQ of the turn; two, for turns in turn."""
+    """Consumers have added to dQ of the part; two, for parts in turn."""
     closed: Any
-    """The next program has been told; two, for turns in turn."""
+    """The next program has been told; two, for parts in turn."""
 
 
 class Views(NamedTuple):
@@ -161,7 +164,8 @@ def produce(inputs, shared, heads, seq, turns, STAGES: gl.constexpr):
     for member in range(heads.num_members):
         head = heads.first_head + member
         line = seq.batch * heads.num_heads + head
-        for tile in range(2 * turns.first, 2 * turns.end):
+        for half_step in range(2 * turns.first, 2 * turns.end):
+            _, tile = tile_of(half_step, PROGRAM_ROWS, 2)
             row = seq.q_start + tile * ROWS
             column = seq.line_start + tile * ROWS
             mbarrier.wait(shared.free.index(slot), phase)
@@ -263,6 +267,7 @@ def half_turn(
     SOFTCAP: gl.constexpr,
     MASKED: gl.constexpr,
     RESIDENT: gl.constexpr,
+    APART: gl.constexpr,
 ):
     """64 queries: their share of this consumer's dV and dK, and dQ of the turn before.
 
@@ -349,13 +354,14 @@ def half_turn(
         lse = views.lse_tiles.index(next_slot).load(LINE)
     if PARTS == 2 or HALF == 0:
         dq = warpgroup_mma_wait(2 if RESIDENT else EACH, deps=[dq])
-        if HALF == 0:
-            mbarrier.wait(shared.opened, parity ^ 1, pred=now.has_dq)
+        # This is of the turn before, whose parity is the opposite one.
+        opened = HALF if APART else parity ^ 1
+        if HALF == 0 or APART:
+            mbarrier.wait(shared.opened, opened, pred=now.has_dq)
         if now.has_dq:
             add_to_dq(now.dq_ptr + (HALF * PARTS + PART) * (ROWS * ROWS), dq, now.is_first)
-            if HALF == PARTS - 1:
-                # This was for the turn before, whose parity is the opposite one.
-                mbarrier.arrive(shared.done.index(parity ^ 1))
+            if HALF == PARTS - 1 or APART:
+                mbarrier.arrive(shared.done.index(opened))
     if HALF == 1:
         fence_async_shared()
         mbarrier.arrive(shared.ds_ready)
@@ -402,8 +408,9 @@ def take_turns(
     SOFTCAP: gl.constexpr,
     MASKED: gl.constexpr,
     RESIDENT: gl.constexpr,
+    APART: gl.constexpr,
 ):
-    """The turns from ``start`` to ``stop`` of one query head.
+    """The turns of one query head, in steps from ``start`` to ``stop``.
 
     Args:
         dq_ptr: where this consumer adds to dQ of the turn before.
@@ -412,19 +419,20 @@ def take_turns(
     """
     # A consumer adds to every other 64-by-64 tile of a turn's dQ.
     FIRST_TILE: gl.constexpr = CONSUMER if BLOCK_D == ROWS else 0
-    for turn in range(start, stop):
+    for step in range(start, stop):
+        turn = turn_of(step)
         for half in gl.static_range(2):
             now = HalfTurn(
                 dq_ptr=dq_ptr,
                 is_first=before == 0,
-                has_dq=(member > 0) | (turn > turns.first),
-                more=(half == 0) | (member + 1 < heads.num_members) | (turn + 1 < turns.end),
+                has_dq=(member > 0) | (step > turns.first),
+                more=(half == 0) | (member + 1 < heads.num_members) | (step + 1 < turns.end),
                 first_key=turns.first_key + CONSUMER * ROWS,
                 first_query=turn * PROGRAM_ROWS,
             )
             progress = half_turn(
                 shared, views, k, v, progress, now, seq, turns, scale_log2,
-                half, CONSUMER, STAGES, MAIN, TAIL, CAUSAL, MASK, SOFTCAP, MASKED, RESIDENT,
+                half, CONSUMER, STAGES, MAIN, TAIL, CAUSAL, MASK, SOFTCAP, MASKED, RESIDENT, APART,
             )  # fmt: skip
         dq_ptr = of_line + turn * (PROGRAM_ROWS * BLOCK_D) + FIRST_TILE * (ROWS * ROWS)
         before = programs_before(turn, turns, PROGRAM_ROWS, CAUSAL, MASK)
@@ -451,7 +459,9 @@ def accumulate(
     MASK: gl.constexpr,
     SOFTCAP: gl.constexpr,
     RESIDENT: gl.constexpr,
+    APART: gl.constexpr,
     UNMASKED: gl.constexpr,
+    TURNED: gl.constexpr,
 ):
     """One consumer: dK and dV of 64 keys, and its half of every turn's dQ."""
     dtype: gl.constexpr = shared.k_tiles.dtype
@@ -463,6 +473,7 @@ def accumulate(
     TILE: gl.constexpr = gl.NVMMASharedLayout(shared.k_tiles.type.layout.swizzle_byte_width, 16)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     PARTS: gl.constexpr = BLOCK_D // ROWS
+    AGAIN: gl.constexpr = UNMASKED and (MASK == "window" or TURNED)
     k = shared.k_tiles._reinterpret(dtype, [CONSUMERS, ROWS, BLOCK_D], TILE)
     v = shared.v_tiles._reinterpret(dtype, [CONSUMERS, ROWS, BLOCK_D], TILE)
     views = Views(
@@ -503,35 +514,32 @@ def accumulate(
     for member in range(heads.num_members):
         line = seq.batch * heads.num_heads + heads.first_head + member
         of_line = dq_sums + (line.to(gl.int64) * heads.padded_len + seq.line_start) * BLOCK_D
-        # Ends of the loops: a masked one, one without a mask, and under a window a masked one.
-        mask_end = turns.first + turns.num_masked
-        if not UNMASKED:
-            mask_end = turns.end
-        progress, dq_ptr, before = take_turns(
-            shared, views, k, v, progress, dq_ptr, before, of_line, member, turns.first, mask_end,
-            seq, heads, turns, scale_log2, CONSUMER, STAGES, BLOCK_D, MAIN, TAIL, CAUSAL, MASK,
-            SOFTCAP, True, RESIDENT,
-        )  # fmt: skip
-        if UNMASKED:
+        for again in range(2 if AGAIN else 1):
+            start, middle, stop = bounds_of_loops(turns, again, AGAIN, MASK)
+            if not UNMASKED:
+                middle = turns.end
             progress, dq_ptr, before = take_turns(
-                shared, views, k, v, progress, dq_ptr, before, of_line, member, mask_end,
-                turns.unmasked_end, seq, heads, turns, scale_log2, CONSUMER, STAGES, BLOCK_D, MAIN,
-                TAIL, CAUSAL, MASK, SOFTCAP, False, RESIDENT,
+                shared, views, k, v, progress, dq_ptr, before, of_line, member, start, middle,
+                seq, heads, turns, scale_log2, CONSUMER, STAGES, BLOCK_D, MAIN, TAIL, CAUSAL,
+                MASK, SOFTCAP, True, RESIDENT, APART,
             )  # fmt: skip
-            if MASK == "window":
+            if UNMASKED:
                 progress, dq_ptr, before = take_turns(
-                    shared, views, k, v, progress, dq_ptr, before, of_line, member,
-                    turns.unmasked_end, turns.end, seq, heads, turns, scale_log2, CONSUMER, STAGES,
-                    BLOCK_D, MAIN, TAIL, CAUSAL, MASK, SOFTCAP, True, RESIDENT,
+                    shared, views, k, v, progress, dq_ptr, before, of_line, member, middle, stop,
+                    seq, heads, turns, scale_log2, CONSUMER, STAGES, BLOCK_D, MAIN, TAIL, CAUSAL,
+                    MASK, SOFTCAP, False, RESIDENT, APART,
                 )  # fmt: skip
     parity = progress.parity
     if turns.end > turns.first:
         # dQ of the last turn.
         mbarrier.wait(shared.ds_ready, parity ^ 1)
-        mbarrier.wait(shared.opened, parity ^ 1)
         for half in gl.static_range(PARTS):
+            opened = half if APART else parity ^ 1
+            if half == 0 or APART:
+                mbarrier.wait(shared.opened, opened)
             add_last_dq(views, dq_ptr, parity, before == 0, half, CONSUMER, PARTS, TAIL)
-        mbarrier.arrive(shared.done.index(parity ^ 1))
+            if half == PARTS - 1 or APART:
+                mbarrier.arrive(shared.done.index(opened))
     dk_rows = Rows(
         pointer=gradients.dk_ptr,
         stride_b=gradients.stride_kb,
@@ -559,7 +567,7 @@ def accumulate(
         store_rows(progress.dv_tail, dv_rows, first_key, MAIN, HEAD_DIM)
 
 
-@gluon.jit(do_not_specialize=["window", "prefix_len", "shift"])
+@gluon.jit(do_not_specialize=["num_turned", "window", "prefix_len", "shift"])
 def flash_backward(
     q_desc,
     do_desc,
@@ -582,6 +590,7 @@ def flash_backward(
     group_size,
     num_members,
     heads_at_once,
+    num_turned,
     q_len,
     kv_len,
     num_lines,
@@ -593,7 +602,9 @@ def flash_backward(
     scale_log2,
     STAGES: gl.constexpr,
     RESIDENT: gl.constexpr,
+    APART: gl.constexpr,
     UNMASKED: gl.constexpr,
+    TURNED: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr,
     MAIN: gl.constexpr,
@@ -609,9 +620,10 @@ def flash_backward(
     It takes ``num_members`` of the ``group_size`` query heads that share the key head; where that
     is not all of them, the parts write a dK and dV each, as if of so many more key heads, and
     rows.sum_parts adds them up. Without ``UNMASKED`` every turn takes a mask, as all turns of a
-    short window need one (schedule.has_unmasked_turns).
+    short window need one (schedule.has_unmasked_turns). ``TURNED``: some heads are, the last
+    ``num_turned`` (schedule.heads_turned). ``APART``: schedule.halves_apart.
     dq_sums is [num_lines, padded_len, BLOCK_D] float32, tiles of 64 by 64 in the order of
-    :func:`by_thread`; counts is [num_lines, padded_len / 128] int32, zero at the start.
+    :func:`by_thread`; counts is [num_lines, padded_len / 64] int32, zero at the start.
     """
     dtype: gl.constexpr = q_desc.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -653,7 +665,8 @@ def flash_backward(
         mbarrier.init(shared.do_ready.index(slot), count=1)
         mbarrier.init(shared.free.index(slot), count=CONSUMERS)
 
-    part, key_tile = place_in_order(heads_at_once, gl.cdiv(kv_len, PROGRAM_ROWS))
+    num_key_tiles = gl.cdiv(kv_len, PROGRAM_ROWS)
+    part, key_tile, is_turned = place_in_order(heads_at_once, num_turned, num_key_tiles, TURNED)
     num_out_heads = num_heads // num_members
     out_head = part % num_out_heads
     first_head = out_head * num_members
@@ -668,7 +681,10 @@ def flash_backward(
     )
     seq = sequence(cu_seqlens_q, cu_seqlens_k, part // num_out_heads, q_len, kv_len, PACKED)
     edges = Edges(window, prefix_len, shift)
-    turns = turns_of_keys(key_tile, seq.q_len, seq.kv_len, edges, PROGRAM_ROWS, CAUSAL, MASK)
+    turns = turns_of_keys(
+        key_tile, seq.q_len, seq.kv_len, edges, is_turned, PROGRAM_ROWS, CAUSAL, MASK
+    )
+    PARTS: gl.constexpr = 2 if APART else 1
     inputs = Inputs(q=q_desc, do=do_desc, k=k_desc, v=v_desc, statistics=stat_desc)
     gradients = Gradients(
         dk_ptr, dv_ptr, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs
@@ -696,7 +712,9 @@ def flash_backward(
                     MASK,
                     SOFTCAP,
                     RESIDENT,
+                    APART,
                     UNMASKED,
+                    TURNED,
                 ),
             ),
             (
@@ -720,12 +738,14 @@ def flash_backward(
                     MASK,
                     SOFTCAP,
                     RESIDENT,
+                    APART,
                     UNMASKED,
+                    TURNED,
                 ),
             ),
             (produce, (inputs, shared, heads, seq, turns, STAGES)),
-            (open_turns, (counts, shared, heads, seq, turns, PROGRAM_ROWS, CAUSAL, MASK)),
-            (close_turns, (counts, shared, heads, seq, turns, PROGRAM_ROWS, CAUSAL, MASK)),
+            (open_turns, (counts, shared, heads, seq, turns, PROGRAM_ROWS, PARTS, CAUSAL, MASK)),
+            (close_turns, (counts, shared, heads, seq, turns, PROGRAM_ROWS, PARTS, CAUSAL, MASK)),
         ],
         [4, 1, 1, 1],
         [CONSUMER_REGISTERS, 24, 24, 24],

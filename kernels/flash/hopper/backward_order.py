@@ -2,12 +2,17 @@
 
 A program has ``SIZE`` keys of one key head and loops over the queries that see them, ``SIZE`` at a
 time: a *turn*. dQ is summed over programs in memory, in float32, and always in the same order, so
-that two runs agree bit for bit: the program of the last keys first. One warp waits for the
-programs before (:func:`open_turns`), another tells the one after (:func:`close_turns`). Under a
-causal mask that order costs little: the program of the keys before starts its loop one turn
-earlier, and so comes to each turn one turn later.
+that two runs of a call agree bit for bit. One warp waits for the programs before
+(:func:`open_turns`), another tells the one after (:func:`close_turns`).
 
-That order cannot block: programs start in the order of their indices, so whichever a program
+The program of the last keys is the first, and under a causal mask that order costs little: the
+program of the keys before starts its loop one turn earlier, and so comes to each turn one turn
+later. But the longest programs of a head are its last ones, and a GPU would empty on those of the
+last heads. So under a causal mask these heads are *turned* (schedule.heads_turned): the program of
+the first keys is the first, and each goes from its last turn to its first. Programs that start one
+after another then come to each turn one after another, too, and the last ones are the shortest.
+
+Neither order can block: programs start in the order of their indices, so whichever a program
 waits for has started before it.
 
 Under a mask each query sees one range of keys, whose ends never move to the left from query to
@@ -59,15 +64,21 @@ class Heads(NamedTuple):
 
 
 class Turns(NamedTuple):
-    """The keys of a program, and the turns whose queries see some of them."""
+    """The keys of a program, and the turns whose queries see some of them, in steps.
+
+    A step is its turn, or minus its turn if the head is turned (:func:`turn_of`). Which of them
+    need the mask, :func:`bounds_of_loops` says.
+    """
 
     first_key: Any
     first: Any
     end: Any
     num_masked: Any
-    """Turns, the first ones, that need the mask."""
+    """Steps that need the mask for their last keys: the first, or of a turned head the last."""
     unmasked_end: Any
-    """Under a window turns from here on need the mask again; else the end."""
+    """Where steps that need the mask begin behind those that do not; the end if there are none."""
+    is_turned: Any
+    """1, or 0: as a bit it would leave what kernels keep behind it in shared memory unaligned."""
     key_tile: Any
     num_key_tiles: Any
     offset: Any
@@ -92,19 +103,38 @@ class Gradients(NamedTuple):
 
 
 @gluon.jit
-def place_in_order(heads_at_once, num_key_tiles):
-    """The head and the key tile of this program.
+def place_in_order(heads_at_once, num_turned, num_key_tiles, TURNED: gl.constexpr):
+    """The head and the key tile of this program, and whether the head is turned.
 
     Programs start in order, and of one head the last keys have to be added to dQ first. So many
-    heads take turns, which leaves the long programs of all of them, not of the last head alone,
-    for the end; and where all programs are as long, they meet at a turn's dQ later.
+    heads take turns, which leaves the long programs of all of them, not of one head alone, for the
+    end; and where all programs are as long, they meet at a turn's dQ later. Where ``TURNED``,
+    the last ``num_turned`` heads, one of these groups or more, go by the first keys first.
     """
     index = gl.program_id(0)
     num_heads = gl.num_programs(0) // num_key_tiles
     first_head = index // (heads_at_once * num_key_tiles) * heads_at_once
     width = gl.minimum(heads_at_once, num_heads - first_head)
     index -= first_head * num_key_tiles
-    return first_head + index % width, num_key_tiles - 1 - index // width
+    key_tile = num_key_tiles - 1 - index // width
+    is_turned = 0
+    if TURNED:
+        is_turned = gl.where(first_head >= num_heads - num_turned, 1, 0)
+        key_tile = gl.where(is_turned > 0, index // width, key_tile)
+    return first_head + index % width, key_tile, is_turned
+
+
+@gluon.jit
+def turn_of(step):
+    """The turn of a program's step."""
+    return gl.abs(step)
+
+
+@gluon.jit
+def tile_of(place, SIZE: gl.constexpr, PARTS: gl.constexpr):
+    """The turn, and the tile of 64 queries, at a place in a program's order of parts of turns."""
+    turn = turn_of(place >> (PARTS - 1))
+    return turn, turn * (SIZE // ROWS) + (place & (PARTS - 1))
 
 
 @gluon.jit
@@ -113,6 +143,7 @@ def turns_of_keys(
     q_len,
     kv_len,
     edges,
+    is_turned,
     SIZE: gl.constexpr,
     CAUSAL: gl.constexpr,
     MASK: gl.constexpr,
@@ -152,10 +183,11 @@ def turns_of_keys(
         unmasked_end = gl.maximum(past, first_turn + num_masked)
     return Turns(
         first_key=first,
-        first=first_turn,
-        end=end,
+        first=gl.where(is_turned > 0, 1 - end, first_turn),
+        end=gl.where(is_turned > 0, 1 - first_turn, end),
         num_masked=num_masked,
-        unmasked_end=unmasked_end,
+        unmasked_end=gl.where(is_turned > 0, 1 - first_turn - num_masked, unmasked_end),
+        is_turned=is_turned,
         key_tile=key_tile,
         num_key_tiles=num_key_tiles,
         offset=offset,
@@ -165,15 +197,38 @@ def turns_of_keys(
 
 
 @gluon.jit
+def bounds_of_loops(turns, again, AGAIN: gl.constexpr, MASK: gl.constexpr):
+    """Steps where a loop with the mask starts, where one without takes over, and where that ends.
+
+    Where the last steps need the mask, too (``AGAIN``), both loops run twice, as a third one would
+    be more code, which spills more registers. ``again`` counts them: bounds that are carried from
+    the first time to the second are compiled wrongly, by Triton 3.6 and 3.7.
+    """
+    start = turns.first
+    middle = turns.first + turns.num_masked
+    stop = turns.unmasked_end
+    if AGAIN:
+        if MASK == "plain":
+            middle = gl.where(turns.is_turned > 0, start, middle)
+        start = gl.where(again > 0, stop, start)
+        middle = gl.where(again > 0, turns.end, middle)
+        stop = gl.where(again > 0, turns.end, stop)
+    return start, middle, stop
+
+
+@gluon.jit
 def programs_before(turn, turns, SIZE: gl.constexpr, CAUSAL: gl.constexpr, MASK: gl.constexpr):
-    """The number of programs, of later keys, that add to a turn's dQ before this one."""
+    """The number of programs that add to a turn's dQ before this one.
+
+    They are of later keys, or in a turned head of earlier ones.
+    """
     last = turns.num_key_tiles - 1
     if CAUSAL or MASK == "window":
         last_key = turn * SIZE + SIZE - 1 + turns.offset
         if MASK == "prefix":
             last_key = gl.maximum(last_key, turns.prefix_len - 1)
         last = gl.minimum(last, last_key // SIZE)
-    return last - turns.key_tile
+    return gl.where(turns.is_turned > 0, turns.key_tile, last - turns.key_tile)
 
 
 @gluon.jit
@@ -184,31 +239,35 @@ def open_turns(
     seq,
     turns,
     SIZE: gl.constexpr,
+    PARTS: gl.constexpr,
     CAUSAL: gl.constexpr,
     MASK: gl.constexpr,
 ):
     """The warp that lets the consumers add to dQ once all programs before have done so.
 
+    A turn has two ``PARTS`` where its halves are opened apart (schedule.halves_apart), else one.
+
     A barrier tells only even phases from odd ones, so nobody may fall two phases behind another.
-    Hence a turn opens when the consumers are done with the one before and the two turns before
-    that are closed; ``done`` and ``closed`` are two barriers each, for turns in turn.
+    Hence a part opens when the consumers are done with the one before and the two before that are
+    closed; ``done`` and ``closed`` are two barriers each, for parts in turn.
     """
-    step = 0
+    part = 0
     for member in range(heads.num_members):
         line = seq.batch * heads.num_heads + heads.first_head + member
-        of_line = counts + (line.to(gl.int64) * heads.padded_len + seq.line_start) // SIZE
-        for turn in range(turns.first, turns.end):
+        of_line = counts + (line.to(gl.int64) * heads.padded_len + seq.line_start) // ROWS
+        for place in range(turns.first * PARTS, turns.end * PARTS):
+            turn, tile = tile_of(place, SIZE, PARTS)
             before = programs_before(turn, turns, SIZE, CAUSAL, MASK)
             # Without acquiring, which would empty the L1 cache, and with it what consumers have
             # spilled, at every look: nothing is read here but the count. L2 adds to dQ in the order
             # in which additions reach it, and those before were released before the count.
-            while gl.load(of_line + turn, volatile=True) < before:
+            while gl.load(of_line + tile, volatile=True) < before:
                 pass
-            # The phases of steps -1 and -2 count as over at the start.
-            mbarrier.wait(shared.done.index((step + 1) & 1), ((step + 3) >> 1) & 1)
-            mbarrier.wait(shared.closed.index(step & 1), ((step + 2) >> 1) & 1)
+            # The phases of parts -1 and -2 count as over at the start.
+            mbarrier.wait(shared.done.index((part + 1) & 1), ((part + 3) >> 1) & 1)
+            mbarrier.wait(shared.closed.index(part & 1), ((part + 2) >> 1) & 1)
             mbarrier.arrive(shared.opened)
-            step += 1
+            part += 1
 
 
 @gluon.jit
@@ -219,6 +278,7 @@ def close_turns(
     seq,
     turns,
     SIZE: gl.constexpr,
+    PARTS: gl.constexpr,
     CAUSAL: gl.constexpr,
     MASK: gl.constexpr,
 ):
@@ -226,16 +286,17 @@ def close_turns(
 
     Apart from :func:`open_turns` because waiting for memory takes a third of a turn.
     """
-    step = 0
+    part = 0
     for member in range(heads.num_members):
         line = seq.batch * heads.num_heads + heads.first_head + member
-        of_line = counts + (line.to(gl.int64) * heads.padded_len + seq.line_start) // SIZE
-        for turn in range(turns.first, turns.end):
+        of_line = counts + (line.to(gl.int64) * heads.padded_len + seq.line_start) // ROWS
+        for place in range(turns.first * PARTS, turns.end * PARTS):
+            turn, tile = tile_of(place, SIZE, PARTS)
             before = programs_before(turn, turns, SIZE, CAUSAL, MASK)
-            mbarrier.wait(shared.done.index(step & 1), (step >> 1) & 1)
-            gl.atomic_xchg(of_line + turn, before + 1, sem="release", scope="gpu")
-            mbarrier.arrive(shared.closed.index(step & 1))
-            step += 1
+            mbarrier.wait(shared.done.index(part & 1), (part >> 1) & 1)
+            gl.atomic_xchg(of_line + tile, before + 1, sem="release", scope="gpu")
+            mbarrier.arrive(shared.closed.index(part & 1))
+            part += 1
 
 
 @gluon.jit

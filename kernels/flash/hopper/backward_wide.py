@@ -42,6 +42,7 @@ from kernels.flash.hopper.backward_order import (
     Heads,
     Inputs,
     add_to_dq,
+    bounds_of_loops,
     close_turns,
     open_turns,
     place_in_order,
@@ -49,6 +50,7 @@ from kernels.flash.hopper.backward_order import (
     programs_before,
     slope_of_cap,
     start_scores,
+    turn_of,
     turns_of_keys,
 )
 from kernels.flash.hopper.tiles import (
@@ -144,7 +146,8 @@ def produce(inputs, shared, heads, seq, turns, STAGES: gl.constexpr):
     for member in range(heads.num_members):
         head = heads.first_head + member
         line = seq.batch * heads.num_heads + head
-        for turn in range(turns.first, turns.end):
+        for step in range(turns.first, turns.end):
+            turn = turn_of(step)
             place = [seq.batch, head, seq.q_start + turn * ROWS, 0]
             column = seq.line_start + turn * ROWS
             mbarrier.wait(shared.free.index(slot), phase)
@@ -355,7 +358,7 @@ def take_turns(
     SOFTCAP: gl.constexpr,
     MASKED: gl.constexpr,
 ):
-    """The turns from ``start`` to ``stop`` of one query head.
+    """The turns of one query head, in steps from ``start`` to ``stop``.
 
     Args:
         dq_ptr: dQ of the turn before.
@@ -363,11 +366,12 @@ def take_turns(
         of_line: dQ of the head's first query.
         MASKED: of account for the first consumer only.
     """
-    for turn in range(start, stop):
+    for step in range(start, stop):
+        turn = turn_of(step)
         now = Turn(
             dq_ptr=dq_ptr,
             is_first=before == 0,
-            has_dq=(member > 0) | (turn > turns.first),
+            has_dq=(member > 0) | (step > turns.first),
             first_query=turn * ROWS,
         )
         if CONSUMER == 0:
@@ -402,6 +406,7 @@ def accumulate(
     CAUSAL: gl.constexpr,
     MASK: gl.constexpr,
     SOFTCAP: gl.constexpr,
+    TURNED: gl.constexpr,
 ):
     """One consumer: ``COLUMNS`` columns of dK and dV of 64 keys, and of every turn's dQ."""
     dtype: gl.constexpr = shared.q_tiles.dtype
@@ -424,32 +429,29 @@ def accumulate(
         mbarrier.wait(shared.kv_ready, 0)
     dk = gl.zeros([ROWS, COLUMNS], gl.float32, D_LAYOUT)
     dv = gl.zeros([ROWS, COLUMNS], gl.float32, D_LAYOUT)
+    AGAIN: gl.constexpr = CONSUMER == 0 and (MASK == "window" or TURNED)
     progress = Progress(dk, dv, 0, 0, 0)
     dq_ptr = dq_sums
     before = 0
     for member in range(heads.num_members):
         line = seq.batch * heads.num_heads + heads.first_head + member
         of_line = dq_sums + (line.to(gl.int64) * heads.padded_len + seq.line_start) * BLOCK_D
-        mask_end = turns.first
-        unmasked_end = turns.end
-        if CONSUMER == 0:
-            mask_end = turns.first + turns.num_masked
-            unmasked_end = turns.unmasked_end
+        for again in range(2 if AGAIN else 1):
+            start, middle, stop = bounds_of_loops(turns, again, AGAIN, MASK)
+            if CONSUMER == 1:
+                # It masks nothing.
+                middle = turns.first
+                stop = turns.end
+            if CONSUMER == 0:
+                progress, dq_ptr, before = take_turns(
+                    shared, views, progress, dq_ptr, before, of_line, member, start, middle,
+                    seq, turns, scale_log2, CONSUMER, STAGES, BLOCK_D, MAIN, TAIL, CAUSAL, MASK,
+                    SOFTCAP, True,
+                )  # fmt: skip
             progress, dq_ptr, before = take_turns(
-                shared, views, progress, dq_ptr, before, of_line, member, turns.first, mask_end,
+                shared, views, progress, dq_ptr, before, of_line, member, middle, stop,
                 seq, turns, scale_log2, CONSUMER, STAGES, BLOCK_D, MAIN, TAIL, CAUSAL, MASK,
-                SOFTCAP, True,
-            )  # fmt: skip
-        progress, dq_ptr, before = take_turns(
-            shared, views, progress, dq_ptr, before, of_line, member, mask_end, unmasked_end,
-            seq, turns, scale_log2, CONSUMER, STAGES, BLOCK_D, MAIN, TAIL, CAUSAL, MASK,
-            SOFTCAP, False,
-        )  # fmt: skip
-        if CONSUMER == 0 and MASK == "window":
-            progress, dq_ptr, before = take_turns(
-                shared, views, progress, dq_ptr, before, of_line, member, unmasked_end, turns.end,
-                seq, turns, scale_log2, CONSUMER, STAGES, BLOCK_D, MAIN, TAIL, CAUSAL, MASK,
-                SOFTCAP, True,
+                SOFTCAP, False,
             )  # fmt: skip
     parity = progress.parity
     if turns.end > turns.first:
@@ -484,7 +486,7 @@ def accumulate(
     store_rows(progress.dv, dv_rows, turns.first_key, 128 * CONSUMER, HEAD_DIM, False)
 
 
-@gluon.jit(do_not_specialize=["window", "prefix_len", "shift"])
+@gluon.jit(do_not_specialize=["num_turned", "window", "prefix_len", "shift"])
 def flash_backward_wide(
     q_desc,
     do_desc,
@@ -507,6 +509,7 @@ def flash_backward_wide(
     group_size,
     num_members,
     heads_at_once,
+    num_turned,
     q_len,
     kv_len,
     num_lines,
@@ -524,13 +527,13 @@ def flash_backward_wide(
     CAUSAL: gl.constexpr,
     MASK: gl.constexpr,
     SOFTCAP: gl.constexpr,
+    TURNED: gl.constexpr,
     PACKED: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     """dK and dV of one tile of keys of one key head, and what these keys add to dQ.
 
-    The parameters are those of :func:`kernels.flash.hopper.backward.flash_backward`, but
-    counts is [num_lines, padded_len / 64].
+    The parameters are those of :func:`kernels.flash.hopper.backward.flash_backward`.
     """
     dtype: gl.constexpr = q_desc.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -572,7 +575,8 @@ def flash_backward_wide(
         mbarrier.init(shared.do_ready.index(slot), count=1)
         mbarrier.init(shared.free.index(slot), count=CONSUMERS)
 
-    part, key_tile = place_in_order(heads_at_once, gl.cdiv(kv_len, ROWS))
+    num_key_tiles = gl.cdiv(kv_len, ROWS)
+    part, key_tile, is_turned = place_in_order(heads_at_once, num_turned, num_key_tiles, TURNED)
     num_out_heads = num_heads // num_members
     out_head = part % num_out_heads
     first_head = out_head * num_members
@@ -587,7 +591,7 @@ def flash_backward_wide(
     )
     seq = sequence(cu_seqlens_q, cu_seqlens_k, part // num_out_heads, q_len, kv_len, PACKED)
     edges = Edges(window, prefix_len, shift)
-    turns = turns_of_keys(key_tile, seq.q_len, seq.kv_len, edges, ROWS, CAUSAL, MASK)
+    turns = turns_of_keys(key_tile, seq.q_len, seq.kv_len, edges, is_turned, ROWS, CAUSAL, MASK)
     inputs = Inputs(q=q_desc, do=do_desc, k=k_desc, v=v_desc, statistics=stat_desc)
     gradients = Gradients(
         dk_ptr, dv_ptr, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs
@@ -617,6 +621,7 @@ def flash_backward_wide(
                     CAUSAL,
                     MASK,
                     SOFTCAP,
+                    TURNED,
                 ),
             ),
             (
@@ -640,11 +645,12 @@ def flash_backward_wide(
                     CAUSAL,
                     MASK,
                     SOFTCAP,
+                    TURNED,
                 ),
             ),
             (produce, (inputs, shared, heads, seq, turns, STAGES)),
-            (open_turns, (counts, shared, heads, seq, turns, ROWS, CAUSAL, MASK)),
-            (close_turns, (counts, shared, heads, seq, turns, ROWS, CAUSAL, MASK)),
+            (open_turns, (counts, shared, heads, seq, turns, ROWS, 1, CAUSAL, MASK)),
+            (close_turns, (counts, shared, heads, seq, turns, ROWS, 1, CAUSAL, MASK)),
         ],
         [4, 1, 1, 1],
         [CONSUMER_REGISTERS, 24, 24, 24],

@@ -116,6 +116,7 @@ def plan_backward(call: BackwardPass) -> BackwardPlan:
     padded_len = num_blocks * PROGRAM_ROWS
     by_query = grid(problem.q_len, problem.batch_size * problem.num_heads)
     num_parts = schedule.num_parts(problem)
+    num_turned = schedule.heads_turned(problem)
     size = schedule.backward_rows(problem)
     num_key_tiles = -(-problem.kv_len // size)
     parts_shape = (k.shape[0], problem.num_kv_heads * num_parts, k.shape[2], problem.head_dim)
@@ -123,12 +124,12 @@ def plan_backward(call: BackwardPass) -> BackwardPlan:
     by_width = {}
     if width <= 128:
         by_width["RESIDENT"] = chosen.resident
+        by_width["APART"] = schedule.halves_apart(problem)
         by_width["UNMASKED"] = schedule.has_unmasked_turns(problem.causal, problem.window)
     rowwise = {
         "HEAD_DIM": problem.head_dim,
         "BLOCK_D": width,
         "BLOCK_Q": PROGRAM_ROWS,
-        "TURN": size,
         "PACKED": problem.packed,
         "num_warps": width // 32 if width > 128 else 4,
     }
@@ -136,7 +137,7 @@ def plan_backward(call: BackwardPass) -> BackwardPlan:
     return BackwardPlan(
         workspace=(
             ((2, num_lines, padded_len), torch.float32),
-            ((num_lines, padded_len // size), torch.int32),
+            ((num_lines, padded_len // ROWS), torch.int32),
             ((num_lines, padded_len, width), torch.float32),
             *(() if num_parts == 1 else parts),
         ),
@@ -157,7 +158,12 @@ def plan_backward(call: BackwardPass) -> BackwardPlan:
         main=PreparedLaunch(
             flash_backward if width <= 128 else flash_backward_wide,
             (num_key_tiles * problem.batch_size * problem.num_kv_heads * num_parts, 1, 1),
-            {"STAGES": chosen.stages, **by_width, **_constants(problem)},
+            {
+                "STAGES": chosen.stages,
+                "TURNED": num_turned > 0,
+                **by_width,
+                **_constants(problem),
+            },
             integers=(
                 *(dk_strides if num_parts == 1 else _contiguous_strides(parts_shape)),
                 *(dv_strides if num_parts == 1 else _contiguous_strides(parts_shape)),
@@ -165,6 +171,7 @@ def plan_backward(call: BackwardPass) -> BackwardPlan:
                 problem.group_size,
                 problem.group_size // num_parts,
                 schedule.heads_at_once(problem),
+                num_turned,
                 problem.q_len,
                 problem.kv_len,
                 num_lines,
@@ -182,7 +189,12 @@ def plan_backward(call: BackwardPass) -> BackwardPlan:
         finish_dq=PreparedLaunch(
             finish_dq,
             by_query,
-            {**rowwise, "CAUSAL": problem.causal, "MASK": schedule.mask_kind(problem)},
+            {
+                **rowwise,
+                "TURN": size,
+                "CAUSAL": problem.causal,
+                "MASK": schedule.mask_kind(problem),
+            },
             integers=(
                 *dq.stride()[:3],
                 problem.num_heads,

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.flash.hopper.tiles import LOG2_E
+from kernels.flash.hopper.tiles import LOG2_E, ROWS
 
 
 @triton.jit
@@ -33,7 +33,6 @@ def row_statistics(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr,
-    TURN: tl.constexpr,
     PACKED: tl.constexpr,
     HAS_DLSE: tl.constexpr,
 ):
@@ -42,7 +41,7 @@ def row_statistics(
     Both are [lines, padded_len], where each sequence begins at a multiple of BLOCK_Q
     (tiles.sequence) and is filled up to one. A row without keys, or beyond the end, gets
     lse = +inf, so that its probabilities come out as exp2(-inf) = 0. The counts of programs that
-    have added to each TURN rows of dQ begin at zero.
+    have added to each 64 rows of dQ begin at zero.
     """
     block = tl.program_id(0)
     row = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
@@ -76,8 +75,8 @@ def row_statistics(
     out = statistics_ptr + line * padded_len + out_start + row
     tl.store(out, lse)
     tl.store(out + plane, delta)
-    PER_BLOCK: tl.constexpr = BLOCK_Q // TURN
-    counts = counts_ptr + (line * padded_len + out_start) // TURN + block * PER_BLOCK
+    PER_BLOCK: tl.constexpr = BLOCK_Q // ROWS
+    counts = counts_ptr + (line * padded_len + out_start) // ROWS + block * PER_BLOCK
     tl.store(counts + tl.arange(0, PER_BLOCK), tl.zeros([PER_BLOCK], tl.int32))
 
 

@@ -94,7 +94,7 @@ def mask_kind(problem: Problem) -> str:
 def has_unmasked_turns(causal: bool, window: int | None) -> bool:
     """Whether 128 queries, of a turn, can see all of 128 keys, of a backward program.
 
-    If not, one loop with a mask takes the place of three, and spills less: 1.67 ms for 1.87 in a
+    If not, one loop with a mask takes the place of two, and spills less: 1.67 ms for 1.87 in a
     causal window of 128 keys, 16 heads of 65,536 tokens and 128 on an H200.
     """
     farthest = 2 * PROGRAM_ROWS - 2 if causal else PROGRAM_ROWS - 1
@@ -186,7 +186,7 @@ def backward_workspace(
 
 
 def heads_at_once(problem: Problem) -> int:
-    """The number of heads whose backward programs take turns (backward.place_in_order).
+    """The number of heads whose backward programs take turns (backward_order.place_in_order).
 
     Under a causal mask the programs of a head are spread over its queries, so that those of all
     of these heads, with do and the sums of dq, should stay in the L2 cache: two thirds of it
@@ -199,3 +199,46 @@ def heads_at_once(problem: Problem) -> int:
     cache = torch.cuda.get_device_properties(problem.device).L2_cache_size
     one_head = problem.q_len * block_d(problem) * (2 * problem.dtype.itemsize + 4)
     return 1 << max(0, (2 * cache // (3 * one_head)).bit_length() - 1)
+
+
+FEW_ROUNDS = 8
+"""Backward programs for each processor, up to which it counts how a pass begins and ends."""
+
+
+def rounds(problem: Problem) -> float:
+    """Backward programs for each of the GPU's processors."""
+    processors = torch.cuda.get_device_properties(problem.device).multi_processor_count
+    num_key_tiles = -(-problem.kv_len // backward_rows(problem))
+    heads = problem.batch_size * problem.num_kv_heads * num_parts(problem)
+    return heads * num_key_tiles / processors
+
+
+def halves_apart(problem: Problem) -> bool:
+    """Whether dQ of a turn is opened and closed by halves (backward_order.open_turns).
+
+    With 65 to 128 columns the consumers add dQ of a turn's first half before that of the second. A
+    program that may do so apart waits half a turn less for the one before. One head of 16,384
+    tokens takes 0.96 of the time, but 16 heads take 1.02 on an H100 at its power limit.
+    """
+    return 64 < block_d(problem) <= 128 and rounds(problem) <= FEW_ROUNDS
+
+
+def heads_turned(problem: Problem) -> int:
+    """How many of the last heads start with their first keys (backward_order.place_in_order).
+
+    Under a causal mask as many groups of :func:`heads_at_once` as fill the GPU, whose last
+    programs are then short ones. None where all programs start at once, as there is no end to even
+    out, and each would wait for those before it at its first turn; and above 64 columns none of
+    many rounds, where a GPU that is at its power limit gains nothing from an even end.
+    """
+    if not problem.causal or not problem.mask.is_plain:
+        return 0
+    if block_d(problem) > 64 and rounds(problem) > FEW_ROUNDS:
+        return 0
+    processors = torch.cuda.get_device_properties(problem.device).multi_processor_count
+    heads = problem.batch_size * problem.num_kv_heads * num_parts(problem)
+    group = heads_at_once(problem)
+    filling = processors // -(-problem.kv_len // backward_rows(problem)) + 1
+    groups_before = max(0, heads - filling) // group
+    turned = heads - groups_before * group
+    return turned if turned >= filling else 0

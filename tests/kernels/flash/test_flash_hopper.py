@@ -62,11 +62,14 @@ def test_compiles_without_serialised_matmuls(
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
     rows = [line for line in run.stdout.splitlines() if line.startswith(kernel)]
     # Programs of more than one query tile do not fit beside 256 columns.
-    assert len(rows) == ((2 if head_dim > 128 else 4) if kernel == "forward" else 3)
+    assert len(rows) == ((2 if head_dim > 128 else 4) if kernel == "forward" else 4)
     for row in rows:
         spilled = re.search(r"(\d+) bytes spill stores", row)
         assert spilled is not None
-        assert int(spilled[1]) <= spilled_bytes, row
+        # With turned heads what bounds the loops is spilled, and read between them.
+        assert int(spilled[1]) <= (max(spilled_bytes, 48) if "turned" in row else spilled_bytes), (
+            row
+        )
 
 
 class TestWhatItLeavesToThePlainKernels:
@@ -128,8 +131,12 @@ class TestSchedule:
         properties = SimpleNamespace(multi_processor_count=132, L2_cache_size=50 << 20)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
 
-    def problem(self, heads: tuple[int, int], tokens: int, causal: bool = True) -> Problem:
-        q, k = (torch.empty(1, n, tokens, 128, dtype=torch.bfloat16, device="meta") for n in heads)
+    def problem(
+        self, heads: tuple[int, int], tokens: int, *, head_dim: int = 128, causal: bool = True
+    ) -> Problem:
+        q, k = (
+            torch.empty(1, n, tokens, head_dim, dtype=torch.bfloat16, device="meta") for n in heads
+        )
         return describe(q, k, k, causal=causal)
 
     def test_under_a_mask_every_query_head_has_programs_of_its_own(self) -> None:
@@ -154,6 +161,44 @@ class TestSchedule:
         assert heads * tokens * 128 * 8 <= 50 << 20
         # The simulation's own, which asks no device.
         assert heads == backward_order.heads_at_once(tokens, 128)
+
+    @pytest.mark.parametrize(
+        ("heads", "tokens", "head_dim", "turned"),
+        [
+            ((16, 16), 16384, 64, 4),  # Groups of four fit the cache.
+            ((15, 15), 16384, 64, 3),
+            ((13, 13), 16384, 64, 5),  # One alone has 128 programs, for 132 processors.
+            ((8, 2), 8192, 128, 4),
+            ((16, 16), 16384, 128, 0),  # Of 16 rounds the last does not count.
+            ((8, 8), 2048, 128, 0),
+            ((9, 9), 2048, 128, 9),
+            ((1, 1), 16384, 64, 0),
+            ((1, 1), 32768, 64, 1),
+        ],
+    )
+    def test_the_last_heads_are_turned_if_they_fill_the_gpu(
+        self, heads: tuple[int, int], tokens: int, head_dim: int, turned: int
+    ) -> None:
+        assert schedule.heads_turned(self.problem(heads, tokens, head_dim=head_dim)) == turned
+        if turned:
+            # The simulation's own.
+            assert turned == backward_order.heads_turned(heads[0], tokens, head_dim)
+
+    def test_none_is_turned_where_programs_are_as_long_as_each_other(self) -> None:
+        assert schedule.heads_turned(self.problem((8, 8), 8192, causal=False)) == 0
+        q = torch.empty(1, 8, 8192, 128, dtype=torch.bfloat16, device="meta")
+        assert schedule.heads_turned(describe(q, q, q, causal=True, window=1024)) == 0
+
+    @pytest.mark.parametrize(
+        ("heads", "head_dim", "apart"),
+        [(8, 128, True), (8, 72, True), (8, 64, False), (17, 128, False)],
+    )
+    def test_halves_are_added_apart_in_few_rounds(
+        self, heads: int, head_dim: int, apart: bool
+    ) -> None:
+        """8 heads have 512 programs, 17 have 1,088; up to 64 columns halves are added at once."""
+        problem = self.problem((heads, heads), 8192, head_dim=head_dim)
+        assert schedule.halves_apart(problem) is apart
 
 
 class TestProgramSize:
@@ -333,6 +378,16 @@ def assert_near(got: Tensor, expected: Tensor, what: str) -> None:
 
 ON_HOPPER_ONLY = FlashOptions(implementation="hopper")
 
+MASKS = [("causal", 0), ("causal", 1 << 20), ("full", 0)]
+"""With how many of the last heads turned, if there are so many."""
+
+
+def turn(monkeypatch: pytest.MonkeyPatch, heads: int) -> None:
+    """In calls too small for it, too."""
+    monkeypatch.setattr(schedule, "heads_turned", lambda problem: heads)
+    monkeypatch.setattr(plans, "BACKWARD_PLANS", {})
+
+
 SHAPES = {
     "square": (2, 4, 4, 512, 512, 64),
     "grouped": (1, 8, 1, 200, 200, 96),
@@ -382,8 +437,9 @@ class TestOnHopper:
         ):
             assert_near(got, wanted, what)
 
-    @pytest.mark.parametrize("causal", [True, False])
-    def test_against_float64(self, causal: bool) -> None:
+    @pytest.mark.parametrize(("mask", "turned"), MASKS)
+    def test_against_float64(self, monkeypatch: pytest.MonkeyPatch, mask: str, turned: int) -> None:
+        turn(monkeypatch, turned)
         for shape in (
             "square",
             "more keys",
@@ -393,7 +449,7 @@ class TestOnHopper:
             "wide",
             "grouped",
         ):
-            self.check(shape, torch.bfloat16, causal)
+            self.check(shape, torch.bfloat16, mask == "causal")
 
     @pytest.mark.exhaustive
     @pytest.mark.parametrize("shape", SHAPES)
@@ -496,11 +552,26 @@ class TestOnHopper:
             for _ in range(repeats):
                 assert all(map(torch.equal, operator.backward(call, do, o, lse), first))
 
-    @pytest.mark.parametrize(("head_dim", "parts"), [(64, 4), (96, 4), (128, 1), (256, 4)])
+    @pytest.mark.parametrize(
+        ("head_dim", "parts", "apart"),
+        [
+            *((64, 4, False), (96, 4, True), (96, 4, False), (128, 1, True), (128, 1, False)),
+            (256, 4, False),
+        ],
+    )
     def test_many_runs_end_and_agree(
-        self, monkeypatch: pytest.MonkeyPatch, head_dim: int, parts: int
+        self, monkeypatch: pytest.MonkeyPatch, head_dim: int, parts: int, apart: bool
     ) -> None:
+        monkeypatch.setattr(schedule, "halves_apart", lambda problem: apart)
         self.check_repeats(monkeypatch, 2, parts, head_dim, repeats=50)
+
+    @pytest.mark.parametrize("head_dim", [64, 128, 256])
+    def test_turned_heads_beside_others(
+        self, monkeypatch: pytest.MonkeyPatch, head_dim: int
+    ) -> None:
+        turn(monkeypatch, 4)
+        monkeypatch.setattr(schedule, "heads_at_once", lambda problem: 2)
+        self.check_repeats(monkeypatch, 2, 4, head_dim, repeats=20)
 
     @pytest.mark.exhaustive
     @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
@@ -511,7 +582,10 @@ class TestOnHopper:
         self.check_repeats(monkeypatch, kv_heads, parts, head_dim, repeats=250)
 
     def test_slices_of_heads(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Three slices, the last of one head, give what one call gives, bit for bit."""
+        """Three slices, the last of one head, give what one call gives, bit for bit.
+
+        There are too few programs for turned heads, whose sums are in another order.
+        """
         torch.manual_seed(5)
         q, do = (torch.randn(2, 10, 300, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         k, v = (torch.randn(2, 5, 300, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -538,10 +612,19 @@ class TestOnHopper:
         ("lengths", "heads", "kv_heads", "head_dim"),
         [((300, 1, 0, 513, 64), 4, 2, 64), ((100, 700, 33), 2, 1, 128), ((100, 400, 1), 2, 1, 192)],
     )
-    @pytest.mark.parametrize("causal", [True, False])
+    @pytest.mark.parametrize(("mask", "turned"), MASKS)
     def test_packed(
-        self, lengths: tuple[int, ...], heads: int, kv_heads: int, head_dim: int, causal: bool
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        lengths: tuple[int, ...],
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        mask: str,
+        turned: int,
     ) -> None:
+        causal = mask == "causal"
+        turn(monkeypatch, turned)
         torch.manual_seed(2)
         ends = [0, *accumulate(lengths)]
         cu_seqlens = torch.tensor(ends, dtype=torch.int32, device="cuda")

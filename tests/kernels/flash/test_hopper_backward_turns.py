@@ -49,7 +49,9 @@ def masks(longest: int) -> Iterator[Mask]:
         yield Mask(causal=causal, window=window, shift=shift)
 
 
-def check_turns(kernel: SimpleNamespace, mask: Mask, q_len: int, kv_len: int, size: int) -> None:
+def check_turns(
+    kernel: SimpleNamespace, mask: Mask, q_len: int, kv_len: int, size: int, is_turned: bool
+) -> None:
     """One head, with one tile of keys too many, as shorter sequences of a packed batch have."""
     edges = kernel.Edges(mask.window or 0, mask.prefix_len, mask.shift)
     constants = size, mask.causal, kind_of(mask)
@@ -57,20 +59,26 @@ def check_turns(kernel: SimpleNamespace, mask: Mask, q_len: int, kv_len: int, si
     offset = kv_len - q_len + mask.shift
     programs_of = defaultdict(list)
     # In the order in which programs start.
-    for tile in reversed(range(num_tiles + 1)):
-        own = kernel.turns_of_keys(tile, q_len, kv_len, edges, *constants)
-        mask_end = own.first + own.num_masked
-        assert 0 <= own.first <= mask_end <= own.unmasked_end <= own.end <= num_turns
+    tiles = range(num_tiles + 1)
+    for tile in tiles if is_turned else reversed(tiles):
+        own = kernel.turns_of_keys(tile, q_len, kv_len, edges, is_turned, *constants)
+        mask_end = own.first if is_turned else own.first + own.num_masked
+        assert own.first <= mask_end <= own.unmasked_end <= own.end
+        assert not is_turned or own.unmasked_end == own.end - own.num_masked
+        steps = range(own.first, own.end)
+        turns = [kernel.turn_of(step) for step in steps]
+        assert turns == sorted(turns, reverse=is_turned)
+        assert set(turns) <= set(range(num_turns))
+        plain = {kernel.turn_of(step) for step in range(mask_end, own.unmasked_end)}
         keys = range(tile * size, tile * size + size)
         for turn in range(num_turns):
             queries = range(turn * size, turn * size + size)
             pairs = [is_seen(mask, query + offset, key) for query in queries for key in keys]
-            visits = own.first <= turn < own.end
+            visits = turns.count(turn)
             assert visits == (any(pairs) and tile < num_tiles)
             if visits:
                 programs_of[turn].append(own)
-                is_plain = mask_end <= turn < own.unmasked_end
-                assert is_plain == (all(pairs) and keys[-1] < kv_len)
+                assert (turn in plain) == (all(pairs) and keys[-1] < kv_len)
     for turn in range(num_turns):
         orders = [kernel.programs_before(turn, own, *constants) for own in programs_of[turn]]
         assert orders == list(range(len(orders)))
@@ -86,7 +94,7 @@ def test_only_long_windows_have_turns_without_a_mask(causal: bool, window: int) 
     edges = kernel.Edges(window, 0, 0)
     # With 127 keys more the first query of a turn sees the last key of a program's and no other.
     tiles = [
-        kernel.turns_of_keys(tile, 1024, kv_len, edges, PROGRAM_ROWS, causal, "window")
+        kernel.turns_of_keys(tile, 1024, kv_len, edges, False, PROGRAM_ROWS, causal, "window")
         for kv_len in (1024, 1024 + 127)
         for tile in range(8)
     ]
@@ -97,8 +105,10 @@ def test_only_long_windows_have_turns_without_a_mask(causal: bool, window: int) 
 def check_all(longest: int, size: int, edit: tuple[str, str] | None = None) -> None:
     kernel = backward_functions(edit)
     for mask in masks(longest):
-        for q_len, kv_len in product(range(1, longest + 1), repeat=2):
-            check_turns(kernel, mask, q_len, kv_len, size)
+        # Heads are turned under causal masks that hide nothing else.
+        for is_turned in {False, mask == Mask(causal=True)}:
+            for q_len, kv_len in product(range(1, longest + 1), repeat=2):
+                check_turns(kernel, mask, q_len, kv_len, size, is_turned)
 
 
 @pytest.mark.parametrize(
@@ -128,6 +138,12 @@ def test_programs_count_those_before_them(longest: int, size: int) -> None:
         ("unmasked_end = gl.maximum(past, first_turn + num_masked)", "unmasked_end = past"),
         ("last_key = gl.maximum(last_key, turns.prefix_len - 1)", "pass"),
         ("last = gl.minimum(last, last_key // SIZE)", "pass"),
+        ("gl.where(is_turned > 0, 1 - end,", "gl.where(is_turned > 0, -end,"),
+        ("gl.where(is_turned > 0, 1 - end,", "gl.where(False, 1 - end,"),
+        ("end=gl.where(is_turned > 0, 1 - first_turn, end)", "end=end"),
+        ("1 - first_turn - num_masked", "1 - first_turn"),
+        ("gl.where(turns.is_turned > 0, turns.key_tile, last", "gl.where(False, 0, last"),
+        ("gl.abs(step)", "step"),
         ("first += shift", "pass"),
         ("last += window - 1", "pass"),
         ("reached & (first - window + 1 < tl", "reached & (first - window < tl"),
@@ -141,16 +157,28 @@ def test_notices_a_wrong_edge(edit: tuple[str, str]) -> None:
         check_all(5, 2, edit)
 
 
-@pytest.mark.parametrize("heads_at_once", [1, 2, 4, 16])
-def test_programs_of_later_keys_start_first(heads_at_once: int) -> None:
+@pytest.mark.parametrize("turns_last", [False, True])
+@pytest.mark.parametrize(("heads_at_once", "group"), [(1, 1), (2, 1), (4, 3), (16, 7)])
+def test_programs_of_later_keys_start_first(
+    heads_at_once: int, group: int, turns_last: bool
+) -> None:
+    """Those of earlier keys in the last heads that take turns, if these are turned."""
     kernel = backward_functions()
-    started = defaultdict(list)
-    for program in range(7 * 5):
-        kernel.gl.program_id = lambda axis, program=program: program
-        kernel.gl.num_programs = lambda axis: 7 * 5
-        head, tile = kernel.place_in_order(heads_at_once, 5)
-        started[head].append(tile)
-    assert started == {head: [4, 3, 2, 1, 0] for head in range(7)}
+    kernel.gl.num_programs = lambda axis: 7 * 5
+    for num_turned in (0, group):
+        started = defaultdict(list)
+        turned = set()
+        for program in range(7 * 5):
+            kernel.gl.program_id = lambda axis, program=program: program
+            head, tile, is_turned = kernel.place_in_order(heads_at_once, num_turned, 5, turns_last)
+            started[head].append(tile)
+            turned.add((head, is_turned))
+        first_turned = 7 - num_turned if turns_last else 7
+        assert turned == {(head, head >= first_turned) for head in range(7)}
+        later_first = [4, 3, 2, 1, 0]
+        assert started == {
+            head: later_first[::-1] if head >= first_turned else later_first for head in range(7)
+        }
 
 
 def gradients(
@@ -168,7 +196,7 @@ def gradients(
     q, k, v, do = (torch.nn.functional.pad(x, (0, 0, 0, size)) for x in (q, k, v, do))
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     for tile in reversed(range(-(-kv_len // size))):
-        own = kernel.turns_of_keys(tile, q_len, kv_len, edges, size, *constants)
+        own = kernel.turns_of_keys(tile, q_len, kv_len, edges, False, size, *constants)
         for turn in range(own.first, own.end):
             is_masked = not own.first + own.num_masked <= turn < own.unmasked_end
             for row, key in product(range(0, size, ROWS), repeat=2):
