@@ -1,0 +1,96 @@
+"""benchmarks.kernel_trees: kernels of several source trees in turns, on a CPU."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from benchmarks.kernel_trees import Arm, Shape, lines_of, main, shape_of
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_shapes() -> None:
+    sizes = {"batch_size": 2, "heads": 8, "tokens": 64, "head_dim": 16}
+    assert shape_of("2x8x64x16") == Shape(text="2x8x64x16", kv_heads=8, **sizes)
+    text = "2x8:4x64x16/window=9"
+    assert shape_of(text) == Shape(text=text, kv_heads=4, window=9, **sizes)
+    assert not shape_of("2x8x64x16/full").causal
+    for wrong in ("2x8x64", "2x8:3x64x16", "0x8x64x16", "2x8x64x16/window"):
+        with pytest.raises(argparse.ArgumentTypeError, match=wrong):
+            shape_of(wrong)
+
+
+def test_trees_are_measured_and_one_that_is_broken_is_named(tmp_path: Path) -> None:
+    (tmp_path / "broken" / "kernels").mkdir(parents=True)
+    (tmp_path / "broken" / "kernels" / "__init__.py").write_text("raise ImportError('not here')")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "kernels").symlink_to(ROOT / "kernels")
+    run = subprocess.run(
+        [
+            *(sys.executable, "-m", "benchmarks.kernel_trees", "--backend", "flash_torch"),
+            *("--shapes", "1x2:1x32x8", "1x2x32x8/window=4", "--rounds", "2", "--calls", "1"),
+            *(f"mine={ROOT}", f"other={tmp_path / 'other'}", f"broken={tmp_path / 'broken'}"),
+            "sdpa_flash",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 1
+    assert "ImportError: not here" in run.stderr
+    lines = [line.split() for line in run.stdout.splitlines()]
+    assert [line[0] for line in lines] == [
+        *("1x2:1x32x8", "mine", "other", "broken", "sdpa_flash"),
+        *("1x2x32x8/window=4", "mine", "other", "broken", "sdpa_flash"),
+    ]
+    for line in (lines[1], lines[2], lines[4], lines[6], lines[7]):
+        assert line[1] == "forward"
+        assert float(line[2]) > 0
+        assert "size" not in line
+    assert lines[1][5] == "1.000"
+    assert "takes no attention.window=4" in " ".join(lines[9])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "name the trees"),
+        (["old=/nowhere"], "/nowhere has no folder kernels"),
+        (["flash_tritton"], "flash_tritton"),
+        (["standard"], "attention=standard: no backend that attends to whole sequences"),
+        (["naive", "--shapes", "1x2"], "1x2: must be like"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["kernel_trees", *arguments])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert message in capsys.readouterr().err
+
+
+def arm(name: str, *, same: bool = True, size: float = 100.0, **others: Any) -> Arm:
+    found = Arm(name=name, process=Mock(), patience_s=1.0, **others)
+    found.first = {"sums": [size, 1.0, 1.0], "same": same}
+    found.rounds = [{"forward": 1.0, "backward": t} for t in (1.0, 2.0, 4.0)]
+    return found
+
+
+def test_what_differs_is_named() -> None:
+    fine, loose, wrong = lines_of(
+        [arm("a"), arm("b", same=False), arm("c", size=98.0)], shape_of("1x2x32x8")
+    )
+    assert fine.endswith("2.0000 ms  ratio 1.000  range 1.500")
+    assert loose.endswith("two passes differ")
+    assert wrong.endswith("gradients of another size")
