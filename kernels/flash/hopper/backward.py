@@ -684,6 +684,7 @@ def flash_backward(
     turns = turns_of_keys(
         key_tile, seq.q_len, seq.kv_len, edges, is_turned, PROGRAM_ROWS, CAUSAL, MASK
     )
+    gl.static_assert(not APART or BLOCK_D == 2 * ROWS)
     PARTS: gl.constexpr = 2 if APART else 1
     inputs = Inputs(q=q_desc, do=do_desc, k=k_desc, v=v_desc, statistics=stat_desc)
     gradients = Gradients(

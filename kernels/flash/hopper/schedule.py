@@ -205,12 +205,12 @@ FEW_ROUNDS = 8
 """Backward programs for each processor, up to which it counts how a pass begins and ends."""
 
 
-def rounds(problem: Problem) -> float:
-    """Backward programs for each of the GPU's processors."""
-    processors = torch.cuda.get_device_properties(problem.device).multi_processor_count
-    num_key_tiles = -(-problem.kv_len // backward_rows(problem))
+def backward_grid(problem: Problem) -> tuple[int, int, int]:
+    """Heads of the backward pass, its programs of each, and the GPU's processors."""
     heads = problem.batch_size * problem.num_kv_heads * num_parts(problem)
-    return heads * num_key_tiles / processors
+    num_key_tiles = -(-problem.kv_len // backward_rows(problem))
+    processors = torch.cuda.get_device_properties(problem.device).multi_processor_count
+    return heads, num_key_tiles, processors
 
 
 def halves_apart(problem: Problem) -> bool:
@@ -220,7 +220,8 @@ def halves_apart(problem: Problem) -> bool:
     program that may do so apart waits half a turn less for the one before. One head of 16,384
     tokens takes 0.96 of the time, but 16 heads take 1.02 on an H100 at its power limit.
     """
-    return 64 < block_d(problem) <= 128 and rounds(problem) <= FEW_ROUNDS
+    heads, num_key_tiles, processors = backward_grid(problem)
+    return 64 < block_d(problem) <= 128 and heads * num_key_tiles <= FEW_ROUNDS * processors
 
 
 def heads_turned(problem: Problem) -> int:
@@ -233,12 +234,11 @@ def heads_turned(problem: Problem) -> int:
     """
     if not problem.causal or not problem.mask.is_plain:
         return 0
-    if block_d(problem) > 64 and rounds(problem) > FEW_ROUNDS:
+    heads, num_key_tiles, processors = backward_grid(problem)
+    if block_d(problem) > 64 and heads * num_key_tiles > FEW_ROUNDS * processors:
         return 0
-    processors = torch.cuda.get_device_properties(problem.device).multi_processor_count
-    heads = problem.batch_size * problem.num_kv_heads * num_parts(problem)
     group = heads_at_once(problem)
-    filling = processors // -(-problem.kv_len // backward_rows(problem)) + 1
+    filling = processors // num_key_tiles + 1
     groups_before = max(0, heads - filling) // group
     turned = heads - groups_before * group
     return turned if turned >= filling else 0

@@ -383,8 +383,10 @@ MASKS = [("causal", 0), ("causal", 1 << 20), ("full", 0)]
 
 
 def turn(monkeypatch: pytest.MonkeyPatch, heads: int) -> None:
-    """In calls too small for it, too."""
+    """In calls too small for it, too; with none, as in calls of many rounds."""
+    apart = schedule.halves_apart
     monkeypatch.setattr(schedule, "heads_turned", lambda problem: heads)
+    monkeypatch.setattr(schedule, "halves_apart", lambda problem: heads > 0 and apart(problem))
     monkeypatch.setattr(plans, "BACKWARD_PLANS", {})
 
 

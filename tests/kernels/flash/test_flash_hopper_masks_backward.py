@@ -131,9 +131,20 @@ def spec_of(
     )
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("causal", [True, False])
-def test_windows(causal: bool, head_dim: int) -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "causal", "many_rounds"),
+    [
+        *((head_dim, causal, False) for head_dim in HEAD_DIMS for causal in (True, False)),
+        # Halves of a turn are added at once then.
+        *((head_dim, True, True) for head_dim in (96, 128)),
+    ],
+)
+def test_windows(
+    monkeypatch: pytest.MonkeyPatch, head_dim: int, causal: bool, many_rounds: bool
+) -> None:
+    if many_rounds:
+        monkeypatch.setattr(schedule, "halves_apart", lambda problem: False)
+        monkeypatch.setattr(plans, "BACKWARD_PLANS", {})
     for window in WINDOWS:
         for lengths in LENGTHS:
             check(spec_of(causal, window), lengths, head_dim)
