@@ -9,7 +9,8 @@ measures while the others wait, in rounds whose order rotates. L2 is emptied bef
 Prints for each shape and arm the median over rounds of forward and backward, over the first arm's,
 and the range: largest minus smallest over median. Two passes whose gradients differ in a bit, and
 sums of |dq|, |dk| or |dv| that are off by 1% from the first arm's, are named; that is no test.
-Shapes are BxH:H_kvxSxD, where H_kv may be left out, and /full or /window=W for another mask.
+Shapes are BxH:H_kvxSxD, where H_kv may be left out, and /full or /window=W for another mask. Exits
+with 1 if an arm failed, or does not take one of the shapes.
 """
 
 from __future__ import annotations
@@ -212,6 +213,8 @@ def start(text: str, backend: str, calls: int, patience_s: float) -> Arm:
         stdout=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
         text=True,
+        # Ctrl-C is for this process alone, which then ends the others.
+        start_new_session=True,
     )
     return Arm(name=name, process=process, patience_s=patience_s)
 
@@ -236,7 +239,7 @@ def measure(arms: list[Arm], shape: Shape, rounds: int) -> None:
                     arm.rounds.append(found)
 
 
-def lines_of(arms: list[Arm], shape: Shape) -> Iterator[str]:
+def lines_of(arms: list[Arm]) -> Iterator[str]:
     """The rows of one shape."""
     first = next((arm for arm in arms if arm.rounds), None)
     for arm in arms:
@@ -257,6 +260,13 @@ def lines_of(arms: list[Arm], shape: Shape) -> Iterator[str]:
         yield "  ".join([row, *notes])
 
 
+def at_least_one(text: str) -> int:
+    """As the command line has it; raises argparse.ArgumentTypeError."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be a number from 1 on")
+    return int(text)
+
+
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m benchmarks.kernel_trees",
@@ -266,8 +276,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("arms", nargs="*", metavar="NAME[=FOLDER]")
     made.add_argument("--backend", default="flash_triton", help="of NAME=FOLDER (flash_triton)")
     made.add_argument("--shapes", nargs="+", type=shape_of, metavar="SHAPE")
-    made.add_argument("--rounds", type=int, default=7)
-    made.add_argument("--calls", type=int, default=20, help="of each pass in a round (20)")
+    made.add_argument("--rounds", type=at_least_one, default=7, help="of each shape (7)")
+    made.add_argument("--calls", type=at_least_one, default=20, help="of each pass in a round (20)")
     made.add_argument("--limit-s", type=float, help="after which no further shape starts")
     made.add_argument("--patience-s", type=float, default=300.0, help="with one answer (300)")
     made.add_argument("--serve", help=argparse.SUPPRESS)
@@ -291,6 +301,7 @@ def main() -> int:
         except ValueError as error:
             parser().error(str(error))
     started = time.monotonic()
+    failed = False
     arms = [
         start(text, arguments.backend, arguments.calls, arguments.patience_s)
         for text in arguments.arms
@@ -301,12 +312,16 @@ def main() -> int:
                 print(f"{shape.text}: not measured, {arguments.limit_s:g} s are over")
                 continue
             measure(arms, shape, arguments.rounds)
-            print(shape.text, *lines_of(arms, shape), sep="\n", flush=True)
+            print(shape.text, *lines_of(arms), sep="\n", flush=True)
+            failed = failed or not all(arm.works for arm in arms)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     finally:
         for arm in arms:
             arm.process.kill()
             arm.process.wait()
-    return int(not all(arm.works for arm in arms))
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -66,6 +69,7 @@ def test_trees_are_measured_and_one_that_is_broken_is_named(tmp_path: Path) -> N
         (["flash_tritton"], "flash_tritton"),
         (["standard"], "attention=standard: no backend that attends to whole sequences"),
         (["naive", "--shapes", "1x2"], "1x2: must be like"),
+        (["naive", "--rounds", "0"], "0: must be a number from 1 on"),
     ],
 )
 def test_what_makes_no_sense_is_refused(
@@ -80,6 +84,38 @@ def test_what_makes_no_sense_is_refused(
     assert message in capsys.readouterr().err
 
 
+def test_a_shape_that_fails_counts_though_the_last_one_works(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shapes = ("1x2x32x8/window=4", "1x2x32x8")
+    options = ("--rounds", "1", "--calls", "1")
+    monkeypatch.setattr(
+        sys, "argv", ["kernel_trees", "naive", "sdpa", *options, "--shapes", *shapes]
+    )
+    assert main() == 1
+    assert "takes no attention.window=4" in capsys.readouterr().out
+
+
+def test_ctrl_c_ends_the_other_processes(tmp_path: Path) -> None:
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text(
+        f"import os, time\nopen({str(tmp_path / 'started')!r}, 'x').write(str(os.getpid()))\n"
+        "time.sleep(3600)\n"
+    )
+    command = [sys.executable, "-m", "benchmarks.kernel_trees", f"slow={tmp_path}"]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as run:
+        pid = ""
+        while not pid and run.poll() is None:
+            with contextlib.suppress(FileNotFoundError):
+                pid = (tmp_path / "started").read_text()
+            time.sleep(0.1)
+        run.send_signal(signal.SIGINT)
+        assert run.wait() == 130
+        assert run.stderr is not None
+        assert run.stderr.read() == "interrupted\n"
+    assert not Path(f"/proc/{pid}").exists()
+
+
 def arm(name: str, *, same: bool = True, size: float = 100.0, **others: Any) -> Arm:
     found = Arm(name=name, process=Mock(), patience_s=1.0, **others)
     found.first = {"sums": [size, 1.0, 1.0], "same": same}
@@ -88,9 +124,7 @@ def arm(name: str, *, same: bool = True, size: float = 100.0, **others: Any) -> 
 
 
 def test_what_differs_is_named() -> None:
-    fine, loose, wrong = lines_of(
-        [arm("a"), arm("b", same=False), arm("c", size=98.0)], shape_of("1x2x32x8")
-    )
+    fine, loose, wrong = lines_of([arm("a"), arm("b", same=False), arm("c", size=98.0)])
     assert fine.endswith("2.0000 ms  ratio 1.000  range 1.500")
     assert loose.endswith("two passes differ")
     assert wrong.endswith("gradients of another size")
