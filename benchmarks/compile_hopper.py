@@ -52,8 +52,8 @@ class Variant:
     dtype: str
     causal: bool
     packed: bool
-    full_precision: bool = False
-    """Whether dK and dV are parts in float32, to be added up."""
+    shared: bool = False
+    """Whether programs of the backward kernel share a group, and add up dK and dV."""
     tiles: int = 1
     """Query tiles of a program of the forward kernel."""
     mask: str = "plain"
@@ -87,6 +87,7 @@ def compile_variant(variant: Variant) -> Any:
         "APART": variant.apart and columns.stored == 128,
         "UNMASKED": variant.unmasked,
         "TURNED": variant.turned,
+        "SHARED": variant.shared,
         "CAUSAL": variant.causal,
         "MASK": variant.mask,
         "SOFTCAP": variant.softcap,
@@ -125,11 +126,9 @@ def _type(name: str, variant: Variant, tile: int) -> str:
         layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
         stored = hopper_schedule.columns(variant.head_dim).stored
         return f"tensordesc<{variant.dtype}[1, 1, {rows}, {stored}],{layout!r}>"
-    if name in ("lse_ptr", "dq_sums"):
+    if name in ("lse_ptr", "dq_sums", "key_sums"):
         return "*fp32"
-    if variant.full_precision and name in ("dk_ptr", "dv_ptr"):
-        return "*fp32"
-    if name == "counts":
+    if name in ("counts", "key_counts"):
         return "*i32"
     if name.endswith("_ptr"):
         return f"*{variant.dtype}"
@@ -182,7 +181,7 @@ def plain_variants(kernel: str, head_dim: int) -> list[Variant]:
         Variant(kernel=kernel, head_dim=head_dim, dtype="fp16", causal=False, packed=True),
     ]
     if kernel == "backward":
-        variants.append(replace(variants[0], full_precision=True))
+        variants.append(replace(variants[0], shared=True))
         variants.append(replace(variants[0], turned=True, apart=True))
     elif hopper_schedule.columns(head_dim).stored in program_size.COSTS:
         variants += [replace(variants[0], tiles=tiles) for tiles in program_size.SIZES[1:]]
@@ -228,7 +227,7 @@ def main() -> int:
                     f"{kernel:<14} d {head_dim:<4} {variant.dtype} "
                     f"{'causal' if variant.causal else 'full':<7}"
                     f"{'packed' if variant.packed else 'dense':<7}"
-                    f"{'parts' if variant.full_precision else '':<6}"
+                    f"{'parts' if variant.shared else '':<6}"
                     f"{'turned' if variant.turned else '':<7}"
                     f"{f'tiles {variant.tiles}' if variant.tiles > 1 else '':<8}"
                     f"{variant.mask if variant.mask != 'plain' else '':<7}"

@@ -186,6 +186,8 @@ def row_statistics(x: Values) -> None:
     statistics[0, :, :rows] = lse.where(lse > -math.inf, torch.tensor(math.inf)) * LOG2_E
     statistics[1, :, :rows] = (o.double() * do.double()).sum(-1).reshape(lines, rows)
     contiguous(x["counts_ptr"], torch.int32, lines, x["padded_len"] // 64).zero_()
+    if x["num_key_counts"]:
+        contiguous(x["key_counts_ptr"], torch.int32, x["num_key_counts"]).zero_()
 
 
 def backward(x: Values) -> None:
@@ -205,25 +207,18 @@ def backward(x: Values) -> None:
     ds = p * (do @ values.mT - delta)
     sums = contiguous(x["dq_sums"], torch.float32, lines, padded, x["BLOCK_D"])
     sums[:, :rows, :head_dim] = (ds @ keys).reshape(lines, rows, head_dim)
-    dtype = DTYPE if parts == 1 else torch.float32
-    shape = (batch, k.shape[1] * parts, k.shape[2], head_dim)
+    assert x["SHARED"] == (parts > 1)
+    if parts > 1:
+        num_key_lines, padded_keys = batch * k.shape[1], x["padded_keys"]
+        key_counts = contiguous(x["key_counts"], torch.int32, num_key_lines, padded_keys // 64)
+        assert not key_counts.any(), "counts begin at zero"
+        key_counts.fill_(7)
+        shape = (num_key_lines, 2, padded_keys, x["BLOCK_D"])
+        contiguous(x["key_sums"], torch.float32, *shape).fill_(7)
     for y, letter, factor in (((ds.mT @ q), "k", x["scale"]), ((p.mT @ do), "v", 1.0)):
         strides = (x[f"stride_{letter}b"], x[f"stride_{letter}h"], x[f"stride_{letter}s"], 1)
-        members = y.unflatten(1, (shape[1], x["num_members"])).sum(2)
-        at(x[f"d{letter}_ptr"], dtype, shape, strides).copy_(members * factor)
-
-
-def sum_parts(x: Values) -> None:
-    for letter in "kv":
-        strides = (x[f"stride_{letter}b"], x[f"stride_{letter}h"], x[f"stride_{letter}s"], 1)
-        heads = x["num_kv_heads"]
-        # The batch is not among the parameters, but their heads are of equal length.
-        for batch in range(x["BATCH"]):
-            shape = (heads, x["num_parts"], x["length"], x["HEAD_DIM"])
-            start = 4 * batch * math.prod(shape)
-            parts = contiguous(x[f"d{letter}_parts_ptr"] + start, torch.float32, *shape)
-            out = x[f"d{letter}_ptr"] + 2 * batch * strides[0]
-            at(out, DTYPE, (heads, *shape[2:]), strides[1:]).copy_(parts.double().sum(1))
+        members = y.unflatten(1, (k.shape[1], x["group_size"])).sum(2)
+        at(x[f"d{letter}_ptr"], DTYPE, k.shape, strides).copy_(members * factor)
 
 
 def finish_dq(x: Values) -> None:
@@ -250,7 +245,6 @@ def emulate(monkeypatch: pytest.MonkeyPatch, batch: int) -> EmulatedGpu:
         (hopper_forward, "flash_forward", forward),
         (hopper_backward, "flash_backward", backward),
         (hopper_rows, "row_statistics", row_statistics),
-        (hopper_rows, "sum_parts", sum_parts),
         (hopper_rows, "finish_dq", finish_dq),
     ):
         gpu.kernels[name] = Kernel(getattr(module, name), with_batch(compute), gpu)

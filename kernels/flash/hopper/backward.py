@@ -40,7 +40,7 @@ from kernels.flash.hopper.backward_order import (
     Gradients,
     Heads,
     Inputs,
-    add_to_dq,
+    add_tile,
     bounds_of_loops,
     close_turns,
     open_turns,
@@ -53,6 +53,7 @@ from kernels.flash.hopper.backward_order import (
     turn_of,
     turns_of_keys,
 )
+from kernels.flash.hopper.backward_sharing import give, sharing_of
 from kernels.flash.hopper.tiles import (
     CONSUMER_REGISTERS,
     CONSUMERS,
@@ -63,7 +64,6 @@ from kernels.flash.hopper.tiles import (
     columns,
     opaque,
     sequence,
-    store_rows,
 )
 
 
@@ -243,7 +243,7 @@ def add_last_dq(
     tile = 4 - 4 * parity + 2 * (CONSUMER if PARTS == 1 else HALF)
     running = dq_tile(views, tile, PART, PARTS, N)
     dq = warpgroup_mma_wait(0, deps=[running])
-    add_to_dq(dq_ptr + (HALF * PARTS + PART) * (ROWS * ROWS), dq, is_first)
+    add_tile(dq_ptr + (HALF * PARTS + PART) * (ROWS * ROWS), dq, is_first)
 
 
 @gluon.jit
@@ -359,7 +359,7 @@ def half_turn(
         if HALF == 0 or APART:
             mbarrier.wait(shared.opened, opened, pred=now.has_dq)
         if now.has_dq:
-            add_to_dq(now.dq_ptr + (HALF * PARTS + PART) * (ROWS * ROWS), dq, now.is_first)
+            add_tile(now.dq_ptr + (HALF * PARTS + PART) * (ROWS * ROWS), dq, now.is_first)
             if HALF == PARTS - 1 or APART:
                 mbarrier.arrive(shared.done.index(opened))
     if HALF == 1:
@@ -447,6 +447,7 @@ def accumulate(
     seq,
     heads,
     turns,
+    sharing,
     scale,
     scale_log2,
     CONSUMER: gl.constexpr,
@@ -462,6 +463,7 @@ def accumulate(
     APART: gl.constexpr,
     UNMASKED: gl.constexpr,
     TURNED: gl.constexpr,
+    SHARED: gl.constexpr,
 ):
     """One consumer: dK and dV of 64 keys, and its half of every turn's dQ."""
     dtype: gl.constexpr = shared.k_tiles.dtype
@@ -546,25 +548,36 @@ def accumulate(
         stride_h=gradients.stride_kh,
         stride_s=gradients.stride_ks,
         batch=seq.batch,
-        head=heads.out_head,
+        head=heads.kv_head,
         start=seq.k_start,
         length=seq.kv_len,
     )
-    store_rows(progress.dk * scale, dk_rows, first_key, 0, HEAD_DIM)
     dv_rows = Rows(
         pointer=gradients.dv_ptr,
         stride_b=gradients.stride_vb,
         stride_h=gradients.stride_vh,
         stride_s=gradients.stride_vs,
         batch=seq.batch,
-        head=heads.out_head,
+        head=heads.kv_head,
         start=seq.k_start,
         length=seq.kv_len,
     )
-    store_rows(progress.dv, dv_rows, first_key, 0, HEAD_DIM)
+    # The sums are one more part, behind those of the last turn.
+    opened = 0 if APART else parity
+    if SHARED:
+        mbarrier.wait(shared.opened, opened, pred=sharing.adds | sharing.ends)
+    OWN: gl.constexpr = CONSUMER * ROWS * BLOCK_D
+    TAIL_SUMS: gl.constexpr = OWN + ROWS * MAIN
+    dk = progress.dk * scale
+    give(dk, sharing.dk + OWN, dk_rows, first_key, sharing, 0, HEAD_DIM, SHARED)
+    give(progress.dv, sharing.dv + OWN, dv_rows, first_key, sharing, 0, HEAD_DIM, SHARED)
     if TAIL > 0:
-        store_rows(progress.dk_tail * scale, dk_rows, first_key, MAIN, HEAD_DIM)
-        store_rows(progress.dv_tail, dv_rows, first_key, MAIN, HEAD_DIM)
+        dk = progress.dk_tail * scale
+        dv = progress.dv_tail
+        give(dk, sharing.dk + TAIL_SUMS, dk_rows, first_key, sharing, MAIN, HEAD_DIM, SHARED)
+        give(dv, sharing.dv + TAIL_SUMS, dv_rows, first_key, sharing, MAIN, HEAD_DIM, SHARED)
+    if SHARED:
+        mbarrier.arrive(shared.done.index(opened), pred=sharing.adds)
 
 
 @gluon.jit(do_not_specialize=["num_turned", "window", "prefix_len", "shift"])
@@ -576,6 +589,8 @@ def flash_backward(
     stat_desc,
     dq_sums,
     counts,
+    key_sums,
+    key_counts,
     dk_ptr,
     dv_ptr,
     cu_seqlens_q,
@@ -595,6 +610,7 @@ def flash_backward(
     kv_len,
     num_lines,
     padded_len,
+    padded_keys,
     window,
     prefix_len,
     shift,
@@ -605,6 +621,7 @@ def flash_backward(
     APART: gl.constexpr,
     UNMASKED: gl.constexpr,
     TURNED: gl.constexpr,
+    SHARED: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr,
     MAIN: gl.constexpr,
@@ -618,10 +635,10 @@ def flash_backward(
     """dK and dV of one tile of keys of one key head, and what these keys add to dQ.
 
     It takes ``num_members`` of the ``group_size`` query heads that share the key head; where that
-    is not all of them, the parts write a dK and dV each, as if of so many more key heads, and
-    rows.sum_parts adds them up. Without ``UNMASKED`` every turn takes a mask, as all turns of a
-    short window need one (schedule.has_unmasked_turns). ``TURNED``: some heads are, the last
-    ``num_turned`` (schedule.heads_turned). ``APART``: schedule.halves_apart.
+    is not all of them, ``SHARED``, the programs of a group add up dK and dV in their order
+    (:mod:`kernels.flash.hopper.backward_sharing`). Without ``UNMASKED`` every turn takes a mask, as
+    all turns of a short window need one (schedule.has_unmasked_turns). ``TURNED``: some heads are,
+    the last ``num_turned`` (schedule.heads_turned). ``APART``: schedule.halves_apart.
     dq_sums is [num_lines, padded_len, BLOCK_D] float32, tiles of 64 by 64 in the order of
     :func:`by_thread`; counts is [num_lines, padded_len / 64] int32, zero at the start.
     """
@@ -666,12 +683,10 @@ def flash_backward(
         mbarrier.init(shared.free.index(slot), count=CONSUMERS)
 
     num_key_tiles = gl.cdiv(kv_len, PROGRAM_ROWS)
-    part, key_tile, is_turned = place_in_order(heads_at_once, num_turned, num_key_tiles, TURNED)
-    num_out_heads = num_heads // num_members
-    out_head = part % num_out_heads
-    first_head = out_head * num_members
+    line, key_tile, is_turned = place_in_order(heads_at_once, num_turned, num_key_tiles, TURNED)
+    programs_of_sequence = num_heads // num_members
+    first_head = line % programs_of_sequence * num_members
     heads = Heads(
-        out_head=out_head,
         num_heads=num_heads,
         first_head=first_head,
         num_members=num_members,
@@ -679,10 +694,13 @@ def flash_backward(
         num_lines=num_lines,
         padded_len=padded_len,
     )
-    seq = sequence(cu_seqlens_q, cu_seqlens_k, part // num_out_heads, q_len, kv_len, PACKED)
+    seq = sequence(cu_seqlens_q, cu_seqlens_k, line // programs_of_sequence, q_len, kv_len, PACKED)
     edges = Edges(window, prefix_len, shift)
     turns = turns_of_keys(
         key_tile, seq.q_len, seq.kv_len, edges, is_turned, PROGRAM_ROWS, CAUSAL, MASK
+    )
+    sharing = sharing_of(
+        key_sums, key_counts, padded_keys, heads, group_size, turns.first_key, seq, BLOCK_D
     )
     gl.static_assert(not APART or BLOCK_D == 2 * ROWS)
     PARTS: gl.constexpr = 2 if APART else 1
@@ -701,6 +719,7 @@ def flash_backward(
                     seq,
                     heads,
                     turns,
+                    sharing,
                     scale,
                     scale_log2,
                     0,
@@ -716,6 +735,7 @@ def flash_backward(
                     APART,
                     UNMASKED,
                     TURNED,
+                    SHARED,
                 ),
             ),
             (
@@ -727,6 +747,7 @@ def flash_backward(
                     seq,
                     heads,
                     turns,
+                    sharing,
                     scale,
                     scale_log2,
                     1,
@@ -742,11 +763,42 @@ def flash_backward(
                     APART,
                     UNMASKED,
                     TURNED,
+                    SHARED,
                 ),
             ),
             (produce, (inputs, shared, heads, seq, turns, STAGES)),
-            (open_turns, (counts, shared, heads, seq, turns, PROGRAM_ROWS, PARTS, CAUSAL, MASK)),
-            (close_turns, (counts, shared, heads, seq, turns, PROGRAM_ROWS, PARTS, CAUSAL, MASK)),
+            (
+                open_turns,
+                (
+                    counts,
+                    shared,
+                    heads,
+                    seq,
+                    turns,
+                    sharing,
+                    PROGRAM_ROWS,
+                    PARTS,
+                    CAUSAL,
+                    MASK,
+                    SHARED,
+                ),
+            ),
+            (
+                close_turns,
+                (
+                    counts,
+                    shared,
+                    heads,
+                    seq,
+                    turns,
+                    sharing,
+                    PROGRAM_ROWS,
+                    PARTS,
+                    CAUSAL,
+                    MASK,
+                    SHARED,
+                ),
+            ),
         ],
         [4, 1, 1, 1],
         [CONSUMER_REGISTERS, 24, 24, 24],

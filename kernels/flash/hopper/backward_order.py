@@ -49,8 +49,6 @@ class Inputs(NamedTuple):
 class Heads(NamedTuple):
     """The query heads of a program, which share a key head."""
 
-    out_head: Any
-    """The head of dk and dv that this program fills."""
     num_heads: Any
     """Query heads of a sequence."""
     first_head: Any
@@ -238,10 +236,12 @@ def open_turns(
     heads,
     seq,
     turns,
+    sharing,
     SIZE: gl.constexpr,
     PARTS: gl.constexpr,
     CAUSAL: gl.constexpr,
     MASK: gl.constexpr,
+    SHARED: gl.constexpr,
 ):
     """The warp that lets the consumers add to dQ once all programs before have done so.
 
@@ -249,7 +249,8 @@ def open_turns(
 
     A barrier tells only even phases from odd ones, so nobody may fall two phases behind another.
     Hence a part opens when the consumers are done with the one before and the two before that are
-    closed; ``done`` and ``closed`` are two barriers each, for parts in turn.
+    closed; ``done`` and ``closed`` are two barriers each, for parts in turn. Where programs share
+    a group, their sums of dK and dV are one more part, the last.
     """
     part = 0
     for member in range(heads.num_members):
@@ -258,16 +259,24 @@ def open_turns(
         for place in range(turns.first * PARTS, turns.end * PARTS):
             turn, tile = tile_of(place, SIZE, PARTS)
             before = programs_before(turn, turns, SIZE, CAUSAL, MASK)
-            # Without acquiring, which would empty the L1 cache, and with it what consumers have
-            # spilled, at every look: nothing is read here but the count. L2 adds to dQ in the order
-            # in which additions reach it, and those before were released before the count.
-            while gl.load(of_line + tile, volatile=True) < before:
-                pass
-            # The phases of parts -1 and -2 count as over at the start.
-            mbarrier.wait(shared.done.index((part + 1) & 1), ((part + 3) >> 1) & 1)
-            mbarrier.wait(shared.closed.index(part & 1), ((part + 2) >> 1) & 1)
+            wait_until_open(of_line + tile, before, shared, part)
             mbarrier.arrive(shared.opened)
             part += 1
+    if SHARED:
+        open_sums(shared, sharing, part)
+
+
+@gluon.jit
+def wait_until_open(count, before, shared, part):
+    """Wait until so many programs have added, and until the consumers may hear of it."""
+    # Without acquiring, which would empty the L1 cache, and with it what consumers have spilled, at
+    # every look: nothing is read here but the count. L2 adds in the order in which additions reach
+    # it, and those before were released before the count.
+    while gl.load(count, volatile=True) < before:
+        pass
+    # The phases of parts -1 and -2 count as over at the start.
+    mbarrier.wait(shared.done.index((part + 1) & 1), ((part + 3) >> 1) & 1)
+    mbarrier.wait(shared.closed.index(part & 1), ((part + 2) >> 1) & 1)
 
 
 @gluon.jit
@@ -277,10 +286,12 @@ def close_turns(
     heads,
     seq,
     turns,
+    sharing,
     SIZE: gl.constexpr,
     PARTS: gl.constexpr,
     CAUSAL: gl.constexpr,
     MASK: gl.constexpr,
+    SHARED: gl.constexpr,
 ):
     """The warp that lets the next program add once all of this one's additions are in memory.
 
@@ -297,6 +308,27 @@ def close_turns(
             gl.atomic_xchg(of_line + tile, before + 1, sem="release", scope="gpu")
             mbarrier.arrive(shared.closed.index(part & 1))
             part += 1
+    if SHARED:
+        close_sums(shared, sharing, part)
+
+
+@gluon.jit
+def open_sums(shared, sharing, part):
+    """Let the consumers at the sums of dK and dV once the programs before have added to them."""
+    if sharing.adds | sharing.ends:
+        wait_until_open(sharing.count, sharing.before, shared, part)
+        if sharing.ends:
+            # It reads what others have added.
+            gl.atomic_add(sharing.count, 0, sem="acquire", scope="gpu")
+        mbarrier.arrive(shared.opened)
+
+
+@gluon.jit
+def close_sums(shared, sharing, part):
+    """Let the next program at the sums of dK and dV."""
+    if sharing.adds:
+        mbarrier.wait(shared.done.index(part & 1), (part >> 1) & 1)
+        gl.atomic_xchg(sharing.count, sharing.before + 1, sem="release", scope="gpu")
 
 
 @gluon.jit
@@ -311,9 +343,9 @@ def by_thread(x):
 
 
 @gluon.jit
-def add_to_dq(pointer, dq, is_first):
-    """Add a tile [64, N] of dQ in memory; the first program to come writes it."""
-    x = by_thread(dq)
+def add_tile(pointer, tile, is_first):
+    """Add a tile [64, N] to sums in memory; the first program to come writes them."""
+    x = by_thread(tile)
     LAYOUT: gl.constexpr = x.type.layout
     places = pointer + gl.arange(0, x.shape[0], LAYOUT)
     if is_first:

@@ -41,7 +41,7 @@ from kernels.flash.hopper.backward_order import (
     Gradients,
     Heads,
     Inputs,
-    add_to_dq,
+    add_tile,
     bounds_of_loops,
     close_turns,
     open_turns,
@@ -53,6 +53,7 @@ from kernels.flash.hopper.backward_order import (
     turn_of,
     turns_of_keys,
 )
+from kernels.flash.hopper.backward_sharing import give, sharing_of
 from kernels.flash.hopper.tiles import (
     CONSUMER_REGISTERS,
     CONSUMERS,
@@ -62,7 +63,6 @@ from kernels.flash.hopper.tiles import (
     columns,
     opaque,
     sequence,
-    store_rows,
 )
 
 
@@ -248,7 +248,7 @@ def turn_of_scores(
     dq = warpgroup_mma_wait(2, deps=[dq])
     mbarrier.wait(shared.opened, parity ^ 1, pred=now.has_dq)
     if now.has_dq:
-        add_to_dq(now.dq_ptr, dq, now.is_first)
+        add_tile(now.dq_ptr, dq, now.is_first)
     mbarrier.wait(shared.ds_ready, parity)
     dk = warpgroup_mma(
         views.ds_tiles.index(new),
@@ -258,7 +258,7 @@ def turn_of_scores(
     )
     next_dq = warpgroup_mma_wait(1, deps=[next_dq])
     if now.has_dq:
-        add_to_dq(now.dq_ptr + ROWS * ROWS, next_dq, now.is_first)
+        add_tile(now.dq_ptr + ROWS * ROWS, next_dq, now.is_first)
         mbarrier.arrive(shared.done.index(parity ^ 1))
     next_slot = slot + 1
     if next_slot == STAGES:
@@ -318,11 +318,11 @@ def turn_of_gradients(
     dq = warpgroup_mma_wait(3 if COLUMNS == 128 else 2, deps=[dq])
     mbarrier.wait(shared.opened, parity ^ 1, pred=now.has_dq)
     if now.has_dq:
-        add_to_dq(now.dq_ptr + 2 * ROWS * ROWS, dq, now.is_first)
+        add_tile(now.dq_ptr + 2 * ROWS * ROWS, dq, now.is_first)
     if COLUMNS == 128:
         next_dq = warpgroup_mma_wait(1, deps=[next_dq])
         if now.has_dq:
-            add_to_dq(now.dq_ptr + 3 * ROWS * ROWS, next_dq, now.is_first)
+            add_tile(now.dq_ptr + 3 * ROWS * ROWS, next_dq, now.is_first)
     if now.has_dq:
         mbarrier.arrive(shared.done.index(parity ^ 1))
     next_slot = slot + 1
@@ -394,6 +394,7 @@ def accumulate(
     seq,
     heads,
     turns,
+    sharing,
     scale,
     scale_log2,
     CONSUMER: gl.constexpr,
@@ -407,6 +408,7 @@ def accumulate(
     MASK: gl.constexpr,
     SOFTCAP: gl.constexpr,
     TURNED: gl.constexpr,
+    SHARED: gl.constexpr,
 ):
     """One consumer: ``COLUMNS`` columns of dK and dV of 64 keys, and of every turn's dQ."""
     dtype: gl.constexpr = shared.q_tiles.dtype
@@ -460,7 +462,7 @@ def accumulate(
         for part in gl.static_range(COLUMNS // ROWS):
             running = start_dq(views, 1 - parity, 2 * CONSUMER + part)
             dq = warpgroup_mma_wait(0, deps=[running])
-            add_to_dq(dq_ptr + (2 * CONSUMER + part) * (ROWS * ROWS), dq, before == 0)
+            add_tile(dq_ptr + (2 * CONSUMER + part) * (ROWS * ROWS), dq, before == 0)
         mbarrier.arrive(shared.done.index(parity ^ 1))
     dk_rows = Rows(
         pointer=gradients.dk_ptr,
@@ -468,22 +470,35 @@ def accumulate(
         stride_h=gradients.stride_kh,
         stride_s=gradients.stride_ks,
         batch=seq.batch,
-        head=heads.out_head,
+        head=heads.kv_head,
         start=seq.k_start,
         length=seq.kv_len,
     )
-    store_rows(progress.dk * scale, dk_rows, turns.first_key, 128 * CONSUMER, HEAD_DIM, False)
     dv_rows = Rows(
         pointer=gradients.dv_ptr,
         stride_b=gradients.stride_vb,
         stride_h=gradients.stride_vh,
         stride_s=gradients.stride_vs,
         batch=seq.batch,
-        head=heads.out_head,
+        head=heads.kv_head,
         start=seq.k_start,
         length=seq.kv_len,
     )
-    store_rows(progress.dv, dv_rows, turns.first_key, 128 * CONSUMER, HEAD_DIM, False)
+    # The sums are one more part, behind those of the last turn.
+    if SHARED:
+        mbarrier.wait(shared.opened, parity, pred=sharing.adds | sharing.ends)
+    FIRST_COLUMN: gl.constexpr = 128 * CONSUMER
+    OWN: gl.constexpr = FIRST_COLUMN * ROWS
+    give(
+        progress.dk * scale, sharing.dk + OWN, dk_rows, turns.first_key, sharing,
+        FIRST_COLUMN, HEAD_DIM, SHARED, False,
+    )  # fmt: skip
+    give(
+        progress.dv, sharing.dv + OWN, dv_rows, turns.first_key, sharing,
+        FIRST_COLUMN, HEAD_DIM, SHARED, False,
+    )  # fmt: skip
+    if SHARED:
+        mbarrier.arrive(shared.done.index(parity), pred=sharing.adds)
 
 
 @gluon.jit(do_not_specialize=["num_turned", "window", "prefix_len", "shift"])
@@ -495,6 +510,8 @@ def flash_backward_wide(
     stat_desc,
     dq_sums,
     counts,
+    key_sums,
+    key_counts,
     dk_ptr,
     dv_ptr,
     cu_seqlens_q,
@@ -514,6 +531,7 @@ def flash_backward_wide(
     kv_len,
     num_lines,
     padded_len,
+    padded_keys,
     window,
     prefix_len,
     shift,
@@ -528,6 +546,7 @@ def flash_backward_wide(
     MASK: gl.constexpr,
     SOFTCAP: gl.constexpr,
     TURNED: gl.constexpr,
+    SHARED: gl.constexpr,
     PACKED: gl.constexpr,
     num_warps: gl.constexpr,
 ):
@@ -576,12 +595,10 @@ def flash_backward_wide(
         mbarrier.init(shared.free.index(slot), count=CONSUMERS)
 
     num_key_tiles = gl.cdiv(kv_len, ROWS)
-    part, key_tile, is_turned = place_in_order(heads_at_once, num_turned, num_key_tiles, TURNED)
-    num_out_heads = num_heads // num_members
-    out_head = part % num_out_heads
-    first_head = out_head * num_members
+    line, key_tile, is_turned = place_in_order(heads_at_once, num_turned, num_key_tiles, TURNED)
+    programs_of_sequence = num_heads // num_members
+    first_head = line % programs_of_sequence * num_members
     heads = Heads(
-        out_head=out_head,
         num_heads=num_heads,
         first_head=first_head,
         num_members=num_members,
@@ -589,9 +606,12 @@ def flash_backward_wide(
         num_lines=num_lines,
         padded_len=padded_len,
     )
-    seq = sequence(cu_seqlens_q, cu_seqlens_k, part // num_out_heads, q_len, kv_len, PACKED)
+    seq = sequence(cu_seqlens_q, cu_seqlens_k, line // programs_of_sequence, q_len, kv_len, PACKED)
     edges = Edges(window, prefix_len, shift)
     turns = turns_of_keys(key_tile, seq.q_len, seq.kv_len, edges, is_turned, ROWS, CAUSAL, MASK)
+    sharing = sharing_of(
+        key_sums, key_counts, padded_keys, heads, group_size, turns.first_key, seq, BLOCK_D
+    )
     inputs = Inputs(q=q_desc, do=do_desc, k=k_desc, v=v_desc, statistics=stat_desc)
     gradients = Gradients(
         dk_ptr, dv_ptr, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs
@@ -609,6 +629,7 @@ def flash_backward_wide(
                     seq,
                     heads,
                     turns,
+                    sharing,
                     scale,
                     scale_log2,
                     0,
@@ -622,6 +643,7 @@ def flash_backward_wide(
                     MASK,
                     SOFTCAP,
                     TURNED,
+                    SHARED,
                 ),
             ),
             (
@@ -633,6 +655,7 @@ def flash_backward_wide(
                     seq,
                     heads,
                     turns,
+                    sharing,
                     scale,
                     scale_log2,
                     1,
@@ -646,11 +669,18 @@ def flash_backward_wide(
                     MASK,
                     SOFTCAP,
                     TURNED,
+                    SHARED,
                 ),
             ),
             (produce, (inputs, shared, heads, seq, turns, STAGES)),
-            (open_turns, (counts, shared, heads, seq, turns, ROWS, 1, CAUSAL, MASK)),
-            (close_turns, (counts, shared, heads, seq, turns, ROWS, 1, CAUSAL, MASK)),
+            (
+                open_turns,
+                (counts, shared, heads, seq, turns, sharing, ROWS, 1, CAUSAL, MASK, SHARED),
+            ),
+            (
+                close_turns,
+                (counts, shared, heads, seq, turns, sharing, ROWS, 1, CAUSAL, MASK, SHARED),
+            ),
         ],
         [4, 1, 1, 1],
         [CONSUMER_REGISTERS, 24, 24, 24],

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -20,10 +19,10 @@ from torch import Tensor
 from kernels.flash.any_gpu import launch as any_gpu
 from kernels.flash.call.arguments import BackwardPass, ForwardPass
 from kernels.flash.call.problem import Problem
-from kernels.flash.hopper import plans, schedule
+from kernels.flash.hopper import plans
 from kernels.flash.hopper.plans import BackwardPlan, addressable, aligned, are_aligned
 from kernels.launching.gluon import why_no_gluon
-from kernels.launching.prepared import MAX_PLANS, PreparedLaunch, planned
+from kernels.launching.prepared import PreparedLaunch, planned
 from kernels.problem import Packing
 
 _MAX_GRID_Y = 65535
@@ -102,18 +101,11 @@ def backward(call: BackwardPass) -> None:
     """Fill dq, dk and dv.
 
     Needs, besides, the float32 sums of dq, 4 bytes for each of its elements; and where programs
-    share grouped queries (:func:`schedule.num_parts`), as many parts of dk and dv, for so many key
-    heads at a time as keep them within ``schedule.PARTS_BYTES``.
+    share grouped queries (:func:`schedule.num_parts`), those of dk and dv.
     """
     q, k = call.q, call.k
     if q.numel() == 0 or k.numel() == 0:
         any_gpu.backward(call)
-        return
-    num_kv_heads = call.problem.num_kv_heads
-    heads_of_slice = schedule.key_heads_of_slice(call.problem, k.shape[0] * k.shape[2])
-    if heads_of_slice < num_kv_heads:
-        for start in range(0, num_kv_heads, heads_of_slice):
-            backward(_of_key_heads(call, start, min(start + heads_of_slice, num_kv_heads)))
         return
     plan = plans.BACKWARD_PLANS.get(plans.backward_key(call))
     if plan is None or not are_aligned(q, k, call.v, call.do, call.o, call.lse):
@@ -133,51 +125,25 @@ def backward(call: BackwardPass) -> None:
     _run(_backward_steps(plan, call, workspace))
 
 
-def _of_key_heads(call: BackwardPass, start: int, stop: int) -> BackwardPass:
-    """The part of a call that some of the key heads, and their queries, have in it."""
-    problem = call.problem
-    keys = slice(start, stop)
-    queries = slice(start * problem.group_size, stop * problem.group_size)
-    return replace(
-        call,
-        problem=_problem_of_key_heads(problem, stop - start),
-        do=call.do[:, queries],
-        q=call.q[:, queries],
-        k=call.k[:, keys],
-        v=call.v[:, keys],
-        o=call.o[:, queries],
-        lse=call.lse[:, queries].contiguous(),
-        dlse=None if call.dlse is None else call.dlse[:, queries].contiguous(),
-        dq=call.dq[:, queries],
-        dk=call.dk[:, keys],
-        dv=call.dv[:, keys],
-    )
-
-
-@lru_cache(maxsize=MAX_PLANS)
-def _problem_of_key_heads(problem: Problem, num_kv_heads: int) -> Problem:
-    """The problem of ``num_kv_heads`` key heads and their queries; the same object each time."""
-    num_heads = num_kv_heads * problem.group_size
-    return replace(problem, num_heads=num_heads, num_kv_heads=num_kv_heads)
-
-
 def _backward_steps(
     plan: BackwardPlan, call: BackwardPass, workspace: Sequence[Tensor]
 ) -> list[Step]:
-    statistics, counts, dq_sums, *parts = workspace
-    dk_out, dv_out = parts or (call.dk, call.dv)
+    statistics, counts, dq_sums, *of_keys = workspace
+    # Where no programs share a group, nobody reads or writes these.
+    key_counts, key_sums = of_keys or (counts, dq_sums)
     cu_q, cu_k = _cu_seqlens(call.packing, call.q)
     dlse = call.lse if call.dlse is None else aligned(call.dlse)
-    before = (call.o, call.do, call.lse, dlse, statistics, counts, cu_q)
-    streamed = (call.q, call.do, call.k, call.v, statistics, dq_sums, counts, dk_out, dv_out)
-    steps = [
+    before = (call.o, call.do, call.lse, dlse, statistics, counts, key_counts, cu_q)
+    streamed = (call.q, call.do, call.k, call.v, statistics, dq_sums, counts, key_sums, key_counts)
+    return [
         Step(plan.row_statistics, before),
-        Step(plan.main, (*streamed, cu_q, cu_k), (call.scale, call.scale * LOG2_E)),
+        Step(
+            plan.main,
+            (*streamed, call.dk, call.dv, cu_q, cu_k),
+            (call.scale, call.scale * LOG2_E),
+        ),
+        Step(plan.finish_dq, (dq_sums, call.dq, cu_q, cu_k), (call.scale,)),
     ]
-    if plan.sum_parts is not None:
-        steps.append(Step(plan.sum_parts, (dk_out, dv_out, call.dk, call.dv)))
-    steps.append(Step(plan.finish_dq, (dq_sums, call.dq, cu_q, cu_k), (call.scale,)))
-    return steps
 
 
 class PlannedBackward(NamedTuple):

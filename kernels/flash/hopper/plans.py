@@ -77,11 +77,10 @@ class BackwardPlan(NamedTuple):
 
     workspace: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     """Shapes and dtypes. lse in units of log2, and rowsum(o * do) - dlse: [2, B * H, S padded];
-    counts of programs; sums of dq; and where programs share a group, parts of dk and dv."""
+    counts of programs; sums of dq; and where programs share a group, counts of them and sums of
+    dk and dv: [B * key heads, 2, S padded, D]."""
     row_statistics: PreparedLaunch
     main: PreparedLaunch
-    sum_parts: PreparedLaunch | None
-    """None where one program has all query heads of a group."""
     finish_dq: PreparedLaunch
 
 
@@ -103,24 +102,22 @@ def plan_backward(call: BackwardPass) -> BackwardPlan:
     # Gluon, which old versions of Triton lack: why_not has been asked before.
     from kernels.flash.hopper.backward import flash_backward
     from kernels.flash.hopper.backward_wide import flash_backward_wide
-    from kernels.flash.hopper.rows import finish_dq, row_statistics, sum_parts
+    from kernels.flash.hopper.rows import finish_dq, row_statistics
 
     problem, q, k, v, do, o = call.problem, call.q, call.k, call.v, call.do, call.o
     dq, dk, dv = call.dq, call.dk, call.dv
     width = block_d(problem)
     chosen = BACKWARD[width]
     num_lines, lse_len = q.shape[0] * q.shape[1], q.shape[2]
-    # Each sequence of a packed batch begins at a multiple of a program's rows.
-    rows = lse_len if not problem.packed else lse_len + PROGRAM_ROWS * problem.batch_size
-    num_blocks = -(-rows // PROGRAM_ROWS)
-    padded_len = num_blocks * PROGRAM_ROWS
+    padded_len, padded_keys = _padded(lse_len, problem), _padded(k.shape[2], problem)
     by_query = grid(problem.q_len, problem.batch_size * problem.num_heads)
     num_parts = schedule.num_parts(problem)
     num_turned = schedule.heads_turned(problem)
     size = schedule.backward_rows(problem)
     num_key_tiles = -(-problem.kv_len // size)
-    parts_shape = (k.shape[0], problem.num_kv_heads * num_parts, k.shape[2], problem.head_dim)
-    dk_strides, dv_strides = dk.stride()[:3], dv.stride()[:3]
+    is_shared = num_parts > 1
+    num_key_lines = k.shape[0] * problem.num_kv_heads if is_shared else 0
+    key_counts_shape = (num_key_lines, padded_keys // ROWS)
     by_width = {}
     if width <= 128:
         by_width["RESIDENT"] = chosen.resident
@@ -133,13 +130,16 @@ def plan_backward(call: BackwardPass) -> BackwardPlan:
         "PACKED": problem.packed,
         "num_warps": width // 32 if width > 128 else 4,
     }
-    parts = ((parts_shape, torch.float32),) * 2
+    of_keys = (
+        (key_counts_shape, torch.int32),
+        ((num_key_lines, 2, padded_keys, width), torch.float32),
+    )
     return BackwardPlan(
         workspace=(
             ((2, num_lines, padded_len), torch.float32),
             ((num_lines, padded_len // ROWS), torch.int32),
             ((num_lines, padded_len, width), torch.float32),
-            *(() if num_parts == 1 else parts),
+            *(of_keys if is_shared else ()),
         ),
         row_statistics=PreparedLaunch(
             row_statistics,
@@ -153,6 +153,7 @@ def plan_backward(call: BackwardPass) -> BackwardPlan:
                 lse_len,
                 padded_len,
                 num_lines * padded_len,
+                num_key_lines * (padded_keys // ROWS),
             ),
         ),
         main=PreparedLaunch(
@@ -161,12 +162,13 @@ def plan_backward(call: BackwardPass) -> BackwardPlan:
             {
                 "STAGES": chosen.stages,
                 "TURNED": num_turned > 0,
+                "SHARED": is_shared,
                 **by_width,
                 **_constants(problem),
             },
             integers=(
-                *(dk_strides if num_parts == 1 else _contiguous_strides(parts_shape)),
-                *(dv_strides if num_parts == 1 else _contiguous_strides(parts_shape)),
+                *dk.stride()[:3],
+                *dv.stride()[:3],
                 problem.num_heads,
                 problem.group_size,
                 problem.group_size // num_parts,
@@ -176,6 +178,7 @@ def plan_backward(call: BackwardPass) -> BackwardPlan:
                 problem.kv_len,
                 num_lines,
                 padded_len,
+                padded_keys,
                 *_edges(problem),
             ),
             descriptors=(
@@ -204,25 +207,13 @@ def plan_backward(call: BackwardPass) -> BackwardPlan:
                 *_edges(problem),
             ),
         ),
-        sum_parts=None
-        if num_parts == 1
-        else PreparedLaunch(
-            sum_parts,
-            grid(k.shape[2], k.shape[0] * problem.num_kv_heads),
-            {
-                "HEAD_DIM": problem.head_dim,
-                "BLOCK_D": width,
-                "BLOCK_K": PROGRAM_ROWS,
-                "num_warps": width // 16 if width > 128 else 4,
-            },
-            integers=(*dk_strides, *dv_strides, problem.num_kv_heads, num_parts, k.shape[2]),
-        ),
     )
 
 
-def _contiguous_strides(shape: tuple[int, int, int, int]) -> tuple[int, int, int]:
-    """The first three strides of a contiguous tensor, in elements."""
-    return shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3]
+def _padded(length: int, problem: Problem) -> int:
+    """Rows with room for each sequence of a packed batch to begin at a multiple of a program's."""
+    rows = length + PROGRAM_ROWS * problem.batch_size if problem.packed else length
+    return -(-rows // PROGRAM_ROWS) * PROGRAM_ROWS
 
 
 def _constants(problem: Problem) -> dict[str, Any]:

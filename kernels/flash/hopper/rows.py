@@ -10,7 +10,7 @@ import triton.language as tl
 from kernels.flash.hopper.tiles import LOG2_E, ROWS
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_key_counts"])
 def row_statistics(
     o_ptr,
     do_ptr,
@@ -18,6 +18,7 @@ def row_statistics(
     dlse_ptr,
     statistics_ptr,
     counts_ptr,
+    key_counts_ptr,
     cu_seqlens_q,
     stride_ob,
     stride_oh,
@@ -30,6 +31,7 @@ def row_statistics(
     lse_len,
     padded_len,
     plane,
+    num_key_counts,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -41,9 +43,14 @@ def row_statistics(
     Both are [lines, padded_len], where each sequence begins at a multiple of BLOCK_Q
     (tiles.sequence) and is filled up to one. A row without keys, or beyond the end, gets
     lse = +inf, so that its probabilities come out as exp2(-inf) = 0. The counts of programs that
-    have added to each 64 rows of dQ begin at zero.
+    have added to each 64 rows of dQ begin at zero, and so do ``num_key_counts`` of dK and dV.
     """
     block = tl.program_id(0)
+    index = tl.program_id(1) * tl.num_programs(0) + block
+    num_programs = tl.num_programs(0) * tl.num_programs(1)
+    for first in range(index * BLOCK_Q, num_key_counts, num_programs * BLOCK_Q):
+        place = first + tl.arange(0, BLOCK_Q)
+        tl.store(key_counts_ptr + place, tl.zeros([BLOCK_Q], tl.int32), place < num_key_counts)
     row = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
     head = tl.program_id(1) % num_heads
     batch = tl.program_id(1) // num_heads
@@ -171,47 +178,3 @@ def finish_dq(
     out = dq_ptr + batch * stride_qb + head.to(tl.int64) * stride_qh
     rows = (start + row).to(tl.int64)[:, None] * stride_qs
     tl.store(out + rows + column[None, :], dq.to(dq_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def sum_parts(
-    dk_parts_ptr,
-    dv_parts_ptr,
-    dk_ptr,
-    dv_ptr,
-    stride_kb,
-    stride_kh,
-    stride_ks,
-    stride_vb,
-    stride_vh,
-    stride_vs,
-    num_kv_heads,
-    num_parts,
-    length,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """dK and dV of key heads whose group of query heads was shared by programs.
-
-    The parts are [batch, num_kv_heads * num_parts, length, HEAD_DIM] float32, added in order; of
-    a packed batch length is that of all sequences together.
-    """
-    row = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
-    head = (tl.program_id(1) % num_kv_heads).to(tl.int64)
-    batch = (tl.program_id(1) // num_kv_heads).to(tl.int64)
-    column = tl.arange(0, BLOCK_D)
-    mask = (row < length)[:, None] & (column < HEAD_DIM)[None, :]
-    line = (batch * num_kv_heads + head) * num_parts
-    row = row.to(tl.int64)[:, None]
-    column = column[None, :]
-    dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
-    dv = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
-    for part in range(num_parts):
-        places = ((line + part) * length + row) * HEAD_DIM + column
-        dk += tl.load(dk_parts_ptr + places, mask=mask, other=0.0)
-        dv += tl.load(dv_parts_ptr + places, mask=mask, other=0.0)
-    dk_out = dk_ptr + batch * stride_kb + head * stride_kh + row * stride_ks + column
-    dv_out = dv_ptr + batch * stride_vb + head * stride_vh + row * stride_vs + column
-    tl.store(dk_out, dk.to(dk_ptr.dtype.element_ty), mask=mask)
-    tl.store(dv_out, dv.to(dv_ptr.dtype.element_ty), mask=mask)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
 from kernels.flash.call.problem import Problem
 from kernels.flash.hopper import program_size
-from kernels.launching.prepared import MAX_PLANS
 
 ROWS = 64
 """Rows of one consumer warpgroup, and of what each reads once."""
@@ -143,24 +141,6 @@ def num_parts(problem: Problem) -> int:
     return next((n for n in divisors if busy[n] > 0.9), max(divisors, key=lambda n: busy[n]))
 
 
-PARTS_BYTES = 1 << 30
-"""Bytes of the parts of dk and dv, beyond which the backward pass takes the heads in slices."""
-
-
-@lru_cache(maxsize=MAX_PLANS)
-def key_heads_of_slice(problem: Problem, num_keys: int) -> int:
-    """Key heads whose parts of dk and dv stay within PARTS_BYTES; all if there are no parts.
-
-    Args:
-        num_keys: of one key head, over the whole batch.
-    """
-    parts = num_parts(problem)
-    if parts == 1:
-        return problem.num_kv_heads
-    one_head = 2 * parts * num_keys * problem.head_dim * torch.float32.itemsize
-    return min(problem.num_kv_heads, max(1, PARTS_BYTES // one_head))
-
-
 def backward_workspace(
     *,
     batch_size: int,
@@ -170,19 +150,18 @@ def backward_workspace(
     kv_len: int,
     head_dim: int,
     causal: bool,
+    window: int | None = None,
 ) -> int:
     """Bytes that the backward pass allocates, here or elsewhere, with enough heads to fill rounds.
 
-    The sums of dq and two statistics of each row, and under a causal mask the parts of dk and dv,
-    of as many heads as one slice has.
+    The sums of dq and two statistics of each row, and where programs share a group under a causal
+    mask the sums of dk and dv.
     """
-    one_head = batch_size * q_len * (4 * columns(head_dim).stored + 8)
-    group_size = num_heads // num_kv_heads
-    if group_size == 1 or not causal:
-        return num_heads * one_head
-    parts = 2 * group_size * batch_size * kv_len * head_dim * 4
-    key_heads = min(num_kv_heads, max(1, PARTS_BYTES // parts))
-    return key_heads * (group_size * one_head + parts)
+    row = 4 * columns(head_dim).stored
+    of_queries = batch_size * num_heads * q_len * (row + 8)
+    if num_kv_heads == num_heads or not causal:
+        return of_queries
+    return of_queries + 2 * batch_size * num_kv_heads * kv_len * row
 
 
 def heads_at_once(problem: Problem) -> int:

@@ -40,6 +40,8 @@ class Sequence(NamedTuple):
     kv_len: Any
     line_start: Any
     """Start of its row statistics: a multiple of PROGRAM_ROWS, with room up to the next."""
+    key_line_start: Any
+    """Start of its sums of dk and dv, likewise."""
 
 
 @gluon.jit
@@ -48,14 +50,16 @@ def sequence(cu_seqlens_q, cu_seqlens_k, batch, q_len, kv_len, PACKED: gl.conste
     q_start = 0
     k_start = 0
     line_start = 0
+    key_line_start = 0
     if PACKED:
         q_start = gl.load(cu_seqlens_q + batch)
         k_start = gl.load(cu_seqlens_k + batch)
         q_len = gl.load(cu_seqlens_q + batch + 1) - q_start
         kv_len = gl.load(cu_seqlens_k + batch + 1) - k_start
         line_start = (q_start + PROGRAM_ROWS * batch) // PROGRAM_ROWS * PROGRAM_ROWS
+        key_line_start = (k_start + PROGRAM_ROWS * batch) // PROGRAM_ROWS * PROGRAM_ROWS
         batch = 0
-    return Sequence(batch, q_start, q_len, k_start, kv_len, line_start)
+    return Sequence(batch, q_start, q_len, k_start, kv_len, line_start, key_line_start)
 
 
 class Edges(NamedTuple):

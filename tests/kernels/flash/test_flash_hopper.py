@@ -19,7 +19,7 @@ from torch import Tensor
 from benchmarks import backward_order
 from kernels.backends import flash_triton
 from kernels.flash import dispatch, operator
-from kernels.flash.call.arguments import BackwardPass, FlashCall, FlashOptions, ForwardPass
+from kernels.flash.call.arguments import FlashCall, FlashOptions, ForwardPass
 from kernels.flash.call.problem import PRECISIONS, Problem, describe
 from kernels.flash.hopper import launch as hopper
 from kernels.flash.hopper import plans, program_size, schedule
@@ -146,13 +146,6 @@ class TestSchedule:
     @pytest.mark.parametrize("tokens", [128, 2048, 3072, 4096, 8192])
     def test_parts_divide_the_group(self, tokens: int) -> None:
         assert 4 % schedule.num_parts(self.problem((32, 8), tokens, causal=False)) == 0
-
-    @pytest.mark.parametrize("tokens", [8192, 65536, 1 << 20])
-    def test_heads_come_in_slices_whose_parts_stay_small(self, tokens: int) -> None:
-        """Two parts in float32 of 4 x 128 numbers a key: 4 KiB."""
-        heads = schedule.key_heads_of_slice(self.problem((32, 8), tokens), tokens)
-        assert heads == 1 or heads * tokens * 4096 <= schedule.PARTS_BYTES
-        assert schedule.key_heads_of_slice(self.problem((32, 32), tokens), tokens) == 32
 
     @pytest.mark.parametrize("tokens", [1024, 8192, 16384])
     def test_heads_that_take_turns_fit_the_cache(self, tokens: int) -> None:
@@ -312,23 +305,6 @@ class TestProgramSize:
         )
         assert launch.grid == (grid, 96, 1)
         assert launch.constants["TILES"] == 8 // grid
-
-
-@pytest.mark.skipif(not hopper.any_gpu.INTERPRETED, reason="runs under Triton's interpreter")
-def test_parts_add_up() -> None:
-    # Its constants come from a file of Gluon, which old versions of Triton lack.
-    from kernels.flash.hopper.rows import sum_parts
-
-    torch.manual_seed(4)
-    dk_parts, dv_parts = torch.randn(2, 2, 3 * 2, 70, 40)
-    # As the transformer stores them: [B, S, H, D] underneath.
-    dk, dv = (torch.empty(2, 70, 3, 40).transpose(1, 2) for _ in range(2))
-    sum_parts[2, 6](
-        dk_parts, dv_parts, dk, dv, *dk.stride()[:3], *dv.stride()[:3], 3, 2, 70,
-        HEAD_DIM=40, BLOCK_D=64, BLOCK_K=64,
-    )  # fmt: skip
-    for got, parts in ((dk, dk_parts), (dv, dv_parts)):
-        assert torch.allclose(got, parts.view(2, 3, 2, 70, 40).sum(2), rtol=1e-6, atol=1e-6)
 
 
 class TestAddressable:
@@ -582,33 +558,6 @@ class TestOnHopper:
         self, monkeypatch: pytest.MonkeyPatch, head_dim: int, kv_heads: int, parts: int
     ) -> None:
         self.check_repeats(monkeypatch, kv_heads, parts, head_dim, repeats=250)
-
-    def test_slices_of_heads(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Three slices, the last of one head, give what one call gives, bit for bit.
-
-        There are too few programs for turned heads, whose sums are in another order.
-        """
-        torch.manual_seed(5)
-        q, do = (torch.randn(2, 10, 300, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        k, v = (torch.randn(2, 5, 300, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        call = FlashCall(
-            q=q, k=k, v=v, spec=AttentionSpec(causal=True, scale=0.1), options=ON_HOPPER_ONLY
-        )
-        o, lse = operator.forward(call)
-        results = []
-        for heads_of_slice in (5, 2):
-            monkeypatch.setattr(schedule, "key_heads_of_slice", lambda *_, n=heads_of_slice: n)
-            dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-            for dlse in (None, lse):
-                hopper.backward(
-                    BackwardPass(
-                        problem=call.problem(), do=do, q=q, k=k, v=v, o=o, lse=lse, dlse=dlse,
-                        dq=dq, dk=dk, dv=dv, scale=0.1,
-                    )
-                )  # fmt: skip
-                results.append([x.clone() for x in (dq, dk, dv)])
-        for whole, sliced in ((0, 2), (1, 3)):
-            assert all(map(torch.equal, results[whole], results[sliced]))
 
     @pytest.mark.parametrize(
         ("lengths", "heads", "kv_heads", "head_dim"),

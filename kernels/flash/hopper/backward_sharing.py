@@ -1,0 +1,104 @@
+"""dK and dV of a tile of keys whose query heads several programs share.
+
+Each program adds what its own query heads give, one after another, in the order of their heads: the
+sums are float32 in memory, which L2 still holds when the next program comes, since the programs of
+a group start one after another. The last one adds what it has itself and writes the result. Three
+readings of memory for each number are saved over parts that one more kernel adds up, and three
+quarters of the memory, in groups of four.
+"""
+
+# Triton's types are not Python's.
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from kernels.flash.hopper.backward_order import add_tile, by_thread
+from kernels.flash.hopper.tiles import ROWS, store_rows
+
+
+class Sharing(NamedTuple):
+    """Where the programs that share a tile of keys meet, and this one's place among them."""
+
+    adds: Any
+    """Whether it adds to the sums, as all but the last do."""
+    ends: Any
+    """Whether it is the last. Neither, if the sequence has no keys in the tile."""
+    before: Any
+    """Programs that add before this one."""
+    count: Any
+    """Address of the number of programs that have added."""
+    dk: Any
+    """Address of the sums of dk, [64 columns, 64 keys] tiles in the order of ``by_thread``."""
+    dv: Any
+
+
+@gluon.jit
+def sharing_of(
+    key_sums,
+    key_counts,
+    padded_keys,
+    heads,
+    group_size,
+    first_key,
+    seq,
+    BLOCK_D: gl.constexpr,
+):
+    """The place of a program in its group.
+
+    Args:
+        key_sums: [key heads of the batch, 2, padded_keys, BLOCK_D] float32: dk, dv.
+        key_counts: [key heads of the batch, padded_keys / 64] int32, zero at the start.
+    """
+    num_programs = group_size // heads.num_members
+    before = heads.first_head % group_size // heads.num_members
+    line = seq.batch * (heads.num_heads // group_size) + heads.kv_head
+    row = seq.key_line_start + first_key
+    of_line = line.to(gl.int64) * padded_keys
+    dk = key_sums + (2 * of_line + row) * BLOCK_D
+    return Sharing(
+        adds=(first_key < seq.kv_len) & (before < num_programs - 1),
+        ends=(first_key < seq.kv_len) & (before == num_programs - 1),
+        before=before,
+        count=key_counts + (of_line + row) // ROWS,
+        dk=dk,
+        dv=dk + padded_keys.to(gl.int64) * BLOCK_D,
+    )
+
+
+@gluon.jit
+def with_sums(x, pointer):
+    """A tile [64, N] and the sums of the programs before, whose additions have been acquired."""
+    own = by_thread(x)
+    LAYOUT: gl.constexpr = own.type.layout
+    N: gl.constexpr = x.shape[1]
+    sums = gl.load(pointer + gl.arange(0, own.shape[0], LAYOUT)) + own
+    # The way back from by_thread.
+    tile = sums.reshape([N // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([ROWS, N])
+    return gl.convert_layout(tile, x.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def give(
+    x,
+    sums,
+    rows,
+    first,
+    sharing,
+    FIRST_COLUMN: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    SHARED: gl.constexpr,
+    REARRANGE: gl.constexpr = True,
+):
+    """A tile of dk or dv [64, N] to memory: as it is, or where programs share it, in order."""
+    if SHARED:
+        if sharing.adds:
+            add_tile(sums, x, sharing.before == 0)
+        if sharing.ends:
+            whole = with_sums(x, sums)
+            store_rows(whole, rows, first, FIRST_COLUMN, HEAD_DIM, REARRANGE)
+    else:
+        store_rows(x, rows, first, FIRST_COLUMN, HEAD_DIM, REARRANGE)
