@@ -66,6 +66,11 @@ class Variant:
     apart: bool = False
     """Whether the backward kernel adds halves of a turn apart, of 128 columns."""
 
+    @property
+    def is_rolled(self) -> bool:
+        """As schedule.halves_rolled."""
+        return self.apart or self.shared or self.mask == "window"
+
 
 def compile_variant(variant: Variant) -> Any:
     """The compiled kernel, as Triton returns it."""
@@ -85,6 +90,7 @@ def compile_variant(variant: Variant) -> Any:
         "TILES": variant.tiles,
         "RESIDENT": schedule.resident,
         "APART": variant.apart and columns.stored == 128,
+        "ROLLED": columns.main == 128 and variant.is_rolled,
         "UNMASKED": variant.unmasked,
         "TURNED": variant.turned,
         "SHARED": variant.shared,

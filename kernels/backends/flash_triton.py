@@ -162,6 +162,7 @@ class FlashTriton(Attention):
             kv_len=problem.kv_len,
             head_dim=problem.head_dim,
             causal=problem.causal,
+            window=problem.window,
         )
 
     def forward(

@@ -359,17 +359,17 @@ def load(
     names: dict[str, Any],
     module: ModuleType,
     functions: Iterable[str],
-    edit: tuple[str, str] | None = None,
+    *edits: tuple[str, str] | None,
 ) -> None:
     """Add functions of a kernel to ``names``, in Python that finds there what it calls.
 
     Args:
-        edit: a line of their source, and what to put in its place.
+        edits: a line of their source, and what to put in its place.
     """
     for function in functions:
         source = textwrap.dedent(inspect.getsource(getattr(module, function).fn))
         source = source[source.index("def ") :]
-        if edit is not None:
+        for edit in filter(None, edits):
             source = source.replace(*edit)
         exec("from __future__ import annotations\n" + source, names)
 

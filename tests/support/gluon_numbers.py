@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from gluon_model import ANYTHING, load, tile_names
+from gluon_model import ANYTHING, Place, load, tile_names
 from torch import Tensor
 
 
@@ -43,6 +43,9 @@ class Language:
 
     def full(self, shape: list[int], value: int, dtype: torch.dtype, _: Any) -> Tensor:
         return torch.full(shape, value, dtype=dtype)
+
+    def load(self, place: Place) -> int:
+        return place.numbers[place.offset]
 
     def convert_layout(self, x: Tensor, _: Any) -> Tensor:
         return x
@@ -77,20 +80,23 @@ def forward_functions(edit: tuple[str, str] | None = None) -> SimpleNamespace:
 
 def backward_functions(edit: tuple[str, str] | None = None) -> SimpleNamespace:
     """Those of the backward kernels: ``turns_of_keys``, ``turn_of``, ``programs_before``,
-    ``place_in_order``, ``probabilities``, ``slope_of_cap``; and ``is_reached`` of rows.finish_dq.
+    ``place_in_order``, ``probabilities``, ``slope_of_cap``, ``sharing_of``; and ``is_reached`` of
+    rows.finish_dq.
 
     Args:
         edit: a line of their source, and what to put in its place.
     """
     # Triton exists for Linux alone, and who imports this file may have to skip.
-    from kernels.flash.hopper import backward_order, rows, tiles
+    from kernels.flash.hopper import backward_order, backward_sharing, rows, tiles
 
     names: dict[str, Any] = {"gl": Language(), "Turns": backward_order.Turns, **tile_names()}
     names["tl"] = names["gl"]
-    load(names, tiles, ("offsets", "capped"), edit)
+    names["Sharing"] = backward_sharing.Sharing
+    load(names, tiles, ("offsets", "capped", "sequence"), edit)
     load(names, rows, ("is_reached",), edit)
     order = ("place_in_order", "turns_of_keys", "turn_of", "programs_before")
     load(names, backward_order, order, edit)
+    load(names, backward_sharing, ("sharing_of",), edit, (".to(gl.int64)", ""))
     # PyTorch's tensors have no layout to ask for.
     for function in ("probabilities", "slope_of_cap"):
         source = {"LAYOUT: gl.constexpr = s.type.layout": "LAYOUT = None"}

@@ -257,7 +257,7 @@ def half_turn(
     seq,
     turns,
     scale_log2,
-    HALF: gl.constexpr,
+    half,
     CONSUMER: gl.constexpr,
     STAGES: gl.constexpr,
     MAIN: gl.constexpr,
@@ -268,8 +268,11 @@ def half_turn(
     MASKED: gl.constexpr,
     RESIDENT: gl.constexpr,
     APART: gl.constexpr,
+    ROLLED: gl.constexpr,
 ):
     """64 queries: their share of this consumer's dV and dK, and dQ of the turn before.
+
+    ``half`` is a constant, or where ``ROLLED`` not, with which the code of a turn is half as long.
 
     Where ``RESIDENT``, K and V stay in registers, which halves what matmuls read from shared
     memory, and scores are computed one half turn ahead, behind the matmuls before them.
@@ -284,7 +287,8 @@ def half_turn(
     EACH: gl.constexpr = 2 if TAIL > 0 else 1
     # The half of dQ's columns that this consumer computes of this half's queries: the other half
     # of the other half's, since the last columns may be fewer.
-    PART: gl.constexpr = (HALF + CONSUMER) % 2 if PARTS == 2 else 0
+    HALF: gl.constexpr = 0 if ROLLED else half
+    PART: gl.constexpr = CONSUMER if ROLLED else (HALF + CONSUMER) % 2 if PARTS == 2 else 0
     DQ_COLUMNS: gl.constexpr = TAIL if PART == 1 and TAIL > 0 else ROWS
     zeros = gl.zeros([ROWS, ROWS], gl.float32, LAYOUT)
     me = opaque(CONSUMER)
@@ -310,7 +314,7 @@ def half_turn(
         s,
         lse,
         now.first_key,
-        now.first_query + HALF * ROWS,
+        now.first_query + half * ROWS,
         turns,
         seq.kv_len,
         scale_log2,
@@ -329,14 +333,16 @@ def half_turn(
             lse = views.lse_tiles.index(slot).load(LINE)
         ds = ds * slope_of_cap(p, lse, SOFTCAP)
     ds = ds.to(dtype)
-    if HALF == 0:
-        # The other consumer has written dS of the turn before, and read that of two before.
+    # The other consumer has written dS of the turn before, and read that of two before.
+    if ROLLED:
+        mbarrier.wait(shared.ds_ready, parity ^ 1, pred=now.has_dq & (half == 0))
+    elif HALF == 0:
         mbarrier.wait(shared.ds_ready, parity ^ 1, pred=now.has_dq)
-    views.ds_tiles.index(new_ds + 2 * HALF + CONSUMER).store(ds)
+    views.ds_tiles.index(new_ds + 2 * half + CONSUMER).store(ds)
     ds = gl.convert_layout(ds, A_LAYOUT)
     # With 64 columns a consumer takes the queries of one half.
     if PARTS == 2:
-        dq = dq_tile(views, old_ds + 2 * HALF, me - CONSUMER + PART, PARTS, DQ_COLUMNS)
+        dq = dq_tile(views, old_ds + 2 * half, me - CONSUMER + PART, PARTS, DQ_COLUMNS)
     elif HALF == 0:
         dq = dq_tile(views, old_ds + 2 * CONSUMER, me - CONSUMER, PARTS, ROWS)
     dk, dk_tail = start_gradient(ds, views.q_tiles.index(slot), dk, dk_tail, MAIN, TAIL)
@@ -355,14 +361,23 @@ def half_turn(
     if PARTS == 2 or HALF == 0:
         dq = warpgroup_mma_wait(2 if RESIDENT else EACH, deps=[dq])
         # This is of the turn before, whose parity is the opposite one.
-        opened = HALF if APART else parity ^ 1
-        if HALF == 0 or APART:
+        opened = half if APART else parity ^ 1
+        if ROLLED:
+            mbarrier.wait(shared.opened, opened, pred=now.has_dq & (APART | (half == 0)))
+        elif HALF == 0 or APART:
             mbarrier.wait(shared.opened, opened, pred=now.has_dq)
         if now.has_dq:
-            add_tile(now.dq_ptr + (HALF * PARTS + PART) * (ROWS * ROWS), dq, now.is_first)
-            if HALF == PARTS - 1 or APART:
+            add_tile(now.dq_ptr + (half * PARTS + PART) * (ROWS * ROWS), dq, now.is_first)
+            if ROLLED:
+                mbarrier.arrive(shared.done.index(opened), pred=APART | (half == 1))
+            elif HALF == PARTS - 1 or APART:
                 mbarrier.arrive(shared.done.index(opened))
-    if HALF == 1:
+    if ROLLED:
+        if half == 1:
+            fence_async_shared()
+            mbarrier.arrive(shared.ds_ready)
+        parity ^= half
+    elif HALF == 1:
         fence_async_shared()
         mbarrier.arrive(shared.ds_ready)
         parity ^= 1
@@ -409,6 +424,7 @@ def take_turns(
     MASKED: gl.constexpr,
     RESIDENT: gl.constexpr,
     APART: gl.constexpr,
+    ROLLED: gl.constexpr,
 ):
     """The turns of one query head, in steps from ``start`` to ``stop``.
 
@@ -419,23 +435,38 @@ def take_turns(
     """
     # A consumer adds to every other 64-by-64 tile of a turn's dQ.
     FIRST_TILE: gl.constexpr = CONSUMER if BLOCK_D == ROWS else 0
-    for step in range(start, stop):
+    # An iteration is a turn of two halves, or where ROLLED a half.
+    HALVES: gl.constexpr = 1 if ROLLED else 2
+    for place in range(2 // HALVES * start, 2 // HALVES * stop):
+        step = place >> 1 if ROLLED else place
         turn = turn_of(step)
-        for half in gl.static_range(2):
+        for number in gl.static_range(HALVES):
             now = HalfTurn(
                 dq_ptr=dq_ptr,
                 is_first=before == 0,
                 has_dq=(member > 0) | (step > turns.first),
-                more=(half == 0) | (member + 1 < heads.num_members) | (step + 1 < turns.end),
+                more=((place & 1 if ROLLED else number) == 0)
+                | (member + 1 < heads.num_members)
+                | (step + 1 < turns.end),
                 first_key=turns.first_key + CONSUMER * ROWS,
                 first_query=turn * PROGRAM_ROWS,
             )
             progress = half_turn(
                 shared, views, k, v, progress, now, seq, turns, scale_log2,
-                half, CONSUMER, STAGES, MAIN, TAIL, CAUSAL, MASK, SOFTCAP, MASKED, RESIDENT, APART,
+                place & 1 if ROLLED else number,
+                CONSUMER, STAGES, MAIN, TAIL, CAUSAL, MASK, SOFTCAP, MASKED, RESIDENT, APART,
+                ROLLED,
             )  # fmt: skip
-        dq_ptr = of_line + turn * (PROGRAM_ROWS * BLOCK_D) + FIRST_TILE * (ROWS * ROWS)
-        before = programs_before(turn, turns, PROGRAM_ROWS, CAUSAL, MASK)
+        of_turn = of_line + turn * (PROGRAM_ROWS * BLOCK_D) + FIRST_TILE * (ROWS * ROWS)
+        before_turn = programs_before(turn, turns, PROGRAM_ROWS, CAUSAL, MASK)
+        if ROLLED:
+            # dQ of a turn is added during both halves of the next one.
+            is_second = (place & 1) > 0
+            dq_ptr = gl.where(is_second, of_turn, dq_ptr)
+            before = gl.where(is_second, before_turn, before)
+        else:
+            dq_ptr = of_turn
+            before = before_turn
     return progress, dq_ptr, before
 
 
@@ -461,6 +492,7 @@ def accumulate(
     SOFTCAP: gl.constexpr,
     RESIDENT: gl.constexpr,
     APART: gl.constexpr,
+    ROLLED: gl.constexpr,
     UNMASKED: gl.constexpr,
     TURNED: gl.constexpr,
     SHARED: gl.constexpr,
@@ -523,13 +555,13 @@ def accumulate(
             progress, dq_ptr, before = take_turns(
                 shared, views, k, v, progress, dq_ptr, before, of_line, member, start, middle,
                 seq, heads, turns, scale_log2, CONSUMER, STAGES, BLOCK_D, MAIN, TAIL, CAUSAL,
-                MASK, SOFTCAP, True, RESIDENT, APART,
+                MASK, SOFTCAP, True, RESIDENT, APART, ROLLED,
             )  # fmt: skip
             if UNMASKED:
                 progress, dq_ptr, before = take_turns(
                     shared, views, k, v, progress, dq_ptr, before, of_line, member, middle, stop,
                     seq, heads, turns, scale_log2, CONSUMER, STAGES, BLOCK_D, MAIN, TAIL, CAUSAL,
-                    MASK, SOFTCAP, False, RESIDENT, APART,
+                    MASK, SOFTCAP, False, RESIDENT, APART, ROLLED,
                 )  # fmt: skip
     parity = progress.parity
     if turns.end > turns.first:
@@ -566,16 +598,16 @@ def accumulate(
     opened = 0 if APART else parity
     if SHARED:
         mbarrier.wait(shared.opened, opened, pred=sharing.adds | sharing.ends)
-    OWN: gl.constexpr = CONSUMER * ROWS * BLOCK_D
-    TAIL_SUMS: gl.constexpr = OWN + ROWS * MAIN
-    dk = progress.dk * scale
-    give(dk, sharing.dk + OWN, dk_rows, first_key, sharing, 0, HEAD_DIM, SHARED)
-    give(progress.dv, sharing.dv + OWN, dv_rows, first_key, sharing, 0, HEAD_DIM, SHARED)
+    OF_DK: gl.constexpr = 2 * CONSUMER * ROWS * BLOCK_D
+    OF_DV: gl.constexpr = OF_DK + ROWS * BLOCK_D
+    give(progress.dk * scale, dk_rows, first_key, sharing, OF_DK, 0, HEAD_DIM, SHARED)
+    give(progress.dv, dv_rows, first_key, sharing, OF_DV, 0, HEAD_DIM, SHARED)
     if TAIL > 0:
+        TAILS: gl.constexpr = ROWS * MAIN
         dk = progress.dk_tail * scale
+        give(dk, dk_rows, first_key, sharing, OF_DK + TAILS, MAIN, HEAD_DIM, SHARED)
         dv = progress.dv_tail
-        give(dk, sharing.dk + TAIL_SUMS, dk_rows, first_key, sharing, MAIN, HEAD_DIM, SHARED)
-        give(dv, sharing.dv + TAIL_SUMS, dv_rows, first_key, sharing, MAIN, HEAD_DIM, SHARED)
+        give(dv, dv_rows, first_key, sharing, OF_DV + TAILS, MAIN, HEAD_DIM, SHARED)
     if SHARED:
         mbarrier.arrive(shared.done.index(opened), pred=sharing.adds)
 
@@ -619,6 +651,7 @@ def flash_backward(
     STAGES: gl.constexpr,
     RESIDENT: gl.constexpr,
     APART: gl.constexpr,
+    ROLLED: gl.constexpr,
     UNMASKED: gl.constexpr,
     TURNED: gl.constexpr,
     SHARED: gl.constexpr,
@@ -638,7 +671,8 @@ def flash_backward(
     is not all of them, ``SHARED``, the programs of a group add up dK and dV in their order
     (:mod:`kernels.flash.hopper.backward_sharing`). Without ``UNMASKED`` every turn takes a mask, as
     all turns of a short window need one (schedule.has_unmasked_turns). ``TURNED``: some heads are,
-    the last ``num_turned`` (schedule.heads_turned). ``APART``: schedule.halves_apart.
+    the last ``num_turned`` (schedule.heads_turned). ``APART``: schedule.halves_apart. ``ROLLED``:
+    schedule.halves_rolled.
     dq_sums is [num_lines, padded_len, BLOCK_D] float32, tiles of 64 by 64 in the order of
     :func:`by_thread`; counts is [num_lines, padded_len / 64] int32, zero at the start.
     """
@@ -699,10 +733,13 @@ def flash_backward(
     turns = turns_of_keys(
         key_tile, seq.q_len, seq.kv_len, edges, is_turned, PROGRAM_ROWS, CAUSAL, MASK
     )
-    sharing = sharing_of(
-        key_sums, key_counts, padded_keys, heads, group_size, turns.first_key, seq, BLOCK_D
-    )
+    sharing = 0
+    if SHARED:
+        sharing = sharing_of(
+            key_sums, key_counts, padded_keys, heads, group_size, turns.first_key, seq, BLOCK_D
+        )
     gl.static_assert(not APART or BLOCK_D == 2 * ROWS)
+    gl.static_assert(not ROLLED or MAIN == 2 * ROWS)
     PARTS: gl.constexpr = 2 if APART else 1
     inputs = Inputs(q=q_desc, do=do_desc, k=k_desc, v=v_desc, statistics=stat_desc)
     gradients = Gradients(
@@ -733,6 +770,7 @@ def flash_backward(
                     SOFTCAP,
                     RESIDENT,
                     APART,
+                    ROLLED,
                     UNMASKED,
                     TURNED,
                     SHARED,
@@ -761,6 +799,7 @@ def flash_backward(
                     SOFTCAP,
                     RESIDENT,
                     APART,
+                    ROLLED,
                     UNMASKED,
                     TURNED,
                     SHARED,

@@ -31,9 +31,8 @@ class Sharing(NamedTuple):
     """Programs that add before this one."""
     count: Any
     """Address of the number of programs that have added."""
-    dk: Any
-    """Address of the sums of dk, [64 columns, 64 keys] tiles in the order of ``by_thread``."""
-    dv: Any
+    sums: Any
+    """Address of this tile's sums."""
 
 
 @gluon.jit
@@ -50,22 +49,20 @@ def sharing_of(
     """The place of a program in its group.
 
     Args:
-        key_sums: [key heads of the batch, 2, padded_keys, BLOCK_D] float32: dk, dv.
+        key_sums: [key heads of the batch, padded_keys / 64, 2, 64 * BLOCK_D] float32: dk and dv of
+            64 keys, in the order of ``by_thread``.
         key_counts: [key heads of the batch, padded_keys / 64] int32, zero at the start.
     """
     num_programs = group_size // heads.num_members
     before = heads.first_head % group_size // heads.num_members
     line = seq.batch * (heads.num_heads // group_size) + heads.kv_head
-    row = seq.key_line_start + first_key
-    of_line = line.to(gl.int64) * padded_keys
-    dk = key_sums + (2 * of_line + row) * BLOCK_D
+    row = line.to(gl.int64) * padded_keys + seq.key_line_start + first_key
     return Sharing(
         adds=(first_key < seq.kv_len) & (before < num_programs - 1),
         ends=(first_key < seq.kv_len) & (before == num_programs - 1),
         before=before,
-        count=key_counts + (of_line + row) // ROWS,
-        dk=dk,
-        dv=dk + padded_keys.to(gl.int64) * BLOCK_D,
+        count=key_counts + row // ROWS,
+        sums=key_sums + row * (2 * BLOCK_D),
     )
 
 
@@ -75,7 +72,9 @@ def with_sums(x, pointer):
     own = by_thread(x)
     LAYOUT: gl.constexpr = own.type.layout
     N: gl.constexpr = x.shape[1]
-    sums = gl.load(pointer + gl.arange(0, own.shape[0], LAYOUT)) + own
+    places = pointer + gl.arange(0, own.shape[0], LAYOUT)
+    # From L2: L1 can hold what an earlier program on this multiprocessor stored there.
+    sums = gl.load(places, cache_modifier=".cg") + own
     # The way back from by_thread.
     tile = sums.reshape([N // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([ROWS, N])
     return gl.convert_layout(tile, x.type.layout, assert_trivial=True)
@@ -84,17 +83,22 @@ def with_sums(x, pointer):
 @gluon.jit
 def give(
     x,
-    sums,
     rows,
     first,
     sharing,
+    OFFSET: gl.constexpr,
     FIRST_COLUMN: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     SHARED: gl.constexpr,
     REARRANGE: gl.constexpr = True,
 ):
-    """A tile of dk or dv [64, N] to memory: as it is, or where programs share it, in order."""
+    """A tile of dk or dv [64, N] to memory: as it is, or where programs share it, in order.
+
+    Args:
+        OFFSET: of its sums, in numbers.
+    """
     if SHARED:
+        sums = sharing.sums + OFFSET
         if sharing.adds:
             add_tile(sums, x, sharing.before == 0)
         if sharing.ends:

@@ -488,15 +488,12 @@ def accumulate(
     if SHARED:
         mbarrier.wait(shared.opened, parity, pred=sharing.adds | sharing.ends)
     FIRST_COLUMN: gl.constexpr = 128 * CONSUMER
-    OWN: gl.constexpr = FIRST_COLUMN * ROWS
-    give(
-        progress.dk * scale, sharing.dk + OWN, dk_rows, turns.first_key, sharing,
-        FIRST_COLUMN, HEAD_DIM, SHARED, False,
-    )  # fmt: skip
-    give(
-        progress.dv, sharing.dv + OWN, dv_rows, turns.first_key, sharing,
-        FIRST_COLUMN, HEAD_DIM, SHARED, False,
-    )  # fmt: skip
+    OF_DK: gl.constexpr = ROWS * FIRST_COLUMN
+    OF_DV: gl.constexpr = OF_DK + ROWS * BLOCK_D
+    first_key = turns.first_key
+    dk = progress.dk * scale
+    give(dk, dk_rows, first_key, sharing, OF_DK, FIRST_COLUMN, HEAD_DIM, SHARED, False)
+    give(progress.dv, dv_rows, first_key, sharing, OF_DV, FIRST_COLUMN, HEAD_DIM, SHARED, False)
     if SHARED:
         mbarrier.arrive(shared.done.index(parity), pred=sharing.adds)
 
@@ -609,9 +606,11 @@ def flash_backward_wide(
     seq = sequence(cu_seqlens_q, cu_seqlens_k, line // programs_of_sequence, q_len, kv_len, PACKED)
     edges = Edges(window, prefix_len, shift)
     turns = turns_of_keys(key_tile, seq.q_len, seq.kv_len, edges, is_turned, ROWS, CAUSAL, MASK)
-    sharing = sharing_of(
-        key_sums, key_counts, padded_keys, heads, group_size, turns.first_key, seq, BLOCK_D
-    )
+    sharing = 0
+    if SHARED:
+        sharing = sharing_of(
+            key_sums, key_counts, padded_keys, heads, group_size, turns.first_key, seq, BLOCK_D
+        )
     inputs = Inputs(q=q_desc, do=do_desc, k=k_desc, v=v_desc, statistics=stat_desc)
     gradients = Gradients(
         dk_ptr, dv_ptr, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs

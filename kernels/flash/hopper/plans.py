@@ -78,7 +78,7 @@ class BackwardPlan(NamedTuple):
     workspace: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     """Shapes and dtypes. lse in units of log2, and rowsum(o * do) - dlse: [2, B * H, S padded];
     counts of programs; sums of dq; and where programs share a group, counts of them and sums of
-    dk and dv: [B * key heads, 2, S padded, D]."""
+    dk and dv."""
     row_statistics: PreparedLaunch
     main: PreparedLaunch
     finish_dq: PreparedLaunch
@@ -122,6 +122,7 @@ def plan_backward(call: BackwardPass) -> BackwardPlan:
     if width <= 128:
         by_width["RESIDENT"] = chosen.resident
         by_width["APART"] = schedule.halves_apart(problem)
+        by_width["ROLLED"] = schedule.halves_rolled(problem)
         by_width["UNMASKED"] = schedule.has_unmasked_turns(problem.causal, problem.window)
     rowwise = {
         "HEAD_DIM": problem.head_dim,
@@ -132,7 +133,7 @@ def plan_backward(call: BackwardPass) -> BackwardPlan:
     }
     of_keys = (
         (key_counts_shape, torch.int32),
-        ((num_key_lines, 2, padded_keys, width), torch.float32),
+        ((num_key_lines, padded_keys // ROWS, 2, ROWS * width), torch.float32),
     )
     return BackwardPlan(
         workspace=(

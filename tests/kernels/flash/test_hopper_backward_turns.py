@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from itertools import product
+from itertools import accumulate, product
 from types import SimpleNamespace
 
 import pytest
 import torch
+from gluon_model import Place
 from gluon_numbers import backward_functions
 from torch import Tensor
 
@@ -179,6 +180,94 @@ def test_programs_of_later_keys_start_first(
         assert started == {
             head: later_first[::-1] if head >= first_turned else later_first for head in range(7)
         }
+
+
+def check_sharing(
+    lengths: list[int] | None, num_members: int, edit: tuple[str, str] | None = None
+) -> None:
+    """Two sequences of 12 query heads on 2 key heads: who adds to the sums of dk and dv, and where.
+
+    Args:
+        lengths: of the keys of a packed batch; a dense one has 300 for each.
+    """
+    kernel = backward_functions(edit)
+    heads, group, batch, width, size = 12, 6, 2, 8, PROGRAM_ROWS
+    longest = max(lengths) if lengths else 300
+    ends = list(accumulate(lengths or [], initial=0))
+    rows = ends[-1] + size * batch if lengths else longest
+    padded = -(-rows // size) * size
+    num_tiles = -(-longest // size)
+    per_sequence = heads // num_members
+    grid = batch * per_sequence * num_tiles
+    kernel.gl.num_programs = lambda axis: grid
+    given = defaultdict(list)
+    for program in range(grid):
+        kernel.gl.program_id = lambda axis, program=program: program
+        line, tile, _ = kernel.place_in_order(4, 4, num_tiles, True)
+        seq = kernel.sequence(
+            Place(ends), Place(ends), line // per_sequence, longest, longest, lengths is not None
+        )
+        first_head = line % per_sequence * num_members
+        own = kernel.sharing_of(
+            0, 0, padded,
+            SimpleNamespace(
+                num_members=num_members,
+                num_heads=heads,
+                first_head=first_head,
+                kv_head=first_head // group,
+            ),
+            group, tile * size, seq, width,
+        )  # fmt: skip
+        assert own.adds + own.ends == (tile * size < seq.kv_len)
+        if own.adds or own.ends:
+            key = (line // per_sequence, first_head // group, tile)
+            given[key].append((own.before, own.ends, own.count, own.sums))
+    places = set()
+    for programs in given.values():
+        befores, last, counts, sums = zip(*programs, strict=True)
+        assert list(befores) == list(range(group // num_members))
+        assert list(last) == [False] * (len(last) - 1) + [True]
+        assert len({*counts}) == len({*sums}) == 1
+        # 128 keys: two counts, and dk and dv.
+        taken = {("count", counts[0] + i) for i in range(2)}
+        taken |= {("sum", sums[0] + i) for i in range(2 * size * width)}
+        assert not places & taken
+        places |= taken
+    key_lines = 2 if lengths else 2 * batch
+    limits = {"count": key_lines * padded // 64, "sum": key_lines * padded * 2 * width}
+    assert all(0 <= place < limits[kind] for kind, place in places)
+    tiles = [-(-n // size) for n in lengths or [longest] * batch]
+    assert len(given) == 2 * sum(tiles)
+
+
+@pytest.mark.parametrize("num_members", [1, 2, 3])
+@pytest.mark.parametrize("lengths", [None, [300, 1], [1, 300], [0, 129], [256, 256]])
+def test_programs_of_a_group_meet_in_order(lengths: list[int] | None, num_members: int) -> None:
+    """Each adds after those that start before it, to sums of its keys and of no others."""
+    check_sharing(lengths, num_members)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ("(first_key < seq.kv_len) & (before < num_programs - 1)", "before < num_programs - 1"),
+        ("before == num_programs - 1", "before == num_programs"),
+        ("heads.first_head % group_size // heads.num_members", "heads.first_head % group_size"),
+        ("seq.batch * (heads.num_heads // group_size) + heads.kv_head", "heads.kv_head"),
+        ("seq.key_line_start + first_key", "first_key"),
+        ("(k_start + PROGRAM_ROWS * batch) // PROGRAM_ROWS", "k_start // PROGRAM_ROWS"),
+        ("row * (2 * BLOCK_D)", "row * BLOCK_D"),
+        ("row // ROWS", "row // ROWS // 2"),
+    ],
+    ids=lambda edit: edit[0][:40],
+)
+def test_notices_programs_that_meet_elsewhere(edit: tuple[str, str]) -> None:
+    def check_many() -> None:
+        for lengths in (None, [300, 1], [1, 300]):
+            check_sharing(lengths, 2, edit)
+
+    with pytest.raises(AssertionError):
+        check_many()
 
 
 def gradients(
