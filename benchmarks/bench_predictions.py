@@ -14,11 +14,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from harness.analysis.predictions import OFF, compared_peak
+from harness.analysis.predictions import OFF, ComparedPeak, compared_peak
 from harness.cases.case import Case
 from harness.paths import ROOT
 from harness.predictions.training import gradient_sizes
 from harness.store.record import Record, RecordStore
+from kernels.flash.hopper import schedule
 
 LEFT_BEHIND = "what earlier cases left in their process"
 
@@ -72,6 +73,46 @@ def also_held(record: Record) -> str | None:
     return None
 
 
+SUMMED_IN_PLACE = "2026-11-26T22:40"
+"""When records of flash_triton began to be of backward kernels that add up dk and dv in place."""
+
+
+def peak_of_its_kernel(record: Record) -> ComparedPeak | None:
+    """As compared_peak, by the formula of the backward kernel that a record was made with.
+
+    Earlier ones wrote dk and dv of every query head of a group in float32, of as many key heads at
+    a time as keep these within 1 GiB, where later ones hold those of the key heads.
+    """
+    if record.started_at >= SUMMED_IN_PLACE:
+        return compared_peak(record)
+    of_now = schedule.backward_workspace
+    schedule.backward_workspace = _workspace_of_parts
+    try:
+        return compared_peak(record)
+    finally:
+        schedule.backward_workspace = of_now
+
+
+def _workspace_of_parts(
+    *,
+    batch_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    q_len: int,
+    kv_len: int,
+    head_dim: int,
+    causal: bool,
+    window: int | None = None,
+) -> int:
+    """As schedule.backward_workspace, of the kernels before; windows made no difference."""
+    row = 4 * schedule.columns(head_dim).stored + 8
+    if num_heads == num_kv_heads or not causal:
+        return batch_size * num_heads * q_len * row
+    parts = 2 * 4 * batch_size * kv_len * head_dim * (num_heads // num_kv_heads)
+    key_heads = min(num_kv_heads, max(1, (1 << 30) // parts))
+    return key_heads * (batch_size * num_heads // num_kv_heads * q_len * row + parts)
+
+
 def _sums_contiguous_parts(case: dict[str, Any]) -> bool:
     """Whether the peak of ``llama3`` is where dk and dv of several kernel calls are summed."""
     attention = case["attention"]
@@ -101,7 +142,7 @@ def main(folders: list[Path]) -> None:
         for problem in problems:
             print(problem, file=sys.stderr)
         for record in records.values():
-            peak = compared_peak(record)
+            peak = peak_of_its_kernel(record)
             if peak is not None and peak.ratio is not None:
                 found[kind(record.case)].append((peak.ratio, record))
             elif peak is not None:

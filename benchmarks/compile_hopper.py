@@ -5,7 +5,8 @@ repository, with triton installed and TRITON_INTERPRET unset; ``masks`` compiles
 prefixes and caps instead of plain masks. Prints one row for each kernel and variant, and exits
 with 1 if ptxas serialised the matmuls of any: then nothing runs beside them, whatever the source
 says. And if :mod:`kernels.launching.driver` has another idea of a kernel's parameters than its
-code: then Triton launches it, which takes longer.
+code: then Triton launches it, which takes longer. And if programs that share a group read sums
+without an acquire: compilers drop one whose result is not used.
 """
 
 from __future__ import annotations
@@ -228,12 +229,14 @@ def main() -> int:
                 spills = next(line for line in lines if "spill" in line)
                 slow = [line for line in lines if "serialized" in line]
                 slow += parameters_differ(compiled)
+                if variant.shared and ".acquire." not in compiled.asm["ptx"]:
+                    slow.append("nothing is acquired before sums are read")
                 failed = failed or bool(slow)
                 print(
                     f"{kernel:<14} d {head_dim:<4} {variant.dtype} "
                     f"{'causal' if variant.causal else 'full':<7}"
                     f"{'packed' if variant.packed else 'dense':<7}"
-                    f"{'parts' if variant.shared else '':<6}"
+                    f"{'shared' if variant.shared else '':<7}"
                     f"{'turned' if variant.turned else '':<7}"
                     f"{f'tiles {variant.tiles}' if variant.tiles > 1 else '':<8}"
                     f"{variant.mask if variant.mask != 'plain' else '':<7}"

@@ -125,9 +125,8 @@ def is_narrow(window: int | None, kv_len: int) -> bool:
     """Whether a window leaves nearly all backward programs as long as each other, and short.
 
     The fewer turns a program has, the more it pays to have the query heads of a group in one: on an
-    H100 0.82 of the time that a program for each takes with 1,024 of 65,536 keys, 0.93 with 1,024
-    of 8,192, 0.95 with 4,096 of 65,536; but 1.04 with 4,096 of 16,384, 1.05 with 8,192 of 65,536,
-    and 1.09 with 1,024 of 4,096.
+    H100 it takes 0.88 of the time of a program for each with 1,024 of 65,536 keys, 0.85 of 8,192,
+    0.79 with 512 of 4,096, 0.98 with 2,048 of 65,536, but 1.03 with 4,096 of these.
     """
     return window is not None and window <= min(2048, kv_len // 8)
 
@@ -221,9 +220,9 @@ def halves_apart(problem: Problem) -> bool:
 def halves_rolled(problem: Problem) -> bool:
     """Whether halves of a turn run the same code, of 97 to 128 columns.
 
-    It is half as long, and spills less. On an H100 0.94 to 0.98 of the time under windows, of
-    grouped queries under a causal mask, and where halves are apart. Many programs of neither kind,
-    which run at its power limit, take 1.03 to 1.06.
+    It is half as long, and spills less. On an H100 it takes 0.94 to 1.02 of the time under windows,
+    of grouped queries under a causal mask, and where halves are apart, mostly 0.97. Many programs
+    of neither kind, which run at its power limit, take 1.03 to 1.06.
     """
     if columns(problem.head_dim) != Columns(main=128, tail=0, stored=128):
         return False

@@ -6,8 +6,7 @@ from collections import defaultdict
 
 import pytest
 
-from benchmarks.bench_predictions import also_held, kind, within
-from harness.analysis.predictions import predicted_over_measured
+from benchmarks.bench_predictions import also_held, kind, peak_of_its_kernel, within
 from harness.paths import ROOT
 from harness.store.record import RecordStore
 from parallel.context.blocks.layouts import Contiguous
@@ -24,13 +23,13 @@ def ratios() -> tuple[Ratios, Ratios]:
     found: Ratios = defaultdict(list)
     alone: Ratios = defaultdict(list)
     for record in records.values():
-        ratio = predicted_over_measured(record)
-        if ratio is None:
+        peak = peak_of_its_kernel(record)
+        if peak is None or peak.ratio is None:
             continue
         name = kind(record.case)
-        found[name].append(ratio)
+        found[name].append(peak.ratio)
         if also_held(record) is None:
-            alone[name].append(ratio)
+            alone[name].append(peak.ratio)
     return found, alone
 
 
@@ -92,4 +91,6 @@ def test_gathers_of_earlier_code_with_the_copy_that_they_held(
     assert len(of_earlier) == 10
     monkeypatch.setattr(Contiguous, "is_in_order", False)
     for record in of_earlier:
-        assert predicted_over_measured(record) == pytest.approx(1.0, abs=0.03), record.case_id
+        peak = peak_of_its_kernel(record)
+        assert peak is not None
+        assert peak.ratio == pytest.approx(1.0, abs=0.03), record.case_id

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -19,7 +20,7 @@ from torch import Tensor
 from benchmarks import backward_order
 from kernels.backends import flash_triton
 from kernels.flash import dispatch, operator
-from kernels.flash.call.arguments import FlashCall, FlashOptions, ForwardPass
+from kernels.flash.call.arguments import BackwardPass, FlashCall, FlashOptions, ForwardPass
 from kernels.flash.call.problem import PRECISIONS, Problem, describe
 from kernels.flash.hopper import launch as hopper
 from kernels.flash.hopper import plans, program_size, schedule
@@ -132,16 +133,74 @@ class TestSchedule:
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
 
     def problem(
-        self, heads: tuple[int, int], tokens: int, *, head_dim: int = 128, causal: bool = True
+        self,
+        heads: tuple[int, int],
+        tokens: int,
+        *,
+        head_dim: int = 128,
+        causal: bool = True,
+        window: int | None = None,
     ) -> Problem:
         q, k = (
             torch.empty(1, n, tokens, head_dim, dtype=torch.bfloat16, device="meta") for n in heads
         )
-        return describe(q, k, k, causal=causal)
+        return describe(q, k, k, causal=causal, window=window)
 
     def test_under_a_mask_every_query_head_has_programs_of_its_own(self) -> None:
         assert schedule.num_parts(self.problem((32, 8), 8192)) == 4
         assert schedule.num_parts(self.problem((8, 8), 8192)) == 1
+
+    def test_in_a_narrow_window_one_program_has_all_heads_of_a_group(self) -> None:
+        narrow = self.problem((32, 8), 65536, window=1024)
+        assert schedule.num_parts(narrow) == schedule.heads_at_once(narrow) == 1
+        assert schedule.num_parts(self.problem((32, 8), 65536, window=4096)) == 4
+        assert schedule.num_parts(self.problem((32, 8), 4096, window=1024)) == 4
+        # Too few programs to fill the GPU.
+        assert schedule.num_parts(self.problem((4, 1), 8192, window=1024)) == 2
+
+    @pytest.mark.parametrize(
+        ("heads", "tokens", "window", "head_dim", "rolled"),
+        [
+            ((32, 8), 8192, None, 128, True),
+            ((16, 16), 16384, None, 128, False),
+            ((8, 8), 8192, None, 128, True),
+            ((16, 16), 65536, 1024, 128, True),
+            ((16, 16), 65536, 1024, 104, True),
+            ((16, 16), 65536, 1024, 96, False),
+            ((32, 8), 8192, None, 64, False),
+            ((32, 8), 8192, None, 256, False),
+        ],
+    )
+    def test_which_halves_run_the_same_code(
+        self, heads: tuple[int, int], tokens: int, window: int | None, head_dim: int, rolled: bool
+    ) -> None:
+        problem = self.problem(heads, tokens, window=window, head_dim=head_dim)
+        assert schedule.halves_rolled(problem) == rolled
+
+    @pytest.mark.parametrize(
+        ("heads", "causal", "window"),
+        [((8, 8), True, None), ((8, 2), True, None), ((8, 2), False, None), ((8, 2), True, 64)],
+    )
+    def test_workspace_is_as_predicted(
+        self, heads: tuple[int, int], causal: bool, window: int | None
+    ) -> None:
+        """But for the counts, of 4 bytes for 64 rows."""
+        pytest.importorskip("triton.experimental.gluon")
+        q, k = (torch.empty(2, n, 1024, 96, dtype=torch.bfloat16) for n in heads)
+        lse = torch.empty(2, 8, 1024)
+        problem = describe(q, k, k, causal=causal, window=window)
+        plan = plans.plan_backward(
+            BackwardPass(
+                problem=problem, do=q, q=q, k=k, v=k, o=q, lse=lse, dlse=None, dq=q, dk=k, dv=k,
+                scale=1.0,
+            )
+        )  # fmt: skip
+        allocated = sum(math.prod(shape) * dtype.itemsize for shape, dtype in plan.workspace)
+        predicted = schedule.backward_workspace(
+            batch_size=2, num_heads=heads[0], num_kv_heads=heads[1], q_len=1024, kv_len=1024,
+            head_dim=96, causal=causal, window=window,
+        )  # fmt: skip
+        assert predicted < allocated < 1.001 * predicted
 
     @pytest.mark.parametrize("tokens", [128, 2048, 3072, 4096, 8192])
     def test_parts_divide_the_group(self, tokens: int) -> None:
