@@ -17,7 +17,7 @@ from harness.analysis.names import Names
 from harness.analysis.stats import median, slowest_rank
 from harness.cases.columns import BATCH_LAYOUTS, NO_MASK
 from harness.cases.hardware import Hardware, find_hardware
-from harness.cases.source import changed_folders, is_measured
+from harness.cases.source import is_of_other_code
 from harness.cases.task import WHOLE_PHASES
 from harness.store.record import Record
 from kernels.caches import CACHES
@@ -157,10 +157,7 @@ class Reading:
     @cached_property
     def stale(self) -> bool:
         """Whether the measured code has changed since; not known, and no, without its hash."""
-        source = self.record.source
-        if not source:
-            return False
-        return any(map(is_measured, changed_folders(source, self.case, self.notes)))
+        return is_of_other_code(self.record.source, self.case, self.notes)
 
     @cached_property
     def rounds_started_at(self) -> list[str]:

@@ -86,6 +86,13 @@ def changed_folders(
     return {key for key in {*source, *now} if source.get(key) != now.get(key)}
 
 
+def is_of_other_code(
+    source: Mapping[str, str], case: Mapping[str, Any], notes: Mapping[str, Any]
+) -> bool:
+    """Whether what a case measured has changed since; not known, and no, without its hashes."""
+    return bool(source) and any(map(is_measured, changed_folders(source, case, notes)))
+
+
 def is_measured(folder: str) -> bool:
     """Whether a folder of :func:`source_of` holds measured code, rather than measuring code."""
     return not folder.startswith(_MEASURING_PREFIX)

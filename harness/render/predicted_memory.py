@@ -10,6 +10,7 @@ import pandas as pd
 from harness.analysis.case_columns import GIB
 from harness.analysis.predictions import OFF, compared_peak, has_baseline
 from harness.cases import format as fmt
+from harness.cases.source import is_of_other_code
 from harness.render.table import Column
 from harness.store.record import Record
 
@@ -65,7 +66,9 @@ class PredictionSummary:
 
     sentence: str
     off: list[tuple[str, str, str, str]]
-    """Case, predicted and measured GiB, and their ratio, of those that are furthest off."""
+    """Case, predicted and measured GiB, and their ratio, of those that are furthest off.
+
+    Predictions are of the code of now, and a case that was measured with other code has a mark."""
     more: int
     """Further cases that are off."""
     counts_workspaces: bool
@@ -74,39 +77,51 @@ class PredictionSummary:
 
 def summarise(records: Sequence[Record]) -> PredictionSummary | None:
     """None where no peak was measured on CUDA."""
-    found = [(record.case_id, compared_peak(record)) for record in records]
-    peaks = [(case_id, peak) for case_id, peak in found if peak is not None]
+    found = [(record, compared_peak(record)) for record in records]
+    peaks = [(record, peak) for record, peak in found if peak is not None]
     if not peaks:
         return None
     known = [
-        (case_id, peak.predicted, peak.measured, peak.ratio)
-        for case_id, peak in peaks
+        (record, peak.predicted, peak.measured, peak.ratio)
+        for record, peak in peaks
         if peak.predicted is not None and peak.ratio is not None
     ]
     off = [item for item in known if abs(item[3] - 1) > OFF]
     off.sort(key=lambda item: -abs(item[3] - 1))
+    marks = [
+        fmt.DIAMOND if is_of_other_code(record.source, record.case, record.notes) else ""
+        for record, *_ in off
+    ]
     return PredictionSummary(
-        sentence=_say(len(peaks), len(known), len(off)),
+        sentence=_say(len(peaks), len(known), len(off), sum(map(bool, marks))),
         off=[
-            (case_id, fmt.number(predicted / GIB), fmt.number(measured / GIB), fmt.factor(ratio))
-            for case_id, predicted, measured, ratio in off[:ROWS_SHOWN]
-        ],
+            (
+                record.case_id,
+                fmt.number(predicted / GIB),
+                fmt.number(measured / GIB),
+                fmt.factor(ratio) + mark,
+            )
+            for (record, predicted, measured, ratio), mark in zip(off, marks, strict=True)
+        ][:ROWS_SHOWN],
         more=max(0, len(off) - ROWS_SHOWN),
         counts_workspaces=any(
             not has_baseline(record)
-            for record, (_, peak) in zip(records, found, strict=True)
+            for record, peak in found
             if peak is not None and peak.predicted is not None
         ),
     )
 
 
-def _say(num_peaks: int, num_known: int, num_off: int) -> str:
+def _say(num_peaks: int, num_known: int, num_off: int, num_marked: int) -> str:
     """``peak memory: 31 of 33 predictions within 10%; 4 cases not predicted``."""
     parts = []
     if num_known:
         noun = "prediction" if num_known == 1 else "predictions"
         within = f"{num_known - num_off} of {num_known} {noun} within {OFF:.0%}"
         parts.append(f"peak memory: {within}")
+    if num_marked:
+        others = f"{num_marked} of the {num_off} others" if num_off > 1 else "the other"
+        parts.append(f"{others} measured with other code than now ({fmt.DIAMOND})")
     if num_peaks > num_known:
         missing = num_peaks - num_known
         words = f"{missing} {'case' if missing == 1 else 'cases'} {NOT_PREDICTED}"

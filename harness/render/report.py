@@ -14,7 +14,7 @@ from harness.analysis.case_columns import GIB
 from harness.analysis.predictions import has_baseline
 from harness.cases import format as fmt
 from harness.cases.hardware import find_hardware
-from harness.cases.source import changed_folders, is_measured
+from harness.cases.source import changed_folders, is_measured, is_of_other_code
 from harness.cases.task import TASKS
 from harness.escapes import printable
 from harness.render.predicted_memory import summarise
@@ -212,8 +212,8 @@ def _attempt(record: Record) -> str:
 
 
 def _runs_code_of_now(record: Record) -> bool:
-    changed = changed_folders(record.source, record.case, record.notes)
-    return bool(record.source) and not any(map(is_measured, changed))
+    is_other = is_of_other_code(record.source, record.case, record.notes)
+    return bool(record.source) and not is_other
 
 
 def _started(records: Sequence[Record]) -> str:

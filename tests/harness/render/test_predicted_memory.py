@@ -12,6 +12,7 @@ from records import make_record
 from harness.analysis.frame import build_frame
 from harness.analysis.predictions import ComparedPeak, compared_peak, peak_bytes
 from harness.cases import format as fmt
+from harness.cases.source import source_of
 from harness.render.predicted_memory import ROWS_SHOWN, predicted_columns, summarise
 from harness.render.rows import per_case
 from harness.render.table import make_table
@@ -44,6 +45,28 @@ class TestSummary:
         assert case_id.endswith("-2.0")
         assert ratio == fmt.factor(0.5)
         assert not found.counts_workspaces
+
+    def test_says_what_was_measured_with_other_code(self) -> None:
+        """Predictions are of the code of now."""
+        old = [
+            measured(times, source=dict.fromkeys(source_of(make_record().case, {}), "another"))
+            for times in (3.0, 1.0)
+        ]
+        found = summarise([measured(1.0), measured(2.0), *old])
+        assert found is not None
+        assert found.sentence == (
+            "peak memory: 2 of 4 predictions within 10%; 1 of the 2 others measured with other code "
+            f"than now ({fmt.DIAMOND})"
+        )
+        assert [ratio for *_, ratio in found.off] == [
+            fmt.factor(1 / 3) + fmt.DIAMOND,
+            fmt.factor(0.5),
+        ]
+        alone = summarise(old)
+        assert alone is not None
+        assert alone.sentence.endswith(
+            f"; the other measured with other code than now ({fmt.DIAMOND})"
+        )
 
     def test_stays_short(self) -> None:
         records = [measured(2 + index) for index in range(ROWS_SHOWN + 3)]

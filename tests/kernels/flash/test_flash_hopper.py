@@ -179,15 +179,20 @@ class TestSchedule:
 
     @pytest.mark.parametrize(
         ("heads", "causal", "window"),
-        [((8, 8), True, None), ((8, 2), True, None), ((8, 2), False, None), ((8, 2), True, 64)],
+        [
+            ((64, 64), True, None),
+            ((64, 16), True, None),
+            ((64, 16), False, None),
+            ((64, 16), True, 64),
+        ],
     )
     def test_workspace_is_as_predicted(
         self, heads: tuple[int, int], causal: bool, window: int | None
     ) -> None:
-        """But for the counts, of 4 bytes for 64 rows."""
+        """But for the counts, of 4 bytes for 64 rows, and with heads enough to fill the GPU."""
         pytest.importorskip("triton.experimental.gluon")
         q, k = (torch.empty(2, n, 1024, 96, dtype=torch.bfloat16) for n in heads)
-        lse = torch.empty(2, 8, 1024)
+        lse = torch.empty(2, 64, 1024)
         problem = describe(q, k, k, causal=causal, window=window)
         plan = plans.plan_backward(
             BackwardPass(
