@@ -120,7 +120,9 @@ def _say(num_peaks: int, num_known: int, num_off: int, num_marked: int) -> str:
         within = f"{num_known - num_off} of {num_known} {noun} within {OFF:.0%}"
         parts.append(f"peak memory: {within}")
     if num_marked:
-        others = f"{num_marked} of the {num_off} others" if num_off > 1 else "the other"
+        others = f"all {num_off} others" if num_off > 1 else "the other"
+        if num_marked < num_off:
+            others = f"{num_marked} of the {num_off} others"
         parts.append(f"{others} measured with other code than now ({fmt.DIAMOND})")
     if num_peaks > num_known:
         missing = num_peaks - num_known

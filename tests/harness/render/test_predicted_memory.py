@@ -55,18 +55,16 @@ class TestSummary:
         found = summarise([measured(1.0), measured(2.0), *old])
         assert found is not None
         assert found.sentence == (
-            "peak memory: 2 of 4 predictions within 10%; 1 of the 2 others measured with other code "
-            f"than now ({fmt.DIAMOND})"
+            "peak memory: 2 of 4 predictions within 10%; "
+            f"1 of the 2 others measured with other code than now ({fmt.DIAMOND})"
         )
-        assert [ratio for *_, ratio in found.off] == [
-            fmt.factor(1 / 3) + fmt.DIAMOND,
-            fmt.factor(0.5),
-        ]
-        alone = summarise(old)
-        assert alone is not None
-        assert alone.sentence.endswith(
-            f"; the other measured with other code than now ({fmt.DIAMOND})"
-        )
+        ratios = [ratio for *_, ratio in found.off]
+        assert ratios == [fmt.factor(1 / 3) + fmt.DIAMOND, fmt.factor(0.5)]
+        for records, others in ((old, "the other"), ([*old, *old], "all 2 others")):
+            alone = summarise(records)
+            assert alone is not None
+            words = f"; {others} measured with other code than now ({fmt.DIAMOND})"
+            assert alone.sentence.endswith(words)
 
     def test_stays_short(self) -> None:
         records = [measured(2 + index) for index in range(ROWS_SHOWN + 3)]
