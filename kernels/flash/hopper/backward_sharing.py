@@ -1,10 +1,9 @@
 """dK and dV of a tile of keys whose query heads several programs share.
 
-Each program adds what its own query heads give, one after another, in the order of their heads: the
-sums are float32 in memory, which L2 still holds when the next program comes, since the programs of
-a group start one after another. The last one adds what it has itself and writes the result. Three
-readings of memory for each number are saved over parts that one more kernel adds up, and three
-quarters of the memory, in groups of four.
+Each program adds what its own query heads give, one after another, in the order of their heads, to
+float32 sums in memory; the last one adds what it has itself and writes the result. Where heads take
+turns (schedule.heads_at_once) the programs of a group start one after another, and L2 still holds
+the sums; of longer sequences they go to memory and back, beside programs that take much longer.
 """
 
 # Triton's types are not Python's.

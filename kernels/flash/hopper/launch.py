@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -19,10 +20,10 @@ from torch import Tensor
 from kernels.flash.any_gpu import launch as any_gpu
 from kernels.flash.call.arguments import BackwardPass, ForwardPass
 from kernels.flash.call.problem import Problem
-from kernels.flash.hopper import plans
+from kernels.flash.hopper import plans, schedule
 from kernels.flash.hopper.plans import BackwardPlan, addressable, aligned, are_aligned
 from kernels.launching.gluon import why_no_gluon
-from kernels.launching.prepared import PreparedLaunch, planned
+from kernels.launching.prepared import MAX_PLANS, PreparedLaunch, planned
 from kernels.problem import Packing
 
 _MAX_GRID_Y = 65535
@@ -101,11 +102,19 @@ def backward(call: BackwardPass) -> None:
     """Fill dq, dk and dv.
 
     Needs, besides, the float32 sums of dq, 4 bytes for each of its elements; and where programs
-    share grouped queries (:func:`schedule.num_parts`), those of dk and dv.
+    share grouped queries (:func:`schedule.num_parts`), those of dk and dv; of grouped queries for
+    so many key heads at a time as keep them within ``schedule.SLICE_BYTES``.
     """
     q, k = call.q, call.k
     if q.numel() == 0 or k.numel() == 0:
         any_gpu.backward(call)
+        return
+    num_kv_heads = call.problem.num_kv_heads
+    num_queries, num_keys = q.shape[0] * q.shape[2], k.shape[0] * k.shape[2]
+    heads_of_slice = schedule.key_heads_of_slice(call.problem, num_queries, num_keys)
+    if heads_of_slice < num_kv_heads:
+        for start in range(0, num_kv_heads, heads_of_slice):
+            backward(_of_key_heads(call, start, min(start + heads_of_slice, num_kv_heads)))
         return
     plan = plans.BACKWARD_PLANS.get(plans.backward_key(call))
     if plan is None or not are_aligned(q, k, call.v, call.do, call.o, call.lse):
@@ -123,6 +132,34 @@ def backward(call: BackwardPass) -> None:
         plan = planned(plans.BACKWARD_PLANS, plans.plan_backward, key, call)
     workspace = [q.new_empty(shape, dtype=dtype) for shape, dtype in plan.workspace]
     _run(_backward_steps(plan, call, workspace))
+
+
+def _of_key_heads(call: BackwardPass, start: int, stop: int) -> BackwardPass:
+    """The part of a call that some of the key heads, and their queries, have in it."""
+    problem = call.problem
+    keys = slice(start, stop)
+    queries = slice(start * problem.group_size, stop * problem.group_size)
+    return replace(
+        call,
+        problem=_problem_of_key_heads(problem, stop - start),
+        do=call.do[:, queries],
+        q=call.q[:, queries],
+        k=call.k[:, keys],
+        v=call.v[:, keys],
+        o=call.o[:, queries],
+        lse=call.lse[:, queries].contiguous(),
+        dlse=None if call.dlse is None else call.dlse[:, queries].contiguous(),
+        dq=call.dq[:, queries],
+        dk=call.dk[:, keys],
+        dv=call.dv[:, keys],
+    )
+
+
+@lru_cache(maxsize=MAX_PLANS)
+def _problem_of_key_heads(problem: Problem, num_kv_heads: int) -> Problem:
+    """The problem of ``num_kv_heads`` key heads and their queries; the same object each time."""
+    num_heads = num_kv_heads * problem.group_size
+    return replace(problem, num_heads=num_heads, num_kv_heads=num_kv_heads)
 
 
 def _backward_steps(

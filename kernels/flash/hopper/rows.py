@@ -48,8 +48,9 @@ def row_statistics(
     block = tl.program_id(0)
     index = tl.program_id(1) * tl.num_programs(0) + block
     num_programs = tl.num_programs(0) * tl.num_programs(1)
-    for first in range(index * BLOCK_Q, num_key_counts, num_programs * BLOCK_Q):
-        place = first + tl.arange(0, BLOCK_Q)
+    # In blocks: rows of the grid, which has the longest sequence's for all, can be beyond 2^31.
+    for of_keys in range(index, tl.cdiv(num_key_counts, BLOCK_Q), num_programs):
+        place = of_keys * BLOCK_Q + tl.arange(0, BLOCK_Q)
         tl.store(key_counts_ptr + place, tl.zeros([BLOCK_Q], tl.int32), place < num_key_counts)
     row = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
     head = tl.program_id(1) % num_heads

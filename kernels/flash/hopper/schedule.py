@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
 from kernels.flash.call.problem import Problem
 from kernels.flash.hopper import program_size
+from kernels.launching.prepared import MAX_PLANS
 
 ROWS = 64
 """Rows of one consumer warpgroup, and of what each reads once."""
@@ -132,23 +134,76 @@ def is_narrow(window: int | None, kv_len: int) -> bool:
 
 
 def num_parts(problem: Problem) -> int:
-    """The number of programs that share the query heads of a group.
+    """The number of programs that share the query heads of a group."""
+    return _num_parts(
+        key_tiles=-(-problem.kv_len // backward_rows(problem)) * problem.batch_size,
+        num_heads=problem.num_heads,
+        num_kv_heads=problem.num_kv_heads,
+        is_even=not problem.causal or is_narrow(problem.window, problem.kv_len),
+        processors=torch.cuda.get_device_properties(problem.device).multi_processor_count,
+    )
+
+
+def _num_parts(
+    *, key_tiles: int, num_heads: int, num_kv_heads: int, is_even: bool, processors: int
+) -> int:
+    """As :func:`num_parts`.
 
     Under a causal mask all that there are. A program's length depends on its keys, the longest
     come last, and many short programs end more evenly than few long ones; and programs that take
     several heads in turn spread over all of them, whose queries and sums of dq do not fit the L2
     cache. Without a mask, or in a narrow window, programs are as long as each other, and run in
     rounds, the last of which should be nearly full.
+
+    Args:
+        key_tiles: of the whole batch and one key head.
     """
-    if problem.causal and not is_narrow(problem.window, problem.kv_len):
-        return problem.group_size
-    processors = torch.cuda.get_device_properties(problem.device).multi_processor_count
-    programs = (
-        -(-problem.kv_len // backward_rows(problem)) * problem.batch_size * problem.num_kv_heads
-    )
-    divisors = [n for n in range(1, problem.group_size + 1) if problem.group_size % n == 0]
+    group_size = num_heads // num_kv_heads
+    if not is_even:
+        return group_size
+    programs = key_tiles * num_kv_heads
+    divisors = [n for n in range(1, group_size + 1) if group_size % n == 0]
     busy = {n: n * programs / (processors * -(-n * programs // processors)) for n in divisors}
     return next((n for n in divisors if busy[n] > 0.9), max(divisors, key=lambda n: busy[n]))
+
+
+SLICE_BYTES = 1 << 31
+"""Bytes of workspace beyond which a backward pass of grouped queries takes its heads in slices."""
+
+PROCESSORS = 132
+"""Of the H100 (SXM) and the H200, for predictions."""
+
+
+@lru_cache(maxsize=MAX_PLANS)
+def key_heads_of_slice(problem: Problem, num_queries: int, num_keys: int) -> int:
+    """Key heads whose sums, with those of their query heads, stay within SLICE_BYTES.
+
+    Args:
+        num_queries: of one head, over the whole batch.
+        num_keys: likewise.
+    """
+    return _key_heads_of_slice(
+        problem.num_kv_heads,
+        problem.group_size,
+        _bytes_of_key_head(
+            head_dim=problem.head_dim,
+            group_size=problem.group_size,
+            num_queries=num_queries,
+            num_keys=num_keys if num_parts(problem) > 1 else 0,
+        ),
+    )
+
+
+def _key_heads_of_slice(num_kv_heads: int, group_size: int, one_head: int) -> int:
+    if group_size == 1:
+        return num_kv_heads
+    return min(num_kv_heads, max(1, SLICE_BYTES // one_head))
+
+
+def _bytes_of_key_head(*, head_dim: int, group_size: int, num_queries: int, num_keys: int) -> int:
+    """The sums of dq and two statistics of each row of a group, and the sums of dk and dv."""
+    row = 4 * columns(head_dim).stored
+    return group_size * num_queries * (row + 8) + 2 * num_keys * row
 
 
 def backward_workspace(
@@ -162,16 +217,23 @@ def backward_workspace(
     causal: bool,
     window: int | None = None,
 ) -> int:
-    """Bytes that the backward pass allocates, here or elsewhere, with enough heads to fill rounds.
-
-    The sums of dq and two statistics of each row, and where programs share a group, under a causal
-    mask, the sums of dk and dv.
-    """
-    row = 4 * columns(head_dim).stored
-    of_queries = batch_size * num_heads * q_len * (row + 8)
-    if num_kv_heads == num_heads or not causal or is_narrow(window, kv_len):
-        return of_queries
-    return of_queries + 2 * batch_size * num_kv_heads * kv_len * row
+    """Bytes that the backward pass allocates, here or elsewhere, on a GPU of PROCESSORS."""
+    rows = PROGRAM_ROWS if columns(head_dim).stored <= 128 else ROWS
+    parts = _num_parts(
+        key_tiles=-(-kv_len // rows) * batch_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        is_even=not causal or is_narrow(window, kv_len),
+        processors=PROCESSORS,
+    )
+    group_size = num_heads // num_kv_heads
+    one_head = _bytes_of_key_head(
+        head_dim=head_dim,
+        group_size=group_size,
+        num_queries=batch_size * q_len,
+        num_keys=batch_size * kv_len if parts > 1 else 0,
+    )
+    return _key_heads_of_slice(num_kv_heads, group_size, one_head) * one_head
 
 
 def heads_at_once(problem: Problem) -> int:

@@ -184,15 +184,18 @@ class TestSchedule:
             ((64, 16), True, None),
             ((64, 16), False, None),
             ((64, 16), True, 64),
+            # Too few programs of whole groups to fill the GPU.
+            ((8, 2), False, None),
+            ((8, 2), True, 64),
         ],
     )
     def test_workspace_is_as_predicted(
         self, heads: tuple[int, int], causal: bool, window: int | None
     ) -> None:
-        """But for the counts, of 4 bytes for 64 rows, and with heads enough to fill the GPU."""
+        """But for the counts, of 4 bytes for 64 rows."""
         pytest.importorskip("triton.experimental.gluon")
         q, k = (torch.empty(2, n, 1024, 96, dtype=torch.bfloat16) for n in heads)
-        lse = torch.empty(2, 64, 1024)
+        lse = torch.empty(2, heads[0], 1024)
         problem = describe(q, k, k, causal=causal, window=window)
         plan = plans.plan_backward(
             BackwardPass(
@@ -210,6 +213,16 @@ class TestSchedule:
     @pytest.mark.parametrize("tokens", [128, 2048, 3072, 4096, 8192])
     def test_parts_divide_the_group(self, tokens: int) -> None:
         assert 4 % schedule.num_parts(self.problem((32, 8), tokens, causal=False)) == 0
+
+    @pytest.mark.parametrize("tokens", [8192, 65536, 1 << 18])
+    def test_heads_come_in_slices_whose_sums_stay_small(self, tokens: int) -> None:
+        """Of each key head float32 sums of 128 numbers: dq of four heads, dk and dv."""
+        heads = schedule.key_heads_of_slice(self.problem((32, 8), tokens), tokens, tokens)
+        in_slice = heads * tokens * 6 * 128 * 4
+        assert heads == 1 or in_slice <= schedule.SLICE_BYTES
+        assert heads == 8 or (heads + 1) * tokens * (6 * 128 * 4 + 32) > schedule.SLICE_BYTES
+        every = schedule.key_heads_of_slice(self.problem((32, 32), tokens), tokens, tokens)
+        assert every == 32
 
     @pytest.mark.parametrize("tokens", [1024, 8192, 16384])
     def test_heads_that_take_turns_fit_the_cache(self, tokens: int) -> None:
@@ -369,6 +382,30 @@ class TestProgramSize:
         )
         assert launch.grid == (grid, 96, 1)
         assert launch.constants["TILES"] == 8 // grid
+
+
+@pytest.mark.skipif(not hopper.any_gpu.INTERPRETED, reason="runs under Triton's interpreter")
+@pytest.mark.parametrize("num_key_counts", [0, 1, 100, 2000])
+@pytest.mark.parametrize("packed", [False, True])
+def test_counts_begin_at_zero(packed: bool, num_key_counts: int) -> None:
+    """Fewer than programs, and more than one for each of their rows; and no numbers behind them."""
+    # Its constants come from a file of Gluon, which old versions of Triton lack.
+    from kernels.flash.hopper.rows import row_statistics
+
+    heads, rows, padded = 2, 130, 256
+    o = torch.randn(1, heads, rows, 16)
+    lse = torch.zeros(heads, rows)
+    # A sequence without queries comes first: its programs end early.
+    cu_seqlens = torch.tensor([0, 0, rows], dtype=torch.int32)
+    counts, key_counts = (torch.full((n,), 9, dtype=torch.int32) for n in (64, 3000))
+    row_statistics[2, (2 if packed else 1) * heads](
+        o, o, lse, lse, torch.empty(2, heads, 512), counts, key_counts, cu_seqlens,
+        *o.stride()[:3], *o.stride()[:3], heads, rows, rows,
+        512 if packed else padded, heads * 512, num_key_counts,
+        HEAD_DIM=16, BLOCK_D=16, BLOCK_Q=128, PACKED=packed, HAS_DLSE=False,
+    )  # fmt: skip
+    assert not key_counts[:num_key_counts].any()
+    assert (key_counts[num_key_counts:] == 9).all()
 
 
 class TestAddressable:
@@ -622,6 +659,33 @@ class TestOnHopper:
         self, monkeypatch: pytest.MonkeyPatch, head_dim: int, kv_heads: int, parts: int
     ) -> None:
         self.check_repeats(monkeypatch, kv_heads, parts, head_dim, repeats=250)
+
+    def test_slices_of_heads(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Three slices, the last of one head, give what one call gives, bit for bit.
+
+        There are too few programs for turned heads, whose sums are in another order.
+        """
+        torch.manual_seed(5)
+        q, do = (torch.randn(2, 10, 300, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        k, v = (torch.randn(2, 5, 300, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        call = FlashCall(
+            q=q, k=k, v=v, spec=AttentionSpec(causal=True, scale=0.1), options=ON_HOPPER_ONLY
+        )
+        o, lse = operator.forward(call)
+        results = []
+        for heads_of_slice in (5, 2):
+            monkeypatch.setattr(schedule, "key_heads_of_slice", lambda *_, n=heads_of_slice: n)
+            dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+            for dlse in (None, lse):
+                hopper.backward(
+                    BackwardPass(
+                        problem=call.problem(), do=do, q=q, k=k, v=v, o=o, lse=lse, dlse=dlse,
+                        dq=dq, dk=dk, dv=dv, scale=0.1,
+                    )
+                )  # fmt: skip
+                results.append([x.clone() for x in (dq, dk, dv)])
+        for whole, sliced in ((0, 2), (1, 3)):
+            assert all(map(torch.equal, results[whole], results[sliced]))
 
     @pytest.mark.parametrize(
         ("lengths", "heads", "kv_heads", "head_dim"),
