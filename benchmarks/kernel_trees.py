@@ -20,10 +20,11 @@ import contextlib
 import json
 import os
 import re
-import selectors
+import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -182,19 +183,28 @@ class Arm:
     def answer(self) -> dict[str, Any]:
         """What the process prints next; an ``error`` if it ends or hangs, for good."""
         assert self.process.stdout is not None
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.process.stdout, selectors.EVENT_READ)
-            line = ""
-            if selector.select(self.patience_s):
-                # Libraries may print, too.
-                while (line := self.process.stdout.readline()) and not line.startswith("{"):
-                    pass
-                found = json.loads(line) if line else {"error": "its process has ended"}
-            else:
-                self.process.kill()
-                found = {"error": f"no answer in {self.patience_s:g} s"}
+        is_late = threading.Event()
+
+        def give_up() -> None:
+            is_late.set()
+            self.stop()
+
+        timer = threading.Timer(self.patience_s, give_up)
+        timer.start()
+        # Libraries may print, too.
+        line = next((line for line in self.process.stdout if line.startswith("{")), "")
+        timer.cancel()
+        if is_late.is_set():
+            found = {"error": f"no answer in {self.patience_s:g} s"}
+        else:
+            found = json.loads(line) if line else {"error": "its process has ended"}
         self.error = found.get("error")
         return found
+
+    def stop(self) -> None:
+        """Kill the process, and what it has started: it leads a session."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     @property
     def works(self) -> bool:
@@ -317,9 +327,14 @@ def main() -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except OSError as error:
+        print(f"output: {error.strerror}", file=sys.stderr)
+        # Python writes at its end what is left, which would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     finally:
         for arm in arms:
-            arm.process.kill()
+            arm.stop()
             arm.process.wait()
     return int(failed)
 

@@ -116,6 +116,34 @@ def test_ctrl_c_ends_the_other_processes(tmp_path: Path) -> None:
     assert not Path(f"/proc/{pid}").exists()
 
 
+def test_one_that_prints_and_hangs_is_given_up() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", "print('loading', flush=True); input()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        hanging = Arm(name="a", process=process, patience_s=2.0)
+        assert hanging.answer() == {"error": "no answer in 2 s"}
+        assert not hanging.works
+        assert process.wait() == -signal.SIGKILL
+
+
+def test_a_full_disk_ends_it_in_one_line() -> None:
+    command = [sys.executable, "-m", "benchmarks.kernel_trees", "naive", "--rounds", "1"]
+    with open("/dev/full", "w") as full:
+        run = subprocess.run(
+            [*command, "--calls", "1", "--shapes", "1x1x16x8"],
+            cwd=ROOT,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert run.returncode == 1
+    assert run.stderr == "output: No space left on device\n"
+
+
 def arm(name: str, *, same: bool = True, size: float = 100.0, **others: Any) -> Arm:
     found = Arm(name=name, process=Mock(), patience_s=1.0, **others)
     found.first = {"sums": [size, 1.0, 1.0], "same": same}
