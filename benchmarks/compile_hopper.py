@@ -229,7 +229,7 @@ def main() -> int:
                 spills = next(line for line in lines if "spill" in line)
                 slow = [line for line in lines if "serialized" in line]
                 slow += parameters_differ(compiled)
-                if variant.shared and ".acquire." not in compiled.asm["ptx"]:
+                if variant.shared and "atom.global.gpu.acquire" not in compiled.asm["ptx"]:
                     slow.append("nothing is acquired before sums are read")
                 failed = failed or bool(slow)
                 print(

@@ -272,7 +272,7 @@ def half_turn(
 ):
     """64 queries: their share of this consumer's dV and dK, and dQ of the turn before.
 
-    ``half`` is a constant, or where ``ROLLED`` not, with which the code of a turn is half as long.
+    ``half`` is 0 or 1: a constant, or where ``ROLLED`` a value, so that both run the same code.
 
     Where ``RESIDENT``, K and V stay in registers, which halves what matmuls read from shared
     memory, and scores are computed one half turn ahead, behind the matmuls before them.
@@ -285,9 +285,9 @@ def half_turn(
     PARTS: gl.constexpr = views.q_tiles.shape[2] // ROWS
     # Matmuls that a product over, or into, MAIN + TAIL columns takes.
     EACH: gl.constexpr = 2 if TAIL > 0 else 1
-    # The half of dQ's columns that this consumer computes of this half's queries: the other half
-    # of the other half's, since the last columns may be fewer.
     HALF: gl.constexpr = 0 if ROLLED else half
+    # The half of dQ's columns that this consumer computes of this half's queries. Unless the code
+    # is the same, it is the other half of the other half's, since the last columns may be fewer.
     PART: gl.constexpr = CONSUMER if ROLLED else (HALF + CONSUMER) % 2 if PARTS == 2 else 0
     DQ_COLUMNS: gl.constexpr = TAIL if PART == 1 and TAIL > 0 else ROWS
     zeros = gl.zeros([ROWS, ROWS], gl.float32, LAYOUT)

@@ -282,7 +282,7 @@ def halves_apart(problem: Problem) -> bool:
 def halves_rolled(problem: Problem) -> bool:
     """Whether halves of a turn run the same code, of 97 to 128 columns.
 
-    It is half as long, and spills less. On an H100 it takes 0.94 to 1.02 of the time under windows,
+    It is half as long, and spills less. On an H100 it takes 0.94 to 1.03 of the time under windows,
     of grouped queries under a causal mask, and where halves are apart, mostly 0.97. Many programs
     of neither kind, which run at its power limit, take 1.03 to 1.06.
     """
