@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 from harness.analysis.predictions import OFF, ComparedPeak, compared_peak
 from harness.cases.case import Case
@@ -77,20 +79,27 @@ SUMMED_IN_PLACE = "2026-11-26T22:40"
 """When records of flash_triton began to be of backward kernels that add up dk and dv in place."""
 
 
+SUMMED_OVER_RANKS = "2026-11-27T02:00"
+"""When they began to be of rings in which these kernels sum dq over the keys of all ranks."""
+
+
 def peak_of_its_kernel(record: Record) -> ComparedPeak | None:
-    """As compared_peak, by the formula of the backward kernel that a record was made with.
+    """As compared_peak, by the formulas of the backward kernels that a record was made with.
 
     Earlier ones wrote dk and dv of every query head of a group in float32, of as many key heads at
-    a time as keep these within 1 GiB, where later ones hold those of the key heads.
+    a time as keep these within 1 GiB, where later ones hold those of the key heads. And a ring
+    added up dq of its calls in float32.
     """
-    if record.started_at >= SUMMED_IN_PLACE:
+    with ExitStack() as stack:
+        if record.started_at < SUMMED_IN_PLACE:
+            stack.enter_context(patch.object(schedule, "backward_workspace", _workspace_of_parts))
+        if record.started_at < SUMMED_OVER_RANKS:
+            stack.enter_context(patch.object(schedule, "query_gradient_memory", _none))
         return compared_peak(record)
-    of_now = schedule.backward_workspace
-    schedule.backward_workspace = _workspace_of_parts
-    try:
-        return compared_peak(record)
-    finally:
-        schedule.backward_workspace = of_now
+
+
+def _none(**_: object) -> None:
+    """As schedule.query_gradient_memory, of kernels that could not go on with their sums."""
 
 
 def _workspace_of_parts(

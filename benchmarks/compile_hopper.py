@@ -66,6 +66,8 @@ class Variant:
     """Whether the backward kernel has turned heads."""
     apart: bool = False
     """Whether the backward kernel adds halves of a turn apart, of 128 columns."""
+    onto: bool = False
+    """Whether the backward kernel adds to sums of dq of other keys."""
 
     @property
     def is_rolled(self) -> bool:
@@ -95,6 +97,7 @@ def compile_variant(variant: Variant) -> Any:
         "UNMASKED": variant.unmasked,
         "TURNED": variant.turned,
         "SHARED": variant.shared,
+        "ONTO": variant.onto,
         "CAUSAL": variant.causal,
         "MASK": variant.mask,
         "SOFTCAP": variant.softcap,
@@ -190,6 +193,8 @@ def plain_variants(kernel: str, head_dim: int) -> list[Variant]:
     if kernel == "backward":
         variants.append(replace(variants[0], shared=True))
         variants.append(replace(variants[0], turned=True, apart=True))
+        variants.append(replace(variants[0], shared=True, onto=True))
+        variants.append(replace(variants[0], causal=False, onto=True))
     elif hopper_schedule.columns(head_dim).stored in program_size.COSTS:
         variants += [replace(variants[0], tiles=tiles) for tiles in program_size.SIZES[1:]]
     return variants
@@ -238,6 +243,7 @@ def main() -> int:
                     f"{'packed' if variant.packed else 'dense':<7}"
                     f"{'shared' if variant.shared else '':<7}"
                     f"{'turned' if variant.turned else '':<7}"
+                    f"{'onto' if variant.onto else '':<5}"
                     f"{f'tiles {variant.tiles}' if variant.tiles > 1 else '':<8}"
                     f"{variant.mask if variant.mask != 'plain' else '':<7}"
                     f"{'cap' if variant.softcap else '':<4}"

@@ -24,6 +24,7 @@ A backend outside this project is a dataclass in a module that ``ATTNBENCH_PLUGI
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
@@ -33,6 +34,7 @@ import torch
 from kernels import accounting, autograd, merge, packed, sinks
 from kernels.decoding import DecodeProblem
 from kernels.problem import MASKS, AttentionProblem, AttentionSpec
+from kernels.query_gradient import QueryBlock, QueryGradient, QueryGradientMemory
 from kernels.registry import Registry, joined_later
 from kernels.rotary import Rotary
 
@@ -229,6 +231,37 @@ class Attention(AttentionBackend):
             raise self.unwritten("backward()")
         raise NotImplementedError(f"attention={self.name} gives no log-sum-exp")
 
+    def query_gradient(
+        self,
+        do: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        o: torch.Tensor,
+        lse: torch.Tensor,
+        blocks: Sequence[QueryBlock],
+    ) -> QueryGradient | None:
+        """What takes the place of :meth:`backward` for several blocks of keys, and of adding up.
+
+        None where the kernel keeps no sums of dq in float32, or cannot go on with them over these
+        blocks.
+
+        Args:
+            do, q, o, lse: of a dense batch, as in :meth:`backward`, over the keys of all blocks.
+            k: [B, H_kv, S, D], of which shapes and dtype are taken; no block has more keys.
+            blocks: all of them, in the order in which they will be added.
+        """
+        return None
+
+    def query_gradient_memory(
+        self, problem: AttentionProblem, blocks: Sequence[QueryBlock]
+    ) -> QueryGradientMemory | None:
+        """What :meth:`query_gradient` takes, predicted without a device; None where it is None.
+
+        Args:
+            problem: of the whole sequence; its queries are those of the blocks.
+        """
+        return None
+
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
@@ -371,6 +404,30 @@ class DelegatedAttention(Attention):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         chosen = self.delegate(q, k, v, spec, with_lse=True)
         return chosen.forward_onto(o, lse, q, k, v, spec)
+
+    def query_gradient(
+        self,
+        do: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        o: torch.Tensor,
+        lse: torch.Tensor,
+        blocks: Sequence[QueryBlock],
+    ) -> QueryGradient | None:
+        """That of the backend which takes the calls of all blocks, if it is one."""
+        first, *others = (
+            self.delegate(
+                q[:, :, block.start : block.stop],
+                k[:, :, : block.num_keys],
+                k[:, :, : block.num_keys],
+                block.spec,
+                with_lse=True,
+            )
+            for block in blocks
+        )
+        if any(other.name != first.name for other in others):
+            return None
+        return first.query_gradient(do, q, k, o, lse, blocks)
 
 
 @dataclass(kw_only=True, slots=True)

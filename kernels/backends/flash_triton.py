@@ -11,7 +11,7 @@ implementations of them, are in :mod:`kernels.flash`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -23,6 +23,7 @@ from kernels.backend import Attention, attention_backend
 from kernels.flash.call import arguments
 from kernels.flash.call import problem as problem_facts
 from kernels.problem import MASKS, AttentionProblem, AttentionSpec
+from kernels.query_gradient import QueryBlock, QueryGradient, QueryGradientMemory
 from kernels.registry import Look, joined_later
 from kernels.toolchain import why_not_triton
 
@@ -148,8 +149,7 @@ class FlashTriton(Attention):
 
         In float32 three: the forward pass keeps a second number of each row's lse.
         """
-        half = problem.dtype in ("bfloat16", "float16") and problem.head_dim % 8 == 0
-        if self.implementation == "plain" or problem.device != "cuda" or not half:
+        if not self._predicted_hopper(problem):
             row_bytes = 12.0 if problem.dtype == "float32" else 8.0
             return row_bytes * problem.batch_size * problem.num_heads * problem.q_len
         from kernels.flash.hopper import schedule
@@ -164,6 +164,26 @@ class FlashTriton(Attention):
             causal=problem.causal,
             window=problem.window,
         )
+
+    def query_gradient_memory(
+        self, problem: AttentionProblem, blocks: Sequence[QueryBlock]
+    ) -> QueryGradientMemory | None:
+        if not self._predicted_hopper(problem):
+            return None
+        from kernels.flash.hopper import schedule
+
+        return schedule.query_gradient_memory(
+            batch_size=problem.batch_size,
+            num_heads=problem.num_heads,
+            num_kv_heads=problem.num_kv_heads,
+            head_dim=problem.head_dim,
+            blocks=blocks,
+        )
+
+    def _predicted_hopper(self, problem: AttentionProblem) -> bool:
+        """Whether the Hopper kernels would run the backward pass, without asking the device."""
+        half = problem.dtype in ("bfloat16", "float16") and problem.head_dim % 8 == 0
+        return half and self.implementation != "plain" and problem.device == "cuda"
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
@@ -209,6 +229,22 @@ class FlashTriton(Attention):
         if spec.packing is not None or self._runs_on_hopper(q, k, v, spec):
             return Attention.forward_onto(self, o, lse, q, k, v, spec)
         return operator.forward(self._call(q, k, v, spec), accumulator=(o, lse))
+
+    def query_gradient(
+        self,
+        do: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        o: torch.Tensor,
+        lse: torch.Tensor,
+        blocks: Sequence[QueryBlock],
+    ) -> QueryGradient | None:
+        """By the Hopper kernels, which sum dq in float32 anyway."""
+        if q.device.type != "cuda" or torch.compiler.is_compiling():
+            return None
+        from kernels.flash import dispatch
+
+        return dispatch.query_gradient(do, q, k, o, lse, blocks, self._options())
 
     def _runs_on_hopper(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec

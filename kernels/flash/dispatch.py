@@ -4,14 +4,17 @@ An implementation is a module with three functions: ``why_not(problem)``, which 
 reason why it cannot run a problem here, and ``forward`` and ``backward``, which run a
 :class:`ForwardPass` and a :class:`BackwardPass`. ``FORWARD_TAKES`` and ``BACKWARD_TAKES`` name the
 masks that each of them knows (:meth:`Problem.asks_for`); a pass that one implementation does not
-know is another's. ``IMPLEMENTATIONS`` is tried in its order. It
-names modules, which are imported when they are first asked: a new one is one more line.
+know is another's. One that can go on with its sums of dq from block to block has
+``query_gradient`` besides, which gives a class like
+:class:`kernels.query_gradient.QueryGradient`, or None. ``IMPLEMENTATIONS`` is tried in its order.
+It names modules, which are imported when they are first asked: a new one is one more line.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache, lru_cache
 from importlib import import_module
 from typing import Any
@@ -19,10 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.flash.call.arguments import BackwardPass, FlashCall, ForwardPass
+from kernels.flash.call.arguments import BackwardPass, FlashCall, FlashOptions, ForwardPass
 from kernels.flash.call.problem import Problem, check_gradient
 from kernels.launching.device import on
 from kernels.problem import Packing
+from kernels.query_gradient import QueryBlock, QueryGradient
 
 IMPLEMENTATIONS = {
     "hopper": "kernels.flash.hopper.launch",
@@ -183,6 +187,59 @@ def backward_of(
     with on(problem.device):
         _choose(problem, call.options.implementation, "backward").backward(backward_pass)
     return gradients
+
+
+def query_gradient(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    blocks: Sequence[QueryBlock],
+    options: FlashOptions,
+) -> QueryGradient | None:
+    """dq summed over blocks by an implementation that all of them would run with; None without one.
+
+    Args:
+        do, q, o, lse: of a dense batch, over all blocks.
+        k: of which the shape [B, H_kv, ...] is taken.
+        blocks: all that will be added, in their order.
+    """
+    found = _that_sums(tuple(blocks), q.shape, k.shape[1], q.dtype, q.device, options)
+    if found is None:
+        return None
+    do, q, o = (x if _has_dense_rows(x) else x.contiguous() for x in (do, q, o))
+    gradient: QueryGradient = found(do, q, o, lse.contiguous(), empty_like(q), options)
+    return gradient
+
+
+@lru_cache(maxsize=1024)
+def _that_sums(
+    blocks: tuple[QueryBlock, ...],
+    q_shape: torch.Size,
+    num_kv_heads: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    options: FlashOptions,
+) -> Any:
+    """The class whose objects sum dq over these blocks, or None."""
+    batch_size, num_heads, num_queries, head_dim = q_shape
+    problems = []
+    for block in blocks:
+        q, k = (
+            torch.empty((batch_size, heads, length, head_dim), dtype=dtype, device="meta")
+            for heads, length in (
+                (num_heads, block.stop - block.start),
+                (num_kv_heads, block.num_keys),
+            )
+        )
+        call = FlashCall(q=q, k=k, v=k, spec=block.spec, options=options)
+        problems.append(replace(call.problem(), device=device))
+    chosen = {_choose(problem, options.implementation, "backward") for problem in problems}
+    if len(chosen) != 1:
+        return None
+    of_module = getattr(chosen.pop(), "query_gradient", None)
+    return None if of_module is None else of_module(problems, blocks, num_queries)
 
 
 def _normalised(packing: Packing | None, *tensors: Tensor) -> Sequence[Tensor]:

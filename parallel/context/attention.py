@@ -273,7 +273,12 @@ class ContextParallelAttention(TransportedAttention):
     def split_peak_memory(self, problem: AttentionProblem) -> dict[str, float] | None:
         """Of the fullest rank, by :mod:`parallel.context.memory`."""
         sizes = LocalSizes(problem=problem, layout=self.layout(problem.cp))
-        memory = PassMemory(sizes=sizes, transport=self._transport_memory(problem))
+        memory = PassMemory(
+            sizes=sizes,
+            kernel=self.on_one_device,
+            transport=self._transport_memory(problem),
+            keys_in_turn=not self.gathers,
+        )
         reader = CallReader(sizes=sizes, kernel=self.on_one_device)
         peaks = (memory.peak(self._visits(reader, rank)) for rank in range(problem.cp))
         return max(peaks, key=lambda parts: sum(parts.values()))

@@ -357,6 +357,7 @@ def take_turns(
     MASK: gl.constexpr,
     SOFTCAP: gl.constexpr,
     MASKED: gl.constexpr,
+    ONTO: gl.constexpr,
 ):
     """The turns of one query head, in steps from ``start`` to ``stop``.
 
@@ -366,11 +367,13 @@ def take_turns(
         of_line: dQ of the head's first query.
         MASKED: of account for the first consumer only.
     """
+    # Never, where there are sums already (kernels.flash.hopper.backward.take_turns).
+    FIRST: gl.constexpr = -1 if ONTO else 0
     for step in range(start, stop):
         turn = turn_of(step)
         now = Turn(
             dq_ptr=dq_ptr,
-            is_first=before == 0,
+            is_first=before == FIRST,
             has_dq=(member > 0) | (step > turns.first),
             first_query=turn * ROWS,
         )
@@ -409,6 +412,7 @@ def accumulate(
     SOFTCAP: gl.constexpr,
     TURNED: gl.constexpr,
     SHARED: gl.constexpr,
+    ONTO: gl.constexpr,
 ):
     """One consumer: ``COLUMNS`` columns of dK and dV of 64 keys, and of every turn's dQ."""
     dtype: gl.constexpr = shared.q_tiles.dtype
@@ -448,12 +452,12 @@ def accumulate(
                 progress, dq_ptr, before = take_turns(
                     shared, views, progress, dq_ptr, before, of_line, member, start, middle,
                     seq, turns, scale_log2, CONSUMER, STAGES, BLOCK_D, MAIN, TAIL, CAUSAL, MASK,
-                    SOFTCAP, True,
+                    SOFTCAP, True, ONTO,
                 )  # fmt: skip
             progress, dq_ptr, before = take_turns(
                 shared, views, progress, dq_ptr, before, of_line, member, middle, stop,
                 seq, turns, scale_log2, CONSUMER, STAGES, BLOCK_D, MAIN, TAIL, CAUSAL, MASK,
-                SOFTCAP, False,
+                SOFTCAP, False, ONTO,
             )  # fmt: skip
     parity = progress.parity
     if turns.end > turns.first:
@@ -462,7 +466,8 @@ def accumulate(
         for part in gl.static_range(COLUMNS // ROWS):
             running = start_dq(views, 1 - parity, 2 * CONSUMER + part)
             dq = warpgroup_mma_wait(0, deps=[running])
-            add_tile(dq_ptr + (2 * CONSUMER + part) * (ROWS * ROWS), dq, before == 0)
+            is_first = before == (-1 if ONTO else 0)
+            add_tile(dq_ptr + (2 * CONSUMER + part) * (ROWS * ROWS), dq, is_first)
         mbarrier.arrive(shared.done.index(parity ^ 1))
     dk_rows = Rows(
         pointer=gradients.dk_ptr,
@@ -544,6 +549,7 @@ def flash_backward_wide(
     SOFTCAP: gl.constexpr,
     TURNED: gl.constexpr,
     SHARED: gl.constexpr,
+    ONTO: gl.constexpr,
     PACKED: gl.constexpr,
     num_warps: gl.constexpr,
 ):
@@ -643,6 +649,7 @@ def flash_backward_wide(
                     SOFTCAP,
                     TURNED,
                     SHARED,
+                    ONTO,
                 ),
             ),
             (
@@ -669,6 +676,7 @@ def flash_backward_wide(
                     SOFTCAP,
                     TURNED,
                     SHARED,
+                    ONTO,
                 ),
             ),
             (produce, (inputs, shared, heads, seq, turns, STAGES)),

@@ -25,6 +25,7 @@ from kernels.flash.hopper.plans import BackwardPlan, addressable, aligned, are_a
 from kernels.launching.gluon import why_no_gluon
 from kernels.launching.prepared import MAX_PLANS, PreparedLaunch, planned
 from kernels.problem import Packing
+from kernels.query_gradient import QueryBlock, QueryGradient
 
 _MAX_GRID_Y = 65535
 
@@ -66,7 +67,8 @@ class Step(NamedTuple):
     floats: tuple[float, ...] = ()
 
 
-def _run(steps: list[Step]) -> None:
+def run(steps: Sequence[Step]) -> None:
+    """Launch one after another."""
     for step in steps:
         step.launch(*step.tensors, floats=step.floats)
 
@@ -82,7 +84,7 @@ def forward(call: ForwardPass) -> None:
         call = replace(call, q=addressable(call.q), k=addressable(call.k), v=addressable(call.v))
         key = plans.forward_key(call)
         plan = planned(plans.FORWARD_PLANS, plans.plan_forward, key, call)
-    _run(_forward_steps(plan, call))
+    run(_forward_steps(plan, call))
 
 
 def _forward_steps(plan: PreparedLaunch, call: ForwardPass) -> list[Step]:
@@ -131,7 +133,7 @@ def backward(call: BackwardPass) -> None:
         key = plans.backward_key(call)
         plan = planned(plans.BACKWARD_PLANS, plans.plan_backward, key, call)
     workspace = [q.new_empty(shape, dtype=dtype) for shape, dtype in plan.workspace]
-    _run(_backward_steps(plan, call, workspace))
+    run(backward_steps(plan, call, workspace))
 
 
 def _of_key_heads(call: BackwardPass, start: int, stop: int) -> BackwardPass:
@@ -162,9 +164,10 @@ def _problem_of_key_heads(problem: Problem, num_kv_heads: int) -> Problem:
     return replace(problem, num_heads=num_heads, num_kv_heads=num_kv_heads)
 
 
-def _backward_steps(
+def backward_steps(
     plan: BackwardPlan, call: BackwardPass, workspace: Sequence[Tensor]
 ) -> list[Step]:
+    """The launches of a pass, the last of which makes dq of its sums."""
     statistics, counts, dq_sums, *of_keys = workspace
     # Where no programs share a group, nobody reads or writes these.
     key_counts, key_sums = of_keys or (counts, dq_sums)
@@ -183,6 +186,17 @@ def _backward_steps(
     ]
 
 
+def query_gradient(
+    problems: Sequence[Problem], blocks: Sequence[QueryBlock], num_queries: int
+) -> type[QueryGradient] | None:
+    """What sums dq over these blocks (:mod:`kernels.flash.hopper.query_gradient`), if it can."""
+    # It launches what is planned here.
+    from kernels.flash.hopper import query_gradient
+
+    found = query_gradient.can_sum(problems, blocks, num_queries)
+    return query_gradient.HopperQueryGradient if found else None
+
+
 class PlannedBackward(NamedTuple):
     """The launches of a backward pass."""
 
@@ -197,7 +211,7 @@ def planned_backward(call: BackwardPass) -> PlannedBackward | None:
     if plan is None or not are_aligned(call.q, call.k, call.v, call.do, call.o, call.lse):
         return None
     workspace = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in plan.workspace]
-    steps = _backward_steps(plan, call, workspace)
+    steps = backward_steps(plan, call, workspace)
     return PlannedBackward(steps, workspace)
 
 

@@ -5,6 +5,7 @@ It follows from the problem and the tensors' shapes and strides, and is kept in 
 
 from __future__ import annotations
 
+import math
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -72,13 +73,16 @@ def plan_forward(call: ForwardPass) -> PreparedLaunch:
     )
 
 
+Workspace = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+"""Shapes and dtypes of tensors that a pass needs besides its arguments."""
+
+
 class BackwardPlan(NamedTuple):
     """The launches of a backward pass, in their order, and the memory that they need besides."""
 
-    workspace: tuple[tuple[tuple[int, ...], torch.dtype], ...]
-    """Shapes and dtypes. lse in units of log2, and rowsum(o * do) - dlse: [2, B * H, S padded];
-    counts of programs; sums of dq; and where programs share a group, counts of them and sums of
-    dk and dv."""
+    workspace: Workspace
+    """lse in units of log2, and rowsum(o * do) - dlse: [2, B * H, S padded]; counts of programs;
+    sums of dq; and where programs share a group, counts of them and sums of dk and dv."""
     row_statistics: PreparedLaunch
     main: PreparedLaunch
     finish_dq: PreparedLaunch
@@ -100,30 +104,14 @@ def backward_key(call: BackwardPass) -> tuple:
 def plan_backward(call: BackwardPass) -> BackwardPlan:
     """The launches of a call whose tensors TMA can address."""
     # Gluon, which old versions of Triton lack: why_not has been asked before.
-    from kernels.flash.hopper.backward import flash_backward
-    from kernels.flash.hopper.backward_wide import flash_backward_wide
     from kernels.flash.hopper.rows import finish_dq, row_statistics
 
-    problem, q, k, v, do, o = call.problem, call.q, call.k, call.v, call.do, call.o
-    dq, dk, dv = call.dq, call.dk, call.dv
+    problem, q, do, o, dq = call.problem, call.q, call.do, call.o, call.dq
     width = block_d(problem)
-    chosen = BACKWARD[width]
     num_lines, lse_len = q.shape[0] * q.shape[1], q.shape[2]
-    padded_len, padded_keys = _padded(lse_len, problem), _padded(k.shape[2], problem)
+    padded_len = _padded(lse_len, problem)
     by_query = grid(problem.q_len, problem.batch_size * problem.num_heads)
-    num_parts = schedule.num_parts(problem)
-    num_turned = schedule.heads_turned(problem)
-    size = schedule.backward_rows(problem)
-    num_key_tiles = -(-problem.kv_len // size)
-    is_shared = num_parts > 1
-    num_key_lines = k.shape[0] * problem.num_kv_heads if is_shared else 0
-    key_counts_shape = (num_key_lines, padded_keys // ROWS)
-    by_width = {}
-    if width <= 128:
-        by_width["RESIDENT"] = chosen.resident
-        by_width["APART"] = schedule.halves_apart(problem)
-        by_width["ROLLED"] = schedule.halves_rolled(problem)
-        by_width["UNMASKED"] = schedule.has_unmasked_turns(problem.causal, problem.window)
+    of_keys = _key_workspace(call)
     rowwise = {
         "HEAD_DIM": problem.head_dim,
         "BLOCK_D": width,
@@ -131,16 +119,12 @@ def plan_backward(call: BackwardPass) -> BackwardPlan:
         "PACKED": problem.packed,
         "num_warps": width // 32 if width > 128 else 4,
     }
-    of_keys = (
-        (key_counts_shape, torch.int32),
-        ((num_key_lines, padded_keys // ROWS, 2, ROWS * width), torch.float32),
-    )
     return BackwardPlan(
         workspace=(
             ((2, num_lines, padded_len), torch.float32),
             ((num_lines, padded_len // ROWS), torch.int32),
             ((num_lines, padded_len, width), torch.float32),
-            *(of_keys if is_shared else ()),
+            *of_keys,
         ),
         row_statistics=PreparedLaunch(
             row_statistics,
@@ -154,48 +138,16 @@ def plan_backward(call: BackwardPass) -> BackwardPlan:
                 lse_len,
                 padded_len,
                 num_lines * padded_len,
-                num_key_lines * (padded_keys // ROWS),
+                math.prod(of_keys[0][0]) if of_keys else 0,
             ),
         ),
-        main=PreparedLaunch(
-            flash_backward if width <= 128 else flash_backward_wide,
-            (num_key_tiles * problem.batch_size * problem.num_kv_heads * num_parts, 1, 1),
-            {
-                "STAGES": chosen.stages,
-                "TURNED": num_turned > 0,
-                "SHARED": is_shared,
-                **by_width,
-                **_constants(problem),
-            },
-            integers=(
-                *dk.stride()[:3],
-                *dv.stride()[:3],
-                problem.num_heads,
-                problem.group_size,
-                problem.group_size // num_parts,
-                schedule.heads_at_once(problem),
-                num_turned,
-                problem.q_len,
-                problem.kv_len,
-                num_lines,
-                padded_len,
-                padded_keys,
-                *_edges(problem),
-            ),
-            descriptors=(
-                _tiles(q, chosen.tile, width),
-                _tiles(do, chosen.tile, width),
-                _tiles(k, ROWS, width),
-                _tiles(v, ROWS, width),
-                _lines(2 * num_lines, padded_len, chosen.tile),
-            ),
-        ),
+        main=_plan_main(call, padded_len, onto=False),
         finish_dq=PreparedLaunch(
             finish_dq,
             by_query,
             {
                 **rowwise,
-                "TURN": size,
+                "TURN": schedule.backward_rows(problem),
                 "CAUSAL": problem.causal,
                 "MASK": schedule.mask_kind(problem),
             },
@@ -207,6 +159,88 @@ def plan_backward(call: BackwardPass) -> BackwardPlan:
                 padded_len,
                 *_edges(problem),
             ),
+        ),
+    )
+
+
+class OntoPlan(NamedTuple):
+    """The launch that adds to the sums of dq of other keys, and the memory that it needs besides.
+
+    Where no programs share a group, there is none of it.
+    """
+
+    num_key_counts: int
+    key_sums: tuple[int, ...]
+    main: PreparedLaunch
+
+
+ONTO_PLANS: dict[tuple, OntoPlan] = {}
+
+
+def plan_onto(call: BackwardPass, padded_len: int) -> OntoPlan:
+    """The launch of a call whose dq is added to sums, of lines of ``padded_len`` rows."""
+    counts, sums = [shape for shape, _ in _key_workspace(call)] or [(0,), (0,)]
+    return OntoPlan(math.prod(counts), sums, _plan_main(call, padded_len, onto=True))
+
+
+def _key_workspace(call: BackwardPass) -> Workspace:
+    """Counts of programs that share a group, and sums of dk and dv; nothing if none do."""
+    problem, k = call.problem, call.k
+    if schedule.num_parts(problem) == 1:
+        return ()
+    tiles = k.shape[0] * problem.num_kv_heads, _padded(k.shape[2], problem) // ROWS
+    return (tiles, torch.int32), ((*tiles, 2, ROWS * block_d(problem)), torch.float32)
+
+
+def _plan_main(call: BackwardPass, padded_len: int, *, onto: bool) -> PreparedLaunch:
+    from kernels.flash.hopper.backward import flash_backward
+    from kernels.flash.hopper.backward_wide import flash_backward_wide
+
+    problem, q, k, dk, dv = call.problem, call.q, call.k, call.dk, call.dv
+    width = block_d(problem)
+    chosen = BACKWARD[width]
+    num_lines = q.shape[0] * q.shape[1]
+    num_parts = schedule.num_parts(problem)
+    num_turned = schedule.heads_turned(problem)
+    num_key_tiles = -(-problem.kv_len // schedule.backward_rows(problem))
+    by_width = {}
+    if width <= 128:
+        by_width["RESIDENT"] = chosen.resident
+        by_width["APART"] = schedule.halves_apart(problem)
+        by_width["ROLLED"] = schedule.halves_rolled(problem)
+        by_width["UNMASKED"] = schedule.has_unmasked_turns(problem.causal, problem.window)
+    return PreparedLaunch(
+        flash_backward if width <= 128 else flash_backward_wide,
+        (num_key_tiles * problem.batch_size * problem.num_kv_heads * num_parts, 1, 1),
+        {
+            "STAGES": chosen.stages,
+            "TURNED": num_turned > 0,
+            "SHARED": num_parts > 1,
+            "ONTO": onto,
+            **by_width,
+            **_constants(problem),
+        },
+        integers=(
+            *dk.stride()[:3],
+            *dv.stride()[:3],
+            problem.num_heads,
+            problem.group_size,
+            problem.group_size // num_parts,
+            schedule.heads_at_once(problem),
+            num_turned,
+            problem.q_len,
+            problem.kv_len,
+            num_lines,
+            padded_len,
+            _padded(k.shape[2], problem),
+            *_edges(problem),
+        ),
+        descriptors=(
+            _tiles(q, chosen.tile, width),
+            _tiles(call.do, chosen.tile, width),
+            _tiles(k, ROWS, width),
+            _tiles(call.v, ROWS, width),
+            _lines(2 * num_lines, padded_len, chosen.tile),
         ),
     )
 

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from kernels import Attention, sinks
+from kernels.query_gradient import QueryGradient
 from parallel.context.blocks.halo import keeps
 from parallel.context.blocks.rows import Rows
-from parallel.context.blocks.schedule import KernelCall, RankSchedule
+from parallel.context.blocks.schedule import KernelCall, RankSchedule, query_block
 from parallel.context.blocks.tracing import COMPUTE, Tracer
 
 
@@ -140,32 +141,82 @@ class AttentionPass:
         Args:
             kept: what :meth:`forward` gave.
         """
-        schedule = self.schedule
-        head_dim, lse_head_dim = schedule.head_dim_of
-        dq = _Total(q, schedule, once=schedule.merges_once)
-        again = kept if keeps(schedule.halo) else None
-        for visit in self.transport.visits(k, v, schedule, again):
-            heads = _query_heads(visit.kv_heads, q, k, schedule)
+        dq = self._query_gradient(do, q, k, o, lse)
+        again = kept if keeps(self.schedule.halo) else None
+        for visit in self.transport.visits(k, v, self.schedule, again):
             found = []
-            for call in _calls(schedule, visit):
+            for call in _calls(self.schedule, visit):
                 with self.tracer.span(COMPUTE, visit.step):
-                    own_do, own_q, own_o = (
-                        call.q.take(_of_heads(x, heads, head_dim)) for x in (do, q, o)
-                    )
-                    own_lse = call.q.take_lse(_of_heads(lse, heads, lse_head_dim))
-                    keys = (call.kv.take(visit.k), call.kv.take(visit.v))
-                    part_dq, part_dk, part_dv = self.kernel.backward(
-                        own_do, own_q, *keys, own_o, own_lse, call.spec
-                    )
-                    if call.first:
-                        dq.put(heads, call.q, part_dq)
-                    else:
-                        dq.add(heads, call.q, part_dq)
-                    del part_dq
-                found.append(Contribution(call, part_dk, part_dv))
+                    keys = call.kv.take(visit.k), call.kv.take(visit.v)
+                    found.append(Contribution(call, *dq.add(call, visit, keys)))
             self.transport.deliver(visit, found)
+        # While the last gradients of keys are on their way.
+        total = dq.result().to(q.dtype)
         dk, dv = self.transport.collect()
-        return dq.result().to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+        return total, dk.to(k.dtype), dv.to(v.dtype)
+
+    def _query_gradient(
+        self, do: Tensor, q: Tensor, k: Tensor, o: Tensor, lse: Tensor
+    ) -> _SumOfCalls | _SumOfKernel:
+        if self.schedule.query_blocks:
+            blocks = self.schedule.query_blocks
+            in_kernel = self.kernel.query_gradient(do, q, k, o, lse, blocks)
+            if in_kernel is not None:
+                return _SumOfKernel(in_kernel)
+        return _SumOfCalls(self.kernel, self.schedule, do, q, k, o, lse)
+
+
+class _SumOfCalls:
+    """dq of kernel calls that each give a part of it, added up in float32."""
+
+    def __init__(
+        self,
+        kernel: Attention,
+        schedule: RankSchedule,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        o: Tensor,
+        lse: Tensor,
+    ) -> None:
+        self._kernel, self._schedule = kernel, schedule
+        self._do, self._q, self._k, self._o, self._lse = do, q, k, o, lse
+        self._total = _Total(q, schedule, once=schedule.merges_once)
+
+    def add(
+        self, call: KernelCall, visit: Visit, keys: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """dk and dv of a call with these of the visit's keys and values."""
+        heads = _query_heads(visit.kv_heads, self._q, self._k, self._schedule)
+        head_dim, lse_head_dim = self._schedule.head_dim_of
+        do, q, o = (
+            call.q.take(_of_heads(x, heads, head_dim)) for x in (self._do, self._q, self._o)
+        )
+        lse = call.q.take_lse(_of_heads(self._lse, heads, lse_head_dim))
+        dq, dk, dv = self._kernel.backward(do, q, *keys, o, lse, call.spec)
+        if call.first:
+            self._total.put(heads, call.q, dq)
+        else:
+            self._total.add(heads, call.q, dq)
+        return dk, dv
+
+    def result(self) -> Tensor:
+        return self._total.result()
+
+
+class _SumOfKernel:
+    """dq that the kernel sums from call to call, of all heads."""
+
+    def __init__(self, gradient: QueryGradient) -> None:
+        self._gradient = gradient
+
+    def add(
+        self, call: KernelCall, visit: Visit, keys: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        return self._gradient.add(query_block(call), *keys)
+
+    def result(self) -> Tensor:
+        return self._gradient.result()
 
 
 def _calls(schedule: RankSchedule, visit: Visit) -> Sequence[KernelCall]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kernels import AttentionSpec, Packing
 from kernels.problem import Mask
+from kernels.query_gradient import QueryBlock
 from parallel.context.blocks.halo import Halo, Reach, keeps
 from parallel.context.blocks.layouts import Layout, ScoreBlock
 from parallel.context.blocks.rows import DenseRows, PackedRows, Rows
@@ -68,6 +69,9 @@ class RankSchedule(Protocol):
     the rows that ``halo.needed`` names."""
     merges_once: bool
     """Of a dense batch with a halo, whether no query meets keys in more than two calls."""
+    query_blocks: Sequence[QueryBlock]
+    """The calls of :meth:`of_source`, those with own keys first, where every rank's keys come whole
+    and queries meet keys in several calls of a dense batch; else none."""
 
     def of_source(self, source: int) -> Sequence[KernelCall]:
         """Kernel calls with the keys that rank ``source`` holds."""
@@ -153,6 +157,14 @@ class DenseSchedule:
         later = [c for c in itertools.chain(self._of_all, *self._of_source) if not c.first]
         self.accumulates = bool(later)
         self.merges_once = self.halo is not None and disjoint(_slices([c.q for c in later]))
+        self.query_blocks: Sequence[QueryBlock] = ()
+        if self.halo is None and any(not c.first for calls in self._of_source for c in calls):
+            # As a ring visits them, which is not the order of the ranks.
+            steps = (
+                self._of_source[(rank - step) % layout.num_ranks]
+                for step in range(layout.num_ranks)
+            )
+            self.query_blocks = [query_block(call) for call in itertools.chain(*steps)]
         # A window with few keys of other ranks, half as wide as a run of tokens at most.
         assert self.merges_once or not keeps(self.halo), "a query sees keys of one other rank"
 
@@ -188,6 +200,12 @@ def _dense_call(
         first=first,
         spec=scores.under(block.mask),
     )
+
+
+def query_block(call: KernelCall) -> QueryBlock:
+    """A call of a dense batch."""
+    (queries,) = _slices([call.q])
+    return QueryBlock(queries.start, queries.stop, call.kv.count, call.spec)
 
 
 def cut(block: ScoreBlock, takes_rectangles: TakesRectangles) -> list[ScoreBlock]:
@@ -238,6 +256,7 @@ class PackedSchedule:
         self._of_source: list[list[KernelCall]] = []
         self.halo: Halo | None = None
         self.merges_once = False
+        self.query_blocks: Sequence[QueryBlock] = ()
         self._masks = [within(mask, length) for length in lengths]
         plain = (
             hides_more(own, local * layout.num_ranks).is_plain

@@ -71,8 +71,8 @@ class CallSizes:
     all_heads: bool
     first: bool
     """Whether there is no result of the same queries to merge with."""
-    q_rows: slice | None
-    """Its rows of q; None if it joins several blocks."""
+    block: ScoreBlock | None
+    """What it computes; None if it joins several blocks."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -107,7 +107,7 @@ class CallReader:
             whole_kv=kv_share == ranks and not joined and not (all_keys and problem.packed),
             all_heads=num_groups == 1,
             first=first,
-            q_rows=None if joined else blocks[0].q,
+            block=None if joined else blocks[0],
         )
 
     def _workspace(self, blocks: Sequence[ScoreBlock], num_groups: int) -> float:

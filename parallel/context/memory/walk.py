@@ -9,9 +9,11 @@ Python's variables do.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from parallel.context.blocks.score_blocks import disjoint
+from kernels import Attention, AttentionSpec
+from kernels.query_gradient import QueryBlock, QueryGradientMemory
+from parallel.context.blocks.score_blocks import ScoreBlock, disjoint, hides_more
 from parallel.context.memory.ledger import Ledger
 from parallel.context.memory.sizes import CallSizes, LocalSizes
 from parallel.context.memory.transports import TransportMemoryFactory
@@ -25,7 +27,10 @@ class PassMemory:
     """What one rank holds in a pass."""
 
     sizes: LocalSizes
+    kernel: Attention
     transport: TransportMemoryFactory
+    keys_in_turn: bool
+    """Whether one rank's keys come after another's."""
 
     def peak(self, visits: Visits) -> dict[str, float]:
         """Bytes by part at the peak of a forward pass, or with gradients of a backward pass.
@@ -65,8 +70,14 @@ class PassMemory:
         )
         transport = self.transport(ledger, sizes)
         transport.begin(gradients=True)
+        in_kernel = self._query_gradient(visits)
+        of_blocks: Sequence[float] = ()
+        if in_kernel is not None:
+            ledger.hold(dq=sizes.q, dq_sums=in_kernel.kept)
+            of_blocks = in_kernel.of_blocks
         merged = _Merged(sizes, visits, narrow=transport.narrow)
         last = 0.0
+        num_done = 0
         order = list(range(len(visits)))
         if transport.keeps_keys:
             # Other ranks' keys first.
@@ -77,13 +88,20 @@ class PassMemory:
             ledger.hold(dk_dv=last)
             for number, call in enumerate(calls):
                 ledger.hold(**self._taken(call, 3))
-                row_copies = 0.0 if call.whole_q else call.lse
-                ledger.add(dq=call.q, dk_dv=call.kv)
-                with ledger.during(kernel_workspace=call.workspace + row_copies):
+                if in_kernel is not None:
+                    ledger.add(dk_dv=call.kv)
+                    workspace = of_blocks[num_done]
+                else:
+                    ledger.add(dq=call.q, dk_dv=call.kv)
+                    workspace = call.workspace + (0.0 if call.whole_q else call.lse)
+                num_done += 1
+                with ledger.during(kernel_workspace=workspace):
                     pass
                 # What the call before gave is let go now, unless this visit keeps it.
                 ledger.hold(dk_dv=sum(done.kv for done in calls[: number + 1]))
                 last = call.kv
+                if in_kernel is not None:
+                    continue
                 total = merged.after(call)
                 if not merged.keeps(call):
                     ledger.hold(dq=total + call.q)
@@ -96,9 +114,21 @@ class PassMemory:
         if sizes.wide > 1:
             # What was summed in float32 is returned in the problem's dtype.
             narrow_keys = bool(visits) and transport.keeps(visits[0])
-            narrowed = sizes.q if merged.all_rows else 0.0
+            narrowed = sizes.q if merged.all_rows and in_kernel is None else 0.0
             ledger.add(narrowed=narrowed + (0.0 if narrow_keys else sizes.kv))
         return ledger.peak
+
+    def _query_gradient(self, visits: Visits) -> QueryGradientMemory | None:
+        """The sums of dq that the kernel goes on with, where it does."""
+        problem, layout = self.sizes.problem, self.sizes.layout
+        length = self.sizes.local_len * layout.num_ranks
+        if problem.packed or not self.keys_in_turn:
+            return None
+        if not hides_more(problem.mask, length).is_plain:
+            return None
+        blocks = [call.block for calls in visits for call in calls if call.block is not None]
+        own = replace(problem, cp=1, q_len=self.sizes.local_len, sinks=False)
+        return self.kernel.query_gradient_memory(own, [_query_block(block) for block in blocks])
 
     def _taken(self, call: CallSizes, num_queries: int) -> dict[str, float]:
         """Copies of a packed call's rows: of q (with gradients o and do too), k and v."""
@@ -110,6 +140,12 @@ class PassMemory:
         }
 
 
+def _query_block(block: ScoreBlock) -> QueryBlock:
+    # Which scale, is of no account.
+    spec = AttentionSpec(causal=block.causal, scale=1.0)
+    return QueryBlock(block.q.start, block.q.stop, block.kv_len, spec)
+
+
 class _Merged:
     """The result of calls that are merged, in the order in which they are made.
 
@@ -119,7 +155,7 @@ class _Merged:
 
     def __init__(self, sizes: LocalSizes, visits: Visits, *, narrow: bool) -> None:
         later = [call for calls in visits for call in calls if not call.first]
-        rows = [call.q_rows for call in later if call.q_rows is not None]
+        rows = [call.block.q for call in later if call.block is not None]
         self.once = narrow and len(rows) == len(later) and disjoint(rows)
         self.all_rows = bool(later) and not self.once
         """Whether all of it is float32."""
