@@ -231,6 +231,35 @@ class Attention(AttentionBackend):
             raise self.unwritten("backward()")
         raise NotImplementedError(f"attention={self.name} gives no log-sum-exp")
 
+    def forward_into(
+        self,
+        o: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        """:meth:`forward` that fills o, such as rows of a larger tensor, and gives lse alone."""
+        part, lse = self.forward(q, k, v, spec)
+        o.copy_(part)
+        return lse
+
+    def backward_into(
+        self,
+        gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        do: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        lse: torch.Tensor,
+        spec: AttentionSpec,
+    ) -> None:
+        """:meth:`backward` that fills dq, dk and dv."""
+        found = self.backward(do, q, k, v, o, lse, spec)
+        for into, part in zip(gradients, found, strict=True):
+            into.copy_(part)
+
     def query_gradient(
         self,
         do: torch.Tensor,
@@ -404,6 +433,30 @@ class DelegatedAttention(Attention):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         chosen = self.delegate(q, k, v, spec, with_lse=True)
         return chosen.forward_onto(o, lse, q, k, v, spec)
+
+    def forward_into(
+        self,
+        o: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        return self.delegate(q, k, v, spec, with_lse=True).forward_into(o, q, k, v, spec)
+
+    def backward_into(
+        self,
+        gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        do: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        lse: torch.Tensor,
+        spec: AttentionSpec,
+    ) -> None:
+        chosen = self.delegate(q, k, v, spec, with_lse=True)
+        chosen.backward_into(gradients, do, q, k, v, o, lse, spec)
 
     def query_gradient(
         self,

@@ -230,6 +230,40 @@ class FlashTriton(Attention):
             return Attention.forward_onto(self, o, lse, q, k, v, spec)
         return operator.forward(self._call(q, k, v, spec), accumulator=(o, lse))
 
+    def forward_into(
+        self,
+        o: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        """Without a copy, outside of torch.compile."""
+        if torch.compiler.is_compiling():
+            return Attention.forward_into(self, o, q, k, v, spec)
+        from kernels.flash import dispatch
+
+        return dispatch.forward_into(self._call(q, k, v, spec), o)
+
+    def backward_into(
+        self,
+        gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        do: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        lse: torch.Tensor,
+        spec: AttentionSpec,
+    ) -> None:
+        """Without a copy, outside of torch.compile."""
+        if torch.compiler.is_compiling():
+            Attention.backward_into(self, gradients, do, q, k, v, o, lse, spec)
+            return
+        from kernels.flash import dispatch
+
+        dispatch.backward_into(self._call(q, k, v, spec), gradients, do, o, lse)
+
     def query_gradient(
         self,
         do: torch.Tensor,

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from kernels.flash.call.arguments import BackwardPass, FlashCall, FlashOptions, ForwardPass
-from kernels.flash.call.problem import Problem, check_gradient
+from kernels.flash.call.problem import Problem, check_gradient, check_room
 from kernels.launching.device import on
 from kernels.problem import Packing
 from kernels.query_gradient import QueryBlock, QueryGradient
@@ -99,16 +99,33 @@ def run_forward(
     return forward_of(call.problem(accumulator), call, accumulator)
 
 
+def forward_into(call: FlashCall, o: Tensor) -> Tensor:
+    """lse of a call whose o goes into a tensor that there is; raises ValueError if it has no room.
+
+    Args:
+        o: in the shape, dtype and device of q; its elements do not overlap.
+    """
+    problem = call.problem()
+    check_room(call.q, o, "o")
+    if not _has_dense_rows(o):
+        part, lse = forward_of(problem, call)
+        o.copy_(part)
+        return lse
+    return forward_of(problem, call, o=o)[1]
+
+
 def forward_of(
     problem: Problem,
     call: FlashCall,
     accumulator: tuple[Tensor, Tensor] | None = None,
     rest: Tensor | None = None,
+    o: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """o and lse of a call that ``problem`` describes; fills a ``rest`` of :func:`empty_rest`."""
     packing = call.spec.packing
     if accumulator is None:
-        o, lse = empty_results(call.q, packing is not None)
+        o = empty_like(call.q) if o is None else o
+        lse = empty_lse(call.q, packing is not None)
     else:
         o, lse = _writable(accumulator[0]), accumulator[1].contiguous()
     q, k, v = _normalised(packing, call.q, call.k, call.v)
@@ -145,6 +162,22 @@ def run_backward(
     return backward_of(problem, call, do, o, lse, dlse, rest)
 
 
+def backward_into(
+    call: FlashCall, gradients: tuple[Tensor, Tensor, Tensor], do: Tensor, o: Tensor, lse: Tensor
+) -> None:
+    """dq, dk and dv, into tensors that there are, each like ``o`` of :func:`forward_into`."""
+    problem = call.problem()
+    check_gradient(problem, do, call.q, o, lse, None)
+    for name, x, into in zip("qkv", (call.q, call.k, call.v), gradients, strict=True):
+        check_room(x, into, f"d{name}")
+    if all(map(_has_dense_rows, gradients)):
+        backward_of(problem, call, do, o, lse, None, gradients=gradients)
+        return
+    found = backward_of(problem, call, do, o, lse, None)
+    for into, part in zip(gradients, found, strict=True):
+        into.copy_(part)
+
+
 def backward_of(
     problem: Problem,
     call: FlashCall,
@@ -153,10 +186,12 @@ def backward_of(
     lse: Tensor,
     dlse: Tensor | None,
     rest: Tensor | None = None,
+    gradients: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of a call that ``problem`` describes; do, o, lse, dlse and rest fit it."""
     packing = call.spec.packing
-    gradients = empty_like(call.q), empty_like(call.k), empty_like(call.v)
+    if gradients is None:
+        gradients = empty_like(call.q), empty_like(call.k), empty_like(call.v)
     lse = lse.contiguous()
     if dlse is not None:
         dlse = dlse.float().contiguous()
@@ -255,8 +290,13 @@ def _as_batch(packing: Packing | None, *tensors: Tensor) -> Sequence[Tensor]:
 
 def empty_results(q: Tensor, packed: bool) -> tuple[Tensor, Tensor]:
     """o and lse to be filled, in shapes and strides that follow from q."""
-    lse_shape = (q.shape[1], q.shape[0]) if packed else q.shape[:-1]
-    return empty_like(q), torch.empty(lse_shape, dtype=torch.float32, device=q.device)
+    return empty_like(q), empty_lse(q, packed)
+
+
+def empty_lse(q: Tensor, packed: bool) -> Tensor:
+    """The second of :func:`empty_results`."""
+    shape = (q.shape[1], q.shape[0]) if packed else q.shape[:-1]
+    return torch.empty(shape, dtype=torch.float32, device=q.device)
 
 
 def empty_rest(q: Tensor, packed: bool) -> Tensor | None:

@@ -182,6 +182,16 @@ def check_gradient(
         raise ValueError(f"dlse is {_show(dlse.shape)}: must be {_show(lse_shape)}")
 
 
+def check_room(x: Tensor, into: Tensor, name: str) -> None:
+    """Raise ValueError unless ``into`` is as large as x, and of its kind."""
+    if _tensor_facts(into) != _tensor_facts(x):
+        shape, dtype, device = _tensor_facts(into)
+        raise ValueError(
+            f"{name} is {_show(shape)} {_name(dtype)} on {device}: "
+            f"must be {_show(x.shape)} {_name(x.dtype)} on {x.device}"
+        )
+
+
 def _packing_facts(packing: Packing) -> tuple[object, ...]:
     return (
         _tensor_facts(packing.cu_seqlens_q),

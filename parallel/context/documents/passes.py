@@ -7,7 +7,6 @@ home. Where these keys were not kept, they come again while one half of that res
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -33,32 +32,32 @@ class DocumentPass:
         """o, lse, and the second call's keys if rows travel; padding has o of zero."""
         calls = self.calls
         arriving = self.exchange.fetch(k, v) if calls.travels else None
-        parts, so_far = [], None
+        # Calls fill their rows: to join results of each writes and reads all of them once more.
+        o = torch.empty_like(q, memory_format=torch.contiguous_format)
+        lse = q.new_empty((q.shape[1], len(q)), dtype=torch.float32)
+        o[calls.num_rows :] = 0.0
+        lse[:, calls.num_rows :] = -torch.inf
+        so_far = None
         if calls.local is not None:
             rows = calls.local.rows
+            tensors = (q[rows], k[rows], v[rows])
             with self.tracer.span(COMPUTE, OWN):
-                o, lse = self.kernel.forward(q[rows], k[rows], v[rows], self._spec(calls.local))
+                lse[:, rows] = self.kernel.forward_into(o[rows], *tensors, self._spec(calls.local))
             if calls.merges:
                 assert calls.rest is not None
                 waiting = calls.rest.rows
                 so_far = o[waiting].float(), lse[:, waiting].contiguous()
-                o, lse = o[: waiting.start], lse[:, : waiting.start]
-            parts.append((o, lse))
         arrived = None if arriving is None else arriving.wait(WAITING)
         if calls.rest is not None:
             assert arrived is not None, "a run waits for rows that travel"
-            tensors = (q[calls.rest.rows], *self.exchange.keys(arrived))
+            rows = calls.rest.rows
+            tensors = (q[rows], *self.exchange.keys(arrived))
             spec = self._spec(calls.rest)
             with self.tracer.span(COMPUTE, WAITING):
                 if so_far is None:
-                    o, lse = self.kernel.forward(*tensors, spec)
+                    lse[:, rows] = self.kernel.forward_into(o[rows], *tensors, spec)
                 else:
-                    o, lse = self.kernel.forward_onto(*so_far, *tensors, spec)
-            parts.append((o.to(q.dtype), lse))
-        padding = len(q) - calls.num_rows
-        no_lse = q.new_full((q.shape[1], padding), -torch.inf, dtype=torch.float32)
-        o = _end_to_end([*(o for o, _ in parts), q.new_zeros(padding, *q.shape[1:])])
-        lse = _end_to_end([*(lse for _, lse in parts), no_lse], dim=1)
+                    o[rows], lse[:, rows] = self.kernel.forward_onto(*so_far, *tensors, spec)
         if self.like.sinks is not None:
             rows = slice(0, calls.num_rows)
             o[rows], lse[:, rows] = sinks.add(o[rows], lse[:, rows], self.like.sinks)
@@ -80,15 +79,18 @@ class DocumentPass:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) of this rank's tokens; zero for padding."""
         calls = self.calls
+        gradients = tuple(
+            torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)
+        )
+        dq, dk, dv = gradients
+        for x in gradients:
+            x[calls.num_rows :] = 0.0
 
-        def attend(call: Call, keys: tuple[Tensor, Tensor], step: int) -> list[Tensor]:
+        def attend_own(call: Call, step: int) -> None:
             rows = call.rows
-            saved = o[rows], lse[:, rows].contiguous()
+            own = (do[rows], q[rows], k[rows], v[rows], o[rows], lse[:, rows].contiguous())
             with self.tracer.span(COMPUTE, step):
-                return [*self.kernel.backward(do[rows], q[rows], *keys, *saved, self._spec(call))]
-
-        def attend_own(call: Call, step: int) -> list[Tensor]:
-            return attend(call, (k[call.rows], v[call.rows]), step)
+                self.kernel.backward_into((dq[rows], dk[rows], dv[rows]), *own, self._spec(call))
 
         arriving = None
         if calls.travels and arrived is None:
@@ -98,40 +100,41 @@ class DocumentPass:
         own_last: tuple[Call, ...] = () if calls.local is None else (calls.local,)
         if arriving is not None:
             own_first, own_last = calls.halves[:1], calls.halves[1:]
-        # dq, dk and dv, each by the rows of the calls.
-        parts = [attend_own(call, OWN) for call in own_first]
+        for call in own_first:
+            attend_own(call, OWN)
         waiting: Tensor | None = None
-        gradients = returning = None
+        of_keys = returning = None
         if calls.travels:
             arrived = arriving.wait(WAITING) if arriving is not None else arrived
             assert arrived is not None
-            gradients = arrived  # without rows, where no run waits
+            of_keys = arrived  # without rows, where no run waits
             if calls.rest is not None:
-                waiting, *found = attend(calls.rest, self.exchange.keys(arrived), WAITING)
-                gradients = self.exchange.gradients(*found)
-            returning = self.exchange.give_back(gradients)
-        parts += [attend_own(call, REST) for call in own_last]
-        dqs, dks, dvs = ([part[place] for part in parts] for place in range(3))
-        if waiting is not None and calls.merges:
+                waiting, of_keys = self._attend_waiting(do, q, o, lse, arrived, dq)
+            returning = self.exchange.give_back(of_keys)
+        for call in own_last:
+            attend_own(call, REST)
+        if waiting is not None:
             assert calls.rest is not None
-            so_far = _end_to_end(dqs)
-            start = calls.rest.rows.start
-            dqs = [so_far[:start], (so_far[start:].float() + waiting).to(q.dtype)]
-        elif waiting is not None:
-            dqs.append(waiting)
-        if gradients is not None:
-            dk, dv = self.exchange.joined(gradients)
-            dks, dvs = [*dks, dk], [*dvs, dv]
-        dq, dk, dv = (
-            _end_to_end([*found, x.new_zeros(len(x) - calls.num_rows, *x.shape[1:])])
-            for found, x in ((dqs, q), (dks, k), (dvs, v))
-        )
-        if gradients is not None and returning is not None:
-            self.exchange.add_home(dk, dv, gradients, returning.wait(REST))
+            rows = calls.rest.rows
+            dq[rows] = dq[rows].float() + waiting
+        if of_keys is not None and returning is not None:
+            dk[calls.joined_rows], dv[calls.joined_rows] = self.exchange.joined(of_keys)
+            self.exchange.add_home(dk, dv, of_keys, returning.wait(REST))
         return dq, dk, dv
 
-
-def _end_to_end(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """One tensor of all: the only one with rows itself, which is then not copied."""
-    filled = [part for part in parts if part.shape[dim]] or parts[-1:]
-    return filled[0].contiguous() if len(filled) == 1 else torch.cat(filled, dim)
+    def _attend_waiting(
+        self, do: Tensor, q: Tensor, o: Tensor, lse: Tensor, arrived: Tensor, dq: Tensor
+    ) -> tuple[Tensor | None, Tensor]:
+        """The second call: dq of its queries if they are in the first one too, and the gradients
+        of what has arrived. Where they are not, dq is filled.
+        """
+        call = self.calls.rest
+        assert call is not None
+        rows = call.rows
+        k, v = self.exchange.keys(arrived)
+        saved = (do[rows], q[rows], k, v, o[rows], lse[:, rows].contiguous())
+        dk, dv = torch.empty_like(k), torch.empty_like(v)
+        own = torch.empty_like(q[rows]) if self.calls.merges else dq[rows]
+        with self.tracer.span(COMPUTE, WAITING):
+            self.kernel.backward_into((own, dk, dv), *saved, self._spec(call))
+        return own if self.calls.merges else None, self.exchange.gradients(dk, dv)

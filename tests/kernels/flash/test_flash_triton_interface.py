@@ -11,7 +11,7 @@ from exact_attention import assert_close, backend, exact, exact_gradients, input
 from torch import Tensor
 from triton_device import DEVICE, RUNS_TRITON, randn
 
-from kernels import AttentionProblem, Packing
+from kernels import BACKENDS, AttentionProblem, Packing
 from kernels.flash import FlashAttentionTriton, flash_attention, operator, validate
 from kernels.flash.call.arguments import FlashCall, FlashOptions
 from kernels.problem import AttentionSpec
@@ -206,3 +206,63 @@ class TestSupport:
         assert "float64" in backend().supports(numbers(dtype="float64"))
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
         assert "CUDA" in backend().supports(numbers(device="cpu"))
+
+
+class TestResultsIntoTensorsThatThereAre:
+    """Rows in the middle of larger tensors, of a packed batch and of a dense one."""
+
+    @pytest.mark.parametrize("name", ["flash_triton", "naive"])
+    @pytest.mark.parametrize("is_packed", [True, False])
+    @pytest.mark.parametrize("dense_rows", [True, False])
+    def test_rows_of_larger_ones(self, name: str, is_packed: bool, dense_rows: bool) -> None:
+        q, k, v, do = inputs(heads=4)
+        packing = None
+        if is_packed:
+            q, k, v, do = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v, do))
+            packing = packing_of(5, len(q) - 5)
+        spec = AttentionSpec(causal=True, scale=0.25, packing=packing)
+        kernel: Any = BACKENDS[name].target(name=name)
+        o, lse = kernel.forward(q, k, v, spec)
+        into = room(o, dense_rows)
+        assert torch.equal(kernel.forward_into(into, q, k, v, spec), lse)
+        assert torch.equal(into, o)
+        gradients = kernel.backward(do, q, k, v, o, lse, spec)
+        places = tuple(room(x, dense_rows) for x in gradients)
+        kernel.backward_into(places, do, q, k, v, o, lse, spec)
+        for place, gradient in zip(places, gradients, strict=True):
+            assert torch.equal(place, gradient)
+        for x in (into, *places):
+            # Nothing around them.
+            assert float(x._base.isnan().sum()) == x._base.numel() - x.numel()
+
+    def test_no_room(self) -> None:
+        q, k, v, do = inputs(heads=4)
+        spec = AttentionSpec(causal=True, scale=0.25)
+        kernel = backend()
+        with pytest.raises(
+            ValueError, match=r"^o is .* float64 .*: must be .* float32 on [a-z0-9:]+$"
+        ):
+            kernel.forward_into(q.double(), q, k, v, spec)
+        o, lse = kernel.forward(q, k, v, spec)
+        with pytest.raises(ValueError, match=r"^dk is \[.*\] .*: must be \["):
+            kernel.backward_into((q, q[:, :, 1:], v), do, q, k, v, o, lse, spec)
+
+
+def packing_of(*lengths: int) -> Packing:
+    starts = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
+    longest = max(lengths)
+    return Packing(cu_seqlens_q=starts, cu_seqlens_k=starts, max_q_len=longest, max_kv_len=longest)
+
+
+def room(x: Tensor, dense_rows: bool) -> Tensor:
+    """Rows 3 to -2 of a tensor of NaN; or also every other number of each row."""
+    dim = 0 if x.dim() == 3 else 2
+    shape = list(x.shape)
+    shape[dim] += 5
+    shape[-1] *= 1 if dense_rows else 2
+    whole = torch.full(shape, torch.nan, dtype=x.dtype, device=x.device)
+    rows = [slice(None)] * x.dim()
+    rows[dim] = slice(3, -2)
+    if not dense_rows:
+        rows[-1] = slice(None, None, 2)
+    return whole[tuple(rows)]
