@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from torch import Tensor
+import torch
 
 from kernels.problem import AttentionSpec
 
@@ -28,11 +28,13 @@ class QueryBlock(NamedTuple):
 class QueryGradient(Protocol):
     """One backward pass of queries whose keys come in blocks, all of them announced before."""
 
-    def add(self, block: QueryBlock, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def add(
+        self, block: QueryBlock, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """dk and dv of a block's keys, in the shapes of k and v [B, H_kv, num_keys, D]."""
         ...
 
-    def result(self) -> Tensor:
+    def result(self) -> torch.Tensor:
         """dq [B, H, S, D] over all blocks, in the dtype of q; asked for once, at the end."""
         ...
 
