@@ -8,10 +8,13 @@ python -m benchmarks.bench_predictions [results/h200 ...]
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
+from types import ModuleType
 from typing import Any
 
 from harness.analysis.predictions import OFF, ComparedPeak, compared_peak
@@ -20,6 +23,9 @@ from harness.paths import ROOT
 from harness.predictions.training import gradient_sizes
 from harness.store.record import Record, RecordStore
 from kernels.flash.hopper import schedule
+from parallel.context import attention as schemes
+from parallel.context.memory.sizes import CallSizes
+from parallel.context.memory.transports import GatheredKeys
 
 LEFT_BEHIND = "what earlier cases left in their process"
 
@@ -77,20 +83,59 @@ SUMMED_IN_PLACE = "2026-11-26T22:40"
 """When records of flash_triton began to be of backward kernels that add up dk and dv in place."""
 
 
-def peak_of_its_kernel(record: Record) -> ComparedPeak | None:
-    """As compared_peak, by the formula of the backward kernel that a record was made with.
+GATHERED_IN_PLACE = "2026-11-27T02:30"
+"""When records of keys gathered over symmetric memory began to be of keys that come straight to
+their places, and of gradients that leave without float32 sums of all of them."""
 
-    Earlier ones wrote dk and dv of every query head of a group in float32, of as many key heads at
-    a time as keep these within 1 GiB, where later ones hold those of the key heads.
+
+def peak_of_its_kernel(record: Record) -> ComparedPeak | None:
+    """As compared_peak, by the formulas of the code that a record was made with.
+
+    Earlier backward kernels wrote dk and dv of every query head of a group in float32, of as many
+    key heads at a time as keep these within 1 GiB, where later ones hold those of the key heads.
     """
-    if record.started_at >= SUMMED_IN_PLACE:
+    with contextlib.ExitStack() as earlier:
+        if record.started_at < SUMMED_IN_PLACE:
+            earlier.enter_context(_with(schedule, "backward_workspace", _workspace_of_parts))
+        if record.started_at < GATHERED_IN_PLACE:
+            earlier.enter_context(_with(schemes, "SymmetricGatherMemory", _SortedGatherMemory))
         return compared_peak(record)
-    of_now = schedule.backward_workspace
-    schedule.backward_workspace = _workspace_of_parts
+
+
+@contextlib.contextmanager
+def _with(module: ModuleType, name: str, value: Any) -> Iterator[None]:
+    """Another value of a name of a module, for a while."""
+    of_now = getattr(module, name)
+    setattr(module, name, value)
     try:
-        return compared_peak(record)
+        yield
     finally:
-        schedule.backward_workspace = of_now
+        setattr(module, name, of_now)
+
+
+class _SortedGatherMemory(GatheredKeys):
+    """As SymmetricGatherMemory, of keys that came by rank and were put in order afterwards."""
+
+    def begin(self, *, gradients: bool) -> None:
+        published = self._sizes.kv + (self._everything if gradients else 0)
+        copied = self._sizes.kv if self._copies_heads else 0.0
+        self._ledger.hold(published=published, own_heads=copied, coming_keys=self._everything)
+
+    def arrive(self, visit: int) -> None:
+        coming = self._coming(visit)
+        self._ledger.hold(coming_keys=self._everything + coming)
+        before = self._everything if visit else 0.0
+        self._ledger.hold(arranged_keys=before + self._arranged)
+        self._ledger.hold(arranged_keys=self._everything, coming_keys=coming)
+
+    def deliver(self, visit: int, calls: Sequence[CallSizes]) -> None:
+        narrow = self._everything / 2 if self._sizes.wide > 1 else self._wide_total
+        for _ in ("dk", "dv"):
+            self._sum(calls)
+            self._ledger.add(narrow_dk_dv=narrow)
+            self._ledger.free("summed")
+        self._ledger.add(own_dk_dv=2 * self._wide_total / self._sizes.layout.num_ranks)
+        self._ledger.free("narrow_dk_dv")
 
 
 def _workspace_of_parts(
