@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -22,6 +23,9 @@ from harness.paths import ROOT
 from harness.predictions.training import gradient_sizes
 from harness.store.record import Record, RecordStore
 from kernels.flash.hopper import schedule
+from parallel.context import attention as schemes
+from parallel.context.memory.sizes import CallSizes
+from parallel.context.memory.transports import GatheredKeys
 
 LEFT_BEHIND = "what earlier cases left in their process"
 
@@ -79,27 +83,54 @@ SUMMED_IN_PLACE = "2026-11-26T22:40"
 """When records of flash_triton began to be of backward kernels that add up dk and dv in place."""
 
 
-SUMMED_OVER_RANKS = "2026-11-27T02:00"
-"""When they began to be of rings in which these kernels sum dq over the keys of all ranks."""
+LEANER_SPLITS = "2026-11-27T02:25"
+"""When records of split sequences began to be of rings in which the Hopper kernels sum dq over the
+keys of all ranks, and of keys gathered over symmetric memory that come straight to their places,
+and whose gradients leave without float32 sums of all of them."""
 
 
 def peak_of_its_kernel(record: Record) -> ComparedPeak | None:
-    """As compared_peak, by the formulas of the backward kernels that a record was made with.
+    """As compared_peak, by the formulas of the code that a record was made with.
 
-    Earlier ones wrote dk and dv of every query head of a group in float32, of as many key heads at
-    a time as keep these within 1 GiB, where later ones hold those of the key heads. And a ring
-    added up dq of its calls in float32.
+    Earlier backward kernels wrote dk and dv of every query head of a group in float32, of as many
+    key heads at a time as keep these within 1 GiB, where later ones hold those of the key heads.
     """
     with ExitStack() as stack:
         if record.started_at < SUMMED_IN_PLACE:
             stack.enter_context(patch.object(schedule, "backward_workspace", _workspace_of_parts))
-        if record.started_at < SUMMED_OVER_RANKS:
+        if record.started_at < LEANER_SPLITS:
             stack.enter_context(patch.object(schedule, "query_gradient_memory", _none))
+            stack.enter_context(patch.object(schemes, "SymmetricGatherMemory", _SortedGatherMemory))
         return compared_peak(record)
 
 
 def _none(**_: object) -> None:
     """As schedule.query_gradient_memory, of kernels that could not go on with their sums."""
+
+
+class _SortedGatherMemory(GatheredKeys):
+    """As SymmetricGatherMemory, of keys that came by rank and were put in order afterwards."""
+
+    def begin(self, *, gradients: bool) -> None:
+        published = self._sizes.kv + (self._everything if gradients else 0)
+        copied = self._sizes.kv if self._copies_heads else 0.0
+        self._ledger.hold(published=published, own_heads=copied, coming_keys=self._everything)
+
+    def arrive(self, visit: int) -> None:
+        coming = self._coming(visit)
+        self._ledger.hold(coming_keys=self._everything + coming)
+        before = self._everything if visit else 0.0
+        self._ledger.hold(arranged_keys=before + self._arranged)
+        self._ledger.hold(arranged_keys=self._everything, coming_keys=coming)
+
+    def deliver(self, visit: int, calls: Sequence[CallSizes]) -> None:
+        narrow = self._everything / 2 if self._sizes.wide > 1 else self._wide_total
+        for _ in ("dk", "dv"):
+            self._sum(calls)
+            self._ledger.add(narrow_dk_dv=narrow)
+            self._ledger.free("summed")
+        self._ledger.add(own_dk_dv=2 * self._wide_total / self._sizes.layout.num_ranks)
+        self._ledger.free("narrow_dk_dv")
 
 
 def _workspace_of_parts(

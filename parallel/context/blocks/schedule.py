@@ -18,10 +18,11 @@ from torch import Tensor
 from kernels import AttentionSpec, Packing
 from kernels.problem import Mask
 from kernels.query_gradient import QueryBlock
+from parallel.context.blocks.arrangement import Arrangement, sums_of
 from parallel.context.blocks.halo import Halo, Reach, keeps
 from parallel.context.blocks.layouts import Layout, ScoreBlock
 from parallel.context.blocks.rows import DenseRows, PackedRows, Rows
-from parallel.context.blocks.score_blocks import EMPTY, begins, disjoint, hides_more
+from parallel.context.blocks.score_blocks import EMPTY, begins, disjoint, hides_more, keys_of
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -72,13 +73,15 @@ class RankSchedule(Protocol):
     query_blocks: Sequence[QueryBlock]
     """The calls of :meth:`of_source`, those with own keys first, where every rank's keys come whole
     and queries meet keys in several calls of a dense batch; else none."""
+    arrangement: Arrangement | None
+    """How :meth:`of_all` expects the keys of all ranks; None where they are not gathered."""
 
     def of_source(self, source: int) -> Sequence[KernelCall]:
         """Kernel calls with the keys that rank ``source`` holds."""
         ...
 
     def of_all(self) -> Sequence[KernelCall]:
-        """Kernel calls with all keys, as :meth:`arrange` lays them out."""
+        """Kernel calls with all keys, as :attr:`arrangement` says where they lie."""
         ...
 
     def arrange(self, gathered: Tensor) -> Tensor:
@@ -154,6 +157,11 @@ class DenseSchedule:
                         for block, first in zip(blocks, firsts, strict=True)
                     ]
                 )
+        self.arrangement = (
+            _by_position(layout, local_len, mask, [call.kv for call in self._of_all])
+            if prefixes
+            else None
+        )
         later = [c for c in itertools.chain(self._of_all, *self._of_source) if not c.first]
         self.accumulates = bool(later)
         self.merges_once = self.halo is not None and disjoint(_slices([c.q for c in later]))
@@ -189,6 +197,29 @@ class DenseSchedule:
             runs = itertools.chain(*(layout.runs(rank, length) for rank in range(layout.num_ranks)))
             arranged = torch.cat([arranged[:, :, run.start : run.stop] for run in runs], dim=2)
         return arranged.unflatten(2, (layout.num_ranks, -1)).permute(2, 0, 1, 3, 4).contiguous()
+
+
+def _by_position(layout: Layout, local_len: int, mask: Mask, calls: Sequence[Rows]) -> Arrangement:
+    """The keys of all ranks in the order of their positions.
+
+    Args:
+        calls: the rows of keys that each call of this rank reads.
+    """
+    ranks = range(layout.num_ranks)
+    places: list[list[tuple[range, range]]] = [[] for _ in ranks]
+    start = 0
+    for rank, part in layout.pieces(local_len * len(ranks)):
+        own = range(part.start, part.stop)
+        places[rank].append((own, range(start, start + len(own))))
+        start += len(own)
+    seen = [keys_of(layout.gathered_blocks(rank, local_len, mask)) for rank in ranks]
+    return Arrangement(
+        dim=2,
+        num_rows=start,
+        places=tuple(map(tuple, places)),
+        seen=tuple(tuple(range(part.start, part.stop) for part in parts) for parts in seen),
+        sums=sums_of(_slices(calls)),
+    )
 
 
 def _dense_call(
@@ -286,6 +317,7 @@ class PackedSchedule:
             self._of_source = [
                 self._block_calls(rank, source) for source in range(layout.num_ranks)
             ]
+        self.arrangement = _by_rank(layout.num_ranks, self._starts[-1]) if prefixes else None
         calls = itertools.chain(self._of_all, *self._of_source)
         self.accumulates = any(not call.first for call in calls)
 
@@ -400,6 +432,21 @@ class PackedSchedule:
             max_q_len=max(q_lens),
             max_kv_len=max(kv_lens),
         )
+
+
+def _by_rank(num_ranks: int, num_local: int) -> Arrangement:
+    """The keys of one rank after those of another, all of which come."""
+    everything = range(num_ranks * num_local)
+    return Arrangement(
+        dim=0,
+        num_rows=len(everything),
+        places=tuple(
+            ((range(num_local), everything[rank * num_local : (rank + 1) * num_local]),)
+            for rank in range(num_ranks)
+        ),
+        seen=((everything,),) * num_ranks,
+        sums=None,
+    )
 
 
 def _joined(starts: Sequence[int], slices: Sequence[slice]) -> Tensor:

@@ -28,10 +28,8 @@ that nothing has waited for: peers overwrite what it reads, and its target may b
 from __future__ import annotations
 
 import itertools
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,6 +38,7 @@ from torch import Tensor
 from parallel.context.blocks.tracing import WAIT, Tracer, aside
 from parallel.context.heads.exchange import INPUTS, ExchangePlan, Kind, Kinds, summed_columns
 from parallel.context.heads.sequences import HEAD_DIM, Sequences
+from parallel.context.transports.kept_copies import KeptCopies
 from parallel.context.transports.peer_memory import PeerBuffers, PeerMemory
 from parallel.context.transports.strided_copy import StridedCopy, stream_of_copies
 from parallel.context.transports.symmetric import publish
@@ -58,7 +57,8 @@ class SymmetricHeads:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._buffers = PeerBuffers(group, device)
         self.fetching, self.reducing = self._buffers.fetching, self._buffers.reducing
-        self._inputs, self._results = _Kept(_inwards), _Kept(_outwards)
+        self._inputs: KeptCopies[list[_Copies]] = KeptCopies()
+        self._results: KeptCopies[list[_Copies]] = KeptCopies()
         self._under_way: dict[_Arriving | _Leaving, None] = {}
         """In the order of their start; they hold their tensors until they have been waited for."""
 
@@ -88,7 +88,11 @@ class SymmetricHeads:
     ) -> tuple[PeerMemory, list[_Copies]]:
         """The buffers of inputs like these, and each group's copies out of them."""
         memory = self._buffers.get("inputs", sum(map(_aligned_bytes, tensors)))
-        return memory, self._inputs.copies(memory, plan, kinds, tensors)
+        # The plan itself, and not its id, which another would get when this one is let go.
+        kind = (plan, kinds, *((x.shape, x.dtype) for x in tensors))
+        return memory, self._inputs.get(
+            memory, kind, lambda: _inwards(memory, plan, kinds, tensors)
+        )
 
     def outwards(
         self, plan: ExchangePlan, kinds: Kinds, like: Tensor
@@ -98,7 +102,8 @@ class SymmetricHeads:
         trained = torch.is_grad_enabled() and like.requires_grad
         largest = INPUTS if trained else kinds
         memory = self._buffers.get("results", _most_bytes(plan, largest, like))
-        return memory, self._results.copies(memory, plan, kinds, (like,))
+        kind = (plan, kinds, like.shape, like.dtype)
+        return memory, self._results.get(memory, kind, lambda: _outwards(memory, plan, kinds, like))
 
 
 class SymmetricExchange:
@@ -246,40 +251,6 @@ class _Copies:
         tracer.sent(self.read_bytes)
 
 
-_Way = Callable[[PeerMemory, ExchangePlan, Kinds, Sequence[Tensor]], list[_Copies]]
-
-_KEPT = 32
-"""Copies that are kept for calls like those before: forward and backward of as many plans as
-:class:`parallel.context.heads.head_attention.HeadAttention` keeps."""
-
-
-class _Kept:
-    """Copies out of the buffers of one purpose, made once for a plan and its tensors' shapes.
-
-    They hold views of the buffers, and go with them: before larger ones are made.
-    """
-
-    def __init__(self, way: _Way) -> None:
-        self._way = way
-        self._made: weakref.WeakKeyDictionary[PeerMemory, dict[tuple[Any, ...], list[_Copies]]]
-        self._made = weakref.WeakKeyDictionary()
-
-    def copies(
-        self, memory: PeerMemory, plan: ExchangePlan, kinds: Kinds, tensors: Sequence[Tensor]
-    ) -> list[_Copies]:
-        made = self._made.setdefault(memory, {})
-        # The plan itself, and not its id, which another would get when this one is let go.
-        key = (plan, kinds, *((x.shape, x.dtype) for x in tensors))
-        found = made.get(key)
-        if found is None:
-            if len(made) >= _KEPT:
-                made.pop(next(iter(made)))
-            # An evaluation may come first, and its inference tensors are no part of a graph.
-            with torch.inference_mode(False), torch.no_grad():
-                found = made[key] = self._way(memory, plan, kinds, tensors)
-        return found
-
-
 def _inwards(
     memory: PeerMemory, plan: ExchangePlan, kinds: Kinds, tensors: Sequence[Tensor]
 ) -> list[_Copies]:
@@ -303,14 +274,11 @@ def _inwards(
     return found
 
 
-def _outwards(
-    memory: PeerMemory, plan: ExchangePlan, kinds: Kinds, tensors: Sequence[Tensor]
-) -> list[_Copies]:
+def _outwards(memory: PeerMemory, plan: ExchangePlan, kinds: Kinds, like: Tensor) -> list[_Copies]:
     """For each group, from the staged results of every rank to this rank's tokens of its heads.
 
     Heads lie in the order of :meth:`ExchangePlan.columns`.
     """
-    (like,) = tensors
     landings = [_template(like, _columns_shape(plan, kind, like)) for kind in kinds]
     starts = [_starts(plan, kind) for kind in kinds]
     found = []

@@ -158,7 +158,7 @@ def _asked_of(sizes: LocalSizes, source: int) -> list[slice]:
     return [part for found in blocks for part in keys_of(found)]
 
 
-class _GatherMemory(_Plain):
+class GatheredKeys(_Plain):
     """Keys of all ranks, some KV heads at a time, as they come and as kernels read them."""
 
     def __init__(self, ledger: Ledger, sizes: LocalSizes, kv_heads_at_once: int) -> None:
@@ -196,7 +196,7 @@ class _GatherMemory(_Plain):
                 pass
 
 
-class AllGatherMemory(_GatherMemory):
+class AllGatherMemory(GatheredKeys):
     """A collective keeps what it gathered until the next one, and what it reduces to the end."""
 
     def begin(self, *, gradients: bool) -> None:
@@ -219,31 +219,29 @@ class AllGatherMemory(_GatherMemory):
             self._ledger.add(reduced_dk_dv=self._wide_total + own)
 
 
-class SymmetricGatherMemory(_GatherMemory):
-    """Keys and gradients published for all ranks, and sums of this rank's own."""
+class SymmetricGatherMemory(GatheredKeys):
+    """Keys in their places as they come; gradients published for all ranks, and own sums."""
 
     def begin(self, *, gradients: bool) -> None:
         published = self._sizes.kv + (self._everything if gradients else 0)
-        copied = self._sizes.kv if self._copies_heads else 0.0
-        self._ledger.hold(published=published, own_heads=copied, coming_keys=self._everything)
+        self._ledger.hold(published=published, coming_keys=self._everything)
 
     def arrive(self, visit: int) -> None:
-        coming = self._coming(visit)
-        self._ledger.hold(coming_keys=self._everything + coming)
         # The keys of the visit before are let go afterwards.
         before = self._everything if visit else 0.0
-        self._ledger.hold(arranged_keys=before + self._arranged)
-        self._ledger.hold(arranged_keys=self._everything, coming_keys=coming)
+        coming = self._coming(visit)
+        self._ledger.hold(arranged_keys=before + self._everything, coming_keys=coming)
+        self._ledger.hold(arranged_keys=self._everything)
 
     def deliver(self, visit: int, calls: Sequence[CallSizes]) -> None:
-        narrow = self._everything / 2 if self._sizes.wide > 1 else self._wide_total
-        for _ in ("dk", "dv"):
-            self._sum(calls)
-            self._ledger.add(narrow_dk_dv=narrow)
-            self._ledger.free("summed")
-        own = 2 * self._wide_total / self._sizes.layout.num_ranks
-        self._ledger.add(own_dk_dv=own)
-        self._ledger.free("narrow_dk_dv")
+        if self._sizes.problem.packed:
+            for _ in ("dk", "dv"):
+                self._sum(calls)
+                self._ledger.free("summed")
+        self._ledger.hold(own_dk_dv=self._sizes.wide * self._sizes.kv)
+        # The parts of one peer after another.
+        with self._ledger.during(landed_dk_dv=self._own):
+            pass
 
 
 def add_wide_rows(ledger: Ledger, sizes: LocalSizes, calls: Sequence[CallSizes]) -> None:

@@ -16,7 +16,8 @@ from parallel.context.transports.all_gather import AllGather
 from parallel.context.transports.messages import Messages
 from parallel.context.transports.peer_memory import PeerBuffers
 from parallel.context.transports.send_recv import SendRecv
-from parallel.context.transports.symmetric import SymmetricGather, SymmetricRing, reserve_for_ring
+from parallel.context.transports.symmetric import SymmetricRing, reserve_for_ring
+from parallel.context.transports.symmetric_gather import GatherMemory, SymmetricGather
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -59,8 +60,8 @@ def symmetric_gather(
     group: dist.ProcessGroup, device: torch.device, heads_at_once: int | None
 ) -> TransportFactory:
     """All ranks' keys, read from their memory."""
-    buffers = PeerBuffers(group, device)
+    memory = GatherMemory(group, device)
     return TransportFactory(
-        make=lambda tracer: SymmetricGather(group, device, buffers, tracer, heads_at_once),
-        buffers=buffers,
+        make=lambda tracer: SymmetricGather(memory, tracer, heads_at_once),
+        buffers=memory.buffers,
     )

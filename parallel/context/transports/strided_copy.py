@@ -38,6 +38,22 @@ class _Block:
     out_pitch: int
 
 
+def copy_rows(into: Tensor, out: Tensor) -> None:
+    """Copy by a kernel, as words of 8 bytes where rows are whole numbers of them.
+
+    PyTorch's kernel of strided copies takes its time by elements, of bfloat16 four times as many.
+    """
+    if into.dtype == out.dtype and all(map(_is_of_words, (into, out))):
+        into, out = into.view(torch.int64), out.view(torch.int64)
+    into.copy_(out, non_blocking=True)
+
+
+def _is_of_words(x: Tensor) -> bool:
+    words = 8 // x.element_size()
+    numbers = (x.storage_offset(), x.shape[-1], *x.stride()[:-1])
+    return x.stride(-1) == 1 and all(number % words == 0 for number in numbers)
+
+
 class StridedCopy:
     """A copy out of one tensor, always the same, into a place in tensors of later calls.
 

@@ -18,7 +18,7 @@ Order of events, on the streams of one rank, for a pass over P ranks:
 
 Sums are the one thing here that needs SMs, and so the ring does not make them beside an attention
 kernel: in one whose programs all run at once and wait for each other, whatever holds up one of
-them holds up all. An all-gather's come when all heads, or those gathered at once, are computed.
+them holds up all.
 """
 
 from __future__ import annotations
@@ -33,21 +33,19 @@ from parallel.context.blocks.halo import Halo, keeps, room_for
 from parallel.context.blocks.loops import Contribution, Visit
 from parallel.context.blocks.schedule import RankSchedule
 from parallel.context.blocks.tracing import WAIT, Tracer, aside
-from parallel.context.transports.all_gather import (
-    head_groups,
-    join_heads,
-    select_heads,
-    sum_of_contributions,
-    write_contributions,
-)
+from parallel.context.transports.all_gather import write_contributions
 from parallel.context.transports.own_gradients import OwnGradients
 from parallel.context.transports.peer_memory import PeerBuffers, PeerMemory, aligned
 from parallel.context.transports.symmetric_halo import SymmetricHalo, reserve_for_halo
 from parallel.streams import StreamEvent
 
 
-class _Pair:
-    """Places of k (or dk) and v (or dv) in a peer's buffer, slot by slot."""
+class Pair:
+    """Places of k (or dk) and v (or dv) in a peer's buffer, slot by slot.
+
+    Args:
+        k, v: tensors in their form; they may be on the device "meta".
+    """
 
     def __init__(self, memory: PeerMemory, k: Tensor, v: Tensor) -> None:
         self._memory = memory
@@ -78,9 +76,9 @@ def reserve_for_ring(
     if schedule.halo is not None and schedule.halo.counts is not None:
         reserve_for_halo(buffers, k, schedule.halo.counts)
         return
-    buffers.get("keys", _Pair.bytes_of(k, k, 1))
+    buffers.get("keys", Pair.bytes_of(k, k, 1))
     if trained:
-        buffers.get("gradients", _Pair.bytes_of(k, k, 2))
+        buffers.get("gradients", Pair.bytes_of(k, k, 2))
 
 
 class SymmetricRing:
@@ -121,8 +119,8 @@ class SymmetricRing:
             return
         heads = slice(0, k.shape[schedule.head_dim_of[0]])
         here = (k.contiguous(), v.contiguous())
-        memory = self._buffers.get("keys", _Pair.bytes_of(*here, 1))
-        keys = _Pair(memory, *here)
+        memory = self._buffers.get("keys", Pair.bytes_of(*here, 1))
+        keys = Pair(memory, *here)
         self._halo, self._own = schedule.halo, here
         with self._tracer.span(WAIT, 0):
             publish(memory, keys.of_rank(self._rank), here, self._KEYS)
@@ -149,7 +147,7 @@ class SymmetricRing:
                     coming.wait()
                 here = target
 
-    def _visits_of_rows(self, keys: _Pair, heads: slice, halo: Halo) -> Iterator[Visit]:
+    def _visits_of_rows(self, keys: Pair, heads: slice, halo: Halo) -> Iterator[Visit]:
         """Visits of the rows that are needed, also of none: ranks meet at each step's barrier."""
         assert self._own is not None, "visits() sets it"
         coming = []
@@ -181,8 +179,8 @@ class SymmetricRing:
             return
         assert self._totals is not None, "the first visit is of this rank's own keys"
         assert self._own is not None, "visits() sets it"
-        memory = self._buffers.get("gradients", _Pair.bytes_of(*self._own, 2))
-        slots, slot = _Pair(memory, *self._own), visit.step % 2
+        memory = self._buffers.get("gradients", Pair.bytes_of(*self._own, 2))
+        slots, slot = Pair(memory, *self._own), visit.step % 2
         self._add_landed(self._totals, visit.step)
         if len(self._published) >= 2:
             # Barrier 1 of the step between has shown that the slot's reader is done.
@@ -247,112 +245,6 @@ class SymmetricRing:
         with self._tracer.span(WAIT, self._num_ranks):
             self._last.wait()
         return self._totals.result()
-
-
-class SymmetricGather:
-    """Reads all ranks' keys at once, ``heads_at_once`` KV heads at a time (all if None)."""
-
-    _KEYS, _GRADIENTS = 0, 1
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        buffers: PeerBuffers,
-        tracer: Tracer,
-        heads_at_once: int | None = None,
-    ) -> None:
-        self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._device = device
-        self._buffers = buffers
-        self._tracer = tracer
-        self._heads_at_once = heads_at_once
-        self._fetching, self._reducing = buffers.fetching, buffers.reducing
-        self._schedule: RankSchedule | None = None
-        self._parts: list[tuple[Tensor, Tensor]] = []
-        self._last = StreamEvent(device)
-
-    def visits(
-        self, k: Tensor, v: Tensor, schedule: RankSchedule, kept: Sequence[Visit] | None = None
-    ) -> Iterator[Visit]:
-        self._schedule = schedule
-        groups = head_groups(k.shape[schedule.head_dim_of[0]], self._heads_at_once)
-        # Head by head, so that what is fetched of a peer is contiguous.
-        own = [
-            (
-                select_heads(k, schedule, heads).contiguous(),
-                select_heads(v, schedule, heads).contiguous(),
-            )
-            for heads in groups
-        ]
-        memory = self._buffers.get("keys", _Pair.bytes_of(*own[0], len(groups)))
-        keys = _Pair(memory, *own[0])
-        slots = [x for slot in range(len(groups)) for x in keys.of_rank(self._rank, slot)]
-        with self._tracer.span(WAIT, 0):
-            publish(memory, slots, [x for pair in own for x in pair], self._KEYS)
-        coming = self._fetch(keys, own[0], 0)
-        for step, heads in enumerate(groups):
-            gathered, arrived = coming
-            with self._tracer.span(WAIT, step):
-                arrived.wait()
-            if step + 1 < len(groups):
-                coming = self._fetch(keys, own[step + 1], step + 1)
-            else:
-                del coming
-            arranged = [schedule.arrange(x) for x in gathered]
-            del gathered
-            yield Visit(step=step, source=None, kv_heads=heads, k=arranged[0], v=arranged[1])
-
-    def _fetch(
-        self, keys: _Pair, own: tuple[Tensor, ...], slot: int
-    ) -> tuple[list[Tensor], StreamEvent]:
-        """Start to copy a slot of every rank's buffer to [P, ...] here."""
-        gathered = [x.new_empty((self._num_ranks, *x.shape)) for x in own]
-        with aside(self._fetching, self._tracer, slot, StreamEvent(self._device)):
-            for step in range(self._num_ranks):
-                # A different peer for each rank at each step, so that no link is shared.
-                peer = (self._rank - step) % self._num_ranks
-                for into, out in zip(gathered, keys.of_rank(peer, slot), strict=True):
-                    into[peer].copy_(out, non_blocking=True)
-                    self._tracer.sent(out.nbytes if step else 0)
-            return gathered, StreamEvent(self._device)
-
-    def deliver(self, visit: Visit, contributions: Sequence[Contribution]) -> None:
-        assert self._schedule is not None, "deliver() follows visits()"
-        parts = [
-            self._schedule.by_rank(sum_of_contributions(like, contributions, name)).to(like.dtype)
-            for name, like in (("dk", visit.k), ("dv", visit.v))
-        ]
-        memory = self._buffers.get("gradients", _Pair.bytes_of(parts[0], parts[1], 1))
-        pair = _Pair(memory, parts[0], parts[1])
-        # The readers of the last parts are done: see the barrier below.
-        self._last.wait()
-        for into, part in zip(pair.of_rank(self._rank), parts, strict=True):
-            into.copy_(part)
-        # This rank's own part is where it is: the others' are added to a copy of it.
-        totals = (
-            parts[0][self._rank].to(torch.float32, copy=True),
-            parts[1][self._rank].to(torch.float32, copy=True),
-        )
-        written = StreamEvent(self._device)
-        with aside(self._reducing, self._tracer, visit.step, written):
-            memory.barrier(self._GRADIENTS)
-            for step in range(1, self._num_ranks):
-                peer = (self._rank - step) % self._num_ranks
-                for total, part in zip(totals, pair.of_rank(peer), strict=True):
-                    landing = torch.empty_like(part[self._rank])
-                    landing.copy_(part[self._rank], non_blocking=True)
-                    self._tracer.sent(landing.nbytes)
-                    total.add_(landing)
-            memory.barrier(self._GRADIENTS)
-            self._last = StreamEvent(self._device)
-        self._parts.append(totals)
-
-    def collect(self) -> tuple[Tensor, Tensor]:
-        assert self._schedule is not None, "collect() follows visits()"
-        with self._tracer.span(WAIT, len(self._parts)):
-            self._last.wait()
-        return join_heads(self._parts, self._schedule.head_dim_of[0])
 
 
 def publish(

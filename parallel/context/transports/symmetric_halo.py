@@ -22,7 +22,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor
 
 from parallel.context.blocks.halo import Halo, room_for
@@ -33,6 +32,7 @@ from parallel.context.blocks.tracing import WAIT, Tracer, aside
 from parallel.context.transports.all_gather import write_contributions
 from parallel.context.transports.own_gradients import OwnGradients
 from parallel.context.transports.peer_memory import PeerBuffers, PeerMemory, aligned
+from parallel.context.transports.strided_copy import copy_rows
 from parallel.streams import StreamEvent
 
 
@@ -82,7 +82,7 @@ class SymmetricHalo:
                 if rows is not None:
                     for place, x in enumerate((k, v)):
                         taken = rows.take(x)
-                        _copy(self._place(self._rank, step, place, taken), taken)
+                        copy_rows(self._place(self._rank, step, place, taken), taken)
             coming = self._fetch(self._halo.needed, -1)
             yield own
             self._wait()
@@ -140,7 +140,7 @@ class SymmetricHalo:
             memory.barrier(self._CHANNEL)
             for step, peer, landing in coming:
                 for place, into in enumerate(landing):
-                    _copy(into, self._place(peer, step, place, into))
+                    copy_rows(into, self._place(peer, step, place, into))
                     self._tracer.sent(into.nbytes)
             memory.barrier(self._CHANNEL)
             self._read = StreamEvent(k.device)
@@ -151,15 +151,3 @@ class SymmetricHalo:
         if self._read is not None:
             with self._tracer.span(WAIT, 1):
                 self._read.wait()
-
-
-def _copy(into: Tensor, out: Tensor) -> None:
-    """Copy rows of whole numbers of words of 8 bytes, four times as few elements as of bfloat16.
-
-    PyTorch's kernel of strided copies takes its time by elements.
-    """
-    words = 8 // out.element_size()
-    fit = (out.storage_offset(), out.shape[-1], *out.stride()[:-1])
-    if out.stride(-1) == 1 and all(number % words == 0 for number in fit):
-        into, out = into.view(torch.int64), out.view(torch.int64)
-    into.copy_(out, non_blocking=True)

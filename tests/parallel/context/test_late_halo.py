@@ -48,7 +48,7 @@ def differences(
         # Buffers are made in the first call.
         passes(bound, batch, saved)
         delay = 0.02 if dist.get_rank(group) == slow else 0.0
-        late = LateStream(delay, symmetric_halo, (symmetric_halo, "_copy"))
+        late = LateStream(delay, symmetric_halo, (symmetric_halo, "copy_rows"))
         with late.patched():
             found = passes(bound, batch, saved)
     same = all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))

@@ -139,6 +139,19 @@ def test_rings_send_what_is_seen_and_nothing_else(name: str) -> None:
             assert sum(one.sent_bytes for one in found) == expected
 
 
+@pytest.mark.parametrize("name", ["llama3", "zigzag_llama3"])
+def test_gathers_read_what_is_seen_and_nothing_else(name: str) -> None:
+    masks: tuple[dict[str, Any], ...] = ({}, {"window": 5}, {"window": 14}, {"prefix_len": 7})
+    for number, mask in enumerate(masks):
+        batch = MaskedBatch(lengths=(48,), **mask)
+        options = {"transport": "symmetric", "kv_heads_at_once": number % 2}
+        found = check(4, name, options, batch)
+        row = 2 * batch.num_kv_heads * batch.head_dim * 4
+        # Keys and values in both passes, and their gradients.
+        expected = 3 * row * rows_seen(name, 4, batch)
+        assert sum(one.sent_bytes for one in found) == expected
+
+
 def test_a_rank_whose_keys_nobody_sees_sends_nothing() -> None:
     found = check(4, "ring", {"transport": "send_recv"}, MaskedBatch(lengths=(48,), window=5))
     row = 2 * 2 * 8 * 4

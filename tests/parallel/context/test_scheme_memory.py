@@ -93,12 +93,29 @@ class TestPredictedMemory:
         }
         assert {name: found[name] / 1e6 for name in expected} == pytest.approx(expected, rel=2e-3)
 
+    def test_a_gather_in_place_by_hand(self) -> None:
+        """Where parts of other ranks are added, by a kernel without a workspace: keys are in their
+        places, and gradients have been written where others read them."""
+        found = scheme_of("llama3", transport="symmetric").peak_memory(self.GUIDE)
+        expected = {
+            "published": self.KV_MB + self.ALL_KV_MB,
+            "arranged_keys": self.ALL_KV_MB,
+            "dq": self.Q_MB,
+            "dk_dv": self.ALL_KV_MB,
+            "own_dk_dv": 2 * self.KV_MB,
+            "landed_dk_dv": self.KV_MB,
+        }
+        assert {name: found[name] / 1e6 for name in expected} == pytest.approx(expected, rel=2e-3)
+        assert not {"summed", "narrow_dk_dv", "own_heads"} & found.keys()
+
     def test_heads_in_groups_bound_a_gather(self) -> None:
         whole, four = (
             scheme_of("llama3", transport="symmetric", kv_heads_at_once=heads) for heads in (0, 2)
         )
-        for part in ("arranged_keys", "summed"):
-            assert four.peak_memory(self.GUIDE)[part] == whole.peak_memory(self.GUIDE)[part] / 4
+        more, less = (scheme.peak_memory(self.GUIDE) for scheme in (whole, four))
+        assert less["arranged_keys"] == more["arranged_keys"] / 4
+        gradients = [found["published"] / 1e6 - self.KV_MB for found in (more, less)]
+        assert gradients == pytest.approx([self.ALL_KV_MB, self.ALL_KV_MB / 4], rel=2e-3)
 
     def test_a_window_brings_its_rows_alone(self) -> None:
         """4,096 of a rank's 8,192 keys leave and come, and no others."""
