@@ -100,8 +100,16 @@ def peak_of_its_kernel(record: Record) -> ComparedPeak | None:
             stack.enter_context(patch.object(schedule, "backward_workspace", _workspace_of_parts))
         if record.started_at < LEANER_SPLITS:
             stack.enter_context(patch.object(schedule, "query_gradient_memory", _none))
+            stack.enter_context(patch.object(schedule, "_fewest_parts", _parts_by_mask))
             stack.enter_context(patch.object(schemes, "SymmetricGatherMemory", _SortedGatherMemory))
         return compared_peak(record)
+
+
+def _parts_by_mask(
+    group_size: int, num_queries: int, num_keys: int, causal: bool, window: int | None
+) -> int:
+    """As schedule._fewest_parts, which did not look at how many queries there are."""
+    return 1 if not causal or schedule.is_narrow(window, num_keys) else group_size
 
 
 def _none(**_: object) -> None:

@@ -94,10 +94,18 @@ KV_BYTES = 2 * 6 * 2 * 8 * 4
         ("zigzag", "send_recv", (3, 3 + 4)),
         ("zigzag", "symmetric", (3, 3 + 3)),
         ("llama3", "all_gather", (3, 3 + 3)),
-        ("zigzag_llama3", "symmetric", (3, 3 + 3)),
     ],
 )
 def test_bytes_that_are_sent(name: str, transport: str, hops: tuple[int, int]) -> None:
     """Keys go to P - 1 ranks, and gradients home from as many, or around the whole ring."""
     for found in on_ranks(4, sent_bytes, name, transport):
         assert found == [KV_BYTES * hop for hop in hops]
+
+
+def test_bytes_of_rows_that_are_seen() -> None:
+    """Of eight chunks, two a rank: rank r reads those before its late one, 7 - r, of others, and
+    its peers read its early chunk, and r of them its late one.
+    """
+    for rank, found in enumerate(on_ranks(4, sent_bytes, "zigzag_llama3", "symmetric")):
+        keys, gradients = 6 - rank, 3 + rank
+        assert found == [KV_BYTES / 2 * chunks for chunks in (keys, keys + gradients)]
