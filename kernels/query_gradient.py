@@ -2,7 +2,7 @@
 
 A backward call gives its dq rounded to the dtype of q, and whoever has several blocks of keys adds
 these up in float32. A kernel that sums dq in float32 itself can go on with its sums from block to
-block instead: each number of dq is then rounded once, and 30 bytes of memory traffic for each are
+block instead: each number of dq is then rounded once, and 20 bytes of memory traffic for each are
 saved at every block after the first (o and do read for rowsum(o * do), the sums read, and the part
 written, read and added to a float32 total).
 """
