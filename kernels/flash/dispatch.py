@@ -158,7 +158,7 @@ def run_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, as :func:`kernels.flash.operator.backward` returns them."""
     problem = call.problem()
-    check_gradient(problem, do, call.q, o, lse, dlse)
+    check_gradient(do, call.q, o, lse, dlse, packed=problem.packed)
     return backward_of(problem, call, do, o, lse, dlse, rest)
 
 
@@ -167,7 +167,7 @@ def backward_into(
 ) -> None:
     """dq, dk and dv, into tensors that there are, each like ``o`` of :func:`forward_into`."""
     problem = call.problem()
-    check_gradient(problem, do, call.q, o, lse, None)
+    check_gradient(do, call.q, o, lse, packed=problem.packed)
     for name, x, into in zip("qkv", (call.q, call.k, call.v), gradients, strict=True):
         check_room(x, into, f"d{name}")
     if all(map(_has_dense_rows, gradients)):
@@ -239,10 +239,14 @@ def query_gradient(
         do, q, o, lse: of a dense batch, over all blocks.
         k: of which the shape [B, H_kv, ...] is taken.
         blocks: all that will be added, in their order.
+
+    Raises:
+        ValueError: do, o or lse do not fit q.
     """
     found = _that_sums(tuple(blocks), q.shape, k.shape[1], q.dtype, q.device, options)
     if found is None:
         return None
+    check_gradient(do, q, o, lse, packed=False)
     do, q, o = (x if _has_dense_rows(x) else x.contiguous() for x in (do, q, o))
     gradient: QueryGradient = found(do, q, o, lse.contiguous(), empty_like(q), options)
     return gradient

@@ -167,10 +167,10 @@ def _triton_precisions() -> tuple[str, ...]:
 
 
 def check_gradient(
-    problem: Problem, do: Tensor, q: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None
+    do: Tensor, q: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None = None, *, packed: bool
 ) -> None:
     """Raise ValueError unless the backward pass's arguments fit the forward pass's."""
-    lse_shape = (q.shape[1], q.shape[0]) if problem.packed else q.shape[:-1]
+    lse_shape = (q.shape[1], q.shape[0]) if packed else q.shape[:-1]
     for name, x, shape in (("do", do, q.shape), ("o", o, q.shape), ("lse", lse, lse_shape)):
         if x.shape != shape:
             raise ValueError(f"{name} is {_show(x.shape)}: must be {_show(shape)}")

@@ -55,6 +55,7 @@ class HopperQueryGradient:
         self._last_step: Step | None = None
 
     def add(self, block: QueryBlock, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        assert k.shape[2] == block.num_keys, "blocks are added as they were announced"
         k, v = (addressable(x if x.stride(-1) == 1 else x.contiguous()) for x in (k, v))
         call = self._call(block, k, v)
         with on(self._q.device):
@@ -69,6 +70,9 @@ class HopperQueryGradient:
         assert self._last_step is not None, "result() follows add()"
         with on(self._q.device):
             run([self._last_step])
+        # Whoever waits for gradients of keys now has no use for the sums.
+        self._last_step = None
+        self._statistics = self._sums = self._q.new_empty(0)
         return self._dq
 
     def _call(self, block: QueryBlock, k: Tensor, v: Tensor) -> BackwardPass:

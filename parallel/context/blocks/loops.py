@@ -98,6 +98,7 @@ class AttentionPass:
         And the visits that a backward pass is given again.
         """
         schedule, kept = self.schedule, []
+        head_dim = schedule.head_dim_of[0]
         # Sinks shrink o once more, before it is rounded.
         o = _Total(q, schedule, once=schedule.merges_once and self.sinks is None)
         lse = _Total(q, schedule, lse=True)
@@ -107,24 +108,26 @@ class AttentionPass:
             heads = _query_heads(visit.kv_heads, q, k, schedule)
             for call in _calls(schedule, visit):
                 with self.tracer.span(COMPUTE, visit.step):
-                    tensors = (
-                        call.q.take(_of_heads(q, heads, schedule.head_dim_of[0])),
-                        call.kv.take(visit.k),
-                        call.kv.take(visit.v),
-                    )
-                    if call.first:
-                        part = self.kernel.forward(*tensors, call.spec)
-                        o.put(heads, call.q, part[0])
-                        lse.put(heads, call.q, part[1])
-                    else:
-                        so_far = (o.so_far(heads, call.q).float(), lse.so_far(heads, call.q))
-                        part = self.kernel.forward_onto(*so_far, *tensors, call.spec)
-                        o.put_back(heads, call.q, part[0])
-                        lse.put_back(heads, call.q, part[1])
+                    self._attend(call, visit, heads, _of_heads(q, heads, head_dim), o, lse)
         total = o.result(), lse.result()
         if self.sinks is not None:
             total = sinks.add(*total, self.sinks)
         return total[0].to(q.dtype), total[1], kept
+
+    def _attend(
+        self, call: KernelCall, visit: Visit, heads: slice | None, q: Tensor, o: _Total, lse: _Total
+    ) -> None:
+        """Compute one call with the queries ``q`` of these heads, and merge what it gives."""
+        tensors = call.q.take(q), call.kv.take(visit.k), call.kv.take(visit.v)
+        if call.first:
+            part = self.kernel.forward(*tensors, call.spec)
+            o.put(heads, call.q, part[0])
+            lse.put(heads, call.q, part[1])
+        else:
+            so_far = (o.so_far(heads, call.q).float(), lse.so_far(heads, call.q))
+            part = self.kernel.forward_onto(*so_far, *tensors, call.spec)
+            o.put_back(heads, call.q, part[0])
+            lse.put_back(heads, call.q, part[1])
 
     def backward(
         self,
@@ -144,16 +147,21 @@ class AttentionPass:
         dq = self._query_gradient(do, q, k, o, lse)
         again = kept if keeps(self.schedule.halo) else None
         for visit in self.transport.visits(k, v, self.schedule, again):
-            found = []
-            for call in _calls(self.schedule, visit):
-                with self.tracer.span(COMPUTE, visit.step):
-                    keys = call.kv.take(visit.k), call.kv.take(visit.v)
-                    found.append(Contribution(call, *dq.add(call, visit, keys)))
-            self.transport.deliver(visit, found)
+            self.transport.deliver(visit, self._key_gradients(visit, dq))
         # While the last gradients of keys are on their way.
         total = dq.result().to(q.dtype)
         dk, dv = self.transport.collect()
         return total, dk.to(k.dtype), dv.to(v.dtype)
+
+    def _key_gradients(self, visit: Visit, dq: _SumOfCalls | _SumOfKernel) -> list[Contribution]:
+        """The gradients of a visit's keys, while dq grows."""
+        found = []
+        for call in _calls(self.schedule, visit):
+            with self.tracer.span(COMPUTE, visit.step):
+                # Rows that a call takes are let go with it.
+                gradients = dq.add(call, visit, (call.kv.take(visit.k), call.kv.take(visit.v)))
+                found.append(Contribution(call, *gradients))
+        return found
 
     def _query_gradient(
         self, do: Tensor, q: Tensor, k: Tensor, o: Tensor, lse: Tensor

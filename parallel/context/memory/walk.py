@@ -2,8 +2,8 @@
 
 The walk follows :class:`parallel.context.blocks.loops.AttentionPass` call by call, and counts the
 tensors that the loop, the kernel and the transport allocate and free. It asks no device. Freed
-tensors count as free at once, and results of a call stay until the next one replaces them, as
-Python's variables do.
+tensors count as free at once: the rows that a call takes after it, and gradients of keys when they
+have left.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from parallel.context.blocks.score_blocks import ScoreBlock, disjoint, hides_mor
 from parallel.context.memory.ledger import Ledger
 from parallel.context.memory.sizes import CallSizes, LocalSizes
 from parallel.context.memory.transports import TransportMemoryFactory
+
+_TAKEN = ("taken_queries", "taken_keys")
 
 Visits = Sequence[Sequence[CallSizes]]
 """The kernel calls of each visit of one rank."""
@@ -56,6 +58,7 @@ class PassMemory:
                     ledger.free("output_part")
                 # Merged in its place.
                 ledger.hold(output=merged.whole, lse=sizes.lse)
+                ledger.free("output_part", *_TAKEN)
         if merged.all_rows:
             ledger.add(output=sizes.q)
         return ledger.peak
@@ -76,7 +79,6 @@ class PassMemory:
             ledger.hold(dq=sizes.q, dq_sums=in_kernel.kept)
             of_blocks = in_kernel.of_blocks
         merged = _Merged(sizes, visits, narrow=transport.narrow)
-        last = 0.0
         num_done = 0
         order = list(range(len(visits)))
         if transport.keeps_keys:
@@ -85,8 +87,7 @@ class PassMemory:
         for index in order:
             calls = visits[index]
             transport.arrive(index)
-            ledger.hold(dk_dv=last)
-            for number, call in enumerate(calls):
+            for call in calls:
                 ledger.hold(**self._taken(call, 3))
                 if in_kernel is not None:
                     ledger.add(dk_dv=call.kv)
@@ -97,9 +98,7 @@ class PassMemory:
                 num_done += 1
                 with ledger.during(kernel_workspace=workspace):
                     pass
-                # What the call before gave is let go now, unless this visit keeps it.
-                ledger.hold(dk_dv=sum(done.kv for done in calls[: number + 1]))
-                last = call.kv
+                ledger.free(*_TAKEN)
                 if in_kernel is not None:
                     continue
                 total = merged.after(call)
@@ -107,10 +106,8 @@ class PassMemory:
                     ledger.hold(dq=total + call.q)
                 ledger.hold(dq=total)
             transport.deliver(index, calls)
-            if index == 0 and transport.keeps(calls):
-                # The transport counts them.
-                last = 0.0
-                ledger.hold(dk_dv=0.0)
+            ledger.free("dk_dv")
+        ledger.free("dq_sums")
         if sizes.wide > 1:
             # What was summed in float32 is returned in the problem's dtype.
             narrow_keys = bool(visits) and transport.keeps(visits[0])
@@ -134,10 +131,8 @@ class PassMemory:
         """Copies of a packed call's rows: of q (with gradients o and do too), k and v."""
         if not self.sizes.problem.packed:
             return {}
-        return {
-            "taken_queries": 0.0 if call.whole_q else num_queries * call.q,
-            "taken_keys": 0.0 if call.whole_kv else call.kv,
-        }
+        queries = 0.0 if call.whole_q else num_queries * call.q
+        return dict(zip(_TAKEN, (queries, 0.0 if call.whole_kv else call.kv), strict=True))
 
 
 def _query_block(block: ScoreBlock) -> QueryBlock:

@@ -373,13 +373,10 @@ def measured_over_predicted(
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
-    ("name", "needs_grad"), [("llama3", False), ("llama3", True), ("zigzag_llama3", True)]
+    ("name", "needs_grad"),
+    [("llama3", False), ("llama3", True), ("zigzag_llama3", False), ("zigzag_llama3", True)],
 )
 @pytest.mark.parametrize("at_once", [0, 1, 2])
 def test_tensors_that_live(at_once: int, name: str, needs_grad: bool, packed: bool) -> None:
-    """A backward pass lets go of the rows that a packed call takes, and of gradients that have
-    left, before the next call, until which they are predicted.
-    """
-    least = (0.91 if packed else 0.97) if needs_grad else 0.99
     for ratio in on_ranks(2, measured_over_predicted, name, at_once, packed, needs_grad):
-        assert least < ratio < 1.01
+        assert 0.99 < ratio < 1.01

@@ -167,4 +167,4 @@ def test_predicted_memory_is_that_of_the_sums(monkeypatch: pytest.MonkeyPatch) -
     assert without["kernel_workspace"] > 1000
     # At the second block, when the gradients of the first one's keys are still there.
     assert with_sums["kernel_workspace"] == 200
-    assert with_sums["dk_dv"] == 2 * kv
+    assert with_sums["dk_dv"] == kv
