@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -159,6 +160,24 @@ class TestWho:
         options = FlashOptions(implementation="plain")
         found = dispatch.query_gradient(self.q, self.q, self.q, self.q, self.lse, blocks, options)
         assert found is None
+
+    @pytest.mark.parametrize(
+        ("name", "wrong", "said"),
+        [
+            ("do", torch.zeros(1, 4, 64, 16), "do is float32: must be bfloat16, like q"),
+            ("o", torch.zeros(1, 4, 63, 16), "o is [1, 4, 63, 16]: must be [1, 4, 64, 16]"),
+            ("lse", torch.zeros(1, 4, 64, dtype=torch.float64), "lse is float64: must be float32"),
+        ],
+    )
+    def test_arguments_that_do_not_fit(
+        self, monkeypatch: pytest.MonkeyPatch, name: str, wrong: Tensor, said: str
+    ) -> None:
+        monkeypatch.setattr(dispatch, "_that_sums", lambda *_: pytest.fail)
+        given = {"do": self.q, "q": self.q, "k": self.q, "o": self.q, "lse": self.lse, name: wrong}
+        with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+            dispatch.query_gradient(
+                **given, blocks=blocks_of("striped", 3, 64), options=FlashOptions()
+            )
 
     @pytest.mark.parametrize("same", [True, False])
     def test_of_the_backend_that_takes_all_blocks(self, same: bool) -> None:

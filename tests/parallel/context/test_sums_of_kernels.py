@@ -165,6 +165,6 @@ def test_predicted_memory_is_that_of_the_sums(monkeypatch: pytest.MonkeyPatch) -
     # The total is float32, beside a call's part of it.
     assert 2 * q < without["dq"] <= 3 * q
     assert without["kernel_workspace"] > 1000
-    # At the second block, when the gradients of the first one's keys are still there.
+    # At the second block, when the gradients of the first one's keys have left.
     assert with_sums["kernel_workspace"] == 200
     assert with_sums["dk_dv"] == kv
