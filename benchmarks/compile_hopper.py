@@ -55,6 +55,8 @@ class Variant:
     packed: bool
     shared: bool = False
     """Whether programs of the backward kernel share a group, and add up dK and dV."""
+    consumers: int = 2
+    """Warpgroups of the forward kernel that compute."""
     tiles: int = 1
     """Query tiles of a program of the forward kernel."""
     mask: str = "plain"
@@ -90,6 +92,7 @@ def compile_variant(variant: Variant) -> Any:
         "MAIN": columns.main,
         "TAIL": columns.tail,
         "STAGES": schedule.stages,
+        "CONSUMERS": variant.consumers,
         "TILES": variant.tiles,
         "RESIDENT": schedule.resident,
         "APART": variant.apart and columns.stored == 128,
@@ -195,8 +198,8 @@ def plain_variants(kernel: str, head_dim: int) -> list[Variant]:
         variants.append(replace(variants[0], turned=True, apart=True))
         variants.append(replace(variants[0], shared=True, onto=True))
         variants.append(replace(variants[0], causal=False, onto=True))
-    elif hopper_schedule.columns(head_dim).stored in program_size.COSTS:
-        variants += [replace(variants[0], tiles=tiles) for tiles in program_size.SIZES[1:]]
+    else:
+        variants += larger_programs(variants[0])
     return variants
 
 
@@ -212,11 +215,20 @@ def masked_variants(kernel: str, head_dim: int) -> list[Variant]:
     columns = hopper_schedule.columns(head_dim).stored
     if kernel == "backward" and columns <= 128:
         variants.append(replace(causal, mask="window", unmasked=False))
-    elif kernel == "forward" and columns in program_size.COSTS_IN_WINDOWS:
-        variants += [
-            replace(causal, mask="window", tiles=tiles) for tiles in program_size.SIZES[1:]
-        ]
+    elif kernel == "forward":
+        variants += larger_programs(variants[1])
     return variants
+
+
+def larger_programs(variant: Variant) -> list[Variant]:
+    """The forward kernel with programs of the other sizes that it may have."""
+    stored = hopper_schedule.columns(variant.head_dim).stored
+    window = None if variant.mask == "plain" else 128
+    return [
+        replace(variant, consumers=size.consumers, tiles=size.tiles)
+        for size in program_size.sizes(stored, window)
+        if size != (variant.consumers, variant.tiles)
+    ]
 
 
 def main() -> int:
@@ -244,7 +256,7 @@ def main() -> int:
                     f"{'shared' if variant.shared else '':<7}"
                     f"{'turned' if variant.turned else '':<7}"
                     f"{'onto' if variant.onto else '':<5}"
-                    f"{f'tiles {variant.tiles}' if variant.tiles > 1 else '':<8}"
+                    f"{variant.consumers} x {variant.tiles:<3}"
                     f"{variant.mask if variant.mask != 'plain' else '':<7}"
                     f"{'cap' if variant.softcap else '':<4}"
                     f"{'' if variant.unmasked else 'short':<6}"

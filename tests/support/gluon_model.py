@@ -275,8 +275,7 @@ class Machine:
         return self.program[axis]
 
     def num_programs(self, axis: int) -> int:
-        assert axis == 0
-        return self.grid
+        return (self.grid, self.program[1] + 1)[axis]
 
     def allocate_shared_memory(self, dtype: Any, shape: list[int], _: Any) -> Buffers:
         return Buffers(Barrier if isinstance(dtype, str) else Tile, shape[0])
@@ -349,7 +348,8 @@ def tile_names() -> dict[str, Any]:
     """Constants and structures of the kernels' tiles."""
     from kernels.flash.hopper import tiles
 
-    numbers = ("ROWS", "CONSUMERS", "PROGRAM_ROWS", "CONSUMER_REGISTERS", "LN_2", "LOG2_E")
+    registers = ("CONSUMER_REGISTERS", "CONSUMER_REGISTERS_OF_THREE")
+    numbers = ("ROWS", "CONSUMERS", "PROGRAM_ROWS", "LN_2", "LOG2_E", *registers)
     names = {name: getattr(tiles, name).value for name in numbers}
     structures = ("Sequence", "Rows", "Edges", "KeyTiles")
     return names | {name: getattr(tiles, name) for name in structures}
@@ -381,6 +381,7 @@ def run_program(
     grid: int,
     q_len: int,
     kv_len: int,
+    consumers: int,
     tiles: int,
     stages: int,
     tail: int,
@@ -414,19 +415,36 @@ def run_program(
         "columns": lambda tile, *_: tile,
         "masked": lambda s, tile, *_: replace(s, masked_as=tile),
         "row_sums_by_thread": ANYTHING,
-        "softmax_step": lambda s, m, total, *_: (s, m, total, ANYTHING),
+        "raise_reference": lambda *_: (ANYTHING, ANYTHING, ANYTHING),
+        "softmax_step": lambda s, *_: (s, ANYTHING),
+        "to_words": lambda p, *_: p,
+        "from_words": lambda words, *_: words,
     }
     names |= tile_names()
     structures = ("Inputs", "Shared", "Head", "Outputs", "Progress")
     names |= {name: getattr(hopper_forward, name) for name in structures}
     load(names, hopper_tiles, ("sequence", "offsets", "key_tiles"), edit)
-    functions = ("query_tile", "produce", "start_scores", "advance", "consume", "flash_forward")
-    load(names, hopper_forward, functions, edit)
+    functions = ("place_in_order", "query_tile", "produce", "start_scores", "advance", "consume")
+    load(names, hopper_forward, (*functions, "flash_forward"), edit)
     starts = [Place(numbers) for numbers in cu_seqlens] if cu_seqlens else [ANYTHING, ANYTHING]
     names["flash_forward"](
         *(Descriptor(name) for name in "qkv"),
         *(ANYTHING, ANYTHING, *starts, 0, 0, 0),
-        *(Heads(1), 1, q_len, kv_len, 0, *edges, ANYTHING),
-        *(128, stages, tiles, 96, 128, 64, tail, causal, mask, 0.0, cu_seqlens is not None, 4),
+        *(Heads(1), 1, 1, q_len, kv_len, 0, *edges, ANYTHING),
+        *(
+            128,
+            stages,
+            consumers,
+            tiles,
+            96,
+            128,
+            64,
+            tail,
+            causal,
+            mask,
+            0.0,
+            cu_seqlens is not None,
+            4,
+        ),
     )
     return machine.stored

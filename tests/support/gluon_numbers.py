@@ -58,7 +58,8 @@ def _of(of_tensors: Any, of_integers: Any, a: Any, b: Any) -> Any:
 
 
 def forward_functions(edit: tuple[str, str] | None = None) -> SimpleNamespace:
-    """The functions of the kernel: ``key_tiles``, ``visible_keys``, ``softmax_step``, ``capped``.
+    """The functions of the kernel: ``key_tiles``, ``visible_keys``, ``capped``,
+    ``raise_reference``, ``softmax_step``, ``place_in_order``.
 
     Args:
         edit: a line of the first two's source, and what to put in its place.
@@ -74,7 +75,8 @@ def forward_functions(edit: tuple[str, str] | None = None) -> SimpleNamespace:
     }
     load(names, tiles, ("offsets", "key_tiles", "visible_keys"), edit)
     # PyTorch's tensors have no layout to ask for.
-    load(names, forward, ("softmax_step", "capped"), (".type.layout", ""))
+    functions = ("raise_reference", "softmax_step", "place_in_order", "capped")
+    load(names, forward, functions, (".type.layout", ""))
     return SimpleNamespace(**names)
 
 

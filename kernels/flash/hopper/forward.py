@@ -1,14 +1,16 @@
 """FlashAttention forward for Hopper (compute capability 9.0) in Gluon, Triton's lower level.
 
-One program computes ``TILES`` tiles of 128 queries of one head, one after another. Its warps have
-roles:
+One program computes ``TILES`` tiles of queries of one head, one after another; a tile has 64 of
+them for each of the ``CONSUMERS``, two or three. Its warps have roles:
 
 - A producer warp keeps a ring of ``STAGES`` key and value tiles in shared memory filled through
   the tensor memory accelerator (TMA), the last visible tile first.
 - Each consumer is one warpgroup and owns 64 of the queries. For every key tile it issues
-  S_j = Q K_j^T and, while that runs, O += P_{j+1} V_{j+1} for the tile before; then it computes
-  the softmax of S_j while the second matmul is still running. Consumers are independent of each
-  other, so that the softmax of one overlaps the matmuls of the others as well.
+  S_j = Q K_j^T and, while that runs, O += P_{j+1} V_{j+1} for the tile before; then it finds
+  the largest scores of S_j while the second matmul is still running. The rest of the softmax waits
+  for that matmul, so that P_j takes the registers of P_{j+1}: three consumers have no more, and
+  without it two copy them. Consumers are independent of each other, so that the softmax of one
+  runs beside the matmuls of the others.
 
 Key tiles run from the diagonal to the left. The first ones cross the mask and compare indices;
 the others do not, until a window ends on the left: tiles that cross that end compare indices again.
@@ -49,9 +51,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.flash.hopper.tiles import (
     CONSUMER_REGISTERS,
-    CONSUMERS,
+    CONSUMER_REGISTERS_OF_THREE,
     LN_2,
-    PROGRAM_ROWS,
     ROWS,
     Edges,
     Rows,
@@ -86,11 +87,14 @@ class Shared(NamedTuple):
 
 
 class Head(NamedTuple):
-    """The query head of a program, and how many query tiles it has."""
+    """The query head of a program, and how many query tiles and programs it has."""
 
     head: Any
     kv_head: Any
     num_tiles: Any
+    program: Any
+    """Which of the head's programs this is."""
+    num_programs: Any
 
 
 class Outputs(NamedTuple):
@@ -108,8 +112,8 @@ class Outputs(NamedTuple):
 class Progress(NamedTuple):
     """Values that a consumer carries from one key tile to the next."""
 
-    p: Any
-    """Probabilities of the last key tile, whose values come next."""
+    words: Any
+    """Probabilities of the last key tile, whose values come next, as :func:`to_words` has them."""
     o: Any
     reference: Any
     """Running maximum of the scores in units of log2: what was rounded once serves all."""
@@ -121,7 +125,23 @@ class Progress(NamedTuple):
 
 
 @gluon.jit
-def query_tile(turn, num_tiles, TILES: gl.constexpr, CAUSAL: gl.constexpr):
+def place_in_order(heads_at_once):
+    """The head, of all in the batch, and the number among its programs, of this program.
+
+    The hardware starts programs in order. Of ``heads_at_once`` heads the first program of each
+    comes first, then the second of each: under a causal mask the longest, so that short ones are
+    left for the end.
+    """
+    num_programs = gl.num_programs(0)
+    index = gl.program_id(1) * num_programs + gl.program_id(0)
+    first_head = index // (heads_at_once * num_programs) * heads_at_once
+    width = gl.minimum(heads_at_once, gl.num_programs(1) - first_head)
+    place = index - first_head * num_programs
+    return first_head + place % width, place // width
+
+
+@gluon.jit
+def query_tile(turn, head, TILES: gl.constexpr, CAUSAL: gl.constexpr):
     """The query tile, of a head's ``num_tiles``, that this program computes in turn ``turn``.
 
     Longest tiles first: the hardware hands out programs in order, and short ones fill the end.
@@ -132,13 +152,11 @@ def query_tile(turn, num_tiles, TILES: gl.constexpr, CAUSAL: gl.constexpr):
     Returns:
         The tile, or one at or behind ``num_tiles`` if no more is left.
     """
-    program = gl.program_id(0)
     if not CAUSAL:
-        return program * TILES + turn
-    num_programs = gl.num_programs(0)
-    backwards = num_programs - 1 - program
-    place = turn * num_programs + gl.where(turn % 2 == 0, program, backwards)
-    return gl.where(place < num_tiles, num_tiles - 1 - place, num_tiles)
+        return head.program * TILES + turn
+    backwards = head.num_programs - 1 - head.program
+    place = turn * head.num_programs + gl.where(turn % 2 == 0, head.program, backwards)
+    return gl.where(place < head.num_tiles, head.num_tiles - 1 - place, head.num_tiles)
 
 
 @gluon.jit
@@ -148,6 +166,7 @@ def produce(
     head,
     seq,
     edges,
+    CONSUMERS: gl.constexpr,
     TILES: gl.constexpr,
     Q_SLOTS: gl.constexpr,
     STAGES: gl.constexpr,
@@ -156,14 +175,15 @@ def produce(
     MASK: gl.constexpr,
 ):
     """The producer: TMA copies of each tile's queries, and of keys and values right to left."""
+    TILE_ROWS: gl.constexpr = CONSUMERS * ROWS
     slot = 0
     # A ring starts free: waiting for the phase before the first one returns at once.
     phase = 1
     # Query tiles so far that see keys: others take no place.
     filled = 0
     for turn in range(TILES):
-        first = query_tile(turn, head.num_tiles, TILES, CAUSAL) * PROGRAM_ROWS
-        tiles = key_tiles(first, seq.q_len, seq.kv_len, edges, PROGRAM_ROWS, BLOCK_K, CAUSAL, MASK)
+        first = query_tile(turn, head, TILES, CAUSAL) * TILE_ROWS
+        tiles = key_tiles(first, seq.q_len, seq.kv_len, edges, TILE_ROWS, BLOCK_K, CAUSAL, MASK)
         num_key_tiles = tiles.stop - tiles.start
         if num_key_tiles > 0:
             place = filled % Q_SLOTS
@@ -253,26 +273,77 @@ def row_max(x):
 
 
 @gluon.jit
-def softmax_step(s, reference, total, scale_log2, MASKED: gl.constexpr):
-    """One step of the online softmax, in units of log2.
-
-    The denominator ``total`` stays apart by thread, [ROWS, 4]; only the end adds the four up.
+def raise_reference(s, reference, scale_log2, MASKED: gl.constexpr):
+    """The new running maximum of the scores, in units of log2.
 
     Returns:
-        p, the new running maximum of the scores, the new denominator, and the factor by which
-        what was accumulated before has to shrink.
+        The maximum; what to take away from scores, which differs from it in rows that have seen no
+        key yet (-inf - -inf is not a number); and the factor by which what was accumulated before
+        has to shrink.
     """
     # The maximum between product and difference keeps the compiler from joining them in one
     # instruction that does not round: then a maximum that stays gives a factor of exactly 1.
     new_reference = gl.maximum(reference, row_max(s) * scale_log2)
     zero = new_reference
     if MASKED:
-        # A row that has seen no key yet: -inf - -inf is not a number.
         zero = gl.where(new_reference == float("-inf"), 0.0, new_reference)
+    return new_reference, zero, gl.exp2(reference - zero)
+
+
+@gluon.jit
+def softmax_step(s, zero, shrink, total, scale_log2):
+    """Probabilities of scores, and the new denominator.
+
+    The denominator ``total`` stays apart by thread, [ROWS, 4]; only the end adds the four up.
+    """
     p = gl.exp2(s * scale_log2 - zero[:, None])
-    shrink = gl.exp2(reference - zero)
     by_row = gl.convert_layout(shrink, gl.SliceLayout(1, total.type.layout))
-    return p, new_reference, total * by_row[:, None] + row_sums_by_thread(p), shrink
+    return p, total * by_row[:, None] + row_sums_by_thread(p)
+
+
+@gluon.jit
+def to_words(p, dtype: gl.constexpr):
+    """[ROWS, N] float32 as [ROWS, N / 2] of two 16-bit numbers each.
+
+    Triton carries 16-bit numbers through a loop one by one, and takes them out of registers and
+    puts them back with two instructions for each pair: 64 of 464 for a key tile.
+    """
+    N: gl.constexpr = p.shape[1]
+    NARROW: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
+    even, odd = gl.split(p.reshape([ROWS, N // 2, 2]))
+    return gl.inline_asm_elementwise(
+        "cvt.rn." + NARROW + ".f32 $0, $2, $1;",
+        "=r,r,r",
+        [even, odd],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def from_words(words, dtype: gl.constexpr, LAYOUT: gl.constexpr):
+    """:func:`to_words`'s numbers again, [ROWS, N], as a matmul takes them."""
+    N: gl.constexpr = 2 * words.shape[1]
+    if dtype == gl.bfloat16:
+        even, odd = gl.inline_asm_elementwise(
+            "mov.b32 {$0, $1}, $2;",
+            "=h,=h,r",
+            [words],
+            dtype=(gl.bfloat16, gl.bfloat16),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        even, odd = gl.inline_asm_elementwise(
+            "mov.b32 {$0, $1}, $2;",
+            "=h,=h,r",
+            [words],
+            dtype=(gl.float16, gl.float16),
+            is_pure=True,
+            pack=1,
+        )
+    return gl.convert_layout(gl.join(even, odd).reshape([ROWS, N]), LAYOUT)
 
 
 @gluon.jit
@@ -327,7 +398,9 @@ def advance(
     Returns:
         The progress after it.
     """
-    p, o, reference, total, slot, phase = before
+    words, o, reference, total, slot, phase = before
+    dtype: gl.constexpr = shared.q_tiles.dtype
+    p = from_words(words, dtype, gl.DotOperandLayout(0, o.type.layout, 2))
     s = start_scores(q_tile, shared.k_tiles.index(slot), MAIN, TAIL)
     mbarrier.wait(shared.v_ready.index(slot), phase)
     o = warpgroup_mma(p, shared.v_tiles.index(slot), o, is_async=True)
@@ -337,31 +410,33 @@ def advance(
         scale_log2 = 1.0
     if MASKED:
         s = masked(s, tile, first_row, seq, edges, BLOCK_K, CAUSAL, MASK)
-    new_p, reference, total, shrink = softmax_step(s, reference, total, scale_log2, MASKED)
-    new_p = gl.convert_layout(new_p.to(p.dtype), p.type.layout)
+    reference, zero, shrink = raise_reference(s, reference, scale_log2, MASKED)
     next_slot = slot + 1
     if next_slot == STAGES:
         next_slot = 0
         phase ^= 1
-    # Both keep the softmax before the wait below, so that it runs beside the matmul: new_p as a
-    # dependency holds for LLVM, and the loop that waits for the next keys holds for ptxas, which
-    # would hoist the matmul's wait within a basic block.
+    # Both keep the maximum before the wait below, so that it is found beside the matmul: shrink as
+    # a dependency holds for LLVM, and the loop that waits for the next keys holds for ptxas, which
+    # would hoist the matmul's wait within a basic block. s as a dependency keeps probabilities
+    # behind the wait.
     mbarrier.wait(shared.k_ready.index(next_slot), phase, pred=more)
-    o, p, new_p = warpgroup_mma_wait(0, deps=[o, p, new_p])
+    o, p, s, shrink = warpgroup_mma_wait(0, deps=[o, p, s, shrink])
     mbarrier.arrive(shared.free.index(slot))
+    new_p, total = softmax_step(s, zero, shrink, total, scale_log2)
     o = o * gl.convert_layout(shrink, gl.SliceLayout(1, o.type.layout))[:, None]
-    return Progress(new_p, o, reference, total, next_slot, phase)
+    return Progress(to_words(new_p, dtype), o, reference, total, next_slot, phase)
 
 
 @gluon.jit
 def consume(
+    CONSUMER: gl.constexpr,
     shared,
     head,
     seq,
     edges,
     outputs,
     scale_log2,
-    CONSUMER: gl.constexpr,
+    CONSUMERS: gl.constexpr,
     TILES: gl.constexpr,
     Q_SLOTS: gl.constexpr,
     STAGES: gl.constexpr,
@@ -381,6 +456,7 @@ def consume(
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    TILE_ROWS: gl.constexpr = CONSUMERS * ROWS
 
     # Copies come as [1, 1, rows, D]; the matmuls see [rows, D] of the same bytes.
     TILE: gl.constexpr = gl.NVMMASharedLayout(shared.q_tiles.type.layout.swizzle_byte_width, 16)
@@ -397,8 +473,8 @@ def consume(
     phase = 0
     filled = 0
     for turn in range(TILES):
-        first = query_tile(turn, head.num_tiles, TILES, CAUSAL) * PROGRAM_ROWS
-        tiles = key_tiles(first, seq.q_len, seq.kv_len, edges, PROGRAM_ROWS, BLOCK_K, CAUSAL, MASK)
+        first = query_tile(turn, head, TILES, CAUSAL) * TILE_ROWS
+        tiles = key_tiles(first, seq.q_len, seq.kv_len, edges, TILE_ROWS, BLOCK_K, CAUSAL, MASK)
         num_key_tiles = tiles.stop - tiles.start
         place = filled % Q_SLOTS
         q_tile = shared.q_tiles.index(place * CONSUMERS + CONSUMER)
@@ -418,8 +494,8 @@ def consume(
                 s = capped(s, scale_log2, SOFTCAP)
                 scale = 1.0
             s = masked(s, tiles.stop - 1, first_row, seq, edges, BLOCK_K, CAUSAL, MASK)
-            p, reference, total, _ = softmax_step(s, reference, total, scale, True)
-            p = gl.convert_layout(p.to(dtype), P_LAYOUT)
+            reference, zero, shrink = raise_reference(s, reference, scale, True)
+            p, total = softmax_step(s, zero, shrink, total, scale)
             slot += 1
             if slot == STAGES:
                 slot = 0
@@ -427,7 +503,7 @@ def consume(
             # With a predicate in place of the branch Triton adds a barrier of warps to the loops.
             if num_key_tiles > 1:
                 mbarrier.wait(shared.k_ready.index(slot), phase)
-            progress = Progress(p, o, reference, total, slot, phase)
+            progress = Progress(to_words(p, dtype), o, reference, total, slot, phase)
             left = 0
             num_left = 0
             if MASK == "window":
@@ -454,7 +530,8 @@ def consume(
                         first_row, seq, edges, scale_log2, STAGES, BLOCK_K, MAIN, TAIL, CAUSAL,
                         MASK, SOFTCAP, True,
                     )  # fmt: skip
-            p, o, reference, total, slot, phase = progress
+            words, o, reference, total, slot, phase = progress
+            p = from_words(words, dtype, P_LAYOUT)
             mbarrier.wait(shared.v_ready.index(slot), phase)
             o = warpgroup_mma(p, shared.v_tiles.index(slot), o, is_async=True)
             o = warpgroup_mma_wait(0, deps=[o])
@@ -503,6 +580,7 @@ def flash_forward(
     stride_os,
     num_heads,
     group_size,
+    heads_at_once,
     q_len,
     kv_len,
     lse_len,
@@ -512,6 +590,7 @@ def flash_forward(
     scale_log2,
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr,
     TILES: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr,
@@ -552,68 +631,47 @@ def flash_forward(
 
     inputs = Inputs(q_desc, k_desc, v_desc)
     outputs = Outputs(o_ptr, lse_ptr, stride_ob, stride_oh, stride_os, num_heads, lse_len)
+    line, program = place_in_order(heads_at_once)
+    number = line % num_heads
     # Tiles of the longest sequence: those beyond a shorter one's end are empty.
-    num_tiles = gl.cdiv(q_len, PROGRAM_ROWS)
-    number = gl.program_id(1) % num_heads
-    head = Head(number, number // group_size, num_tiles)
-    seq = sequence(cu_seqlens_q, cu_seqlens_k, gl.program_id(1) // num_heads, q_len, kv_len, PACKED)
+    num_tiles = gl.cdiv(q_len, CONSUMERS * ROWS)
+    head = Head(number, number // group_size, num_tiles, program, gl.num_programs(0))
+    seq = sequence(cu_seqlens_q, cu_seqlens_k, line // num_heads, q_len, kv_len, PACKED)
     edges = Edges(window, prefix_len, shift)
     if MASK == "plain":
         # Else the warps would be handed numbers that they do not use.
         edges = Edges(0, 0, 0)
-    gl.warp_specialize(
-        [
-            (
-                consume,
-                (
-                    shared,
-                    head,
-                    seq,
-                    edges,
-                    outputs,
-                    scale_log2,
-                    0,
-                    TILES,
-                    Q_SLOTS,
-                    STAGES,
-                    BLOCK_K,
-                    HEAD_DIM,
-                    BLOCK_D,
-                    MAIN,
-                    TAIL,
-                    CAUSAL,
-                    MASK,
-                    SOFTCAP,
-                ),
-            ),
-            (
-                consume,
-                (
-                    shared,
-                    head,
-                    seq,
-                    edges,
-                    outputs,
-                    scale_log2,
-                    1,
-                    TILES,
-                    Q_SLOTS,
-                    STAGES,
-                    BLOCK_K,
-                    HEAD_DIM,
-                    BLOCK_D,
-                    MAIN,
-                    TAIL,
-                    CAUSAL,
-                    MASK,
-                    SOFTCAP,
-                ),
-            ),
-            (
-                produce,
-                (inputs, shared, head, seq, edges, TILES, Q_SLOTS, STAGES, BLOCK_K, CAUSAL, MASK),
-            ),
-        ],
-        [4, 1],
-        [CONSUMER_REGISTERS, 24],
-    )
+    # A tuple with a name would no longer hold constants.
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (consume, (0, shared, head, seq, edges, outputs, scale_log2, CONSUMERS, TILES,
+                           Q_SLOTS, STAGES, BLOCK_K, HEAD_DIM, BLOCK_D, MAIN, TAIL, CAUSAL, MASK,
+                           SOFTCAP)),
+                (consume, (1, shared, head, seq, edges, outputs, scale_log2, CONSUMERS, TILES,
+                           Q_SLOTS, STAGES, BLOCK_K, HEAD_DIM, BLOCK_D, MAIN, TAIL, CAUSAL, MASK,
+                           SOFTCAP)),
+                (produce, (inputs, shared, head, seq, edges, CONSUMERS, TILES, Q_SLOTS, STAGES,
+                           BLOCK_K, CAUSAL, MASK)),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (0, shared, head, seq, edges, outputs, scale_log2, CONSUMERS, TILES,
+                           Q_SLOTS, STAGES, BLOCK_K, HEAD_DIM, BLOCK_D, MAIN, TAIL, CAUSAL, MASK,
+                           SOFTCAP)),
+                (consume, (1, shared, head, seq, edges, outputs, scale_log2, CONSUMERS, TILES,
+                           Q_SLOTS, STAGES, BLOCK_K, HEAD_DIM, BLOCK_D, MAIN, TAIL, CAUSAL, MASK,
+                           SOFTCAP)),
+                (consume, (2, shared, head, seq, edges, outputs, scale_log2, CONSUMERS, TILES,
+                           Q_SLOTS, STAGES, BLOCK_K, HEAD_DIM, BLOCK_D, MAIN, TAIL, CAUSAL, MASK,
+                           SOFTCAP)),
+                (produce, (inputs, shared, head, seq, edges, CONSUMERS, TILES, Q_SLOTS, STAGES,
+                           BLOCK_K, CAUSAL, MASK)),
+            ],
+            [4, 4, 1],
+            [CONSUMER_REGISTERS_OF_THREE, CONSUMER_REGISTERS_OF_THREE, 24],
+        )  # fmt: skip

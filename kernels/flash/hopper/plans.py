@@ -15,14 +15,15 @@ from torch import Tensor
 from kernels.flash.call.arguments import BackwardPass, ForwardPass
 from kernels.flash.call.problem import Problem
 from kernels.flash.hopper import schedule
+from kernels.flash.hopper.program_size import ProgramSize
 from kernels.flash.hopper.schedule import BACKWARD, FORWARD, PROGRAM_ROWS, ROWS, block_d
 from kernels.launching.prepared import Descriptors, PreparedLaunch
 
 _ALIGNMENT = 16
 """Bytes: what TMA needs, and what Triton compiles for if it finds it."""
 
-FORWARD_TILES: int | None = None
-"""Query tiles of every forward program planned from now on; None leaves it to ``schedule``.
+FORWARD_SIZE: ProgramSize | None = None
+"""Of every forward program planned from now on; None leaves it to ``schedule``.
 
 For measurements and tests, which have to forget the plans made before (``FORWARD_PLANS``).
 """
@@ -46,20 +47,26 @@ def plan_forward(call: ForwardPass) -> PreparedLaunch:
     problem, q, o = call.problem, call.q, call.o
     width = block_d(problem)
     chosen = FORWARD[width]
-    tiles = FORWARD_TILES or schedule.tiles_of_program(problem)
+    size = FORWARD_SIZE or schedule.size_of_program(problem)
     return PreparedLaunch(
         flash_forward,
-        grid(problem.q_len, problem.batch_size * problem.num_heads, tiles),
+        grid(
+            problem.q_len,
+            problem.batch_size * problem.num_heads,
+            size.tiles * size.consumers * ROWS,
+        ),
         {
             "BLOCK_K": chosen.tile,
             "STAGES": chosen.stages,
-            "TILES": tiles,
+            "CONSUMERS": size.consumers,
+            "TILES": size.tiles,
             **_constants(problem),
         },
         integers=(
             *o.stride()[:3],
             problem.num_heads,
             problem.group_size,
+            schedule.forward_heads_at_once(problem),
             problem.q_len,
             problem.kv_len,
             q.shape[2],
@@ -273,9 +280,9 @@ def _edges(problem: Problem) -> tuple[int, int, int]:
     return problem.window or 0, problem.prefix_len, problem.shift
 
 
-def grid(rows: int, heads: int, tiles: int = 1) -> tuple[int, int, int]:
-    """Programs of ``tiles`` times PROGRAM_ROWS rows of one head."""
-    return -(-rows // (tiles * PROGRAM_ROWS)), heads, 1
+def grid(rows: int, heads: int, program_rows: int = PROGRAM_ROWS) -> tuple[int, int, int]:
+    """Programs of ``program_rows`` rows of one head."""
+    return -(-rows // program_rows), heads, 1
 
 
 def addressable(x: Tensor) -> Tensor:

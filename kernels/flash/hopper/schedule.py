@@ -11,6 +11,7 @@ import torch
 
 from kernels.flash.call.problem import Problem
 from kernels.flash.hopper import program_size
+from kernels.flash.hopper.program_size import ProgramSize
 from kernels.launching.prepared import MAX_PLANS
 from kernels.query_gradient import QueryBlock, QueryGradientMemory
 
@@ -103,26 +104,41 @@ def has_unmasked_turns(causal: bool, window: int | None) -> bool:
     return window is None or window > farthest
 
 
-def tiles_of_program(problem: Problem) -> int:
-    """The number of query tiles that a forward program takes one after another.
+def size_of_program(problem: Problem) -> ProgramSize:
+    """The consumers and query tiles of a program of the forward pass.
 
     The lengths of a packed batch are known to the GPU alone, and so is what its programs cost.
     Shared memory has no room for the next queries of more than 128 columns. Costs were measured
     with windows and without, but not for prefixes and caps.
     """
     unmeasured = problem.asks_for() - {"window"}
-    if problem.packed or unmeasured or block_d(problem) not in program_size.COSTS:
-        return 1
+    if problem.packed or unmeasured or block_d(problem) > 128:
+        return ProgramSize(consumers=2, tiles=1)
     processors = torch.cuda.get_device_properties(problem.device).multi_processor_count
-    return program_size.tiles_of_program(
+    return program_size.size_of_program(
         q_len=problem.q_len,
         kv_len=problem.kv_len,
         heads=problem.batch_size * problem.num_heads,
+        heads_at_once=forward_heads_at_once(problem),
         block_d=block_d(problem),
         causal=problem.causal,
         window=problem.window,
         processors=processors,
     )
+
+
+def forward_heads_at_once(problem: Problem) -> int:
+    """The number of heads whose forward programs take turns (forward.place_in_order).
+
+    Under a causal mask they leave short programs for the end, and their keys and values should stay
+    in the L2 cache: two thirds of it, and a power of two as in :func:`heads_at_once`. In a window,
+    and without a mask, programs are as long as each other.
+    """
+    if not problem.causal or problem.window is not None:
+        return 1
+    cache = torch.cuda.get_device_properties(problem.device).L2_cache_size
+    one_head = 2 * problem.kv_len * block_d(problem) * problem.dtype.itemsize
+    return problem.group_size << max(0, (2 * cache // (3 * one_head)).bit_length() - 1)
 
 
 def is_narrow(window: int | None, kv_len: int) -> bool:

@@ -17,13 +17,16 @@ ROWS: gl.constexpr = gl.constexpr(64)
 """Rows of one consumer warpgroup: the M of one wgmma instruction."""
 
 CONSUMERS: gl.constexpr = gl.constexpr(2)
-"""Warpgroups that compute, each on its own rows."""
+"""Warpgroups of the backward kernel that compute, each on its own rows."""
 
 PROGRAM_ROWS: gl.constexpr = gl.constexpr(128)
-"""Rows of one program: those of its consumers."""
+"""Rows of one program of the backward kernel: those of its consumers."""
 
 CONSUMER_REGISTERS: gl.constexpr = gl.constexpr(240)
 """Registers of a consumer's thread; a producer's has 24, of 64 Ki a multiprocessor."""
+
+CONSUMER_REGISTERS_OF_THREE: gl.constexpr = gl.constexpr(160)
+"""As CONSUMER_REGISTERS, where a program has three consumers."""
 
 LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
 LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)

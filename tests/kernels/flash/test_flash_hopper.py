@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +24,7 @@ from kernels.flash.call.arguments import BackwardPass, FlashCall, FlashOptions, 
 from kernels.flash.call.problem import PRECISIONS, Problem, describe
 from kernels.flash.hopper import launch as hopper
 from kernels.flash.hopper import plans, program_size, schedule
+from kernels.flash.hopper.program_size import ProgramSize
 from kernels.problem import AttentionSpec, Packing
 
 ROOT = Path(__file__).parents[3]
@@ -295,7 +296,7 @@ class TestProgramSize:
     def test_each_tile_is_computed_once(self, num_tiles: int, tiles: int, causal: bool) -> None:
         """test_hopper_protocol compares the kernel's own arithmetic with this."""
         grid = program_size.programs(num_tiles, tiles, causal)
-        assert len(grid) == plans.grid(128 * num_tiles - 5, 7, tiles)[0]
+        assert len(grid) == plans.grid(128 * num_tiles - 5, 7, 128 * tiles)[0]
         assert all(grid)
         assert sorted(tile for program in grid for tile in program) == list(range(num_tiles))
 
@@ -304,7 +305,7 @@ class TestProgramSize:
         assert program_size.programs(5, 2, causal=True) == [[4], [3, 0], [2, 1]]
         assert program_size.programs(5, 2, causal=False) == [[0, 1], [2, 3], [4]]
         for tokens in (1024, 1152):
-            lengths = program_size.key_tile_counts(tokens, tokens, causal=True, window=None)
+            lengths = program_size.key_tile_counts(tokens, tokens, True, None, rows=128)
             pairs = program_size.programs(len(lengths), 2, causal=True)
             assert {sum(lengths[tile] for tile in pair) for pair in pairs} == {9}
 
@@ -329,50 +330,75 @@ class TestProgramSize:
     def test_key_tiles(
         self, q_len: int, kv_len: int, causal: bool, window: int | None, counts: list[int]
     ) -> None:
-        assert program_size.key_tile_counts(q_len, kv_len, causal, window) == counts
+        assert program_size.key_tile_counts(q_len, kv_len, causal, window, rows=128) == counts
+
+    def test_key_tiles_of_three_consumers(self) -> None:
+        assert program_size.key_tile_counts(600, 600, True, None, rows=192) == [2, 3, 5, 5]
 
     def test_programs_start_in_order_where_there_is_room(self) -> None:
         # Two processors and twice 1, 3: one has 1, 1 and 3, the other 3.
-        assert program_size.makespan([1.0, 3.0], heads=2, processors=2) == 5.0
-        assert program_size.makespan([3.0, 2.0, 1.0], heads=1, processors=9) == 3.0
+        assert program_size.makespan([1.0, 3.0], heads=2, heads_at_once=1, processors=2) == 5.0
+        # Head by head 3, 1, 3 and 1 leave one processor with 3 and 1 and the other with 1 and 3; in
+        # turns each has 3 and 1 as well, but of three heads one has two of the long programs.
+        by_head = program_size.makespan([3.0, 1.0], heads=3, heads_at_once=1, processors=3)
+        in_turns = program_size.makespan([3.0, 1.0], heads=3, heads_at_once=3, processors=3)
+        assert (by_head, in_turns) == (5.0, 4.0)
+        assert program_size.makespan([3.0, 2.0, 1.0], heads=1, heads_at_once=1, processors=9) == 3.0
 
     def test_by_hand(self) -> None:
         """Two heads of two tiles on two processors: 1 and 2 key tiles, or a pair of 3."""
-        costs = program_size.COSTS[64]
-        shape = self.shape(2, 256, 64) | {"processors": 2}
+        costs = program_size.COSTS[64, 2]
+        shape = self.shape(2, 256, 64) | {"processors": 2, "heads_at_once": 1}
         # The longer tiles first: each processor has both of one head after the other.
         single = 2 * (costs.program + costs.tile) + 3 * costs.key_tile
-        predicted = program_size.predicted_us(**shape, tiles=1)
+        predicted = program_size.predicted_us(**shape, size=ProgramSize(2, 1))
         assert predicted == pytest.approx(costs.launch + single)
-        predicted = program_size.predicted_us(**shape, tiles=2)
-        assert predicted == pytest.approx(costs.launch + single - costs.program)
+        predicted = program_size.predicted_us(**shape, size=ProgramSize(2, 2))
+        more = 3 * (costs.key_tile_of_several - costs.key_tile)
+        assert predicted == pytest.approx(costs.launch + single + more - costs.program)
 
-    @pytest.mark.parametrize(("heads", "tokens", "tiles"), [(32, 8192, 2), (16, 16384, 1)])
-    def test_long_sequences(self, heads: int, tokens: int, tiles: int) -> None:
-        """One tile of 16,384 keys takes long beside its own costs, and pairs end less evenly."""
-        assert program_size.tiles_of_program(**self.shape(heads, tokens, 128)) == tiles
+    @pytest.mark.parametrize(
+        ("heads", "tokens", "size"),
+        [(96, 512, (2, 1)), (96, 1024, (2, 2)), (96, 2048, (2, 4)), (16, 16384, (3, 1))],
+    )
+    def test_sizes_of_64_columns(self, heads: int, tokens: int, size: tuple[int, int]) -> None:
+        """Tiles of 192 queries fit long sequences."""
+        assert program_size.size_of_program(**self.shape(heads, tokens, 64)) == size
+
+    @pytest.mark.parametrize(("heads", "tokens"), [(32, 8192), (16, 16384)])
+    def test_long_sequences(self, heads: int, tokens: int) -> None:
+        """One tile of many keys takes long beside its own costs, and short ones end evenly."""
+        assert program_size.size_of_program(**self.shape(heads, tokens, 128)) == (2, 1)
 
     @pytest.mark.parametrize(("window", "tiles"), [(128, 4), (1024, 4), (4096, 2), (16384, 1)])
     def test_more_tiles_in_windows_that_few_key_tiles_fill(self, window: int, tiles: int) -> None:
         """The tile's own cost weighs less, the more key tiles there are."""
-        shape = self.shape(16, 65536, 128) | {"window": window}
-        assert program_size.tiles_of_program(**shape) == tiles
+        shape = self.shape(16, 65536, 128) | {"window": window, "heads_at_once": 1}
+        assert program_size.size_of_program(**shape) == (2, tiles)
 
     def test_single_tiles_in_windows_that_leave_processors_idle(self) -> None:
-        assert program_size.tiles_of_program(**self.shape(8, 1024, 128) | {"window": 128}) == 1
+        shape = self.shape(8, 1024, 128) | {"window": 128, "heads_at_once": 1}
+        assert program_size.size_of_program(**shape) == (2, 1)
 
-    def test_too_many_to_simulate(self) -> None:
-        few, many = (self.shape(heads, 512, 64) for heads in (1024, 1025))
+    @pytest.mark.parametrize("heads_at_once", [1, 8])
+    def test_too_many_to_simulate(self, heads_at_once: int) -> None:
+        few, many = (
+            self.shape(heads, 512, 64) | {"heads_at_once": heads_at_once} for heads in (1024, 1025)
+        )
         for tiles in (1, 2):
-            simulated, mean = (program_size.predicted_us(**x, tiles=tiles) for x in (few, many))
+            simulated, mean = (
+                program_size.predicted_us(**x, size=ProgramSize(2, tiles)) for x in (few, many)
+            )
             assert mean == pytest.approx(simulated, rel=0.02)
 
     @staticmethod
     def shape(heads: int, tokens: int, block_d: int) -> dict[str, Any]:
+        in_cache = (100 << 20) // 3 // (4 * tokens * block_d)
         return {
             "q_len": tokens,
             "kv_len": tokens,
             "heads": heads,
+            "heads_at_once": 1 << max(0, in_cache.bit_length() - 1),
             "block_d": block_d,
             "causal": True,
             "window": None,
@@ -380,15 +406,26 @@ class TestProgramSize:
         }
 
     @pytest.mark.parametrize(
-        ("packed", "forced", "grid"), [(False, None, 4), (True, None, 8), (False, 1, 8)]
+        ("packed", "forced", "size", "grid"),
+        [
+            (False, None, (2, 2), 4),
+            (True, None, (2, 1), 8),
+            (False, (2, 1), (2, 1), 8),
+            (False, (3, 1), (3, 1), 6),
+        ],
     )
     def test_plans(
-        self, monkeypatch: pytest.MonkeyPatch, packed: bool, forced: int | None, grid: int
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        packed: bool,
+        forced: tuple[int, int] | None,
+        size: tuple[int, int],
+        grid: int,
     ) -> None:
         pytest.importorskip("triton.experimental.gluon")
-        properties = SimpleNamespace(multi_processor_count=132)
+        properties = SimpleNamespace(multi_processor_count=132, L2_cache_size=50 << 20)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-        monkeypatch.setattr(plans, "FORWARD_TILES", forced)
+        monkeypatch.setattr(plans, "FORWARD_SIZE", forced and ProgramSize(*forced))
         q = torch.empty(8, 12, 1024, 64, dtype=torch.bfloat16)
         problem = replace(describe(q, q, q, causal=True), packed=packed)
         lse = torch.empty(8, 12, 1024)
@@ -396,7 +433,7 @@ class TestProgramSize:
             ForwardPass(problem=problem, q=q, k=q, v=q, o=q, lse=lse, scale=1.0)
         )
         assert launch.grid == (grid, 96, 1)
-        assert launch.constants["TILES"] == 8 // grid
+        assert (launch.constants["CONSUMERS"], launch.constants["TILES"]) == size
 
 
 @pytest.mark.skipif(not hopper.any_gpu.INTERPRETED, reason="runs under Triton's interpreter")
@@ -562,7 +599,7 @@ class TestOnHopper:
         causal: bool,
         repeats: int,
     ) -> None:
-        """Programs of one, two and four query tiles agree, each time."""
+        """Programs of all sizes agree, each time."""
         batch, heads, q_len, kv_len = shape
         torch.manual_seed(6)
         q = torch.randn(batch, heads, q_len, head_dim, device="cuda", dtype=torch.bfloat16)
@@ -572,18 +609,21 @@ class TestOnHopper:
         )
         problem = describe(q, k, v, causal=causal)
         results = {}
-        for tiles in program_size.SIZES:
-            monkeypatch.setattr(plans, "FORWARD_TILES", tiles)
+        # Three consumers of 128 columns, which are never taken, have too few registers.
+        consumers = (2, 3) if head_dim <= 64 else (2,)
+        for size in (ProgramSize(*x) for x in product(consumers, program_size.TILES)):
+            monkeypatch.setattr(plans, "FORWARD_SIZE", size)
             monkeypatch.setattr(plans, "FORWARD_PLANS", {})
             for _ in range(repeats):
                 # What is not written stays no number, which equals nothing.
                 o, lse = torch.full_like(q, torch.nan), q.new_full(q.shape[:3], torch.nan).float()
                 hopper.forward(ForwardPass(problem=problem, q=q, k=k, v=v, o=o, lse=lse, scale=0.1))
-                first = results.setdefault(tiles, (o, lse))
+                first = results.setdefault(size, (o, lse))
                 assert torch.equal(o, first[0])
                 assert torch.equal(lse, first[1])
-            assert [plan.constants["TILES"] for plan in plans.FORWARD_PLANS.values()] == [tiles]
-        o, lse = results.pop(1)
+            (plan,) = plans.FORWARD_PLANS.values()
+            assert (plan.constants["CONSUMERS"], plan.constants["TILES"]) == size
+        o, lse = results.pop(ProgramSize(2, 1))
         for other_o, other_lse in results.values():
             assert torch.equal(o, other_o)
             # Other kernels, whose compiler fuses other multiplications and additions.

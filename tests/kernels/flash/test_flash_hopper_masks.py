@@ -25,6 +25,7 @@ from kernels.flash.call.arguments import FlashCall, FlashOptions, ForwardPass
 from kernels.flash.call.problem import describe
 from kernels.flash.hopper import launch as hopper
 from kernels.flash.hopper import plans
+from kernels.flash.hopper.program_size import ProgramSize
 from kernels.problem import AttentionSpec, Packing
 
 ROOT = Path(__file__).parents[3]
@@ -201,20 +202,23 @@ class TestOnHopper:
             for lengths, window in product(self.LENGTHS, self.WINDOWS)
         )
 
-    @pytest.mark.parametrize("tiles", [2, 4])
-    @pytest.mark.parametrize("head_dim", [64, 96, 128])
+    @pytest.mark.parametrize(
+        ("head_dim", "size"),
+        [*product((64, 96, 128), [(2, 2), (2, 4)]), (64, (3, 1)), (64, (3, 2))],
+    )
     @pytest.mark.parametrize("causal", [True, False])
-    def test_windows_with_several_tiles(
-        self, monkeypatch: pytest.MonkeyPatch, head_dim: int, causal: bool, tiles: int
+    def test_windows_with_larger_programs(
+        self, monkeypatch: pytest.MonkeyPatch, head_dim: int, causal: bool, size: tuple[int, int]
     ) -> None:
-        """Programs of several query tiles, which so few heads would not get."""
-        monkeypatch.setattr(plans, "FORWARD_TILES", tiles)
+        """Programs of sizes that so few heads would not get."""
+        monkeypatch.setattr(plans, "FORWARD_SIZE", ProgramSize(*size))
         monkeypatch.setattr(plans, "FORWARD_PLANS", {})
         check(
             Case(head_dim=head_dim, lengths=lengths, causal=causal, window=window)
             for lengths, window in product(self.LENGTHS, self.WINDOWS)
         )
-        assert all(plan.constants["TILES"] == tiles for plan in plans.FORWARD_PLANS.values())
+        for plan in plans.FORWARD_PLANS.values():
+            assert (plan.constants["CONSUMERS"], plan.constants["TILES"]) == size
 
     @pytest.mark.parametrize("head_dim", [64, 128, 256])
     @pytest.mark.parametrize("causal", [True, False])
@@ -386,7 +390,7 @@ class TestPlans:
     ) -> tuple[str, float, int, tuple[int, ...]]:
         """Its mask, its cap, query tiles of a program, and the mask's numbers."""
         pytest.importorskip("triton.experimental.gluon")
-        properties = SimpleNamespace(multi_processor_count=132)
+        properties = SimpleNamespace(multi_processor_count=132, L2_cache_size=50 << 20)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         q = torch.empty(8, 12, 1024, 64, dtype=torch.bfloat16)
         problem = describe(

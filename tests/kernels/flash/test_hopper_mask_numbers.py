@@ -142,9 +142,8 @@ def attend(
                     tile, first_row, q_len, kv_len, edges, BLOCK_K, causal, kind, None
                 )  # fmt: skip
                 s = torch.where(seen, s, -torch.inf)
-            p, reference, total, shrink = kernel.softmax_step(
-                s, reference, total, factor, is_masked
-            )
+            reference, zero, shrink = kernel.raise_reference(s, reference, factor, is_masked)
+            p, total = kernel.softmax_step(s, zero, shrink, total, factor)
             o = o * shrink[:, None] + p @ padded_v[keys]
         total = total.sum(1)
         safe = torch.where(total == 0.0, 1.0, total)

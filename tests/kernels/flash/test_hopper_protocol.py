@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from itertools import accumulate
+from itertools import accumulate, product
 
 import pytest
 from gluon_model import ProtocolError, Scores, run_program
+from gluon_numbers import forward_functions
 
 from kernels.flash.hopper.program_size import key_tile_counts, programs
 from kernels.problem import Mask
@@ -18,6 +19,8 @@ def check(seed: int, edit: tuple[str, str] | None = None, window: int | None = N
     """A random problem: every program stores, for its tiles, all visible keys, right to left."""
     rng = random.Random(seed)
     tiles, stages, causal = rng.choice((1, 2, 3, 4, 6)), rng.choice((2, 3, 4)), rng.random() < 0.7
+    consumers = rng.choice((2, 3))
+    rows = 64 * consumers
     q_len, kv_len = rng.randint(1, 800), rng.randint(1, 800)
     tail = rng.choice((0, 32))
     mask = random_mask(rng, causal) if rng.random() < 0.5 else Mask(causal=causal)
@@ -31,7 +34,7 @@ def check(seed: int, edit: tuple[str, str] | None = None, window: int | None = N
             [0, *accumulate(q for q, _ in lengths)],
             [0, *accumulate(k for _, k in lengths)],
         )
-    num_tiles = -(-q_len // 128)
+    num_tiles = -(-q_len // rows)
     for sequence, (own_q_len, own_kv_len) in enumerate(lengths):
         q_start, k_start = (x[sequence] for x in cu_seqlens) if cu_seqlens else (0, 0)
         grid = programs(num_tiles, tiles, causal)
@@ -43,6 +46,7 @@ def check(seed: int, edit: tuple[str, str] | None = None, window: int | None = N
                 grid=len(grid),
                 q_len=q_len,
                 kv_len=kv_len,
+                consumers=consumers,
                 tiles=tiles,
                 stages=stages,
                 tail=tail,
@@ -54,11 +58,12 @@ def check(seed: int, edit: tuple[str, str] | None = None, window: int | None = N
                 edit=edit,
             )
             if not mask.prefix_len and not mask.shift:
-                counts = key_tile_counts(own_q_len, own_kv_len, causal, mask.window)
+                counts = key_tile_counts(own_q_len, own_kv_len, causal, mask.window, rows)
                 assert {row: len(scores) for row, scores in stored.items()} == {
-                    row: counts[row // 128] for row in stored
+                    row: counts[row // rows] for row in stored
                 }
-            check_program(stored, mine, mask, (own_q_len, own_kv_len), (q_start, k_start))
+            lengths_and_starts = (own_q_len, own_kv_len), (q_start, k_start)
+            check_program(stored, mine, mask, *lengths_and_starts, consumers)
 
 
 def random_mask(rng: random.Random, causal: bool) -> Mask:
@@ -81,6 +86,7 @@ def check_program(
     mask: Mask,
     lengths: tuple[int, int],
     starts: tuple[int, int],
+    consumers: int,
 ) -> None:
     """Each consumer visited what its program's queries see, and masked what they see in part.
 
@@ -90,11 +96,18 @@ def check_program(
         lengths: of queries and keys, which begin at ``starts`` in the tensors.
     """
     q_len, kv_len = lengths
-    rows = [row for tile in tiles for row in (128 * tile, 128 * tile + 64) if row < q_len]
+    tile_rows = 64 * consumers
+    rows = [
+        row
+        for tile in tiles
+        for row in range(tile_rows * tile, tile_rows * (tile + 1), 64)
+        if row < q_len
+    ]
     assert sorted(stored) == sorted(rows)
     for row, scores in stored.items():
-        first = row // 128 * 128
-        ranges = [mask.keys(query, *lengths) for query in range(first, min(first + 128, q_len))]
+        first = row // tile_rows * tile_rows
+        stop = min(first + tile_rows, q_len)
+        ranges = [mask.keys(query, *lengths) for query in range(first, stop)]
         wanted = [tile for tile in range(-(-kv_len // 128)) if sees_any(ranges, tile)]
         assert all(s.query - starts[0] == row for s in scores)
         got = [(s.key - starts[1]) // 128 for s in scores]
@@ -108,6 +121,24 @@ def check_program(
 
 def sees_any(ranges: list[tuple[int, int]], tile: int) -> bool:
     return any(max(start, 128 * tile) < min(stop, 128 * tile + 128) for start, stop in ranges)
+
+
+@pytest.mark.parametrize("heads_at_once", [1, 3, 4, 16])
+def test_heads_take_turns(heads_at_once: int) -> None:
+    """Of 10 heads of 5 programs each computes each once, in turns of ``heads_at_once`` heads."""
+    kernel = forward_functions()
+    kernel.gl.num_programs = lambda axis: (5, 10)[axis]
+    places = []
+    for head, program in product(range(10), range(5)):
+        kernel.gl.program_id = lambda axis, place=(program, head): place[axis]
+        places.append(kernel.place_in_order(heads_at_once))
+    wanted = [
+        (head, program)
+        for first in range(0, 10, heads_at_once)
+        for program in range(5)
+        for head in range(first, min(first + heads_at_once, 10))
+    ]
+    assert places == wanted
 
 
 # What is taken away below is noticed in the first ten.
