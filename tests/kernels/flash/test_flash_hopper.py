@@ -365,6 +365,36 @@ class TestProgramSize:
         """Tiles of 192 queries fit long sequences."""
         assert program_size.size_of_program(**self.shape(heads, tokens, 64)) == size
 
+    @pytest.mark.parametrize(
+        ("heads", "kv_heads", "tokens", "causal", "window", "at_once"),
+        [
+            # A third of 50 MiB holds keys and values of four heads, or of eight and more.
+            (16, 16, 16384, True, None, 4),
+            (32, 8, 16384, True, None, 16),
+            (32, 8, 65536, True, None, 4),
+            (16, 16, 1024, True, None, 16),
+            (32, 1, 1024, True, None, 32),
+            (16, 16, 16384, False, None, 1),
+            (16, 16, 16384, True, 1024, 1),
+        ],
+    )
+    def test_heads_at_once(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        heads: int,
+        kv_heads: int,
+        tokens: int,
+        causal: bool,
+        window: int | None,
+        at_once: int,
+    ) -> None:
+        properties = SimpleNamespace(L2_cache_size=50 << 20)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        q = torch.empty(1, heads, tokens, 64, dtype=torch.bfloat16, device="meta")
+        k = torch.empty(1, kv_heads, tokens, 64, dtype=torch.bfloat16, device="meta")
+        problem = describe(q, k, k, causal=causal, window=window)
+        assert schedule.forward_heads_at_once(problem) == at_once
+
     @pytest.mark.parametrize(("heads", "tokens"), [(32, 8192), (16, 16384)])
     def test_long_sequences(self, heads: int, tokens: int) -> None:
         """One tile of many keys takes long beside its own costs, and short ones end evenly."""
@@ -393,12 +423,12 @@ class TestProgramSize:
 
     @staticmethod
     def shape(heads: int, tokens: int, block_d: int) -> dict[str, Any]:
-        in_cache = (100 << 20) // 3 // (4 * tokens * block_d)
+        in_cache = (50 << 20) // 3 // (4 * tokens * block_d)
         return {
             "q_len": tokens,
             "kv_len": tokens,
             "heads": heads,
-            "heads_at_once": 1 << max(0, in_cache.bit_length() - 1),
+            "heads_at_once": min(16, 1 << max(0, in_cache.bit_length() - 1)),
             "block_d": block_d,
             "causal": True,
             "window": None,
