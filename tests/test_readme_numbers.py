@@ -124,13 +124,13 @@ class TestBlocks:
 
 
 @functools.cache
-def store() -> dict[str, Record]:
-    return dict(RecordStore(ROOT / "results/h200").load()[0])
+def store(folder: str) -> dict[str, Record]:
+    return dict(RecordStore(ROOT / folder).load()[0])
 
 
-def measured(sweep: str) -> Iterator[Record]:
-    for case_id in read_plan(ROOT / "results/h200", sweep).case_ids:
-        if (record := store().get(case_id)) is not None and record.status == "ok":
+def measured(sweep: str, folder: str = "results/h200") -> Iterator[Record]:
+    for case_id in read_plan(ROOT / folder, sweep).case_ids:
+        if (record := store(folder).get(case_id)) is not None and record.status == "ok":
             yield record
 
 
@@ -198,7 +198,7 @@ def test_strategy_scaling() -> None:
 
 def test_short_sequences() -> None:
     times = {}
-    for record in measured("short_sequences"):
+    for record in measured("short_sequences", "results/h100"):
         graph = "yes" if record.case["task"]["cuda_graph"] else "no"
         key = record.case["attention"]["name"], graph, record.case["seq_len"]
         times[key] = slowest(record, "forward_backward")
