@@ -191,9 +191,12 @@ class Arm:
 
         timer = threading.Timer(self.patience_s, give_up)
         timer.start()
-        # Libraries may print, too.
-        line = next((line for line in self.process.stdout if line.startswith("{")), "")
-        timer.cancel()
+        try:
+            # Libraries may print, too.
+            line = next((line for line in self.process.stdout if line.startswith("{")), "")
+        finally:
+            # Python does not end before its timers do, not by Ctrl-C either.
+            timer.cancel()
         if is_late.is_set():
             found = {"error": f"no answer in {self.patience_s:g} s"}
         else:

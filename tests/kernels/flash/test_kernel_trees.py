@@ -102,7 +102,9 @@ def test_ctrl_c_ends_the_other_processes(tmp_path: Path) -> None:
         f"import os, time\nopen({str(tmp_path / 'started')!r}, 'x').write(str(os.getpid()))\n"
         "time.sleep(3600)\n"
     )
-    command = [sys.executable, "-m", "benchmarks.kernel_trees", f"slow={tmp_path}"]
+    # Longer than a test may take: whoever waits for it hangs.
+    patience = ["--patience-s", "3600"]
+    command = [sys.executable, "-m", "benchmarks.kernel_trees", f"slow={tmp_path}", *patience]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as run:
         pid = ""
         while not pid and run.poll() is None:
@@ -110,7 +112,10 @@ def test_ctrl_c_ends_the_other_processes(tmp_path: Path) -> None:
                 pid = (tmp_path / "started").read_text()
             time.sleep(0.1)
         run.send_signal(signal.SIGINT)
-        assert run.wait() == 130
+        try:
+            assert run.wait() == 130
+        finally:
+            run.kill()
         assert run.stderr is not None
         assert run.stderr.read() == "interrupted\n"
     assert not Path(f"/proc/{pid}").exists()
