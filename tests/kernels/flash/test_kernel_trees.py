@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from fault_folders import heed_signals
 
 from benchmarks.kernel_trees import Arm, Shape, lines_of, main, shape_of
 
@@ -105,7 +106,9 @@ def test_ctrl_c_ends_the_other_processes(tmp_path: Path) -> None:
     # Longer than a test may take: whoever waits for it hangs.
     patience = ["--patience-s", "3600"]
     command = [sys.executable, "-m", "benchmarks.kernel_trees", f"slow={tmp_path}", *patience]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as run:
+    with subprocess.Popen(
+        command, cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=heed_signals
+    ) as run:
         pid = ""
         while not pid and run.poll() is None:
             with contextlib.suppress(FileNotFoundError):
