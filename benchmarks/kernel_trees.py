@@ -4,11 +4,13 @@ Run as ``python -m benchmarks.kernel_trees [OPTIONS] NAME[=FOLDER] ...`` in the 
 is NAME=FOLDER, the ``--backend`` of the package ``kernels`` in FOLDER (a worktree, or what
 ``git archive REVISION kernels`` unpacks), or the name of another backend, of this tree. Each runs
 in a process of its own and on the same inputs, bfloat16 on a GPU and float32 on a CPU; one
-measures while the others wait, in rounds whose order rotates. L2 is emptied before every pass.
+measures while the others wait, in rounds whose order is drawn anew, as a GPU at its power limit is
+slower after an arm that has heated it. L2 is emptied before every pass.
 
-Prints for each shape and arm the median over rounds of forward and backward, over the first arm's,
-and the range: largest minus smallest over median. Two passes whose gradients differ in a bit, and
-sums of |dq|, |dk| or |dv| that are off by 1% from the first arm's, are named; that is no test.
+Prints for each shape and arm the median over rounds of forward and backward; the ratio, the median
+over rounds of its time over the first arm's; and the range: largest minus smallest over median. Two
+passes whose gradients differ in a bit, and sums of |dq|, |dk| or |dv| that are off by 1% from the
+first arm's, are named; that is no test.
 Shapes are BxH:H_kvxSxD, where H_kv may be left out, and /full or /window=W for another mask. Exits
 with 1 if an arm failed, or does not take one of the shapes.
 """
@@ -19,6 +21,7 @@ import argparse
 import contextlib
 import json
 import os
+import random
 import re
 import signal
 import statistics
@@ -26,7 +29,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,7 +85,7 @@ def shape_of(text: str) -> Shape:
     )
 
 
-def serve(backend: str, calls: int) -> None:
+def serve(backend: str, calls: int, passes: Sequence[str]) -> None:
     """The process of one arm: answers each line, a shape or a request to measure, with one."""
     import torch
 
@@ -155,7 +158,7 @@ def serve(backend: str, calls: int) -> None:
                     "same": all(map(torch.equal, first, second)),
                 }
             else:
-                answer = {name: milliseconds(runs[name]) for name in PASSES}
+                answer = {name: milliseconds(runs[name]) for name in passes}
         # Whatever a kernel raises is its arm's result, and the others go on.
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
@@ -214,14 +217,18 @@ class Arm:
         return self.error is None
 
 
-def start(text: str, backend: str, calls: int, patience_s: float) -> Arm:
+def start(text: str, arguments: argparse.Namespace) -> Arm:
     """The process of NAME=FOLDER or of a backend's name."""
     name, equals, folder = text.partition("=")
     tree = Path(folder).resolve() if equals else ROOT
     paths = [str(tree), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     # By its path, since with -m the package kernels of the current folder would come first.
+    backend = arguments.backend if equals else name
     process = subprocess.Popen(
-        [sys.executable, __file__, "--serve", backend if equals else name, "--calls", str(calls)],
+        [
+            *(sys.executable, __file__, "--serve", backend, "--calls", str(arguments.calls)),
+            *("--passes", *arguments.passes),
+        ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
@@ -229,7 +236,7 @@ def start(text: str, backend: str, calls: int, patience_s: float) -> Arm:
         # Ctrl-C is for this process alone, which then ends the others.
         start_new_session=True,
     )
-    return Arm(name=name, process=process, patience_s=patience_s)
+    return Arm(name=name, process=process, patience_s=arguments.patience_s)
 
 
 def measure(arms: list[Arm], shape: Shape, rounds: int) -> None:
@@ -242,9 +249,9 @@ def measure(arms: list[Arm], shape: Shape, rounds: int) -> None:
     for arm in arms:
         if arm.works:
             arm.first = arm.answer()
-    for number in range(rounds):
-        for place in range(len(arms)):
-            arm = arms[(number + place) % len(arms)]
+    orders = random.Random(shape.text)
+    for _ in range(rounds):
+        for arm in orders.sample(arms, len(arms)):
             if arm.works:
                 arm.ask("")
                 found = arm.answer()
@@ -252,7 +259,7 @@ def measure(arms: list[Arm], shape: Shape, rounds: int) -> None:
                     arm.rounds.append(found)
 
 
-def lines_of(arms: list[Arm]) -> Iterator[str]:
+def lines_of(arms: list[Arm], passes: Sequence[str] = PASSES) -> Iterator[str]:
     """The rows of one shape."""
     first = next((arm for arm in arms if arm.rounds), None)
     for arm in arms:
@@ -260,15 +267,17 @@ def lines_of(arms: list[Arm]) -> Iterator[str]:
             yield f"    {arm.name:<24}{arm.error}"
             continue
         row = f"    {arm.name:<24}"
-        for name in PASSES:
+        for name in passes:
             times = [answer[name] for answer in arm.rounds]
             median = statistics.median(times)
-            ratio = median / statistics.median(answer[name] for answer in first.rounds)
+            # An arm that failed in between has fewer rounds.
+            pairs = zip(arm.rounds, first.rounds, strict=False)
+            ratio = statistics.median(own[name] / other[name] for own, other in pairs)
             spread = (max(times) - min(times)) / median
             row += f"{name:>10} {median:9.4f} ms  ratio {ratio:5.3f}  range {spread:5.3f}"
         notes = ["two passes differ"] if not arm.first["same"] else []
-        pairs = zip(arm.first["sums"], first.first["sums"], strict=True)
-        if any(abs(own - other) > 0.01 * abs(other) for own, other in pairs):
+        sums = zip(arm.first["sums"], first.first["sums"], strict=True)
+        if any(abs(own - other) > 0.01 * abs(other) for own, other in sums):
             notes.append("gradients of another size")
         yield "  ".join([row, *notes])
 
@@ -291,6 +300,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--shapes", nargs="+", type=shape_of, metavar="SHAPE")
     made.add_argument("--rounds", type=at_least_one, default=7, help="of each shape (7)")
     made.add_argument("--calls", type=at_least_one, default=20, help="of each pass in a round (20)")
+    made.add_argument("--passes", nargs="+", choices=PASSES, default=PASSES)
     made.add_argument("--limit-s", type=float, help="after which no further shape starts")
     made.add_argument("--patience-s", type=float, default=300.0, help="with one answer (300)")
     made.add_argument("--serve", help=argparse.SUPPRESS)
@@ -300,7 +310,7 @@ def parser() -> argparse.ArgumentParser:
 def main() -> int:
     arguments = parser().parse_args()
     if arguments.serve:
-        serve(arguments.serve, arguments.calls)
+        serve(arguments.serve, arguments.calls, arguments.passes)
         return 0
     if not arguments.arms:
         parser().error("name the trees to compare, as NAME=FOLDER")
@@ -315,17 +325,14 @@ def main() -> int:
             parser().error(str(error))
     started = time.monotonic()
     failed = False
-    arms = [
-        start(text, arguments.backend, arguments.calls, arguments.patience_s)
-        for text in arguments.arms
-    ]
+    arms = [start(text, arguments) for text in arguments.arms]
     try:
         for shape in arguments.shapes or map(shape_of, SHAPES):
             if arguments.limit_s and time.monotonic() - started > arguments.limit_s:
                 print(f"{shape.text}: not measured, {arguments.limit_s:g} s are over")
                 continue
             measure(arms, shape, arguments.rounds)
-            print(shape.text, *lines_of(arms), sep="\n", flush=True)
+            print(shape.text, *lines_of(arms, arguments.passes), sep="\n", flush=True)
             failed = failed or not all(arm.works for arm in arms)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

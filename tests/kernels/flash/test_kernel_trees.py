@@ -164,3 +164,12 @@ def test_what_differs_is_named() -> None:
     assert fine.endswith("2.0000 ms  ratio 1.000  range 1.500")
     assert loose.endswith("two passes differ")
     assert wrong.endswith("gradients of another size")
+
+
+def test_ratios_are_of_the_same_round_and_passes_can_be_left_out() -> None:
+    first, second = arm("a"), arm("b")
+    second.rounds = [{"forward": 1.0, "backward": t} for t in (3.0, 2.2, 4.4)]
+    row = list(lines_of([first, second], ["backward"]))[1]
+    # Medians are 2 and 3; round by round it takes 3, 1.1 and 1.1 of the time.
+    assert "3.0000 ms  ratio 1.100" in row
+    assert "forward" not in row
