@@ -22,6 +22,9 @@ Features = Callable[[Shape], Sequence[float]]
 REACH = 0.6
 """Distance in doublings over which a measured shape's residual fades to 1/sqrt(e)."""
 
+TIED_GRADIENTS = 1e-9
+"""Part by which gradients differ at most that rounding alone tells apart."""
+
 PRIOR = 0.15
 """Weight of the law itself beside the measured shapes around."""
 
@@ -162,9 +165,11 @@ def non_negative_fit(
     for _ in range(3 * num_terms):
         gradient = scaled.T @ (targets - scaled @ found)
         gradient[active] = -np.inf
-        best = int(np.argmax(gradient))
-        if active.all() or gradient[best] <= 1e-9:
+        if active.all() or gradient.max() <= 1e-9:
             break
+        # Terms that observations cannot tell apart have equal gradients but for rounding, which
+        # depends on the processor: of those the first.
+        best = int(np.argmax(gradient >= (1 - TIED_GRADIENTS) * gradient.max()))
         active[best] = True
         found = _shrunk_to_feasible(scaled, targets, found, active)
     result: NDArray[np.float64] = found / scale
