@@ -8,9 +8,9 @@ them for each of the ``CONSUMERS``, two or three. Its warps have roles:
 - Each consumer is one warpgroup and owns 64 of the queries. For every key tile it issues
   S_j = Q K_j^T and, while that runs, O += P_{j+1} V_{j+1} for the tile before; then it finds
   the largest scores of S_j while the second matmul is still running. The rest of the softmax waits
-  for that matmul, so that P_j takes the registers of P_{j+1}: three consumers have no more, and
-  without it two copy them. Consumers are independent of each other, so that the softmax of one
-  runs beside the matmuls of the others.
+  for that matmul, so that P_j takes the registers of P_{j+1}: three consumers have no others, and
+  of two the compiler would copy P from one to the other. Consumers are independent of each other,
+  so that the softmax of one runs beside the matmuls of the others.
 
 Key tiles run from the diagonal to the left. The first ones cross the mask and compare indices;
 the others do not, until a window ends on the left: tiles that cross that end compare indices again.
