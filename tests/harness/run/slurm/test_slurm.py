@@ -83,7 +83,7 @@ class Submitted(Folder):
     def wait(self, **counts: int) -> None:
         """Until status counts are as given."""
         try:
-            wait_until(lambda: self.counts() == Counter(counts), f"{counts}", timeout_s=120)
+            wait_until(lambda: self.counts() == Counter(counts), f"{counts}", timeout_s=400)
         except AssertionError:
             raise AssertionError(f"{self.status()} {self.logs()}") from None
 
