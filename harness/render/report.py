@@ -82,11 +82,7 @@ def write_report(
             for table, to_markdown in tables
         ],
         figures=figures,
-        failures=[
-            (record.case_id, fmt.STATUS_WORDS[record.status], reason_of(record))
-            for record in records
-            if record.status != "ok"
-        ],
+        failures=failures_of(records),
         attempts=attempts_of(records, attempts),
         missing=missing,
         problems=problems,
@@ -187,6 +183,30 @@ def provenance_of(records: Sequence[Record]) -> list[str]:
         words = ", ".join(sorted(stated))
         found.append(f"Revisions that were stated for a copy without history: {words}.")
     return found
+
+
+def failures_of(records: Sequence[Record]) -> list[tuple[str, str, str]]:
+    """Case, status and reason of what has no number; unsupported cases of one reason together.
+
+    These may be hundreds, and nobody looks for the log of one.
+    """
+    alike: dict[str, list[Record]] = {}
+    for record in records:
+        if record.status != "ok":
+            reason = reason_of(record)
+            key = reason if record.status == "unsupported" else record.case_id
+            alike.setdefault(key, []).append(record)
+    return [
+        (_case_or_cases(found), fmt.STATUS_WORDS[found[0].status], reason_of(found[0]))
+        for found in alike.values()
+    ]
+
+
+def _case_or_cases(records: Sequence[Record]) -> str:
+    if len(records) == 1:
+        return records[0].case_id
+    backends = {record.case["attention"]["name"] for record in records}
+    return f"{len(records)} cases: {', '.join(sorted(backends))}"
 
 
 def attempts_of(records: Sequence[Record], attempts: Records) -> list[tuple[str, str, str]]:

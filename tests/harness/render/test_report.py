@@ -22,6 +22,7 @@ from status_examples import status_examples
 from harness.cases.case import digest_of
 from harness.commands import report
 from harness.render.files import RenderedSweep, render_sweep
+from harness.render.report import failures_of
 from harness.render.table import TABLES
 from harness.store.attempts import Records
 from harness.store.record import Record, RecordStore
@@ -143,6 +144,26 @@ class TestSweep:
         assert path.exists()
         render_sweep(tmp_path, "all", Records(), [])
         assert not path.exists()
+
+
+def test_unsupported_cases_of_one_reason_take_one_line() -> None:
+    """Others that have no number stay apart, whatever their reason: each has a log of its own."""
+    lacking = [
+        make_record(attention=attention, seq_len=seq_len, status="unsupported", message=message)
+        for attention, message in (
+            ("flash_attn_3", "no A"),
+            ("flash_attn_2", "no A"),
+            ("flex", "B"),
+        )
+        for seq_len in (64, 128)[: 1 + (message == "no A")]
+    ]
+    failed = [make_record(seq_len=n, status="failed", message="no A") for n in (64, 128)]
+    assert failures_of([*lacking[:2], failed[0], *lacking[2:], failed[1], make_record()]) == [
+        ("4 cases: flash_attn_2, flash_attn_3", "unsupported", "no A"),
+        (failed[0].case_id, "failed", "no A"),
+        (lacking[4].case_id, "unsupported", "B"),
+        (failed[1].case_id, "failed", "no A"),
+    ]
 
 
 class TestReportCommand:
