@@ -199,10 +199,18 @@ def revision() -> dict[str, Any]:
         return {"git_revision": stated or None, "revision_stated": bool(stated)}
     found = None
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-        found = done.stdout.strip()
+        commit = _git("rev-parse", "--short", "HEAD")
+        changes = _git("status", "--porcelain", "--untracked-files=no")
+        found = commit + ("+" if changes else "")
     return {"git_revision": found, "revision_stated": False}
+
+
+def _git(*arguments: str) -> str:
+    # Without locks: a process that is killed while it holds the index leaves it locked, and the
+    # user's next commit fails. `git describe --dirty` takes one even when told not to.
+    command = ["git", "--no-optional-locks", "-C", str(ROOT), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    return done.stdout.strip()
 
 
 def cpu_model() -> str:

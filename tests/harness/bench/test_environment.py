@@ -67,16 +67,39 @@ def test_a_history_goes_before_a_stated_revision(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It used to hide that the tree had changes."""
-    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
-    (tmp_path / "a.py").write_text("a = 1\n")
-    for command in (["init", "-q"], ["add", "."], [*identity, "commit", "-q", "-m", "One"]):
-        subprocess.run(["git", *command], cwd=tmp_path, check=True)
-    (tmp_path / "a.py").write_text("a = 2\n")
-    monkeypatch.setattr(module, "ROOT", tmp_path)
+    repository = with_history(tmp_path)
+    (repository / "a.py").write_text("a = 2\n")
+    monkeypatch.setattr(module, "ROOT", repository)
     monkeypatch.setenv("ATTNBENCH_REVISION", "abc1234")
     found = revision()
     assert found["git_revision"].endswith("+")
     assert not found["revision_stated"]
+
+
+def test_the_index_is_neither_locked_nor_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that was killed just then left a lock, and the user's next commit failed."""
+    repository = with_history(tmp_path)
+    monkeypatch.setattr(module, "ROOT", repository)
+    os.utime(repository / "a.py", (0, 0))
+    before = (repository / ".git" / "index").read_bytes()
+    (repository / ".git" / "index.lock").touch()
+    found = str(revision()["git_revision"])
+    assert found
+    assert not found.endswith("+"), "only its time has changed"
+    (repository / ".git" / "index.lock").unlink()
+    assert revision()["git_revision"] == found
+    assert (repository / ".git" / "index").read_bytes() == before
+
+
+def with_history(folder: Path) -> Path:
+    """A repository of one file and one commit."""
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    (folder / "a.py").write_text("a = 1\n")
+    for command in (["init", "-q"], ["add", "."], [*identity, "commit", "-q", "-m", "One"]):
+        subprocess.run(["git", *command], cwd=folder, check=True)
+    return folder
 
 
 def _spin(seconds: float) -> None:
