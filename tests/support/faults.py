@@ -18,15 +18,19 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from kernels import Attention, AttentionBackend, AttentionProblem, AttentionSpec, attention_backend
 from kernels.backends.naive import Naive
 from tests.support.daemons import detach
+
+if TYPE_CHECKING:
+    # A use of torch as it is imported would load it into the command, too, which takes longer than
+    # all else that the command does.
+    from torch import Tensor
 
 FOLDER_VARIABLE = "ATTNBENCH_TEST_FOLDER"
 
