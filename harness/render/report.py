@@ -188,7 +188,7 @@ def provenance_of(records: Sequence[Record]) -> list[str]:
 def failures_of(records: Sequence[Record]) -> list[tuple[str, str, str]]:
     """Case, status and reason of what has no number; unsupported cases of one reason together.
 
-    These may be hundreds, and nobody looks for the log of one.
+    These may be hundreds, and their logs say no more than the reason.
     """
     alike: dict[str, list[Record]] = {}
     for record in records:
@@ -205,8 +205,14 @@ def failures_of(records: Sequence[Record]) -> list[tuple[str, str, str]]:
 def _case_or_cases(records: Sequence[Record]) -> str:
     if len(records) == 1:
         return records[0].case_id
-    backends = {record.case["attention"]["name"] for record in records}
-    return f"{len(records)} cases: {', '.join(sorted(backends))}"
+    # A case that calls no attention has a choice of it all the same.
+    attending = [record for record in records if _attends(record.case["task"]["name"])]
+    backends = sorted({record.case["attention"]["name"] for record in attending})
+    return ": ".join(filter(None, (f"{len(records)} cases", ", ".join(backends))))
+
+
+def _attends(task: str) -> bool:
+    return task in TASKS and TASKS[task].target.attends
 
 
 def attempts_of(records: Sequence[Record], attempts: Records) -> list[tuple[str, str, str]]:

@@ -28,8 +28,8 @@ from kernels.backends.naive import Naive
 from tests.support.daemons import detach
 
 if TYPE_CHECKING:
-    # A use of torch as it is imported would load it into the command, too, which takes longer than
-    # all else that the command does.
+    # Imported here alone, as every command imports this module: a name taken out of torch loads
+    # torch, which takes longer than all else that the command does.
     from torch import Tensor
 
 FOLDER_VARIABLE = "ATTNBENCH_TEST_FOLDER"

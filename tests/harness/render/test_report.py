@@ -166,6 +166,13 @@ def test_unsupported_cases_of_one_reason_take_one_line() -> None:
     ]
 
 
+def test_unsupported_cases_that_call_no_attention_name_no_backend() -> None:
+    lacking = [make_record(seq_len=n, status="unsupported", message="no A") for n in (64, 128)]
+    for record in lacking:
+        record.case["task"] = {"name": "collectives"}
+    assert failures_of(lacking) == [("2 cases", "unsupported", "no A")]
+
+
 class TestReportCommand:
     def test_renders_around_an_unreadable_record(
         self, records: list[Record], tmp_path: Path, capsys: pytest.CaptureFixture[str]
