@@ -30,6 +30,9 @@ _MEASURING_PREFIX = "harness"
 _NAMING_NOTES = ("attention_choice", "kernel")
 """Notes of a run that name the backend to which a choice left its calls."""
 
+_FOR_ANY_GPU = "kernels/flash/any_gpu"
+"""Kernels that flash_triton imports beside those for Hopper."""
+
 
 def source_of(case: Mapping[str, Any], notes: Mapping[str, Any]) -> dict[str, str]:
     """A hash for each folder of the source that a case runs; see ``Record.source``.
@@ -83,7 +86,20 @@ def changed_folders(
 ) -> set[str]:
     """The folders of a record's ``source`` of which a case runs something else now."""
     now = source_of(case, notes)
-    return {key for key in {*source, *now} if source.get(key) != now.get(key)}
+    changed = {key for key in {*source, *now} if source.get(key) != now.get(key)}
+    return changed - {_FOR_ANY_GPU} if _ran_hopper_alone(case, notes) else changed
+
+
+def _ran_hopper_alone(case: Mapping[str, Any], notes: Mapping[str, Any]) -> bool:
+    """Whether calls of flash_triton ran none of the kernels for any GPU.
+
+    Its compiled autograd node launches those for Hopper only, and whatever ran the others has noted
+    where their tiles come from. Schemes note neither of their kernel's calls.
+    """
+    attention = case.get("attention") or {}
+    names = {attention.get("name"), notes.get("attention_choice")} - {None, "auto"}
+    through_node = notes.get("autograd") == "native" and "tiles" not in notes
+    return through_node and names == {"flash_triton"}
 
 
 def is_of_other_code(

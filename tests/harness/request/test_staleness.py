@@ -61,6 +61,27 @@ class TestCode:
         record.source["kernels/gone"] = "0" * 12
         assert reason_of(record) == "other kernels"
 
+    @pytest.mark.parametrize(
+        ("attention", "notes", "is_stale"),
+        [
+            ({"name": "flash_triton"}, {"autograd": "native"}, False),
+            ({"name": "auto"}, {"autograd": "native", "attention_choice": "flash_triton"}, False),
+            ({"name": "flash_triton"}, {"autograd": "native", "tiles": "rule"}, True),
+            ({"name": "flash_triton"}, {}, True),
+            ({"name": "ring", "kernel": "flash_triton"}, {"autograd": "native"}, True),
+        ],
+    )
+    def test_kernels_for_any_gpu_count_unless_hoppers_alone_ran(
+        self, attention: dict[str, str], notes: dict[str, str], is_stale: bool
+    ) -> None:
+        case = {**CASES[0].to_dict(), "attention": attention}
+        record = record_of(case=case, notes=notes, source=source_of(case, notes))
+        assert reason_of(record) is None
+        record.source["kernels/flash/any_gpu"] = "0" * 12
+        assert reason_of(record) == ("other kernels" if is_stale else None)
+        record.source["kernels/flash/hopper"] = "0" * 12
+        assert reason_of(record) == "other kernels"
+
 
 class TestHistory:
     """Records from before sources were hashed."""
