@@ -31,7 +31,7 @@ _NAMING_NOTES = ("attention_choice", "kernel")
 """Notes of a run that name the backend to which a choice left its calls."""
 
 _FOR_ANY_GPU = "kernels/flash/any_gpu"
-"""Kernels that flash_triton imports beside those for Hopper."""
+"""Kernels that are imported beside those for Hopper, which take what these do not."""
 
 
 def source_of(case: Mapping[str, Any], notes: Mapping[str, Any]) -> dict[str, str]:
@@ -91,15 +91,13 @@ def changed_folders(
 
 
 def _ran_hopper_alone(case: Mapping[str, Any], notes: Mapping[str, Any]) -> bool:
-    """Whether calls of flash_triton ran none of the kernels for any GPU.
+    """Whether calls of the kernels for Hopper ran none of those for any GPU.
 
-    Its compiled autograd node launches those for Hopper only, and whatever ran the others has noted
-    where their tiles come from. Schemes note neither of their kernel's calls.
+    The compiled autograd node launches the former only, and whatever ran the latter has noted where
+    their tiles come from. Schemes note neither of their kernel's calls.
     """
-    attention = case.get("attention") or {}
-    names = {attention.get("name"), notes.get("attention_choice")} - {None, "auto"}
-    through_node = notes.get("autograd") == "native" and "tiles" not in notes
-    return through_node and names == {"flash_triton"}
+    is_scheme = bool((case.get("attention") or {}).get("kernel"))
+    return notes.get("autograd") == "native" and "tiles" not in notes and not is_scheme
 
 
 def is_of_other_code(
