@@ -31,7 +31,7 @@ _NAMING_NOTES = ("attention_choice", "kernel")
 """Notes of a run that name the backend to which a choice left its calls."""
 
 _FOR_ANY_GPU = "kernels/flash/any_gpu"
-"""Kernels that are imported beside those for Hopper, which take what these do not."""
+"""Kernels of calls that those for Hopper do not take; whoever imports one family imports both."""
 
 
 def source_of(case: Mapping[str, Any], notes: Mapping[str, Any]) -> dict[str, str]:
@@ -91,10 +91,10 @@ def changed_folders(
 
 
 def _ran_hopper_alone(case: Mapping[str, Any], notes: Mapping[str, Any]) -> bool:
-    """Whether calls of the kernels for Hopper ran none of those for any GPU.
+    """Whether a run launched kernels for Hopper and none of those for any GPU.
 
-    The compiled autograd node launches the former only, and whatever ran the latter has noted where
-    their tiles come from. Schemes note neither of their kernel's calls.
+    The compiled autograd node launches Hopper's only, and a run that launches the others notes
+    where their tiles come from. A scheme notes nothing of the kernel that it calls.
     """
     is_scheme = bool((case.get("attention") or {}).get("kernel"))
     return notes.get("autograd") == "native" and "tiles" not in notes and not is_scheme
